@@ -36,6 +36,7 @@ from mlbench_master.routes import router
 from mlbench_master.scheduler import Scheduler
 from mlbench_master.security import Access, GuardMiddleware, make_private
 from mlbench_master.store import Store
+from mlbench_master.writer import MetricWriter
 
 __all__ = ["create_app"]
 
@@ -78,6 +79,7 @@ def create_app(
         # SQLite gives its other files the mode of this one.
         (folder / "master.db").touch(mode=0o600)
     store = Store(database_url or f"sqlite:///{folder / 'master.db'}")
+    writer = MetricWriter(store)
     launcher = launcher or make_launcher("local", folder)
     # Event streams stay open, and they must leave connections for other requests.
     events = EventBus(max_streams=min(256, max_connections() // 2))
@@ -97,6 +99,7 @@ def create_app(
             # close() waits for the scheduler's thread, which would block the event loop.
             await anyio.to_thread.run_sync(scheduler.close)
             launcher.close()
+            await anyio.to_thread.run_sync(writer.close)
             store.close()
 
     app = FastAPI(
@@ -109,6 +112,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.store, app.state.scheduler, app.state.launcher, app.state.events = store, scheduler, launcher, events
+    app.state.writer = writer
     app.include_router(router)
     app.state.access = access
     app.include_router(make_pages())

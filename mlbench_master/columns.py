@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -55,17 +55,21 @@ class Columns:
         return len(self.ids)
 
     @classmethod
-    def of_rows(cls, rows: Iterable[Any]) -> Columns:
+    def of_rows(cls, rows: Sequence[Any]) -> Columns:
         """Make columns of rows of id, date, value and metadata, in which SQLite may hold any type."""
-        ids, dates, numbers, epochs = [], [], [], []
-        for key, date, value, metadata in rows:
-            ids.append(key)
-            dates.append(date if isinstance(date, int) else 0)
-            number = number_of(value)
-            numbers.append(math.nan if number is None else number)
-            epochs.append(_epoch(metadata))
-        floats = np.array([numbers, epochs], np.float64)
-        return cls(np.array(dates, np.int64), np.array(ids, np.int64), floats[0], floats[1])
+        # One look at each column is several times as fast as one at each value.
+        ids, dates, values, metadata = zip(*rows, strict=True) if rows else ((), (), (), ())
+        if set(map(type, dates)) - {int}:
+            dates = tuple(date if isinstance(date, int) else 0 for date in dates)
+        try:
+            numbers = np.array([*map(float, values)], np.float64) if set(map(type, values)) <= {str} else None
+        except ValueError:
+            numbers = None
+        if numbers is None:
+            numbers = np.array([number_of(value) for value in values], np.float64)  # None becomes NaN
+        numbers[~np.isfinite(numbers)] = math.nan
+        epochs = np.array([_epoch(text) for text in metadata], np.float64)
+        return cls(np.array(dates, np.int64), np.array(ids, np.int64), numbers, epochs)
 
     @classmethod
     def unpack(cls, page: bytes) -> Columns:
@@ -107,8 +111,7 @@ def _epoch(metadata: object) -> float:
     """Return the epoch of metadata such as ``{"rank": 0, "epoch": 2}``, NaN without one."""
     if not isinstance(metadata, str) or '"epoch"' not in metadata:
         return math.nan
-    usual = _USUAL.fullmatch(metadata)
-    if usual is not None:
+    if usual := _USUAL.fullmatch(metadata):
         return float(usual[1])
     try:
         content = json.loads(metadata)

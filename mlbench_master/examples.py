@@ -179,8 +179,18 @@ ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("get", "/api/runs/{run_id}/logs/"): {
         "A line": {
-            "lines": [{"rank": 0, "stream": "stdout", "text": "epoch 1: 0.5", "date": "2026-01-31T12:00:01.500000Z"}],
+            "lines": [
+                {
+                    "line": 0,
+                    "rank": 0,
+                    "stream": "stdout",
+                    "text": "epoch 1: 0.5",
+                    "date": "2026-01-31T12:00:01.500000Z",
+                }
+            ],
             "next": 1,
+            "previous": 0,
+            "matches": 1,
         }
     },
     ("get", "/api/runs/{run_id}/curves/"): {"One metric": {"curves": [_CURVE], "last_id": 3}},

@@ -14,20 +14,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mlbench_master.columns import PAGE, Columns
 from mlbench_master.dates import format_date
+from mlbench_master.launchers.interface import Launcher, LogLine
 from mlbench_master.results import FILES, RESULT_FILE, RESULT_METRIC, RefusedFileError, ResultFolder, is_result
+from mlbench_master.schemas import LogsQuery
 from mlbench_master.store import Point, Run, Store, pod_owner, run_owner
 
 __all__ = [
     "LEFT_OUT_FILE",
     "Selection",
     "all_metrics_json",
+    "log_file_name",
+    "log_text",
     "metrics_csv",
     "metrics_json",
     "metrics_zip",
     "result_json",
     "safe_file_name",
     "summarize",
+    "summarize_long",
 ]
 
 LEFT_OUT_FILE = "left_out.txt"
@@ -35,6 +43,7 @@ LEFT_OUT_FILE = "left_out.txt"
 
 _CHUNK_CHARACTERS = 65_536
 _CHUNK_BYTES = 2**20
+_GROUPS_AT_ONCE = 500
 _OFFICIAL_RESULT = "official_result.txt"
 # A spreadsheet calculates a cell that begins with one of these, also in a file of somebody else.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -62,7 +71,13 @@ class Selection:
         for owner, name, points in store.entries(counts, self.since, self.last_n):
             count = counts[owner, name] if self.last_n is None else min(counts[owner, name], self.last_n)
             if self.summarize is not None and count > self.summarize:
-                points = summarize(points, count, self.summarize)
+                # The entries of a long metric have not been read yet, and its columns take a tenth of their time.
+                is_long = count > PAGE
+                points = (
+                    summarize_long(store, owner, name, count, self.summarize)
+                    if is_long
+                    else summarize(points, count, self.summarize)
+                )
             yield owner, name, points
 
 
@@ -93,13 +108,80 @@ def summarize(points: Iterable[Point], count: int, most: int) -> Iterator[Point]
         yield _average(group)
 
 
+def summarize_long(store: Store, owner: str, name: str, count: int, most: int) -> Iterator[Point]:
+    """Average neighbors of the last entries of a metric as :func:`summarize` does, without reading every row.
+
+    Args:
+        store: The database.
+        owner: Owner of the metric.
+        name: The metric.
+        count: Number of last entries to average.
+        most: Maximum number of groups, at least 1.
+
+    Yields:
+        The groups in order.
+    """
+    groups = _groups(store.columns(owner, name), store.size(owner, name) - count, count, most)
+    while some := list(itertools.islice(groups, _GROUPS_AT_ONCE)):
+        rows = store.points_with([group.last_id for group in some])
+        for group in some:
+            point = rows.get(group.last_id)
+            if point is None or len(group.dates) == 1:
+                yield from [] if point is None else [point]
+                continue
+            mean = group.mean
+            yield replace(
+                point, value=point.value if mean is None else repr(mean), date=sum(group.dates) // len(group.dates)
+            )
+
+
+@dataclass
+class _Group:
+    """Neighboring entries: their dates, their finite numbers, and the id of the last one."""
+
+    number: int
+    dates: list[int]
+    numbers: list[float]
+    last_id: int
+
+    @property
+    def mean(self) -> float | None:
+        count = len(self.numbers)
+        # Each number is divided before the sum, because the sum of large finite numbers can overflow.
+        return math.fsum(number / count for number in self.numbers) if count else None
+
+
+def _groups(parts: Iterable[Columns], skip: int, count: int, most: int) -> Iterator[_Group]:
+    current: _Group | None = None
+    start = -skip
+    for whole in parts:
+        part = whole.at(slice(max(0, -start), None))
+        steps = np.arange(max(0, start), start + len(whole))
+        start += len(whole)
+        numbers = np.minimum(steps * most // count, most - 1)
+        firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        for first, end in itertools.pairwise([*firsts.tolist(), len(part)]):
+            members = part.at(slice(first, end))
+            finite = members.numbers[~np.isnan(members.numbers)].tolist()
+            group = _Group(int(numbers[first]), members.dates.tolist(), finite, int(members.ids[-1]))
+            if current is not None and current.number == group.number:
+                current.dates += group.dates
+                current.numbers += group.numbers
+                current.last_id = group.last_id
+                continue
+            if current is not None:
+                yield current
+            current = group
+    if current is not None:
+        yield current
+
+
 def _average(group: Sequence[Point]) -> Point:
     if len(group) == 1:
         return group[0]
-    numbers = [number for number in map(_number, group) if number is not None]
-    finite = [number for number in numbers if math.isfinite(number)]
-    # Each number is divided before the sum, because the sum of large finite numbers can overflow.
-    value = repr(math.fsum(number / len(finite) for number in finite)) if finite else group[-1].value
+    finite = [number for number in map(_number, group) if number is not None and math.isfinite(number)]
+    mean = _Group(0, [], finite, 0).mean
+    value = group[-1].value if mean is None else repr(mean)
     return replace(group[-1], value=value, date=sum(point.date for point in group) // len(group))
 
 
@@ -227,6 +309,34 @@ def metrics_zip(
             if RESULT_FILE not in written and (sent := _sent_result(store, run)) is not None:
                 archive.writestr(RESULT_FILE, sent)
     yield sink.take()
+
+
+def log_text(launcher: Launcher, run: Run, query: LogsQuery) -> Iterator[str]:
+    """Yield the wanted lines of a run's log in pieces, up to the end that the log has now."""
+    if run.job_id is None:
+        return
+    # A run that writes faster than the client reads must not make the file endless.
+    end = launcher.log_end(run.job_id)
+    end = end if query.before_line is None else min(end, query.before_line)
+    following = query.since_line
+    while following < end:
+        page = launcher.logs(run.job_id, following, wanted=query.wanted)
+        yield "".join(_log_line(line) for line in page.lines if line["line"] < end)
+        if page.next <= following:
+            return
+        following = page.next
+
+
+def _log_line(line: LogLine) -> str:
+    who = "master" if line["rank"] is None else f"rank {line['rank']}"
+    return f"{line['date']} {who} {line['stream']} | {line['text']}\n"
+
+
+def log_file_name(run: Run, query: LogsQuery) -> str:
+    """Return the name of the file with the wanted lines of a run's log."""
+    rank = "" if query.rank is None else f"-{query.rank}" if query.rank == "master" else f"-rank-{query.rank}"
+    stream = "" if query.stream is None else f"-{query.stream}"
+    return safe_file_name(f"{run.name}{rank}{stream}", set()) + ".log"
 
 
 def safe_file_name(name: str, taken: set[str]) -> str:

@@ -45,7 +45,13 @@ _LONGEST_S = 120.0
 # The figures of one comparison have about 2 MB.
 _MOST_KEPT = 8
 
+# Each waiting request holds one of the threads that answer all requests.
+_MOST_WAITING = 4
+_BUSY = "The master is drawing other figures: open this page again in some seconds."
+
+_turns = threading.BoundedSemaphore(_MOST_WAITING)
 _drawing = threading.Lock()
+_keeping = threading.Lock()
 _kept: OrderedDict[str, Figures] = OrderedDict()
 
 
@@ -82,14 +88,34 @@ def draw(groups: Sequence[Group], price_per_hour: float | None = None) -> Figure
         price_per_hour: Price of one worker for an hour; None if it is unknown.
     """
     key = figures_key(groups, price_per_hour)
-    # One process at a time: it needs a core, and the next request may be for the same figures.
-    with _drawing:
-        if key not in _kept:
-            _kept[key] = _draw(_input(groups, price_per_hour))
+    found = _find(key)
+    if found is not None:
+        return found
+    if not _turns.acquire(blocking=False):
+        return Figures(missing=[_BUSY])
+    try:
+        # One process at a time: it needs a core, and the request before may be for the same figures.
+        with _drawing:
+            return _find(key) or _keep(key, _draw(_input(groups, price_per_hour)))
+    finally:
+        _turns.release()
+
+
+def _find(key: str) -> Figures | None:
+    with _keeping:
+        if key in _kept:
+            _kept.move_to_end(key)
+        return _kept.get(key)
+
+
+def _keep(key: str, figures: Figures) -> Figures:
+    # After a failure, the next request tries again.
+    if figures.files:
+        with _keeping:
+            _kept[key] = figures
             while len(_kept) > _MOST_KEPT:
                 _kept.popitem(last=False)
-        _kept.move_to_end(key)
-        return _kept[key]
+    return figures
 
 
 def _input(groups: Sequence[Group], price_per_hour: float | None) -> bytes:

@@ -99,7 +99,10 @@ class LoadKeeper:
         try:
             if run.id not in self._positions:
                 stored = min(self._store.newest_date(pods, "memory"), now_us())
-                self._positions[run.id] = _Position(0, stored, _thinnable(stored) - _MEAN_US)
+                # A run of the last hour has nothing to thin.
+                begin = run.started_at if isinstance(run.started_at, int) else 0
+                thinned = max(_thinnable(stored) - _MEAN_US, begin // _MEAN_US * _MEAN_US)
+                self._positions[run.id] = _Position(0, stored, thinned)
             position = self._positions[run.id]
             page = self._launcher.load(run.job_id, position.next)
             if not page.lines:
@@ -117,7 +120,7 @@ class LoadKeeper:
             return False
         if metrics and self._events.has_subscribers:
             self._events.publish("metric", *map(_event, metrics))
-        return bool(page.lines)
+        return True
 
 
 def _thinnable(us: int) -> int:

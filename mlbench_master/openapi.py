@@ -188,8 +188,9 @@ class Curves(BaseModel):
 
 
 class LogLine(BaseModel):
-    """A line of a worker, or of the master if the rank is null."""
+    """A line of a worker, or of the master if the rank is null, and its number in the whole log."""
 
+    line: int
     rank: int | None
     stream: str
     text: str
@@ -197,10 +198,16 @@ class LogLine(BaseModel):
 
 
 class Logs(BaseModel):
-    """A page of a log, and the number of the line after it. There are no more lines if it is empty."""
+    """The wanted lines of a range of a log, which goes from ``previous`` to the line before ``next``.
+
+    The range ends at the limit of lines, after 1 MiB of them, or after a second of search. ``matches`` is the number of
+    wanted lines in it.
+    """
 
     lines: list[LogLine]
     next: int
+    previous: int
+    matches: int
 
 
 def documented(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
-from fastapi import APIRouter, BackgroundTasks, Depends, HTTPException, Request, Response
+from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.background import BackgroundTask
+from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 import mlbench_core
@@ -21,8 +23,8 @@ from mlbench_master.bodies import MAX_METRICS_BYTES, MAX_RUN_BYTES, read_body
 from mlbench_master.curves import curves_json, start_of
 from mlbench_master.dates import format_date, now_us, to_us
 from mlbench_master.events import EventBus
+from mlbench_master.intake import read_metrics
 from mlbench_master.launchers.interface import Launcher, LogPage
-from mlbench_master.leftovers import new_metric
 from mlbench_master.openapi import (
     Added,
     Curves,
@@ -55,10 +57,13 @@ from mlbench_master.schemas import (
 )
 from mlbench_master.starting import start_runs
 from mlbench_master.store import NameInUseError, NewMetric, Run, Store, pod_owner, run_owner
+from mlbench_master.writer import UnknownRunError
 
 __all__ = ["PHASES", "results_of", "router", "run_or_404"]
 
 PHASES = {"initialized": "Pending", "started": "Running", "finished": "Succeeded", "failed": "Failed"}
+_FEW_METRICS = 100
+_read_metrics = read_body(MAX_METRICS_BYTES)
 
 
 def _part(name: str) -> Any:
@@ -77,13 +82,14 @@ LauncherPart = Annotated[Launcher, _part("launcher")]
 EventsPart = Annotated[EventBus, _part("events")]
 
 
+general_router = APIRouter()
 metrics_router = APIRouter(prefix="/metrics")
 runs_router = APIRouter(prefix="/runs")
 router = APIRouter(prefix="/api")
 """The routes below ``/api``."""
 
 
-@router.get("/health/", summary="Whether the master answers", **documented(Health))
+@general_router.get("/health/", summary="Whether the master answers", **documented(Health))
 def health(store: StorePart, scheduler: SchedulerPart, launcher: LauncherPart) -> dict[str, str]:
     store.check()  # an error of the database is answered with status 503
     if not scheduler.is_in_charge:
@@ -91,7 +97,7 @@ def health(store: StorePart, scheduler: SchedulerPart, launcher: LauncherPart) -
     return {"status": "ok", "version": mlbench_core.__version__, "engine": launcher.name}
 
 
-@router.get(
+@general_router.get(
     "/pods/",
     summary="The workers of all runs, or a page of them",
     openapi_extra=parameters(PodsQuery),
@@ -110,7 +116,7 @@ def pods(request: Request, store: StorePart) -> JSONResponse:
     return JSONResponse([_pod(*place) for place in found], headers=_link(request, follows, after=after))
 
 
-@router.get(
+@general_router.get(
     "/pods/{name}/curves/",
     summary="The metrics of a pod for charts",
     openapi_extra=parameters(CurvesQuery),
@@ -123,7 +129,7 @@ def pod_curves(name: str, request: Request, store: StorePart) -> StreamingRespon
     return _curves(request, store, pod_owner(name), None if run is None else start_of(run))
 
 
-@router.get(
+@general_router.get(
     "/events/",
     summary="Server-sent events: metric, state, log, deleted, lost",
     **documented(None, media=("text/event-stream",)),
@@ -133,6 +139,38 @@ async def stream_events(request: Request, events: EventsPart) -> StreamingRespon
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     client = request.client.host if request.client else ""
     return _StreamedResponse(events.subscribe(client), media_type="text/event-stream", headers=headers)
+
+
+@metrics_router.post(
+    "/",
+    summary="Keep one metric or many",
+    openapi_extra=request_body(MetricIn, many=True),
+    **documented(Entry | Added, 400, 404, 408, 413, 415, status=201),
+)
+async def add_metrics(request: Request) -> Response:
+    # Without dependencies: FastAPI takes longer for three of them than the database for a metric.
+    body = await _read_metrics(request)
+    many = isinstance(body, list)
+    items = body if many else [body]
+    if len(items) > MAX_BATCH:
+        raise HTTPException(
+            400, f"body: must have at most {MAX_BATCH} metrics, not {len(items)}: send them in several requests"
+        )
+    try:
+        # Metrics without a date share this one. For a few of them, a thread would cost more than the check.
+        arguments = (items, now_us(), many)
+        few = len(items) <= _FEW_METRICS
+        metrics = read_metrics(*arguments) if few else await run_in_threadpool(read_metrics, *arguments)
+        added = await request.app.state.writer.add(metrics)
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from None
+    except UnknownRunError as error:
+        raise HTTPException(404, f"run_id: {error}") from None
+    events: EventBus = request.app.state.events
+    # After the answer: a client need not wait until thousands of events have been encoded.
+    task = BackgroundTask(_publish, events, metrics) if events.has_subscribers else None
+    answer = {"status": "ok", "received": len(metrics), "added": added} if many else _entry(metrics[0])
+    return JSONResponse(answer, 201, background=task)
 
 
 @metrics_router.get("/", summary="Every metric of every pod and run", **documented(MetricsOfAll))
@@ -158,48 +196,17 @@ def metrics(owner_id: str, request: Request, store: StorePart, launcher: Launche
     since = None if query.since is None else to_us(query.since)
     selection = export.Selection(since, query.metric_filter, query.last_n, query.summarize)
     if query.format not in ("zip", "csv"):
-        return _StreamedResponse(export.metrics_json(store, owner, selection), media_type="application/json")
+        pieces = export.metrics_json(store, owner, selection)
+        # Metrics of an earlier version of the master are read slowly, but only once.
+        task = BackgroundTask(store.pack_loose, owner)
+        return _StreamedResponse(pieces, media_type="application/json", background=task)
     name = export.safe_file_name(owner.replace(":", "_"), set())
-    headers = {"Content-Disposition": f'attachment; filename="{name}.{query.format}"'}
+    headers = _attachment(f"{name}.{query.format}")
     if query.format == "csv":
         rows = export.metrics_csv(store, owner, selection)
         return _StreamedResponse(rows, media_type="text/csv", headers=headers)
     archive = export.metrics_zip(store, owner, run, selection, None if run is None else results_of(run, launcher))
     return _StreamedResponse(archive, media_type="application/zip", headers=headers)
-
-
-@metrics_router.post(
-    "/",
-    summary="Keep one metric or many",
-    openapi_extra=request_body(MetricIn, many=True),
-    **documented(Entry | Added, 400, 404, 408, 413, 415, status=201),
-)
-def add_metrics(
-    body: Annotated[Any, Depends(read_body(MAX_METRICS_BYTES))],
-    store: StorePart,
-    events: EventsPart,
-    background: BackgroundTasks,
-) -> dict[str, Any]:
-    many = isinstance(body, list)
-    items = body if many else [body]
-    if len(items) > MAX_BATCH:
-        raise HTTPException(
-            400, f"body: must have at most {MAX_BATCH} metrics, not {len(items)}: send them in several requests"
-        )
-    now = now_us()  # metrics without a date share this one
-    parsed = [_validated(MetricIn, item, f"[{index}]." if many else "") for index, item in enumerate(items)]
-    missing = {metric.run_id for metric in parsed} - {None}
-    missing -= store.existing_runs(missing)
-    if missing:
-        raise HTTPException(404, f"run_id: there is no run {min(missing)}")
-    new_metrics = [new_metric(metric, now) for metric in parsed]
-    added = store.add_metrics(new_metrics)
-    if events.has_subscribers:
-        # After the answer: a client need not wait until thousands of events have been encoded.
-        background.add_task(lambda: events.publish("metric", *map(_entry, parsed, new_metrics)))
-    if many:
-        return {"status": "ok", "received": len(new_metrics), "added": added}
-    return _entry(parsed[0], new_metrics[0])
 
 
 @runs_router.get(
@@ -308,16 +315,23 @@ def stop_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[st
     "/{run_id}/logs/",
     summary="Lines of a run's log",
     openapi_extra=parameters(LogsQuery),
-    **documented(Logs, 400, 404, in_pages=True),
+    **documented(Logs, 400, 404, media=("application/json", "text/plain"), in_pages=True),
 )
-def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> JSONResponse:
+def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> Response:
     run = run_or_404(store, run_id)
-    query = _query(LogsQuery, request)
-    page = LogPage([], query.since_line)
+    query: LogsQuery = _query(LogsQuery, request)
+    if query.format == "text":
+        text = export.log_text(launcher, run, query)
+        return _StreamedResponse(text, media_type="text/plain", headers=_attachment(export.log_file_name(run, query)))
+    first = query.since_line
+    page = LogPage([], first, first)
     if run.job_id is not None:
-        page = launcher.logs(run.job_id, query.since_line, query.limit)
-    headers = _link(request, bool(page.lines), since_line=page.next)
-    return JSONResponse({"lines": page.lines, "next": page.next}, headers=headers)
+        page = launcher.logs(run.job_id, first, query.limit, query.before_line, query.wanted)
+    if query.before_line is None:
+        headers = _link(request, page.next > first, since_line=page.next)
+    else:
+        headers = _link(request, page.previous > first, before_line=page.previous)
+    return JSONResponse(asdict(page), headers=headers)
 
 
 @runs_router.get(
@@ -357,6 +371,10 @@ class _StreamedResponse(StreamingResponse):
 
         self.body_iterator = whole()
         await super().__call__(scope, receive, send)
+
+
+def _attachment(name: str) -> dict[str, str]:
+    return {"Content-Disposition": f'attachment; filename="{name}"'}
 
 
 def _validated(model: type[Any], data: Any, prefix: str = "") -> Any:
@@ -411,8 +429,7 @@ def _pod(run: Run, rank: int, name: str) -> dict[str, Any]:
 def _curves(request: Request, store: Store, owner: str, start_us: int | None) -> StreamingResponse:
     query = _query(CurvesQuery, request, "metric")
     pieces = curves_json(store, owner, start_us, query.metric, query.points)
-    # Metrics of an earlier version of the master are read slowly, but only once.
-    task = BackgroundTask(store.pack_loose, owner, query.metric)
+    task = BackgroundTask(store.pack_loose, owner)
     return _StreamedResponse(pieces, media_type="application/json", background=task)
 
 
@@ -431,10 +448,15 @@ def _link(request: Request, follows: bool, **changes: object) -> dict[str, str]:
     return {"Link": f'<{request.url.path}?{urlencode(query)}>; rel="next"'}
 
 
-def _entry(metric: MetricIn, new: NewMetric) -> dict[str, Any]:
+def _publish(events: EventBus, metrics: list[NewMetric]) -> None:
+    events.publish("metric", *map(_entry, metrics))
+
+
+def _entry(new: NewMetric) -> dict[str, Any]:
+    kind, _, owner = new.owner.partition(":")
     return {
-        "run_id": metric.run_id,
-        "pod_name": metric.pod_name,
+        "run_id": int(owner) if kind == "run" else None,
+        "pod_name": owner if kind == "pod" else None,
         "name": new.name,
         "value": new.value,
         "date": format_date(new.date),
@@ -444,5 +466,6 @@ def _entry(metric: MetricIn, new: NewMetric) -> dict[str, Any]:
     }
 
 
-router.include_router(metrics_router)
-router.include_router(runs_router)
+# The routes are tried in this order, and most requests deliver metrics.
+for part in (metrics_router, runs_router, general_router):
+    router.include_router(part)

@@ -385,9 +385,7 @@ class Scheduler:
             self._log_lines[run.id] = self._launcher.log_end(run.job_id)
         page = self._launcher.logs(run.job_id, self._log_lines[run.id])
         self._log_lines[run.id] = page.next
-        first = page.next - len(page.lines)
-        lines = ({"run_id": run.id, "line": number, **line} for number, line in enumerate(page.lines, first))
-        self._events.publish("log", *lines)
+        self._events.publish("log", *({"run_id": run.id, **line} for line in page.lines))
 
 
 def _last_lines(lines: list[str]) -> list[str]:

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from mlbench_core.tasks import is_run_name
 from mlbench_master.dates import Date
+from mlbench_master.launchers.interface import LogFilter
 from mlbench_master.store import RUN_COLUMNS
 
 __all__ = [
@@ -45,6 +46,7 @@ MAX_POINTS = 2000
 _MAX_CURVES = 100
 DEFAULT_BANDWIDTH = 1000.0
 _POD_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_RANK = re.compile(r"master|[0-9]{1,9}")
 _MAY_BE_EMPTY = ("value", "metadata")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -81,6 +83,12 @@ def _pod_name(text: str) -> str:
     if not _POD_NAME.fullmatch(text):
         raise ValueError("must be a pod's name: 1 to 253 of a-z, 0-9, '-' and '.'")
     return text
+
+
+def _rank(text: str) -> int | str:
+    if not _RANK.fullmatch(text):
+        raise ValueError("must be the rank of a worker such as 0, or 'master'")
+    return text if text == "master" else int(text)
 
 
 def _number_to_text(value: object) -> object:
@@ -293,12 +301,31 @@ class LogsQuery(_Body):
     """The query parameters of ``GET /api/runs/{id}/logs/``.
 
     Attributes:
-        since_line: Number of the first line wanted, from 0.
-        limit: Maximum number of lines. An answer is limited in bytes as well.
+        rank: Only lines of the worker with this rank, or with ``master`` only lines that no worker wrote.
+        stream: Only lines of this stream; ``system`` has the lines of the master.
+        search: Only lines with this text; upper and lower case are the same.
+        since_line: Number of the first line wanted, from 0. Pass the answer's ``next`` to continue, until it does not
+            grow.
+        before_line: Read backwards from this line, or from the end of the log if it has fewer lines: the answer has the
+            last ``limit`` lines before it. Pass the answer's ``previous`` to continue, until it is ``since_line``.
+        limit: Maximum number of lines; with 0 they are only counted.
+        format: ``json``, or ``text`` to download all lines as a file, whatever their number.
     """
 
+    rank: (
+        Annotated[str, AfterValidator(_rank), Field(json_schema_extra={"pattern": "^(master|[0-9]{1,9})$"})] | None
+    ) = None
+    stream: Literal["stdout", "stderr", "system"] | None = None
+    search: Annotated[Text, Field(max_length=1000)] = ""
     since_line: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
-    limit: Annotated[int, Field(ge=1, le=MAX_LINES)] = MAX_LINES
+    before_line: Annotated[int, Field(ge=0, le=MAX_ID)] | None = None
+    limit: Annotated[int, Field(ge=0, le=MAX_LINES)] = MAX_LINES
+    format: Literal["json", "text"] = "json"
+
+    @property
+    def wanted(self) -> LogFilter:
+        """Return the filter of these parameters."""
+        return LogFilter(self.rank, self.stream, self.search)
 
 
 class RunsQuery(_Body):

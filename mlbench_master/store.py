@@ -16,11 +16,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy import event
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column
 from sqlalchemy.pool import StaticPool
@@ -169,9 +168,12 @@ class Metric(_Base):
     extra: Mapped[str] = mapped_column("metadata", sa.Text, key="extra", default="")
 
 
-@dataclass(frozen=True)
-class NewMetric:
-    """A metric that is not in the database yet; see :class:`Metric`."""
+# In the order of NewMetric.
+_NEW_COLUMNS = "owner, name, date, value, cumulative, metadata, client_id"
+
+
+class NewMetric(NamedTuple):
+    """A metric that is not in the database yet; see :class:`Metric`. It is a row of the insert statement."""
 
     owner: str
     name: str
@@ -582,48 +584,55 @@ class Store:
         Returns:
             The number of new metrics.
         """
-        # "Insert unless it exists" is not standard SQL: SQLAlchemy has it for each database separately.
-        insert = postgresql.insert if self._engine.dialect.name == "postgresql" else sqlite.insert
-        added = 0
-        with self._writing() as session:
-            # An insert without rows would be an insert of one row of defaults.
-            if metrics:
-                statement = insert(Metric.__table__).on_conflict_do_nothing()  # type: ignore[arg-type]
-                # By default, SQLAlchemy does not keep the row count of an insert of many rows.
-                connection = session.connection(execution_options={"preserve_rowcount": True})
-                added = connection.execute(statement, [vars(metric) for metric in metrics]).rowcount
-                self._drop_pages(connection, metrics)
-            for metric in metrics:
-                if metric.name in (GOAL_METRIC, GOAL_TEXT_METRIC) and metric.owner.startswith("run:"):
-                    _record_goal(session, metric)
-        self._loose.update((metric.owner, metric.name) for metric in metrics)
-        for owner, name in {(metric.owner, metric.name) for metric in metrics}:
+        return self.add_batches([metrics])[0]
+
+    def add_batches(self, batches: Sequence[Sequence[NewMetric]]) -> list[int]:
+        """Add the metrics of several requests in one transaction: all of them or none.
+
+        Args:
+            batches: The metrics of each request, see :meth:`add_metrics`.
+
+        Returns:
+            The number of new metrics of each request.
+        """
+        # Earliest date and number of entries of each metric.
+        firsts: dict[tuple[str, str], int] = {}
+        counts: Counter[tuple[str, str]] = Counter()
+        for metric in itertools.chain.from_iterable(batches):
+            key = metric[:2]
+            counts[key] += 1
+            if key not in firsts or metric.date < firsts[key]:
+                firsts[key] = metric.date
+        # SQLAlchemy's own statements take three times as long for one row. Both databases understand this one.
+        mark = _mark(self._engine)
+        insert = f"INSERT INTO metrics ({_NEW_COLUMNS}) VALUES ({', '.join([mark] * 7)}) ON CONFLICT DO NOTHING"
+        # An entry of the same date sorts behind the end of the page, because its id is larger.
+        drop = f"DELETE FROM metric_pages WHERE owner = {mark} AND name = {mark} AND end_date > {mark}"
+        with self._write_lock, self._engine.begin() as opened:
+            # By default, SQLAlchemy does not keep the row count of an insert of many rows.
+            connection = opened.execution_options(preserve_rowcount=True)
+            added = [connection.exec_driver_sql(insert, list(b)).rowcount if b else 0 for b in batches]
+            if firsts:
+                connection.exec_driver_sql(drop, [(*key, date) for key, date in firsts.items()])
+            if any(name in (GOAL_METRIC, GOAL_TEXT_METRIC) for _, name in firsts):
+                with Session(connection) as session:
+                    for metric in itertools.chain.from_iterable(batches):
+                        if metric.name in (GOAL_METRIC, GOAL_TEXT_METRIC) and metric.owner.startswith("run:"):
+                            _record_goal(session, metric)
+                    session.commit()
+        self._loose.update(counts)
+        for owner, name in counts:
             self.pack_loose(owner, [name])
         return added
 
-    def _drop_pages(self, connection: sa.Connection, metrics: Iterable[NewMetric]) -> None:
-        """Delete the packed pages to which late metrics belong, and those after them."""
-        first: dict[tuple[str, str], int] = {}
-        for metric in metrics:
-            key = metric.owner, metric.name
-            first[key] = min(first.get(key, metric.date), metric.date)
-        # An entry of the same date sorts behind the end of the page, because its id is larger.
-        late = sa.delete(_Page).where(
-            _Page.owner == sa.bindparam("b_owner"),
-            _Page.name == sa.bindparam("b_name"),
-            _Page.end_date > sa.bindparam("b_date"),
-        )
-        keys = [{"b_owner": owner, "b_name": name, "b_date": date} for (owner, name), date in first.items()]
-        connection.execute(late, keys)
-
-    def pack_loose(self, owner: str, names: Iterable[str]) -> None:
+    def pack_loose(self, owner: str, names: Iterable[str] | None = None) -> None:
         """Pack the full pages of metrics that have some outside of the packed ones.
 
         Args:
             owner: From :func:`run_owner` or :func:`pod_owner`.
-            names: The metrics.
+            names: The metrics; by default all that this process has written or read.
         """
-        for name in names:
+        for name in [name for found, name in list(self._loose) if found == owner] if names is None else names:
             if self._loose[owner, name] >= PAGE:
                 # Without the pages, reading the metrics only takes longer.
                 with contextlib.suppress(SQLAlchemyError):
@@ -639,22 +648,24 @@ class Store:
         while True:
             with self._writing() as session:
                 page, end = _end_of_pages(session, owner, name)
-                rows = session.execute(_after(owner, name, end).limit(PAGE)).all()
+                rows = _rows_after(session, owner, name, end, PAGE)
                 # A damaged row may change its place when it is mended.
-                is_sound = all(type(row.date) is int for row in rows)
+                is_sound = all(type(row[1]) is int for row in rows)
                 self._loose[owner, name] = len(rows) if is_sound else 0
                 if len(rows) < PAGE or not is_sound:
                     return
                 data = Columns.of_rows(rows).pack()
-                last = rows[-1]
-                session.add(_Page(owner=owner, name=name, page=page, end_date=last.date, end_id=last.id, data=data))
+                end_id, end_date, *_ = rows[-1]
+                session.add(_Page(owner=owner, name=name, page=page, end_date=end_date, end_id=end_id, data=data))
 
     def size(self, owner: str, name: str) -> int:
         """Return the number of entries of a metric."""
         with self._reading() as session:
             pages, end = _end_of_pages(session, owner, name)
-            rows = _after(owner, name, end).order_by(None).subquery()
-            return PAGE * pages + (session.scalar(sa.select(sa.func.count()).select_from(rows)) or 0)
+            rest = sa.select(sa.func.count()).where(Metric.owner == owner, Metric.name == name)
+            if end is not None:
+                rest = rest.where(sa.tuple_(Metric.date, Metric.id) > sa.tuple_(*end))
+            return PAGE * pages + (session.scalar(rest) or 0)
 
     def columns(self, owner: str, name: str) -> Iterator[Columns]:
         """Yield all entries of a metric by date, in successive parts.
@@ -684,7 +695,7 @@ class Store:
         loose = 0
         while True:
             with self._reading() as session:
-                rows = session.execute(_after(owner, name, end).limit(size)).all()
+                rows = _rows_after(session, owner, name, end, size)
             loose += len(rows)
             if rows:
                 yield Columns.of_rows(rows)
@@ -692,6 +703,11 @@ class Store:
             if len(rows) < size:
                 self._loose[owner, name] = loose
                 return
+
+    def points_with(self, ids: Sequence[int]) -> dict[int, Point]:
+        """Return the entries with these ids, by id; at most 500 of them."""
+        with self._reading() as session:
+            return {row[0]: _point(row) for row in session.execute(sa.select(*_POINT).where(Metric.id.in_(ids)))}
 
     def thin_metrics(
         self, owner: str, names: Collection[str], mark: str, since: int, until: int, interval_us: int
@@ -919,13 +935,24 @@ def _end_of_pages(session: Session, owner: str, name: str) -> tuple[int, tuple[i
     return (0, None) if last is None else (last.page + 1, (last.end_date, last.end_id))
 
 
-def _after(owner: str, name: str, end: tuple[int, int] | None) -> sa.Select[int, int, str, str]:
-    """Select id, date, value and metadata of the entries of a metric after one, by date."""
-    query = sa.select(Metric.id, Metric.date, Metric.value, Metric.extra)
-    query = query.where(Metric.owner == owner, Metric.name == name)
-    if end is not None:
-        query = query.where(sa.tuple_(Metric.date, Metric.id) > sa.tuple_(*end))
-    return query.order_by(Metric.date, Metric.id)
+def _rows_after(session: Session, owner: str, name: str, end: tuple[int, int] | None, most: int) -> list[Any]:
+    """Return id, date, value and metadata of the first entries of a metric after one, by date."""
+    # As plain tuples of the driver, in half the time of SQLAlchemy's rows.
+    connection = session.connection()
+    mark = _mark(connection)
+    after = "" if end is None else f" AND (date, id) > ({mark}, {mark})"
+    query = f"SELECT id, date, value, metadata FROM metrics WHERE owner = {mark} AND name = {mark}{after}"
+    values = (owner, name, *(end or ()), most)
+    found = connection.exec_driver_sql(f"{query} ORDER BY date, id LIMIT {mark}", values)
+    assert found.cursor is not None
+    rows = list(found.cursor.fetchall())
+    found.close()
+    return rows
+
+
+def _mark(connection: sa.Connection | sa.Engine) -> str:
+    """Return the text that stands for a parameter in a statement of the database's driver."""
+    return "?" if connection.dialect.paramstyle == "qmark" else "%s"
 
 
 def _chosen(query: sa.Select[Any], states: Collection[str], text: str) -> sa.Select[Any]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
+import math
 import os
 import re
 import selectors
@@ -20,28 +22,39 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
+from urllib.parse import urlencode
 
 import psutil
 from _bench import Subject, Timed, finish, make_parser, measure, parse
 
-from mlbench_master.store import Store, new_run
+from mlbench_master.store import NewMetric, Run, Store, new_run, run_owner
 
 TOKEN = "load"
 HEADERS = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
 HALF_A_HEADER = b"POST /api/metrics/ HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 EVENTS = f"GET /api/events/ HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+FIELDS = {
+    "num_workers": 2,
+    "num_cpus": 1.0,
+    "max_bandwidth": 1000.0,
+    "image": "task1a",
+    "backend": "gloo",
+    "command": "true",
+}
 SUBJECT = Subject(
     "master_load",
     "The master under load (`master_load.py`)",
     "ms",
     (),
-    ("Limits: 1 s for a bulk of 10,000 metrics with 50 event streams, 0.3 s and 1 MB for a list of 1,000 runs,",
-     "200 ms as the 99th percentile of a post during 500 half requests, and 300 MB of memory at any time."),
+    ("Limits, 2 cores: 50,000 metrics/s in bulk, 1,000 posts/s of 16 clients with a 99th percentile of 100 ms, 1 s for",
+     "a summary of 1,000,000 entries or the page of a run of 2,000,000, 1 s for a bulk with 50 event streams, 300 MB."),
 )  # fmt: skip
 
 
@@ -64,23 +77,32 @@ class Master:
         return http.client.HTTPConnection(*self.address, timeout=60)
 
     def memory(self) -> float:
-        """Return the largest resident memory seen so far, in MB."""
-        self._most_memory = max(self._most_memory, self._process.memory_info().rss / 1e6)
+        """Return the largest resident memory so far, in MB; without Linux, the largest one seen."""
+        peak = self._process.memory_info().rss
+        with contextlib.suppress(OSError, AttributeError, TypeError):
+            status = Path(f"/proc/{self._process.pid}/status").read_text()
+            peak = 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])  # type: ignore[index]
+        self._most_memory = max(self._most_memory, peak / 1e6)
         return self._most_memory
 
 
 @contextlib.contextmanager
-def running(folder: Path, runs: int) -> Iterator[Master]:
-    """Start a master whose database has runs with the longest output that it keeps."""
+def running(folder: Path, runs: int, sizes: Sequence[tuple[int, int]] = ()) -> Iterator[Master]:
+    """Start a master whose database has runs with the longest output that it keeps.
+
+    Args:
+        folder: The folder of the master.
+        runs: Number of runs.
+        sizes: Numbers of metrics and of entries of each, for further runs.
+    """
     store = Store(f"sqlite:///{folder / 'master.db'}")
     output = ["x" * 100] * 160
     details = {"stdout": output, "stderr": output, "reason": "", "returncode": 0}
     for number in range(runs):
         name = f"run-{number}"
-        run = new_run(
-            name=name, num_workers=2, num_cpus=1.0, max_bandwidth=1000.0, image="task1a", backend="gloo", command="true"
-        )
-        store.update_run(store.add_run(run).id, details, state="finished")
+        store.update_run(store.add_run(new_run(name=name, **FIELDS)).id, details, state="finished")
+    for number, (names, entries) in enumerate(sizes):
+        fill(store, store.add_run(new_run(name=f"long-{number}", **FIELDS)), names, entries)
     store.close()
     command = [sys.executable, "-m", "mlbench_core.cli", "master", "--port", "0", "--data-dir", str(folder)]
     environment = {**os.environ, "MLBENCH_TOKEN": TOKEN, "MLBENCH_HOME": str(folder)}
@@ -99,11 +121,33 @@ def running(folder: Path, runs: int) -> Iterator[Master]:
         process.wait()
 
 
+def fill(store: Store, run: Run, names: int, entries: int) -> None:
+    """Add metrics to a run as its first worker sends them, and end it."""
+    owner = run_owner(run.id)
+    for start in range(0, entries, 500):
+        store.add_metrics(
+            [
+                NewMetric(
+                    owner,
+                    f"metric {name} @ 0",
+                    run.created_at + 1000 * step,
+                    repr(math.sin(step) + name),
+                    extra=json.dumps({"rank": 0, "epoch": step / 1000}),
+                    client_id=f"{name}-{step}",
+                )
+                for step in range(start, min(entries, start + 500))
+                for name in range(names)
+            ]
+        )
+    store.update_run(run.id, state="finished")
+
+
 def request(connection: http.client.HTTPConnection, method: str, path: str, body: Any = None) -> bytes:
     """Send a request that must succeed and return the answer."""
     for attempt in (1, 2):
         try:
-            connection.request(method, path, None if body is None else json.dumps(body), HEADERS)
+            text = body if isinstance(body, str | None) else json.dumps(body)
+            connection.request(method, path, text, HEADERS)
             answer = connection.getresponse()
             break
         except (http.client.HTTPException, ConnectionError):
@@ -128,15 +172,24 @@ def timed(master: Master, seconds: Sequence[float], **extra: float) -> Timed:
 def posts(master: Master, clients: int, count: int) -> Timed:
     """Let clients post single metrics at the same time."""
     seconds: list[float] = []
+    body = json.dumps({"run_id": master.run_id, "name": "loss @ 0", "value": 0.5})
+    # http.client takes longer for a request than the master, and all clients share one interpreter.
+    header = "".join(f"{name}: {value}\r\n" for name, value in HEADERS.items())
+    message = f"POST /api/metrics/ HTTP/1.1\r\nHost: 127.0.0.1\r\n{header}Content-Length: {len(body)}\r\n\r\n{body}"
 
     def client() -> None:
-        with contextlib.closing(master.connect()) as connection:
+        with socket.create_connection(master.address) as connection:
             for _ in range(count // clients):
                 start = time.perf_counter()
-                request(
-                    connection, "POST", "/api/metrics/", {"run_id": master.run_id, "name": "loss @ 0", "value": 0.5}
-                )
+                connection.sendall(message.encode())
+                answer = b""
+                while not answer.endswith(b"}"):
+                    answer += (piece := connection.recv(65_536))
+                    if not piece:
+                        break
                 seconds.append(time.perf_counter() - start)
+                if not answer.startswith(b"HTTP/1.1 201"):
+                    raise SystemExit(f"a post must succeed, not be answered with {answer[:200]!r}")
 
     threads = [threading.Thread(target=client) for _ in range(clients)]
     start = time.perf_counter()
@@ -144,7 +197,78 @@ def posts(master: Master, clients: int, count: int) -> Timed:
         thread.start()
     for thread in threads:
         thread.join()
+    if len(seconds) < count // clients * clients:
+        raise SystemExit("a client has failed")
     return timed(master, seconds, **{"posts/s": len(seconds) / (time.perf_counter() - start)})
+
+
+def bulks(master: Master, clients: int, count: int, size: int) -> Timed:
+    """Let clients post bulks as the outbox of a worker sends them; the time is that of one bulk."""
+    moment = datetime.now(timezone.utc)
+    numbers = itertools.count()
+
+    def body() -> str:
+        return json.dumps(
+            [
+                {
+                    "id": uuid.uuid4().hex,
+                    "run_id": master.run_id,
+                    "name": f"m{number % 20} @ 0",
+                    "date": (moment + timedelta(milliseconds=number)).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+                    "value": repr(number * 0.37),
+                    "cumulative": False,
+                    "metadata": json.dumps({"rank": 0, "epoch": number / 1000}),
+                }
+                for number in itertools.islice(numbers, size)
+            ]
+        )
+
+    bodies = [[body() for _ in range(count // clients)] for _ in range(clients)]
+    seconds: list[float] = []
+
+    def client(own: Sequence[str]) -> None:
+        with contextlib.closing(master.connect()) as connection:
+            for text in own:
+                start = time.perf_counter()
+                request(connection, "POST", "/api/metrics/", text)
+                seconds.append(time.perf_counter() - start)
+
+    threads = [threading.Thread(target=client, args=(own,)) for own in bodies]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rate = size * len(seconds) / (time.perf_counter() - start)
+    return Timed(median(seconds), {"metrics/s": rate, "memory MB": master.memory()})
+
+
+def summary(master: Master, run_id: int, groups: int) -> Timed:
+    """Read a metric of a run in groups."""
+    path = f"/api/metrics/{run_id}/?metric_type=run&summarize={groups}"
+    with contextlib.closing(master.connect()) as connection:
+        start = time.perf_counter()
+        content = request(connection, "GET", path)
+        seconds = time.perf_counter() - start
+    if [len(entries) for entries in json.loads(content).values()] != [groups]:
+        raise SystemExit(f"the answer must have {groups} entries")
+    return Timed(seconds, {"answer MB": len(content) / 1e6, "memory MB": master.memory()})
+
+
+def run_page(master: Master, run_id: int) -> Timed:
+    """Read the page of a run, the names of its metrics, and all of their curves, one after another."""
+    with contextlib.closing(master.connect()) as connection:
+        start = time.perf_counter()
+        request(connection, "GET", f"/runs/{run_id}/")
+        path = f"/api/runs/{run_id}/curves/"
+        names = [curve["name"] for curve in json.loads(request(connection, "GET", path))["curves"]]
+        query = urlencode([("metric", name) for name in names])
+        content = request(connection, "GET", f"{path}?{query}")
+        seconds = time.perf_counter() - start
+    points = [len(curve["step"]) for curve in json.loads(content)["curves"]]
+    if not names or not 0 < min(points) <= max(points) <= 2000:
+        raise SystemExit(f"each curve must have up to 2,000 points, not {points}")
+    return Timed(seconds, {"answer MB": len(content) / 1e6, "memory MB": master.memory()})
 
 
 def bulk(master: Master, streams: int, size: int) -> Timed:
@@ -240,17 +364,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__, blocks=5)
     parser.add_argument("--count", type=int, default=1000, help="single posts in a block")
     parser.add_argument("--size", type=int, default=10_000, help="metrics in a bulk")
+    parser.add_argument("--bulks", type=int, default=20, help="bulks in a block")
+    parser.add_argument("--entries", type=int, default=1_000_000, help="entries of the long metric")
     parser.add_argument("--runs", type=int, default=1000, help="runs in the list")
     parser.add_argument("--slow", type=int, default=500, help="half requests")
     parser.add_argument("--streams", type=int, default=50, help="event streams")
-    arguments = parse(parser, argv, count=32, size=100, runs=10, slow=20, streams=3)
-    with tempfile.TemporaryDirectory() as folder, running(Path(folder), arguments.runs) as master:
+    arguments = parse(parser, argv, count=32, size=100, bulks=4, entries=20_000, runs=10, slow=20, streams=3)
+    sizes = [(1, arguments.entries), (1, 2 * arguments.entries), (20, arguments.entries // 10)]
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder), arguments.runs, sizes) as master:
+        single, one, twenty = (arguments.runs + number for number in (1, 2, 3))
         cases: dict[str, dict[str, Callable[[], Timed]]] = {
             "a post": {
                 f"{n} client{'s' if n > 1 else ''}": partial(posts, master, n, arguments.count) for n in (1, 8, 16)
             },
             f"a bulk of {arguments.size:,} metrics": {
                 f"{n} event streams": partial(bulk, master, n, arguments.size) for n in (0, arguments.streams)
+            },
+            f"bulks of {arguments.size:,} metrics": {
+                f"{n} client{'s' if n > 1 else ''}": partial(bulks, master, n, arguments.bulks, arguments.size)
+                for n in (1, 2)
+            },
+            "a summary in 1,000 groups": {
+                f"{arguments.entries:,} entries": partial(summary, master, single, 1000),
+            },
+            f"the page of a run of {2 * arguments.entries:,} entries with its curves": {
+                "1 metric": partial(run_page, master, one),
+                "20 metrics": partial(run_page, master, twenty),
             },
             f"a list of {arguments.runs:,} runs": {
                 path: partial(listed, master, path) for path in ("/api/runs/", "/api/pods/", "/")

@@ -65,17 +65,26 @@ class MasterClient(RestClient):
         """Stop a run and delete its record, metrics and logs."""
         self.send("DELETE", f"runs/{path_part(run_id)}/")
 
-    def logs(self, run_id: int | str, since_line: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Return all lines of a run's log from ``since_line`` on, and the number of the line after the last one."""
+    def logs(
+        self, run_id: int | str, since_line: int = 0, filters: Mapping[str, Any] | None = None
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Return all lines of a run's log from ``since_line`` on, and the number of the line after the last one.
+
+        Args:
+            run_id: The run.
+            since_line: Number of the first line wanted, from 0.
+            filters: Which lines are wanted: ``rank``, ``stream`` and ``search``, as in the REST API.
+        """
         lines: list[dict[str, Any]] = []
-        # One answer of the master has a limited number of lines.
+        # One answer of the master has a limited number of lines, and it may have none before the end of a search.
         while True:
-            answer = self.json(dict, "GET", f"runs/{path_part(run_id)}/logs/", params={"since_line": since_line})
+            params = {**(filters or {}), "since_line": since_line}
+            answer = self.json(dict, "GET", f"runs/{path_part(run_id)}/logs/", params=params)
             page = answer.get("lines") or []
             lines += page
             # A master that answers without progress must not keep this loop running.
             next_line = int(answer.get("next", since_line + len(page)))
-            if not page or next_line <= since_line:
+            if next_line <= since_line:
                 return lines, since_line
             since_line = next_line
 

@@ -116,9 +116,12 @@ def _cell(value: object) -> str:
 @click.command()
 @click.argument("name", shell_complete=complete_runs)
 @click.option("--follow", "-f", is_flag=True, help="Continue until the run has ended.")
+@click.option("--rank", metavar="RANK", help="Only the worker with this rank; 'master' for lines of no worker.")
+@click.option("--stream", type=click.Choice(["stdout", "stderr", "system"]), help="Only this stream.")
+@click.option("--search", metavar="TEXT", help="Only lines with this text, in upper or lower case.")
 @dashboard_option
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object per line.")
-def logs(name: str, follow: bool, dashboard_url: str | None, as_json: bool) -> None:
+def logs(name: str, follow: bool, dashboard_url: str | None, as_json: bool, **filters: str | None) -> None:
     """Show the output of the workers of the run NAME."""
     with connect(dashboard_url) as client:
         run_id = client.find(name)["id"]
@@ -127,7 +130,7 @@ def logs(name: str, follow: bool, dashboard_url: str | None, as_json: bool) -> N
         while True:
             # The state is read before the log. If the run has ended by then, the log is complete.
             ended = client.run(run_id).get("state") in FINAL_STATES
-            lines, position = client.logs(run_id, position)
+            lines, position = client.logs(run_id, position, filters)
             for line in lines:
                 click.echo(json.dumps(line, ensure_ascii=False) if as_json else log_line(line))
             if ended or not follow:

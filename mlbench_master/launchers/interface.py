@@ -11,7 +11,17 @@ from typing_extensions import TypedDict
 
 from mlbench_core.errors import MLBenchError
 
-__all__ = ["Job", "JobStatus", "Launcher", "LauncherError", "LogLine", "LogPage"]
+__all__ = [
+    "EVERY_LINE",
+    "Job",
+    "JobStatus",
+    "Launcher",
+    "LauncherError",
+    "LogFilter",
+    "LogLine",
+    "LogPage",
+    "NumberedLine",
+]
 
 
 class LauncherError(MLBenchError):
@@ -78,7 +88,7 @@ class LogLine(TypedDict):
     Attributes:
         rank: Rank of the worker that wrote it; None for the launcher itself.
         stream: ``"stdout"``, ``"stderr"``, or ``"system"`` for a line of the master.
-        text: The line.
+        text: The line, without escape sequences of terminals and without control characters except tabs.
         date: The date of the line, as the API writes dates; empty if unknown.
     """
 
@@ -88,17 +98,62 @@ class LogLine(TypedDict):
     date: str
 
 
+class NumberedLine(LogLine):
+    """One line of a log with its place.
+
+    Attributes:
+        line: Number of the line in the whole log, from 0.
+    """
+
+    line: int
+
+
+@dataclass(frozen=True)
+class LogFilter:
+    """The lines of a log that a reader wants; by default all.
+
+    Attributes:
+        rank: Rank of the worker, ``"master"`` for lines of no worker, or None for lines of all.
+        stream: The stream, or None for all streams.
+        search: Text that a line contains; upper and lower case are the same.
+
+    Example:
+        >>> errors = LogFilter(stream="stderr", search="error")
+        >>> errors.matches({"rank": 0, "stream": "stderr", "text": "ValueError", "date": ""})
+        True
+    """
+
+    rank: int | str | None = None
+    stream: str | None = None
+    search: str = ""
+
+    def matches(self, line: LogLine) -> bool:
+        """Return whether a reader wants a line."""
+        return (
+            (self.rank is None or self.rank == ("master" if line["rank"] is None else line["rank"]))
+            and (self.stream is None or self.stream == line["stream"])
+            and self.search.lower() in line["text"].lower()
+        )
+
+
+EVERY_LINE = LogFilter()
+
+
 @dataclass(frozen=True)
 class LogPage:
     """A range of lines of a log.
 
     Attributes:
-        lines: The lines.
-        next: Number of the line after the last one.
+        lines: The wanted lines of the range.
+        next: Number of the line after the range.
+        previous: Number of the first line of the range.
+        matches: Number of the wanted lines of the range.
     """
 
-    lines: list[LogLine]
+    lines: list[NumberedLine]
     next: int
+    previous: int = 0
+    matches: int = 0
 
 
 class Launcher(ABC):
@@ -163,16 +218,30 @@ class Launcher(ABC):
         """End a job with all its processes and wait until they are gone; do nothing if it has ended."""
 
     @abstractmethod
-    def logs(self, job_id: str, since_line: int = 0, limit: int = 5000) -> LogPage:
-        """Return lines of a job's log.
+    def logs(
+        self,
+        job_id: str,
+        since_line: int = 0,
+        limit: int = 5000,
+        before_line: int | None = None,
+        wanted: LogFilter = EVERY_LINE,
+    ) -> LogPage:
+        """Return lines of a job's log, from ``since_line`` on, or backwards from ``before_line``.
+
+        The log is read until ``limit`` lines are found, or until a limit on bytes or time is reached. A reader
+        continues with the page's ``next`` until it does not grow, or backwards with ``previous`` until it is
+        ``since_line``.
 
         Args:
             job_id: The job.
             since_line: Number of the first line wanted, from 0.
-            limit: Maximum number of lines.
+            limit: Maximum number of lines. With 0, wanted lines are only counted.
+            before_line: Number of the line after the last one wanted; the end of the log if it is larger. The page
+                then has the last wanted lines before it.
+            wanted: Which lines are wanted.
 
         Returns:
-            The lines; none for a job without a log.
+            The lines in the order of the log; none for a job without a log.
         """
 
     def log_end(self, job_id: str) -> int:

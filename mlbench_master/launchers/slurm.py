@@ -42,7 +42,16 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers import slurm_script
 from mlbench_master.launchers.command_line import python_environment
 from mlbench_master.launchers.error_search import PYTHON_STATUSES
-from mlbench_master.launchers.interface import Job, JobStatus, Launcher, LauncherError, LogLine, LogPage
+from mlbench_master.launchers.interface import (
+    EVERY_LINE,
+    Job,
+    JobStatus,
+    Launcher,
+    LauncherError,
+    LogFilter,
+    LogLine,
+    LogPage,
+)
 from mlbench_master.launchers.logs import LogReader, log_limit_bytes, open_at_once
 from mlbench_master.launchers.rank_logs import RankLogs
 from mlbench_master.launchers.slurm_queue import ENDED, UNKNOWN, QueueEntry, SlurmQueue, all_jobs, cancel, run_slurm
@@ -196,9 +205,16 @@ class SlurmLauncher(Launcher):
         known.logs.collect(at_end=True)
         self._queue.forget(slurm_id)
 
-    def logs(self, job_id: str, since_line: int = 0, limit: int = 5000) -> LogPage:
+    def logs(
+        self,
+        job_id: str,
+        since_line: int = 0,
+        limit: int = 5000,
+        before_line: int | None = None,
+        wanted: LogFilter = EVERY_LINE,
+    ) -> LogPage:
         """Return lines of a job's log; see :meth:`Launcher.logs`."""
-        return self._known(job_id).reader.read(since_line, limit)
+        return self._known(job_id).reader.read(since_line, limit, before_line, wanted)
 
     def log_end(self, job_id: str) -> int:
         """Return the number of the line after the last one of a job's log; see :meth:`Launcher.log_end`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, RedirectResponse
 
 from mlbench_master.launchers.interface import Launcher
 from mlbench_master.pages.render import page
@@ -18,7 +18,7 @@ __all__ = ["router"]
 
 _MOST_WORKERS = 32
 _MOST_RUNS = 50
-_LATEST = 8
+_LATEST = 5
 
 router = APIRouter()
 
@@ -39,6 +39,12 @@ def main_page(request: Request, store: StorePart, launcher: LauncherPart) -> HTM
         workers=list_workers(store, places[:_MOST_WORKERS]),
         num_workers=len(places),
     )
+
+
+@router.get("/favicon.ico")
+def icon() -> RedirectResponse:
+    # Browsers ask for it beside answers that are no pages, such as JSON.
+    return RedirectResponse("/static/icon.svg")
 
 
 def _machine(launcher: Launcher, started: list[Run]) -> dict[str, str]:

@@ -14,25 +14,27 @@ from fastapi.responses import HTMLResponse
 
 from mlbench_core.results.published import describe_run
 from mlbench_master.columns import number_of
+from mlbench_master.curves import start_of
 from mlbench_master.dates import format_date, now_us
 from mlbench_master.export import result_json
 from mlbench_master.goals import GOAL_METRIC, PLAN_METRIC
-from mlbench_master.launchers.interface import Launcher, LogLine
+from mlbench_master.launchers.interface import Launcher
+from mlbench_master.pages.logs import log_view
 from mlbench_master.pages.render import page
+from mlbench_master.pages.workers import list_workers
 from mlbench_master.phases import PHASES, epoch_phases, longest_s, total_phases
 from mlbench_master.progress import progress_of
 from mlbench_master.results import RESULT_METRIC, ResultFolder
 from mlbench_master.routes import LauncherPart, StorePart, results_of, run_or_404
-from mlbench_master.store import Point, Run, Store, pod_owner, run_owner
+from mlbench_master.store import Point, Run, run_owner
 
 __all__ = ["router"]
 
-_LOG_LINES = 200
 _LAST_LINES = 15
 _MOST_ROWS = 200
 _MOST_NAMES = 1000
 _MOST_CHARACTERS = 200
-_MOST_WORKERS = 64
+_MOST_WORKERS = 32
 _MOST_FACTS = 500
 _RANKED = re.compile(r"(.*) @ (\d{1,6})")
 _FAILED_RANK = re.compile(r"\b(?:worker|rank) (\d{1,6})\b")
@@ -55,7 +57,6 @@ def run_page(run_id: str, request: Request, store: StorePart, launcher: Launcher
     goal = run.goal_record
     totals = total_phases(latest, result, goal.phases_s if goal else {})
     epochs = epoch_phases(store, owner, latest)
-    lines, next_line = _last_lines(launcher, run)
     return page(
         request,
         "run.html",
@@ -74,14 +75,13 @@ def run_page(run_id: str, request: Request, store: StorePart, launcher: Launcher
         longest_epoch=longest_s(epochs),
         configuration=_flat(result.get("configuration") or describe_run(run.to_json(), run.num_workers)),
         environment=_flat(folder.environment or {name: result.get(name) for name in ("machine", "software")}),
-        workers=_workers(store, run),
-        more_workers=max(len(run.worker_names()) - _MOST_WORKERS, 0),
+        start_s=start_of(run) / 1e6,
+        workers=list_workers(store, [(run, rank) for rank in range(len(run.worker_names()))][:_MOST_WORKERS]),
         curves=_curve_names(latest),
         metrics=[(name, point.value[:_MOST_CHARACTERS], point) for name, point in found[:_MOST_ROWS]],
         metric_count=len(found),
         filter=wanted,
-        log="".join(f"{_log_line(line)}\n" for line in lines),
-        next_line=next_line,
+        log=log_view(run, launcher),
     )
 
 
@@ -108,20 +108,6 @@ def _parsed(content: bytes | None) -> dict[str, Any]:
     except ValueError:
         return {}
     return parsed if isinstance(parsed, dict) else {}
-
-
-def _last_lines(launcher: Launcher, run: Run) -> tuple[list[LogLine], int]:
-    """Return the last lines of a run's log, and the number of the next line, with which live lines continue."""
-    if run.job_id is None:
-        return [], 0
-    end = launcher.log_end(run.job_id)
-    count = _LOG_LINES
-    while True:
-        page = launcher.logs(run.job_id, max(0, end - count), count)
-        # An answer is limited in bytes, too, so it may end before the end of the log: fewer lines are then shown.
-        if page.next >= end or count == 1:
-            return page.lines, page.next
-        count //= 2
 
 
 def _lasted(run: Run) -> float | None:
@@ -159,18 +145,6 @@ def _failure(run: Run, launcher: Launcher) -> tuple[int, list[str]] | None:
     return (int(named[1]), shown) if shown else None
 
 
-def _workers(store: Store, run: Run) -> list[tuple[int, str, dict[str, float]]]:
-    """Return rank, name and latest load of the first workers."""
-    names = run.worker_names()[:_MOST_WORKERS]
-    loads: dict[str, dict[str, float]] = {}
-    wanted = {(pod_owner(name), metric): 1 for name in names for metric in ("cpu", "memory", "gpu")}
-    for owner, metric, points in store.entries(wanted, last_n=1):
-        for point in points:
-            if (number := number_of(point.value)) is not None:
-                loads.setdefault(owner, {})[metric] = number
-    return [(rank, name, loads.get(pod_owner(name), {})) for rank, name in enumerate(names)]
-
-
 def _curve_names(latest: Sequence[tuple[str, Point]]) -> dict[str, list[int]]:
     """Return the names of the metrics that are numbers, without their ranks, and the ranks that each has."""
     ranks: dict[str, list[int]] = {}
@@ -203,8 +177,3 @@ def _flat(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     add("", values)
     return [(path, text[:5000]) for path, text in found if text]
-
-
-def _log_line(line: LogLine) -> str:
-    who = "master" if line["rank"] is None else f"rank {line['rank']}"
-    return f"{line['date']} {who:>7} | {line['text']}"

@@ -13,7 +13,7 @@ from fastapi.responses import HTMLResponse
 
 from mlbench_core.tasks import option_value
 from mlbench_master.dates import now_us
-from mlbench_master.goals import RunGoal, goal_of_task, split_command, task_of_image
+from mlbench_master.goals import PLAN_METRIC, RunGoal, RunPlan, goal_of_task, split_command, task_of_image
 from mlbench_master.pages.render import page
 from mlbench_master.routes import StorePart
 from mlbench_master.store import RUN_SORTS, Run, Store, run_owner
@@ -120,9 +120,13 @@ class ListedRun:
 
 
 def list_runs(store: Store, runs: Sequence[Run]) -> list[ListedRun]:
-    """Return runs with their goals and durations, with one statement for all of them."""
+    """Return runs with their goals and durations, with at most two statements for all of them."""
     now = now_us()
-    goals = {run.id: run.goal_record or goal_of_task(run.image, run.command, run.light_target) for run in runs}
+    # A damaged record may hold any type.
+    goals = {
+        run.id: run.goal_record or goal_of_task(str(run.image), str(run.command), run.light_target) for run in runs
+    }
+    _add_plans(store, goals)
     wanted = {
         (run_owner(run_id), f"{goal.metric} @ 0"): 1
         for run_id, goal in goals.items()
@@ -138,11 +142,20 @@ def list_runs(store: Store, runs: Sequence[Run]) -> list[ListedRun]:
     return listed
 
 
+def _add_plans(store: Store, goals: dict[int, RunGoal | None]) -> None:
+    """Add the goals that programs of users pursue, which their workers send after the first epoch."""
+    owners = {run_owner(run_id): run_id for run_id, goal in goals.items() if goal is None}
+    for owner, _, points in store.entries({(owner, PLAN_METRIC): 1 for owner in owners}, last_n=1):
+        for plan in (RunPlan.read(point.value) for point in points):
+            if plan.metric:
+                goals[owners[owner]] = RunGoal(**plan.model_dump(exclude={"max_epochs"}), reached=False)
+
+
 def _program(run: Run) -> tuple[str, str]:
-    task = task_of_image(run.image)
+    task = task_of_image(str(run.image))
     if task is None:
-        return run.command, ""
-    words = split_command(run.command)
+        return str(run.command), ""
+    words = split_command(str(run.command))
     options = (option_value(words, option) for option in ("--dataset", "--preset", "--optimizer"))
     return f"Task {task.key}", ", ".join(filter(None, options))
 

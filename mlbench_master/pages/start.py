@@ -263,7 +263,7 @@ def _values_of(run: Run) -> dict[str, str]:
     values = {
         "name": f"{_base_name(run)[:50].rstrip('-')}-again",
         "num_workers": str(run.num_workers),
-        "num_cpus": f"{run.num_cpus:g}",
+        "num_cpus": str(run.num_cpus).removesuffix(".0"),
         **({"gpu_enabled": "true"} if run.gpu_enabled else {}),
         **({"light_target": "true"} if run.light_target else {}),
         **({"exclusive": "true"} if run.metadata_dict().get("exclusive") else {}),
@@ -271,13 +271,14 @@ def _values_of(run: Run) -> dict[str, str]:
         "custom_backend": "" if run.backend in BACKENDS else run.backend,
         "run_all_nodes": "true" if run.run_all_nodes else "",
     }
-    words = split_command(run.command)
-    task = task_of_image(run.image)
+    # A damaged record may hold any type.
+    words = split_command(str(run.command))
+    task = task_of_image(str(run.image))
     if task is not None:
         arguments = _arguments_of(task, words)
         if arguments is not None:
             return {**values, "kind": "task", "task": task.key, **arguments}
-    command = {"command": run.command}
+    command = {"command": str(run.command)}
     if run.image in ("", CUSTOM_IMAGE) or task is not None:
         return {**values, "kind": "command", **command}
     return {**values, "kind": "image", "image_name": CUSTOM_IMAGE, "custom_image_name": run.image, **command}

@@ -10,10 +10,11 @@ from fastapi.responses import HTMLResponse
 
 from mlbench_master.columns import number_of
 from mlbench_master.curves import start_of
-from mlbench_master.launchers.interface import Launcher, LogLine
 from mlbench_master.launchers.load import LOAD_METRICS
+from mlbench_master.pages.logs import log_view
 from mlbench_master.pages.render import page, size
 from mlbench_master.routes import PHASES, LauncherPart, StorePart
+from mlbench_master.schemas import LogsQuery
 from mlbench_master.store import Point, Run, Store, pod_owner
 
 __all__ = ["Figure", "Worker", "list_workers", "router"]
@@ -26,9 +27,6 @@ _TITLES = {
     "network_in": "Network in",
     "network_out": "Network out",
 }
-_LOG_LINES = 200
-# Among these last lines of the run, those of the worker are looked for.
-_SEARCHED_LINES = 4000
 
 router = APIRouter()
 
@@ -54,7 +52,7 @@ class Figure:
     def scope(self) -> str:
         """Return a note on a figure that is not of the worker alone; see :mod:`mlbench_master.launchers.load`."""
         if self.point is not None and '"machine"' in self.point.extra:
-            return "whole machine"
+            return "machine"
         return ""
 
     @property
@@ -75,7 +73,7 @@ class Worker:
     Attributes:
         run: The run.
         rank: The worker's rank.
-        figures: Its load; without those of a GPU if it has none.
+        figures: Its load; without those that are not measured.
     """
 
     run: Run
@@ -106,7 +104,9 @@ def list_workers(store: Store, places: Sequence[tuple[Run, int]]) -> list[Worker
     for run, rank in places:
         owner = pod_owner(_pod_name(run, rank))
         figures = [Figure(metric, latest.get((owner, metric))) for metric in LOAD_METRICS]
-        shown = [figure for figure in figures if figure.point is not None or not figure.metric.startswith("gpu")]
+        # The others may still be measured; a GPU is there from the first sample on.
+        awaited = [] if run.state in ("finished", "failed") else [name for name in LOAD_METRICS if "gpu" not in name]
+        shown = [figure for figure in figures if figure.point is not None or figure.metric in awaited]
         workers.append(Worker(run, rank, shown))
     return workers
 
@@ -118,7 +118,6 @@ def _pod_name(run: Run, rank: int) -> str:
 @router.get("/workers/{name}/")
 def worker_page(name: str, request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
     run, rank = _place_or_404(store, name)
-    lines, next_line = _last_lines(launcher, run, rank)
     [worker] = list_workers(store, [(run, rank)])
     return page(
         request,
@@ -127,8 +126,7 @@ def worker_page(name: str, request: Request, store: StorePart, launcher: Launche
         most_rank=len(run.worker_names()) - 1,
         start_s=start_of(run) / 1e6,
         sampled_at=max((figure.point.date for figure in worker.figures if figure.point is not None), default=None),
-        lines=lines,
-        next_line=next_line,
+        log=log_view(run, launcher, LogsQuery(rank=str(rank))),
     )
 
 
@@ -139,17 +137,3 @@ def _place_or_404(store: Store, name: str) -> tuple[Run, int]:
     if run is None or name not in run.worker_names():
         raise HTTPException(404, f"name: there is no worker {name[:80]!r}; GET /api/pods/ lists them")
     return run, int(rank)
-
-
-def _last_lines(launcher: Launcher, run: Run, rank: int) -> tuple[list[LogLine], int]:
-    """Return the last lines of a worker, and the number of the run's next line, with which live lines continue."""
-    if run.job_id is None:
-        return [], 0
-    end = launcher.log_end(run.job_id)
-    count = _SEARCHED_LINES
-    while True:
-        page = launcher.logs(run.job_id, max(0, end - count), count)
-        # An answer is limited in bytes, too, so it may end before the end of the log: fewer lines are then searched.
-        if page.next >= end or count == 1:
-            return [line for line in page.lines if line["rank"] == rank][-_LOG_LINES:], page.next
-        count //= 2

@@ -33,7 +33,7 @@ export function join(curves) {
  * @param {HTMLElement} element - An empty element.
  * @param {object} options
  *   series: [{label, color?, dash? (of a line without points), format?, hidden?}], one for each column of values;
- *   xLabel: title of the horizontal axis; isTime: x is in seconds since 1970;
+ *   xLabel: title of the horizontal axis; isTime: x is in seconds since 1970; isWhole: x has whole numbers only;
  *   format: writes a value of the vertical axis; height: pixels; sparkline: no axes and no legend; min, max: of y;
  *   log: a logarithmic vertical axis; label: name for screen readers;
  *   bands: [[high, low]], numbers of series (from 0), between which the color of the first one fills the area.
@@ -92,6 +92,9 @@ function zoomOf(plot) {
   return min > xs[0] || max < xs.at(-1) ? { min, max } : null;
 }
 
+// Distances between the marks of an axis of whole numbers.
+const WHOLE = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
+
 function settings(options, width) {
   const { sparkline = false, format = short, height = sparkline ? 48 : 256 } = options;
   const axis = { stroke: color("--faint"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") } };
@@ -123,7 +126,7 @@ function settings(options, width) {
     },
     axes: sparkline
       ? [{ show: false }, { show: false }]
-      : [{ ...axis, label: options.xLabel, labelSize: 24 }, { ...axis, size: 64, values }],
+      : [{ ...axis, label: options.xLabel, labelSize: 24, incrs: options.isWhole ? WHOLE : undefined }, { ...axis, size: 64, values }],
     bands: (options.bands ?? []).map(([high, low]) => ({ series: [high + 1, low + 1], fill: `${series[high].stroke}33` })),
     series: [{ label: options.xLabel ?? (options.isTime ? "time" : "x"), value: (_, value) => (options.isTime ? date(value) : short(value)) }, ...series],
   };

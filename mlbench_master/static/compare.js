@@ -8,7 +8,7 @@ const against = document.getElementById("against");
 const repeats = document.getElementById("repeats");
 // The page shows many curves at once, and each has fewer points than on the page of its run.
 const POINTS = 400;
-const AXES = { time_s: "time in seconds", epoch: "epoch", step: "number of the entry" };
+const AXES = { time_s: "seconds since the start", epoch: "epoch", step: "number of the entry" };
 const DASHES = [undefined, [8, 4], [2, 3], [10, 3, 2, 3], [5, 5], [14, 4], [1, 5]];
 
 /** Return the chosen runs: id, name, and row in the table ("" without one). */
@@ -20,7 +20,12 @@ function runs() {
 
 const isChosen = (id) => runs().some((run) => run.id === id);
 on("state", (data) => { if (isChosen(data.id)) refresh(); });
-on("deleted", (data) => { if (isChosen(data.id)) refresh(); });
+on("deleted", (data) => {
+  if (!isChosen(data.id)) return;
+  // The page of no runs has other parts.
+  if (runs().length === 1) location.reload();
+  else refresh();
+});
 on("metric", (data) => {
   if (!isChosen(data.run_id)) return;
   if (["goal @ 0", "TaskResult @ 0", "result @ 0"].includes(data.name)) refresh();
@@ -145,6 +150,8 @@ function draw() {
     for (const edge of ["largest", "smallest"]) series.push({ label: `${label}, ${edge}`, ...look, hidden: true });
     data.push(high, low);
   });
+  element.ariaLabel = `Curves of ${metric.value || "no metric"} against ${AXES[against.value]}: ${
+    series.filter((one) => !one.hidden).map((one) => one.label).join("; ") || "none yet"}`;
   const fresh = JSON.stringify([metric.value, against.value, series]);
   if (shown && fresh === signature && data.length) { shown.set(join(data)); return; }
   shown?.remove();

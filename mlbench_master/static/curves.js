@@ -20,6 +20,9 @@ const TITLES = {
   tokens_per_s: "Throughput of worker 0 (tokens/s)",
 };
 
+// Numbers of the whole run, which follow those of the training and the validation.
+const LAST = ["lr", "samples_per_s", "tokens_per_s"];
+
 // The choices
 
 const choices = { against: "epoch", ranks: "0" };
@@ -63,19 +66,18 @@ function quantities(known) {
     else if (name.startsWith("val_global_")) add(name.slice(11), name, "validation");
     // The value of one worker is that of all workers if the script averages it.
     else if (name.startsWith("val_") && !known.has(`val_global_${name.slice(4)}`)) add(name.slice(4), name, "validation");
-    else if (["lr", "samples_per_s", "tokens_per_s"].includes(name)) add(name, name, name);
+    else if (LAST.includes(name)) add(name, name, "value");
   }
   // A script without a Tracker has names of its own.
-  if (!found.size) for (const name of [...known.keys()].slice(0, 4)) add(name, name, name);
+  if (!found.size) for (const name of [...known.keys()].slice(0, 4)) add(name, name, "value");
   const usual = [...found.keys()].sort((a, b) => place(a) - place(b)).slice(0, MOST_CHARTS);
   const chosen = new Map(usual.map((quantity) => [quantity, { title: TITLES[quantity] ?? quantity, parts: found.get(quantity) }]));
-  for (const name of added) chosen.set(`added ${name}`, { title: name, parts: [{ name, label: name }], added: name });
+  for (const name of added) chosen.set(`added ${name}`, { title: name, parts: [{ name, label: "value" }], added: name });
   return chosen;
 }
 
 function place(quantity) {
-  const last = ["lr", "samples_per_s", "tokens_per_s"].indexOf(quantity);
-  return quantity === "loss" ? -1 : last + 1;
+  return quantity === "loss" ? -1 : LAST.indexOf(quantity) + 1;
 }
 
 /** Return the curves of a chart: the full names of metrics with the labels of the legend. */
@@ -187,9 +189,11 @@ function draw(wanted, answers) {
     const hasGoal = threshold !== "" && curves.some((curve) => curve.name === `${metric} @ 0`);
     const [data, xLabel] = columns(drawn.map((curve) => answers.get(curve.name)), hasGoal ? Number(threshold) : null);
     const labels = drawn.map((curve) => curve.label);
-    const texts = drawn.slice(0, 4).map((curve) => `${curve.label} ${short(last(answers.get(curve.name).value))}`);
-    if (hasGoal) { labels.push("goal"); texts.push(`goal ${short(Number(threshold))}`); }
-    one.latest.textContent = drawn.length ? `Latest: ${texts.join(", ")}` : "No values yet.";
+    const texts = drawn.slice(0, 4).map((curve) => [curve.label, short(last(answers.get(curve.name).value))]);
+    if (hasGoal) { labels.push("goal"); texts.push(["goal", short(Number(threshold))]); }
+    one.latest.textContent = drawn.length ? texts.map((text) => text.join(" ")).join(", ") : "No values yet.";
+    // All digits where the mouse points, as everywhere.
+    one.latest.title = drawn.map((curve) => `${curve.label} ${last(answers.get(curve.name).value)}`).join("\n");
     if (one.element.parentNode === null) box.append(one.element);
     // The same chart gets new points, and keeps what its user has zoomed to.
     const layout = JSON.stringify([labels, xLabel]);
@@ -199,7 +203,8 @@ function draw(wanted, answers) {
     const series = labels.map((label, index) => (
       hasGoal && index === labels.length - 1 ? { label, color: "--c7", dash: [6, 4] } : { label }
     ));
-    one.plot = chart(one.place, { series, xLabel, label: `${title} against ${xLabel}` }, data);
+    const isWhole = xLabel === "step";
+    one.plot = chart(one.place, { series, xLabel, isWhole, label: `${title} against ${xLabel}` }, data);
   }
 }
 

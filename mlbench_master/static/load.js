@@ -3,13 +3,14 @@ import { on, refresh } from "./app.js";
 import { bytes, chart } from "./charts.js";
 
 const RECENT_S = 300;
-const MOST_POINTS = 1000;
+const MOST_POINTS = { small: 200, large: 1000 };
 const AT_ONCE = 4;
 const COLORS = { cpu: "--c1", memory: "--c2", gpu: "--c3", gpu_memory: "--c4", network_in: "--c6", network_out: "--c5" };
 const METRICS = Object.keys(COLORS);
 const figures = new Map(); // "worker metric" -> {element, xs, ys, chart}
 let isRecent = true;
 let start = 0;
+let size = "small";
 
 function write(metric, value) {
   if (metric === "cpu" || metric === "gpu") return value === null ? "-" : `${Math.round(value)} %`;
@@ -46,9 +47,9 @@ function show(figure) {
   const options = {
     series: [{ label: element.querySelector("dt").firstChild.textContent.trim(), color: COLORS[metric] }],
     format: (value) => write(metric, value),
-    sparkline: isRecent,
+    sparkline: size === "small",
     isTime: true,
-    height: isRecent ? 40 : 200,
+    height: size === "small" ? 40 : 200,
     min: 0,
     max: metric === "gpu" ? 100 : metric === "cpu" ? 10 : 1,
   };
@@ -60,7 +61,7 @@ function add(figure, x, value) {
   if (!Number.isFinite(y) || x <= (figure.xs[figure.xs.length - 1] ?? -Infinity)) return;
   figure.xs.push(x);
   figure.ys.push(y);
-  const from = isRecent ? figure.xs.findIndex((old) => old > x - RECENT_S) : figure.xs.length - 2 * MOST_POINTS;
+  const from = isRecent ? figure.xs.findIndex((old) => old > x - RECENT_S) : figure.xs.length - 2 * MOST_POINTS[size];
   if (from > 0) {
     figure.xs.splice(0, from);
     figure.ys.splice(0, from);
@@ -71,12 +72,12 @@ async function read(worker) {
   let found = [];
   if (isRecent) {
     const since = new Date(Date.now() - RECENT_S * 1000).toISOString();
-    const answer = await fetch(`/api/metrics/${worker}/?since=${since}&last_n=${MOST_POINTS}`);
+    const answer = await fetch(`/api/metrics/${worker}/?since=${since}&last_n=${MOST_POINTS.large}`);
     const entries = answer.ok ? Object.entries(await answer.json()) : [];
     found = entries.map(([name, list]) => [name, list.map((entry) => [Date.parse(entry.date) / 1000, entry.value])]);
   } else {
     const names = METRICS.map((name) => `metric=${name}`).join("&");
-    const answer = await fetch(`/api/pods/${worker}/curves/?${names}&points=${MOST_POINTS}`);
+    const answer = await fetch(`/api/pods/${worker}/curves/?${names}&points=${MOST_POINTS[size]}`);
     const { curves } = answer.ok ? await answer.json() : { curves: [] };
     found = curves.map(({ name, time_s, value }) => [name, time_s.map((time, index) => [start + time, value[index]])]);
   }
@@ -102,12 +103,13 @@ async function readAll(workers) {
 /**
  * Keep the figures of the page current.
  *
- * @param {object} options - from: the page shows the whole run, whose time 0 this is, in seconds since 1970. By default,
- *   it shows the last minutes.
+ * @param {object} options - from: the charts show the whole run, whose time 0 this is, in seconds since 1970; by default
+ *   they show the last minutes. isLarge: they have axes.
  */
-export function follow({ from } = {}) {
+export function follow({ from, isLarge = false } = {}) {
   isRecent = from === undefined;
   start = from ?? 0;
+  size = isLarge ? "large" : "small";
   readAll(attach());
   document.addEventListener("refreshed", () => readAll(attach()));
   for (const kind of ["open", "lost"]) on(kind, () => readAll(new Set([...figures.keys()].map((key) => key.split(" ")[0]))));
@@ -121,7 +123,7 @@ export function follow({ from } = {}) {
       return;
     }
     add(figure, Date.parse(date) / 1000, value);
-    if (metadata.includes('"machine"')) figure.element.querySelector(".scope").textContent = "whole machine";
+    if (metadata.includes('"machine"')) figure.element.querySelector(".scope").textContent = "machine";
     // One drawing for the events that arrive together, and none while the page is hidden.
     if (!changed.size) requestAnimationFrame(() => { changed.forEach(show); changed.clear(); });
     changed.add(figure);

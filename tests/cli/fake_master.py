@@ -53,6 +53,7 @@ class FakeMaster:
         result_folder: Function that returns the folder whose files are in the zip file of a run, from its description.
         states: States that a run goes through, one a question; the last one stays.
         requests: Bodies of ``POST /api/runs/``.
+        log_queries: Parameters of the requests for log lines.
         token: Needed in each request where it is set, except for the health.
         key: The key with which it proves that it is the recorded master.
         broken: Raw body that every request gets instead of an answer.
@@ -67,6 +68,7 @@ class FakeMaster:
         self.final_state = "finished"
         self.requests: list[dict[str, Any]] = []
         self.deleted: list[int] = []
+        self.log_queries: list[dict[str, str]] = []
         self.token: str | None = None
         self.key = "the key of the fake"
         self.broken: bytes | None = None
@@ -118,9 +120,11 @@ class FakeMaster:
             self.runs[run_id]["state"] = "failed"
             return 200, self.runs[run_id]
         if parts[2:] == ["logs"]:
+            self.log_queries.append(query)
             since = int(query.get("since_line", 0))
+            page = self.lines[run_id][since : since + 2]
             return 200, {
-                "lines": self.lines[run_id][since : since + 2],
+                "lines": [line for line in page if query.get("search", "") in line["text"]],
                 "next": min(since + 2, len(self.lines[run_id])),
             }
         if method == "DELETE":

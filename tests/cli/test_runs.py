@@ -90,6 +90,17 @@ def test_logs_come_whole_in_pages(fake: FakeMaster, call: Call) -> None:
     assert [line["text"] for line in lines] == [f"line {i}" for i in range(5)]
 
 
+def test_logs_are_filtered_by_the_master(fake: FakeMaster, call: Call) -> None:
+    run_id = fake.add("a-1")
+    fake.lines[run_id] = [{"rank": 0, "text": text} for text in ("a", "b", "c", "loss")]
+    # The first page has no such line.
+    options = ("--rank", "0", "--stream", "stdout", "--search", "loss")
+    assert call("logs", "a-1", *options).stdout == "[0] loss\n"
+    wanted = {"rank": "0", "stream": "stdout", "search": "loss"}
+    assert fake.log_queries == [{**wanted, "since_line": str(line)} for line in (0, 2, 4)]
+    call("logs", "a-1", "--stream", "both", code=2)
+
+
 def test_logs_follow_until_the_run_ends(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
     run_id = fake.add("a-1", state="started")
     fake.states[run_id] = ["started", "started", "finished"]

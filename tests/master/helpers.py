@@ -21,6 +21,7 @@ with warnings.catch_warnings():  # newer Starlette would rather have a successor
     from starlette.testclient import TestClient
 
 from mlbench_master.launchers import Job, JobStatus, Launcher, LogPage
+from mlbench_master.launchers.interface import EVERY_LINE, LogFilter
 
 __all__ = ["IdleLauncher", "TestClient", "answers", "processes_of", "server", "wait_for"]
 
@@ -45,8 +46,16 @@ class IdleLauncher(Launcher):
     def remove(self, job_id: str) -> None: ...
     def close(self) -> None: ...
 
-    def logs(self, job_id: str, since_line: int = 0, limit: int = 5000) -> LogPage:
-        return LogPage(self.log_tail(job_id)[since_line : since_line + limit], 1)  # type: ignore[arg-type]
+    def logs(
+        self,
+        job_id: str,
+        since_line: int = 0,
+        limit: int = 5000,
+        before_line: int | None = None,
+        wanted: LogFilter = EVERY_LINE,
+    ) -> LogPage:
+        lines: Any = [{"line": number, **line} for number, line in enumerate(self.log_tail(job_id))]
+        return LogPage([line for line in lines[since_line : since_line + limit] if wanted.matches(line)], 1)
 
     def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[dict[str, Any]]:
         return [{"rank": 0, "stream": "stdout", "text": "<b>log</b>", "date": ""}]

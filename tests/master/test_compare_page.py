@@ -225,11 +225,22 @@ def test_without_matplotlib_the_page_says_what_to_install(
     assert answer.status_code == 404 and "mlbench-core[charts]" in answer.json()["message"]
 
 
-def test_a_failed_drawing_is_reported(client: Any, four: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drawing_that_fails_or_must_wait_is_reported_and_not_kept(
+    client: Any, four: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = iter([figures.Figures(missing=["it failed"]), figures.Figures({"speedup": "x"}, {"speedup.svg": b"<svg/>"})])
     monkeypatch.setattr(figures, "_kept", type(figures._kept)())
     monkeypatch.setattr("mlbench_master.pages.compare.can_draw", lambda: True)
-    monkeypatch.setattr(figures.sys, "executable", "/bin/false")
-    assert "The figures could not be drawn" in client.get(address(four, "/compare/figures/")).text
+    with monkeypatch.context() as broken:
+        broken.setattr(figures.sys, "executable", "/bin/false")
+        assert "The figures could not be drawn" in client.get(address(four, "/compare/figures/")).text
+    monkeypatch.setattr(figures, "_draw", lambda content: next(made))
+    for _ in range(figures._MOST_WAITING):
+        figures._turns.acquire()
+    assert "is drawing other figures" in client.get(address(four, "/compare/figures/")).text
+    figures._turns.release(figures._MOST_WAITING)
+    for expected in ("it failed", "speedup.svg", "speedup.svg"):
+        assert expected in client.get(address(four, "/compare/figures/")).text
 
 
 def test_the_page_follows_runs_until_they_end(tmp_path: Path) -> None:
@@ -237,7 +248,9 @@ def test_the_page_follows_runs_until_they_end(tmp_path: Path) -> None:
     goes_on.touch()
     wait = f"import os, time\nwhile os.path.exists({str(goes_on)!r}): time.sleep(0.05)\n"
     (tmp_path / "wait.py").write_text(wait)
-    with chromium(tmp_path / "profile") as browser, server(tmp_path / "data") as (base, _):
+    # Drawing would only take time.
+    setup = "import mlbench_master.pages.compare as page; page.can_draw = lambda: False"
+    with chromium(tmp_path / "profile") as browser, server(tmp_path / "data", setup=setup) as (base, _):
         ids = []
         for name in ("first", "second"):
             body = {"name": name, "num_workers": 1, "num_cpus": 0.5, "command": f"python {tmp_path / 'wait.py'}"}
@@ -265,4 +278,9 @@ def test_the_page_follows_runs_until_they_end(tmp_path: Path) -> None:
         wait_for(lambda: "MEAN (s)" in page.text("#comparison"), what="the table")
         wait_for(lambda: "centralized_sgd, 1 worker" in page.text("#compared"), what="the rows")
         assert page.text("#baseline").split() == ["every", "pair", "centralized_sgd"]
+        wait_for(lambda: "The figures need matplotlib" in page.text("#figures"), what="the figures")
         assert not page("document.getElementById('figures-card').hidden")
+        httpx.delete(f"{base}/api/runs/{ids[0]}/")
+        wait_for(lambda: f"There is no run {ids[0]}: it was deleted" in page.text("#unknown"), what="the sentence")
+        httpx.delete(f"{base}/api/runs/{ids[1]}/")
+        wait_for(lambda: "No runs are chosen" in page.text("main"), what="the page of no runs")

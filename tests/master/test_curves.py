@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from mlbench_master import create_app
+from mlbench_master import create_app, export
 from mlbench_master import store as database
 from mlbench_master.columns import Columns
 from mlbench_master.store import NewMetric, Store, new_run, pod_owner, run_owner
@@ -98,6 +98,11 @@ def packed(store: Store) -> list[tuple[int, bytes]]:
         return [(page.end_date, page.data) for page in session.scalars(pages)]
 
 
+def drop_pages(store: Store) -> None:
+    with store._writing() as session:
+        session.execute(sa.delete(database._Page))
+
+
 @pytest.mark.parametrize("page", [3, 64, 4096])
 @pytest.mark.parametrize("seed", range(4))
 def test_curves_are_those_of_the_reference(
@@ -180,11 +185,54 @@ def test_pages_hold_the_rows_by_date(store: Store, run_key: str, monkeypatch: py
     assert packed(store) == [] and shown() == []
 
 
+def test_thinning_the_load_drops_the_pages_that_it_changes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "PAGE", 4)
+    store.add_metrics([NewMetric("pod:p", "cpu", date, str(date), client_id=f"x{date}") for date in range(12)])
+    assert [end for end, _ in packed(store)] == [3, 7, 11]
+    store.thin_metrics("pod:p", ["cpu"], "x", since=6, until=12, interval_us=3)
+    assert [end for end, _ in packed(store)] == [3]
+    shown = [number for part in store.columns("pod:p", "cpu") for number in part.numbers.tolist()]
+    assert shown == [0, 1, 2, 3, 4, 5, 7, 10]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_long_metrics_are_summarized_as_short_ones(
+    client: Any, store: Store, run_key: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    count = draw.choice([40, 500, 900])
+    metrics = [
+        NewMetric(
+            run_key,
+            "m",
+            START_US + draw.randrange(10**6),
+            draw.choice(VALUES) if draw.random() < 0.1 else repr(draw.gauss(0, 10 ** draw.randrange(-5, 5))),
+            cumulative=draw.random() < 0.5,
+            extra=str(draw.random()),
+        )
+        for _ in range(count)
+    ]
+    store.add_metrics(metrics)
+    parts = ("", "&since=2023-11-14T22:13:20.3Z", "&last_n=37", "&last_n=33&since=2023-11-14T22:13:20.5Z")
+    paths = [f"/api/metrics/1/?metric_type=run&summarize={most}{part}" for most in (1, 2, 7, 36, 300) for part in parts]
+    read = [client.get(path).json() for path in paths]
+    calls: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "summarize_long", lambda *a, f=export.summarize_long: (calls.append(a), f(*a))[1])
+        patch.setattr(database, "_PAGE", 30)
+        for page in (5, 30):
+            patch.setattr(database, "PAGE", page)
+            patch.setattr(export, "PAGE", 30)
+            drop_pages(store)
+            store.pack_pages(run_key, "m")
+            assert [client.get(path).json() for path in paths] == read
+    assert len(calls) >= 10
+
+
 def test_a_curve_packs_the_pages_of_an_older_database(client: Any, store: Store, run_key: str) -> None:
     metrics = [NewMetric(run_key, "m", START_US + step, repr(step / 7)) for step in range(9000)]
     store.add_metrics(metrics)
-    with store._writing() as session:
-        session.execute(sa.delete(database._Page))
+    drop_pages(store)
     store._loose.clear()  # as after a restart
     assert curve(client) == reference(metrics, 2000)
     wait_for(lambda: len(packed(store)) == 2)

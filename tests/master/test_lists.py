@@ -115,7 +115,7 @@ def test_a_log_comes_in_pages(tmp_path: Path) -> None:
     with TestClient(app, base_url="http://127.0.0.1:5080") as client:
         run = client.post("/api/runs/", json={"name": "r", "num_workers": 1, "command": "true"}).json()
         address = f"/api/runs/{run['id']}/logs/"
-        assert pages(client, address) == [{"lines": [], "next": 0}], "it has not started"
+        assert pages(client, address) == [{"lines": [], "next": 0, "previous": 0, "matches": 0}], "it has not started"
         app.state.store.update_run(run["id"], job_id=f"local-{run['id']}")
         (tmp_path / "runs" / str(run["id"])).mkdir(parents=True)
         lines = [{"rank": 0, "stream": "stdout", "text": str(number), "date": ""} for number in range(7)]
@@ -124,7 +124,7 @@ def test_a_log_comes_in_pages(tmp_path: Path) -> None:
         found = pages(client, f"{address}?limit=3")
         assert [[line["text"] for line in page["lines"]] for page in found] == [list("012"), list("345"), ["6"], []]
         assert [page["next"] for page in found] == [3, 6, 7, 7]
-        for query in ("limit=0", "limit=5001", "limit=x"):
+        for query in ("limit=-1", "limit=5001", "limit=x"):
             assert client.get(f"{address}?{query}").status_code == 400, query
 
 

@@ -71,30 +71,25 @@ def test_cpu_and_memory_are_those_of_the_whole_tree(started: Any) -> None:
         assert busy["network"] == "machine" and busy["network_in"] >= 0
 
 
-def test_a_child_that_has_ended_counts_once(started: Any) -> None:
+def test_a_child_that_has_ended_counts_once(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one is seen alive, the second one starts and ends between two samples."""
     child = BUSY.replace("60", "0.3")
     parent = (
-        f"import pathlib, subprocess, sys, time\nprint('x', flush=True)\nchild = [sys.executable, '-c', {child!r}]\n"
+        f"import subprocess, sys, time\nprint('x', flush=True)\nchild = [sys.executable, '-c', {child!r}]\n"
         "for _ in range(2): subprocess.run(child, stdout=subprocess.DEVNULL)\ntime.sleep(60)\n"
     )
     root = measuring.psutil.Process(started(sys.executable, "-c", parent).pid)
+    # One second between two samples, so that their sum is the time of the CPU, however busy the machine is.
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(monotonic=iter(range(10_000)).__next__))
     sampler = LoadSampler(1, {root.pid: 0})
-    seconds, before = 0.0, time.monotonic()
-
-    def sample() -> None:
-        nonlocal seconds, before
-        load = sampler.sample()[0]["cpu"]
-        now = time.monotonic()
-        seconds, before = seconds + load / 100 * (now - before), now
-
+    seconds = []
     while root.cpu_times().children_user == 0:
         time.sleep(0.05)
-        sample()
+        seconds.append(sampler.sample()[0]["cpu"] / 100)
     # Each child counts its own time in its last loop, of which the system may count a part as its own.
     wait_for(lambda: not root.children() and sum(root.cpu_times()[2:4]) > 0.5)
-    sample()
-    assert seconds == pytest.approx(sum(root.cpu_times()[:4]), abs=0.1)
+    seconds.append(sampler.sample()[0]["cpu"] / 100)
+    assert sum(seconds) == pytest.approx(sum(root.cpu_times()[:4]), abs=0.05)
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK"])
@@ -203,7 +198,8 @@ def test_a_run_has_the_load_of_its_workers(client: TestClient, tmp_path: Path, m
     def cpu(rank: int) -> float:
         return max((float(entry["value"]) for entry in metrics(rank).get("cpu", ())), default=0)
 
-    wait_for(lambda: cpu(0) > 30 and metrics(1))
+    # Other programs may take most of the machine.
+    wait_for(lambda: cpu(0) > 3 and metrics(1), timeout_s=60)
     assert min(float(entry["value"]) for entry in metrics(1)["memory"]) > 2**20
     shown = client.get("/api/metrics/").json()["pod_metrics"]["loaded-worker-1"]
     assert set(shown) == {"cpu", "memory", "network_in", "network_out"}  # this machine lends no GPU to the run
@@ -335,13 +331,12 @@ def test_a_database_that_is_away_only_delays_the_load(monkeypatch: pytest.Monkey
 def test_subscribers_get_the_samples_as_events(monkeypatch: pytest.MonkeyPatch) -> None:
     store, launcher, published = Store("sqlite://"), Recorded(), []
     bus: Any = SimpleNamespace(has_subscribers=True, publish=lambda kind, *items: published.append((kind, *items)))
-    launcher.add(1_700_000_000_000_000, rank=1, memory=2)
-    LoadKeeper(store, launcher, bus).keep(added_run(store))
+    run = added_run(store)
+    run.started_at = 1_700_000_000_000_000
+    launcher.add(run.started_at, rank=1, memory=2)
+    # A run of the last hour has nothing to thin, which would take time for each of its workers.
+    monkeypatch.setattr(store, "thin_metrics", None)
+    LoadKeeper(store, launcher, bus).keep(run)
     [(kind, event)] = published
     assert kind == "metric"
-    assert (event["pod_name"], event["run_id"], event["name"], event["value"]) == (
-        "a-run-worker-1",
-        None,
-        "memory",
-        "2",
-    )
+    assert event.items() >= {"pod_name": "a-run-worker-1", "run_id": None, "name": "memory", "value": "2"}.items()

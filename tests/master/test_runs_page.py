@@ -129,10 +129,14 @@ def test_the_goal_shows_how_close_a_run_is(client: Any) -> None:
     reached = {**recorded, "reached": True, "time_to_goal_s": 61.25}
     add(store, "reached", goal=json.dumps(reached), goal_result="old text")
     add(store, "old", goal_result="reached after a while")
+    own = add(store, "own", state="started")
+    plan = json.dumps({"metric": "val_loss", "threshold": 0.5, "minimize": True, "max_epochs": 9})
     for run, name, values in (
         (close, "val_global_Prec@1 @ 0", ("10", "45.123456")),
         (missed, "val_global_Perplexity @ 0", ("140.0",)),
         (text, "val_global_Prec@1 @ 0", (ATTACK,)),
+        (own, "plan @ 0", ("{", plan)),
+        (own, "val_loss @ 0", ("2.0",)),
     ):
         store.add_metrics([NewMetric(run_owner(run.id), name, date, value) for date, value in enumerate(values)])
     rows = dict(
@@ -143,11 +147,26 @@ def test_the_goal_shows_how_close_a_run_is(client: Any) -> None:
     )
     assert '<progress max="1" value="0.5014"' in rows["close"]
     assert rows["missed"].startswith("not reached: ") and '<progress max="1" value="0.5"' in rows["missed"]
+    assert (
+        rows["own"].startswith('<span title="2.0">2</span> <span class="faint">of loss &lt;= 0.5</span>')
+        and 'value="0.25"' in rows["own"]
+    )
     assert rows["fresh"] == '<span class="faint">Prec@1 &gt;= 90</span>'
     assert rows["text"].startswith("&lt;script&gt;") and "progress" not in rows["text"]
     assert rows["reached"] == '<span title="Perplexity &lt;= 70">reached in 61.2 s</span>'
-    assert rows["old"] == "reached after a while"
+    assert ">reached after a while</span>" in rows["old"]
     assert 'Task 1a <span class="faint">digits</span>' in page
+
+
+def test_a_damaged_record_does_not_hide_the_others(client: Any) -> None:
+    store = client.app.state.store
+    add(store, "good")
+    broken = add(store, "broken")
+    with store._engine.begin() as connection:
+        for column in ("command", "image", "backend", "num_cpus", "num_workers", "started_at", "finished_at", "goal"):
+            connection.exec_driver_sql(f"UPDATE runs SET {column} = x'ff' WHERE id = {broken.id}")
+    assert sorted(names(get(client))) == ["broken", "good"]
+    assert client.get(f"/runs/new/?from={broken.id}").status_code == 200
 
 
 def test_an_empty_list_says_what_to_do_next(client: Any) -> None:

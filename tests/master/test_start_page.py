@@ -210,7 +210,8 @@ def test_the_form_shows_what_tasks_and_launcher_offer(client: Any, monkeypatch: 
 def test_a_run_can_be_started_again(client: Any, form: dict[str, str], shown: dict[str, str]) -> None:
     client.post("/runs/", data=form)
     first = runs(client)[0]
-    page = client.get(f"/runs/new/?from={first['id']}").text
+    (link,) = re.findall(r'href="(/runs/new/[^"]*)">Run again<', client.get(f"/runs/{first['id']}/").text)
+    page = client.get(link).text
     values = dict(re.findall(r'<input id="field-\w+" name="(\w+)"[^>]* value="(.*?)"', page))
     assert html.unescape(values["name"]) == "demo-again"
     assert shown.items() <= {name: html.unescape(value) for name, value in values.items()}.items()

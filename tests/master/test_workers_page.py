@@ -29,7 +29,7 @@ class Launcher(IdleLauncher):
         return 3
 
     def logs(self, job_id: str, since_line: int = 0, limit: int = 5000, *rest: Any) -> Any:
-        page = super().logs(job_id, since_line, limit)
+        page = super().logs(job_id, since_line, limit, *rest)
         return type(page)(page.lines, 3)
 
 
@@ -73,7 +73,7 @@ def test_the_main_page_shows_the_load_of_the_workers_that_run(client: TestClient
     first, second = html.split("running-worker-1", 1)
     assert figures(first) == dict.fromkeys(("CPU", "Memory", "Network in", "Network out"), "-")
     wanted = {"CPU": "123 %", "Memory": "2.5 MB", "GPU": "7 %", "Network in": "1 KB/s"}
-    assert figures(second) == {**wanted, "Network out whole machine": "999 B/s"}
+    assert figures(second) == {**wanted, "Network out machine": "999 B/s"}
     assert "<dd>3 of 8</dd>" in html and "1 running, 0 waiting" in html
 
 

@@ -1,0 +1,61 @@
+"""The log of a run: a part of the run's page, and a page of its own that also filters without a script."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import HTMLResponse
+from pydantic import ValidationError
+
+from mlbench_master.launchers.interface import Launcher, LogPage
+from mlbench_master.pages.render import page
+from mlbench_master.routes import LauncherPart, StorePart, run_or_404
+from mlbench_master.schemas import MAX_ID, LogsQuery, describe_error
+from mlbench_master.store import Run
+
+__all__ = ["log_view", "router"]
+
+_LINES = 200
+# A longer list of workers would make every page of the run large; its rank is typed instead.
+_MOST_CHOICES = 64
+
+router = APIRouter()
+
+
+@router.get("/runs/{run_id}/logs/")
+def logs_page(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
+    run = run_or_404(store, run_id)
+    try:
+        query = LogsQuery.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        raise HTTPException(400, describe_error(error)) from None
+    return page(request, "logs.html", run=run, log=log_view(run, launcher, query))
+
+
+def log_view(run: Run, launcher: Launcher, query: LogsQuery | None = None) -> dict[str, Any]:
+    """Return the values of the template ``run_logs.html``.
+
+    Args:
+        run: The run.
+        launcher: The launcher that has its log.
+        query: The lines to show; by default the last ones.
+    """
+    query = query or LogsQuery()
+    before = MAX_ID if query.before_line is None else query.before_line
+    found = LogPage([], 0)
+    if run.job_id is not None:
+        found = launcher.logs(run.job_id, 0, _LINES, before, query.wanted)
+    chosen = {name: value for name, value in asdict(query.wanted).items() if value not in (None, "")}
+    return {
+        "lines": found.lines,
+        "next": found.next,
+        "previous": found.previous,
+        "ranks": range(run.num_workers) if run.num_workers <= _MOST_CHOICES else None,
+        "wanted": query.wanted,
+        "is_filtered": bool(chosen),
+        "earlier": f"/runs/{run.id}/logs/?{urlencode({**chosen, 'before_line': found.previous})}",
+        "download": f"/api/runs/{run.id}/logs/?{urlencode({**chosen, 'format': 'text'})}",
+    }

@@ -1,0 +1,166 @@
+"""The dashboard as a user meets it: start two runs, watch them, compare, download, stop and delete, on every screen."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.browser.conftest import Watched
+from tests.master.helpers import server, wait_for
+
+HEADERS = {"Authorization": "Bearer sesame"}
+TRAINS = Path(__file__).with_name("trains.py")
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "digits" / "runs"
+# Width, theme: a phone in the dark and a large screen in the light, and the other way round.
+SCREENS = ((360, "dark"), (1600, "light"), (360, "light"), (1600, "dark"))
+# What makes a page scroll sideways; a wide table scrolls inside its box, which does not.
+TOO_WIDE = """(() => {
+    const width = document.documentElement.clientWidth;
+    const wide = (one) => !one.closest(".scroll") && one.getBoundingClientRect().right > width;
+    if (document.documentElement.scrollWidth <= width) return [];
+    return [...document.querySelectorAll("main *")].filter(wide).map((one) => one.outerHTML.slice(0, 200));
+})()"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with server(tmp_path_factory.mktemp("walk") / "data", "--token", "sesame") as (url, _):
+        yield url
+
+
+@pytest.fixture
+def watched(playwright_browser: Any, base: str) -> Iterator[Watched]:
+    context = playwright_browser.new_context(viewport={"width": 1200, "height": 800}, accept_downloads=True)
+    seen = Watched(context.new_page(), base)
+    seen.watch()
+    seen.open("/login/")
+    seen.page.fill("input[name=token]", "sesame")
+    seen.page.click("main button")
+    seen.page.wait_for_url(f"{base}/")
+    yield seen
+    context.close()
+
+
+def command(name: str, epochs: int) -> str:
+    return f"{sys.executable} {TRAINS} {RESULTS / name} {epochs}"
+
+
+def state_of(base: str, name: str) -> str:
+    runs = {run["name"]: run for run in httpx.get(f"{base}/api/runs/", headers=HEADERS).json()}
+    return str(runs[name]["state"]) if name in runs else ""
+
+
+def saved(watched: Watched, link: str) -> bytes:
+    with watched.page.expect_download() as download:
+        watched.page.click(link)
+    return Path(download.value.path()).read_bytes()
+
+
+def test_a_user_starts_watches_compares_stops_and_deletes_runs(watched: Watched) -> None:
+    page, base = watched.page, watched.base
+    # An empty master says what to do, and the way is one click.
+    page.click("text=Start runs")
+    page.wait_for_url(f"{base}/runs/new/")
+    page.check("input[name=kind][value=command]")
+    page.fill("[name=name]", "walk")
+    page.fill("[name=num_workers]", "1 2")
+    page.fill("[name=num_cpus]", "0.1")
+    page.fill("[name=command]", command("centralized-sgd-1-r1", 60))
+    page.click("#start button:has-text('Start')")
+    page.wait_for_selector("#runs .state-started")
+    page.click("#runs a:text-is('walk-2')")
+    # The curves grow while the user looks.
+    page.wait_for_selector("#charts canvas")
+    latest = page.locator("#charts figure").first
+    before = latest.inner_text()
+    wait_for(lambda: latest.inner_text() != before, what="a new point")
+    assert page.evaluate("window.broken") is None
+    # The log is text: markup, colors of terminals and long lines.
+    page.wait_for_selector("#log >> text=<script>window.broken = 1</script>")
+    assert "\x1b" not in page.inner_text("#log")
+    # One run ends, the other one is stopped.
+    with httpx.Client(base_url=base, headers=HEADERS) as client:
+        runs = {run["name"]: run["id"] for run in client.get("/api/runs/").json()}
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.click("#stop button")
+    page.wait_for_selector("#state.state-failed")
+    page.wait_for_selector("#why >> text=stopped by a user")
+    wait_for(lambda: state_of(base, "walk-1") == "finished", timeout_s=60, what="the end of the first run")
+    watched.open(f"/runs/{runs['walk-1']}/")
+    page.wait_for_selector("#goal >> text=reached in 4.5 s")
+    archive = zipfile.ZipFile(io.BytesIO(saved(watched, "#downloads a:text-is('zip')")))
+    assert {"run.json", "result.json", "metrics.jsonl", "official_result.txt"} <= set(archive.namelist())
+    assert b"val_global_Prec@1" in saved(watched, "#downloads a:text-is('CSV')")
+    page.click("#result a")
+    assert json.loads(page.inner_text("body"))["goal"]["reached"] is True
+    # Another one, so that there is something to compare.
+    body = {"name": "other", "num_workers": 2, "num_cpus": 0.1, "command": command("centralized-sgd-2-r1", 3)}
+    httpx.post(f"{base}/api/runs/", json=body, headers=HEADERS).raise_for_status()
+    wait_for(lambda: state_of(base, "other") == "finished", timeout_s=60, what="the other run")
+    watched.open("/runs/")
+    for name in ("walk-1", "other"):
+        page.check(f"input[aria-label='Choose {name}']")
+    page.click("#chosen button:has-text('Compare')")
+    page.wait_for_selector("text=Time to the goal")
+    assert page.locator(".tables tbody").first.locator("tr").count() == 2
+    watched.open(f"/runs/{runs['walk-2']}/")
+    page.click("button:has-text('Delete')")
+    page.wait_for_url(f"{base}/runs/")
+    assert state_of(base, "walk-2") == ""
+    assert page.locator("#runs a:text-is('walk-2')").count() == 0
+    assert watched.problems == []
+
+
+def pages(base: str) -> dict[str, str]:
+    """The address of every page, with runs that have ended, failed and never started."""
+    with httpx.Client(base_url=base, headers=HEADERS) as client:
+        if not state_of(base, "seen"):
+            body = {"num_workers": 2, "num_cpus": 0.1}
+            client.post("/api/runs/", json={**body, "name": "seen", "command": command("centralized-sgd-2-r2", 4)})
+            fails = f"{sys.executable} -c 'raise SystemExit(\"no such file: a.txt\")'"
+            client.post("/api/runs/", json={**body, "name": "fails", "command": fails})
+            wait_for(lambda: state_of(base, "seen") == "finished", timeout_s=60, what="the run")
+            wait_for(lambda: state_of(base, "fails") == "failed", timeout_s=60, what="the failure")
+        ids = {run["name"]: run["id"] for run in client.get("/api/runs/").json()}
+    return {
+        "main": "/",
+        "runs": "/runs/",
+        "filtered": "/runs/?q=nothing-of-this-name",
+        "start": "/runs/new/",
+        "run": f"/runs/{ids['seen']}/",
+        "failed": f"/runs/{ids['fails']}/",
+        "worker": "/workers/seen-worker-0/",
+        "compare": f"/compare/?run={ids['seen']}&run={ids['fails']}",
+        "compare-nothing": "/compare/",
+        "api": "/docs/",
+    }
+
+
+@pytest.mark.parametrize(("width", "theme"), SCREENS, ids=lambda value: str(value))
+def test_every_page_fits_the_screen_and_is_open_to_all(watched: Watched, width: int, theme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python").Axe()
+    page = watched.page
+    page.set_viewport_size({"width": width, "height": 800})
+    page.emulate_media(color_scheme=theme, reduced_motion="reduce")
+    found = []
+    for name, path in pages(watched.base).items():
+        watched.open(path)
+        page.wait_for_load_state("load")
+        if name in ("run", "compare"):
+            page.wait_for_selector("canvas")
+        assert page.evaluate(TOO_WIDE) == [], name
+        for violation in axe.run(page).response["violations"]:
+            if violation["impact"] in ("serious", "critical"):
+                nodes = [node["html"][:200] for node in violation["nodes"]]
+                found.append(f"{name}: {violation['id']}: {violation['help']}: {nodes}")
+        watched.picture(f"{name}-{width}-{theme}")
+    assert found == []
+    assert watched.problems == []
