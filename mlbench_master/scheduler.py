@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ __all__ = ["Scheduler"]
 
 _log = logging.getLogger(__name__)
 _TAIL_CHARACTERS = 16_384
+_LONGEST_START_S = 2.0
 _OPEN = ("initialized", "started")
 _STOPPED = JobStatus("failed", "stopped by a user")
 
@@ -161,6 +163,7 @@ class Scheduler:
         """Record which runs have ended, and start those that fit."""
         running = [run for run in self._store.runs("started") if self._goes_on(self._watch, run)]
         with self._lock:
+            until = time.monotonic() + _LONGEST_START_S
             used = sum(_cores(run) for run in running)
             lent = {gpu for run in running for gpu in _lent_gpus(run)}
             waiting = self._store.runs("initialized")
@@ -182,6 +185,10 @@ class Scheduler:
                     running.append(run)
                     used += _cores(run)
                     lent.update(free or ())
+                if time.monotonic() >= until:
+                    # An engine may need a moment for each start. Requests that stop runs do not wait for all of them.
+                    self.wake()
+                    break
 
     def _turn(self, run: Run) -> tuple[bool, float, int]:
         """Return the place of a waiting run in the queue."""

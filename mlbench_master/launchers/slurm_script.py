@@ -110,8 +110,11 @@ def check_options(options: Sequence[str]) -> None:
     """Refuse options of ``sbatch`` that a run cannot have.
 
     Raises:
-        ValueError: An option is one that MLBench sets; the message names it.
+        ValueError: An option is one that MLBench sets, or there is a word before the first option.
     """
+    if options and not options[0].startswith("-"):
+        # sbatch would take it for the script.
+        raise ValueError(f"engine_options: must begin with an option, for example --time=10, not {options[0][:80]!r}")
     for option in options:
         name = option.partition("=")[0]
         short = name[:2] if not name.startswith("--") else name

@@ -38,7 +38,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def launcher(fake: Path, tmp_path: Path) -> Iterator[SlurmLauncher]:
-    made = SlurmLauncher(tmp_path / "runs", interval_s=0.05)
+    made = SlurmLauncher(tmp_path / "runs", interval_s=0.1)
     yield made
     made.close()
 
@@ -93,7 +93,7 @@ def queued(controller: Controller, tmp_path: Path) -> Iterator[SlurmLauncher]:
 @pytest.fixture
 def client(fake: Path, tmp_path: Path) -> Iterator[TestClient]:
     app = create_app(
-        data_dir=tmp_path / "data", launcher=SlurmLauncher(tmp_path / "data" / "runs", interval_s=0.05), token=TOKEN
+        data_dir=tmp_path / "data", launcher=SlurmLauncher(tmp_path / "data" / "runs", interval_s=0.1), token=TOKEN
     )
     headers = {"Authorization": f"Bearer {TOKEN}"}
     with TestClient(app, base_url="http://127.0.0.1:5080", headers=headers) as test_client:
@@ -290,7 +290,7 @@ def test_the_next_master_goes_on_with_a_job(launcher: SlurmLauncher, fake: Path,
     job_id = launcher.start(job(str(script), num_workers=1))
     wait_for(lambda: launcher.poll(job_id) and any(x["text"] == "before" for x in launcher.logs(job_id).lines))
     launcher.close()
-    following = SlurmLauncher(tmp_path / "runs", interval_s=0.05)
+    following = SlurmLauncher(tmp_path / "runs", interval_s=0.1)
     assert following.place == launcher.place
     assert following.poll(job_id).state == "running"
     (tmp_path / "go").touch()
@@ -369,6 +369,11 @@ def test_options_come_between_the_defaults_and_what_mlbench_needs(
 def test_options_that_contradict_the_script_are_refused(queued: SlurmLauncher, option: str) -> None:
     with pytest.raises(ValueError, match=f"that MLBench does not set itself, not '{option}': leave it out"):
         queued.start(job("true", options=("--time=1", option)))
+
+
+def test_a_word_before_the_options_is_not_taken_for_the_script(queued: SlurmLauncher) -> None:
+    with pytest.raises(ValueError, match="must begin with an option, for example --time=10, not 'partition=gpu'"):
+        queued.start(job("true", options=("partition=gpu", "--time=1")))
 
 
 def test_the_options_of_a_run_reach_sbatch_and_the_local_launcher_has_none(
