@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlbench_master.launchers.command_line import python_environment
+
 if TYPE_CHECKING:
     from mlbench_core.results.pool import Group
 
@@ -126,8 +128,10 @@ def _input(groups: Sequence[Group], price_per_hour: float | None) -> bytes:
 def _draw(content: bytes) -> Figures:
     with tempfile.TemporaryDirectory(prefix="mlbench-figures-") as folder:
         command = [sys.executable, "-m", "mlbench_master.figures", folder]
+        # Python also looks for modules in the folder in which it starts, which may be anybody's.
+        place: dict[str, Any] = {"cwd": folder, "env": {**os.environ, **python_environment()}}
         try:
-            subprocess.run(command, input=content, capture_output=True, check=True, timeout=_LONGEST_S)
+            subprocess.run(command, input=content, capture_output=True, check=True, timeout=_LONGEST_S, **place)
         except subprocess.TimeoutExpired:
             return Figures(missing=[f"Drawing took longer than {_LONGEST_S:.0f} s: choose fewer runs."])
         except subprocess.CalledProcessError as error:

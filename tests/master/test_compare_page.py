@@ -195,9 +195,12 @@ def test_names_and_settings_are_text(client: Any, master: Master) -> None:
 
 
 def test_figures_are_drawn_once_and_served_as_files(
-    client: Any, master: Master, four: list[int], monkeypatch: pytest.MonkeyPatch
+    client: Any, master: Master, four: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib", reason="needs the [charts] extra")
+    # Somebody else may have put a module where the master was started.
+    (tmp_path / "matplotlib.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
     ids = [*four, master.add_result("bad", algorithm=HOSTILE)]
     page = client.get(address(ids, "/compare/figures/")).text
     monkeypatch.setattr(subprocess, "run", None)  # everything else comes from memory
