@@ -33,7 +33,7 @@ _MOST_CHARACTERS = 8192
 
 
 class RunPlan(BaseModel):
-    """What a run wants to reach.
+    """The goal that a run pursues, and its limit of epochs.
 
     Attributes:
         metric: Name of the metric of the goal; None if the goal is a plain function, or without a goal.
