@@ -337,7 +337,8 @@ class RunsQuery(_Body):
 
     state: list[State] = []
     name: Annotated[Text, Field(max_length=255)] = ""
-    sort: Annotated[str, Field(pattern=f"^-?({'|'.join(RUN_COLUMNS)})$")] = "id"
+    # Not Annotated: the reference would look for the objects that the words of the pattern name.
+    sort: str = Field("id", pattern=f"^-?({'|'.join(RUN_COLUMNS)})$")
     limit: Annotated[int, Field(ge=1, le=MAX_BATCH)] | None = None
     after: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
     offset: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
