@@ -27,7 +27,7 @@ def is_run_name(name: str) -> bool:
     """Return True if a run may have this name: a DNS label, as a run on Kubernetes needs it.
 
     Args:
-        name: 1 to 63 small letters, digits and hyphens, without a hyphen at the beginning or end.
+        name: 1 to 63 lowercase letters, digits and hyphens, without a hyphen at the beginning or end.
 
     Example:
         >>> is_run_name("my-run-2"), is_run_name("My run")

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -32,9 +32,10 @@ from mlbench_master.lease import Lease
 from mlbench_master.login import add_login
 from mlbench_master.openapi import set_description
 from mlbench_master.pages import make_pages
+from mlbench_master.pages.render import page
 from mlbench_master.routes import router
 from mlbench_master.scheduler import Scheduler
-from mlbench_master.security import Access, GuardMiddleware, make_private
+from mlbench_master.security import Access, GuardMiddleware, make_private, wants_page
 from mlbench_master.store import Store
 from mlbench_master.writer import MetricWriter
 
@@ -42,6 +43,7 @@ __all__ = ["create_app"]
 
 _log = logging.getLogger(__name__)
 _FORMAT_SUFFIX = re.compile(r"(/api/(?:runs|pods|metrics)(?:/[^/]+)?)\.(json|zip)/?")
+_WITH_FINAL_SLASH = ("/api/", "/runs", "/workers/", "/login", "/logout", "/docs")
 
 
 def create_app(
@@ -178,7 +180,7 @@ class _PathMiddleware:
                 path = suffix[1]
                 query = scope["query_string"] + b"&" if scope["query_string"] else b""
                 scope = {**scope, "query_string": query + b"format=" + suffix[2].encode()}
-            if not path.endswith("/") and path.startswith(("/api/", "/runs/", "/login", "/logout", "/docs")):
+            if not path.endswith("/") and path.startswith(_WITH_FINAL_SLASH):
                 scope = {**scope, "path": path + "/", "raw_path": path.encode("utf-8", "replace") + b"/"}
             if scope["method"] == "HEAD":
                 await _answer_head(self._app, {**scope, "method": "GET", "is_head": True}, receive, send)
@@ -213,8 +215,15 @@ def _error(status: int, message: str, headers: dict[str, str] | None = None) -> 
     return JSONResponse({"status": HTTPStatus(status).phrase, "message": message}, status_code=status, headers=headers)
 
 
-async def _http_error(request: Request, error: Exception) -> JSONResponse:
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, StarletteHTTPException)
+    if wants_page(request.url.path, request.headers):
+        title = HTTPStatus(error.status_code).phrase
+        # The name before the colon is that of a parameter, which a reader of pages does not know.
+        message = str(error.detail).removeprefix("id: ").removeprefix("name: ")
+        answer = page(request, "error.html", title=title, message=message[:1].upper() + message[1:] + ".")
+        answer.status_code = error.status_code
+        return answer
     headers = dict(error.headers or {})
     if error.status_code == 405:
         headers["Allow"] = ", ".join(_allowed_methods(request))

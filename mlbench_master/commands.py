@@ -64,7 +64,7 @@ def resolve_backend(run: RunIn) -> str:
         run: The requested run.
 
     Returns:
-        The backend's name in small letters; the name of a custom backend as given.
+        The backend's name in lowercase letters; the name of a custom backend as given.
 
     Raises:
         ValueError: The backend is unknown; the message names the field.

@@ -10,6 +10,7 @@ version: an empty one gets the tables of the models and the number of the newest
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -27,6 +28,7 @@ REVISION_TABLE = "alembic_version"
 VERSION_TABLE = "schema_version"
 """The table in which masters before Alembic look for the number, so that they refuse tables that are too new."""
 
+_log = logging.getLogger(__name__)
 _SCRIPTS = Path(__file__).parent / "_alembic"
 _TABLES_OF_VERSION_1 = {"runs", "metrics"}
 # Any number that no other program is likely to lock in the same database of PostgreSQL.
@@ -73,6 +75,7 @@ def prepare_database(engine: sa.Engine, metadata: sa.MetaData) -> None:
             revisions.create(connection, checkfirst=True)
             connection.execute(sa.insert(revisions).values(version_num=f"{number or int(HEAD):04}"))
         if 0 < number < int(HEAD):
+            _log.info("an older version wrote the database; its tables are brought from %04d to %s", number, HEAD)
             _upgrade(connection)
             connection.execute(sa.delete(versions))
             connection.execute(sa.insert(versions).values(version=int(HEAD)))
@@ -105,6 +108,8 @@ def _upgrade(connection: sa.Connection) -> None:
     from alembic import command
     from alembic.config import Config
 
+    # At the level INFO, Alembic lists its plugins.
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     # Python's own way to read the configuration gives a % a meaning, and a folder's name may have one.
     config = Config()
     config.set_main_option("script_location", str(_SCRIPTS).replace("%", "%%"))

@@ -38,7 +38,7 @@ from mlbench_core.addresses import is_loopback
 from mlbench_core.client.masters import NONCE_HEADER, PROOF_HEADER, check_token, make_proof
 from mlbench_core.errors import ConfigurationError
 
-__all__ = ["CODE_S", "TOO_MANY_GUESSES", "Access", "GuardMiddleware", "make_private", "random_token"]
+__all__ = ["CODE_S", "TOO_MANY_GUESSES", "Access", "GuardMiddleware", "make_private", "random_token", "wants_page"]
 
 CODE_S = 600.0
 """Time in which a code of an address must be used, in seconds."""
@@ -290,7 +290,7 @@ class GuardMiddleware:
             if path not in _OPEN_PATHS:
                 return _unauthorized()
         elif not (path in _OPEN_PATHS or path.startswith("/static/") or self._access.has_session(headers)):
-            if not path.startswith("/api/") and "text/html" in headers.get("accept", ""):
+            if wants_page(path, headers):
                 return RedirectResponse("/login/", status_code=303)
             return _unauthorized()
         # Any web page can make a browser send a request, so only the master's own pages may write.
@@ -298,6 +298,11 @@ class GuardMiddleware:
         if scope["method"] not in _SAFE_METHODS and origin is not None and not _same_origin(origin, headers):
             return _refuse(403, "Forbidden", f"Origin: {origin[:80]!r} may not write to this master")
         return None
+
+
+def wants_page(path: str, headers: Headers) -> bool:
+    """Return True if a browser asks for a page, and not a program for data."""
+    return not path.startswith("/api/") and "text/html" in headers.get("accept", "")
 
 
 def _unauthorized() -> JSONResponse:

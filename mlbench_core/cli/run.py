@@ -287,7 +287,8 @@ def _ask_workers(default: Sequence[int] | None) -> tuple[int, ...]:
 def _check_name(name: str) -> None:
     if not is_run_name(name):
         raise click.BadParameter(
-            f"the name of a run must be 1 to 63 small letters, digits and '-', without '-' at its ends, not {name!r}",
+            f"the name of a run must be 1 to 63 lowercase letters, digits and '-', without '-' at its ends, "
+            f"not {name!r}",
             param_hint="NAME",
         )
 

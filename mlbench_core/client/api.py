@@ -305,8 +305,8 @@ class ApiClient:
         """Start a run of a task, of one of :data:`MLBENCH_IMAGES`, or of a custom image.
 
         Args:
-            name: Name of the run that no other run has: 1 to 63 small letters, digits and hyphens, without a hyphen at
-                its ends (a DNS label).
+            name: Name of the run that no other run has: 1 to 63 lowercase letters, digits and hyphens, without a hyphen
+                at its ends (a DNS label).
             num_workers: Number of workers.
             num_cpus: Cores of each worker.
             max_bandwidth: Bandwidth of each worker in Mbit/s. A master that cannot limit the bandwidth refuses values

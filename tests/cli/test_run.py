@@ -165,7 +165,7 @@ def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pyte
         (["demo", "1", "--image", "x"], "the command of image x is missing: give --command"),
         (["demo", "1", "--task", "1a", "--backend", "pigeon"], "'pigeon' is not one of 'gloo', 'nccl', 'mpi'"),
         (["demo", "1", "--task", "1a", "--backend", "nccl"], "nccl needs GPUs: give each worker a GPU (--gpu)"),
-        (["Demo_X", "1", "--task", "1a"], "the name of a run must be 1 to 63 small letters"),
+        (["Demo_X", "1", "--task", "1a"], "the name of a run must be 1 to 63 lowercase letters"),
         (["a" * 62, "1000", "--task", "1a"], "the name of a run must be"),
         (["demo", "1", "--task", "1a", "--output", "x"], "--output needs --wait"),
         (["demo", "1", "--task", "1a", "--num-cpus", "0"], "0.0 is not in the range"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import subprocess
 import sys
@@ -90,6 +91,16 @@ def test_a_database_of_an_older_version_is_brought_to_this_one(tmp_path: Path, v
     for store in stores:
         check_upgraded(store)
         store.close()
+
+
+def test_an_upgrade_is_one_line_of_the_master(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "master.db"
+    run_sql(path, *old_tables(3, "sqlite"))
+    with caplog.at_level(logging.INFO):
+        Store(f"sqlite:///{path}").close()
+    assert caplog.messages == [
+        f"an older version wrote the database; its tables are brought from 0003 to {migrations.HEAD}"
+    ]
 
 
 def test_a_kill_in_an_upgrade_leaves_the_old_tables(tmp_path: Path) -> None:

@@ -91,8 +91,8 @@ def test_a_custom_backend_may_start_one_worker(client: Any) -> None:
 @pytest.mark.parametrize(
     ("form", "change", "wrong"),
     [
-        (TASK, {"name": "My run"}, {"name": "must be 1 to 63 small letters"}),
-        (TASK, {"name": ""}, {"name": "must be 1 to 63 small letters"}),
+        (TASK, {"name": "My run"}, {"name": "must be 1 to 63 lowercase letters"}),
+        (TASK, {"name": ""}, {"name": "must be 1 to 63 lowercase letters"}),
         (TASK, {"name": "a" * 62}, {"name": "must be a DNS label"}),
         (
             TASK,
