@@ -10,7 +10,7 @@ export function short(value) {
   if (value === null || value === undefined) return "-";
   const size = Math.abs(value);
   if (size >= 1e4 && size < 1e15) return Math.round(value).toLocaleString("en-US");
-  return size !== 0 && size < 1e-3 ? value.toExponential(3) : String(Number(value.toPrecision(4)));
+  return size !== 0 && size < 1e-3 ? value.toExponential(3).replace(/\.?0+e/, "e") : String(Number(value.toPrecision(4)));
 }
 
 /** Return bytes with a unit, as mlbench_master/pages/render.py writes them. */
