@@ -32,7 +32,7 @@ from mlbench_master.lease import Lease
 from mlbench_master.login import add_login
 from mlbench_master.openapi import set_description
 from mlbench_master.pages import make_pages
-from mlbench_master.pages.render import page
+from mlbench_master.pages.render import error_page
 from mlbench_master.routes import router
 from mlbench_master.scheduler import Scheduler
 from mlbench_master.security import Access, GuardMiddleware, make_private, wants_page
@@ -211,23 +211,19 @@ async def _answer_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
     await app(scope, disconnect, send_header)
 
 
-def _error(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+def _error(request: Request, status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    """Return an error as JSON, or as a page if somebody has opened a wrong address in a browser."""
+    if wants_page(request.url.path, request.headers):
+        return error_page(request, status, message, headers)
     return JSONResponse({"status": HTTPStatus(status).phrase, "message": message}, status_code=status, headers=headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, StarletteHTTPException)
-    if wants_page(request.url.path, request.headers):
-        title = HTTPStatus(error.status_code).phrase
-        # The name before the colon is that of a parameter, which a reader of pages does not know.
-        message = str(error.detail).removeprefix("id: ").removeprefix("name: ")
-        answer = page(request, "error.html", title=title, message=message[:1].upper() + message[1:] + ".")
-        answer.status_code = error.status_code
-        return answer
     headers = dict(error.headers or {})
     if error.status_code == 405:
         headers["Allow"] = ", ".join(_allowed_methods(request))
-    return _error(error.status_code, str(error.detail), headers)
+    return _error(request, error.status_code, str(error.detail), headers)
 
 
 def _allowed_methods(request: Request) -> list[str]:
@@ -246,21 +242,21 @@ def _allowed_methods(request: Request) -> list[str]:
     return sorted({*found, "HEAD"}) if "GET" in found else sorted(found or {"GET", "HEAD"})
 
 
-async def _validation_error(_: Request, error: Exception) -> JSONResponse:
+async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     parts = [f"{'.'.join(str(part) for part in item['loc'][1:])}: {item['msg']}" for item in error.errors()]
-    return _error(400, "; ".join(parts))
+    return _error(request, 400, "; ".join(parts))
 
 
-async def _database_error(_: Request, error: Exception) -> JSONResponse:
+async def _database_error(request: Request, error: Exception) -> Response:
     _log.error("the database failed: %s", error)
     reason = str(getattr(error, "orig", None) or error).splitlines()[0]
-    return _error(503, f"the database failed: {reason}; try again", {"Retry-After": "1"})
+    return _error(request, 503, f"the database failed: {reason}; try again", {"Retry-After": "1"})
 
 
-async def _launcher_error(_: Request, error: Exception) -> JSONResponse:
-    return _error(503, f"{error}", {"Retry-After": "10"})
+async def _launcher_error(request: Request, error: Exception) -> Response:
+    return _error(request, 503, str(error), {"Retry-After": "10"})
 
 
-async def _too_many_streams(_: Request, error: Exception) -> JSONResponse:
-    return _error(503, str(error), {"Retry-After": "10"})
+async def _too_many_streams(request: Request, error: Exception) -> Response:
+    return _error(request, 503, str(error), {"Retry-After": "10"})

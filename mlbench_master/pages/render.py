@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from mlbench_master.dates import format_date, now_us
 
-__all__ = ["ago", "duration", "number", "page", "render", "size"]
+__all__ = ["ago", "duration", "error_page", "number", "page", "render", "size"]
 
 _SECOND = 1_000_000
 # Seconds of each unit, the largest first, and the most of it that is written before the next one.
@@ -137,6 +137,26 @@ def page(request: Request, template: str, **values: Any) -> HTMLResponse:
     """
     access = request.app.state.access
     return render(template, can_log_out=access.token is not None, here=request.url.path, **values)
+
+
+def error_page(request: Request, status: int, message: str, headers: dict[str, str] | None = None) -> HTMLResponse:
+    """Return the page of an error.
+
+    Args:
+        request: The request that failed.
+        status: The status of the answer.
+        message: What is wrong, as the API says it.
+        headers: The headers of the answer.
+    """
+    if status == 404:
+        title, meaning = "Not found", "There is nothing at this address: it is wrong, or what it showed was deleted."
+    elif status >= 500:
+        title, meaning = "Something went wrong", "The master cannot show this page now. Reload it after some seconds."
+    else:
+        title, meaning = "Wrong request", "The master cannot show a page for this address."
+    # Starlette has nothing more to say of an address that does not exist.
+    shown = "" if message == "Not Found" else message
+    return page(request, "error.html", status=status, headers=headers, title=title, meaning=meaning, message=shown)
 
 
 def render(template: str, status: int = 200, headers: dict[str, str] | None = None, **values: Any) -> HTMLResponse:

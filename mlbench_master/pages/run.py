@@ -13,7 +13,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
 from mlbench_core.results.published import describe_run
-from mlbench_master.columns import number_of
 from mlbench_master.curves import start_of
 from mlbench_master.dates import format_date, now_us
 from mlbench_master.export import result_json
@@ -149,7 +148,7 @@ def _curve_names(latest: Sequence[tuple[str, Point]]) -> dict[str, list[int]]:
     """Return the names of the metrics that are numbers, without their ranks, and the ranks that each has."""
     ranks: dict[str, list[int]] = {}
     for name, point in latest:
-        if name in (GOAL_METRIC, PLAN_METRIC) or number_of(point.value) is None:
+        if name in (GOAL_METRIC, PLAN_METRIC) or not _is_number(point.value):
             continue
         ranked = _RANKED.fullmatch(name)
         of_name = ranks.setdefault(ranked[1] if ranked else name, [])
@@ -157,6 +156,15 @@ def _curve_names(latest: Sequence[tuple[str, Point]]) -> dict[str, list[int]]:
             of_name.append(int(ranked[2]))
     names = sorted(ranks, key=lambda name: (_FIRST.match(name) is None, name))[:_MOST_NAMES]
     return {name: sorted(ranks[name]) for name in names}
+
+
+def _is_number(value: str) -> bool:
+    """Return True also for NaN: the curve of a loss that diverged must stay."""
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _flat(values: Mapping[str, Any]) -> list[tuple[str, str]]:

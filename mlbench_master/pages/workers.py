@@ -135,5 +135,5 @@ def _place_or_404(store: Store, name: str) -> tuple[Run, int]:
     # PostgreSQL refuses NUL in a parameter.
     run = None if "\x00" in name else store.run_named(run_name)
     if run is None or name not in run.worker_names():
-        raise HTTPException(404, f"name: there is no worker {name[:80]!r}; GET /api/pods/ lists them")
+        raise HTTPException(404, f"name: there is no worker {name[:80]!r}: the page of a run leads to its workers")
     return run, int(rank)

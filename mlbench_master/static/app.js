@@ -26,8 +26,10 @@ export async function refresh() {
     again = false;
     const parts = [...document.querySelectorAll("[data-live]")];
     if (parts.length) {
+      giveFocusBack = () => {};
       const selectOOB = parts.map((part) => `#${part.id}`).join(",");
       await htmx.ajax("GET", location.href, { source: "#main", target: "#main", swap: "none", selectOOB }).catch(() => {});
+      giveFocusBack();
       document.dispatchEvent(new Event("refreshed"));
       tellAges();
     }
@@ -36,6 +38,19 @@ export async function refresh() {
   }
   reading = false;
 }
+
+// htmx gives the focus back to an element with an id. The links of lists have none, and a user of the keyboard would
+// have to start at the top of the page after each update.
+let giveFocusBack = () => {};
+document.addEventListener("htmx:beforeSwap", () => {
+  const focused = document.activeElement;
+  const part = focused.closest("[data-live]")?.id;
+  if (!part || focused.id) return;
+  const equal = () => [...document.querySelectorAll(`#${part} ${focused.localName}`)]
+    .filter((one) => one.outerHTML === focused.outerHTML);
+  const place = equal().indexOf(focused);
+  giveFocusBack = () => { if (!focused.isConnected) equal()[place]?.focus({ preventScroll: true }); };
+});
 
 document.addEventListener("htmx:sendError", () => { again = true; }); // the master is away
 document.addEventListener("htmx:responseError", (event) => {

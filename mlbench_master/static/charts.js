@@ -10,7 +10,7 @@ export function short(value) {
   if (value === null || value === undefined) return "-";
   const size = Math.abs(value);
   if (size >= 1e4 && size < 1e15) return Math.round(value).toLocaleString("en-US");
-  return size !== 0 && size < 1e-3 ? value.toExponential(3) : String(Number(value.toPrecision(4)));
+  return size !== 0 && size < 1e-3 ? value.toExponential(3).replace(/\.?0+e/, "e") : String(Number(value.toPrecision(4)));
 }
 
 /** Return bytes with a unit, as mlbench_master/pages/render.py writes them. */
@@ -114,9 +114,12 @@ function settings(options, width) {
       value: (_, value) => (one.format ?? format)(value),
     };
   });
+  const clock = (plot, splits) => splits.map((value) => date(value).slice(...(isLong(plot) ? [5, 16] : [11, 19])));
   return {
     width,
     height,
+    // The dates of the master are in UTC everywhere else, for example in the log.
+    tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
     padding: sparkline ? [2, 0, 2, 0] : undefined,
     cursor: { show: !sparkline, drag: { x: !sparkline, y: false } },
     legend: { show: !sparkline, live: true },
@@ -126,14 +129,19 @@ function settings(options, width) {
     },
     axes: sparkline
       ? [{ show: false }, { show: false }]
-      : [{ ...axis, label: options.xLabel, labelSize: 24, incrs: options.isWhole ? WHOLE : undefined }, { ...axis, size: 64, values }],
+      : [{ ...axis, label: options.xLabel, ...(options.isTime ? { values: clock, space: 80 } : {}), labelSize: 24, incrs: options.isWhole ? WHOLE : undefined }, { ...axis, size: 64, values }],
     bands: (options.bands ?? []).map(([high, low]) => ({ series: [high + 1, low + 1], fill: `${series[high].stroke}33` })),
-    series: [{ label: options.xLabel ?? (options.isTime ? "time" : "x"), value: (_, value) => (options.isTime ? date(value) : short(value)) }, ...series],
+    series: [{ label: options.xLabel ?? (options.isTime ? "UTC" : "x"), value: (_, value) => (options.isTime ? date(value) : short(value)) }, ...series],
   };
 }
 
 function date(seconds) {
-  return seconds === null ? "-" : new Date(seconds * 1000).toLocaleTimeString();
+  return seconds === null ? "-" : new Date(seconds * 1000).toISOString().slice(0, 19).replace("T", " ");
+}
+
+/** Return true if a chart shows more than a day, so that its times need their date. */
+function isLong(plot) {
+  return plot.scales.x.max - plot.scales.x.min > 86400;
 }
 
 function range(options, low, high) {

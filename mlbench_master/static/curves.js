@@ -193,7 +193,7 @@ function draw(wanted, answers) {
     if (hasGoal) { labels.push("goal"); texts.push(["goal", short(Number(threshold))]); }
     one.latest.textContent = drawn.length ? texts.map((text) => text.join(" ")).join(", ") : "No values yet.";
     // All digits where the mouse points, as everywhere.
-    one.latest.title = drawn.map((curve) => `${curve.label} ${last(answers.get(curve.name).value)}`).join("\n");
+    one.latest.title = drawn.map((curve) => `${curve.label} ${last(answers.get(curve.name).value) ?? "-"}`).join("\n");
     if (one.element.parentNode === null) box.append(one.element);
     // The same chart gets new points, and keeps what its user has zoomed to.
     const layout = JSON.stringify([labels, xLabel]);

@@ -105,9 +105,9 @@ function tell(text) {
 
 function tellState() {
   log.classList.toggle("searched", search.value !== "");
-  document.getElementById("log-empty").textContent =
-    filter().length === 0 ? "The run has not written anything yet." : "No such line.";
-  document.getElementById("log-empty").hidden = list.childElementCount > 0 || previous > 0;
+  const empty = document.getElementById("log-empty");
+  empty.textContent = filter().length === 0 ? empty.dataset.text : "No such line.";
+  empty.hidden = list.childElementCount > 0 || previous > 0;
   earlier.hidden = previous === 0;
   if (!isCutOff) earlier.textContent = search.value ? "Earlier matches" : "Earlier lines";
   else earlier.textContent = `Searched back to line ${previous.toLocaleString("en")}: continue`;

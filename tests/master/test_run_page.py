@@ -171,3 +171,22 @@ def test_workers_have_their_load_and_the_configuration_is_that_of_the_result(cli
     assert "goal.metric &lt;m&gt; list 1 a" in part(page, "configuration")
     assert part(page, "environment") == "machine 3 software.torch 2"
     assert f"/api/runs/{run_id}/result/" in page
+
+
+def test_a_curve_stays_when_its_latest_value_is_not_finite(client: TestClient) -> None:
+    run_id = start(client)
+    send(client, run_id, ("train_loss @ 0", 1), ("other @ 0", 1), ("text @ 0", "a b"))
+    send(client, run_id, ("train_loss @ 0", "nan"), ("other @ 0", "-inf"))
+    names = re.findall(r'<option value="([^"]*)" data-ranks', page_of(client, run_id))
+    assert names == ["train_loss", "other"]
+
+
+def test_the_page_says_that_a_run_waits_and_that_an_ended_one_left_no_log(client: TestClient) -> None:
+    assert "waiting for its turn" not in page_of(client, start(client))
+    body = {"name": "b", "num_workers": 2, "command": "python x.py"}
+    waiting = client.post("/api/runs/", json=body).json()["id"]
+    page = page_of(client, waiting)
+    assert "waiting for its turn" in part(page, "about") and "has not written anything yet" in page
+    client.post(f"/api/runs/{waiting}/stop/")
+    page = page_of(client, waiting)
+    assert "waiting for its turn" not in page and "This run has no log." in page

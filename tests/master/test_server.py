@@ -120,3 +120,21 @@ def test_without_a_token_foreign_pages_are_refused(tmp_path: Path) -> None:
 def test_an_empty_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="token"):
         create_app(data_dir=tmp_path, token=" ")
+
+
+def test_a_wrong_address_is_a_page_for_a_browser_and_json_for_a_program(tmp_path: Path) -> None:
+    wrong = {
+        "/runs/999/": (404, "there is no run &#39;999&#39;"),
+        "/workers/<b>/": (404, "there is no worker &#39;&lt;b&gt;&#39;"),
+        "/nothing": (404, "There is nothing at this address"),
+        "/compare/?machine=x": (400, "machine: must be one of"),
+        "/logout/": (405, "Method Not Allowed"),
+    }
+    with TestClient(create_app(data_dir=tmp_path), base_url="http://127.0.0.1:5080") as client:
+        for path, (status, text) in wrong.items():
+            page = client.get(path, headers={"Accept": "text/html,*/*;q=0.8"})
+            assert (page.status_code, page.headers["content-type"]) == (status, "text/html; charset=utf-8"), path
+            assert text in page.text and '<a href="/runs/">' in page.text
+            assert client.get(path).json()["status"] in ("Not Found", "Bad Request", "Method Not Allowed")
+        for path in ("/api/runs/999/", "/static/nothing.css"):
+            assert client.get(path, headers={"Accept": "text/html"}).json()["status"] == "Not Found"

@@ -34,9 +34,12 @@ def test_charts_of_workers_grow_and_survive_an_update(tmp_path: Path, monkeypatc
         assert "machine" in page.text("#load-first-worker-0-network_in dt")
         # Another run changes the lists of the page, but not the charts that are there.
         page(f"document.querySelector('{memory} canvas').mark = 1")
+        page("(window.link = document.querySelector('#open a')).focus()")
         start("second", 1)
         wait_for(lambda: page(CHARTS) == 12 and "second" in page.text("#open"), what="the charts of the second run")
         assert page(f"document.querySelector('{memory} canvas').mark") == 1
+        # The link in the new list has the focus of the old one.
+        assert page("[link.isConnected, document.activeElement.textContent]") == [False, "first"]
         page(f"document.querySelector('{memory} .value').textContent = 'old'")
         wait_for(lambda: page.text(f"{memory} .value") != "old", what="a new value")
 
