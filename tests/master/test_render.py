@@ -75,7 +75,7 @@ def test_a_browser_gets_a_page_for_an_error_and_a_program_gets_json(tmp_path: Pa
             ("/runs/99/", "There is no run &#39;99&#39;."),
             ("/runs/%3Cb%3E/", "There is no run &#39;&lt;b&gt;&#39;."),
             ("/workers/a-worker-0", "There is no worker &#39;a-worker-0&#39;"),
-            ("/nowhere", "Not Found."),
+            ("/nowhere", "There is nothing at this address"),
         ):
             page = client.get(path, headers={"Accept": "text/html,*/*;q=0.8"})
             assert (page.status_code, page.headers["content-type"]) == (404, "text/html; charset=utf-8")
