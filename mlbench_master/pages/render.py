@@ -154,8 +154,8 @@ def error_page(request: Request, status: int, message: str, headers: dict[str, s
         title, meaning = "Something went wrong", "The master cannot show this page now. Reload it after some seconds."
     else:
         title, meaning = "Wrong request", "The master cannot show a page for this address."
-    # The name before the colon is that of a parameter, which a reader of pages does not know. Starlette has nothing more
-    # to say of an address that does not exist.
+    # The name before the colon is that of a parameter, which a reader of pages does not know. Starlette has nothing to
+    # add for an address that does not exist.
     text = message.removeprefix("id: ").removeprefix("name: ")
     shown = "" if message == "Not Found" else f"{text[:1].upper()}{text[1:]}."
     return page(request, "error.html", status=status, headers=headers, title=title, meaning=meaning, message=shown)

@@ -63,13 +63,15 @@ def on_terminal(*arguments: str, setup: str = "", columns: int = 120) -> Iterato
     """``mlbench`` with arguments on a terminal; ``setup`` is Python that runs before it."""
     screen, theirs = pty.openpty()
     fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    # These variables would count more than the size of the terminal; pytest-xdist sets them.
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     process = subprocess.Popen(
         [sys.executable, "-c", f"{_START}{setup}\n{_MAIN}", *arguments],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        env={**os.environ, "TERM": "xterm-256color"},
+        env={**env, "TERM": "xterm-256color"},
     )
     os.close(theirs)
     try:
