@@ -23,10 +23,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import mlbench_core
 from mlbench_core.addresses import is_loopback
 from mlbench_core.client.masters import KEY_VARIABLE
+from mlbench_core.errors import ConfigurationError
 from mlbench_core.paths import user_folder
 from mlbench_master.connections import max_connections
 from mlbench_master.events import EventBus, TooManyStreamsError
-from mlbench_master.launchers import Launcher, make_launcher
+from mlbench_master.launchers import Launcher, LauncherError, make_launcher
 from mlbench_master.lease import Lease
 from mlbench_master.login import add_login
 from mlbench_master.openapi import set_description
@@ -83,7 +84,8 @@ def create_app(
     launcher = launcher or make_launcher("local", folder)
     # Event streams stay open, and they must leave connections for other requests.
     events = EventBus(max_streams=min(256, max_connections() // 2))
-    # Before the first look at a run: another master may be looking after them.
+    _check_engine(store, launcher)
+    # Before a run is touched: another master may be looking after them.
     lease = Lease(store)
     lease.acquire()
     scheduler = Scheduler(store, launcher, events, _worker_variables(master_url, access), lease=lease)
@@ -125,6 +127,21 @@ def create_app(
     return app
 
 
+def _check_engine(store: Store, launcher: Launcher) -> None:
+    """Refuse to look after runs that another launcher has started and that may still be running.
+
+    Raises:
+        ConfigurationError: There are such runs; the message names one of them and its launcher.
+    """
+    for run in store.runs("started"):
+        engine = (run.job_id or launcher.name).rpartition("-")[0]
+        if engine != launcher.name:
+            raise ConfigurationError(
+                f"run {run.name!r} was started by the launcher {engine!r} and has not ended: start the master with "
+                f"--launcher {engine} until it has, or choose another folder with --data-dir"
+            )
+
+
 def _worker_variables(master_url: str, access: Access) -> dict[str, str]:
     """Return the environment variables by which workers find the master and may use it."""
     variables = {"MLBENCH_MASTER_URL": master_url}
@@ -142,6 +159,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(SQLAlchemyError, _database_error)
     app.add_exception_handler(TooManyStreamsError, _too_many_streams)
+    app.add_exception_handler(LauncherError, _launcher_error)
 
 
 class _PathMiddleware:
@@ -234,6 +252,10 @@ async def _database_error(request: Request, error: Exception) -> Response:
     _log.error("the database failed: %s", error)
     reason = str(getattr(error, "orig", None) or error).splitlines()[0]
     return _error(request, 503, f"the database failed: {reason}; try again", {"Retry-After": "1"})
+
+
+async def _launcher_error(request: Request, error: Exception) -> Response:
+    return _error(request, 503, f"{error}", {"Retry-After": "10"})
 
 
 async def _too_many_streams(request: Request, error: Exception) -> Response:

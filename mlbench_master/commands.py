@@ -93,6 +93,7 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
         ValueError: An option cannot be fulfilled; the message names the field and a remedy.
     """
     _check_combination(run, launcher)
+    launcher.check_options(run.engine_options)
     notes = []
     if run.max_bandwidth < DEFAULT_BANDWIDTH and not launcher.limits_bandwidth:
         raise ValueError(

@@ -123,7 +123,7 @@ REQUESTS: dict[tuple[str, str], dict[str, Any]] = {
 """JSON bodies by method and path, with a title each. Those without lists are forms as well."""
 
 ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
-    ("get", "/api/health/"): {"A master that works": {"status": "ok", "version": "4.0.0"}},
+    ("get", "/api/health/"): {"A master that works": {"status": "ok", "version": "4.0.0", "engine": "local"}},
     ("get", "/api/pods/"): {
         "A worker": [
             {

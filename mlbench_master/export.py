@@ -122,17 +122,16 @@ def summarize_long(store: Store, owner: str, name: str, count: int, most: int) -
         The groups in order.
     """
     groups = _groups(store.columns(owner, name), store.size(owner, name) - count, count, most)
-    while some := list(itertools.islice(groups, _GROUPS_AT_ONCE)):
-        rows = store.points_with([group.last_id for group in some])
-        for group in some:
-            point = rows.get(group.last_id)
-            if point is None or len(group.dates) == 1:
-                yield from [] if point is None else [point]
-                continue
-            mean = group.mean
-            yield replace(
-                point, value=point.value if mean is None else repr(mean), date=sum(group.dates) // len(group.dates)
-            )
+    # The members of one group are in memory at a time.
+    means = ((len(g.dates), g.mean, sum(g.dates) // len(g.dates), g.last_id) for g in groups)
+    while some := list(itertools.islice(means, _GROUPS_AT_ONCE)):
+        rows = store.points_with([last_id for *_, last_id in some])
+        for size, mean, date, last_id in some:
+            point = rows.get(last_id)
+            if point is not None and size > 1:
+                point = replace(point, value=point.value if mean is None else repr(mean), date=date)
+            if point is not None:
+                yield point
 
 
 @dataclass

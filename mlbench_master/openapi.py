@@ -73,6 +73,7 @@ class Health(BaseModel):
 
     status: Literal["ok"]
     version: str
+    engine: str
 
 
 class Pod(BaseModel):

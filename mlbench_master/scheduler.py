@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ __all__ = ["Scheduler"]
 
 _log = logging.getLogger(__name__)
 _TAIL_CHARACTERS = 16_384
+_LONGEST_START_S = 2.0
 _OPEN = ("initialized", "started")
 _STOPPED = JobStatus("failed", "stopped by a user")
 
@@ -161,6 +163,7 @@ class Scheduler:
         """Record which runs have ended, and start those that fit."""
         running = [run for run in self._store.runs("started") if self._goes_on(self._watch, run)]
         with self._lock:
+            until = time.monotonic() + _LONGEST_START_S
             used = sum(_cores(run) for run in running)
             lent = {gpu for run in running for gpu in _lent_gpus(run)}
             waiting = self._store.runs("initialized")
@@ -182,6 +185,10 @@ class Scheduler:
                     running.append(run)
                     used += _cores(run)
                     lent.update(free or ())
+                if time.monotonic() >= until:
+                    # An engine may need a moment for each start. Requests that stop runs do not wait for all of them.
+                    self.wake()
+                    break
 
     def _turn(self, run: Run) -> tuple[bool, float, int]:
         """Return the place of a waiting run in the queue."""
@@ -243,9 +250,10 @@ class Scheduler:
         assert run.job_id is not None
         status = self._launcher.poll(run.job_id)
         self._publish_logs(run)
-        if status.state == "running":
-            self._load.keep(run)
-            self._show_problem(run, status.reason)
+        if status.state in ("waiting", "running"):
+            if status.state == "running":
+                self._load.keep(run)
+            self._show_problem(run, status)
             return True
         if status.state == "unstarted":
             # A master with another folder sees no run of the earlier one, and a second start would mix their metrics.
@@ -268,11 +276,14 @@ class Scheduler:
             self._noted.add((run.id, text))
             self._launcher.note(run.job_id, text)
 
-    def _show_problem(self, run: Run, reason: str) -> None:
-        """Record a problem of a run that continues as its reason, or that the problem has passed."""
+    def _show_problem(self, run: Run, status: JobStatus) -> None:
+        """Record a problem of a run that continues, or why it waits, as its reason, or that this has passed."""
+        reason = status.reason
         if self._problems.get(run.id, "") != reason:
             self._problems[run.id] = reason
-            _log.warning("run %s: %s", run.id, reason or "the problem has passed")
+            # An engine may have hundreds of jobs in its queue.
+            level = logging.DEBUG if status.state == "waiting" else logging.WARNING if reason else logging.INFO
+            _log.log(level, "run %s: %s", run.id, reason or "it runs without a problem")
             self._events.publish("state", {"id": run.id, "name": run.name, "state": run.state, "reason": reason})
         if run.metadata_dict().get("reason", "") != reason:
             # A disk that is full for the log is often full for the database, too; the next poll tries again.
@@ -301,6 +312,7 @@ class Scheduler:
             image=run.image,
             env={**self._worker_env, "MLBENCH_RUN_ID": str(run.id), "MLBENCH_RUN_NAME": run.name},
             notes=tuple(notes),
+            options=tuple(run.metadata_dict().get("engine_options", ())),
         )
         # Record the job before it starts: if the master dies in between, the next master looks for it.
         job_id = f"{self._launcher.name}-{run.id}"

@@ -198,6 +198,7 @@ class RunIn(_Body):
             workers than GPUs are refused.
         light_target: True for the light goal of the task: the command gets ``--light``.
         exclusive: True to run it alone: it starts when no other run is running, and no other run starts until it ends.
+        engine_options: Options of the engine's own command, for example of ``sbatch``; refused if it has none.
     """
 
     model_config = ConfigDict(
@@ -224,6 +225,11 @@ class RunIn(_Body):
     gpu_enabled: bool = False
     light_target: bool = False
     exclusive: bool = False
+    engine_options: Annotated[
+        list[Annotated[Line, Field(max_length=1024)]],
+        BeforeValidator(_split, list[str] | str),
+        Field(max_length=64),
+    ] = []
 
 
 class RunImport(_Body):

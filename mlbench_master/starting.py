@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from mlbench_master.commands import check_options, resolve_backend, resolve_command
 from mlbench_master.events import EventBus
@@ -52,6 +53,15 @@ def _make_run(wanted: RunIn, launcher: Launcher) -> Run:
         command=command,
         backend=backend,
         run_all_nodes=all_nodes,
-        job_metadata=json.dumps({"notes": notes, **({"exclusive": True} if wanted.exclusive else {})}),
+        job_metadata=json.dumps(_first_metadata(wanted, notes)),
         **wanted.model_dump(include=_RUN_FIELDS),
     )
+
+
+def _first_metadata(wanted: RunIn, notes: list[str]) -> dict[str, Any]:
+    known: dict[str, Any] = {"notes": notes}
+    if wanted.exclusive:
+        known["exclusive"] = True
+    if wanted.engine_options:
+        known["engine_options"] = wanted.engine_options
+    return known

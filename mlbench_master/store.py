@@ -138,11 +138,14 @@ class Run(_Base):
         shown["job_metadata"] = {**lists, **self.metadata_dict(), "command": shown["command"]}
         return shown
 
+    @property
+    def worker_count(self) -> int:
+        """Return the number of workers, 0 if the record is damaged, which must not break the list of all workers."""
+        return self.num_workers if isinstance(self.num_workers, int) else 0
+
     def worker_names(self) -> list[str]:
         """Return the names of the run's workers, by rank."""
-        # A damaged record must not break the list of all workers.
-        count = self.num_workers if isinstance(self.num_workers, int) else 0
-        return [f"{self.name}-worker-{rank}" for rank in range(count)]
+        return [f"{self.name}-worker-{rank}" for rank in range(self.worker_count)]
 
 
 class Metric(_Base):
@@ -611,7 +614,8 @@ class Store:
         with self._write_lock, self._engine.begin() as opened:
             # By default, SQLAlchemy does not keep the row count of an insert of many rows.
             connection = opened.execution_options(preserve_rowcount=True)
-            added = [connection.exec_driver_sql(insert, list(b)).rowcount if b else 0 for b in batches]
+            with _large_cache(connection) if sum(counts.values()) > _PAGE else contextlib.nullcontext():
+                added = [connection.exec_driver_sql(insert, list(b)).rowcount if b else 0 for b in batches]
             if firsts:
                 connection.exec_driver_sql(drop, [(*key, date) for key, date in firsts.items()])
             if any(name in (GOAL_METRIC, GOAL_TEXT_METRIC) for _, name in firsts):
@@ -948,6 +952,20 @@ def _rows_after(session: Session, owner: str, name: str, end: tuple[int, int] | 
     rows = list(found.cursor.fetchall())
     found.close()
     return rows
+
+
+@contextlib.contextmanager
+def _large_cache(connection: sa.Connection) -> Iterator[None]:
+    """Give SQLite 16 MB for many inserts: the ids of clients are random, so each one changes another page."""
+    is_sqlite = connection.dialect.name == "sqlite"
+    if is_sqlite:
+        connection.exec_driver_sql("PRAGMA cache_size=-16000")
+    try:
+        yield
+    finally:
+        # Its default. All connections together would need too much memory.
+        if is_sqlite:
+            connection.exec_driver_sql("PRAGMA cache_size=-2000")
 
 
 def _mark(connection: sa.Connection | sa.Engine) -> str:

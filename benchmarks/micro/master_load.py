@@ -371,6 +371,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=50, help="event streams")
     arguments = parse(parser, argv, count=32, size=100, bulks=4, entries=20_000, runs=10, slow=20, streams=3)
     sizes = [(1, arguments.entries), (1, 2 * arguments.entries), (20, arguments.entries // 10)]
+    busy = f"Load of the machine before: {os.getloadavg()[0]:.1f}." if hasattr(os, "getloadavg") else ""
     with tempfile.TemporaryDirectory() as folder, running(Path(folder), arguments.runs, sizes) as master:
         single, one, twenty = (arguments.runs + number for number in (1, 2, 3))
         cases: dict[str, dict[str, Callable[[], Timed]]] = {
@@ -399,7 +400,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             },
         }
         rows = [row for case, variants in cases.items() for row in measure(SUBJECT, case, variants, arguments.blocks)]
-    finish(SUBJECT, rows, arguments, f"{arguments.blocks} blocks; {arguments.count} posts in a block; SQLite on disk.")
+    conditions = f"{arguments.blocks} blocks; {arguments.count} posts in a block; SQLite on disk. {busy}"
+    finish(SUBJECT, rows, arguments, conditions.strip())
 
 
 if __name__ == "__main__":

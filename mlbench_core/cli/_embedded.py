@@ -105,31 +105,49 @@ def connect(dashboard_url: str | None = None) -> MasterClient:
     return MasterClient(location.url, location.token)
 
 
-def find_or_start(dashboard_url: str | None = None) -> Location:
+def find_or_start(dashboard_url: str | None = None, engine: str | None = None) -> Location:
     """Return the location of the master, and start the embedded master if no master is named or running.
 
     The embedded master runs in the background. Two calls at the same time start only one.
 
     Args:
         dashboard_url: Value of ``--dashboard-url``.
+        engine: The launcher that the master must have; by default any, and ``local`` for a master that is started.
 
     Raises:
+        ConfigurationError: The master has another launcher.
         MasterError: The master did not start; the message has the last line of its log.
         MissingDependencyError: The master's packages are not installed.
     """
     location = configured(dashboard_url) or embedded()
     if location is not None:
+        _check_engine(location, engine)
         return location
     check_installed()
     with files.lock(user_folder(_LOCK)):
         # Another command may have started it while this one waited for the lock.
         location = embedded()
-        if location is None:
-            location = _start()
+        if location is not None:
+            _check_engine(location, engine)
+        else:
+            location = _start(engine)
             remark(f"started the master: {location.url} (stop it with 'mlbench master --stop')")
             remark(f"it ends after {END_WHEN_IDLE_S / 60:g} minutes without a run or a request")
             remark(f"open it in a browser: {login_url(location)}")
     return location
+
+
+def _check_engine(location: Location, engine: str | None) -> None:
+    """Raise an error if a master has another launcher than the wanted one."""
+    if engine is None:
+        return
+    with MasterClient(location.url, location.token) as client:
+        found = client.health().get("engine", "local")  # masters before this field had no other one
+    if found != engine:
+        raise ConfigurationError(
+            f"the master at {location.url} starts runs with the engine {found}, not {engine}: stop it with 'mlbench "
+            f"master --stop', or name one with --dashboard-url that was started with --launcher {engine}"
+        )
 
 
 def login_url(location: Location) -> str:
@@ -181,25 +199,25 @@ def _free_port() -> int:
     raise ConfigurationError(f"no port from {DEFAULT_PORT} to {last} is free; start one with 'mlbench master --port P'")
 
 
-def _start() -> Location:
+def _start(engine: str | None) -> Location:
     while True:
         port = _free_port()
         try:
-            return _start_at(port)
+            return _start_at(port, engine)
         except MasterError:
             # Another program may have taken the port between the check and the start; any other cause stays.
             if _is_free(port):
                 raise
 
 
-def _start_at(port: int) -> Location:
+def _start_at(port: int, engine: str | None) -> Location:
     log = user_folder("master.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     # Other users must not read the log: it shows an address that logs a browser in.
     with open(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as output:
         os.chmod(log, 0o600)
         process = subprocess.Popen(
-            master_command(DEFAULT_HOST, port),
+            [*master_command(DEFAULT_HOST, port), *([] if engine is None else ["--launcher", engine])],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -10,6 +10,7 @@ import click
 
 from mlbench_core.addresses import is_loopback
 from mlbench_core.cli import _embedded
+from mlbench_core.cli._engines import EngineType
 from mlbench_core.cli._output import dashboard_option, json_option, print_json
 from mlbench_core.client.masters import check_token, forget_master, remember_master
 from mlbench_core.errors import ConfigurationError
@@ -54,7 +55,15 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--certificate", type=_FILE, help="Certificate (PEM) for https.")
 @click.option("--key", type=_FILE, help="Private key (PEM) of the certificate, if its file does not hold it.")
 @click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for database and logs.")
-@click.option("--launcher", type=click.Choice(LAUNCHERS), default="local", show_default=True, help="What starts runs.")
+@click.option(
+    "--launcher",
+    "--engine",
+    "launcher",
+    type=EngineType(),
+    default="local",
+    show_default=True,
+    help=f"The engine that starts runs: {', '.join(LAUNCHERS)}, or one of another package.",
+)
 @click.option(
     "--end-when-idle",
     type=click.FloatRange(min=0, min_open=True),

@@ -15,6 +15,7 @@ from click.shell_completion import CompletionItem
 
 from mlbench_core.cli import _embedded, _follow, _wait
 from mlbench_core.cli._client import MasterClient
+from mlbench_core.cli._engines import EngineType
 from mlbench_core.cli._output import clean, dashboard_option, json_option, print_json, print_table, remark
 from mlbench_core.client import settings
 from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend, parse_workers
@@ -86,6 +87,8 @@ class _Options:
     repeats: int | None
     seed: int | None
     exclusive: bool
+    engine: str | None
+    engine_options: str | None
     replace: bool
     wait: bool
     output: Path | None
@@ -147,14 +150,11 @@ class _Options:
             request["exclusive"] = True
         if self.num_cpus is not None:
             request["num_cpus"] = self.num_cpus
+        if self.engine_options:
+            request["engine_options"] = _split(self.engine_options, "--engine-options")
         if self.task is not None:
             return {**request, "task": self.task.key, "arguments": self.arguments}
-        try:
-            words = shlex.split(self.command or "")
-        except ValueError as error:
-            raise click.BadParameter(
-                f"the command must be quoted as for a shell, not {self.command!r}: {error}", param_hint="--command"
-            ) from None
+        words = _split(self.command or "", "--command")
         # Workers run in their own folder, so the path of the script must not depend on this one. The script is the
         # first word, or it follows an interpreter.
         for position, word in enumerate(words[:2]):
@@ -186,6 +186,16 @@ class _Options:
     help=f"Seed of the first run; each further run gets the next one (default with --repeats: {FIRST_SEED}).",
 )
 @click.option("--exclusive", is_flag=True, help="Run each run alone: the master starts no other run meanwhile.")
+@click.option(
+    "--engine",
+    type=EngineType(),
+    help="What starts the workers, for example slurm (default: that of the master, or local if it is started now).",
+)
+@click.option(
+    "--engine-options",
+    metavar="TEXT",
+    help="Options of the engine's own command, for example '--partition=gpu --time=1:00:00' for sbatch.",
+)
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
 @click.option("--wait", is_flag=True, help="Watch the runs; at their end show the results and draw the charts.")
 @click.option(
@@ -213,7 +223,7 @@ def run(ctx: click.Context, **values: Any) -> None:
     options.complete(ctx)
     # Before find_or_start, so that a wrong command line starts no master.
     requests = options.series.requests()
-    location = _embedded.find_or_start(options.dashboard_url)
+    location = _embedded.find_or_start(options.dashboard_url, options.engine)
     with MasterClient(location.url, location.token) as client:
         started = _start(client, requests, options.replace)
         if options.wait:
@@ -226,6 +236,16 @@ def run(ctx: click.Context, **values: Any) -> None:
             rows = [(item["name"], item["id"], item.get("num_workers"), item.get("state")) for item in started]
             print_table(("RUN", "ID", "WORKERS", "STATE"), rows, right=(1, 2))
             remark(f"watch them at {client.url} or with 'mlbench status NAME' and 'mlbench logs NAME --follow'")
+
+
+def _split(text: str, option: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        name = option.removeprefix("--").replace("-", " ")
+        raise click.BadParameter(
+            f"the {name} must be quoted as for a shell, not {text!r}: {error}", param_hint=option
+        ) from None
 
 
 def _interactive() -> bool:

@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.launchers.interface import Job, JobStatus, Launcher, LogPage
+from mlbench_master.launchers.interface import Job, JobStatus, Launcher, LauncherError, LogPage
 
-__all__ = ["LAUNCHERS", "Job", "JobStatus", "Launcher", "LogPage", "make_launcher"]
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+__all__ = [
+    "ENTRY_POINTS",
+    "LAUNCHERS",
+    "Job",
+    "JobStatus",
+    "Launcher",
+    "LauncherError",
+    "LogPage",
+    "launcher_names",
+    "make_launcher",
+]
 
 LAUNCHERS = ("local", "kubernetes", "slurm")
+"""The names of the launchers of this package."""
+
+ENTRY_POINTS = "mlbench.launchers"
+"""The group of entry points for launchers of other packages.
+
+The name of an entry point is the name of the launcher. It leads to a function that gets the folder for the folders of
+runs and returns a :class:`Launcher`.
+"""
+
+
+def launcher_names() -> tuple[str, ...]:
+    """Return the names of all launchers, those of other packages included."""
+    others = {entry.name for entry in _entry_points()} - set(LAUNCHERS)
+    return (*LAUNCHERS, *sorted(others))
 
 
 def make_launcher(name: str, data_dir: Path) -> Launcher:
     """Make a launcher by its name.
 
     Args:
-        name: One of :data:`LAUNCHERS`.
+        name: One of :func:`launcher_names`.
         data_dir: Folder in which it keeps logs and states.
 
     Returns:
@@ -24,12 +52,32 @@ def make_launcher(name: str, data_dir: Path) -> Launcher:
 
     Raises:
         ValueError: No launcher has this name.
-        ConfigurationError: The launcher cannot be used yet.
+        ConfigurationError: The launcher cannot be used, for example because Slurm is missing.
     """
+    folder = data_dir / "runs"
     if name == "local":
         from mlbench_master.launchers.local import LocalLauncher
 
-        return LocalLauncher(data_dir / "runs")
+        return LocalLauncher(folder)
+    if name == "slurm":
+        from mlbench_master.launchers.slurm import SlurmLauncher
+
+        return SlurmLauncher(folder)
     if name in LAUNCHERS:
         raise ConfigurationError(f"the launcher {name!r} is not available yet in this version; use 'local'")
-    raise ValueError(f"unknown launcher {name!r}; known: {', '.join(LAUNCHERS)}")
+    entry = next((entry for entry in _entry_points() if entry.name == name), None)
+    if entry is not None:
+        launcher = entry.load()(folder)
+        if not isinstance(launcher, Launcher):
+            raise ConfigurationError(
+                f"the entry point {name!r} of {ENTRY_POINTS} must return a Launcher, not {type(launcher).__name__}"
+            )
+        return launcher
+    raise ValueError(f"unknown launcher {name!r}; known: {', '.join(launcher_names())}")
+
+
+def _entry_points() -> list[EntryPoint]:
+    # This import takes longer than the rest of `mlbench --help`.
+    from importlib.metadata import entry_points
+
+    return list(entry_points(group=ENTRY_POINTS))

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from typing_extensions import TypedDict
 
-__all__ = ["EVERY_LINE", "Job", "JobStatus", "Launcher", "LogFilter", "LogLine", "LogPage", "NumberedLine"]
+from mlbench_core.errors import MLBenchError
+
+__all__ = [
+    "EVERY_LINE",
+    "Job",
+    "JobStatus",
+    "Launcher",
+    "LauncherError",
+    "LogFilter",
+    "LogLine",
+    "LogPage",
+    "NumberedLine",
+]
+
+
+class LauncherError(MLBenchError):
+    """The engine of a launcher, for example Slurm, does not answer or refuses a request."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +45,7 @@ class Job:
         image: Container image, for launchers that use one.
         env: Environment variables of the workers, in addition to those of the master.
         notes: Lines for the beginning of the run's log.
+        options: Options of the engine's own command, for launchers that have one.
     """
 
     run_id: int
@@ -42,6 +60,7 @@ class Job:
     image: str = ""
     env: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,9 +68,10 @@ class JobStatus:
     """The status of a job.
 
     Attributes:
-        state: ``"running"``, ``"finished"``, ``"failed"``, ``"lost"`` (it is not running and left no status), or
-            ``"unstarted"``: an earlier master ended before it started a worker, so the job can be started again.
-        reason: The reason of a failure, or a problem of a job that runs or has finished; in one line.
+        state: ``"waiting"`` (in the queue of an engine that has one), ``"running"``, ``"finished"``, ``"failed"``,
+            ``"lost"`` (it is not running and left no status), or ``"unstarted"``: an earlier master ended before it
+            started a worker, so the job can be started again.
+        reason: The reason of a failure, of waiting, or a problem of a job that runs or has finished; in one line.
         returncode: The exit status, negative for a signal.
         finished_at: The time at which the last worker ended, in seconds since 1970, if it is known.
     """
@@ -164,6 +184,16 @@ class Launcher(ABC):
             Entries of CUDA_VISIBLE_DEVICES; None if this launcher does not assign GPUs, as in a cluster that does.
         """
         return None
+
+    def check_options(self, options: Sequence[str]) -> None:
+        """Refuse options that the engine's own command cannot get.
+
+        Raises:
+            ValueError: An option is not allowed; the message names it.
+        """
+        if options:
+            given = " ".join(options)[:80]
+            raise ValueError(f"engine_options: must be left out, not {given!r}: the {self.name} launcher has none")
 
     @abstractmethod
     def start(self, job: Job) -> str:

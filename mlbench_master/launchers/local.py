@@ -36,7 +36,6 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Sequence
@@ -47,17 +46,18 @@ import psutil
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-import mlbench_core
 from mlbench_core.errors import ConfigurationError
+from mlbench_master.launchers.command_line import fill, python_environment, split_command
 from mlbench_master.launchers.gpus import find_gpus
 from mlbench_master.launchers.interface import EVERY_LINE, Job, JobStatus, Launcher, LogFilter, LogLine, LogPage
-from mlbench_master.launchers.logs import DEFAULT_LIMIT_MB, LogReader, append_log, last_file, open_at_once
+from mlbench_master.launchers.logs import LogReader, append_log, last_file, log_limit_bytes, open_at_once
 from mlbench_master.launchers.mpirun import is_mpirun, mpirun_command
 from mlbench_master.processes import end_processes, processes_with, start_mark
 
 __all__ = ["LocalLauncher", "worker_commands"]
 
-_JOB_ID = re.compile(r"local-(\d+)")
+# All launchers have the same folders, so the logs and the results of another one can be read.
+_JOB_ID = re.compile(r"[a-z]+-(\d+)")
 _FOLDER_VARIABLE = "MLBENCH_RUN_DIR"
 _SUPERVISOR = "mlbench_master.launchers.supervise"
 # Supervisors that this process started. Only a parent can wait for a child, so all launcher objects share them.
@@ -130,7 +130,7 @@ class LocalLauncher(Launcher):
         self.stop(job_id)  # a new database reuses the ids of runs that may still be running
         self.remove(job_id)
         held: socket.socket | None = None
-        limit_mb = _log_limit_mb()
+        limit_bytes = log_limit_bytes()
         load_interval_s = _load_interval_s()
         try:
             (folder / "work").mkdir(parents=True)
@@ -144,14 +144,14 @@ class LocalLauncher(Launcher):
                 "MLBENCH_SPOOL": str(self.spool(job_id)),
                 "MLBENCH_OUTPUT": str(self.results(job_id)),
             }
-            env = {"OMP_NUM_THREADS": str(threads), **job.env, **_python_environment(), **own}
+            env = {"OMP_NUM_THREADS": str(threads), **job.env, **python_environment(), **own}
             held = _hold_port()
             commands = worker_commands(job, held.getsockname()[1])
             content = {
                 "commands": commands,
                 "env": env,
                 "grace_s": self._grace_s,
-                "log_limit_bytes": int(limit_mb * 2**20),
+                "log_limit_bytes": limit_bytes,
                 "num_workers": job.num_workers,
                 "gpus": job.gpus,
                 "load_interval_s": load_interval_s,
@@ -313,18 +313,6 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _log_limit_mb() -> float:
-    """Return the limit of a run's log in MiB."""
-    text = os.environ.get("MLBENCH_LOG_LIMIT_MB", "")
-    try:
-        limit = float(text or DEFAULT_LIMIT_MB)
-    except ValueError:
-        limit = math.nan
-    if not 0 < limit < math.inf:
-        raise ConfigurationError(f"MLBENCH_LOG_LIMIT_MB must be a positive number of MiB, not {text!r}")
-    return limit
-
-
 def _load_interval_s() -> float:
     """Return the seconds between two samples of the load of workers, 0 for no samples."""
     text = os.environ.get("MLBENCH_LOAD_INTERVAL_S", "")
@@ -355,11 +343,7 @@ def worker_commands(job: Job, port: int = 29500) -> list[dict[str, Any]]:
         ConfigurationError: The backend is ``mpi``, and ``mpirun`` is not installed.
     """
     hosts = ",".join(["127.0.0.1"] * job.num_workers)
-    words = {"{run_id}": str(job.run_id), "{hosts}": hosts, "{backend}": job.backend}
-    template = enumerate(shlex.split(job.command))
-    argv = [_script_path(_fill(word, words), position) for position, word in template]
-    if argv[0].endswith(".py"):
-        argv = [sys.executable, *argv]
+    argv = [fill(word, {"{hosts}": hosts}) for word in split_command(job)]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if job.gpus:
         meeting["CUDA_VISIBLE_DEVICES"] = ",".join(job.gpus)
@@ -389,33 +373,7 @@ def _mpi_command(job: Job, argv: list[str]) -> dict[str, Any]:
 
 
 def _ranked(argv: list[str], rank: int) -> list[str]:
-    return [_fill(word, {"{rank}": str(rank)}) for word in argv]
-
-
-def _fill(word: str, values: dict[str, str]) -> str:
-    for mark, value in values.items():
-        word = word.replace(mark, value)
-    return word
-
-
-def _script_path(word: str, position: int) -> str:
-    """Make the path of an existing script absolute, because workers run in their own folder."""
-    if position < 2 and word.endswith(".py") and Path(word).is_file():
-        return str(Path(word).absolute())
-    return word
-
-
-def _python_environment() -> dict[str, str]:
-    """Return variables with which ``python`` is this Python, and imports find this package even if not installed."""
-    env = {
-        "PYTHONUNBUFFERED": "1",
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
-        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
-    }
-    root = str(Path(mlbench_core.__file__).resolve().parent.parent)
-    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env["PYTHONPATH"]]))
-    return env
+    return [fill(word, {"{rank}": str(rank)}) for word in argv]
 
 
 def _hold_port() -> socket.socket:

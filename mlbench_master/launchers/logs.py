@@ -2,7 +2,7 @@
 
 The first file is ``log.jsonl``. When it is full, ``log.N.jsonl`` follows, where N is the number of its first line. Of
 all files, the first one and the latest ones are kept, so the log has the beginning and the end of the run, and line
-numbers stay valid. Only the standard library is imported, because the supervisor has to start quickly.
+numbers stay valid. Its imports are light, because the supervisor has to start quickly.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import threading
@@ -20,9 +21,19 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers.interface import EVERY_LINE, LogFilter, LogLine, LogPage, NumberedLine
 
-__all__ = ["DEFAULT_LIMIT_MB", "LogReader", "LogWriter", "append_log", "last_file", "open_at_once", "readable"]
+__all__ = [
+    "DEFAULT_LIMIT_MB",
+    "LogReader",
+    "LogWriter",
+    "append_log",
+    "last_file",
+    "log_limit_bytes",
+    "open_at_once",
+    "readable",
+]
 
 DEFAULT_LIMIT_MB = 64
 """Largest size of a run's log in MiB, unless ``MLBENCH_LOG_LIMIT_MB`` sets another one."""
@@ -95,10 +106,10 @@ class LogWriter:
         self.problem = ""
         self._folder = folder
         self._file_bytes = max(limit_bytes // _FILES, 1)
-        self._path = folder / _FIRST
+        # The number of the first line of the current file. The log of a run that goes on may have several files.
+        self._first, self._path = _files(folder)[-1]
         self._descriptor: int | None = None
         self._gap = 0  # lines dropped since the last line that was written
-        self._first = 0  # number of the first line of the current file
         self._lock = threading.Lock()
 
     def write(self, rank: int | None, stream: str, text: str) -> None:
@@ -121,6 +132,13 @@ class LogWriter:
                 # An empty file needs no block of a full disk.
                 with contextlib.suppress(OSError):
                     self.dropping_mark.touch()
+
+    def close(self) -> None:
+        """Close the file until the next line; a process with many logs cannot keep all of them open."""
+        with self._lock:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
 
     @property
     def dropping_mark(self) -> Path:
@@ -344,6 +362,22 @@ def _page(
     if backwards:
         return LogPage(found[::-1], before_line, position, matches)
     return LogPage(found, position, since_line, matches)
+
+
+def log_limit_bytes() -> int:
+    """Return the largest size of a run's log in bytes, from ``MLBENCH_LOG_LIMIT_MB``.
+
+    Raises:
+        ConfigurationError: The variable is not a positive number.
+    """
+    text = os.environ.get("MLBENCH_LOG_LIMIT_MB", "")
+    try:
+        limit = float(text or DEFAULT_LIMIT_MB)
+    except ValueError:
+        limit = math.nan
+    if not 0 < limit < math.inf:
+        raise ConfigurationError(f"MLBENCH_LOG_LIMIT_MB must be a positive number of MiB, not {text!r}")
+    return int(limit * 2**20)
 
 
 def last_file(folder: Path) -> Path:

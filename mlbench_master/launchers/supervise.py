@@ -28,11 +28,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
+from mlbench_master.launchers.error_search import PYTHON_STATUSES, ErrorSearch
 from mlbench_master.launchers.load import LoadSampler
 from mlbench_master.launchers.logs import LogWriter, readable
 from mlbench_master.processes import end_processes, start_mark
@@ -50,13 +52,6 @@ _LOAD_BYTES = 4 * 2**20
 _PR_SET_CHILD_SUBREAPER = 36
 _MPIRUN_FAILURE = re.compile(r"process rank (\d+) with PID|^\s*Process name: \[.*,(\d+)\]\s*$")
 _SHELL_SIGNAL = 128  # mpirun and shells report a signal as 128 plus its number
-# Of a Python program that an exception or argparse ends; another status belongs to a program that has chosen it.
-_PYTHON_STATUSES = (1, 2)
-# The form of argparse, in which the tasks report errors of the user and of the network.
-_ERROR_LINE = re.compile(r"[\w.-]+: error: ")
-# torch writes the rank before each line of a traceback, once the process group is open.
-_TORCH_PREFIX = re.compile(r"\[rank\d+\]: ?")
-_LONGEST_ERROR = 300
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -113,8 +108,7 @@ class _Supervisor:
         self._stopping = False
         self._failed_rank: int | None = None
         self._failed_to_start = ""
-        self._in_traceback: set[int | None] = set()  # ranks of which the next lines belong to a traceback
-        self._errors: dict[int | None, str] = {}  # the latest exception or error message, by rank
+        self._errors: dict[int | None, ErrorSearch] = defaultdict(ErrorSearch)  # by rank
         self._readers: list[threading.Thread] = []
 
     def run(self) -> None:
@@ -166,7 +160,7 @@ class _Supervisor:
         by_mpirun = self._failed_rank is not None and self._commands[0]["rank"] is None
         by_signal = by_mpirun and _SHELL_SIGNAL < returncode < 2 * _SHELL_SIGNAL
         reason = describe_exit(self._failed_rank, _SHELL_SIGNAL - returncode if by_signal else returncode)
-        error = self._errors.get(self._failed_rank, "") if returncode in _PYTHON_STATUSES else ""
+        error = self._errors[self._failed_rank].error if returncode in PYTHON_STATUSES else ""
         return f"{reason}: {error}" if error else reason
 
     def _reserve_status(self) -> None:
@@ -267,16 +261,10 @@ class _Supervisor:
                     self._failed_rank = int(failure[1] or failure[2])
 
     def _write_line(self, rank: int | None, stream: str, text: str) -> None:
-        """Log a line of a worker; the line after a traceback's frames is the exception, which may have ended it."""
+        """Log a line of a worker."""
         self._log.write(rank, stream, text)
-        if stream != "stderr":
-            return
-        line = _TORCH_PREFIX.sub("", text, count=1)
-        if line.startswith('  File "'):
-            self._in_traceback.add(rank)
-        elif _ERROR_LINE.match(line) or (rank in self._in_traceback and line.strip() and not line.startswith(" ")):
-            self._in_traceback.discard(rank)
-            self._errors[rank] = line[:_LONGEST_ERROR]
+        if stream == "stderr":
+            self._errors[rank].add(text)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def log_view(run: Run, launcher: Launcher, query: LogsQuery | None = None) -> di
         "lines": found.lines,
         "next": found.next,
         "previous": found.previous,
-        "ranks": range(run.num_workers) if run.num_workers <= _MOST_CHOICES else None,
+        "ranks": range(run.worker_count) if run.worker_count <= _MOST_CHOICES else None,
         "wanted": query.wanted,
         "is_filtered": bool(chosen),
         "earlier": f"/runs/{run.id}/logs/?{urlencode({**chosen, 'before_line': found.previous})}",

@@ -27,7 +27,7 @@ router = APIRouter()
 def main_page(request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
     started = store.runs("started")
     waiting = store.runs("initialized")
-    places = [(run, rank) for run in started for rank in range(len(run.worker_names()))]
+    places = [(run, rank) for run in started for rank in range(run.worker_count)]
     return page(
         request,
         "main.html",
@@ -53,11 +53,11 @@ def _machine(launcher: Launcher, started: list[Run]) -> dict[str, str]:
     resources = {"Cores": f"{used} of {launcher.capacity:g}" if math.isfinite(launcher.capacity) else used}
     gpus = launcher.gpus
     if gpus:
-        lent = sum(len(run.worker_names()) for run in started if run.gpu_enabled)
+        lent = sum(run.worker_count for run in started if run.gpu_enabled)
         resources["GPUs"] = f"{lent} of {len(gpus)}"
     return resources
 
 
 def _cores(run: Run) -> float:
     # A damaged record may hold anything.
-    return len(run.worker_names()) * (run.num_cpus if isinstance(run.num_cpus, int | float) else 0)
+    return run.worker_count * (run.num_cpus if isinstance(run.num_cpus, int | float) else 0)

@@ -75,7 +75,7 @@ def run_page(run_id: str, request: Request, store: StorePart, launcher: Launcher
         configuration=_flat(result.get("configuration") or describe_run(run.to_json(), run.num_workers)),
         environment=_flat(folder.environment or {name: result.get(name) for name in ("machine", "software")}),
         start_s=start_of(run) / 1e6,
-        workers=list_workers(store, [(run, rank) for rank in range(len(run.worker_names()))][:_MOST_WORKERS]),
+        workers=list_workers(store, [(run, rank) for rank in range(run.worker_count)][:_MOST_WORKERS]),
         curves=_curve_names(latest),
         metrics=[(name, point.value[:_MOST_CHARACTERS], point) for name, point in found[:_MOST_ROWS]],
         metric_count=len(found),

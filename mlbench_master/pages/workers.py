@@ -123,7 +123,7 @@ def worker_page(name: str, request: Request, store: StorePart, launcher: Launche
         request,
         "worker.html",
         worker=worker,
-        most_rank=len(run.worker_names()) - 1,
+        most_rank=run.worker_count - 1,
         start_s=start_of(run) / 1e6,
         sampled_at=max((figure.point.date for figure in worker.figures if figure.point is not None), default=None),
         log=log_view(run, launcher, LogsQuery(rank=str(rank))),

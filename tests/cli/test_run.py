@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.cli import _follow, _wait
+from mlbench_core.cli import _embedded, _follow, _wait
 from mlbench_core.cli import run as run_module
 from mlbench_core.client import settings
 from mlbench_core.errors import MasterRequestError
@@ -80,6 +80,33 @@ def test_exclusive_reaches_the_master(fake: FakeMaster, call: Call) -> None:
     assert [request.get("exclusive") for request in fake.requests] == [True, None]
 
 
+def test_the_options_of_the_engine_reach_the_master(fake: FakeMaster, call: Call) -> None:
+    call("run", "demo", "1", "--task", "1a", "--engine", "local", "--engine-options", "--time 1:00 '--comment=a b'")
+    assert fake.requests[-1]["engine_options"] == ["--time", "1:00", "--comment=a b"]
+
+
+def test_a_master_with_another_engine_is_refused(fake: FakeMaster, call: Call) -> None:
+    result = call("run", "demo", "1", "--task", "1a", "--engine", "slurm", code=1)
+    assert f"the master at {fake.url} starts runs with the engine local, not slurm: stop it with" in result.stderr
+    assert fake.runs == {}
+
+
+def test_a_master_that_is_started_gets_the_engine(patch: pytest.MonkeyPatch) -> None:
+    patch.delenv("MLBENCH_MASTER_URL", raising=False)
+    patch.setattr(_embedded, "_free_port", lambda: 5080)
+    started: list[list[str]] = []
+
+    def start(command: list[str], **_: object) -> None:
+        started.append(command)
+        raise OSError
+
+    patch.setattr(_embedded.subprocess, "Popen", start)
+    for engine in ("slurm", None):
+        with pytest.raises(OSError):
+            _embedded.find_or_start(engine=engine)
+    assert [command[-2:] for command in started] == [["--launcher", "slurm"], ["--end-when-idle", "1800"]]
+
+
 def test_wait_pools_repeats_and_keeps_their_result_folders(
     fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +173,8 @@ def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pyte
         (["demo", "1", "--task", "1a", "--num-cpus", "inf"], "'inf' must be a positive number of cores"),
         (["demo", "1", "--command", "'unbalanced"], "the command must be quoted as for a shell"),
         (["demo", "1", "--task", "1a", "--repeats", "0"], "0 is not in the range"),
+        (["demo", "1", "--task", "1a", "--engine", "lsf"], "'lsf' must be one of local, kubernetes, slurm"),
+        (["demo", "1", "--task", "1a", "--engine-options", "'a"], "the engine options must be quoted as for a shell"),
         (["a" * 60, "1", "--task", "1a", "--repeats", "2"], "the name of a run must be"),
         (["demo", "1", "--command", "x.py", "--repeats", "2"], "--repeats needs {seed} in the command"),
         (["demo", "1", "--command", "x.py", "--seed", "2"], "--seed needs {seed} in the command"),

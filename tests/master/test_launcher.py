@@ -303,8 +303,8 @@ def test_a_worker_that_writes_into_its_log_and_status_wedges_nothing(client: Tes
 
 
 def test_launchers_to_come_say_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="'slurm' is not available yet"):
-        make_launcher("slurm", tmp_path)
+    with pytest.raises(ConfigurationError, match="'kubernetes' is not available yet"):
+        make_launcher("kubernetes", tmp_path)
     with pytest.raises(ValueError, match="unknown launcher 'x'; known: local, kubernetes, slurm"):
         make_launcher("x", tmp_path)
     with pytest.raises(ValueError, match="job_id must be local-NUMBER"):

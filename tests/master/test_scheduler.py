@@ -157,6 +157,20 @@ def running_after(scheduler: Scheduler, store: Store, launcher: QueueLauncher, *
     return [run.name for run in store.runs("started")]
 
 
+def test_requests_do_not_wait_for_the_start_of_all_runs(empty: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is free between two polls, and starts that take long are divided among polls."""
+    launcher = QueueLauncher()
+    scheduler = Scheduler(empty, launcher, EventBus(), {})
+    for number in range(3):
+        add(empty, f"s{number}", 1)
+    monkeypatch.setattr("mlbench_master.scheduler._LONGEST_START_S", 0.0)
+    assert running_after(scheduler, empty, launcher) == ["s0"]
+    assert scheduler._wake.is_set()
+    assert running_after(scheduler, empty, launcher) == ["s0", "s1"]
+    monkeypatch.undo()
+    assert running_after(scheduler, empty, launcher) == ["s0", "s1", "s2"]
+
+
 def test_smaller_runs_overtake_an_exclusive_one_only_for_an_hour(empty: Store) -> None:
     launcher = QueueLauncher()
     scheduler = Scheduler(empty, launcher, EventBus(), {})

@@ -1,0 +1,30 @@
+"""The engines that start runs, as values of options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from mlbench_master.launchers import launcher_names
+
+__all__ = ["EngineType"]
+
+
+class EngineType(click.ParamType):
+    """The name of a launcher; those of other packages are looked for only when a value is given."""
+
+    name = "engine"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        known = launcher_names()
+        if value not in known:
+            self.fail(f"{value!r} must be one of {', '.join(known)}", param, ctx)
+        return str(value)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return "NAME"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(name) for name in launcher_names() if name.startswith(incomplete)]
