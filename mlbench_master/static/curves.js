@@ -142,7 +142,7 @@ function columns(curves, threshold) {
     const xs = ends.length ? [...new Set([Math.min(...ends), Math.max(...ends)])] : [];
     tables.push([xs, xs.map(() => threshold)]);
   }
-  return [join(tables), title];
+  return [tables.length ? join(tables) : [], title];
 }
 
 // The charts on the page
@@ -195,6 +195,8 @@ function draw(wanted, answers) {
     // All digits where the mouse points, as everywhere.
     one.latest.title = drawn.map((curve) => `${curve.label} ${last(answers.get(curve.name).value) ?? "-"}`).join("\n");
     if (one.element.parentNode === null) box.append(one.element);
+    // A name that somebody mistyped, or of which values will come.
+    if (!drawn.length) { one.plot?.remove(); one.plot = null; one.layout = ""; continue; }
     // The same chart gets new points, and keeps what its user has zoomed to.
     const layout = JSON.stringify([labels, xLabel]);
     if (one.layout === layout) { one.plot.set(data); continue; }

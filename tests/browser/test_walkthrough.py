@@ -112,6 +112,7 @@ def test_a_user_starts_watches_compares_stops_and_deletes_runs(watched: Watched)
     page.wait_for_selector("text=Time to the goal")
     assert page.locator(".tables tbody").first.locator("tr").count() == 2
     watched.open(f"/runs/{runs['walk-2']}/")
+    page.wait_for_selector("#charts canvas")  # a reading of the curves would not find the deleted run
     page.click("button:has-text('Delete')")
     page.wait_for_url(f"{base}/runs/")
     assert state_of(base, "walk-2") == ""

@@ -74,3 +74,10 @@ def test_curves_appear_and_grow_and_the_choices_stay(tmp_path: Path, browser: Br
         again("document.querySelector('#charts figure button').click()")
         wait_for(lambda: again("location.search") == "?against=epoch&ranks=all", what="the removal")
         wait_for(lambda: again("document.querySelectorAll('#charts figure').length") == 2, what="the removal")
+        # A metric that does not exist is no obstacle for the charts after it.
+        wrong = browser.open(f"{base}/runs/{run}/?chart=mistyped&chart=lr")
+        wait_for(lambda: wrong("document.querySelectorAll('#charts figure').length") == 4, what="all charts")
+        assert wrong("[...document.querySelectorAll('#charts figure')].map((f) => !!f.querySelector('canvas'))") == [
+            True, True, False, True
+        ]  # fmt: skip
+        assert wrong("document.getElementById('curves-problem').hidden")
