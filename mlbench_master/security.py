@@ -302,7 +302,7 @@ class GuardMiddleware:
 
 def wants_page(path: str, headers: Headers) -> bool:
     """Return True if a browser asks for a page, and not a program for data."""
-    return not path.startswith("/api/") and "text/html" in headers.get("accept", "")
+    return not path.startswith(("/api/", "/static/")) and "text/html" in headers.get("accept", "")
 
 
 def _unauthorized() -> JSONResponse:

@@ -5,7 +5,7 @@ import "./curves.js";
 const id = Number(document.getElementById("run").dataset.run);
 
 on("state", (data) => { if (data.id === id) refresh(); });
-on("deleted", (data) => { if (data.id === id) refresh(); });
+on("deleted", (data) => { if (data.id === id) location.href = "/runs/"; });
 on("metric", (data) => { if (data.run_id === id) refresh(); });
 
 // The filter of the metrics is a part of the address, by which the page reads itself.

@@ -68,23 +68,6 @@ def test_half_a_surrogate_pair_does_not_break_a_page() -> None:
     assert b"?&lt;b&gt;" in bytes(answer.body)
 
 
-def test_a_browser_gets_a_page_for_an_error_and_a_program_gets_json(tmp_path: Path) -> None:
-    app = create_app(data_dir=tmp_path, launcher=IdleLauncher(), token=None)
-    with TestClient(app, base_url="http://127.0.0.1:5080") as client:
-        for path, message in (
-            ("/runs/99/", "There is no run &#39;99&#39;."),
-            ("/runs/%3Cb%3E/", "There is no run &#39;&lt;b&gt;&#39;."),
-            ("/workers/a-worker-0", "There is no worker &#39;a-worker-0&#39;"),
-            ("/nowhere", "There is nothing at this address"),
-        ):
-            page = client.get(path, headers={"Accept": "text/html,*/*;q=0.8"})
-            assert (page.status_code, page.headers["content-type"]) == (404, "text/html; charset=utf-8")
-            assert message in page.text
-            assert client.get(path).json()["status"] == "Not Found"
-        api = client.get("/api/runs/99/", headers={"Accept": "text/html"})
-        assert (api.status_code, api.json()["message"]) == (404, "id: there is no run '99'")
-
-
 def test_pages_open_without_the_final_slash(tmp_path: Path) -> None:
     app = create_app(data_dir=tmp_path, launcher=IdleLauncher(), token=None)
     with TestClient(app, base_url="http://127.0.0.1:5080") as client:

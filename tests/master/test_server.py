@@ -124,10 +124,11 @@ def test_an_empty_token_is_refused(tmp_path: Path) -> None:
 
 def test_a_wrong_address_is_a_page_for_a_browser_and_json_for_a_program(tmp_path: Path) -> None:
     wrong = {
-        "/runs/999/": (404, "there is no run &#39;999&#39;"),
-        "/workers/<b>/": (404, "there is no worker &#39;&lt;b&gt;&#39;"),
+        "/runs/999/": (404, "There is no run &#39;999&#39;"),
+        "/workers/nobody": (404, "There is no worker &#39;nobody&#39;"),
+        "/workers/<b>/": (404, "There is no worker &#39;&lt;b&gt;&#39;"),
         "/nothing": (404, "There is nothing at this address"),
-        "/compare/?machine=x": (400, "machine: must be one of"),
+        "/compare/?machine=x": (400, "Machine: must be one of"),
         "/logout/": (405, "Method Not Allowed"),
     }
     with TestClient(create_app(data_dir=tmp_path), base_url="http://127.0.0.1:5080") as client:
