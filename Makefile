@@ -41,9 +41,12 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-# Most tests wait for processes that they start, so two of them at a time take less time even on two cores.
+# These tests wait for masters and browsers most of the time, so two at a time take less time even on two cores. The
+# workers of the others need the cores, and ports of their own.
+WAITING = tests/browser tests/cli tests/client tests/faults tests/master tests/results tests/security
 test: lint types
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(WAITING)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(WAITING))
 
 docs: $(VENV)/.installed
 	$(PIP) install --quiet -c requirements/development.txt -e '.[docs]'

@@ -117,7 +117,9 @@ def test_a_user_starts_watches_compares_stops_and_deletes_runs(watched: Watched)
     page.wait_for_url(f"{base}/runs/")
     assert state_of(base, "walk-2") == ""
     assert page.locator("#runs a:text-is('walk-2')").count() == 0
-    assert watched.problems == []
+    # The deletion may overtake the page's last question about the run.
+    late = f"404 (Not Found) {base}/api/runs/{runs['walk-2']}/"
+    assert [problem for problem in watched.problems if late not in problem] == []
 
 
 def pages(base: str) -> dict[str, str]:
