@@ -12,7 +12,8 @@ from tests.master.helpers import server, wait_for
 from tests.security.browser import chromium
 
 CHARTS = "document.querySelectorAll('.load canvas').length"
-BUSY = "import os, time\nwhile True:\n    print('<i>line</i>', flush=True)\n    time.sleep(0.1)\n"
+# It ends by itself, so that a test that fails leaves nothing behind for long.
+BUSY = "import os, time\nfor _ in range(900):\n    print('<i>line</i>', flush=True)\n    time.sleep(0.1)\n"
 
 
 def test_charts_of_workers_grow_and_survive_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +36,7 @@ def test_charts_of_workers_grow_and_survive_an_update(tmp_path: Path, monkeypatc
         # Another run changes the lists of the page, but not the charts that are there.
         page(f"document.querySelector('{memory} canvas').mark = 1")
         page("(window.link = document.querySelector('#open a')).focus()")
-        start("second", 1)
+        second = start("second", 1)
         wait_for(lambda: page(CHARTS) == 12 and "second" in page.text("#open"), what="the charts of the second run")
         assert page(f"document.querySelector('{memory} canvas').mark") == 1
         # The link in the new list has the focus of the old one.
@@ -52,3 +53,4 @@ def test_charts_of_workers_grow_and_survive_an_update(tmp_path: Path, monkeypatc
         wait_for(lambda: one.text("#state") == "Failed", what="the end on the page of the worker")
         wait_for(lambda: page(CHARTS) == 4 and "first" in page.text("#latest"), what="the end on the main page")
         assert (one(CHARTS), whole(CHARTS)) == (4, 8)
+        httpx.post(f"{base}/api/runs/{second}/stop/")
