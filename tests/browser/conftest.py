@@ -49,7 +49,8 @@ class Watched:
             self.page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
 
-@pytest.fixture(scope="session")
+# Not for the whole session: as long as it is open, other tests in this process cannot use asyncio.run.
+@pytest.fixture(scope="module")
 def playwright_browser() -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
