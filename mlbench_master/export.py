@@ -19,7 +19,7 @@ import numpy as np
 from mlbench_core.results.table import safe_cell
 from mlbench_master.columns import PAGE, Columns, number_of
 from mlbench_master.dates import format_date
-from mlbench_master.launchers.interface import Launcher, LogLine
+from mlbench_master.launchers.interface import Launcher, LogLine, LogRange
 from mlbench_master.results import FILES, RESULT_FILE, RESULT_METRIC, RefusedFileError, ResultFolder, is_result
 from mlbench_master.schemas import LogsQuery
 from mlbench_master.store import Point, Run, Store, pod_owner, run_owner
@@ -307,7 +307,7 @@ def log_text(launcher: Launcher, run: Run, query: LogsQuery) -> Iterator[str]:
     end = end if query.before_line is None else min(end, query.before_line)
     following = query.since_line
     while following < end:
-        page = launcher.logs(run.job_id, following, wanted=query.wanted)
+        page = launcher.logs(run.job_id, LogRange(following, wanted=query.wanted))
         yield "".join(_log_line(line) for line in page.lines if line["line"] < end)
         if page.next <= following:
             return

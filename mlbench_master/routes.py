@@ -24,7 +24,7 @@ from mlbench_master.curves import curves_json, start_of
 from mlbench_master.dates import format_date, now_us, to_us
 from mlbench_master.events import EventBus
 from mlbench_master.intake import read_metrics
-from mlbench_master.launchers.interface import Launcher, LogPage
+from mlbench_master.launchers.interface import Launcher, LogPage, LogRange
 from mlbench_master.openapi import (
     Added,
     Curves,
@@ -326,7 +326,7 @@ def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart
     first = query.since_line
     page = LogPage([], first, first)
     if run.job_id is not None:
-        page = launcher.logs(run.job_id, first, query.limit, query.before_line, query.wanted)
+        page = launcher.logs(run.job_id, LogRange(first, query.limit, query.before_line, query.wanted))
     if query.before_line is None:
         headers = _link(request, page.next > first, since_line=page.next)
     else:

@@ -17,7 +17,7 @@ from mlbench_core.errors import MLBenchError
 from mlbench_master.commands import check_gpus
 from mlbench_master.dates import now_us
 from mlbench_master.events import EventBus
-from mlbench_master.launchers.interface import Job, JobStatus, Launcher
+from mlbench_master.launchers.interface import Job, JobStatus, Launcher, LogRange
 from mlbench_master.lease import Lease
 from mlbench_master.leftovers import store_leftovers
 from mlbench_master.load import LoadKeeper
@@ -390,7 +390,7 @@ class Scheduler:
         if run.id not in self._log_lines:
             # A page reads the earlier lines itself.
             self._log_lines[run.id] = self._launcher.log_end(run.job_id)
-        page = self._launcher.logs(run.job_id, self._log_lines[run.id])
+        page = self._launcher.logs(run.job_id, LogRange(self._log_lines[run.id]))
         self._log_lines[run.id] = page.next
         self._events.publish("log", *({"run_id": run.id, **line} for line in page.lines))
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from typing_extensions import TypedDict
 
@@ -13,6 +14,7 @@ from mlbench_core.errors import MLBenchError
 
 __all__ = [
     "EVERY_LINE",
+    "FROM_THE_START",
     "Job",
     "JobStatus",
     "Launcher",
@@ -20,6 +22,7 @@ __all__ = [
     "LogFilter",
     "LogLine",
     "LogPage",
+    "LogRange",
     "NumberedLine",
 ]
 
@@ -139,6 +142,26 @@ class LogFilter:
 EVERY_LINE = LogFilter()
 
 
+class LogRange(NamedTuple):
+    """A range of lines of a log, forwards from ``since_line``, or backwards from ``before_line``.
+
+    Attributes:
+        since_line: Number of the first line wanted, from 0.
+        limit: Maximum number of lines. With 0, wanted lines are only counted.
+        before_line: Number of the line after the last one wanted; the end of the log if it is larger. The page then
+            has the last wanted lines before it. None to read forwards.
+        wanted: The lines that a reader wants among these.
+    """
+
+    since_line: int = 0
+    limit: int = 5000
+    before_line: int | None = None
+    wanted: LogFilter = EVERY_LINE
+
+
+FROM_THE_START = LogRange()
+
+
 @dataclass(frozen=True)
 class LogPage:
     """A range of lines of a log.
@@ -218,27 +241,15 @@ class Launcher(ABC):
         """End a job with all its processes and wait until they are gone; do nothing if it has ended."""
 
     @abstractmethod
-    def logs(
-        self,
-        job_id: str,
-        since_line: int = 0,
-        limit: int = 5000,
-        before_line: int | None = None,
-        wanted: LogFilter = EVERY_LINE,
-    ) -> LogPage:
-        """Return lines of a job's log, from ``since_line`` on, or backwards from ``before_line``.
+    def logs(self, job_id: str, lines: LogRange = FROM_THE_START) -> LogPage:
+        """Return lines of a job's log.
 
-        The log is read until ``limit`` lines are found, or until a limit on bytes or time is reached. A reader
-        continues with the page's ``next`` until it does not grow, or backwards with ``previous`` until it is
-        ``since_line``.
+        The log is read until enough lines are found, or until a limit on bytes or time is reached. A reader continues
+        with the page's ``next`` until it does not grow, or backwards with ``previous`` until it is the first line.
 
         Args:
             job_id: The job.
-            since_line: Number of the first line wanted, from 0.
-            limit: Maximum number of lines. With 0, wanted lines are only counted.
-            before_line: Number of the line after the last one wanted; the end of the log if it is larger. The page
-                then has the last wanted lines before it.
-            wanted: Which lines are wanted.
+            lines: The lines to read; by default the first ones.
 
         Returns:
             The lines in the order of the log; none for a job without a log.
@@ -248,7 +259,7 @@ class Launcher(ABC):
         """Return the number of the line after the last one of a job's log."""
         page = LogPage([], 0)
         while True:
-            page = self.logs(job_id, page.next)
+            page = self.logs(job_id, LogRange(page.next))
             if not page.lines:
                 return page.next
 

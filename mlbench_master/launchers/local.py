@@ -49,7 +49,7 @@ from typing_extensions import TypedDict
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers.command_line import fill, python_environment, split_command
 from mlbench_master.launchers.gpus import find_gpus
-from mlbench_master.launchers.interface import EVERY_LINE, Job, JobStatus, Launcher, LogFilter, LogLine, LogPage
+from mlbench_master.launchers.interface import FROM_THE_START, Job, JobStatus, Launcher, LogLine, LogPage, LogRange
 from mlbench_master.launchers.logs import LogReader, append_log, last_file, log_limit_bytes, open_at_once
 from mlbench_master.launchers.mpirun import is_mpirun, mpirun_command
 from mlbench_master.processes import end_processes, processes_with, start_mark
@@ -207,17 +207,10 @@ class LocalLauncher(Launcher):
         if folder.exists() and not (folder / "status.json").exists():
             self._end_marked(folder)
 
-    def logs(
-        self,
-        job_id: str,
-        since_line: int = 0,
-        limit: int = 5000,
-        before_line: int | None = None,
-        wanted: LogFilter = EVERY_LINE,
-    ) -> LogPage:
+    def logs(self, job_id: str, lines: LogRange = FROM_THE_START) -> LogPage:
         """Return lines of a job's log; see :meth:`Launcher.logs`."""
         reader = self._readers.setdefault(job_id, LogReader(self._job_folder(job_id)))
-        return reader.read(since_line, limit, before_line, wanted)
+        return reader.read(*lines)
 
     def log_end(self, job_id: str) -> int:
         """Return the number of the line after the last one of a job's log; see :meth:`Launcher.log_end`."""

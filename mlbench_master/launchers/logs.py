@@ -199,7 +199,7 @@ class LogReader:
     def read(
         self, since_line: int, limit: int, before_line: int | None = None, wanted: LogFilter = EVERY_LINE
     ) -> LogPage:
-        """Read lines, without one that is still being written; see :meth:`Launcher.logs` for the arguments.
+        """Read lines, without one that is still being written; see :class:`LogRange` for the arguments.
 
         A page has at most about 1 MiB of lines, and the search for them ends after about a second. For lines whose
         file was removed, one line of the master says so.

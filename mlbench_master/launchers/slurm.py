@@ -43,14 +43,14 @@ from mlbench_master.launchers import slurm_script
 from mlbench_master.launchers.command_line import python_environment
 from mlbench_master.launchers.error_search import PYTHON_STATUSES
 from mlbench_master.launchers.interface import (
-    EVERY_LINE,
+    FROM_THE_START,
     Job,
     JobStatus,
     Launcher,
     LauncherError,
-    LogFilter,
     LogLine,
     LogPage,
+    LogRange,
 )
 from mlbench_master.launchers.logs import LogReader, log_limit_bytes, open_at_once
 from mlbench_master.launchers.rank_logs import RankLogs
@@ -205,16 +205,9 @@ class SlurmLauncher(Launcher):
         known.logs.collect(at_end=True)
         self._queue.forget(slurm_id)
 
-    def logs(
-        self,
-        job_id: str,
-        since_line: int = 0,
-        limit: int = 5000,
-        before_line: int | None = None,
-        wanted: LogFilter = EVERY_LINE,
-    ) -> LogPage:
+    def logs(self, job_id: str, lines: LogRange = FROM_THE_START) -> LogPage:
         """Return lines of a job's log; see :meth:`Launcher.logs`."""
-        return self._known(job_id).reader.read(since_line, limit, before_line, wanted)
+        return self._known(job_id).reader.read(*lines)
 
     def log_end(self, job_id: str) -> int:
         """Return the number of the line after the last one of a job's log; see :meth:`Launcher.log_end`."""

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from mlbench_master.launchers.interface import Launcher, LogPage
+from mlbench_master.launchers.interface import Launcher, LogPage, LogRange
 from mlbench_master.pages.render import page
 from mlbench_master.routes import LauncherPart, StorePart, read_query, run_or_404
 from mlbench_master.schemas import MAX_ID, LogsQuery
@@ -43,7 +43,7 @@ def log_view(run: Run, launcher: Launcher, query: LogsQuery | None = None) -> di
     before = MAX_ID if query.before_line is None else query.before_line
     found = LogPage([], 0)
     if run.job_id is not None:
-        found = launcher.logs(run.job_id, 0, _LINES, before, query.wanted)
+        found = launcher.logs(run.job_id, LogRange(0, _LINES, before, query.wanted))
     chosen = {name: value for name, value in asdict(query.wanted).items() if value not in (None, "")}
     return {
         "lines": found.lines,

@@ -21,7 +21,7 @@ with warnings.catch_warnings():  # newer Starlette would rather have a successor
     from starlette.testclient import TestClient
 
 from mlbench_master.launchers import Job, JobStatus, Launcher, LogPage
-from mlbench_master.launchers.interface import EVERY_LINE, LogFilter
+from mlbench_master.launchers.interface import FROM_THE_START, LogRange
 
 __all__ = ["IdleLauncher", "TestClient", "answers", "processes_of", "server", "wait_for"]
 
@@ -46,16 +46,10 @@ class IdleLauncher(Launcher):
     def remove(self, job_id: str) -> None: ...
     def close(self) -> None: ...
 
-    def logs(
-        self,
-        job_id: str,
-        since_line: int = 0,
-        limit: int = 5000,
-        before_line: int | None = None,
-        wanted: LogFilter = EVERY_LINE,
-    ) -> LogPage:
-        lines: Any = [{"line": number, **line} for number, line in enumerate(self.log_tail(job_id))]
-        return LogPage([line for line in lines[since_line : since_line + limit] if wanted.matches(line)], 1)
+    def logs(self, job_id: str, lines: LogRange = FROM_THE_START) -> LogPage:
+        found: Any = [{"line": number, **line} for number, line in enumerate(self.log_tail(job_id))]
+        end = lines.since_line + lines.limit
+        return LogPage([line for line in found[lines.since_line : end] if lines.wanted.matches(line)], 1)
 
     def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[dict[str, Any]]:
         return [{"rank": 0, "stream": "stdout", "text": "<b>log</b>", "date": ""}]

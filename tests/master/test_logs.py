@@ -14,7 +14,7 @@ import pytest
 from mlbench_master.app import create_app
 from mlbench_master.export import log_text
 from mlbench_master.launchers import logs
-from mlbench_master.launchers.interface import LogFilter, NumberedLine
+from mlbench_master.launchers.interface import LogFilter, LogRange, NumberedLine
 from mlbench_master.launchers.logs import LogReader, LogWriter, append_log
 from mlbench_master.schemas import LogsQuery
 from tests.master.helpers import TestClient
@@ -251,7 +251,7 @@ def test_a_long_log_needs_little_memory(client: Any) -> None:
     tracemalloc.start()
     try:
         size = sum(map(len, log_text(launcher, run, LogsQuery())))
-        assert launcher.logs("local-1", 0, 200, END, LogFilter(search="y")).previous == 0
+        assert launcher.logs("local-1", LogRange(0, 200, END, LogFilter(search="y"))).previous == 0
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

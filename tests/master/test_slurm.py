@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -38,9 +39,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def launcher(fake: Path, tmp_path: Path) -> Iterator[SlurmLauncher]:
-    made = SlurmLauncher(tmp_path / "runs", interval_s=0.1)
-    yield made
-    made.close()
+    with contextlib.closing(SlurmLauncher(tmp_path / "runs", interval_s=0.1)) as made:
+        yield made
 
 
 class Controller:
@@ -85,9 +85,8 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
 @pytest.fixture
 def queued(controller: Controller, tmp_path: Path) -> Iterator[SlurmLauncher]:
     """A launcher for the controller."""
-    made = SlurmLauncher(tmp_path / "runs", interval_s=0.01)
-    yield made
-    made.close()
+    with contextlib.closing(SlurmLauncher(tmp_path / "runs", interval_s=0.01)) as made:
+        yield made
 
 
 @pytest.fixture

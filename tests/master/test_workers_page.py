@@ -28,8 +28,8 @@ class Launcher(IdleLauncher):
     def log_end(self, job_id: str) -> int:
         return 3
 
-    def logs(self, job_id: str, since_line: int = 0, limit: int = 5000, *rest: Any) -> Any:
-        page = super().logs(job_id, since_line, limit, *rest)
+    def logs(self, job_id: str, *lines: Any) -> Any:
+        page = super().logs(job_id, *lines)
         return type(page)(page.lines, 3)
 
 
