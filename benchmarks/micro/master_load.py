@@ -22,7 +22,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -34,6 +33,7 @@ from urllib.parse import urlencode
 import psutil
 from _bench import Subject, Timed, finish, make_parser, measure, parse
 
+from mlbench_core.client.api import new_metric_id
 from mlbench_master.store import NewMetric, Run, Store, new_run, run_owner
 
 TOKEN = "load"
@@ -64,11 +64,15 @@ class Master:
     Attributes:
         address: Its host and port.
         run_id: A run that takes the metrics.
+        numbers: Numbers of the metrics in bulks. With them, dates of each metric ascend, as those of a worker do.
+        start: The date of the first one.
     """
 
     def __init__(self, port: int, pid: int, run_id: int) -> None:
         self.address = ("127.0.0.1", port)
         self.run_id = run_id
+        self.numbers = itertools.count()
+        self.start = datetime.now(timezone.utc)
         self._process = psutil.Process(pid)
         self._most_memory = 0.0
 
@@ -204,26 +208,24 @@ def posts(master: Master, clients: int, count: int) -> Timed:
 
 def bulks(master: Master, clients: int, count: int, size: int) -> Timed:
     """Let clients post bulks as the outbox of a worker sends them; the time is that of one bulk."""
-    moment = datetime.now(timezone.utc)
-    numbers = itertools.count()
 
-    def body() -> str:
+    def body(rank: int) -> str:
         return json.dumps(
             [
                 {
-                    "id": uuid.uuid4().hex,
+                    "id": new_metric_id(),
                     "run_id": master.run_id,
-                    "name": f"m{number % 20} @ 0",
-                    "date": (moment + timedelta(milliseconds=number)).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+                    "name": f"m{number % 20} @ {rank}",
+                    "date": (master.start + timedelta(milliseconds=number)).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
                     "value": repr(number * 0.37),
                     "cumulative": False,
-                    "metadata": json.dumps({"rank": 0, "epoch": number / 1000}),
+                    "metadata": json.dumps({"rank": rank, "epoch": number / 1000}),
                 }
-                for number in itertools.islice(numbers, size)
+                for number in itertools.islice(master.numbers, size)
             ]
         )
 
-    bodies = [[body() for _ in range(count // clients)] for _ in range(clients)]
+    bodies = [[body(rank) for _ in range(count // clients)] for rank in range(clients)]
     seconds: list[float] = []
 
     def client(own: Sequence[str]) -> None:
