@@ -42,7 +42,7 @@ from mlbench_master.writer import MetricWriter
 __all__ = ["create_app"]
 
 _log = logging.getLogger(__name__)
-_FORMAT_SUFFIX = re.compile(r"(/api/(?:runs|pods|metrics)(?:/[^/]+)?)\.(json|zip)/?")
+_FORMAT_SUFFIX = re.compile(r"(/api/(?:runs|pods|metrics)(?:/[^/]+)?)\.(json|zip|csv)/?")
 _WITH_FINAL_SLASH = ("/api/", "/runs", "/workers/", "/login", "/logout", "/docs")
 
 

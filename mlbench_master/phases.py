@@ -28,7 +28,7 @@ MOST_EPOCHS = 100
 """Number of the latest epochs that are shown."""
 
 _CUMULATIVE = re.compile(r"cum_(.+) @ (\d+)")
-# Totals that are no steps of a batch.
+# Totals that are not steps of a batch.
 _OTHER_TOTALS = {"validation": "validation", "hidden_communication": "hidden"}
 
 

@@ -24,7 +24,7 @@ class RunProgress:
     """The way of a run to its goal.
 
     Attributes:
-        plan: What the run wants to reach.
+        plan: The goal of the run and its number of epochs.
         aim: The goal as text, empty without one.
         best: The best value of the goal's metric so far, or None.
         fraction: The part of the way to the goal, from 0 to 1, as ``mlbench run --wait`` shows it.

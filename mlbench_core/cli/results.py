@@ -52,7 +52,7 @@ def result_folders(folders: Sequence[Path]) -> list[Path]:
     """Return the result folders at or below some folders.
 
     Raises:
-        ConfigurationError: There is none at or below one of them.
+        ConfigurationError: None exists at or below one of them.
     """
     found = []
     for folder in folders:

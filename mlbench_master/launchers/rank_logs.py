@@ -134,7 +134,7 @@ class RankLogs:
 
 
 def _source(name: str) -> tuple[int | None, str | None]:
-    """Return the rank and the stream of a file; without a stream, it is no file with output.
+    """Return the rank and the stream of a file; without a stream, it does not hold output.
 
     Example:
         >>> _source("12.err"), _source("job.out"), _source("x.out")

@@ -117,8 +117,9 @@ def check_options(options: Sequence[str]) -> None:
         raise ValueError(f"engine_options: must begin with an option, for example --time=10, not {options[0][:80]!r}")
     for option in options:
         name = option.partition("=")[0]
-        short = name[:2] if not name.startswith("--") else name
-        if short in _OWN:
+        # sbatch also takes a long option by its beginning, as in --arr=1-4.
+        begins = name if name.startswith("--") else name[:2]
+        if begins in _OWN or (name.startswith("--") and any(own.startswith(name) for own in _OWN)):
             raise ValueError(
                 f"engine_options: must be options of sbatch that MLBench does not set itself, not {option[:80]!r}: "
                 "leave it out; the number of workers, of cores and of GPUs come from the run"

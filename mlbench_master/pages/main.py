@@ -43,7 +43,7 @@ def main_page(request: Request, store: StorePart, launcher: LauncherPart) -> HTM
 
 @router.get("/favicon.ico")
 def icon() -> RedirectResponse:
-    # Browsers ask for it with answers that are no pages, such as JSON.
+    # Browsers ask for it with answers that are not pages, such as JSON.
     return RedirectResponse("/static/icon.svg")
 
 

@@ -145,7 +145,7 @@ def error_page(request: Request, status: int, message: str, headers: dict[str, s
     Args:
         request: The request that failed.
         status: The status of the answer.
-        message: What is wrong, as the API says it.
+        message: The problem, as the API says it.
         headers: The headers of the answer.
     """
     if status == 404:

@@ -73,7 +73,7 @@ class FormError(ValueError):
 
     Args:
         field: The name of the field.
-        message: What is wrong with it.
+        message: Its problem.
     """
 
     def __init__(self, field: str, message: str) -> None:

@@ -427,6 +427,8 @@ def test_a_format_may_be_the_end_of_a_path(client: Any, run: dict[str, Any]) -> 
             response = client.get(f"{path}{suffix}?metric_type=run")
             assert (response.status_code, response.content) == (200, plain.content), path
     assert client.get(f"/api/runs/{run['id']}.json").json() == client.get(f"/api/runs/{run['id']}/").json()
+    table = client.get(f"/api/metrics/{run['id']}.csv?metric_type=run")
+    assert (table.headers["content-type"], table.text[:10]) == ("text/csv; charset=utf-8", "name,date,")
     assert client.get("/api/runs/1.exe").status_code == 404
 
 

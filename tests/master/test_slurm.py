@@ -364,7 +364,9 @@ def test_options_come_between_the_defaults_and_what_mlbench_needs(
     assert "--gpus-per-task" not in controller.called("sbatch")[1]
 
 
-@pytest.mark.parametrize("option", ["--array=1-3", "-a", "-n4", "--ntasks=4", "--wrap=ls", "--requeue", "-o", "-W"])
+@pytest.mark.parametrize(
+    "option", ["--array=1-3", "--arr=1-3", "--nt=4", "-a", "-n4", "--ntasks=4", "--wrap=ls", "--requeue", "-o", "-W"]
+)
 def test_options_that_contradict_the_script_are_refused(queued: SlurmLauncher, option: str) -> None:
     with pytest.raises(ValueError, match=f"that MLBench does not set itself, not '{option}': leave it out"):
         queued.start(job("true", options=("--time=1", option)))

@@ -1,6 +1,6 @@
 """The tables of the first masters, which recorded no version: ``runs`` and ``metrics``.
 
-There is nothing to do: a database in which they are missing is empty and gets the tables of the models.
+Nothing has to be done: a database in which they are missing is empty and gets the tables of the models.
 """
 
 revision = "0001"
