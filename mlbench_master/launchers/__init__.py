@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,12 @@ __all__ = [
     "make_launcher",
 ]
 
-LAUNCHERS = ("local", "kubernetes", "slurm")
+_CLASSES = {
+    "local": "local:LocalLauncher",
+    "slurm": "slurm:SlurmLauncher",
+}
+
+LAUNCHERS = tuple(_CLASSES)
 """The names of the launchers of this package."""
 
 ENTRY_POINTS = "mlbench.launchers"
@@ -55,24 +61,18 @@ def make_launcher(name: str, data_dir: Path) -> Launcher:
         ConfigurationError: The launcher cannot be used, for example because Slurm is missing.
     """
     folder = data_dir / "runs"
-    if name == "local":
-        from mlbench_master.launchers.local import LocalLauncher
-
-        return LocalLauncher(folder)
-    if name == "slurm":
-        from mlbench_master.launchers.slurm import SlurmLauncher
-
-        return SlurmLauncher(folder)
-    if name in LAUNCHERS:
-        raise ConfigurationError(f"the launcher {name!r} is not available yet in this version; use 'local'")
+    if name in _CLASSES:
+        module, _, own = _CLASSES[name].partition(":")
+        launcher: Launcher = getattr(import_module(f"mlbench_master.launchers.{module}"), own)(folder)
+        return launcher
     entry = next((entry for entry in _entry_points() if entry.name == name), None)
     if entry is not None:
-        launcher = entry.load()(folder)
-        if not isinstance(launcher, Launcher):
+        made = entry.load()(folder)
+        if not isinstance(made, Launcher):
             raise ConfigurationError(
-                f"the entry point {name!r} of {ENTRY_POINTS} must return a Launcher, not {type(launcher).__name__}"
+                f"the entry point {name!r} of {ENTRY_POINTS} must return a Launcher, not {type(made).__name__}"
             )
-        return launcher
+        return made
     raise ValueError(f"unknown launcher {name!r}; known: {', '.join(launcher_names())}")
 
 

@@ -29,9 +29,7 @@ import contextlib
 import json
 import math
 import os
-import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -48,16 +46,15 @@ from typing_extensions import TypedDict
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers.command_line import fill, python_environment, split_command
+from mlbench_master.launchers.folders import FolderLauncher
 from mlbench_master.launchers.gpus import find_gpus
-from mlbench_master.launchers.interface import FROM_THE_START, Job, JobStatus, Launcher, LogLine, LogPage, LogRange
-from mlbench_master.launchers.logs import LogReader, append_log, last_file, log_limit_bytes, open_at_once
+from mlbench_master.launchers.interface import Job, JobStatus
+from mlbench_master.launchers.logs import append_log, last_file, log_limit_bytes, open_at_once
 from mlbench_master.launchers.mpirun import is_mpirun, mpirun_command
 from mlbench_master.processes import end_processes, processes_with, start_mark
 
 __all__ = ["LocalLauncher", "worker_commands"]
 
-# All launchers have the same folders, so the logs and the results of another one can be read.
-_JOB_ID = re.compile(r"[a-z]+-(\d+)")
 _FOLDER_VARIABLE = "MLBENCH_RUN_DIR"
 _SUPERVISOR = "mlbench_master.launchers.supervise"
 # Supervisors that this process started. Only a parent can wait for a child, so all launcher objects share them.
@@ -83,7 +80,7 @@ _status = TypeAdapter(_Status)
 _supervisor_id = TypeAdapter(_SupervisorId)
 
 
-class LocalLauncher(Launcher):
+class LocalLauncher(FolderLauncher):
     """A launcher that starts the workers of a run on this machine.
 
     Args:
@@ -98,8 +95,7 @@ class LocalLauncher(Launcher):
     def __init__(
         self, folder: Path, cores: int | None = None, grace_s: float = 3.0, gpus: Sequence[str] | None = None
     ) -> None:
-        self._folder = folder.expanduser().absolute()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(folder)
         self.place = f"{socket.gethostname()}:{self._folder}"
         if cores is None:
             # A container or taskset may leave this process fewer cores than the machine has; macOS cannot say.
@@ -107,8 +103,6 @@ class LocalLauncher(Launcher):
         self._cores = cores
         self._gpus = None if gpus is None else tuple(gpus)
         self._grace_s = grace_s
-        self._readers: dict[str, LogReader] = {}
-        self._load_readers: dict[str, LogReader] = {}
 
     @property
     def capacity(self) -> float:
@@ -207,54 +201,11 @@ class LocalLauncher(Launcher):
         if folder.exists() and not (folder / "status.json").exists():
             self._end_marked(folder)
 
-    def logs(self, job_id: str, lines: LogRange = FROM_THE_START) -> LogPage:
-        """Return lines of a job's log; see :meth:`Launcher.logs`."""
-        reader = self._readers.setdefault(job_id, LogReader(self._job_folder(job_id)))
-        return reader.read(*lines)
-
-    def log_end(self, job_id: str) -> int:
-        """Return the number of the line after the last one of a job's log; see :meth:`Launcher.log_end`."""
-        return self._readers.setdefault(job_id, LogReader(self._job_folder(job_id))).end()
-
-    def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[LogLine]:
-        """Return the last lines of a job's log; see :meth:`Launcher.log_tail`."""
-        return LogReader(self._job_folder(job_id)).tail(max_bytes)
-
-    def load(self, job_id: str, since_line: int = 0, limit: int = 1000) -> LogPage:
-        """Return lines with the load of a job's workers; see :meth:`Launcher.load`."""
-        reader = self._load_readers.setdefault(job_id, LogReader(self._job_folder(job_id) / "load"))
-        return reader.read(since_line, limit)
-
     def note(self, job_id: str, text: str) -> None:
         """Add a line of the master to a job's log; see :meth:`Launcher.note`."""
         # A full disk must not keep the master from recording the end of the run.
         with contextlib.suppress(OSError):
             append_log(last_file(self._job_folder(job_id)), None, "system", text)
-
-    def spool(self, job_id: str) -> Path:
-        """Return the folder with metrics that workers could not deliver; see :meth:`Launcher.spool`."""
-        return self._job_folder(job_id) / "spool"
-
-    def results(self, job_id: str) -> Path:
-        """Return the folder for the results of a job's workers; see :meth:`Launcher.results`."""
-        return self._job_folder(job_id) / "output"
-
-    def remove(self, job_id: str) -> None:
-        """Delete a job's folder; see :meth:`Launcher.remove`."""
-        self._readers.pop(job_id, None)
-        self._load_readers.pop(job_id, None)
-        shutil.rmtree(self._job_folder(job_id), ignore_errors=True)
-
-    def close(self) -> None:
-        """Forget the readers of logs; supervisors run independently of this process."""
-        self._readers.clear()
-        self._load_readers.clear()
-
-    def _job_folder(self, job_id: str) -> Path:
-        match = _JOB_ID.fullmatch(job_id)
-        if match is None:
-            raise ValueError(f"job_id must be local-NUMBER, not {job_id!r}: give the id that start returned")
-        return self._folder / match.group(1)
 
     def _start_supervisor(self, folder: Path, held: socket.socket) -> subprocess.Popen[bytes]:
         """Start the run's supervisor, which keeps the port reserved until it ends."""

@@ -33,7 +33,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -42,24 +42,15 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers import slurm_script
 from mlbench_master.launchers.command_line import python_environment
 from mlbench_master.launchers.error_search import PYTHON_STATUSES
-from mlbench_master.launchers.interface import (
-    FROM_THE_START,
-    Job,
-    JobStatus,
-    Launcher,
-    LauncherError,
-    LogLine,
-    LogPage,
-    LogRange,
-)
-from mlbench_master.launchers.logs import LogReader, log_limit_bytes, open_at_once
+from mlbench_master.launchers.folders import FolderLauncher
+from mlbench_master.launchers.interface import Job, JobStatus, LauncherError
+from mlbench_master.launchers.logs import log_limit_bytes, open_at_once
 from mlbench_master.launchers.rank_logs import RankLogs
 from mlbench_master.launchers.slurm_queue import ENDED, UNKNOWN, QueueEntry, SlurmQueue, all_jobs, cancel, run_slurm
 from mlbench_master.launchers.supervise import describe_exit, write_json
 
 __all__ = ["SlurmLauncher"]
 
-_JOB_ID = re.compile(r"[a-z]+-(\d+)")
 _PROGRAMS = ("sbatch", "squeue", "scancel")
 _DROPPING = "lines of output are dropped, because the log cannot be written: is the disk full?"
 _INTERVAL_VARIABLE = "MLBENCH_SLURM_INTERVAL_S"
@@ -84,17 +75,13 @@ class _Known:
 
     folder: Path
     logs: RankLogs
-    reader: LogReader = field(init=False)
     slurm_id: str | None = None
     next_look: float = 0.0
     ended_since: float | None = None
     status: JobStatus | None = None
 
-    def __post_init__(self) -> None:
-        self.reader = LogReader(self.folder)
 
-
-class SlurmLauncher(Launcher):
+class SlurmLauncher(FolderLauncher):
     """A launcher that starts each run as a job of Slurm.
 
     Args:
@@ -115,8 +102,7 @@ class SlurmLauncher(Launcher):
                 f"the slurm launcher needs {', '.join(_PROGRAMS)}, but {', '.join(missing)} cannot be found: start the "
                 "master on a machine from which you submit jobs, such as a login node of the cluster"
             )
-        self._folder = folder.expanduser().absolute()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(folder)
         self.place = f"slurm:{self._folder}"
         self._limit_bytes = log_limit_bytes()
         self._queue = SlurmQueue(_read_interval() if interval_s is None else interval_s)
@@ -205,41 +191,22 @@ class SlurmLauncher(Launcher):
         known.logs.collect(at_end=True)
         self._queue.forget(slurm_id)
 
-    def logs(self, job_id: str, lines: LogRange = FROM_THE_START) -> LogPage:
-        """Return lines of a job's log; see :meth:`Launcher.logs`."""
-        return self._known(job_id).reader.read(*lines)
-
-    def log_end(self, job_id: str) -> int:
-        """Return the number of the line after the last one of a job's log; see :meth:`Launcher.log_end`."""
-        return self._known(job_id).reader.end()
-
-    def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[LogLine]:
-        """Return the last lines of a job's log; see :meth:`Launcher.log_tail`."""
-        return self._known(job_id).reader.tail(max_bytes)
-
     def note(self, job_id: str, text: str) -> None:
         """Add a line of the master to a job's log; see :meth:`Launcher.note`."""
         self._known(job_id).logs.note(text)
-
-    def spool(self, job_id: str) -> Path:
-        """Return the folder with metrics that workers could not deliver; see :meth:`Launcher.spool`."""
-        return self._job_folder(job_id) / "spool"
-
-    def results(self, job_id: str) -> Path:
-        """Return the folder for the results of a job's workers; see :meth:`Launcher.results`."""
-        return self._job_folder(job_id) / "output"
 
     def remove(self, job_id: str) -> None:
         """Delete a job's folder; see :meth:`Launcher.remove`."""
         known = self._jobs.pop(job_id, None)
         if known is not None and known.slurm_id is not None:
             self._queue.forget(known.slurm_id)
-        shutil.rmtree(self._job_folder(job_id), ignore_errors=True)
+        super().remove(job_id)
 
     def close(self) -> None:
         """End the thread that asks Slurm; the jobs continue."""
         self._queue.close()
         self._jobs.clear()
+        super().close()
 
     def _known(self, job_id: str) -> _Known:
         known = self._jobs.get(job_id)
@@ -247,12 +214,6 @@ class SlurmLauncher(Launcher):
             folder = self._job_folder(job_id)
             known = self._jobs.setdefault(job_id, _Known(folder, RankLogs(folder, self._limit_bytes)))
         return known
-
-    def _job_folder(self, job_id: str) -> Path:
-        match = _JOB_ID.fullmatch(job_id)
-        if match is None:
-            raise ValueError(f"job_id must be slurm-NUMBER, not {job_id!r}: give the id that start returned")
-        return self._folder / match.group(1)
 
     def _write_files(self, job: Job, folder: Path, mark: str) -> None:
         for part in ("work", "output", "logs", "status"):

@@ -15,7 +15,6 @@ import httpx
 import psutil
 import pytest
 
-from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers import Job, make_launcher
 from mlbench_master.launchers.local import LocalLauncher, worker_commands
 from mlbench_master.launchers.logs import LogReader, append_log
@@ -302,10 +301,8 @@ def test_a_worker_that_writes_into_its_log_and_status_wedges_nothing(client: Tes
     assert [client.delete(f"/api/runs/{run['id']}/").status_code for run in (first, second, other)] == [204] * 3
 
 
-def test_launchers_to_come_say_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="'kubernetes' is not available yet"):
-        make_launcher("kubernetes", tmp_path)
-    with pytest.raises(ValueError, match="unknown launcher 'x'; known: local, kubernetes, slurm"):
+def test_an_unknown_launcher_and_an_id_of_a_job_that_would_leave_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown launcher 'x'; known: local, "):
         make_launcher("x", tmp_path)
     with pytest.raises(ValueError, match="job_id must be local-NUMBER"):
         LocalLauncher(tmp_path).logs("../../etc")

@@ -15,7 +15,16 @@ import pytest
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app
-from mlbench_master.launchers import Job, JobStatus, LauncherError, launcher_names, make_launcher, slurm, slurm_queue
+from mlbench_master.launchers import (
+    LAUNCHERS,
+    Job,
+    JobStatus,
+    LauncherError,
+    launcher_names,
+    make_launcher,
+    slurm,
+    slurm_queue,
+)
 from mlbench_master.launchers.local import LocalLauncher
 from mlbench_master.launchers.slurm import SlurmLauncher
 from tests.master import fake_slurm
@@ -507,7 +516,7 @@ def test_other_packages_add_launchers(tmp_path: Path, monkeypatch: pytest.Monkey
         "[mlbench.launchers]\nours = mlbench_master.launchers.local:LocalLauncher\nwrong = pathlib:Path\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert launcher_names() == ("local", "kubernetes", "slurm", "ours", "wrong")
+    assert launcher_names() == (*LAUNCHERS, "ours", "wrong")
     assert isinstance(make_launcher("ours", tmp_path), LocalLauncher)
     with pytest.raises(ConfigurationError, match=r"entry point 'wrong' of mlbench.launchers must return a Launcher"):
         make_launcher("wrong", tmp_path)

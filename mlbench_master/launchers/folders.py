@@ -1,0 +1,75 @@
+"""What launchers share that keep each run in a folder of its own, with its log, its results and undelivered metrics."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from mlbench_master.launchers.interface import FROM_THE_START, Launcher, LogLine, LogPage, LogRange
+from mlbench_master.launchers.logs import LogReader
+
+__all__ = ["FolderLauncher"]
+
+# All launchers have the same folders, so the logs and the results of another one can be read.
+_JOB_ID = re.compile(r"[a-z]+-(\d+)")
+
+
+class FolderLauncher(Launcher):
+    """A launcher that keeps a run in ``<folder>/<run id>``.
+
+    The files that all of them have are ``log.jsonl`` (see the module ``logs``), ``load/`` (see the module
+    ``load_sampler``), ``spool/`` and ``output/``.
+
+    Args:
+        folder: Folder for the folders of runs; it is created if missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.expanduser().absolute()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._readers: dict[Path, LogReader] = {}
+
+    def logs(self, job_id: str, lines: LogRange = FROM_THE_START) -> LogPage:
+        """Return lines of a job's log; see :meth:`Launcher.logs`."""
+        return self._reader(self._job_folder(job_id)).read(*lines)
+
+    def log_end(self, job_id: str) -> int:
+        """Return the number of the line after the last one of a job's log; see :meth:`Launcher.log_end`."""
+        return self._reader(self._job_folder(job_id)).end()
+
+    def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[LogLine]:
+        """Return the last lines of a job's log; see :meth:`Launcher.log_tail`."""
+        return self._reader(self._job_folder(job_id)).tail(max_bytes)
+
+    def load(self, job_id: str, since_line: int = 0, limit: int = 1000) -> LogPage:
+        """Return lines with the load of a job's workers; see :meth:`Launcher.load`."""
+        return self._reader(self._job_folder(job_id) / "load").read(since_line, limit)
+
+    def spool(self, job_id: str) -> Path:
+        """Return the folder with metrics that workers could not deliver; see :meth:`Launcher.spool`."""
+        return self._job_folder(job_id) / "spool"
+
+    def results(self, job_id: str) -> Path:
+        """Return the folder for the results of a job's workers; see :meth:`Launcher.results`."""
+        return self._job_folder(job_id) / "output"
+
+    def remove(self, job_id: str) -> None:
+        """Delete a job's folder; see :meth:`Launcher.remove`."""
+        folder = self._job_folder(job_id)
+        for path in (folder, folder / "load"):
+            self._readers.pop(path, None)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Forget the readers of logs; see :meth:`Launcher.close`."""
+        self._readers.clear()
+
+    def _reader(self, folder: Path) -> LogReader:
+        return self._readers.setdefault(folder, LogReader(folder))
+
+    def _job_folder(self, job_id: str) -> Path:
+        match = _JOB_ID.fullmatch(job_id)
+        if match is None:
+            raise ValueError(f"job_id must be {self.name}-NUMBER, not {job_id!r}: give the id that start returned")
+        return self._folder / match.group(1)
