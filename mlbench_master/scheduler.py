@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy.exc import SQLAlchemyError
 
 from mlbench_core.errors import MLBenchError
-from mlbench_master.commands import check_gpus
+from mlbench_master.commands import check_gpus, image_of_record
 from mlbench_master.dates import now_us
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.interface import Job, JobStatus, Launcher, LogRange
@@ -309,7 +309,7 @@ class Scheduler:
             gpu_enabled=run.gpu_enabled,
             gpus=gpus,
             all_nodes=run.run_all_nodes,
-            image=run.image,
+            image=image_of_record(run.image),
             env={**self._worker_env, "MLBENCH_RUN_ID": str(run.id), "MLBENCH_RUN_NAME": run.name},
             notes=tuple(notes),
             options=tuple(run.metadata_dict().get("engine_options", ())),

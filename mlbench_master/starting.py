@@ -45,7 +45,7 @@ def start_runs(
 
 
 def _make_run(wanted: RunIn, launcher: Launcher) -> Run:
-    image, command = resolve_command(wanted)
+    image, command = resolve_command(wanted, launcher.uses_image(wanted.engine_options))
     backend = resolve_backend(wanted)
     all_nodes, notes = check_options(wanted, launcher)
     return new_run(
