@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlbench_master.commands import check_options, resolve_backend, resolve_command
+from mlbench_master.commands import check_options, image_of_record, resolve_backend, resolve_command
 from mlbench_master.launchers.interface import Job, Launcher
 from mlbench_master.schemas import RunIn
 from mlbench_master.store import Run, new_run
@@ -26,7 +26,7 @@ def make_run(wanted: RunIn, launcher: Launcher) -> Run:
     Raises:
         ValueError: The request cannot be fulfilled; the message names the field.
     """
-    image, command = resolve_command(wanted)
+    image, command = resolve_command(wanted, launcher.uses_image(wanted.engine_options))
     backend = resolve_backend(wanted)
     all_nodes, notes = check_options(wanted, launcher)
     return new_run(
@@ -66,7 +66,7 @@ def make_job(run: Run, launcher: Launcher, worker_env: Mapping[str, str], gpus: 
         gpu_enabled=run.gpu_enabled,
         gpus=tuple(gpus),
         all_nodes=run.run_all_nodes,
-        image=run.image,
+        image=image_of_record(run.image),
         env={**worker_env, "MLBENCH_RUN_ID": str(run.id), "MLBENCH_RUN_NAME": run.name},
         notes=tuple(notes),
         options=tuple(facts.get("engine_options", ())),
