@@ -114,14 +114,14 @@ class DirectRuns:
         run = self._runs[run_id]
         status = self._launcher.poll(_job_id(run_id))
         state = _STATES.get(status.state, "failed")
+        began_s = self._began_s(run_id)
         # Until Slurm has been asked, its jobs count as running.
-        if state == "started" and not (self.run_folder(run_id) / "begun").exists():
+        if state == "started" and began_s is None:
             state = "initialized"
         if run.state != state:
             run.state = state
-            if state == "started":
-                run.started_at = now_us()
-            elif state != "initialized":
+            run.started_at = None if began_s is None else int(began_s * 1e6)
+            if state in ("finished", "failed"):
                 run.finished_at = now_us() if status.finished_at is None else int(status.finished_at * 1e6)
             self._record(run, reason=status.reason, returncode=status.returncode)
         return run.to_json()
@@ -205,6 +205,12 @@ class DirectRuns:
 
     def _numbers(self) -> list[int]:
         return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdecimal())
+
+    def _began_s(self, run_id: int) -> float | None:
+        """Return when the script of a run began, in seconds since 1970, or None if it has not."""
+        with contextlib.suppress(OSError):
+            return (self.run_folder(run_id) / "begun").stat().st_mtime
+        return None
 
     def _result_folder(self, run_id: int) -> Path | None:
         root = self._launcher.results(_job_id(run_id))
