@@ -33,14 +33,12 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
@@ -49,18 +47,23 @@ from mlbench_master.launchers.command_line import fill, python_environment, spli
 from mlbench_master.launchers.folders import FolderLauncher
 from mlbench_master.launchers.gpus import find_gpus
 from mlbench_master.launchers.interface import Job, JobStatus
-from mlbench_master.launchers.logs import append_log, last_file, log_limit_bytes, open_at_once
+from mlbench_master.launchers.logs import append_log, last_file, log_limit_bytes
 from mlbench_master.launchers.mpirun import is_mpirun, mpirun_command
-from mlbench_master.processes import end_processes, processes_with, start_mark
+from mlbench_master.launchers.supervised import (
+    FOLDER_VARIABLE,
+    end_marked,
+    find_supervisor,
+    hold_port,
+    read_state,
+    signal_to,
+    start_supervisor,
+)
 
 __all__ = ["LocalLauncher", "worker_commands"]
 
-_FOLDER_VARIABLE = "MLBENCH_RUN_DIR"
-_SUPERVISOR = "mlbench_master.launchers.supervise"
 # Supervisors that this process started. Only a parent can wait for a child, so all launcher objects share them.
 _children: dict[Path, subprocess.Popen[bytes]] = {}
 _DROPPING = "lines of output are dropped, because the log cannot be written: is the disk full?"
-_STATE_BYTES = 65_536
 _LOAD_INTERVAL_S = 5.0
 _SHORTEST_LOAD_INTERVAL_S = 0.1
 
@@ -71,13 +74,7 @@ class _Status(TypedDict):
     finished_at: FiniteFloat
 
 
-class _SupervisorId(TypedDict):
-    pid: int
-    started: str
-
-
 _status = TypeAdapter(_Status)
-_supervisor_id = TypeAdapter(_SupervisorId)
 
 
 class LocalLauncher(FolderLauncher):
@@ -125,7 +122,7 @@ class LocalLauncher(FolderLauncher):
         self.remove(job_id)
         held: socket.socket | None = None
         limit_bytes = log_limit_bytes()
-        load_interval_s = _load_interval_s()
+        sample_s = load_interval_s()
         try:
             (folder / "work").mkdir(parents=True)
             self.results(job_id).mkdir()
@@ -134,12 +131,12 @@ class LocalLauncher(FolderLauncher):
             # A job may set its own number of threads, but not the folder, by which its processes are found, nor those
             # below it, which the master reads.
             own = {
-                _FOLDER_VARIABLE: str(folder),
+                FOLDER_VARIABLE: str(folder),
                 "MLBENCH_SPOOL": str(self.spool(job_id)),
                 "MLBENCH_OUTPUT": str(self.results(job_id)),
             }
             env = {"OMP_NUM_THREADS": str(threads), **job.env, **python_environment(), **own}
-            held = _hold_port()
+            held = hold_port()
             commands = worker_commands(job, held.getsockname()[1])
             content = {
                 "commands": commands,
@@ -148,13 +145,13 @@ class LocalLauncher(FolderLauncher):
                 "log_limit_bytes": limit_bytes,
                 "num_workers": job.num_workers,
                 "gpus": job.gpus,
-                "load_interval_s": load_interval_s,
+                "load_interval_s": sample_s,
             }
             (folder / "job.json").touch(mode=0o600)  # only for its owner: it may hold a token
             (folder / "job.json").write_text(json.dumps(content))
             for note in (*job.notes, f"command: {shlex.join(commands[0]['argv'])}"):
                 append_log(folder / "log.jsonl", None, "system", note)
-            _children[folder] = self._start_supervisor(folder, held)
+            _children[folder] = start_supervisor(folder, held)
         except OSError as error:
             raise ConfigurationError(f"cannot start run {job.run_id} in {folder}: {error}") from error
         finally:
@@ -170,15 +167,15 @@ class LocalLauncher(FolderLauncher):
         if self._supervisor(folder) is not None:
             return JobStatus("running", _DROPPING if (folder / "dropping").exists() else "")
         try:
-            status = _status.validate_json(_read_state(folder / "status.json"))
+            status = _status.validate_json(read_state(folder / "status.json"))
         except FileNotFoundError:
             # A supervisor that was killed leaves its workers behind.
-            self._end_marked(folder)
+            end_marked(folder, self._grace_s)
             if not (folder / "supervisor.json").exists() and folder not in _children:
                 return JobStatus("unstarted", "an earlier master ended before it started the run")
             return JobStatus("lost", "lost: the run is not running, and it left no status")
         except (ValidationError, IsADirectoryError, PermissionError) as error:
-            self._end_marked(folder)
+            end_marked(folder, self._grace_s)
             return JobStatus("failed", f"failed: {folder / 'status.json'} is damaged: {str(error).splitlines()[0]}")
         returncode = status["returncode"]
         state = "failed" if returncode else "finished"
@@ -189,17 +186,17 @@ class LocalLauncher(FolderLauncher):
         folder = self._job_folder(job_id)
         pid = self._supervisor(folder)
         if pid is not None:
-            _signal(pid, signal.SIGTERM)
+            signal_to(pid, signal.SIGTERM)
             # The supervisor waits grace_s after SIGTERM, and up to 5 s after SIGKILL.
             deadline = time.monotonic() + self._grace_s + 7
             while self._supervisor(folder) == pid:
                 if time.monotonic() > deadline:
-                    _signal(pid, signal.SIGKILL)
+                    signal_to(pid, signal.SIGKILL)
                     break
                 time.sleep(0.05)
         # A supervisor that was killed leaves its workers behind.
         if folder.exists() and not (folder / "status.json").exists():
-            self._end_marked(folder)
+            end_marked(folder, self._grace_s)
 
     def note(self, job_id: str, text: str) -> None:
         """Add a line of the master to a job's log; see :meth:`Launcher.note`."""
@@ -207,57 +204,15 @@ class LocalLauncher(FolderLauncher):
         with contextlib.suppress(OSError):
             append_log(last_file(self._job_folder(job_id)), None, "system", text)
 
-    def _start_supervisor(self, folder: Path, held: socket.socket) -> subprocess.Popen[bytes]:
-        """Start the run's supervisor, which keeps the port reserved until it ends."""
-        # The supervisor runs in the run's folder, where Python would not find a package that is not installed.
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-        with (folder / "supervisor.log").open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", _SUPERVISOR, str(folder)],
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": path, _FOLDER_VARIABLE: str(folder)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # signals to the master's group must not end the run
-                pass_fds=[held.fileno()],
-            )
-
     def _supervisor(self, folder: Path) -> int | None:
         """Return the process id of the run's supervisor if it is alive."""
         child = _children.get(folder)
         if child is not None:
             return child.pid if child.poll() is None else None
-        try:
-            known = _supervisor_id.validate_json(_read_state(folder / "supervisor.json"))
-            return known["pid"] if start_mark(known["pid"]) == known["started"] else None
-        except FileNotFoundError:
-            # A supervisor that has just started has not written the file yet.
-            with contextlib.suppress(psutil.Error):
-                for process in processes_with(_FOLDER_VARIABLE, str(folder)) if folder.exists() else ():
-                    if _SUPERVISOR in process.cmdline():
-                        return int(process.pid)
-            return None
-        except (ValidationError, OSError):
-            return None
-
-    def _end_marked(self, folder: Path) -> None:
-        """End processes that a killed supervisor left behind, found by the run's folder in their environment."""
-        end_processes(processes_with(_FOLDER_VARIABLE, str(folder)), self._grace_s)
+        return find_supervisor(folder)
 
 
-def _read_state(path: Path) -> bytes:
-    with open_at_once(path) as file:
-        return file.read(_STATE_BYTES)
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it may have ended in the meantime
-        os.kill(pid, number)
-
-
-def _load_interval_s() -> float:
+def load_interval_s() -> float:
     """Return the seconds between two samples of the load of workers, 0 for no samples."""
     text = os.environ.get("MLBENCH_LOAD_INTERVAL_S", "")
     try:
@@ -318,15 +273,3 @@ def _mpi_command(job: Job, argv: list[str]) -> dict[str, Any]:
 
 def _ranked(argv: list[str], rank: int) -> list[str]:
     return [fill(word, {"{rank}": str(rank)}) for word in argv]
-
-
-def _hold_port() -> socket.socket:
-    """Reserve a free port, which no other program gets until the socket is closed in all processes.
-
-    The socket does not listen, and it has SO_REUSEADDR, as torch's store has. So rank 0 can listen on the port, and the
-    system does not assign it to a program that asks for a free port.
-    """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
