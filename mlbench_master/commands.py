@@ -94,6 +94,7 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
     """
     _check_combination(run, launcher)
     launcher.check_options(run.engine_options)
+    launcher.check_workers(run.num_workers, run.backend.lower(), run.engine_options)
     notes = []
     if run.max_bandwidth < DEFAULT_BANDWIDTH and not launcher.limits_bandwidth:
         raise ValueError(

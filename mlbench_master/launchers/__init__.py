@@ -27,6 +27,7 @@ __all__ = [
 _CLASSES = {
     "local": "local:LocalLauncher",
     "slurm": "slurm:SlurmLauncher",
+    "hosts": "hosts:HostsLauncher",
 }
 
 LAUNCHERS = tuple(_CLASSES)

@@ -218,6 +218,23 @@ class Launcher(ABC):
             given = " ".join(options)[:80]
             raise ValueError(f"engine_options: must be left out, not {given!r}: the {self.name} launcher has none")
 
+    def check_workers(self, num_workers: int, backend: str, options: Sequence[str]) -> None:
+        """Refuse a run that could never start, because of its number of workers or of its backend.
+
+        Args:
+            num_workers: Number of workers.
+            backend: Communication backend.
+            options: Options of the engine's own command.
+
+        Raises:
+            ValueError: It could never start; the message names the field.
+        """
+        return
+
+    def has_room(self, num_workers: int, options: Sequence[str]) -> bool:
+        """Return whether a run could start now, for a launcher that has its own measure besides :attr:`capacity`."""
+        return True
+
     @abstractmethod
     def start(self, job: Job) -> str:
         """Start a job.
