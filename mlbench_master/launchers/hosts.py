@@ -47,8 +47,9 @@ __all__ = ["HostsLauncher"]
 
 _INTERVAL_VARIABLE = "MLBENCH_HOSTS_INTERVAL_S"
 _INTERVAL_S = 5.0
-# The supervisors wait 3 s after SIGTERM and up to 5 s after SIGKILL, and then the files are fetched.
-_STOP_S = 120.0
+# The supervisors wait 3 s after SIGTERM and up to 5 s after SIGKILL, and then the files are fetched. A client of the
+# master waits for 30 s.
+_STOP_S = 25.0
 _READ_S = 2.0
 
 
@@ -146,7 +147,8 @@ class HostsLauncher(FolderLauncher):
         """End a job on all hosts, and wait until its files are here; see :meth:`Launcher.stop`.
 
         Raises:
-            LauncherError: A host does not answer. Its workers are stopped when it does.
+            LauncherError: A host does not answer, or its workers or its files take long. They are stopped and fetched
+                when it does, and a later call finds the run ended.
         """
         run = self._known(job_id)
         if run is None:
@@ -157,7 +159,7 @@ class HostsLauncher(FolderLauncher):
             asked_at = {name: self._link(name, run.python).asked_at for name in run.hosts}
             problem = run.problem_since(asked_at, began)
             if not problem and time.monotonic() > began + _STOP_S:
-                problem = f"not all workers have ended within {_STOP_S:g} s"
+                problem = f"no end within {_STOP_S:g} s on {', '.join(run.open_hosts())}"
             if problem:
                 raise LauncherError(f"the run cannot be stopped everywhere yet: {problem}; stop it again later")
             time.sleep(0.05)

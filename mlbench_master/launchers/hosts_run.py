@@ -109,7 +109,7 @@ class HostRun:
     Args:
         folder: Its folder on this machine, with ``job.json``.
         limit_bytes: Largest size of its log.
-        wake: Called with the names of hosts that have something new to do.
+        wake: Called when its hosts may have something new to do.
     """
 
     def __init__(self, folder: Path, limit_bytes: int, wake: Callable[[HostRun], None]) -> None:
@@ -164,10 +164,15 @@ class HostRun:
                 self._look_at_all()
         self._wake(self)
 
+    def open_hosts(self) -> list[str]:
+        """Return the hosts whose workers have not ended, or whose files are not here."""
+        with self._lock:
+            return [part.name for part in self._parts.values() if not (part.is_over and part.kept.is_fetched)]
+
     def problem_since(self, asked_at: dict[str, float], since: float) -> str:
         """Return why hosts that have to answer did not, in calls since a time; empty if another one still may."""
         with self._lock:
-            open_parts = [part for part in self._parts.values() if not (part.is_over and part.kept.is_fetched)]
+            open_parts = [self._parts[name] for name in self.open_hosts()]
             if not open_parts or any(not part.problem or asked_at.get(part.name, 0) < since for part in open_parts):
                 return ""
             return "; ".join(part.problem for part in open_parts)
