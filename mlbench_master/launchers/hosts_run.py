@@ -48,7 +48,7 @@ class _Line(TypedDict):
 class Answer(TypedDict):
     """What a host says about its part of a run; see the module ``hosts_agent``."""
 
-    state: Annotated[str, Field(pattern="^(?:prepared|running|ended|lost|missing|refused)$")]
+    state: Annotated[str, Field(pattern="^(?:prepared|running|ended|lost|missing|refused|troubled)$")]
     reason: NotRequired[str]
     port: NotRequired[Annotated[int, Field(ge=1, le=65535)]]
     status: NotRequired[str]
@@ -293,6 +293,9 @@ class HostRun:
 
     def _take_state(self, part: _Part, answer: Answer, clock_offset_s: float) -> None:
         state = answer["state"]
+        if state == "troubled":
+            part.problem = f"host {part.name}: {_one_line(answer.get('reason', ''))}"
+            return
         if state == "missing" and not part.kept.is_started:
             # It was stopped before it started anything.
             part.state, part.is_complete, part.kept.is_fetched = "ended", True, True
@@ -311,12 +314,8 @@ class HostRun:
         part.kept.is_fetched = part.kept.is_fetched or state != "lost"
         if not self._is_stopping:
             reason = answer.get("reason", "its folder of the run is gone")
-            part.failure = (
-                f"the workers on host {part.name} were lost: {reason}"
-                if state != "refused"
-                else (f"host {part.name}: {reason}")
-            )
-            part.failure = _one_line(part.failure)
+            how = f"host {part.name}" if state == "refused" else f"the workers on host {part.name} were lost"
+            part.failure = _one_line(f"{how}: {reason}")
 
     def _take_status(self, part: _Part, content: str, clock_offset_s: float) -> None:
         try:
