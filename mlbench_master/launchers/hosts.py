@@ -160,7 +160,7 @@ class HostsLauncher(FolderLauncher):
             problem = run.problem_since(asked_at, began)
             if not problem and time.monotonic() > began + _STOP_S:
                 problem = f"no end within {_STOP_S:g} s on {', '.join(run.open_hosts())}"
-            if problem:
+            if problem and not self._give_up_removed(run):
                 raise LauncherError(f"the run cannot be stopped everywhere yet: {problem}; stop it again later")
             time.sleep(0.05)
 
@@ -216,6 +216,17 @@ class HostsLauncher(FolderLauncher):
             if link is not None:
                 link.look_soon()
 
+    def _give_up_removed(self, run: HostRun) -> bool:
+        """Give up hosts that were removed from the host file; return whether there was one."""
+        try:
+            listed = {host.name for host in read_options(run.options).hosts}
+        except ValueError:
+            return False
+        removed = [name for name in run.open_hosts() if name not in listed]
+        for name in removed:
+            run.give_up(name)
+        return bool(removed)
+
     def _taken(self) -> dict[str, set[int]]:
         """Return the slots of runs that continue, by host."""
         taken: dict[str, set[int]] = {}
@@ -268,7 +279,7 @@ class HostsLauncher(FolderLauncher):
             own = {"commands": commands, "slots": share.slots, "holds_port": place == 0}
             hosts[share.host.name] = {**common, **own, "root": f"{root}-{place}"}
         slots = {share.host.name: share.slots for share in shares}
-        return {"run_id": job.run_id, "python": options.python, "slots": slots, "hosts": hosts}
+        return {"run_id": job.run_id, "python": options.python, "options": job.options, "slots": slots, "hosts": hosts}
 
 
 def _commands(job: Job, argv: Sequence[str], share: Share, meeting: str) -> list[dict[str, Any]]:

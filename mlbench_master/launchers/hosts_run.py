@@ -121,6 +121,7 @@ class HostRun:
         job: dict[str, Any] = json.loads((folder / "job.json").read_text())
         self.run_id = int(job["run_id"])
         self.python = str(job["python"])
+        self.options: tuple[str, ...] = tuple(job["options"])
         self.slots: dict[str, set[int]] = {name: set(slots) for name, slots in job["slots"].items()}
         self._jobs: dict[str, dict[str, Any]] = job["hosts"]
         self._parts = {name: _Part(name, part["root"]) for name, part in self._jobs.items()}
@@ -163,6 +164,17 @@ class HostRun:
                 self._save()
                 self._look_at_all()
         self._wake(self)
+
+    def give_up(self, name: str) -> None:
+        """Go on without a host that will never answer again."""
+        with self._lock:
+            part = self._parts[name]
+            text = f"host {name} is no longer among the hosts: the run ends without it, and its workers may continue"
+            self.log.write(None, "system", text)
+            part.state, part.problem = "ended", ""
+            part.is_complete = part.is_removed = part.kept.is_fetched = True
+            self._save()
+            self._look_at_all()
 
     def open_hosts(self) -> list[str]:
         """Return the hosts whose workers have not ended, or whose files are not here."""

@@ -19,7 +19,7 @@ import pytest
 from mlbench_core import __version__
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app
-from mlbench_master.launchers import Job, JobStatus, LauncherError, hosts_results, hosts_ssh
+from mlbench_master.launchers import Job, JobStatus, LauncherError, hosts_agent, hosts_results, hosts_ssh
 from mlbench_master.launchers.hosts import HostsLauncher
 from mlbench_master.launchers.hosts_file import HOSTFILE_VARIABLE, parse_hosts, read_options
 from mlbench_master.launchers.hosts_results import UnpackError, unpack
@@ -268,6 +268,21 @@ def test_a_host_that_does_not_answer_for_a_while_is_a_problem_that_passes(
     assert processes(fake) == []
 
 
+def test_a_host_that_was_removed_from_the_file_is_given_up(launcher: HostsLauncher, fake: Path, tmp_path: Path) -> None:
+    hosts = tmp_path / "hostfile"
+    hosts.write_text("a\nb\n")
+    job_id = launcher.start(job(script(tmp_path, ENDLESS), options=("--hostfile", str(hosts))))
+    begun(launcher, job_id, 2)
+    (fake / "b.error").write_text("No route to host")
+    with pytest.raises(LauncherError, match="stop it again later"):
+        launcher.stop(job_id)
+    hosts.write_text("a\n")
+    launcher.stop(job_id)
+    assert launcher.poll(job_id) == JobStatus("failed", "stopped", finished_at=launcher.poll(job_id).finished_at)
+    for process in processes(fake):
+        process.kill()
+
+
 def test_the_next_master_goes_on_with_a_run(launcher: HostsLauncher, fake: Path, tmp_path: Path) -> None:
     go = tmp_path / "go"
     job_id = launcher.start(job(script(tmp_path, WAITS.format(go=str(go)))))
@@ -413,6 +428,45 @@ def test_an_archive_has_plain_files_of_limited_size(tmp_path: Path, monkeypatch:
     with pytest.raises(UnpackError, match="more than"):
         unpack(archive(**{"output/a": b"12345", "output/b": b"123456"}), tmp_path, 0)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def ask(root: Path, want: str, **step: Any) -> dict[str, Any]:
+    """Ask the agent about one run."""
+    request = {"version": __version__, "runs": {str(root): {"id": 1, "want": want, "log": 0, "load": 0, **step}}}
+    return dict(hosts_agent.answer(request)["runs"][str(root)])
+
+
+def test_a_request_to_start_that_arrives_after_a_stop_starts_nothing(tmp_path: Path) -> None:
+    assert ask(tmp_path / "run", "stop")["state"] == "missing"
+    assert ask(tmp_path / "run", "run", job={})["state"] == "missing"
+    assert not (tmp_path / "run" / "1" / "job.json").exists()
+
+
+def test_an_error_of_the_disk_is_no_end_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = ask(tmp_path / "file" / "run", "run")
+    assert (found["state"], "Not a directory" in found["reason"]) == ("troubled", True)
+
+
+@pytest.mark.parametrize(("slots", "seen"), [("a:2", {"GPU-1a 0 1", "GPU-2b 0 1"}), ("a:3", None)])
+def test_a_worker_sees_the_gpu_of_its_slot(
+    launcher: HostsLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: str, seen: set[str] | None
+) -> None:
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'GPU 0: X (UUID: GPU-1a)'\necho 'GPU 1: X (UUID: GPU-2b)'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    command = script(tmp_path, f"import os\nprint(*(os.environ[name] for name in {names}))\n")
+    workers = int(slots[-1])
+    job_id = launcher.start(job(command, num_workers=workers, gpu_enabled=True, options=("--host", slots)))
+    status = end_of(launcher, job_id)
+    if seen is None:
+        assert status.reason == "host a: slot 2 has no GPU: there are 2; give it fewer slots"
+    else:
+        assert seen <= set(texts(launcher, job_id)), status
 
 
 def test_calls_do_not_depend_on_the_number_of_runs(fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
