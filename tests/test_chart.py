@@ -26,6 +26,7 @@ from mlbench_core.cli._helm_chart import chart_folder
 from mlbench_core.cli.master import master
 from mlbench_core.tasks import is_run_name
 from mlbench_master.app import create_app
+from tests.helpers.kubernetes_store import Store, kubernetes_store
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "charts" / "mlbench"
@@ -538,3 +539,51 @@ def test_the_notes_name_the_objects_and_do_not_print_the_token(tmp_path: Path) -
         for entry in objects:
             for value in entry.get("data", {}).values() if entry["kind"] == "Secret" else ():
                 assert base64.b64decode(value).decode() not in text
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[tuple[Store, dict[str, str]]]:
+    """An API server that keeps objects, and the environment in which Helm and kubectl use it."""
+    with kubernetes_store() as store:
+        config = tmp_path / "config"
+        config.touch(mode=0o600)
+        config.write_text(json.dumps(store.config))
+        yield store, {**os.environ, "KUBECONFIG": str(config), "HOME": str(tmp_path)}
+
+
+@needs_helm
+def test_the_token_stays_over_an_upgrade_and_the_claim_over_an_uninstallation(
+    cluster: tuple[Store, dict[str, str]],
+) -> None:
+    store, environment = cluster
+    folder = "/api/v1/namespaces/bench"
+
+    def run(*arguments: str) -> str:
+        command = [str(HELM), *arguments, "--namespace=bench"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    def token() -> str:
+        return str(store.objects[f"{folder}/secrets/demo-mlbench-master-token"]["data"]["token"])
+
+    printed = run("install", "demo", str(CHART), "--disable-openapi-validation")
+    first = token()
+    assert "mlbench run demo" in printed
+    assert base64.b64decode(first).decode() not in printed
+    run("upgrade", "demo", str(CHART), "--disable-openapi-validation", "--set=limits.workers=3")
+    assert f"{folder}/resourcequotas/demo-mlbench-worker" in store.objects
+    assert token() == first
+    run("uninstall", "demo")
+    assert list(store.objects) == [f"{folder}/persistentvolumeclaims/demo-mlbench-master"]
+    # The same name takes up the claim.
+    run("install", "demo", str(CHART), "--disable-openapi-validation")
+    assert token() != first
+
+
+@needs_helm
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
+def test_kubectl_accepts_the_objects(cluster: tuple[Store, dict[str, str]]) -> None:
+    command = ["kubectl", "apply", "--dry-run=client", "--validate=false", "--namespace=bench", "--filename=-"]
+    text = yaml.safe_dump_all([*render("default"), *render("ingress"), *render("gpu")])
+    done = subprocess.run(command, env=cluster[1], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == len([*render("default"), *render("ingress"), *render("gpu")])
