@@ -157,7 +157,6 @@ def test_the_schema_accepts_every_value_file(path: Path) -> None:
         ({"limits": {"worker": 2}}, "data.limits "),
         ({"limits": {"workers": 0}}, "data.limits.workers"),
         ({"limits": {"bandwidth": "1g"}}, "data.limits.bandwidth"),
-        ({"userId": 0}, "data.userId"),
         ({"master": {"image": {"pullPolicy": "always"}}}, "data.master.image.pullPolicy"),
         ({"master": {"token": {"value": "secret"}}}, "data.master.token "),
         ({"master": {"service": {"type": "ExternalName"}}}, "data.master.service.type"),
@@ -251,7 +250,7 @@ def test_every_pod_satisfies_the_restricted_security_standard(name: str) -> None
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
         assert spec["enableServiceLinks"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
-        assert spec["securityContext"].get("runAsUser") != 0
+        assert spec["securityContext"]["runAsUser"] == 1000
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert {kind for volume in spec["volumes"] for kind in volume} - {"name"} <= VOLUMES
         for container in spec["containers"]:
@@ -375,7 +374,13 @@ def test_the_mark_of_a_long_release_name_is_short_and_its_own() -> None:
 def test_the_limits_become_a_quota_a_range_and_annotations() -> None:
     assert find("gpu", "ResourceQuota")["spec"] == {"hard": {"pods": "9"}}
     assert find("gpu", "LimitRange")["spec"]["limits"] == [
-        {"type": "Container", "max": {"cpu": "16", "nvidia.com/gpu": "1"}}
+        {
+            "type": "Container",
+            "max": {"cpu": "16", "nvidia.com/gpu": "1"},
+            # Otherwise the master would get a GPU.
+            "default": {"nvidia.com/gpu": "0"},
+            "defaultRequest": {"nvidia.com/gpu": "0"},
+        }
     ]
     annotations = worker_pod("gpu")["metadata"]["annotations"]
     assert set(annotations.values()) == {"10000M"}
@@ -464,8 +469,6 @@ def test_values_for_nodes_and_pods_arrive() -> None:
     assert worker["spec"]["containers"][0]["env"] == given["worker"]["env"]
     for spec in pods("scheduling"):
         assert spec["imagePullSecrets"] == [{"name": "registry-one"}, {"name": "registry-two"}]
-        # The cluster chooses the user.
-        assert "runAsUser" not in spec["securityContext"]
     gpu = worker_pod("gpu")["spec"]
     assert gpu["nodeSelector"] == {"example.org/gpu": "a100"}
     assert gpu["containers"][0]["resources"] == {"requests": {"memory": "64Gi"}, "limits": {"memory": "64Gi"}}

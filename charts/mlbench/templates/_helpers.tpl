@@ -83,13 +83,12 @@ component: master
 {{/* Both as the Pod Security Standard "restricted" demands them. */}}
 {{- define "mlbench.podSecurity" -}}
 runAsNonRoot: true
-{{- with .Values.userId }}
-runAsUser: {{ int . }}
-runAsGroup: {{ int . }}
-fsGroup: {{ int . }}
-# Otherwise each start changes the mode of all files of a run, and opens the master's secrets to the group.
+# The user of the images.
+runAsUser: 1000
+runAsGroup: 1000
+fsGroup: 1000
+# Otherwise each start changes the mode of all files of a volume, and opens the master's secrets to the group.
 fsGroupChangePolicy: OnRootMismatch
-{{- end }}
 seccompProfile:
   type: RuntimeDefault
 {{- end -}}
