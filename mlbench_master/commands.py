@@ -15,6 +15,7 @@ __all__ = [
     "CUSTOM_IMAGE",
     "check_gpus",
     "check_options",
+    "image_of_record",
     "no_bandwidth_limit",
     "no_gpu",
     "resolve_backend",
@@ -28,11 +29,12 @@ CUSTOM_IMAGE = "custom_image"
 """The image that stands for the one in the field ``custom_image_name``."""
 
 
-def resolve_command(run: RunIn) -> tuple[str, str]:
+def resolve_command(run: RunIn, in_container: bool = False) -> tuple[str, str]:
     """Return the image and the command of a run's workers.
 
     Args:
         run: The requested run.
+        in_container: True if workers run in a container of the image; the script of a task is then the one in it.
 
     Returns:
         The image's name and a worker's command line.
@@ -42,7 +44,7 @@ def resolve_command(run: RunIn) -> tuple[str, str]:
     """
     if run.task is not None:
         try:
-            return _task_command(get_task(run.task), run)
+            return _task_command(get_task(run.task), run, in_container=in_container)
         except ValueError as error:
             raise ValueError(f"task: {error}") from None
     if run.command is not None:
@@ -54,7 +56,32 @@ def resolve_command(run: RunIn) -> tuple[str, str]:
             raise ValueError("custom_image_command: is required with image_name=custom_image")
         return run.custom_image_name or run.image_name, _with_flags(run.custom_image_command, run)
     task, arguments = _task_of_image(run.image_name)
-    return run.image_name, _task_command(task, run, arguments)[1]
+    return run.image_name, _task_command(task, run, arguments, in_container=in_container)[1]
+
+
+def image_of_record(image: str) -> str:
+    """Return the container image for a run, as a launcher that starts containers needs it.
+
+    Args:
+        image: The image in the record of the run: the folder of a task, an image of version 3.0, or another image.
+
+    Returns:
+        The task's own image of this version, another image as it is, or an empty text if the run has none.
+
+    Example:
+        >>> image_of_record("task1a_resnet20_cifar10").partition(":")[0], image_of_record("me/mine:1")
+        ('mlbench/task1a', 'me/mine:1')
+    """
+    if image.startswith(CUSTOM_IMAGE):
+        return ""
+    for task in TASKS.values():
+        if image == task.folder:
+            return task.container_image
+    try:
+        # The images of version 3.0 have scripts that this master does not know.
+        return find_image(image)[0].container_image
+    except ValueError:
+        return image
 
 
 def resolve_backend(run: RunIn) -> str:
@@ -186,12 +213,14 @@ def check_gpus(num_workers: int, launcher: Launcher) -> None:
     )
 
 
-def _task_command(task: Task, run: RunIn, of_image: Sequence[str] = ()) -> tuple[str, str]:
+def _task_command(
+    task: Task, run: RunIn, of_image: Sequence[str] = (), *, in_container: bool = False
+) -> tuple[str, str]:
     """Return folder and command of a task; the user's arguments follow those of the image and override them."""
     arguments = [shlex.quote(argument) for argument in (*of_image, *run.arguments)]
     arguments += _flags(run, run.arguments)
     try:
-        return task.folder, task.command(*arguments)
+        return task.folder, task.command(*arguments, in_container=in_container)
     except ConfigurationError as error:
         raise ValueError(str(error)) from None
 

@@ -38,14 +38,15 @@ class Job:
     Attributes:
         run_id: The run's id.
         name: The run's name.
-        command: A worker's command line; the launcher fills in ``{run_id} {rank} {hosts} {backend}``.
+        command: A worker's command line; the launcher fills in ``{run_id} {rank} {hosts} {backend}``. In a container,
+            its paths are those of the image.
         num_workers: Number of workers.
         num_cpus: Cores of each worker.
         backend: Communication backend.
         gpu_enabled: True if workers use GPUs.
         gpus: Entries of CUDA_VISIBLE_DEVICES, one for each worker by rank; empty if the launcher assigns no GPUs.
         all_nodes: True if every worker runs the command; else only the first one does, and starts the others itself.
-        image: Container image, for launchers that use one.
+        image: Full name of the container image, for a launcher that uses it (see :meth:`Launcher.uses_image`).
         env: Environment variables of the workers, in addition to those of the master.
         notes: Lines for the beginning of the run's log.
         options: Options of the engine's own command, for launchers that have one.
@@ -207,6 +208,10 @@ class Launcher(ABC):
             Entries of CUDA_VISIBLE_DEVICES; None if this launcher does not assign GPUs, as in a cluster that does.
         """
         return None
+
+    def uses_image(self, options: Sequence[str]) -> bool:
+        """Return whether the workers of a run with these options of the engine run in a container of its image."""
+        return self.starts_containers
 
     def check_options(self, options: Sequence[str]) -> None:
         """Refuse options that the engine's own command cannot get.

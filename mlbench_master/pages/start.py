@@ -294,10 +294,11 @@ def _base_name(run: Run) -> str:
 def _arguments_of(task: Task, words: list[str]) -> dict[str, str] | None:
     """Return the fields with the arguments of a task's script, or None if the command is another one."""
     try:
-        own = shlex.split(task.command())
+        commands = [shlex.split(task.command(in_container=in_container)) for in_container in (False, True)]
     except ConfigurationError:
         return None
-    if words[: len(own)] != own:
+    own = next((own for own in commands if words[: len(own)] == own), None)
+    if own is None:
         return None
     rest = [word for word in words[len(own) :] if word not in ("--light", "--gpu")]
     fields = {}
