@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlbench_core.cli._client import MasterClient
+from mlbench_core.cli._helm_chart import chart_folder
 from mlbench_core.cli._output import remark
 from mlbench_core.cli._programs import ProgramFailed, Step, ask, check_programs, perform
 from mlbench_core.client.clusters import Cluster, forget_cluster, read_clusters, remember_cluster
@@ -35,14 +36,14 @@ class KindOptions:
     """What a user chose.
 
     Attributes:
-        num_cpus: Cores per worker.
+        num_cpus: The largest number of cores of a worker, or None for no limit.
         kubernetes_version: Version of Kubernetes such as ``1.33.1``, or None for the one that ``kind`` comes with.
         chart: Folder of the Helm chart, or None for MLBench's own.
         values: Values of the chart, as ``name=value``.
         images: Images to load into the cluster, besides those of MLBench.
     """
 
-    num_cpus: int = 1
+    num_cpus: int | None = None
     kubernetes_version: str | None = None
     chart: Path | None = None
     values: tuple[str, ...] = ()
@@ -199,22 +200,13 @@ def _token_manifest(token: str) -> str:
 
 
 def _helm_step(cluster: Cluster, options: KindOptions) -> Step:
-    if options.chart is None:
-        from mlbench_core.cli._helm_chart import chart_folder
-
-        chart = chart_folder()
-    else:
-        chart = options.chart
-    # Loaded images have no registry, from which the default for the tag "latest" would pull them.
-    image = {"pullPolicy": "IfNotPresent"}
+    chart = options.chart or chart_folder()
     values = {
         "limits": {"workers": cluster.num_workers, "cpu": options.num_cpus, "gpu": 0},
         "master": {
-            "image": image,
             "service": {"type": "NodePort", "nodePort": NODE_PORT},
             "token": {"existingSecret": _SECRET},
         },
-        "worker": {"image": image},
     }
     place = ["--kube-context", f"kind-{cluster.name}", "--namespace", NAMESPACE, "--values", "-"]
     command = ["helm", "upgrade", "--install", RELEASE, str(chart), *place]

@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from mlbench_core.cli import _cloud, _kind
-from mlbench_core.cli._output import json_option, print_json, print_table, remark
+from mlbench_core.cli._output import confirm_deletion, json_option, print_json, print_table, remark
 from mlbench_core.cli._programs import ProgramFailed, Step, check_programs, perform, show
 from mlbench_core.client.clusters import (
     PROVIDERS,
@@ -112,7 +112,7 @@ def create_cluster() -> None:
 
 @create_cluster.command()
 @_common
-@click.option("--num-cpus", "-c", type=click.IntRange(min=1), default=1, show_default=True, help="Cores per worker.")
+@click.option("--num-cpus", "-c", type=click.IntRange(min=1), help="The most cores of a worker (default: no limit).")
 @click.option("--num-gpus", "-g", type=int, default=0, hidden=True)
 @click.option("--kubernetes-version", "-k", metavar="VERSION", help="For example 1.33.1 (default: that of kind).")
 @click.option("--custom-value", "-v", multiple=True, metavar="NAME=VALUE", help="A value of the Helm chart.")
@@ -295,8 +295,11 @@ def delete_cluster(
         _show_plan(cluster, steps, as_json)
         return
     check_programs([steps[0].command[0]])
-    if not yes:
-        click.confirm(f"Delete {cluster.name} with its runs and their metrics?", abort=True, err=True)
+    if not yes and not confirm_deletion(f"Delete {cluster.name} with its runs and their metrics?"):
+        remark("nothing deleted")
+        if as_json:
+            print_json(None)
+        return
     for step in steps:
         perform(step)
     forget_cluster(cluster.name)

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import fastjsonschema
 import pytest
 import yaml
 
@@ -65,7 +66,7 @@ def test_kind_from_create_to_delete(
     (port,) = nodes[0]["extraPortMappings"]
     assert (port["listenAddress"], f"http://127.0.0.1:{port['hostPort']}") == ("127.0.0.1", master.url)
     values = yaml.safe_load(programs.stdin("helm-upgrade"))
-    assert values["limits"] == {"workers": 2, "cpu": 1, "gpu": 0}
+    assert values["limits"] == {"workers": 2, "cpu": None, "gpu": 0}
     assert values["master"]["service"] == {"type": "NodePort", "nodePort": port["containerPort"]}
 
     token = json.loads(programs.stdin("kubectl---context"))["items"][1]["stringData"]["token"]
@@ -79,11 +80,28 @@ def test_kind_from_create_to_delete(
     assert "no master is running" in call("status", code=1).stderr
     assert call("set-cluster", "kind", "my-2").stdout == f"in use: my-2 ({master.url})\n"
 
-    assert "Aborted!" in call("delete-cluster", "kind", "my-2", input="n\n", code=1).stderr
+    assert "nothing deleted" in call("delete-cluster", "kind", "my-2", input="n\n").stderr
     assert read_clusters()
-    assert call("delete-cluster", "kind", "my-2", "--yes").stdout == "deleted my-2\n"
+    # As in version 3.0, a script is not asked.
+    assert call("delete-cluster", "kind", "my-2").stdout == "deleted my-2\n"
     assert programs.calls()[-1] == "kind delete cluster --name my-2"
     assert (read_clusters(), current_cluster()) == ({}, None)
+
+
+def test_the_chart_takes_the_values(programs: FakePrograms, call: Call) -> None:
+    steps = json.loads(call(*KIND, "-c", "3", "--dry-run", "--json").stdout)["steps"]
+    (helm,) = (step for step in steps if step["command"][0] == "helm")
+    chart = Path(helm["command"][4])
+    schema = fastjsonschema.compile(json.loads((chart / "values.schema.json").read_text()))
+    values = yaml.safe_load((chart / "values.yaml").read_text())
+    for name, value in json.loads(helm["stdin"]).items():
+        for key, own in value.items():
+            assert key in values[name]
+            values[name][key] = {**values[name][key], **own} if isinstance(own, dict) else own
+    schema(values)
+    values["limits"]["workers"] = "many"
+    with pytest.raises(fastjsonschema.JsonSchemaException):
+        schema(values)
 
 
 def test_kind_that_failed_half_way_says_what_is_left_and_goes_on(
