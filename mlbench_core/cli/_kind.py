@@ -111,6 +111,11 @@ def create(cluster: Cluster, options: KindOptions) -> Cluster:
     else:
         cluster = replace(cluster, token=secrets.token_hex(32))
     todo = steps(cluster, options, exists=exists)
+    if not any(word.startswith("mlbench/master:") for step in todo for word in step.command):
+        remark(
+            "no image mlbench/master was found in Docker, so the cluster pulls it from its registry; to build it here, "
+            "see docs/docker.md"
+        )
     # Stored before the first step: whatever happens, delete-cluster then knows the cluster.
     remember_cluster(cluster)
     try:

@@ -52,6 +52,7 @@ def test_kind_from_create_to_delete(
     programs.answer("docker-images", "mlbench/master:1\nother/x:1\nmlbench/task1a:<none>\n")
     result = call(*KIND, *chart, "-v", "persistence.size=1Gi", "--load-image", "me/own:1", "-k", "1.33.1")
     assert f"created my-2; 'mlbench run' uses it now, and its dashboard is at {master.url}\n" in result.stdout
+    assert "no image mlbench/master" not in result.stderr
     made = programs.calls()
     assert [line for line in made if line.split()[1] not in ("info", "images", "get")] == [
         "kind create cluster --name my-2 --config - --wait 300s --image kindest/node:v1.33.1",
@@ -118,7 +119,9 @@ def test_kind_that_failed_half_way_says_what_is_left_and_goes_on(
     token = read_clusters()["my-2"].token
 
     programs.fail("helm-upgrade", None)
-    assert "exists, so only what is missing is done" in call(*KIND, *chart).stderr
+    remarks = call(*KIND, *chart).stderr
+    assert "exists, so only what is missing is done" in remarks
+    assert "no image mlbench/master was found in Docker" in remarks
     assert not any(line.startswith("kind create") for line in programs.calls())
     assert json.loads(programs.stdin("kubectl---context"))["items"][1]["stringData"]["token"] == token
 
