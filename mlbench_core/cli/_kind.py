@@ -94,20 +94,22 @@ def steps(cluster: Cluster, options: KindOptions, *, exists: bool = False) -> li
 def create(cluster: Cluster, options: KindOptions) -> Cluster:
     """Create a cluster, or go on with one that an earlier call began, and return its record.
 
+    Args:
+        cluster: A new record, or that of the earlier call.
+        options: What the user chose.
+
     Raises:
         ConfigurationError: Another cluster has the name.
         ProgramFailed: A step failed; the message says what is left and how to remove it.
     """
-    known = read_clusters().get(cluster.name)
     exists = cluster.name in names()
-    if exists and (known is None or known.provider != "kind"):
+    if exists and cluster.name not in read_clusters():
         raise ConfigurationError(
             f"NAME must be new: mlbench did not make the cluster {cluster.name!r}, which 'kind get clusters' shows; "
             f"remove it with 'kind delete cluster --name {cluster.name}', or choose another name"
         )
-    if exists and known is not None:
+    if exists:
         remark(f"the cluster {cluster.name} exists, so only what is missing is done")
-        cluster = known
     else:
         cluster = replace(cluster, token=secrets.token_hex(32))
     todo = steps(cluster, options, exists=exists)

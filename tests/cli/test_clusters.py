@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from mlbench_core.cli import _cloud, _kind, clusters
-from mlbench_core.client.clusters import Cluster, current_cluster, read_clusters, remember_cluster
+from mlbench_core.client.clusters import Cluster, current_cluster, forget_cluster, read_clusters, remember_cluster
 from mlbench_core.client.masters import find_credentials
 from mlbench_core.paths import user_folder
 from tests.cli.conftest import Call
@@ -70,8 +70,13 @@ def test_kind_from_create_to_delete(
     assert values["limits"] == {"workers": 2, "cpu": None, "gpu": 0}
     assert values["master"]["service"] == {"type": "NodePort", "nodePort": port["containerPort"]}
 
-    token = json.loads(programs.stdin("kubectl---context"))["items"][1]["stringData"]["token"]
+    namespace, secret = json.loads(programs.stdin("kubectl---context"))["items"]
+    assert (namespace["kind"], secret["kind"]) == ("Namespace", "Secret")
+    assert namespace["metadata"]["name"] == secret["metadata"]["namespace"] == "mlbench"
+    assert secret["metadata"]["name"] == values["master"]["token"]["existingSecret"]
+    token = secret["stringData"]["token"]
     assert len(token) == 64
+    assert token not in call(*KIND, *chart, "--dry-run").output
     assert not any(token in text for text in (*made, result.stdout, result.stderr))
     assert user_folder("clusters.json").stat().st_mode & 0o777 == 0o600
     master.token = token
@@ -139,6 +144,13 @@ def test_a_master_that_does_not_answer_fails(
     error = call(*KIND, *chart, code=1).stderr
     assert "the master does not answer at http://127.0.0.1:" in error
     assert "The cluster my-2 is left" in error
+
+
+def test_a_master_that_refuses_the_token_fails(
+    programs: FakePrograms, master: FakeMaster, call: Call, chart: tuple[str, str]
+) -> None:
+    master.token = "another"
+    assert "the master does not answer at" in call(*KIND, *chart, code=1).stderr
 
 
 def test_ctrl_c_says_what_is_left(
@@ -300,6 +312,7 @@ def test_a_cloud_from_create_to_delete(programs: FakePrograms, master: FakeMaste
     made = programs.calls()
     assert made[1] == f"sky launch --yes --detach-run --cluster my-2 {path}"
     assert made[2].endswith(" my-2 cat mlbench/master.json")
+    assert len(made) == 3, "the tunnel is open"
     assert master.token not in "".join((*made, result.output, path.read_text()))
     assert tuple(find_credentials(master.url)) == (master.token, master.key)
     call("status")
@@ -335,7 +348,7 @@ def test_a_cloud_that_failed_half_way_says_that_machines_cost_money(
 
 
 @pytest.mark.parametrize(
-    "answer", ["", "[]", '{"token": "t"}', '{"token": "a b", "key": "k"}', '{"token": 1, "key": 2}']
+    "answer", ["", "[]", '{"token": "t"}', '{"token": "a b", "key": "k"}', '{"token": "t", "key": 2}']
 )
 def test_a_record_from_the_cloud_that_is_damaged(
     answer: str, programs: FakePrograms, call: Call, patch: pytest.MonkeyPatch
@@ -402,6 +415,23 @@ def test_list_asks_each_program_once(programs: FakePrograms, call: Call) -> None
 def test_set_used_wrongly(arguments: tuple[str, ...], code: int, told: str, call: Call) -> None:
     remember_cluster(Cluster("my-2", "kind", 2, 15080))
     assert told in call("set-cluster", *arguments, code=code).stderr
+    assert current_cluster() is None
+
+
+def test_each_cluster_has_a_port_of_its_own(programs: FakePrograms, call: Call, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(clusters, "_is_free", lambda port: port != clusters.FIRST_PORT + 1)
+    remember_cluster(Cluster("a-1", "kind", 1, clusters.FIRST_PORT))
+    plan = json.loads(call(*AWS, "--dry-run", "--json").stdout)
+    assert plan["cluster"]["url"] == f"http://127.0.0.1:{clusters.FIRST_PORT + 2}"
+
+
+def test_a_new_cluster_with_the_name_of_a_forgotten_one_is_not_in_use(call: Call) -> None:
+    cluster = Cluster("a-1", "kind", 1, 15080)
+    remember_cluster(cluster)
+    call("set-cluster", "a-1")
+    assert current_cluster() == cluster
+    forget_cluster("a-1")
+    remember_cluster(cluster)
     assert current_cluster() is None
 
 
