@@ -103,6 +103,6 @@ setup(
         "mlbench_core": ["py.typed"],
         "mlbench_core.results": ["*.json", "*.mplstyle", "*.toml", "references/*.json"],
         "mlbench_master": ["py.typed", "static/*", "static/vendor/*", "templates/*"],
-        "": ["README.md", "Dockerfile"],
+        "": ["README.md"],
     },
 )
