@@ -160,6 +160,7 @@ def test_a_new_run_of_the_same_id_removes_containers_of_the_old_one(podman: Fake
     job_id = launcher.start(job("true"))
     assert left.wait(10) == -signal.SIGKILL
     assert ended(launcher, job_id).state == "finished"
+    assert [words[0] for words in podman.calls][:3] == ["ps", "rm", "run"]
 
 
 @pytest.mark.parametrize(
