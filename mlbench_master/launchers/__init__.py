@@ -27,6 +27,7 @@ __all__ = [
 _CLASSES = {
     "local": "local:LocalLauncher",
     "slurm": "slurm:SlurmLauncher",
+    "kubernetes": "kubernetes:KubernetesLauncher",
 }
 
 LAUNCHERS = tuple(_CLASSES)
