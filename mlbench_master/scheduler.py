@@ -14,10 +14,11 @@ from typing import Any
 from sqlalchemy.exc import SQLAlchemyError
 
 from mlbench_core.errors import MLBenchError
-from mlbench_master.commands import check_gpus, image_of_record
+from mlbench_master.commands import check_gpus
 from mlbench_master.dates import now_us
 from mlbench_master.events import EventBus
-from mlbench_master.launchers.interface import Job, JobStatus, Launcher, LogRange
+from mlbench_master.jobs import make_job
+from mlbench_master.launchers.interface import JobStatus, Launcher, LogRange
 from mlbench_master.lease import Lease
 from mlbench_master.leftovers import store_leftovers
 from mlbench_master.load import LoadKeeper
@@ -292,28 +293,7 @@ class Scheduler:
 
     def _launch(self, run: Run, gpus: tuple[str, ...]) -> bool:
         """Start a run with the GPUs lent to it; return whether it continues."""
-        notes = list(run.metadata_dict().get("notes", ()))
-        capacity = self._launcher.capacity
-        if _cores(run) > capacity:
-            notes.append(
-                f"warning: {run.num_workers} workers x {run.num_cpus:g} cores want more than the {capacity:g} cores of "
-                "this machine; they share them, so times are not comparable"
-            )
-        job = Job(
-            run_id=run.id,
-            name=run.name,
-            command=run.command,
-            num_workers=run.num_workers,
-            num_cpus=run.num_cpus,
-            backend=run.backend,
-            gpu_enabled=run.gpu_enabled,
-            gpus=gpus,
-            all_nodes=run.run_all_nodes,
-            image=image_of_record(run.image),
-            env={**self._worker_env, "MLBENCH_RUN_ID": str(run.id), "MLBENCH_RUN_NAME": run.name},
-            notes=tuple(notes),
-            options=tuple(run.metadata_dict().get("engine_options", ())),
-        )
+        job = make_job(run, self._launcher, self._worker_env, gpus)
         # Record the job before it starts: if the master dies in between, the next master looks for it.
         job_id = f"{self._launcher.name}-{run.id}"
         started = None

@@ -191,6 +191,10 @@ class SlurmLauncher(FolderLauncher):
         known.logs.collect(at_end=True)
         self._queue.forget(slurm_id)
 
+    def slurm_id(self, job_id: str) -> str:
+        """Return Slurm's number of a job, empty if it was not submitted."""
+        return self._known(job_id).slurm_id or ""
+
     def note(self, job_id: str, text: str) -> None:
         """Add a line of the master to a job's log; see :meth:`Launcher.note`."""
         self._known(job_id).logs.note(text)
