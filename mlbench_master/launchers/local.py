@@ -92,6 +92,7 @@ class LocalLauncher(FolderLauncher):
     """
 
     name = "local"
+    options_example = "--container podman"
     container_advice = "add --container docker, podman or apptainer to 'mlbench run' or to the engine's options"
 
     def __init__(
