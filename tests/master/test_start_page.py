@@ -74,7 +74,7 @@ def test_repeats_have_names_and_seeds_as_with_the_command(client: Any) -> None:
     assert all(run["job_metadata"]["exclusive"] for run in made)
 
 
-def test_only_the_fields_of_the_chosen_program_count(client: Any) -> None:
+def test_only_the_fields_of_the_chosen_program_count(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A browser also sends the texts of the fields that are hidden."""
     everything = {**TASK, "command": "sleep 1", "image_name": "custom_image", "custom_image_name": "me/mine:1",
                   "arguments": "--channels-last", "dataset": "digits", "custom_backend": "x"}  # fmt: skip
@@ -85,6 +85,8 @@ def test_only_the_fields_of_the_chosen_program_count(client: Any) -> None:
         ({"kind": "image"}, "sleep 1", "me/mine:1"),
         ({"kind": "image", "image_name": reference}, "--optimizer ddp --channels-last", reference),
     )):  # fmt: skip
+        # A command without an image is refused in containers, and an image without them.
+        monkeypatch.setattr(IdleLauncher, "starts_containers", change["kind"] != "command")
         answer = client.post("/runs/", data={**everything, **change, "name": f"run-{number}"})
         assert answer.status_code == 303, errors(answer.text)
         made = runs(client)[-1]
@@ -252,7 +254,10 @@ def test_the_form_shows_what_tasks_and_launcher_offer(client: Any, monkeypatch: 
         ),
     ],
 )
-def test_a_run_can_be_started_again(client: Any, form: dict[str, str], shown: dict[str, str]) -> None:
+def test_a_run_can_be_started_again(
+    client: Any, monkeypatch: pytest.MonkeyPatch, form: dict[str, str], shown: dict[str, str]
+) -> None:
+    monkeypatch.setattr(IdleLauncher, "starts_containers", form["kind"] != "command")
     client.post("/runs/", data=form)
     first = runs(client)[0]
     (link,) = re.findall(r'href="(/runs/new/[^"]*)">Run again<', client.get(f"/runs/{first['id']}/").text)
