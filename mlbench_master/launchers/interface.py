@@ -187,13 +187,22 @@ class Launcher(ABC):
         name: Short name for messages.
         place: The place of the state of its jobs, as text; another launcher of this place sees them.
         limits_bandwidth: True if it can limit the bandwidth of a worker.
-        starts_containers: True if workers run in a container of the run's image.
+        starts_containers: True if workers always run in a container of the run's image.
+        container_advice: How a user gets containers, if they do not always run in them.
+        options_example: Options of the engine, as an example for people.
     """
 
     name: str
     place = ""
     limits_bandwidth = False
     starts_containers = False
+    container_advice = "choose an engine that starts containers"
+    options_example = ""
+
+    @property
+    def has_options(self) -> bool:
+        """Return whether a run can have options of the engine."""
+        return type(self).check_options is not Launcher.check_options
 
     @property
     @abstractmethod

@@ -113,7 +113,7 @@ class LogWriter:
         self._lock = threading.Lock()
 
     def write(self, rank: int | None, stream: str, text: str, date: str | None = None) -> None:
-        """Add a line, or drop it if the disk does not accept it; without a date, it gets the date of now."""
+        """Add a line, or drop it if the disk does not accept it; without a date, it gets the present one."""
         with self._lock:
             try:
                 line = _line(rank, stream, text, date)
