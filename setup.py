@@ -107,6 +107,6 @@ setup(
         "mlbench_core.results": ["*.json", "*.mplstyle", "*.toml", "references/*.json"],
         "mlbench_charts": ["mlbench/*", "mlbench/.helmignore", "mlbench/templates/*"],
         "mlbench_master": ["py.typed", "static/*", "static/vendor/*", "templates/*"],
-        "": ["README.md", "Dockerfile"],
+        "": ["README.md"],
     },
 )

@@ -180,5 +180,8 @@ def test_metrics_of_a_run_that_continues_are_read_when_they_grow(fake: Path, tmp
         with pytest.MonkeyPatch.context() as meanwhile:
             meanwhile.setattr(direct, "read_lines", gone)
             assert len(runs.metrics(run["id"], metric_filter=name)[name]) == 3
+        runs.stop(run["id"])
+        (stopped,) = runs.runs()
+        assert (stopped["state"], stopped["job_metadata"]["reason"]) == ("failed", "stopped by a user")
         runs.delete(run["id"])
         assert runs.runs() == []
