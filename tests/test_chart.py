@@ -27,6 +27,9 @@ from mlbench_core.cli.master import master
 from mlbench_core.tasks import is_run_name
 from mlbench_master.app import create_app
 from mlbench_master.launchers import Job
+from mlbench_master.launchers.kubernetes_manifests import job_manifest
+from mlbench_master.launchers.kubernetes_options import KubernetesOptions
+from mlbench_master.launchers.kubernetes_settings import read_setting
 from tests.helpers.kubernetes_store import Store, kubernetes_store
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -321,9 +324,8 @@ def test_the_master_gets_its_secrets_from_secrets() -> None:
 def test_the_arguments_of_the_master_are_those_of_the_command() -> None:
     (container,) = find("default", "Deployment")["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["mlbench", "master"]
-    arguments = [argument for argument in container["args"] if argument != "--launcher=kubernetes"]
-    assert len(arguments) == len(container["args"]) - 1
-    context = master.make_context("master", arguments)
+    context = master.make_context("master", list(container["args"]))
+    assert context.params["launcher"] == "kubernetes"
     assert str(context.params["data_dir"]).startswith("/data/")
     assert [port["containerPort"] for port in container["ports"]] == [context.params["port"]]
 
@@ -599,17 +601,13 @@ def test_kubectl_accepts_the_objects(cluster: tuple[Store, dict[str, str]]) -> N
 def test_the_jobs_that_the_launcher_makes_of_the_template_are_restricted_and_valid(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifests = pytest.importorskip("mlbench_master.launchers.kubernetes_manifests")
-    from mlbench_master.launchers.kubernetes_options import KubernetesOptions
-    from mlbench_master.launchers.kubernetes_settings import read_setting
-
     (tmp_path / "worker.yaml").write_text(find(name, "ConfigMap")["data"]["worker.yaml"])
     for variable, value in variables(name).items():
         if value is not None and variable.startswith("MLBENCH_KUBERNETES_"):
             monkeypatch.setenv(variable, value.replace("/etc/mlbench", str(tmp_path)).replace("/data", str(tmp_path)))
     setting = read_setting(tmp_path, "bench")
     run = Job(7, "demo", "python main.py --rank {rank}", 2, image="mlbench/task1a:latest", gpu_enabled=name == "gpu")
-    job = manifests.job_manifest(run, KubernetesOptions(), setting, attempt="1", folder="runs/7")
+    job = job_manifest(run, KubernetesOptions(), setting, attempt="1", folder="runs/7")
     validate_object(json.dumps(job), KUBERNETES[0])
     pod = job["spec"]["template"]
     # The policies and the claims of the chart are for these pods.
