@@ -123,6 +123,7 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
     launcher.check_options(run.engine_options)
     _check_combination(run, launcher)
     _check_image(run, launcher)
+    launcher.check_workers(run.num_workers, run.backend.lower(), run.engine_options)
     notes = []
     if run.max_bandwidth < DEFAULT_BANDWIDTH and not launcher.limits_bandwidth:
         raise ValueError(

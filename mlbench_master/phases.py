@@ -11,9 +11,9 @@ from mlbench_core.results.published import STEPS
 from mlbench_master.columns import epoch_of, number_of
 from mlbench_master.store import Point, Store
 
-__all__ = ["MOST_EPOCHS", "PHASES", "PhaseBar", "epoch_phases", "longest_s", "total_phases"]
+__all__ = ["MOST_EPOCHS", "PHASE_TITLES", "PhaseBar", "epoch_phases", "longest_s", "total_phases"]
 
-PHASES = {
+PHASE_TITLES = {
     "compute": "Compute",
     "hidden": "Compute with hidden communication",
     "communication": "Exposed communication",
@@ -38,7 +38,7 @@ class PhaseBar:
 
     Attributes:
         label: Its title.
-        seconds: Time of each phase that has any, in the order of :data:`PHASES`.
+        seconds: Time of each phase that has any, in the order of :data:`PHASE_TITLES`.
     """
 
     label: str
@@ -140,7 +140,7 @@ def _phase(step: str) -> str:
 def _of_result(times: Any) -> dict[str, float]:
     """Return phases of the times in a result, which a worker wrote, so they may be anything."""
     found = times if isinstance(times, dict) else {}
-    sources = {**{phase: f"{phase}_s" for phase in PHASES}, "hidden": "communication_hidden_s"}
+    sources = {**{phase: f"{phase}_s" for phase in PHASE_TITLES}, "hidden": "communication_hidden_s"}
     return {
         phase: float(seconds)
         for phase, source in sources.items()
@@ -152,7 +152,7 @@ def _stacked(seconds: Mapping[str, float]) -> dict[str, float]:
     """Return the phases with any time in their order, with hidden communication as a part of the compute time."""
     hidden = min(seconds.get("hidden", 0.0), seconds.get("compute", 0.0))
     stacked = {**seconds, "hidden": hidden, "compute": seconds.get("compute", 0.0) - hidden}
-    return {phase: stacked[phase] for phase in PHASES if stacked.get(phase, 0.0) > 0}
+    return {phase: stacked[phase] for phase in PHASE_TITLES if stacked.get(phase, 0.0) > 0}
 
 
 def _epoch(point: Point, index: int) -> int:

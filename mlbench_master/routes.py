@@ -59,9 +59,9 @@ from mlbench_master.starting import start_runs
 from mlbench_master.store import NameInUseError, NewMetric, Run, Store, pod_owner, run_owner
 from mlbench_master.writer import UnknownRunError
 
-__all__ = ["PHASES", "read_query", "results_of", "router", "run_or_404"]
+__all__ = ["POD_PHASES", "read_query", "results_of", "router", "run_or_404"]
 
-PHASES = {"initialized": "Pending", "started": "Running", "finished": "Succeeded", "failed": "Failed"}
+POD_PHASES = {"initialized": "Pending", "started": "Running", "finished": "Succeeded", "failed": "Failed"}
 _FEW_METRICS = 100
 _read_metrics = read_body(MAX_METRICS_BYTES)
 
@@ -427,7 +427,7 @@ def _pod(run: Run, rank: int, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "labels": json.dumps(labels),  # text, as in version 3.0
-        "phase": PHASES.get(run.state, "Unknown"),
+        "phase": POD_PHASES.get(run.state, "Unknown"),
         "ip": "127.0.0.1",
     }
 

@@ -13,8 +13,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from mlbench_core.cli import _embedded, _follow, _wait
-from mlbench_core.cli._client import MasterClient
+from mlbench_core.cli import _direct, _embedded, _follow, _wait
+from mlbench_core.cli._client import MasterClient, RunSource
 from mlbench_core.cli._engines import EngineType
 from mlbench_core.cli._output import clean, dashboard_option, json_option, print_json, print_table, remark
 from mlbench_core.client import settings
@@ -90,6 +90,8 @@ class _Options:
     exclusive: bool
     engine: str | None
     engine_options: str | None
+    no_master: bool
+    data_dir: Path | None
     container: str | None
     replace: bool
     wait: bool
@@ -108,6 +110,7 @@ class _Options:
             raise click.UsageError("--task cannot be given with --image or --command: a task has its own command")
         if self.output is not None and not self.wait:
             raise click.UsageError("--output needs --wait: the results are saved when the runs have ended")
+        self._check_master()
         last = settings.read(settings.LAST_RUN)
         asked = self.task is None and self.command is None and self.image is None
         self.name = self.name or _ask("the name", "NAME", last.get("name"))
@@ -138,6 +141,28 @@ class _Options:
         task = self.task.key if self.task else None
         values = {"name": self.name, "num_workers": self.num_workers, "task": task, "image": self.image}
         settings.remember(settings.LAST_RUN, {**values, "command": self.command, "backend": self.backend})
+
+    def _check_master(self) -> None:
+        """Refuse options that need a master together with ``--no-master``, and options that need no master."""
+        if not self.no_master:
+            if self.data_dir is not None:
+                raise click.UsageError(
+                    "--data-dir needs --no-master: the folder of a master is an option of 'mlbench master'"
+                )
+            return
+        if self.engine != _direct.ENGINE:
+            given = "left out" if self.engine is None else self.engine
+            raise click.UsageError(
+                f"--engine must be {_direct.ENGINE} with --no-master, not {given}: with another engine, the "
+                "master decides when a run starts, or collects its results"
+            )
+        if self.dashboard_url is not None:
+            raise click.UsageError("--dashboard-url cannot be given with --no-master: leave out one of them")
+        if self.exclusive:
+            raise click.UsageError(
+                "--exclusive cannot be given with --no-master: no master keeps other runs waiting; "
+                "--engine-options=--exclusive gives each run nodes of its own"
+            )
 
     @property
     def series(self) -> RunSeries:
@@ -201,6 +226,17 @@ class _Options:
     help="Options of the engine's own command, for example '--partition=gpu --time=1:00:00' for sbatch.",
 )
 @click.option(
+    "--no-master",
+    is_flag=True,
+    help="With --engine slurm: submit the runs from here without a master; they leave their results in --data-dir.",
+)
+@click.option(
+    "--data-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Folder for the runs of --no-master, which all nodes must see (default: no-master in your data folder).",
+)
+@click.option(
     "--container",
     type=click.Choice(PROGRAMS),
     help="With the local engine: run each worker in a container of the image, or of the task's own image.",
@@ -232,19 +268,31 @@ def run(ctx: click.Context, **values: Any) -> None:
     options.complete(ctx)
     # Before find_or_start, so that a wrong command line starts no master.
     requests = options.series.requests()
+    if options.no_master:
+        with _direct.open_runs(options.name, options.data_dir) as direct:
+            started = _start(direct, requests, options.replace)
+            if options.wait or not options.as_json:
+                _direct.show_submitted(direct, started, options.wait)
+            _finish(direct, options, started)
+        return
     location = _embedded.find_or_start(options.dashboard_url, options.engine)
     with MasterClient(location.url, location.token) as client:
         started = _start(client, requests, options.replace)
-        if options.wait:
-            goal = _goal(options.task, options.light, options.arguments)
-            folder = options.output or Path("mlbench-results") / options.name
-            _follow.follow(client, started, goal, folder, options.as_json, pooled=(options.repeats or 1) > 1)
-        elif options.as_json:
-            print_json(started)
-        else:
+        if not (options.wait or options.as_json):
             rows = [(item["name"], item["id"], item.get("num_workers"), item.get("state")) for item in started]
             print_table(("RUN", "ID", "WORKERS", "STATE"), rows, right=(1, 2))
             remark(f"watch them at {client.url} or with 'mlbench status NAME' and 'mlbench logs NAME --follow'")
+        _finish(client, options, started)
+
+
+def _finish(client: RunSource, options: _Options, started: Sequence[dict[str, Any]]) -> None:
+    """Wait for the runs and show their results with ``--wait``, or else describe them with ``--json``."""
+    if options.wait:
+        goal = _goal(options.task, options.light, options.arguments)
+        folder = options.output or Path("mlbench-results") / options.name
+        _follow.follow(client, started, goal, folder, options.as_json, pooled=(options.repeats or 1) > 1)
+    elif options.as_json:
+        print_json(started)
 
 
 def _split(text: str, option: str) -> list[str]:
@@ -302,7 +350,7 @@ def _check_name(name: str) -> None:
         )
 
 
-def _start(client: MasterClient, requests: Sequence[Mapping[str, Any]], replace: bool) -> list[dict[str, Any]]:
+def _start(client: RunSource, requests: Sequence[Mapping[str, Any]], replace: bool) -> list[dict[str, Any]]:
     """Start all runs, after a check of all names; with ``replace``, delete earlier runs of the same names."""
     names = {request["name"] for request in requests}
     for item in client.runs():

@@ -34,14 +34,12 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
@@ -52,18 +50,23 @@ from mlbench_master.launchers.containers import Containers, check_program, read_
 from mlbench_master.launchers.folders import FolderLauncher
 from mlbench_master.launchers.gpus import find_gpus
 from mlbench_master.launchers.interface import Job, JobStatus
-from mlbench_master.launchers.logs import append_log, last_file, log_limit_bytes, open_at_once
+from mlbench_master.launchers.logs import append_log, last_file, log_limit_bytes
 from mlbench_master.launchers.mpirun import is_mpirun, mpirun_command
-from mlbench_master.processes import end_processes, processes_with, start_mark
+from mlbench_master.launchers.supervised import (
+    FOLDER_VARIABLE,
+    end_marked,
+    find_supervisor,
+    hold_port,
+    read_state,
+    signal_to,
+    start_supervisor,
+)
 
 __all__ = ["LocalLauncher", "worker_commands"]
 
-_FOLDER_VARIABLE = "MLBENCH_RUN_DIR"
-_SUPERVISOR = "mlbench_master.launchers.supervise"
 # Supervisors that this process started. Only a parent can wait for a child, so all launcher objects share them.
 _children: dict[Path, subprocess.Popen[bytes]] = {}
 _DROPPING = "lines of output are dropped, because the log cannot be written: is the disk full?"
-_STATE_BYTES = 65_536
 _USER_FOLDERS = ("datasets", "checkpoints", "cache")
 _LOAD_INTERVAL_S = 5.0
 _SHORTEST_LOAD_INTERVAL_S = 0.1
@@ -75,13 +78,7 @@ class _Status(TypedDict):
     finished_at: FiniteFloat
 
 
-class _SupervisorId(TypedDict):
-    pid: int
-    started: str
-
-
 _status = TypeAdapter(_Status)
-_supervisor_id = TypeAdapter(_SupervisorId)
 
 
 class LocalLauncher(FolderLauncher):
@@ -95,6 +92,7 @@ class LocalLauncher(FolderLauncher):
     """
 
     name = "local"
+    options_example = "--container podman"
     container_advice = "add --container docker, podman or apptainer to 'mlbench run' or to the engine's options"
 
     def __init__(
@@ -148,13 +146,13 @@ class LocalLauncher(FolderLauncher):
         held: socket.socket | None = None
         limit_bytes = log_limit_bytes()
         # The containers of Docker and Podman are not below the supervisor, which measures the processes below it.
-        load_interval_s = _load_interval_s() if containers is None or containers.program == "apptainer" else 0.0
+        sample_s = load_interval_s() if containers is None or containers.program == "apptainer" else 0.0
         try:
             (folder / "work").mkdir(parents=True)
             if containers is not None:
                 (folder / "container").write_text(containers.program)
             self.results(job_id).mkdir()
-            held = _hold_port()
+            held = hold_port()
             commands, env = self._commands(job, folder, held.getsockname()[1], containers)
             content = {
                 "commands": commands,
@@ -163,14 +161,14 @@ class LocalLauncher(FolderLauncher):
                 "log_limit_bytes": limit_bytes,
                 "num_workers": job.num_workers,
                 "gpus": job.gpus,
-                "load_interval_s": load_interval_s,
+                "load_interval_s": sample_s,
                 "container": containers.program if containers else "",
             }
             (folder / "job.json").touch(mode=0o600)  # only for its owner: it may hold a token
             (folder / "job.json").write_text(json.dumps(content))
             for note in (*job.notes, f"command: {shlex.join(commands[0]['argv'])}"):
                 append_log(folder / "log.jsonl", None, "system", note)
-            _children[folder] = self._start_supervisor(folder, held)
+            _children[folder] = start_supervisor(folder, held)
         except OSError as error:
             raise ConfigurationError(f"cannot start run {job.run_id} in {folder}: {error}") from error
         finally:
@@ -187,7 +185,7 @@ class LocalLauncher(FolderLauncher):
         # A job may set its own number of threads, but not the folder, by which its processes are found, nor those below
         # it, which the master reads.
         own = {
-            _FOLDER_VARIABLE: str(folder),
+            FOLDER_VARIABLE: str(folder),
             "MLBENCH_SPOOL": str(folder / "spool"),
             "MLBENCH_OUTPUT": str(folder / "output"),
         }
@@ -213,7 +211,7 @@ class LocalLauncher(FolderLauncher):
         if self._supervisor(folder) is not None:
             return JobStatus("running", _DROPPING if (folder / "dropping").exists() else "")
         try:
-            status = _status.validate_json(_read_state(folder / "status.json"))
+            status = _status.validate_json(read_state(folder / "status.json"))
         except FileNotFoundError:
             # A supervisor that was killed leaves its workers behind.
             self._end_marked(folder)
@@ -232,12 +230,12 @@ class LocalLauncher(FolderLauncher):
         folder = self._job_folder(job_id)
         pid = self._supervisor(folder)
         if pid is not None:
-            _signal(pid, signal.SIGTERM)
+            signal_to(pid, signal.SIGTERM)
             # The supervisor waits grace_s after SIGTERM, and up to 5 s after SIGKILL.
             deadline = time.monotonic() + self._grace_s + 7
             while self._supervisor(folder) == pid:
                 if time.monotonic() > deadline:
-                    _signal(pid, signal.SIGKILL)
+                    signal_to(pid, signal.SIGKILL)
                     break
                 time.sleep(0.05)
         # A supervisor that was killed leaves its workers behind.
@@ -250,62 +248,24 @@ class LocalLauncher(FolderLauncher):
         with contextlib.suppress(OSError):
             append_log(last_file(self._job_folder(job_id)), None, "system", text)
 
-    def _start_supervisor(self, folder: Path, held: socket.socket) -> subprocess.Popen[bytes]:
-        """Start the run's supervisor, which keeps the port reserved until it ends."""
-        # The supervisor runs in the run's folder, where Python would not find a package that is not installed.
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-        with (folder / "supervisor.log").open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", _SUPERVISOR, str(folder)],
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": path, _FOLDER_VARIABLE: str(folder)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # signals to the master's group must not end the run
-                pass_fds=[held.fileno()],
-            )
-
     def _supervisor(self, folder: Path) -> int | None:
         """Return the process id of the run's supervisor if it is alive."""
         child = _children.get(folder)
         if child is not None:
             return child.pid if child.poll() is None else None
-        try:
-            known = _supervisor_id.validate_json(_read_state(folder / "supervisor.json"))
-            return known["pid"] if start_mark(known["pid"]) == known["started"] else None
-        except FileNotFoundError:
-            # A supervisor that has just started has not written the file yet.
-            with contextlib.suppress(psutil.Error):
-                for process in processes_with(_FOLDER_VARIABLE, str(folder)) if folder.exists() else ():
-                    if _SUPERVISOR in process.cmdline():
-                        return int(process.pid)
-            return None
-        except (ValidationError, OSError):
-            return None
+        return find_supervisor(folder)
 
     def _end_marked(self, folder: Path) -> None:
-        """End processes that a killed supervisor left behind, found by the run's folder in their environment."""
-        end_processes(processes_with(_FOLDER_VARIABLE, str(folder)), self._grace_s)
+        """End processes and containers that a killed supervisor left behind."""
+        end_marked(folder, self._grace_s)
         with contextlib.suppress(OSError):
-            program = _read_state(folder / "container").decode(errors="replace")
+            program = read_state(folder / "container").decode(errors="replace")
             problem = remove_containers(program, folder)
             if problem:
                 append_log(last_file(folder), None, "system", problem)
 
 
-def _read_state(path: Path) -> bytes:
-    with open_at_once(path) as file:
-        return file.read(_STATE_BYTES)
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it may have ended in the meantime
-        os.kill(pid, number)
-
-
-def _load_interval_s() -> float:
+def load_interval_s() -> float:
     """Return the seconds between two samples of the load of workers, 0 for no samples."""
     text = os.environ.get("MLBENCH_LOAD_INTERVAL_S", "")
     try:
@@ -368,15 +328,3 @@ def _mpi_command(job: Job, argv: list[str], in_container: bool) -> dict[str, Any
 
 def _ranked(argv: list[str], rank: int) -> list[str]:
     return [fill(word, {"{rank}": str(rank)}) for word in argv]
-
-
-def _hold_port() -> socket.socket:
-    """Reserve a free port, which no other program gets until the socket is closed in all processes.
-
-    The socket does not listen, and it has SO_REUSEADDR, as torch's store has. So rank 0 can listen on the port, and the
-    system does not assign it to a program that asks for a free port.
-    """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held

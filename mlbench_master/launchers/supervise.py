@@ -109,6 +109,7 @@ class _Supervisor:
         self._ended: queue.SimpleQueue[tuple[int | None, int] | None] = queue.SimpleQueue()
         self._stopping = False
         self._failed_rank: int | None = None
+        self._failed_at: float | None = None
         self._failed_to_start = ""
         self._errors: dict[int | None, ErrorSearch] = defaultdict(ErrorSearch)  # by rank
         self._readers: list[threading.Thread] = []
@@ -154,7 +155,9 @@ class _Supervisor:
         if self._log.dropped:
             lost = f"{self._log.dropped} lines of output could not be written: {self._log.problem}"
             reason = f"{reason}; {lost}" if reason else lost
-        self._write_status({"returncode": returncode, "reason": reason[:_LONGEST_REASON], "finished_at": finished_at})
+        status = {"returncode": returncode, "reason": reason[:_LONGEST_REASON], "finished_at": finished_at}
+        # Of several hosts, the one on which a worker failed first has the reason.
+        self._write_status({**status, "failed_at": self._failed_at})
 
     def _reason(self, returncode: int) -> str:
         """Return how the run failed, in one line; call it when all output has been read."""
@@ -247,6 +250,7 @@ class _Supervisor:
             rank, returncode = ended
             if returncode and not status:
                 status, deadline = returncode, time.monotonic() + self._grace_s
+                self._failed_at = time.time()
                 if rank is not None:
                     self._failed_rank = rank
         return status

@@ -21,7 +21,7 @@ from mlbench_master.launchers.interface import Launcher
 from mlbench_master.pages.logs import log_view
 from mlbench_master.pages.render import page
 from mlbench_master.pages.workers import list_workers
-from mlbench_master.phases import PHASES, epoch_phases, longest_s, total_phases
+from mlbench_master.phases import PHASE_TITLES, epoch_phases, longest_s, total_phases
 from mlbench_master.progress import progress_of
 from mlbench_master.results import RESULT_METRIC, ResultFolder
 from mlbench_master.routes import LauncherPart, StorePart, results_of, run_or_404
@@ -67,7 +67,7 @@ def run_page(run_id: str, request: Request, store: StorePart, launcher: Launcher
         failed=_failure(run, launcher),
         progress=progress_of(store, run, dict(latest)),
         has_result=bool(result),
-        phases=PHASES,
+        phases=PHASE_TITLES,
         totals=totals,
         longest_total=longest_s(totals),
         epochs=epochs,

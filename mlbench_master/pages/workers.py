@@ -13,7 +13,7 @@ from mlbench_master.curves import start_of
 from mlbench_master.launchers.load_sampler import LOAD_METRICS
 from mlbench_master.pages.logs import log_view
 from mlbench_master.pages.render import page, size
-from mlbench_master.routes import PHASES, LauncherPart, StorePart
+from mlbench_master.routes import POD_PHASES, LauncherPart, StorePart
 from mlbench_master.schemas import LogsQuery
 from mlbench_master.store import Point, Run, Store, pod_owner
 
@@ -88,7 +88,7 @@ class Worker:
     @property
     def phase(self) -> str:
         """Return the state in the words of ``GET /api/pods/``."""
-        return PHASES.get(self.run.state, "Unknown")
+        return POD_PHASES.get(self.run.state, "Unknown")
 
 
 def list_workers(store: Store, places: Sequence[tuple[Run, int]]) -> list[Worker]:

@@ -60,12 +60,20 @@ export function chart(element, options, data) {
     else if (!plot) draw();
     else plot.setSize({ width: element.clientWidth, height: plot.height });
   });
+  const pressed = (event) => { if (plot && press(plot, event)) event.preventDefault(); };
+  if (!options.sparkline) {
+    element.tabIndex = 0;
+    element.setAttribute("role", "group");
+    element.setAttribute("aria-label", `${options.label ?? "chart"}. ${KEYS}`);
+    element.addEventListener("keydown", pressed);
+  }
   const theme = matchMedia("(prefers-color-scheme: dark)");
   theme.addEventListener("change", draw);
   resized.observe(element);
 
   function remove() {
     resized.disconnect();
+    element.removeEventListener("keydown", pressed);
     theme.removeEventListener("change", draw);
     plot?.destroy();
     plot = null;
@@ -83,6 +91,33 @@ export function chart(element, options, data) {
   }
   draw();
   return { set, remove };
+}
+
+// style.css shows these below a chart that has the focus.
+const KEYS = "Arrow keys show values, + and - zoom, 0 shows everything, 1 to 9 hide a curve.";
+
+/** Do for a key what dragging and the legend do for a mouse; return whether the key means something. */
+function press(plot, event) {
+  if (event.ctrlKey || event.altKey || event.metaKey) return false;
+  const xs = plot.data[0];
+  const { min, max } = plot.scales.x;
+  const at = plot.cursor.idx ?? null;
+  if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
+    const step = event.key === "ArrowLeft" ? -1 : 1;
+    const [first, last] = plot.series[0].idxs;
+    const next = at === null ? (step > 0 ? first : last) : Math.min(Math.max(at + step, first), last);
+    plot.setCursor({ left: plot.valToPos(xs[next], "x"), top: plot.over.clientHeight / 2 });
+  } else if (event.key === "+" || event.key === "-") {
+    const middle = at === null ? (min + max) / 2 : xs[at];
+    const half = (max - min) * (event.key === "+" ? 0.25 : 1);
+    plot.setScale("x", { min: Math.max(middle - half, xs[0]), max: Math.min(middle + half, xs.at(-1)) });
+  } else if (event.key === "0") {
+    plot.setScale("x", { min: xs[0], max: xs.at(-1) });
+  } else if (/^[1-9]$/.test(event.key)) {
+    const curve = plot.series.filter((one, index) => index > 0 && one.class !== "edge")[Number(event.key) - 1];
+    if (curve) plot.setSeries(plot.series.indexOf(curve), { show: !curve.show });
+  } else return false;
+  return true;
 }
 
 /** Return the part of the horizontal axis that a user has zoomed to, or null if the chart shows everything. */

@@ -205,7 +205,7 @@ function draw(wanted, answers) {
     const series = labels.map((label, index) => (
       hasGoal && index === labels.length - 1 ? { label, color: "--c7", dash: [6, 4] } : { label }
     ));
-    const isWhole = xLabel === "step";
+    const isWhole = xLabel === "step" || (xLabel === "epoch" && data[0].every(Number.isInteger));
     one.plot = chart(one.place, { series, xLabel, isWhole, label: `${title} against ${xLabel}` }, data);
   }
 }

@@ -168,3 +168,23 @@ def test_every_page_fits_the_screen_and_is_open_to_all(watched: Watched, width: 
         watched.picture(f"{name}-{width}-{theme}")
     assert found == []
     assert watched.problems == []
+
+
+def test_the_keyboard_does_in_a_chart_what_a_mouse_does(watched: Watched) -> None:
+    page = watched.page
+    watched.open(pages(watched.base)["run"])
+    page.wait_for_selector("#charts canvas")
+    chart = page.locator("#charts .chart").first
+    drawn = "(one) => one.querySelector('canvas').toDataURL()"
+    everything = chart.evaluate(drawn)
+    chart.focus()
+    for key in ("ArrowRight", "ArrowRight"):
+        page.keyboard.press(key)
+    assert chart.locator(".u-series .u-value").all_inner_texts() == ["2", "1.25", "1.35"]
+    page.keyboard.press("+")
+    wait_for(lambda: chart.evaluate(drawn) != everything, what="a part of the curves")
+    page.keyboard.press("0")
+    wait_for(lambda: chart.evaluate(drawn) == everything, what="all of the curves")
+    page.keyboard.press("2")
+    assert chart.locator(".u-series.u-off").inner_text().startswith("validation")
+    assert watched.problems == []
