@@ -187,7 +187,7 @@ def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pyte
         (["demo", "1", "--task", "1a", "--num-cpus", "inf"], "'inf' must be a positive number of cores"),
         (["demo", "1", "--command", "'unbalanced"], "the command must be quoted as for a shell"),
         (["demo", "1", "--task", "1a", "--repeats", "0"], "0 is not in the range"),
-        (["demo", "1", "--task", "1a", "--engine", "lsf"], "'lsf' must be one of local, kubernetes, slurm"),
+        (["demo", "1", "--task", "1a", "--engine", "lsf"], "'lsf' must be one of local, hosts, kubernetes, slurm"),
         (["demo", "1", "--task", "1a", "--engine-options", "'a"], "the engine options must be quoted as for a shell"),
         (["a" * 60, "1", "--task", "1a", "--repeats", "2"], "the name of a run must be"),
         (["demo", "1", "--command", "x.py", "--repeats", "2"], "--repeats needs {seed} in the command"),
