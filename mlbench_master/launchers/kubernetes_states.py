@@ -71,9 +71,9 @@ def has_started(pod: Mapping[str, Any]) -> bool:
 
 
 def has_log(pod: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether a pod has a log, and whether the log is complete."""
-    state = _state(pod)
-    return bool(state.keys() & {"running", "terminated"}), "terminated" in state
+    """Return whether a pod has a log that can be read, and whether the log is complete."""
+    # A question to a node that does not answer would keep a reader from other pods for most of a minute.
+    return has_started(pod) and not is_on_lost_node(pod), "terminated" in _state(pod)
 
 
 def is_on_lost_node(pod: Mapping[str, Any]) -> bool:

@@ -247,10 +247,9 @@ def test_the_end_of_a_pod_that_is_gone_is_remembered(launcher: KubernetesLaunche
 
 
 def test_a_job_that_waits_for_a_pod_of_a_lost_node_has_ended(
-    launcher: KubernetesLauncher, cluster: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
+    launcher: KubernetesLauncher, cluster: FakeKubernetes
 ) -> None:
     """Since Kubernetes 1.31, such a Job has the condition FailureTarget, and never the condition Failed."""
-    monkeypatch.setattr(kubernetes, "_LOGS_S", 0.3)
     launcher.start(JOB)
     cluster.run_all()
     with cluster.lock:
