@@ -101,7 +101,7 @@ class _Supervisor:
         self._num_workers = int(job["num_workers"])
         self._gpus: list[str] = job["gpus"]
         self._load_interval_s = float(job["load_interval_s"])
-        self._container: str = job["container"]
+        self._container: str = job.get("container", "")
         self._roots: dict[int, int | None] = {}  # ranks of the started processes by their ids
         self._all_ended = threading.Event()
         self._log = LogWriter(folder, int(job["log_limit_bytes"]))
