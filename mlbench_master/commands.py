@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task
+from mlbench_master.launchers.containers import image_problem
 from mlbench_master.launchers.interface import Launcher
 from mlbench_master.schemas import DEFAULT_BANDWIDTH, RunIn
 
@@ -119,8 +120,10 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
     Raises:
         ValueError: An option cannot be fulfilled; the message names the field and a remedy.
     """
-    _check_combination(run, launcher)
     launcher.check_options(run.engine_options)
+    _check_combination(run, launcher)
+    _check_image(run, launcher)
+    launcher.check_workers(run.num_workers, run.backend.lower(), run.engine_options)
     notes = []
     if run.max_bandwidth < DEFAULT_BANDWIDTH and not launcher.limits_bandwidth:
         raise ValueError(
@@ -129,12 +132,6 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
         )
     if run.gpu_enabled:
         check_gpus(run.num_workers, launcher)
-    own_image = run.task is None and run.custom_image_name not in (None, CUSTOM_IMAGE)
-    if own_image and not launcher.starts_containers:
-        notes.append(
-            f"note: the image {run.custom_image_name} is not used: the {launcher.name} launcher starts processes, not "
-            "containers, so the command runs on this machine with its Python and its packages"
-        )
     # As in version 3.0, only a custom backend may start a single worker; known backends start all of them.
     all_nodes = run.run_all_nodes or run.backend.lower() != CUSTOM_BACKEND or run.num_workers == 1
     if not all_nodes:
@@ -175,7 +172,7 @@ def _check_combination(run: RunIn, launcher: Launcher) -> None:
     if run.task is None and run.command is None:
         return
     rivals = {"custom_image_command": run.custom_image_command}
-    if run.task is not None or not launcher.starts_containers:
+    if run.task is not None or not launcher.uses_image(run.engine_options):
         rivals.update(image_name=run.image_name, custom_image_name=run.custom_image_name)
     if run.task is not None:
         rivals["command"] = run.command
@@ -190,6 +187,29 @@ def _check_combination(run: RunIn, launcher: Launcher) -> None:
             f"run_all_nodes: must be true with backend {run.backend.lower()}, not false: every worker runs the "
             "command; leave it out, or give a custom_backend whose first worker starts the others"
         )
+
+
+def _check_image(run: RunIn, launcher: Launcher) -> None:
+    """Refuse an own image if no container will run it, and a container without an image."""
+    uses_image = launcher.uses_image(run.engine_options)
+    own_image = run.custom_image_name not in (None, CUSTOM_IMAGE) and run.task is None
+    if own_image and not uses_image:
+        raise ValueError(
+            f"custom_image_name: must be left out, not {str(run.custom_image_name)[:80]!r}: the {launcher.name} "
+            f"launcher starts processes, not containers; {launcher.container_advice}, or leave out the image to run "
+            "the command with the Python and the packages of the master"
+        )
+    if not uses_image:
+        return
+    image = image_of_record(resolve_command(run, in_container=True)[0])
+    if not image:
+        raise ValueError(
+            f"custom_image_name: must be given for a command in a container of the {launcher.name} launcher: name the "
+            "image that has the command, or give a task, which has an image of its own"
+        )
+    problem = image_problem(image)
+    if problem:
+        raise ValueError(f"{'custom_image_name' if own_image else 'image_name'}: {problem}")
 
 
 def check_gpus(num_workers: int, launcher: Launcher) -> None:

@@ -133,6 +133,10 @@ class DirectRuns:
             LauncherError: Slurm does not answer.
         """
         self._launcher.stop(_job_id(run_id))
+        run = self._runs.get(run_id)
+        if run is not None and run.state in ("initialized", "started"):
+            run.state, run.finished_at = "failed", now_us()
+            self._record(run, reason="stopped by a user")
 
     def delete(self, run_id: int) -> None:
         """Cancel a run, and delete its folder."""

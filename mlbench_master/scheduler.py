@@ -178,10 +178,10 @@ class Scheduler:
                 # The runs are sorted by their cores, so none of the others fits either.
                 if running and (alone or not has_cores):
                     break
-                if running and free is None:
+                if running and (free is None or not self._has_room(run)):
                     if self._has_waited_long(run):
                         break
-                    continue  # larger runs may need fewer GPUs
+                    continue  # larger runs may need fewer GPUs, or other hosts
                 if self._goes_on(partial(self._launch, gpus=free or ()), run):
                     running.append(run)
                     used += _cores(run)
@@ -206,6 +206,9 @@ class Scheduler:
             return ()
         free = tuple(gpu for gpu in gpus if gpu not in lent)
         return free[: run.num_workers] if run.num_workers <= len(free) else None
+
+    def _has_room(self, run: Run) -> bool:
+        return self._launcher.has_room(run.num_workers, _engine_options(run))
 
     def _loop(self) -> None:
         known = ""
@@ -392,6 +395,10 @@ def _lent_gpus(run: Run) -> list[str]:
     gpus = run.metadata_dict().get("gpus")
     # A damaged record may hold anything.
     return [gpu for gpu in gpus if isinstance(gpu, str)] if isinstance(gpus, list) else []
+
+
+def _engine_options(run: Run) -> tuple[str, ...]:
+    return tuple(run.metadata_dict().get("engine_options", ()))
 
 
 def _cores(run: Run) -> float:

@@ -21,6 +21,7 @@ from mlbench_core.client import settings
 from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend, parse_workers
 from mlbench_core.errors import MasterRequestError, MLBenchError
 from mlbench_core.tasks import BACKENDS, TASKS, Task, get_task, is_run_name, option_value
+from mlbench_master.launchers.containers import PROGRAMS
 
 __all__ = ["run"]
 
@@ -91,6 +92,7 @@ class _Options:
     engine_options: str | None
     no_master: bool
     data_dir: Path | None
+    container: str | None
     replace: bool
     wait: bool
     output: Path | None
@@ -108,7 +110,7 @@ class _Options:
             raise click.UsageError("--task cannot be given with --image or --command: a task has its own command")
         if self.output is not None and not self.wait:
             raise click.UsageError("--output needs --wait: the results are saved when the runs have ended")
-        self._check_master()
+        self._check_engine()
         last = settings.read(settings.LAST_RUN)
         asked = self.task is None and self.command is None and self.image is None
         self.name = self.name or _ask("the name", "NAME", last.get("name"))
@@ -140,8 +142,11 @@ class _Options:
         values = {"name": self.name, "num_workers": self.num_workers, "task": task, "image": self.image}
         settings.remember(settings.LAST_RUN, {**values, "command": self.command, "backend": self.backend})
 
-    def _check_master(self) -> None:
-        """Refuse options that need a master together with ``--no-master``, and options that need no master."""
+    def _check_engine(self) -> None:
+        """Refuse ``--container`` with another engine, ``--no-master`` with options that need one, and the reverse."""
+        if self.container is not None and self.engine not in (None, "local"):
+            # Another engine may have an option of this name with another meaning, as sbatch has.
+            raise click.UsageError(f"--container must be left out with --engine {self.engine}: only local has it")
         if not self.no_master:
             if self.data_dir is not None:
                 raise click.UsageError(
@@ -175,19 +180,21 @@ class _Options:
             request["exclusive"] = True
         if self.num_cpus is not None:
             request["num_cpus"] = self.num_cpus
-        if self.engine_options:
-            request["engine_options"] = _split(self.engine_options, "--engine-options")
+        options = ["--container", self.container] if self.container else []
+        options += _split(self.engine_options or "", "--engine-options")
+        if options:
+            request["engine_options"] = options
         if self.task is not None:
             return {**request, "task": self.task.key, "arguments": self.arguments}
         words = _split(self.command or "", "--command")
-        # Workers run in their own folder, so the path of the script must not depend on this one. The script is the
-        # first word, or it follows an interpreter.
-        for position, word in enumerate(words[:2]):
-            if word.endswith(".py") and Path(word).is_file():
-                words[position] = str(Path(word).absolute())
-        line = shlex.join([*words, *self.arguments])
         if self.image in (None, CUSTOM_IMAGE):
-            return {**request, "command": line}
+            # Workers run in their own folder, so the path of the script must not depend on this one. The script is the
+            # first word, or it follows an interpreter. In an image, it is another file.
+            for position, word in enumerate(words[:2]):
+                if word.endswith(".py") and Path(word).is_file():
+                    words[position] = str(Path(word).absolute())
+            return {**request, "command": shlex.join([*words, *self.arguments])}
+        line = shlex.join([*words, *self.arguments])
         return {**request, "image_name": CUSTOM_IMAGE, "custom_image_name": self.image, "custom_image_command": line}
 
 
@@ -195,7 +202,7 @@ class _Options:
 @click.argument("name", required=False, default="")
 @click.argument("num_workers", nargs=-1, type=click.IntRange(min=1))
 @click.option("--task", type=_TaskType(), metavar="TASK", help="A benchmark task; see 'mlbench tasks'.")
-@click.option("--image", help="Container image of a program of your own, for a master that starts containers.")
+@click.option("--image", help="Container image of your own program, with --container or an engine of containers.")
 @click.option("--command", help="A worker's command line; {run_id} {rank} {hosts} {backend} {seed} are filled in.")
 @click.option("--backend", type=click.Choice(BACKENDS, case_sensitive=False), help="How workers communicate.")
 @click.option("--gpu", "-g", is_flag=True, help="Give each worker a GPU.")
@@ -231,6 +238,11 @@ class _Options:
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
     help="Folder for the runs of --no-master, which all nodes must see (default: no-master in your data folder).",
+)
+@click.option(
+    "--container",
+    type=click.Choice(PROGRAMS),
+    help="With the local engine: run each worker in a container of the image, or of the task's own image.",
 )
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
 @click.option("--wait", is_flag=True, help="Watch the runs; at their end show the results and draw the charts.")

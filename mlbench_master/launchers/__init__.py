@@ -26,8 +26,9 @@ __all__ = [
 
 _CLASSES = {
     "local": "local:LocalLauncher",
-    "slurm": "slurm:SlurmLauncher",
+    "hosts": "hosts:HostsLauncher",
     "kubernetes": "kubernetes:KubernetesLauncher",
+    "slurm": "slurm:SlurmLauncher",
 }
 
 LAUNCHERS = tuple(_CLASSES)

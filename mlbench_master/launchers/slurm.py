@@ -94,6 +94,7 @@ class SlurmLauncher(FolderLauncher):
     """
 
     name = "slurm"
+    options_example = "--partition=gpu --time=1:00:00"
 
     def __init__(self, folder: Path, interval_s: float | None = None) -> None:
         missing = [program for program in _PROGRAMS if shutil.which(program) is None]
