@@ -107,6 +107,9 @@ def job_manifest(
     pod = merge(_default_pod(), setting.template)
     pod = merge(pod, _pod_of_run(job, options, setting, folder))
     pod = merge(pod, _RESTRICTED)
+    worker = next(container for container in pod["spec"]["containers"] if container["name"] == CONTAINER)
+    # A merged list would keep the capabilities that the template adds.
+    worker["securityContext"]["capabilities"] = {"drop": ["ALL"]}
     pod["metadata"]["labels"].update(labels)
     spec: dict[str, Any] = {
         "completionMode": "Indexed",
@@ -253,7 +256,6 @@ _RESTRICTED: dict[str, Any] = {
                 "name": CONTAINER,
                 "securityContext": {
                     "allowPrivilegeEscalation": False,
-                    "capabilities": {"drop": ["ALL"]},
                     "privileged": False,
                 },
             }
