@@ -68,13 +68,8 @@ def check_job(job: Job, options: KubernetesOptions, setting: Setting) -> None:
     """Refuse a run that cannot work in pods.
 
     Raises:
-        ConfigurationError: The backend, the image or a volume is not possible; the message has a remedy.
+        ConfigurationError: The number of workers, the image or a volume is not possible; the message has a remedy.
     """
-    if job.backend == "mpi" and job.num_workers > 1:
-        raise ConfigurationError(
-            f"num_workers must be 1 with backend mpi on Kubernetes, not {job.num_workers}: mpirun cannot start a "
-            "program in another pod; use gloo or nccl"
-        )
     if not job.all_nodes and job.num_workers > 1:
         raise ConfigurationError(
             f"num_workers must be 1 without run_all_nodes on Kubernetes, not {job.num_workers}: a worker cannot start "

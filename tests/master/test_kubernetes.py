@@ -18,8 +18,10 @@ pytest.importorskip("kubernetes", reason="needs the [kubernetes] extra")
 import mlbench_core
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app
+from mlbench_master.commands import check_options
 from mlbench_master.launchers import Job, JobStatus, LauncherError, kubernetes, kubernetes_api, kubernetes_queue
 from mlbench_master.launchers.kubernetes import KubernetesLauncher
+from mlbench_master.schemas import RunIn
 from tests.master.fake_kubernetes import NAMESPACE, FakeKubernetes, at, cut, error
 from tests.master.helpers import TestClient, wait_for
 
@@ -570,7 +572,6 @@ def test_the_number_of_calls_does_not_depend_on_the_number_of_jobs(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"backend": "mpi"}, "num_workers must be 1 with backend mpi on Kubernetes, not 2"),
         ({"all_nodes": False}, "num_workers must be 1 without run_all_nodes on Kubernetes, not 2"),
         ({"image": ""}, "image must be the name of a container image"),
     ],
@@ -581,6 +582,13 @@ def test_a_run_that_cannot_work_in_pods_is_refused(
     with pytest.raises(ConfigurationError, match=message):
         launcher.start(replace(JOB, **change))
     assert cluster.requests == []
+
+
+def test_mpi_between_pods_is_refused_with_the_request(launcher: KubernetesLauncher) -> None:
+    run = RunIn(name="a", num_workers=2, command="true", backend="mpi")
+    with pytest.raises(ValueError, match="backend: must be gloo or nccl for 2 workers on Kubernetes, not mpi"):
+        check_options(run, launcher)
+    check_options(run.model_copy(update={"num_workers": 1}), launcher)
 
 
 def test_what_a_run_misses_is_in_its_log(launcher: KubernetesLauncher, cluster: FakeKubernetes) -> None:
