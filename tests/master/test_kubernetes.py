@@ -585,7 +585,7 @@ def test_a_run_that_cannot_work_in_pods_is_refused(
 
 
 def test_mpi_between_pods_is_refused_with_the_request(launcher: KubernetesLauncher) -> None:
-    run = RunIn(name="a", num_workers=2, command="true", backend="mpi")
+    run = RunIn(name="a", num_workers=2, task="1a", backend="mpi")
     with pytest.raises(ValueError, match="backend: must be gloo or nccl for 2 workers on Kubernetes, not mpi"):
         check_options(run, launcher)
     check_options(run.model_copy(update={"num_workers": 1}), launcher)
