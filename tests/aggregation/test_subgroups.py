@@ -21,12 +21,16 @@ from mlbench_core.aggregation.pytorch import (
     DiLoCoAggregation,
     EFSignAggregation,
     PowerAggregation,
+    QSGDAggregation,
+    ScaffoldAggregation,
     SignAggregation,
     SparsifiedAggregation,
 )
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
 from mlbench_core.aggregation.pytorch.topology import ring
 from mlbench_core.optim.pytorch import (
+    QSGD,
+    SCAFFOLD,
     CentralizedAdam,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
@@ -65,6 +69,7 @@ MAKE: dict[str, Callable[..., Any]] = {
     "shared memory": lambda m, **group: centralized(m, exchange={"overlap": True, "shared_memory": True, **group}),
     "clipped": custom,
     "power": lambda m, **group: PowerSGD(m, lr=0.1, aggregation=PowerAggregation(m, world_size=2, **group)),
+    "rounded": lambda m, **group: QSGD(2, m, lr=0.1, aggregation=QSGDAggregation(**group)),
     "signs": lambda m, **group: SignSGD(m.parameters(), lr=0.1, aggregation=SignAggregation(**group)),
     "scaled signs": lambda m, **group: EFSignSGD(
         m.parameters(), lr=0.1, world_size=2, aggregation=EFSignAggregation(**group)
@@ -84,6 +89,7 @@ MAKE: dict[str, Callable[..., Any]] = {
         aggregation=ChocoAggregation(neighbors=[1 - dist.get_rank(group.get("process_group"))], **group),
     ),
     "local": lambda m, **group: LocalSGD(2, m, lr=0.1, period=2, aggregation=AllReduceAggregation(2, **group)),
+    "scaffold": lambda m, **group: SCAFFOLD(2, m, lr=0.1, period=2, aggregation=ScaffoldAggregation(**group)),
     "diloco": lambda m, **group: DiLoCo(2, m, lr=0.1, period=2, aggregation=DiLoCoAggregation(**group)),
 }
 

@@ -26,6 +26,8 @@ from mlbench_core.aggregation.pytorch import AllReduceAggregation, ChocoAggregat
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
 from mlbench_core.optim.pytorch import (
+    QSGD,
+    SCAFFOLD,
     CentralizedAdam,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
@@ -154,6 +156,7 @@ MEMBERS: dict[str, Member] = {
     "power 1": Member(lambda m, r, k: PowerSGD(m, lr=0.05, world_size=k)),
     "power 2 warm": Member(lambda m, r, k: PowerSGD(m, 0.05, momentum=0.9, world_size=k, rank=2, reuse_query=True)),
     "power by layer": Member(lambda m, r, k: PowerSGD(m, lr=0.05, world_size=k, by_layer=True)),
+    "qsgd": Member(lambda m, r, k: QSGD(k, m, lr=0.05, momentum=0.9)),
     "sign": Member(lambda m, r, k: SignSGD(m.named_parameters(), lr=0.01, momentum=0.9, world_size=k)),
     "ef sign": Member(lambda m, r, k: EFSignSGD(m.named_parameters(), lr=0.01, momentum=0.9, world_size=k)),
     "sparsified": Member(lambda m, r, k: SparsifiedSGD(m.parameters(), lr=0.05, sparse_grad_size=2, world_size=k)),
@@ -162,6 +165,7 @@ MEMBERS: dict[str, Member] = {
         lambda m, r, k: CentralizedSparsifiedSGD(m.parameters(), lr=0.05, random_sparse=True, world_size=k)
     ),
     "local": Member(lambda m, r, k: LocalSGD(k, m, lr=0.05, momentum=0.9, period=3), period=3),
+    "scaffold": Member(lambda m, r, k: SCAFFOLD(k, m, lr=0.05, period=3), period=3),
     "diloco": Member(lambda m, r, k: DiLoCo(k, m, lr=0.01, period=3), period=3),
     "ring": Member(
         lambda m, r, k: DecentralizedSGD(r, ring(r, k), m, lr=0.05, momentum=0.9),

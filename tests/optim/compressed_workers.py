@@ -22,6 +22,7 @@ from mlbench_core.aggregation.pytorch.centralized import (
     SparsifiedAggregation,
 )
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
+from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
 from mlbench_core.optim.pytorch import (
     CentralizedSGD,
     CentralizedSparsifiedSGD,
@@ -53,6 +54,7 @@ AGGREGATIONS: dict[str, Callable[[], CompressedAggregation]] = {
     "ef sign": EFSignAggregation,
     "top-k": lambda: SparsifiedAggregation(None, size=3),
     "random-k": lambda: SparsifiedAggregation(None, size=3, random=True),
+    "qsgd": lambda: QSGDAggregation(bucket_size=4),
     "top-k without memory": lambda: SparsifiedAggregation(None, size=3, error_feedback=False),
 }
 

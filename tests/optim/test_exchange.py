@@ -21,10 +21,14 @@ from mlbench_core.aggregation.pytorch import (
     EFSignAggregation,
     PeriodicAggregation,
     PowerAggregation,
+    QSGDAggregation,
+    ScaffoldAggregation,
     SignAggregation,
     SparsifiedAggregation,
 )
 from mlbench_core.optim.pytorch import (
+    QSGD,
+    SCAFFOLD,
     CentralizedAdam,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
@@ -55,6 +59,7 @@ MAKE: dict[str, tuple[Any, Aggregation]] = {
     "sgd": (partial(CentralizedSGD, model=MODEL, lr=0.1), AllReduceAggregation()),
     "adam": (partial(CentralizedAdam, model=MODEL, lr=0.1), AllReduceAggregation()),
     "power": (partial(PowerSGD, MODEL, lr=0.1), power(reuse_query=True)),
+    "qsgd": (partial(QSGD, model=MODEL, lr=0.1), QSGDAggregation()),
     "sign": (partial(SignSGD, MODEL.parameters(), lr=0.1), SignAggregation()),
     "ef sign": (partial(EFSignSGD, MODEL.parameters(), lr=0.1), EFSignAggregation()),
     "sparsified": (partial(SparsifiedSGD, MODEL.parameters(), lr=0.1), SparsifiedAggregation(None, size=3)),
@@ -65,10 +70,11 @@ MAKE: dict[str, tuple[Any, Aggregation]] = {
     "decentralized": (partial(DecentralizedSGD, model=MODEL, lr=0.1), DecentralizedAggregation()),
     "choco": (partial(ChocoSGD, model=MODEL, lr=0.1), ChocoAggregation(compression="sign")),
     "diloco": (partial(DiLoCo, model=MODEL, lr=0.1), DiLoCoAggregation()),
+    "scaffold": (partial(SCAFFOLD, model=MODEL, lr=0.1), ScaffoldAggregation()),
     "local": (partial(LocalSGD, model=MODEL, lr=0.1), AllReduceAggregation()),
     "fp16": (partial(FP16Optimizer, HALF, 1), AllReduceAggregation(divide_before=True)),
 }
-OWN_KIND = ("power", "sign", "ef sign", "sparsified", "random", "decentralized", "choco", "diloco", "fp16")
+OWN_KIND = tuple(name for name in MAKE if name not in ("generic", "custom", "sgd", "adam", "local"))
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -104,6 +110,7 @@ def test_a_preset_wants_its_own_kind_of_aggregation(name: str) -> None:
             {"rank": 3},
             "rank must be left out or 2, not 3, because the aggregation decides on it: write rank=3",
         ),
+        ("qsgd", {"levels": 3}, "levels must be left out or 7, not 3, because the aggregation decides on it"),
         ("power", {"world_size": 2}, "world_size is 2, but the process group has 1 worker"),
         ("sparsified", {"sparse_grad_size": 4}, "sparse_grad_size must be left out or 3, not 4"),
         ("sparsified", {"world_size": 2}, "world_size is 2, but the process group has 1 worker"),

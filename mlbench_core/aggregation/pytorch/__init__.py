@@ -14,6 +14,8 @@ from mlbench_core.aggregation.pytorch.choco import ChocoAggregation
 from mlbench_core.aggregation.pytorch.consensus import average_weights, consensus_distance
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, PeriodicAggregation
+from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
+from mlbench_core.aggregation.pytorch.scaffold import ScaffoldAggregation
 
 __all__ = [
     "AVG_CUSTOM",
@@ -26,6 +28,8 @@ __all__ = [
     "EFSignAggregation",
     "PeriodicAggregation",
     "PowerAggregation",
+    "QSGDAggregation",
+    "ScaffoldAggregation",
     "SignAggregation",
     "SparsifiedAggregation",
     "average_weights",

@@ -21,9 +21,13 @@ from mlbench_core.optim.pytorch.presets import (
     LocalSGD,
     PowerSGD,
 )
+from mlbench_core.optim.pytorch.qsgd import QSGD
+from mlbench_core.optim.pytorch.scaffold import SCAFFOLD
 
 __all__ = [
     "NTASGD",
+    "QSGD",
+    "SCAFFOLD",
     "AveragedSGD",
     "CentralizedAdam",
     "CentralizedSGD",
@@ -57,6 +61,8 @@ optimizers: dict[str, type[Optimizer]] = {
     "ef_sign_sgd": EFSignSGD,
     "local_sgd": LocalSGD,
     "power_sgd": PowerSGD,
+    "qsgd": QSGD,
+    "scaffold": SCAFFOLD,
     "sign_sgd": SignSGD,
     "sparsified_sgd": SparsifiedSGD,
 }

@@ -1,0 +1,104 @@
+"""What the tests of the methods of recent years run in each worker process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from mlbench_core.aggregation.pytorch import QSGDAggregation
+from mlbench_core.optim.pytorch import QSGD, SCAFFOLD, CentralizedSGD, LocalSGD
+from tests.optim.compressed_workers import quadratic
+from tests.optim.weight_averaging import Weights, descend, start
+
+STEPS = 15  # of descend
+DIGITS_STEPS = 160
+QSGD_LEVELS, QSGD_BUCKET = 3, 8
+
+
+def qsgd_uniform(shape: tuple[int, ...], rank: int, step: int) -> Tensor:
+    """The random numbers of a worker for a tensor, which fills whole buckets."""
+    numel = math.prod(shape)
+    seed = int(np.random.SeedSequence((0, rank, step)).generate_state(1)[0])
+    drawn = torch.rand(-(-numel // QSGD_BUCKET), QSGD_BUCKET, dtype=torch.float64, generator=_generator(seed))
+    return drawn.view(-1)[:numel].view(shape)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def qsgd(rank: int, world_size: int) -> list[Tensor]:
+    model = Weights(x=start())
+    exchange = QSGDAggregation(levels=QSGD_LEVELS, bucket_size=QSGD_BUCKET)
+    return descend(rank, model, QSGD(model=model, lr=0.1, aggregation=exchange))
+
+
+def scaffold(rank: int, world_size: int) -> dict[str, Any]:
+    """Against the reference; and on quadratics of different curvatures and optima, beside local SGD."""
+    model = Weights(x=start())
+    optimizer = SCAFFOLD(model=model, lr=0.1, period=5)
+    history, sent = [], []
+    for step in range(STEPS):
+        history += descend(rank, model, optimizer, range(step, step + 1))
+        sent.append(optimizer.aggregation.last_bytes)
+    result = {"history": history, "sent": sent, "state": optimizer.aggregation.inside.state_dict()}
+    A, b = quadratic(rank)
+    for name, make in {"scaffold": SCAFFOLD, "local": LocalSGD}.items():
+        far = Weights(x=torch.zeros(6, dtype=torch.float64))
+        optimizer = make(model=far, lr=0.1, period=8)
+        for _ in range(40 * 8):
+            far.x.grad = A @ (far.x.detach() - b)
+            optimizer.step()
+        result[name] = far.x.detach()
+    return result
+
+
+def digits_data() -> tuple[Tensor, Tensor, Tensor]:
+    """Images, labels and an order of them: the first 1,400 are for training."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=_generator(0))
+    return torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels), order
+
+
+DIGITS: dict[str, Callable[[nn.Module], Any]] = {
+    "sgd": lambda m: CentralizedSGD(2, m, lr=0.2, momentum=0.9),
+    "qsgd": lambda m: QSGD(2, m, lr=0.2, momentum=0.9, aggregation=QSGDAggregation(levels=7, norm=math.inf)),
+}
+
+
+def digits(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
+    """Share of test digits that a small net gets right, and bytes sent, by optimizer; by 2 workers."""
+    if world_size != 2:
+        return {}
+    inputs, targets, order = digits_data()
+    result = {}
+    for name, make in DIGITS.items():
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        optimizer, shuffle = make(net), _generator(2)
+        scheduler = LambdaLR(optimizer, lambda t: 1 - t / DIGITS_STEPS)
+        for _ in range(DIGITS_STEPS):
+            batch = order[torch.randint(1400, (64,), generator=shuffle)].chunk(2)[rank]
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(inputs[batch]), targets[batch]).backward()
+            optimizer.step()
+            scheduler.step()
+        right = net(inputs[order[1400:]]).argmax(dim=1) == targets[order[1400:]]
+        result[name] = right.double().mean().item(), optimizer.aggregation.bytes_sent
+    return result
+
+
+SCENARIOS = (qsgd, scaffold, digits)
+
+
+def run_all(rank: int, world_size: int) -> dict[str, Any]:
+    return {scenario.__name__: scenario(rank, world_size) for scenario in SCENARIOS}

@@ -1,0 +1,177 @@
+"""The methods of recent years: real processes over Gloo against the references, and the claims they are known for.
+
+The contract tests cover what all optimizers share: resuming, copies, the order of collectives, bytes, subgroups.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+from torch import Tensor
+
+from mlbench_core.aggregation.pytorch import QSGDAggregation, ScaffoldAggregation
+from mlbench_core.aggregation.pytorch.packing import pack_codes, packed_bytes, unpack_codes
+from mlbench_core.optim.pytorch import SCAFFOLD
+from tests.helpers.ranks import run_ranks
+from tests.optim import recent_workers as workers
+from tests.optim.weight_averaging import SHAPE, gradient, start
+from tests.references.qsgd import qsgd
+from tests.references.scaffold import scaffold
+
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """What each worker returned, by scenario. One start of the processes serves all tests."""
+    return run_ranks(request.param, workers.run_all)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+def assert_learns_as_well_as_sgd(ranks: Ranks, name: str, fewer_bytes: float) -> None:
+    """Within two points of SGD on the digits, with so many times fewer bytes."""
+    if len(ranks) != 2:
+        return
+    accuracy, size_bytes = ranks[0]["digits"][name]
+    best, all_bytes = ranks[0]["digits"]["sgd"]
+    assert best > 0.95
+    assert accuracy > best - 0.02
+    assert all_bytes > fewer_bytes * size_bytes
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 7, 8, 12])
+def test_codes_survive_packing(bits: int) -> None:
+    codes = torch.randint(2**bits, (37,), generator=torch.Generator().manual_seed(bits), dtype=torch.int32)
+    packed = pack_codes(codes, bits)
+    assert packed.dtype == torch.uint8
+    assert len(packed) == packed_bytes(37, bits) == math.ceil(37 * bits / 8)
+    assert torch.equal(unpack_codes(packed, 37, bits), codes)
+
+
+class TestQSGD:
+    def test_is_the_reference(self, ranks: Ranks) -> None:
+        expected = qsgd(
+            start(),
+            gradient,
+            len(ranks),
+            lambda t: 0.1,
+            workers.STEPS,
+            workers.QSGD_LEVELS,
+            lambda i, t: workers.qsgd_uniform(SHAPE, i, t),
+            workers.QSGD_BUCKET,
+        )
+        for result in ranks:
+            assert_close(result["qsgd"][-1], expected)
+            assert torch.equal(result["qsgd"][-1], ranks[0]["qsgd"][-1])
+
+    @pytest.mark.parametrize("norm", [2, math.inf])
+    @pytest.mark.parametrize("levels", [1, 3, 7])
+    def test_rounding_is_right_on_average_with_the_variance_of_the_paper(self, levels: int, norm: float) -> None:
+        d, draws = 16, 8000
+        v = torch.randn(d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        v[3] = 0
+        rounded = v.repeat(draws)  # every bucket is a draw of its own
+        QSGDAggregation(levels=levels, bucket_size=d, norm=norm).aggregate({"x": rounded}, "avg_world")
+        rounded = rounded.view(draws, d)
+        size = torch.linalg.vector_norm(v, ord=norm)
+        steps = rounded * levels / size
+        torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-9)
+        assert not rounded[:, 3].any()
+        # Five deviations of a mean of draws that are a level apart at most.
+        assert (rounded.mean(0) - v).abs().max() < 5 * size / levels / 2 / draws**0.5
+        variance = (rounded - v).square().sum(1).mean()
+        assert 0 < variance < min(d / levels**2, d**0.5 / levels) * v.square().sum()
+
+    def test_workers_and_steps_draw_apart_and_another_seed_draws_otherwise(self, ranks: Ranks) -> None:
+        def rounded(seed: int, skipped: int) -> Tensor:
+            aggregation = QSGDAggregation(levels=1, seed=seed)
+            aggregation.load_state_dict({"draws": skipped})
+            x = torch.linspace(-1, 1, 200)
+            aggregation.aggregate({"x": x}, "avg_world")
+            return x
+
+        assert torch.equal(rounded(0, 0), rounded(0, 0))
+        assert not torch.equal(rounded(0, 0), rounded(0, 1))
+        assert not torch.equal(rounded(0, 0), rounded(1, 0))
+        uniform = [workers.qsgd_uniform(SHAPE, rank, 0) for rank in range(2)]
+        assert not torch.equal(*uniform)  # and the reference, which has these, is met
+
+    def test_an_overflow_makes_its_bucket_nan(self) -> None:
+        x = torch.tensor([1.0, torch.inf, 1.0, 2.0, torch.nan, 0.0])
+        QSGDAggregation(bucket_size=2).aggregate({"x": x}, "avg_world")
+        assert x.isfinite().tolist() == [False, False, True, True, False, False]
+
+    def test_digits_are_learned_with_an_eighth_of_the_bytes(self, ranks: Ranks) -> None:
+        assert_learns_as_well_as_sgd(ranks, "qsgd", fewer_bytes=7.5)
+
+    def test_wrong_arguments_are_named(self) -> None:
+        with pytest.raises(ValueError, match="levels must be at most 127, so that a value fits into 8 bits, not 128"):
+            QSGDAggregation(levels=128)
+        with pytest.raises(ValueError, match=r"norm must be 2 .*, not 1"):
+            QSGDAggregation(norm=1)
+        with pytest.raises(ValueError, match=r"QSGDAggregation must have the keys \['draws'\], not \['memory'\]"):
+            QSGDAggregation().load_state_dict({"memory": {}})
+
+
+class TestScaffold:
+    def test_is_the_reference(self, ranks: Ranks) -> None:
+        x, c, c_i = scaffold(start(), gradient, len(ranks), eta=0.1, K=5, rounds=workers.STEPS // 5)
+        for rank, result in enumerate(ranks):
+            found = result["scaffold"]
+            assert_close(found["history"][-1], x)
+            assert torch.equal(found["history"][-1], ranks[0]["scaffold"]["history"][-1])
+            assert torch.equal(found["state"]["common"]["x"], ranks[0]["scaffold"]["state"]["common"]["x"])
+            assert_close(found["state"]["common"]["x"], c)
+            assert_close(found["state"]["own"]["x"], c_i[rank])
+
+    def test_a_call_sends_the_weights_only(self, ranks: Ranks) -> None:
+        for result in ranks:
+            assert result["scaffold"]["sent"] == [0, 0, 0, 0, 8 * 35] * 3
+
+    def test_different_data_do_not_move_the_fixed_point_as_with_local_sgd(self, ranks: Ranks) -> None:
+        quadratics = [workers.quadratic(rank) for rank in range(len(ranks))]
+        optimum = torch.linalg.solve(sum(A for A, _ in quadratics), sum(A @ b for A, b in quadratics))
+        for result in ranks:
+            assert (result["scaffold"]["scaffold"] - optimum).norm() < 1e-6 * optimum.norm()
+            assert (result["scaffold"]["local"] - optimum).norm() > 0.01 * optimum.norm()
+
+    def test_one_worker_walks_like_torchs_sgd_under_any_schedule(self) -> None:
+        x, y = workers.Weights(x=start()), torch.nn.Parameter(start())
+        optimizer = SCAFFOLD(model=x, lr=0.1, weight_decay=0.1, period=3)
+        plain = torch.optim.SGD([y], lr=0.1, weight_decay=0.1)
+        for step in range(12):
+            x.x.grad, y.grad = gradient(0, x.x.detach(), step), gradient(0, y.detach(), step)
+            given = x.x.grad
+            for each in (optimizer, plain):
+                each.param_groups[0]["lr"] = 0.1 / (1 + step)
+                each.step()
+            assert x.x.grad is given
+            assert_close(x.x.detach(), y.detach())
+
+    def test_a_worker_without_a_state_of_its_own_starts_uncorrected(self) -> None:
+        aggregation = ScaffoldAggregation()
+        state = {
+            "shared": {"x": torch.zeros(2)},
+            "common": {"x": torch.ones(2)},
+            "own": {"x": torch.tensor([3.0, 4.0])},
+        }
+        aggregation.load_state_dict({**state, "rates": {"x": 0.5}})
+        assert aggregation.correction("x").tolist() == [-2.0, -3.0]
+        aggregation.load_state_dict(aggregation.shared_state(aggregation.state_dict()))
+        assert aggregation.correction("x").tolist() == [0.0, 0.0]
+        with pytest.raises(ValueError, match=r"'x' must have the shape \(2,\) of its shared weights, not \(3,\)"):
+            aggregation.aggregate({"x": torch.ones(3)}, "avg_world")
+
+    def test_without_a_rate_nothing_is_learnt(self) -> None:
+        model = workers.Weights(x=start())
+        optimizer = SCAFFOLD(model=model, lr=0.0, period=1)
+        workers.descend(0, model, optimizer, range(2))
+        assert optimizer.aggregation.inside.correction("x") is None
+        assert_close(model.x.detach(), start())
