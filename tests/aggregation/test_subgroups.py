@@ -17,6 +17,7 @@ from torch.optim import SGD
 from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
     ChocoAggregation,
+    ChunkedTopKAggregation,
     DecentralizedAggregation,
     DiLoCoAggregation,
     EFSignAggregation,
@@ -24,6 +25,7 @@ from mlbench_core.aggregation.pytorch import (
     QSGDAggregation,
     ScaffoldAggregation,
     SignAggregation,
+    SparseLoCoAggregation,
     SparsifiedAggregation,
 )
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
@@ -44,6 +46,7 @@ from mlbench_core.optim.pytorch import (
     LocalSGD,
     PowerSGD,
     SignSGD,
+    SparseLoCo,
     SparsifiedSGD,
 )
 from tests.helpers.ranks import run_ranks
@@ -90,6 +93,9 @@ MAKE: dict[str, Callable[..., Any]] = {
     ),
     "local": lambda m, **group: LocalSGD(2, m, lr=0.1, period=2, aggregation=AllReduceAggregation(2, **group)),
     "scaffold": lambda m, **group: SCAFFOLD(2, m, lr=0.1, period=2, aggregation=ScaffoldAggregation(**group)),
+    "sparse loco": lambda m, **group: SparseLoCo(
+        2, m, lr=0.1, period=2, aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=3, **group))
+    ),
     "diloco": lambda m, **group: DiLoCo(2, m, lr=0.1, period=2, aggregation=DiLoCoAggregation(**group)),
 }
 

@@ -40,6 +40,7 @@ from mlbench_core.optim.pytorch import (
     LocalSGD,
     PowerSGD,
     SignSGD,
+    SparseLoCo,
     SparsifiedSGD,
 )
 from tests.helpers.ranks import run_ranks
@@ -167,6 +168,7 @@ MEMBERS: dict[str, Member] = {
     "local": Member(lambda m, r, k: LocalSGD(k, m, lr=0.05, momentum=0.9, period=3), period=3),
     "scaffold": Member(lambda m, r, k: SCAFFOLD(k, m, lr=0.05, period=3), period=3),
     "diloco": Member(lambda m, r, k: DiLoCo(k, m, lr=0.01, period=3), period=3),
+    "sparse loco": Member(lambda m, r, k: SparseLoCo(k, m, lr=0.01, period=3), period=3),
     "ring": Member(
         lambda m, r, k: DecentralizedSGD(r, ring(r, k), m, lr=0.05, momentum=0.9),
         without=lambda m: SGD(m.parameters(), lr=0.05, momentum=0.9),

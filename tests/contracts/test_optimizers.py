@@ -36,6 +36,7 @@ from mlbench_core.optim.pytorch import (
     LocalSGD,
     PowerSGD,
     SignSGD,
+    SparseLoCo,
     SparsifiedSGD,
     get_optimizer,
     optimizers,
@@ -93,6 +94,7 @@ MEMBERS: dict[str, Make] = {
     "choco sgd": lambda model: ChocoSGD(0, [], model, lr=0.05, momentum=0.9, by_layer=True),
     "local sgd": lambda model: LocalSGD(1, model, lr=0.05, momentum=0.9, period=4),
     "scaffold": lambda model: SCAFFOLD(1, model, lr=0.05, weight_decay=0.01, period=4),
+    "sparse loco": lambda model: SparseLoCo(1, model, lr=0.05, period=5),
     "diloco": lambda model: DiLoCo(1, model, lr=0.05, period=5),
 }
 every_member = pytest.mark.parametrize("make", MEMBERS.values(), ids=MEMBERS.keys())

@@ -23,6 +23,7 @@ from mlbench_core.aggregation.pytorch.centralized import (
 )
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
 from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
+from mlbench_core.aggregation.pytorch.sparse_loco import ChunkedTopKAggregation
 from mlbench_core.optim.pytorch import (
     CentralizedSGD,
     CentralizedSparsifiedSGD,
@@ -55,6 +56,7 @@ AGGREGATIONS: dict[str, Callable[[], CompressedAggregation]] = {
     "top-k": lambda: SparsifiedAggregation(None, size=3),
     "random-k": lambda: SparsifiedAggregation(None, size=3, random=True),
     "qsgd": lambda: QSGDAggregation(bucket_size=4),
+    "chunked top-k": lambda: ChunkedTopKAggregation(density=2, chunk_size=4, decay=1.0),
     "top-k without memory": lambda: SparsifiedAggregation(None, size=3, error_feedback=False),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,14 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from mlbench_core.aggregation.pytorch import QSGDAggregation
-from mlbench_core.optim.pytorch import QSGD, SCAFFOLD, CentralizedSGD, LocalSGD
+from mlbench_core.aggregation.pytorch import ChunkedTopKAggregation, QSGDAggregation, SparseLoCoAggregation
+from mlbench_core.optim.pytorch import QSGD, SCAFFOLD, CentralizedSGD, DiLoCo, LocalSGD, SparseLoCo
 from tests.optim.compressed_workers import quadratic
 from tests.optim.weight_averaging import Weights, descend, start
 
 STEPS = 15  # of descend
 DIGITS_STEPS = 160
+SPARSE_LOCO: dict[str, Any] = {"density": 3, "bits": 2, "decay": 0.9, "chunk_size": 16}
 QSGD_LEVELS, QSGD_BUCKET = 3, 8
 
 
@@ -60,6 +62,25 @@ def scaffold(rank: int, world_size: int) -> dict[str, Any]:
     return result
 
 
+def sparse_loco(rank: int, world_size: int) -> dict[str, Any]:
+    """Against the reference; and without compression, beside local SGD."""
+    model = Weights(x=start())
+    compressed = ChunkedTopKAggregation(**SPARSE_LOCO)
+    optimizer = SparseLoCo(model=model, lr=0.05, period=5, aggregation=SparseLoCoAggregation(compressed, outer_lr=0.8))
+    history, sent = [], []
+    for step in range(STEPS):
+        history += descend(rank, model, optimizer, range(step, step + 1))
+        sent.append(optimizer.aggregation.last_bytes)
+    result = {"history": history, "sent": sent, "memory": compressed.memory("x")}
+    whole = SparseLoCoAggregation(ChunkedTopKAggregation(density=1.0, bits=None, decay=0.0))
+    model = Weights(x=start())
+    inner = partial(torch.optim.SGD, lr=0.1)
+    result["whole"] = descend(rank, model, DiLoCo(model=model, inner_optimizer=inner, period=5, aggregation=whole))
+    model = Weights(x=start())
+    result["local"] = descend(rank, model, LocalSGD(model=model, lr=0.1, period=5))
+    return result
+
+
 def digits_data() -> tuple[Tensor, Tensor, Tensor]:
     """Images, labels and an order of them: the first 1,400 are for training."""
     from sklearn.datasets import load_digits
@@ -72,6 +93,10 @@ def digits_data() -> tuple[Tensor, Tensor, Tensor]:
 DIGITS: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda m: CentralizedSGD(2, m, lr=0.2, momentum=0.9),
     "qsgd": lambda m: QSGD(2, m, lr=0.2, momentum=0.9, aggregation=QSGDAggregation(levels=7, norm=math.inf)),
+    "diloco": lambda m: DiLoCo(2, m, lr=0.02, period=8),
+    "sparse loco": lambda m: SparseLoCo(
+        2, m, lr=0.02, period=8, aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=0.03))
+    ),
 }
 
 
@@ -97,7 +122,7 @@ def digits(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
     return result
 
 
-SCENARIOS = (qsgd, scaffold, digits)
+SCENARIOS = (qsgd, scaffold, sparse_loco, digits)
 
 
 def run_all(rank: int, world_size: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from mlbench_core.aggregation.pytorch import (
     QSGDAggregation,
     ScaffoldAggregation,
     SignAggregation,
+    SparseLoCoAggregation,
     SparsifiedAggregation,
 )
 from mlbench_core.optim.pytorch import (
@@ -42,6 +43,7 @@ from mlbench_core.optim.pytorch import (
     LocalSGD,
     PowerSGD,
     SignSGD,
+    SparseLoCo,
     SparsifiedSGD,
 )
 
@@ -71,6 +73,7 @@ MAKE: dict[str, tuple[Any, Aggregation]] = {
     "choco": (partial(ChocoSGD, model=MODEL, lr=0.1), ChocoAggregation(compression="sign")),
     "diloco": (partial(DiLoCo, model=MODEL, lr=0.1), DiLoCoAggregation()),
     "scaffold": (partial(SCAFFOLD, model=MODEL, lr=0.1), ScaffoldAggregation()),
+    "sparse loco": (partial(SparseLoCo, model=MODEL, lr=0.1), SparseLoCoAggregation()),
     "local": (partial(LocalSGD, model=MODEL, lr=0.1), AllReduceAggregation()),
     "fp16": (partial(FP16Optimizer, HALF, 1), AllReduceAggregation(divide_before=True)),
 }

@@ -16,6 +16,7 @@ from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregat
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, PeriodicAggregation
 from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
 from mlbench_core.aggregation.pytorch.scaffold import ScaffoldAggregation
+from mlbench_core.aggregation.pytorch.sparse_loco import ChunkedTopKAggregation, SparseLoCoAggregation
 
 __all__ = [
     "AVG_CUSTOM",
@@ -23,6 +24,7 @@ __all__ = [
     "Aggregation",
     "AllReduceAggregation",
     "ChocoAggregation",
+    "ChunkedTopKAggregation",
     "DecentralizedAggregation",
     "DiLoCoAggregation",
     "EFSignAggregation",
@@ -31,6 +33,7 @@ __all__ = [
     "QSGDAggregation",
     "ScaffoldAggregation",
     "SignAggregation",
+    "SparseLoCoAggregation",
     "SparsifiedAggregation",
     "average_weights",
     "consensus_distance",

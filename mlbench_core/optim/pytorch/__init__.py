@@ -23,6 +23,7 @@ from mlbench_core.optim.pytorch.presets import (
 )
 from mlbench_core.optim.pytorch.qsgd import QSGD
 from mlbench_core.optim.pytorch.scaffold import SCAFFOLD
+from mlbench_core.optim.pytorch.sparse_loco import SparseLoCo
 
 __all__ = [
     "NTASGD",
@@ -44,6 +45,7 @@ __all__ = [
     "LocalSGD",
     "PowerSGD",
     "SignSGD",
+    "SparseLoCo",
     "SparsifiedSGD",
     "UnknownOptimizerError",
     "get_optimizer",
@@ -64,6 +66,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "qsgd": QSGD,
     "scaffold": SCAFFOLD,
     "sign_sgd": SignSGD,
+    "sparse_loco": SparseLoCo,
     "sparsified_sgd": SparsifiedSGD,
 }
 """The optimizers that :func:`get_optimizer` knows, by name."""
