@@ -19,6 +19,7 @@ from mlbench_core.aggregation.pytorch import (
     ChocoAggregation,
     ChunkedTopKAggregation,
     DecentralizedAggregation,
+    DeMoAggregation,
     DiLoCoAggregation,
     EFSignAggregation,
     PowerAggregation,
@@ -39,6 +40,7 @@ from mlbench_core.optim.pytorch import (
     ChocoSGD,
     CustomCentralizedOptimizer,
     DecentralizedSGD,
+    DeMo,
     DiLoCo,
     DistributedGradScaler,
     EFSignSGD,
@@ -96,6 +98,7 @@ MAKE: dict[str, Callable[..., Any]] = {
     "sparse loco": lambda m, **group: SparseLoCo(
         2, m, lr=0.1, period=2, aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=3, **group))
     ),
+    "demo": lambda m, **group: DeMo(m.parameters(), lr=0.1, aggregation=DeMoAggregation(top_k=2, **group)),
     "diloco": lambda m, **group: DiLoCo(2, m, lr=0.1, period=2, aggregation=DiLoCoAggregation(**group)),
 }
 

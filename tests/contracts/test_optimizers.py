@@ -30,6 +30,7 @@ from mlbench_core.optim.pytorch import (
     ChocoSGD,
     CustomCentralizedOptimizer,
     DecentralizedSGD,
+    DeMo,
     DiLoCo,
     EFSignSGD,
     GenericCentralizedOptimizer,
@@ -95,6 +96,7 @@ MEMBERS: dict[str, Make] = {
     "local sgd": lambda model: LocalSGD(1, model, lr=0.05, momentum=0.9, period=4),
     "scaffold": lambda model: SCAFFOLD(1, model, lr=0.05, weight_decay=0.01, period=4),
     "sparse loco": lambda model: SparseLoCo(1, model, lr=0.05, period=5),
+    "demo": lambda model: DeMo(model.parameters(), lr=0.05),
     "diloco": lambda model: DiLoCo(1, model, lr=0.05, period=5),
 }
 every_member = pytest.mark.parametrize("make", MEMBERS.values(), ids=MEMBERS.keys())

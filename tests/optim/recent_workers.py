@@ -13,8 +13,13 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from mlbench_core.aggregation.pytorch import ChunkedTopKAggregation, QSGDAggregation, SparseLoCoAggregation
-from mlbench_core.optim.pytorch import QSGD, SCAFFOLD, CentralizedSGD, DiLoCo, LocalSGD, SparseLoCo
+from mlbench_core.aggregation.pytorch import (
+    ChunkedTopKAggregation,
+    DeMoAggregation,
+    QSGDAggregation,
+    SparseLoCoAggregation,
+)
+from mlbench_core.optim.pytorch import QSGD, SCAFFOLD, CentralizedSGD, DeMo, DiLoCo, LocalSGD, SparseLoCo
 from tests.optim.compressed_workers import quadratic
 from tests.optim.weight_averaging import Weights, descend, start
 
@@ -81,6 +86,18 @@ def sparse_loco(rank: int, world_size: int) -> dict[str, Any]:
     return result
 
 
+def demo(rank: int, world_size: int) -> dict[Any, Any]:
+    """Against the reference with and without the sign, and with nothing left behind."""
+    result: dict[Any, Any] = {}
+    for name, (sign, top_k) in {"sign": (True, 3), "plain": (False, 3), "whole": (False, 25)}.items():
+        model = Weights(x=start())
+        exchange = DeMoAggregation(decay=0.9, top_k=top_k, block_size=5)
+        optimizer = DeMo(model.named_parameters(), lr=0.1, sign=sign, aggregation=exchange)
+        history = descend(rank, model, optimizer)
+        result[name] = {"history": history, "momentum": exchange.memory("x"), "sent": exchange.last_bytes}
+    return result
+
+
 def digits_data() -> tuple[Tensor, Tensor, Tensor]:
     """Images, labels and an order of them: the first 1,400 are for training."""
     from sklearn.datasets import load_digits
@@ -93,6 +110,7 @@ def digits_data() -> tuple[Tensor, Tensor, Tensor]:
 DIGITS: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda m: CentralizedSGD(2, m, lr=0.2, momentum=0.9),
     "qsgd": lambda m: QSGD(2, m, lr=0.2, momentum=0.9, aggregation=QSGDAggregation(levels=7, norm=math.inf)),
+    "demo": lambda m: DeMo(m.named_parameters(), lr=0.02, aggregation=DeMoAggregation(decay=0.99)),
     "diloco": lambda m: DiLoCo(2, m, lr=0.02, period=8),
     "sparse loco": lambda m: SparseLoCo(
         2, m, lr=0.02, period=8, aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=0.03))
@@ -122,7 +140,7 @@ def digits(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
     return result
 
 
-SCENARIOS = (qsgd, scaffold, sparse_loco, digits)
+SCENARIOS = (qsgd, scaffold, sparse_loco, demo, digits)
 
 
 def run_all(rank: int, world_size: int) -> dict[str, Any]:

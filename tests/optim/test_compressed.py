@@ -162,6 +162,7 @@ def test_votes_are_counted(ranks: Ranks) -> None:
 
 DTYPE_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 NUMELS = {"float32": (24, 1, 10, 11), "float64": (7,), "float16": (9,), "bfloat16": (9,)}  # of mixed_tensors
+DEMO_BLOCKS = {"float32": (6, 1, 5, 11), "float64": (7,), "float16": (9,), "bfloat16": (9,)}  # of sides up to 2
 KINDS = ("float32", "float64", "float16", "bfloat16")  # in the order of each one's first tensor
 
 
@@ -184,6 +185,7 @@ def message_bytes(aggregation: str, dtype: str) -> tuple[str, int]:
         "ef sign": ("all_gather", bits + max(4, b) * len(numels)),
         "qsgd": ("all_gather", (4 * sum(numels) + 7) // 8 + max(4, b) * sum(-(-n // 4) for n in numels)),
         "chunked top-k": ("all_gather", sum(chunked_top_k_bytes(n, max(4, b)) for n in numels)),
+        "demo": ("all_gather", (max(4, b) + 2) * sum(DEMO_BLOCKS[dtype])),
         "top-k": ("all_gather", (b + 4) * K),
         "top-k without memory": ("all_gather", (b + 4) * K),
         "random-k": ("all_reduce", b * K),

@@ -17,6 +17,7 @@ from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
     ChocoAggregation,
     DecentralizedAggregation,
+    DeMoAggregation,
     DiLoCoAggregation,
     EFSignAggregation,
     PeriodicAggregation,
@@ -36,6 +37,7 @@ from mlbench_core.optim.pytorch import (
     ChocoSGD,
     CustomCentralizedOptimizer,
     DecentralizedSGD,
+    DeMo,
     DiLoCo,
     EFSignSGD,
     FP16Optimizer,
@@ -74,6 +76,7 @@ MAKE: dict[str, tuple[Any, Aggregation]] = {
     "diloco": (partial(DiLoCo, model=MODEL, lr=0.1), DiLoCoAggregation()),
     "scaffold": (partial(SCAFFOLD, model=MODEL, lr=0.1), ScaffoldAggregation()),
     "sparse loco": (partial(SparseLoCo, model=MODEL, lr=0.1), SparseLoCoAggregation()),
+    "demo": (partial(DeMo, MODEL.parameters(), lr=0.1), DeMoAggregation()),
     "local": (partial(LocalSGD, model=MODEL, lr=0.1), AllReduceAggregation()),
     "fp16": (partial(FP16Optimizer, HALF, 1), AllReduceAggregation(divide_before=True)),
 }

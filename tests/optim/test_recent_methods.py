@@ -15,15 +15,18 @@ from torch import Tensor
 
 from mlbench_core.aggregation.pytorch import (
     ChunkedTopKAggregation,
+    DeMoAggregation,
     QSGDAggregation,
     ScaffoldAggregation,
     SparseLoCoAggregation,
 )
+from mlbench_core.aggregation.pytorch.demo import dct_matrix
 from mlbench_core.aggregation.pytorch.packing import pack_codes, packed_bytes, unpack_codes
-from mlbench_core.optim.pytorch import SCAFFOLD
+from mlbench_core.optim.pytorch import SCAFFOLD, DeMo
 from tests.helpers.ranks import run_ranks
 from tests.optim import recent_workers as workers
 from tests.optim.weight_averaging import SHAPE, gradient, start
+from tests.references.demo import demo
 from tests.references.qsgd import qsgd
 from tests.references.scaffold import scaffold
 from tests.references.sparse_loco import sparse_loco
@@ -241,3 +244,74 @@ class TestSparseLoCo:
             SparseLoCoAggregation(QSGDAggregation())  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="outer_lr must be finite and at least 0, not -1"):
             SparseLoCoAggregation(outer_lr=-1)
+
+
+class TestDeMo:
+    @pytest.mark.parametrize("name", ["sign", "plain"])
+    def test_is_the_reference(self, ranks: Ranks, name: str) -> None:
+        """5 x 7 numbers in blocks of 5 x 1, because 7 has no other divisor up to 5."""
+        x, m = demo(start(), gradient, len(ranks), 0.1, workers.STEPS, 5, 1, 3, beta=0.9, signs=name == "sign")
+        for rank, result in enumerate(ranks):
+            assert_close(result["demo"][name]["history"][-1], x)
+            assert_close(result["demo"][name]["momentum"], m[rank])
+            assert torch.equal(result["demo"][name]["history"][-1], ranks[0]["demo"][name]["history"][-1])
+            assert result["demo"][name]["sent"] == 7 * 3 * (8 + 2) + 8  # and one flag
+
+    def test_with_all_coefficients_it_averages_gradients(self, ranks: Ranks) -> None:
+        x = start()
+        for step in range(workers.STEPS):
+            x = x - 0.1 * sum(gradient(rank, x, step) for rank in range(len(ranks))) / len(ranks)
+        for result in ranks:
+            assert_close(result["demo"]["whole"]["history"][-1], x)
+            assert_close(result["demo"]["whole"]["momentum"], torch.zeros_like(x))
+
+    @pytest.mark.parametrize("size", [1, 2, 5, 64])
+    def test_the_transform_is_orthonormal(self, size: int) -> None:
+        dct = dct_matrix(size, torch.float64)
+        assert_close(dct @ dct.T, torch.eye(size, dtype=torch.float64))
+        wave = torch.cos(torch.arange(size, dtype=torch.float64).add(0.5) * torch.pi * (size // 2) / size)
+        assert (dct @ wave).abs().gt(1e-9).nonzero().tolist() == [[size // 2]]
+
+    @pytest.mark.parametrize("shape", [(), (7,), (6, 10), (130, 3), (4, 3, 2, 2)])
+    def test_the_momentum_is_what_was_not_sent(self, shape: tuple[int, ...]) -> None:
+        aggregation, m = DeMoAggregation(decay=0.9, top_k=2, block_size=4), torch.zeros(shape)
+        for step in range(3):
+            sent = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+            expected = 0.9 * m + sent
+            aggregation.aggregate({"x": sent}, "avg_world")
+            m = aggregation.memory("x").clone()
+            torch.testing.assert_close(m + sent, expected)
+            # Orthonormal: what stays and what goes are at right angles.
+            assert abs(float((m * sent).sum())) < 1e-5 * float(m.norm() * sent.norm()) + 1e-6
+
+    def test_a_scheduler_may_change_the_decay(self) -> None:
+        x = torch.nn.Parameter(torch.ones(4))
+        optimizer = DeMo([x], lr=1.0, aggregation=DeMoAggregation(top_k=1))
+        assert optimizer.param_groups[0]["momentum"] == 0.999
+        for momentum in (0.5, 0.25):
+            optimizer.param_groups[0]["momentum"] = momentum
+            x.grad = torch.tensor([3.0, 0.0, 0.0, 0.0])
+            before = optimizer.aggregation.memory("group0.0")
+            expected = x.grad if before is None else momentum * before + x.grad
+            optimizer.step()
+        dct = dct_matrix(4)
+        coefficients = dct @ expected
+        coefficients[coefficients.abs().argmax()] = 0
+        torch.testing.assert_close(optimizer.aggregation.memory("group0.0"), dct.T @ coefficients)
+
+    def test_weight_decay_is_decoupled(self) -> None:
+        x = torch.nn.Parameter(torch.tensor([2.0]))
+        x.grad = torch.tensor([1.0])
+        DeMo([x], lr=0.1, weight_decay=0.5).step()
+        assert x.item() == pytest.approx(2 * (1 - 0.05) - 0.1)
+
+    def test_digits_are_learned_with_a_fraction_of_the_bytes(self, ranks: Ranks) -> None:
+        assert_learns_as_well_as(ranks, "sgd", "demo", fewer_bytes=20)
+
+    def test_wrong_arguments_are_named(self) -> None:
+        with pytest.raises(ValueError, match="decay must be below 1, not 1: the momentum would grow"):
+            DeMoAggregation(decay=1)
+        with pytest.raises(ValueError, match=r"block_size must be at most 181, .*, not 200"):
+            DeMoAggregation(block_size=200)
+        with pytest.raises(ValueError, match=r"DeMoAggregation must have the keys \['momentum'\], not \['memory'\]"):
+            DeMoAggregation().load_state_dict({"memory": {}})

@@ -13,6 +13,7 @@ from mlbench_core.aggregation.pytorch.centralized import (
 from mlbench_core.aggregation.pytorch.choco import ChocoAggregation
 from mlbench_core.aggregation.pytorch.consensus import average_weights, consensus_distance
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
+from mlbench_core.aggregation.pytorch.demo import DeMoAggregation
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, PeriodicAggregation
 from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
 from mlbench_core.aggregation.pytorch.scaffold import ScaffoldAggregation
@@ -25,6 +26,7 @@ __all__ = [
     "AllReduceAggregation",
     "ChocoAggregation",
     "ChunkedTopKAggregation",
+    "DeMoAggregation",
     "DecentralizedAggregation",
     "DiLoCoAggregation",
     "EFSignAggregation",

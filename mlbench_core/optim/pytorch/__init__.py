@@ -7,6 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from mlbench_core.optim.pytorch.compressed import EFSignSGD, SignSGD, SparsifiedSGD
+from mlbench_core.optim.pytorch.demo import DeMo
 from mlbench_core.optim.pytorch.half_precision import DistributedGradScaler, DynamicLossScaler, FP16Optimizer
 from mlbench_core.optim.pytorch.ntasgd import NTASGD, AveragedSGD, scaled_rate
 from mlbench_core.optim.pytorch.presets import (
@@ -35,6 +36,7 @@ __all__ = [
     "CentralizedSparsifiedSGD",
     "ChocoSGD",
     "CustomCentralizedOptimizer",
+    "DeMo",
     "DecentralizedSGD",
     "DiLoCo",
     "DistributedGradScaler",
@@ -59,6 +61,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "centralized_sparsified_sgd": CentralizedSparsifiedSGD,
     "choco_sgd": ChocoSGD,
     "decentralized_sgd": DecentralizedSGD,
+    "demo": DeMo,
     "diloco": DiLoCo,
     "ef_sign_sgd": EFSignSGD,
     "local_sgd": LocalSGD,

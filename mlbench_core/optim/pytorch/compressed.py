@@ -108,7 +108,7 @@ class CompressedOptimizer(Optimizer):
         for name, (parameter, group) in named.items():
             agreed = stand_ins[name].grad
             if agreed is not None:
-                parameter.add_(agreed, alpha=-self._rate(group))
+                self._update(parameter, agreed, group)
         if tracker is not None:
             tracker.record_batch_opt_step()
         return loss
@@ -158,6 +158,10 @@ class CompressedOptimizer(Optimizer):
     def _rate(self, group: dict[str, Any]) -> float:
         """Return the factor of the aggregated tensors; 1 if they are steps already."""
         return 1.0
+
+    def _update(self, parameter: Tensor, agreed: Tensor, group: dict[str, Any]) -> None:
+        """Take the step of a parameter, given the workers' common result; it may be overwritten."""
+        parameter.add_(agreed, alpha=-self._rate(group))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; options it does not name get the defaults."""
