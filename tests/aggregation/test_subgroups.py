@@ -22,6 +22,7 @@ from mlbench_core.aggregation.pytorch import (
     DeMoAggregation,
     DiLoCoAggregation,
     EFSignAggregation,
+    OneBitAggregation,
     PowerAggregation,
     QSGDAggregation,
     ScaffoldAggregation,
@@ -46,6 +47,7 @@ from mlbench_core.optim.pytorch import (
     EFSignSGD,
     FP16Optimizer,
     LocalSGD,
+    OneBitAdam,
     PowerSGD,
     SignSGD,
     SparseLoCo,
@@ -99,6 +101,9 @@ MAKE: dict[str, Callable[..., Any]] = {
         2, m, lr=0.1, period=2, aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=3, **group))
     ),
     "demo": lambda m, **group: DeMo(m.parameters(), lr=0.1, aggregation=DeMoAggregation(top_k=2, **group)),
+    "one-bit adam": lambda m, **group: OneBitAdam(
+        m.parameters(), lr=0.1, aggregation=OneBitAggregation(warmup_steps=1, **group)
+    ),
     "diloco": lambda m, **group: DiLoCo(2, m, lr=0.1, period=2, aggregation=DiLoCoAggregation(**group)),
 }
 

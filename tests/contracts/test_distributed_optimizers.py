@@ -39,6 +39,7 @@ from mlbench_core.optim.pytorch import (
     EFSignSGD,
     FP16Optimizer,
     LocalSGD,
+    OneBitAdam,
     PowerSGD,
     SignSGD,
     SparseLoCo,
@@ -167,6 +168,7 @@ MEMBERS: dict[str, Member] = {
         lambda m, r, k: CentralizedSparsifiedSGD(m.parameters(), lr=0.05, random_sparse=True, world_size=k)
     ),
     "demo": Member(lambda m, r, k: DeMo(m.named_parameters(), lr=0.01, weight_decay=0.1, world_size=k)),
+    "one-bit adam": Member(lambda m, r, k: OneBitAdam(m.named_parameters(), lr=0.01, warmup_steps=1, world_size=k)),
     "local": Member(lambda m, r, k: LocalSGD(k, m, lr=0.05, momentum=0.9, period=3), period=3),
     "scaffold": Member(lambda m, r, k: SCAFFOLD(k, m, lr=0.05, period=3), period=3),
     "diloco": Member(lambda m, r, k: DiLoCo(k, m, lr=0.01, period=3), period=3),

@@ -35,6 +35,7 @@ from mlbench_core.optim.pytorch import (
     EFSignSGD,
     GenericCentralizedOptimizer,
     LocalSGD,
+    OneBitAdam,
     PowerSGD,
     SignSGD,
     SparseLoCo,
@@ -97,6 +98,7 @@ MEMBERS: dict[str, Make] = {
     "scaffold": lambda model: SCAFFOLD(1, model, lr=0.05, weight_decay=0.01, period=4),
     "sparse loco": lambda model: SparseLoCo(1, model, lr=0.05, period=5),
     "demo": lambda model: DeMo(model.parameters(), lr=0.05),
+    "one-bit adam": lambda model: OneBitAdam(model.parameters(), lr=0.05, weight_decay=0.01, warmup_steps=4),
     "diloco": lambda model: DiLoCo(1, model, lr=0.05, period=5),
 }
 every_member = pytest.mark.parametrize("make", MEMBERS.values(), ids=MEMBERS.keys())

@@ -23,6 +23,7 @@ from mlbench_core.aggregation.pytorch.centralized import (
 )
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
 from mlbench_core.aggregation.pytorch.demo import DeMoAggregation
+from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
 from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
 from mlbench_core.aggregation.pytorch.sparse_loco import ChunkedTopKAggregation
 from mlbench_core.optim.pytorch import (
@@ -59,6 +60,7 @@ AGGREGATIONS: dict[str, Callable[[], CompressedAggregation]] = {
     "qsgd": lambda: QSGDAggregation(bucket_size=4),
     "chunked top-k": lambda: ChunkedTopKAggregation(density=2, chunk_size=4, decay=1.0),
     "demo": lambda: DeMoAggregation(top_k=1, block_size=2),
+    "one bit": lambda: OneBitAggregation(warmup_steps=0),
     "top-k without memory": lambda: SparsifiedAggregation(None, size=3, error_feedback=False),
 }
 

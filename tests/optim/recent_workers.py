@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,20 @@ from mlbench_core.aggregation.pytorch import (
     QSGDAggregation,
     SparseLoCoAggregation,
 )
-from mlbench_core.optim.pytorch import QSGD, SCAFFOLD, CentralizedSGD, DeMo, DiLoCo, LocalSGD, SparseLoCo
+from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
+from mlbench_core.optim.pytorch import (
+    QSGD,
+    SCAFFOLD,
+    CentralizedAdam,
+    CentralizedSGD,
+    DeMo,
+    DiLoCo,
+    LocalSGD,
+    OneBitAdam,
+    SparseLoCo,
+)
 from tests.optim.compressed_workers import quadratic
-from tests.optim.weight_averaging import Weights, descend, start
+from tests.optim.weight_averaging import Weights, descend, gradient, start
 
 STEPS = 15  # of descend
 DIGITS_STEPS = 160
@@ -98,6 +109,37 @@ def demo(rank: int, world_size: int) -> dict[Any, Any]:
     return result
 
 
+class Uncompressed(OneBitAggregation):
+    """Its compression is the identity."""
+
+    def _compress(self, tensors: Mapping[str, Tensor], divisor: Any) -> None:
+        self._delegate(self._uncompressed, tensors, "avg_custom", divisor)
+
+
+def one_bit_adam(rank: int, world_size: int) -> dict[Any, Any]:
+    """Against the reference, uncompressed too; x has a coordinate without gradients, and the bytes of each step."""
+    result: dict[Any, Any] = {}
+    for kind in (OneBitAggregation, Uncompressed):
+        model = Weights(x=start())
+        exchange = kind(warmup_steps=6)
+        optimizer = OneBitAdam(model.named_parameters(), lr=0.02, aggregation=exchange)
+        sent = []
+        for step in range(STEPS):
+            model.x.grad = partial_gradient(rank, model.x.detach(), step)
+            optimizer.step()
+            sent.append(exchange.last_bytes)
+        state = exchange.state_dict()
+        result[kind.__name__] = {"x": model.x.detach(), "state": state, "sent": sent}
+    return result
+
+
+def partial_gradient(rank: int, x: Tensor, step: int) -> Tensor:
+    """Without the first coordinate."""
+    g = gradient(rank, x, step)
+    g[0, 0] = 0
+    return g
+
+
 def digits_data() -> tuple[Tensor, Tensor, Tensor]:
     """Images, labels and an order of them: the first 1,400 are for training."""
     from sklearn.datasets import load_digits
@@ -111,6 +153,8 @@ DIGITS: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda m: CentralizedSGD(2, m, lr=0.2, momentum=0.9),
     "qsgd": lambda m: QSGD(2, m, lr=0.2, momentum=0.9, aggregation=QSGDAggregation(levels=7, norm=math.inf)),
     "demo": lambda m: DeMo(m.named_parameters(), lr=0.02, aggregation=DeMoAggregation(decay=0.99)),
+    "adam": lambda m: CentralizedAdam(2, m, lr=0.01),
+    "one-bit adam": lambda m: OneBitAdam(m.named_parameters(), lr=0.01, eps=1e-3, warmup_steps=32),
     "diloco": lambda m: DiLoCo(2, m, lr=0.02, period=8),
     "sparse loco": lambda m: SparseLoCo(
         2, m, lr=0.02, period=8, aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=0.03))
@@ -140,7 +184,7 @@ def digits(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
     return result
 
 
-SCENARIOS = (qsgd, scaffold, sparse_loco, demo, digits)
+SCENARIOS = (qsgd, scaffold, sparse_loco, demo, one_bit_adam, digits)
 
 
 def run_all(rank: int, world_size: int) -> dict[str, Any]:

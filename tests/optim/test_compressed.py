@@ -186,6 +186,7 @@ def message_bytes(aggregation: str, dtype: str) -> tuple[str, int]:
         "qsgd": ("all_gather", (4 * sum(numels) + 7) // 8 + max(4, b) * sum(-(-n // 4) for n in numels)),
         "chunked top-k": ("all_gather", sum(chunked_top_k_bytes(n, max(4, b)) for n in numels)),
         "demo": ("all_gather", (max(4, b) + 2) * sum(DEMO_BLOCKS[dtype])),
+        "one bit": ("all_gather", bits + max(4, b) * len(numels)),
         "top-k": ("all_gather", (b + 4) * K),
         "top-k without memory": ("all_gather", (b + 4) * K),
         "random-k": ("all_reduce", b * K),

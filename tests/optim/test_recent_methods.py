@@ -16,17 +16,19 @@ from torch import Tensor
 from mlbench_core.aggregation.pytorch import (
     ChunkedTopKAggregation,
     DeMoAggregation,
+    OneBitAggregation,
     QSGDAggregation,
     ScaffoldAggregation,
     SparseLoCoAggregation,
 )
 from mlbench_core.aggregation.pytorch.demo import dct_matrix
 from mlbench_core.aggregation.pytorch.packing import pack_codes, packed_bytes, unpack_codes
-from mlbench_core.optim.pytorch import SCAFFOLD, DeMo
+from mlbench_core.optim.pytorch import SCAFFOLD, DeMo, OneBitAdam
 from tests.helpers.ranks import run_ranks
 from tests.optim import recent_workers as workers
 from tests.optim.weight_averaging import SHAPE, gradient, start
 from tests.references.demo import demo
+from tests.references.one_bit_adam import one_bit_adam
 from tests.references.qsgd import qsgd
 from tests.references.scaffold import scaffold
 from tests.references.sparse_loco import sparse_loco
@@ -315,3 +317,68 @@ class TestDeMo:
             DeMoAggregation(block_size=200)
         with pytest.raises(ValueError, match=r"DeMoAggregation must have the keys \['momentum'\], not \['memory'\]"):
             DeMoAggregation().load_state_dict({"memory": {}})
+
+
+class TestOneBitAdam:
+    @pytest.mark.parametrize("kind", ["OneBitAggregation", "Uncompressed"])
+    def test_is_the_reference(self, ranks: Ranks, kind: str) -> None:
+        """Uncompressed it is Adam with a frozen second moment."""
+        compress = {"compress": lambda p: p} if kind == "Uncompressed" else {}
+        x, e, delta = one_bit_adam(
+            start(), workers.partial_gradient, len(ranks), 0.02, workers.STEPS, warmup=6, **compress
+        )
+        for rank, result in enumerate(ranks):
+            found = result["one_bit_adam"][kind]
+            assert_close(found["x"], x)
+            assert torch.equal(found["x"], ranks[0]["one_bit_adam"][kind]["x"])
+            assert found["state"]["steps"] == {"x": workers.STEPS}
+            if kind == "OneBitAggregation":
+                assert_close(found["state"]["errors"]["x"], e[rank])
+                assert_close(found["state"]["average_errors"]["x"], delta)
+
+    def test_messages_have_one_bit_per_coordinate_after_the_warm_up(self, ranks: Ranks) -> None:
+        for result in ranks:
+            sent = result["one_bit_adam"]["OneBitAggregation"]["sent"]
+            assert sent == [8 * 35 + 8] * 6 + [5 + 8 + 8] * 9  # with a flag in float64
+
+    def test_a_weight_that_had_no_gradient_in_the_warm_up_stays(self, ranks: Ranks) -> None:
+        for result in ranks:
+            found = result["one_bit_adam"]["OneBitAggregation"]
+            assert found["x"][0, 0] == start()[0, 0]
+            assert found["state"]["momentum"]["x"][0, 0] != 0, "one bit has no zero"
+
+    def test_the_warm_up_is_torchs_adam_under_any_schedule(self) -> None:
+        x, y = torch.nn.Parameter(start()), torch.nn.Parameter(start())
+        optimizer = OneBitAdam([x], lr=0.1, betas=(0.8, 0.9), eps=0.01, weight_decay=0.1, warmup_steps=8)
+        plain = torch.optim.Adam([y], lr=0.1, betas=(0.8, 0.9), eps=0.01, weight_decay=0.1)
+        for step in range(8):
+            x.grad, y.grad = gradient(0, x.detach(), step), gradient(0, y.detach(), step)
+            for each in (optimizer, plain):
+                each.param_groups[0]["lr"] = 0.1 / (1 + step)
+                each.step()
+            assert_close(x.detach(), y.detach())
+
+    def test_a_custom_denominator_divides_gradients_and_not_the_momentum(self) -> None:
+        aggregation, other = (OneBitAggregation(warmup_steps=0) for _ in range(2))
+        for step in range(4):
+            g = torch.randn(9, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            summed, averaged = 10 * g, g.clone()
+            aggregation.aggregate({"x": summed}, "avg_custom", 10)
+            other.aggregate({"x": averaged}, "avg_world")
+            assert_close(summed, averaged)
+
+    def test_digits_are_learned_with_a_fraction_of_the_bytes(self, ranks: Ranks) -> None:
+        assert_learns_as_well_as(ranks, "adam", "one-bit adam", fewer_bytes=4)
+
+    def test_wrong_arguments_are_named(self) -> None:
+        x = torch.nn.Parameter(torch.ones(2))
+        with pytest.raises(ValueError, match=r"betas\[1\] must be below 1, not 1"):
+            OneBitAdam([x], lr=0.1, betas=(0.9, 1))
+        with pytest.raises(ValueError, match="warmup_steps must be at least 1, not 0"):
+            OneBitAdam([x], lr=0.1, warmup_steps=0)
+        with pytest.raises(ValueError, match="beta must be below 1, not 1"):
+            OneBitAggregation(beta=1)
+        with pytest.raises(ValueError, match="eps must be finite and at least 0, not -1"):
+            OneBitAdam([x], lr=0.1, eps=-1)
+        with pytest.raises(ValueError, match="OneBitAggregation must have the keys"):
+            OneBitAggregation().load_state_dict({"memory": {}})

@@ -10,6 +10,7 @@ from mlbench_core.optim.pytorch.compressed import EFSignSGD, SignSGD, Sparsified
 from mlbench_core.optim.pytorch.demo import DeMo
 from mlbench_core.optim.pytorch.half_precision import DistributedGradScaler, DynamicLossScaler, FP16Optimizer
 from mlbench_core.optim.pytorch.ntasgd import NTASGD, AveragedSGD, scaled_rate
+from mlbench_core.optim.pytorch.one_bit_adam import OneBitAdam
 from mlbench_core.optim.pytorch.presets import (
     CentralizedAdam,
     CentralizedSGD,
@@ -45,6 +46,7 @@ __all__ = [
     "FP16Optimizer",
     "GenericCentralizedOptimizer",
     "LocalSGD",
+    "OneBitAdam",
     "PowerSGD",
     "SignSGD",
     "SparseLoCo",
@@ -65,6 +67,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "diloco": DiLoCo,
     "ef_sign_sgd": EFSignSGD,
     "local_sgd": LocalSGD,
+    "one_bit_adam": OneBitAdam,
     "power_sgd": PowerSGD,
     "qsgd": QSGD,
     "scaffold": SCAFFOLD,

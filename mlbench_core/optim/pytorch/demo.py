@@ -90,7 +90,7 @@ class DeMo(CompressedOptimizer):
         # The rate goes into the momentum, so that a later rate does not rescale gradients of earlier steps.
         return parameter.grad * group["lr"]
 
-    def _update(self, parameter: Tensor, agreed: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, name: str, parameter: Tensor, agreed: Tensor, group: dict[str, Any]) -> None:
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         if group["sign"]:
             parameter.add_(agreed.sign_(), alpha=-float(group["lr"]))
