@@ -21,6 +21,7 @@ from mlbench_core.aggregation.pytorch import (
     DecentralizedAggregation,
     DeMoAggregation,
     DiLoCoAggregation,
+    DionAggregation,
     EFSignAggregation,
     OneBitAggregation,
     PowerAggregation,
@@ -43,6 +44,7 @@ from mlbench_core.optim.pytorch import (
     DecentralizedSGD,
     DeMo,
     DiLoCo,
+    Dion,
     DistributedGradScaler,
     EFSignSGD,
     FP16Optimizer,
@@ -104,6 +106,7 @@ MAKE: dict[str, Callable[..., Any]] = {
     "one-bit adam": lambda m, **group: OneBitAdam(
         m.parameters(), lr=0.1, aggregation=OneBitAggregation(warmup_steps=1, **group)
     ),
+    "dion": lambda m, **group: Dion(m.parameters(), lr=0.1, aggregation=DionAggregation(rank=2, **group)),
     "diloco": lambda m, **group: DiLoCo(2, m, lr=0.1, period=2, aggregation=DiLoCoAggregation(**group)),
 }
 

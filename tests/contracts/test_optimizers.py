@@ -32,6 +32,7 @@ from mlbench_core.optim.pytorch import (
     DecentralizedSGD,
     DeMo,
     DiLoCo,
+    Dion,
     EFSignSGD,
     GenericCentralizedOptimizer,
     LocalSGD,
@@ -99,6 +100,7 @@ MEMBERS: dict[str, Make] = {
     "sparse loco": lambda model: SparseLoCo(1, model, lr=0.05, period=5),
     "demo": lambda model: DeMo(model.parameters(), lr=0.05),
     "one-bit adam": lambda model: OneBitAdam(model.parameters(), lr=0.05, weight_decay=0.01, warmup_steps=4),
+    "dion": lambda model: Dion(model.parameters(), lr=0.05, rank=1),
     "diloco": lambda model: DiLoCo(1, model, lr=0.05, period=5),
 }
 every_member = pytest.mark.parametrize("make", MEMBERS.values(), ids=MEMBERS.keys())

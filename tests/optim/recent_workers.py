@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from mlbench_core.aggregation.pytorch import (
     ChunkedTopKAggregation,
     DeMoAggregation,
+    DionAggregation,
     QSGDAggregation,
     SparseLoCoAggregation,
 )
@@ -27,6 +28,7 @@ from mlbench_core.optim.pytorch import (
     CentralizedSGD,
     DeMo,
     DiLoCo,
+    Dion,
     LocalSGD,
     OneBitAdam,
     SparseLoCo,
@@ -37,6 +39,7 @@ from tests.optim.weight_averaging import Weights, descend, gradient, start
 STEPS = 15  # of descend
 DIGITS_STEPS = 160
 SPARSE_LOCO: dict[str, Any] = {"density": 3, "bits": 2, "decay": 0.9, "chunk_size": 16}
+DION_RANK = 2
 QSGD_LEVELS, QSGD_BUCKET = 3, 8
 
 
@@ -140,6 +143,20 @@ def partial_gradient(rank: int, x: Tensor, step: int) -> Tensor:
     return g
 
 
+def dion(rank: int, world_size: int) -> dict[str, Any]:
+    """Against the reference: a matrix, and a vector beside it; the first Q, and at the end momentum and bytes."""
+    model = Weights(x=start(), y=start()[0])
+    exchange = DionAggregation(rank=DION_RANK, momentum=0.9)
+    optimizer = Dion(model.named_parameters(), lr=0.05, weight_decay=0.1, aggregation=exchange)
+    first = exchange._query("x", torch.zeros(5, 7, dtype=torch.float64)).clone()
+    for step in range(STEPS):
+        model.x.grad = gradient(rank, model.x.detach(), step)
+        model.y.grad = gradient(rank, model.x.detach(), step)[0]
+        optimizer.step()
+    state = exchange.state_dict()
+    return {"x": model.x.detach(), "y": model.y.detach(), "first": first, "state": state, "sent": exchange.last_bytes}
+
+
 def digits_data() -> tuple[Tensor, Tensor, Tensor]:
     """Images, labels and an order of them: the first 1,400 are for training."""
     from sklearn.datasets import load_digits
@@ -155,6 +172,7 @@ DIGITS: dict[str, Callable[[nn.Module], Any]] = {
     "demo": lambda m: DeMo(m.named_parameters(), lr=0.02, aggregation=DeMoAggregation(decay=0.99)),
     "adam": lambda m: CentralizedAdam(2, m, lr=0.01),
     "one-bit adam": lambda m: OneBitAdam(m.named_parameters(), lr=0.01, eps=1e-3, warmup_steps=32),
+    "dion": lambda m: Dion(m.named_parameters(), lr=0.2, rank=4),
     "diloco": lambda m: DiLoCo(2, m, lr=0.02, period=8),
     "sparse loco": lambda m: SparseLoCo(
         2, m, lr=0.02, period=8, aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=0.03))
@@ -184,7 +202,7 @@ def digits(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
     return result
 
 
-SCENARIOS = (qsgd, scaffold, sparse_loco, demo, one_bit_adam, digits)
+SCENARIOS = (qsgd, scaffold, sparse_loco, demo, one_bit_adam, dion, digits)
 
 
 def run_all(rank: int, world_size: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mlbench_core.aggregation.pytorch import (
     ChunkedTopKAggregation,
     DeMoAggregation,
+    DionAggregation,
     OneBitAggregation,
     QSGDAggregation,
     ScaffoldAggregation,
@@ -23,11 +24,12 @@ from mlbench_core.aggregation.pytorch import (
 )
 from mlbench_core.aggregation.pytorch.demo import dct_matrix
 from mlbench_core.aggregation.pytorch.packing import pack_codes, packed_bytes, unpack_codes
-from mlbench_core.optim.pytorch import SCAFFOLD, DeMo, OneBitAdam
+from mlbench_core.optim.pytorch import SCAFFOLD, DeMo, Dion, OneBitAdam
 from tests.helpers.ranks import run_ranks
 from tests.optim import recent_workers as workers
 from tests.optim.weight_averaging import SHAPE, gradient, start
 from tests.references.demo import demo
+from tests.references.dion import dion
 from tests.references.one_bit_adam import one_bit_adam
 from tests.references.qsgd import qsgd
 from tests.references.scaffold import scaffold
@@ -382,3 +384,81 @@ class TestOneBitAdam:
             OneBitAdam([x], lr=0.1, eps=-1)
         with pytest.raises(ValueError, match="OneBitAggregation must have the keys"):
             OneBitAggregation().load_state_dict({"memory": {}})
+
+
+class TestDion:
+    def test_is_one_worker_with_the_average_gradient(self, ranks: Ranks) -> None:
+        """To 1e-6: 15 steps of orthonormalization enlarge the rounding of averages."""
+        k = len(ranks)
+        Q = ranks[0]["dion"]["first"].T
+        x, M, Q = dion(start(), gradient, k, 0.05, workers.STEPS, Q, mu=0.9, weight_decay=0.1)
+        found = [result["dion"] for result in ranks]
+        for each in found:
+            torch.testing.assert_close(each["x"], x, rtol=0, atol=1e-6)
+            assert torch.equal(each["x"], found[0]["x"])
+            # The sign of a column depends on the way of orthonormalization.
+            signs = (each["state"]["queries"]["x"].T * Q).sum(0).sign()
+            torch.testing.assert_close(each["state"]["queries"]["x"].T * signs, Q, rtol=0, atol=1e-6)
+        momenta = torch.stack([each["state"]["momentum"]["x"] for each in found])
+        torch.testing.assert_close(momenta.mean(0), M, rtol=0, atol=1e-6)
+        assert (momenta[0] - momenta[1]).norm() > 0.1
+        assert list(found[0]["state"]["momentum"]) == ["x"]
+
+    def test_vectors_take_the_steps_of_adamw(self, ranks: Ranks) -> None:
+        k, y = len(ranks), torch.nn.Parameter(start()[0])
+        plain = torch.optim.AdamW([y], lr=0.05, weight_decay=0.1)
+        x = start()
+        for step in range(workers.STEPS):
+            y.grad = sum(gradient(rank, x, step)[0] for rank in range(k)) / k
+            plain.step()
+            if step + 1 < workers.STEPS:  # the way of x, which gives the gradients
+                x, *_ = dion(start(), gradient, k, 0.05, step + 1, ranks[0]["dion"]["first"].T, 0.9, 0.1)
+        for result in ranks:
+            torch.testing.assert_close(result["dion"]["y"], y.detach(), rtol=0, atol=1e-6)
+
+    def test_a_step_sends_two_thin_matrices_and_the_vectors(self, ranks: Ranks) -> None:
+        for result in ranks:
+            assert result["dion"]["sent"] == 8 * 2 * (5 + 7) + 8 * 7 + 8 * 2  # with two flags
+
+    def test_all_directions_of_an_update_have_length_one_and_little_is_forgotten(self) -> None:
+        aggregation = DionAggregation(rank=3, momentum=0.9)
+        generator, m = torch.Generator().manual_seed(0), torch.zeros(6, 10, dtype=torch.float64)
+        for _ in range(4):
+            g = torch.randn(6, 10, generator=generator, dtype=torch.float64)
+            update = g.clone()
+            aggregation.aggregate({"x": update}, "avg_world")
+            values = torch.linalg.svdvals(update)
+            assert values[3:].max() < 1e-12
+            assert 0.3 < values[2] <= values[0] < 1.7  # Q is not quite orthogonal, as in the paper
+            basis = torch.linalg.svd(update).U[:, :3]
+            b, m = m + g, aggregation.memory("x").clone()
+            assert_close(m, b - 0.1 * basis @ (basis.T @ b))
+
+    def test_the_length_of_gradients_does_not_matter_and_zeros_move_nothing(self) -> None:
+        g = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0))
+        short, long, none = 1e-6 * g, 1e6 * g, torch.zeros_like(g)
+        for tensor in (short, long, none):
+            DionAggregation(rank=2).aggregate({"x": tensor}, "avg_custom", 7)
+        torch.testing.assert_close(short, long)
+        assert not none.any()
+
+    def test_an_overflow_is_seen_and_forgotten(self) -> None:
+        aggregation = DionAggregation(rank=1)
+        for value, is_finite in ((1.0, True), (torch.inf, False), (1.0, True)):
+            x = torch.ones(3, 4)
+            x[1, 1] = value
+            aggregation.aggregate({"x": x}, "avg_world")
+            assert bool(x.isfinite().all()) == is_finite
+
+    def test_digits_are_learned_with_a_fraction_of_the_bytes(self, ranks: Ranks) -> None:
+        assert_learns_as_well_as(ranks, "sgd", "dion", fewer_bytes=4)
+
+    def test_wrong_arguments_are_named(self) -> None:
+        with pytest.raises(ValueError, match=r"momentum must be at most 1, not 1\.5"):
+            DionAggregation(momentum=1.5)
+        with pytest.raises(ValueError, match=r"betas\[0\] must be below 1, not 1"):
+            Dion([torch.nn.Parameter(torch.ones(2))], lr=0.1, betas=(1, 0.9))
+        aggregation = DionAggregation(rank=2)
+        aggregation.load_state_dict({"momentum": {}, "queries": {"x": torch.ones(1, 4)}})
+        with pytest.raises(ValueError, match=r"queries\['x'\] of the state must have shape \(2, 4\), not \(1, 4\)"):
+            aggregation.aggregate({"x": torch.ones(3, 4)}, "avg_world")

@@ -14,6 +14,7 @@ from mlbench_core.aggregation.pytorch.choco import ChocoAggregation
 from mlbench_core.aggregation.pytorch.consensus import average_weights, consensus_distance
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
 from mlbench_core.aggregation.pytorch.demo import DeMoAggregation
+from mlbench_core.aggregation.pytorch.dion import DionAggregation
 from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, PeriodicAggregation
 from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
@@ -30,6 +31,7 @@ __all__ = [
     "DeMoAggregation",
     "DecentralizedAggregation",
     "DiLoCoAggregation",
+    "DionAggregation",
     "EFSignAggregation",
     "OneBitAggregation",
     "PeriodicAggregation",

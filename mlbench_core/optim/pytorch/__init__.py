@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from mlbench_core.optim.pytorch.compressed import EFSignSGD, SignSGD, SparsifiedSGD
 from mlbench_core.optim.pytorch.demo import DeMo
+from mlbench_core.optim.pytorch.dion import Dion
 from mlbench_core.optim.pytorch.half_precision import DistributedGradScaler, DynamicLossScaler, FP16Optimizer
 from mlbench_core.optim.pytorch.ntasgd import NTASGD, AveragedSGD, scaled_rate
 from mlbench_core.optim.pytorch.one_bit_adam import OneBitAdam
@@ -40,6 +41,7 @@ __all__ = [
     "DeMo",
     "DecentralizedSGD",
     "DiLoCo",
+    "Dion",
     "DistributedGradScaler",
     "DynamicLossScaler",
     "EFSignSGD",
@@ -65,6 +67,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "decentralized_sgd": DecentralizedSGD,
     "demo": DeMo,
     "diloco": DiLoCo,
+    "dion": Dion,
     "ef_sign_sgd": EFSignSGD,
     "local_sgd": LocalSGD,
     "one_bit_adam": OneBitAdam,
