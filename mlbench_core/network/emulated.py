@@ -26,50 +26,19 @@ from types import TracebackType
 from typing import Any
 
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.network.description import MAX_HOSTS, bits_per_second
 
 __all__ = ["EmulatedNetwork", "bits_per_second"]
 
 PREFIX = "mlbench"
 INTERFACE = "eth0"
 SUBNET = "10.77.0"
-MAX_HOSTS = 250
 # By default, the token bucket holds the data that a link sends in this time.
 BURST_S = 0.005
 # A bucket that is smaller than a packet would let no packet through.
 SMALLEST_BURST_BYTES = 4096
-UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 _numbers = itertools.count()
-
-
-def bits_per_second(bandwidth: str | float) -> int:
-    """Convert a bandwidth to bits per second.
-
-    Args:
-        bandwidth: Bits per second as a number, or a number with the unit ``bit``, ``kbit``, ``mbit`` or ``gbit``
-            (powers of 1000, as in ``tc``).
-
-    Returns:
-        Bits per second.
-
-    Raises:
-        ValueError: ``bandwidth`` has another form, or is not from 8 kbit/s (less than one packet per second) to 1000
-            Gbit/s.
-
-    Example:
-        >>> bits_per_second("100mbit")
-        100000000
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?bit)\s*", str(bandwidth).lower())
-    if match:
-        rate = float(match[1]) * UNITS[match[2]]
-    elif isinstance(bandwidth, (int, float)) and not isinstance(bandwidth, bool):
-        rate = float(bandwidth)
-    else:
-        raise ValueError(f"bandwidth must be like '100mbit' or a number of bits per second, not {bandwidth!r}")
-    if not 8_000 <= rate <= 1e12:
-        raise ValueError(f"bandwidth must be from 8 kbit/s to 1000 Gbit/s, not {bandwidth!r}")
-    return int(rate)
 
 
 class EmulatedNetwork:
