@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "import": ("imports", "Add result folders to the master."),
     "logs": ("runs", "Show the output of the workers of a run."),
     "master": ("master", "Start the master in the foreground, or stop it."),
-    "network": ("network", "List and describe networks to emulate on this machine."),
+    "network": ("network", "Describe, test and remove networks emulated on this machine."),
     "results": ("results", "Verify result folders, check them against the rules, collect them."),
     "run": ("run", "Start runs of a task or of a command of your own."),
     "status": ("runs", "Show all runs, or one with its latest metrics."),

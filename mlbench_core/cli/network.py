@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlbench_core.cli._output import json_option, print_field, print_json, print_table
+from mlbench_core.cli._output import json_option, print_field, print_json, print_table, remark
 from mlbench_core.network.named import NETWORKS, get_network
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from mlbench_core.network.description import Link, Network
+    from mlbench_core.network.measure import PathReport
 
 __all__ = ["NetworkType", "network"]
 
@@ -44,7 +45,7 @@ class NetworkType(click.ParamType):
 
 @click.group()
 def network() -> None:
-    """List and describe networks to emulate on this machine."""
+    """Describe, test and remove networks that are emulated on this machine."""
 
 
 @network.command("list")
@@ -87,3 +88,70 @@ def _print_link(name: str, link: Link) -> None:
     parts += [f"jitter {link.jitter_s * 1e3:g} ms"] if link.jitter_s else []
     parts += [f"loss {link.loss * 100:g} %"] if link.loss else []
     print_field(name, ", ".join(parts))
+
+
+@network.command()
+@click.argument("described", metavar="NETWORK", type=NetworkType())
+@click.option("--hosts", type=click.IntRange(min=2), metavar="N", help="Number of hosts (default: the smallest one).")
+@json_option
+def test(described: Network, hosts: int | None, as_json: bool) -> None:
+    """Emulate a network, measure it, and print the figures beside those of its description."""
+    from mlbench_core.network.measure import measure_network
+
+    try:
+        report = measure_network(described, hosts)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--hosts") from None
+    if as_json:
+        print_json(dataclasses.asdict(report))
+        return
+    rows = [row for path in report.paths for row in _path_rows(path)]
+    for each in report.all_reduce:
+        rows.append(("all", f"all-reduce of {each.num_bytes:,} B", "", f"{each.seconds * 1e3:,.2f} ms", ""))
+    if report.all_reduce:
+        rows.append(("", "its bus bandwidth", "", f"{report.all_reduce[-1].bus_bandwidth / 1e6:,.1f} Mbit/s", ""))
+    print_table(("HOSTS", "PROPERTY", "ASKED", "MEASURED", "DIFFERENCE"), rows, right=(2, 3, 4))
+    machine = report.machine
+    remark(
+        f"{report.network} with {report.hosts} hosts on {machine['cores']} cores, load {machine['load']} at the start, "
+        f"TCP congestion control {machine['congestion_control']}"
+    )
+
+
+@network.command()
+@json_option
+def clean(as_json: bool) -> None:
+    """Remove emulated networks whose processes have ended, and the processes that still run in them."""
+    from mlbench_core.network.emulated import EmulatedNetwork
+
+    removed = EmulatedNetwork.cleanup()
+    if as_json:
+        print_json(removed)
+        return
+    for name in removed:
+        click.echo(name)
+    remark(f"removed {len(removed)} namespaces")
+
+
+def _path_rows(path: PathReport) -> list[tuple[str, ...]]:
+    asked, hosts = path.asked, f"{path.source}-{path.target}"
+    rows: list[tuple[str, ...]] = [
+        (hosts, "bandwidth", *_compare(asked.bandwidth, path.bandwidth, 1e6, "Mbit/s")),
+        ("", "round trip", *_compare(asked.round_trip_s, path.round_trip_s, 1e-3, "ms")),
+    ]
+    if asked.jitter_s:
+        limits = (asked.round_trip_s - asked.jitter_s, asked.round_trip_s + asked.jitter_s)
+        ranges = [f"{low * 1e3:.1f} to {high * 1e3:.1f} ms" for low, high in (limits, path.round_trips_s)]
+        rows.append(("", "its range", *ranges, ""))
+    if path.loss is not None:
+        rows.append(("", "loss", f"{asked.loss:.2%}", f"{path.loss:.2%}", ""))
+    return rows
+
+
+def _compare(asked: float | None, measured: float, unit: float, name: str) -> tuple[str, str, str]:
+    if asked is None:
+        return "no limit", f"{measured / unit:,.1f} {name}", ""
+    if not asked:
+        return f"0 {name}", f"{measured / unit:,.2f} {name}", f"{measured / unit:+,.2f} {name}"
+    shown = [f"{value / unit:,.1f} {name}" for value in (asked, measured)]
+    return shown[0], shown[1], f"{measured / asked - 1:+.1%}"
