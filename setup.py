@@ -1,8 +1,9 @@
-"""Define the two parts of the build that pyproject.toml cannot describe.
+"""Define the three parts of the build that pyproject.toml cannot describe.
 
 * The wheel contains ``benchmarks/`` as the package ``mlbench_benchmarks``. The reference implementations are scripts to
   read and copy, so their folder is outside of the library in the source tree. ``mlbench run --task`` finds them in an
   installed wheel under this name.
+* In the same way, it contains ``charts/``, the Helm chart, as the package ``mlbench_charts``.
 * ``python setup.py build_cuda`` compiles ``csrc/``. With ``MLBENCH_CUDA=1`` an installation or a wheel does so too and
   contains the result. Without it, nothing is compiled, and the wheel is the same for every platform (docs/cuda.md).
 """
@@ -97,12 +98,15 @@ setup(
         *find_packages(include=["mlbench_core*", "mlbench_master*"]),
         "mlbench_benchmarks",
         *(f"mlbench_benchmarks.{name}" for name in dict.fromkeys(tasks)),
+        # Container images are built from a part of the source tree, without the chart.
+        *(["mlbench_charts"] if (ROOT / "charts").is_dir() else []),
     ],
-    package_dir={"mlbench_benchmarks": "benchmarks"},
+    package_dir={"mlbench_benchmarks": "benchmarks", "mlbench_charts": "charts"},
     package_data={
         "mlbench_core": ["py.typed"],
         "mlbench_core.results": ["*.json", "*.mplstyle", "*.toml", "references/*.json"],
+        "mlbench_charts": ["mlbench/*", "mlbench/.helmignore", "mlbench/templates/*"],
         "mlbench_master": ["py.typed", "static/*", "static/vendor/*", "templates/*"],
-        "": ["README.md", "Dockerfile"],
+        "": ["README.md"],
     },
 )

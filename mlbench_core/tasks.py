@@ -6,19 +6,33 @@ Targets and budgets belong to a task's specification, not to its training script
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import mlbench_core
 from mlbench_core.errors import ConfigurationError
 
-__all__ = ["BACKENDS", "TASKS", "Image", "Task", "find_image", "get_task", "is_run_name", "option_value"]
+__all__ = [
+    "BACKENDS",
+    "TASKS",
+    "Image",
+    "Task",
+    "container_image",
+    "find_image",
+    "get_task",
+    "is_run_name",
+    "option_value",
+]
 
 BACKENDS = ("gloo", "nccl", "mpi")
 """Communication backends, the default first."""
 
+_IMAGE_REGISTRY_VARIABLE = "MLBENCH_IMAGE_REGISTRY"
+_SCRIPT_IN_CONTAINER = "/workspace/main.py"
 # RFC 1123, the form that Kubernetes requires of the names of its objects.
 _DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
@@ -34,6 +48,23 @@ def is_run_name(name: str) -> bool:
         (True, False)
     """
     return _DNS_LABEL.fullmatch(name) is not None
+
+
+def container_image(name: str) -> str:
+    """Return the full name of an image of this version, as ``docker/build.py`` builds it.
+
+    The variable ``MLBENCH_IMAGE_REGISTRY`` replaces the ``mlbench`` before the name, for images of your own registry.
+
+    Args:
+        name: ``"base"``, ``"master"``, or the name of a task, for example ``"task1a"``.
+
+    Example:
+        >>> container_image("task1a").partition(":")[0]
+        'mlbench/task1a'
+    """
+    registry = os.environ.get(_IMAGE_REGISTRY_VARIABLE, "").strip().rstrip("/") or "mlbench"
+    # A tag has no plus sign, which separates a local version.
+    return f"{registry}/{name}:{mlbench_core.__version__.replace('+', '-')}"
 
 
 def option_value(arguments: Sequence[str], option: str) -> str | None:
@@ -214,17 +245,24 @@ class Task:
             "reinstall mlbench-core or run from a checkout"
         )
 
-    def command(self, *arguments: str) -> str:
+    @property
+    def container_image(self) -> str:
+        """Return the full name of the task's image; see :func:`container_image`."""
+        return container_image(f"task{self.key}")
+
+    def command(self, *arguments: str, in_container: bool = False) -> str:
         """Return the shell command of one worker, as the master's launchers take it.
 
         Args:
             arguments: Further arguments of the script, already quoted.
+            in_container: True for the script in the task's image, False for the one on this machine.
 
         Returns:
             A command with the placeholders ``{run_id}`` and ``{backend}``; rank and hosts come from the environment.
         """
         # Quoted, because the path of a checkout may contain a space.
-        return " ".join([shlex.quote(str(self.script)), "--run_id", "{run_id}", "--backend", "{backend}", *arguments])
+        script = _SCRIPT_IN_CONTAINER if in_container else str(self.script)
+        return " ".join([shlex.quote(script), "--run_id", "{run_id}", "--backend", "{backend}", *arguments])
 
 
 TASKS: dict[str, Task] = {

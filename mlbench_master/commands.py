@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task
+from mlbench_master.launchers.containers import image_problem
 from mlbench_master.launchers.interface import Launcher
 from mlbench_master.schemas import DEFAULT_BANDWIDTH, RunIn
 
@@ -15,6 +16,7 @@ __all__ = [
     "CUSTOM_IMAGE",
     "check_gpus",
     "check_options",
+    "image_of_record",
     "no_bandwidth_limit",
     "no_gpu",
     "resolve_backend",
@@ -28,11 +30,12 @@ CUSTOM_IMAGE = "custom_image"
 """The image that stands for the one in the field ``custom_image_name``."""
 
 
-def resolve_command(run: RunIn) -> tuple[str, str]:
+def resolve_command(run: RunIn, in_container: bool = False) -> tuple[str, str]:
     """Return the image and the command of a run's workers.
 
     Args:
         run: The requested run.
+        in_container: True if workers run in a container of the image; the script of a task is then the one in it.
 
     Returns:
         The image's name and a worker's command line.
@@ -42,7 +45,7 @@ def resolve_command(run: RunIn) -> tuple[str, str]:
     """
     if run.task is not None:
         try:
-            return _task_command(get_task(run.task), run)
+            return _task_command(get_task(run.task), run, in_container=in_container)
         except ValueError as error:
             raise ValueError(f"task: {error}") from None
     if run.command is not None:
@@ -54,7 +57,32 @@ def resolve_command(run: RunIn) -> tuple[str, str]:
             raise ValueError("custom_image_command: is required with image_name=custom_image")
         return run.custom_image_name or run.image_name, _with_flags(run.custom_image_command, run)
     task, arguments = _task_of_image(run.image_name)
-    return run.image_name, _task_command(task, run, arguments)[1]
+    return run.image_name, _task_command(task, run, arguments, in_container=in_container)[1]
+
+
+def image_of_record(image: str) -> str:
+    """Return the container image for a run, as a launcher that starts containers needs it.
+
+    Args:
+        image: The image in the record of the run: the folder of a task, an image of version 3.0, or another image.
+
+    Returns:
+        The task's own image of this version, another image as it is, or an empty text if the run has none.
+
+    Example:
+        >>> image_of_record("task1a_resnet20_cifar10").partition(":")[0], image_of_record("me/mine:1")
+        ('mlbench/task1a', 'me/mine:1')
+    """
+    if image.startswith(CUSTOM_IMAGE):
+        return ""
+    for task in TASKS.values():
+        if image == task.folder:
+            return task.container_image
+    try:
+        # The images of version 3.0 have scripts that this master does not know.
+        return find_image(image)[0].container_image
+    except ValueError:
+        return image
 
 
 def resolve_backend(run: RunIn) -> str:
@@ -92,8 +120,10 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
     Raises:
         ValueError: An option cannot be fulfilled; the message names the field and a remedy.
     """
-    _check_combination(run, launcher)
     launcher.check_options(run.engine_options)
+    _check_combination(run, launcher)
+    _check_image(run, launcher)
+    launcher.check_workers(run.num_workers, run.backend.lower(), run.engine_options)
     notes = []
     if run.max_bandwidth < DEFAULT_BANDWIDTH and not launcher.limits_bandwidth:
         raise ValueError(
@@ -102,12 +132,6 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
         )
     if run.gpu_enabled:
         check_gpus(run.num_workers, launcher)
-    own_image = run.task is None and run.custom_image_name not in (None, CUSTOM_IMAGE)
-    if own_image and not launcher.starts_containers:
-        notes.append(
-            f"note: the image {run.custom_image_name} is not used: the {launcher.name} launcher starts processes, not "
-            "containers, so the command runs on this machine with its Python and its packages"
-        )
     # As in version 3.0, only a custom backend may start a single worker; known backends start all of them.
     all_nodes = run.run_all_nodes or run.backend.lower() != CUSTOM_BACKEND or run.num_workers == 1
     if not all_nodes:
@@ -148,7 +172,7 @@ def _check_combination(run: RunIn, launcher: Launcher) -> None:
     if run.task is None and run.command is None:
         return
     rivals = {"custom_image_command": run.custom_image_command}
-    if run.task is not None or not launcher.starts_containers:
+    if run.task is not None or not launcher.uses_image(run.engine_options):
         rivals.update(image_name=run.image_name, custom_image_name=run.custom_image_name)
     if run.task is not None:
         rivals["command"] = run.command
@@ -163,6 +187,29 @@ def _check_combination(run: RunIn, launcher: Launcher) -> None:
             f"run_all_nodes: must be true with backend {run.backend.lower()}, not false: every worker runs the "
             "command; leave it out, or give a custom_backend whose first worker starts the others"
         )
+
+
+def _check_image(run: RunIn, launcher: Launcher) -> None:
+    """Refuse an own image if no container will run it, and a container without an image."""
+    uses_image = launcher.uses_image(run.engine_options)
+    own_image = run.custom_image_name not in (None, CUSTOM_IMAGE) and run.task is None
+    if own_image and not uses_image:
+        raise ValueError(
+            f"custom_image_name: must be left out, not {str(run.custom_image_name)[:80]!r}: the {launcher.name} "
+            f"launcher starts processes, not containers; {launcher.container_advice}, or leave out the image to run "
+            "the command with the Python and the packages of the master"
+        )
+    if not uses_image:
+        return
+    image = image_of_record(resolve_command(run, in_container=True)[0])
+    if not image:
+        raise ValueError(
+            f"custom_image_name: must be given for a command in a container of the {launcher.name} launcher: name the "
+            "image that has the command, or give a task, which has an image of its own"
+        )
+    problem = image_problem(image)
+    if problem:
+        raise ValueError(f"{'custom_image_name' if own_image else 'image_name'}: {problem}")
 
 
 def check_gpus(num_workers: int, launcher: Launcher) -> None:
@@ -186,12 +233,14 @@ def check_gpus(num_workers: int, launcher: Launcher) -> None:
     )
 
 
-def _task_command(task: Task, run: RunIn, of_image: Sequence[str] = ()) -> tuple[str, str]:
+def _task_command(
+    task: Task, run: RunIn, of_image: Sequence[str] = (), *, in_container: bool = False
+) -> tuple[str, str]:
     """Return folder and command of a task; the user's arguments follow those of the image and override them."""
     arguments = [shlex.quote(argument) for argument in (*of_image, *run.arguments)]
     arguments += _flags(run, run.arguments)
     try:
-        return task.folder, task.command(*arguments)
+        return task.folder, task.command(*arguments, in_container=in_container)
     except ConfigurationError as error:
         raise ValueError(str(error)) from None
 

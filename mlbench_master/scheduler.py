@@ -17,7 +17,8 @@ from mlbench_core.errors import MLBenchError
 from mlbench_master.commands import check_gpus
 from mlbench_master.dates import now_us
 from mlbench_master.events import EventBus
-from mlbench_master.launchers.interface import Job, JobStatus, Launcher, LogRange
+from mlbench_master.jobs import make_job
+from mlbench_master.launchers.interface import JobStatus, Launcher, LogRange
 from mlbench_master.lease import Lease
 from mlbench_master.leftovers import store_leftovers
 from mlbench_master.load import LoadKeeper
@@ -177,10 +178,10 @@ class Scheduler:
                 # The runs are sorted by their cores, so none of the others fits either.
                 if running and (alone or not has_cores):
                     break
-                if running and free is None:
+                if running and (free is None or not self._has_room(run)):
                     if self._has_waited_long(run):
                         break
-                    continue  # larger runs may need fewer GPUs
+                    continue  # larger runs may need fewer GPUs, or other hosts
                 if self._goes_on(partial(self._launch, gpus=free or ()), run):
                     running.append(run)
                     used += _cores(run)
@@ -205,6 +206,9 @@ class Scheduler:
             return ()
         free = tuple(gpu for gpu in gpus if gpu not in lent)
         return free[: run.num_workers] if run.num_workers <= len(free) else None
+
+    def _has_room(self, run: Run) -> bool:
+        return self._launcher.has_room(run.num_workers, _engine_options(run))
 
     def _loop(self) -> None:
         known = ""
@@ -292,28 +296,7 @@ class Scheduler:
 
     def _launch(self, run: Run, gpus: tuple[str, ...]) -> bool:
         """Start a run with the GPUs lent to it; return whether it continues."""
-        notes = list(run.metadata_dict().get("notes", ()))
-        capacity = self._launcher.capacity
-        if _cores(run) > capacity:
-            notes.append(
-                f"warning: {run.num_workers} workers x {run.num_cpus:g} cores want more than the {capacity:g} cores of "
-                "this machine; they share them, so times are not comparable"
-            )
-        job = Job(
-            run_id=run.id,
-            name=run.name,
-            command=run.command,
-            num_workers=run.num_workers,
-            num_cpus=run.num_cpus,
-            backend=run.backend,
-            gpu_enabled=run.gpu_enabled,
-            gpus=gpus,
-            all_nodes=run.run_all_nodes,
-            image=run.image,
-            env={**self._worker_env, "MLBENCH_RUN_ID": str(run.id), "MLBENCH_RUN_NAME": run.name},
-            notes=tuple(notes),
-            options=tuple(run.metadata_dict().get("engine_options", ())),
-        )
+        job = make_job(run, self._launcher, self._worker_env, gpus)
         # Record the job before it starts: if the master dies in between, the next master looks for it.
         job_id = f"{self._launcher.name}-{run.id}"
         started = None
@@ -412,6 +395,10 @@ def _lent_gpus(run: Run) -> list[str]:
     gpus = run.metadata_dict().get("gpus")
     # A damaged record may hold anything.
     return [gpu for gpu in gpus if isinstance(gpu, str)] if isinstance(gpus, list) else []
+
+
+def _engine_options(run: Run) -> tuple[str, ...]:
+    return tuple(run.metadata_dict().get("engine_options", ()))
 
 
 def _cores(run: Run) -> float:

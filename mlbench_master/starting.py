@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any
 
-from mlbench_master.commands import check_options, resolve_backend, resolve_command
 from mlbench_master.events import EventBus
+from mlbench_master.jobs import make_run
 from mlbench_master.launchers.interface import Launcher
 from mlbench_master.scheduler import Scheduler
 from mlbench_master.schemas import RunIn
-from mlbench_master.store import Run, Store, new_run
+from mlbench_master.store import Run, Store
 
 __all__ = ["start_runs"]
-
-_RUN_FIELDS = {"name", "num_workers", "num_cpus", "max_bandwidth", "gpu_enabled", "light_target"}
 
 
 def start_runs(
@@ -37,31 +33,8 @@ def start_runs(
         ValueError: A request cannot be fulfilled; the message names the field.
         NameInUseError: A run of one of the names exists. No run was recorded.
     """
-    runs = store.add_runs([_make_run(item, launcher) for item in wanted])
+    runs = store.add_runs([make_run(item, launcher) for item in wanted])
     for run in runs:
         events.publish("state", {"id": run.id, "name": run.name, "state": run.state})
     scheduler.wake()
     return runs
-
-
-def _make_run(wanted: RunIn, launcher: Launcher) -> Run:
-    image, command = resolve_command(wanted)
-    backend = resolve_backend(wanted)
-    all_nodes, notes = check_options(wanted, launcher)
-    return new_run(
-        image=image,
-        command=command,
-        backend=backend,
-        run_all_nodes=all_nodes,
-        job_metadata=json.dumps(_first_metadata(wanted, notes)),
-        **wanted.model_dump(include=_RUN_FIELDS),
-    )
-
-
-def _first_metadata(wanted: RunIn, notes: list[str]) -> dict[str, Any]:
-    known: dict[str, Any] = {"notes": notes}
-    if wanted.exclusive:
-        known["exclusive"] = True
-    if wanted.engine_options:
-        known["engine_options"] = wanted.engine_options
-    return known

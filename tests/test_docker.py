@@ -1,24 +1,31 @@
-"""The Dockerfiles, as far as that can be told without building them."""
+"""The Dockerfiles and the script that builds them, as far as that can be told without building an image."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 from dockerfile_parse import DockerfileParser
 
 import mlbench_core
+from mlbench_core.client.api import MLBENCH_IMAGES
 from mlbench_core.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "docker" / "base" / "Dockerfile"
-TASK_FILES = [ROOT / "benchmarks" / task.folder / "Dockerfile" for task in TASKS.values()]
+TASK = ROOT / "docker" / "task" / "Dockerfile"
+MASTER = ROOT / "docker" / "master" / "Dockerfile"
+CUSTOM = ROOT / "docker" / "custom" / "Dockerfile"
+ON_THE_BASE = [TASK, MASTER, CUSTOM]
 TAG = f"mlbench/base:{mlbench_core.__version__}"
 
 
@@ -36,14 +43,14 @@ def defaults(path: Path) -> dict[str, str]:
 def copied(path: Path) -> list[str]:
     """What is copied from the build context."""
     words = [shlex.split(value) for name, value in instructions(path) if name in ("COPY", "ADD")]
-    return [source for line in words if not line[0].startswith("--from") for source in line[:-1]]
+    return [source for line in words for source in line[:-1]]
 
 
 def folder(path: Path) -> str:
     return path.parent.name
 
 
-@pytest.mark.parametrize("path", [BASE, *TASK_FILES], ids=folder)
+@pytest.mark.parametrize("path", [BASE, *ON_THE_BASE], ids=folder)
 def test_the_linter_finds_nothing(path: Path) -> None:
     places = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin"
     hadolint = shutil.which("hadolint", path=places)
@@ -63,22 +70,42 @@ def test_the_base_installs_this_version_with_what_it_was_tested_with() -> None:
     assert TAG in BASE.read_text()
 
 
-def test_the_base_has_a_wheel_with_and_one_without_cuda_kernels() -> None:
-    """The argument names the stage; only the one with kernels installs a compiler."""
+def test_the_base_compiles_cuda_kernels_only_when_asked() -> None:
+    """The stages have fixed names: Buildah and Podman do not find one whose name is an argument."""
     text = BASE.read_text()
     assert defaults(BASE)["MLBENCH_WHEEL"] == "plain"
-    stages = dict(re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM )", text, re.MULTILINE | re.DOTALL))
-    assert {"source", "plain", "with-kernels", "wheel"} == set(stages)
-    assert "FROM ${MLBENCH_WHEEL} AS wheel\n" in text and "COPY --from=wheel /wheels /wheels\n" in text
-    for name in ("plain", "with-kernels"):
-        command = re.search(r"RUN (.*)python -m pip wheel (.*)", stages[name])
-        assert command is not None and command[2].endswith("--wheel-dir /wheels .")
-        assert (command[1], "--no-build-isolation" in command[2]) == (
-            ("MLBENCH_CUDA=1 ", True) if name == "with-kernels" else ("", False)
-        )
-    assert [name for name in stages if "nvcc" in stages[name] or "g++" in stages[name]] == ["with-kernels"]
-    releases = re.findall(r"nvidia-[\w-]+==(\d+\.\d+)", stages["with-kernels"])
+    assert re.findall(r"^FROM .*", text, re.MULTILINE) == ["FROM ${PYTHON_IMAGE} AS wheel", "FROM ${PYTHON_IMAGE}"]
+    releases = re.findall(r"nvidia-[\w-]+==(\d+\.\d+)", text)
     assert len(releases) == 5 and len(set(releases)) == 1
+
+
+@pytest.mark.parametrize(("kind", "status"), [("plain", 0), ("with-kernels", 0), ("other", 1)])
+def test_the_steps_of_the_wheel_do_what_the_argument_says(tmp_path: Path, kind: str, status: int) -> None:
+    """The commands themselves run, with programs that only say what they are asked for."""
+    steps = [value for name, value in instructions(BASE) if name == "RUN"][:2]
+    for program in ("python", "apt-get", "rm"):
+        (tmp_path / program).write_text(f'#!/bin/sh\necho {program} "$@" kernels=$MLBENCH_CUDA\n')
+        (tmp_path / program).chmod(0o755)
+    said = []
+    for step in steps:
+        variables = {
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "MLBENCH_WHEEL": kind,
+            "TORCH_VERSION": "1",
+            "TORCH_INDEX_URL": "u",
+        }
+        done = subprocess.run(["sh", "-c", step], env=variables, capture_output=True, text=True, check=False)
+        said.append(done.stdout)
+        if done.returncode:
+            break
+    assert done.returncode == status
+    if status:
+        assert "must be plain or with-kernels, not other" in done.stderr
+        return
+    with_kernels = kind == "with-kernels"
+    assert ("apt-get install" in said[0], "nvcc" in said[0]) == (with_kernels, with_kernels)
+    assert ("--no-build-isolation" in said[1], "kernels=1" in said[1]) == (with_kernels, with_kernels)
+    assert "--wheel-dir /wheels ." in said[1]
 
 
 def test_the_base_asks_for_extras_that_there_are() -> None:
@@ -102,16 +129,73 @@ def test_what_the_base_copies_is_there_and_goes_to_the_builder() -> None:
     assert all((ROOT / source).exists() for source in kept)
 
 
-@pytest.mark.parametrize("path", TASK_FILES, ids=folder)
-def test_a_tasks_image_is_the_base_with_its_script(path: Path) -> None:
+@pytest.mark.parametrize("path", ON_THE_BASE, ids=folder)
+def test_the_other_images_start_from_the_base_and_end_without_rights(path: Path) -> None:
     steps = instructions(path)
     (start,) = [value for name, value in steps if name == "FROM"]
     assert (start, defaults(path)["MLBENCH_BASE"]) == ("${MLBENCH_BASE}", TAG)
-    assert all(list(path.parent.glob(source)) for source in copied(path))
-    assert any(Path(source).match("*.py") or source == "main.py" for source in copied(path))
-    assert ("ENTRYPOINT", '["python", "main.py"]') in steps
-    assert not any(name == "USER" for name, _ in steps)
-    assert f"benchmarks/{path.parent.name}\n" in path.read_text(), "the comment says how it is built"
+    assert [value for name, value in steps if name == "USER"][-1:] in ([], ["1000"])
+    assert "TOKEN=" not in path.read_text()
+
+
+def builder() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docker_build", ROOT / "docker" / "build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_image_of_version_3_is_built_from_files_that_are_there() -> None:
+    builds = builder().builds()
+    tags = [tag for build in builds for tag in (build.tag, *build.other_tags)]
+    assert len(tags) == len(set(tags)) and tags[0] == TAG
+    assert {image for image, key in MLBENCH_IMAGES.values() if key} < set(tags)
+    assert {task.container_image for task in TASKS.values()} < set(tags)
+    for build in builds:
+        path, context = ROOT / build.file, ROOT / build.context
+        named = {argument.partition("=")[0] for argument in build.arguments}
+        assert named <= {value.partition("=")[0] for name, value in instructions(path) if name == "ARG"}
+        assert all(list(context.glob(source)) for source in copied(path)), build
+    (variant,) = [build for build in builds if "mlbench/pytorch-cifar10-resnet20-ddp:latest" in build.other_tags]
+    assert "ARGUMENTS=--optimizer ddp" in variant.arguments and variant.name == "task1a-ddp"
+
+
+def test_images_of_an_own_registry(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    # The script changes the variable, which is restored after the test.
+    monkeypatch.setenv("MLBENCH_IMAGE_REGISTRY", "other")
+    options = ["--list", "--program", "podman", "--push", "--only", "task2a", "--registry", "docker.io/me"]
+    builder().main([*options, "--", "--build-arg", "A=b c"])
+    version = mlbench_core.__version__
+    old = "docker.io/me/pytorch-epsilon-logistic-regression-all-reduce:latest"
+    assert capsys.readouterr().out.splitlines() == [
+        "podman build --file docker/task/Dockerfile --format docker --layers --build-arg "
+        f"MLBENCH_BASE=docker.io/me/base:{version} --tag docker.io/me/task2a:{version} --tag {old} "
+        "--build-arg 'A=b c' benchmarks/task2a_logistic_epsilon",
+        f"podman push docker.io/me/task2a:{version}",
+        f"podman push {old}",
+    ]
+
+
+def test_arguments_of_a_variant_come_before_those_of_the_user(tmp_path: Path) -> None:
+    (entry,) = [json.loads(value) for name, value in instructions(TASK) if name == "ENTRYPOINT"]
+    (tmp_path / "main.py").write_text("import sys; print(sys.argv[1:])")
+    (tmp_path / "python").symlink_to(sys.executable)
+    for given, words in (("", ["--epochs", "a b"]), ("--optimizer ddp", ["--optimizer", "ddp", "--epochs", "a b"])):
+        variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MLBENCH_TASK_ARGUMENTS": given}
+        done = subprocess.run([*entry, "--epochs", "a b"], cwd=tmp_path, env=variables, capture_output=True, text=True)
+        assert done.stdout == f"{words}\n", done.stderr
+
+
+def test_the_template_needs_what_it_imports_and_its_arguments_are_those_of_a_task() -> None:
+    text = (CUSTOM.parent / "main.py").read_text()
+    requirements = (CUSTOM.parent / "requirements.txt").read_text().splitlines()
+    pinned = [line for line in requirements if not line.startswith("#")]
+    assert all("==" in line and f"from {line.partition('==')[0]} import" in text for line in pinned)
+    tutorial = (ROOT / "benchmarks" / "tutorial" / "step5.py").read_text()
+    network = tutorial[tutorial.index("class Net") : tutorial.index("def run")]
+    assert network in text
 
 
 def test_the_composition_names_workers_by_rank() -> None:

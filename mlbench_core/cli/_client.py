@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mlbench_core.client.rest import RestClient, path_part
 from mlbench_core.errors import MasterRequestError
 
-__all__ = ["FINAL_STATES", "MasterClient"]
+__all__ = ["FINAL_STATES", "MasterClient", "RunSource"]
 
 FINAL_STATES = frozenset({"finished", "failed", "stopped", "lost"})
 """States that a run never leaves."""
+
+
+class RunSource(Protocol):
+    """Something that starts runs and knows how they go on: a master, or without one the engine itself."""
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Return all runs."""
+
+    def create(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Start a run and return it."""
+
+    def run(self, run_id: Any) -> dict[str, Any]:
+        """Return the run with an id."""
+
+    def stop(self, run_id: Any) -> None:
+        """Stop a run and keep its metrics."""
+
+    def delete(self, run_id: Any) -> None:
+        """Stop a run and delete all of it."""
+
+    def logs(self, run_id: Any) -> tuple[list[dict[str, Any]], int]:
+        """Return all lines of a run's log, and their number."""
+
+    def metrics(
+        self, run_id: Any, metric_filter: str | None = None, last_n: int | None = None
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Return metrics of a run."""
+
+    def fetch_result(self, run_id: Any, target: Path) -> bool:
+        """Write the result folder of a run to a folder; return False if there is none."""
+
+    def stop_command(self, runs: Sequence[Mapping[str, Any]]) -> str:
+        """Return the command that stops runs."""
+
+    def log_place(self, run: Mapping[str, Any]) -> str:
+        """Return the place of a run's log, for people."""
 
 
 class MasterClient(RestClient):
@@ -104,3 +141,31 @@ class MasterClient(RestClient):
     def download_metrics(self, run_id: int | str, target: Path) -> int:
         """Stream the zip file of a run's metrics into ``target`` and return its size in bytes."""
         return self.download(f"metrics/{path_part(run_id)}/", target, params={"metric_type": "run", "format": "zip"})
+
+    def fetch_result(self, run_id: int | str, target: Path) -> bool:
+        """Download the result folder of a run.
+
+        Args:
+            run_id: The run.
+            target: The folder to create. If it exists, it is replaced.
+
+        Returns:
+            False, and nothing is written, if the master has no ``result.json`` with raw lines.
+
+        Raises:
+            ConfigurationError: The download is damaged.
+        """
+        from mlbench_core.results.load import unpack
+
+        with tempfile.TemporaryDirectory() as temporary:
+            archive = Path(temporary, "run.zip")
+            self.download_metrics(run_id, archive)
+            return unpack(archive, target)
+
+    def stop_command(self, runs: Sequence[Mapping[str, Any]]) -> str:
+        """Return the command that stops runs."""
+        return " ".join(["mlbench stop", *(str(run["name"]) for run in runs)])
+
+    def log_place(self, run: Mapping[str, Any]) -> str:
+        """Return the command that shows a run's log."""
+        return f"mlbench logs {run['name']}"

@@ -1,7 +1,7 @@
 """Find the master, and start or stop the embedded master, which runs in the background.
 
-A master is looked for in this order: ``--dashboard-url``, ``MLBENCH_MASTER_URL``, the settings file, the embedded
-master that this user started last.
+A master is looked for in this order: ``--dashboard-url``, ``MLBENCH_MASTER_URL``, the cluster that this user chose, the
+settings file, the embedded master that this user started last.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 
 from mlbench_core import files
 from mlbench_core.cli._client import MasterClient
+from mlbench_core.cli._cloud import open_tunnel
 from mlbench_core.cli._output import remark
 from mlbench_core.client import settings
+from mlbench_core.client.clusters import current_cluster
 from mlbench_core.client.masters import find_credentials, forget_master, read_record, start_mark
 from mlbench_core.client.rest import base_url
 from mlbench_core.errors import ConfigurationError, MasterError, MasterNotFoundError, MissingDependencyError
@@ -54,6 +56,13 @@ def configured(dashboard_url: str | None = None) -> Location | None:
         dashboard_url: Value of ``--dashboard-url``.
     """
     token = os.environ.get("MLBENCH_TOKEN") or None
+    named = dashboard_url or os.environ.get("MLBENCH_MASTER_URL")
+    cluster = None if named else current_cluster()
+    if cluster is not None:
+        if cluster.provider != "kind":
+            open_tunnel(cluster)
+        # MLBENCH_TOKEN may be that of another master; the client finds the recorded one.
+        return Location(cluster.url, None, f"the cluster {cluster.name}")
     chosen = settings.read(settings.SETTINGS)
     for address, source in (
         (dashboard_url, "--dashboard-url"),
@@ -144,9 +153,14 @@ def _check_engine(location: Location, engine: str | None) -> None:
     with MasterClient(location.url, location.token) as client:
         found = client.health().get("engine", "local")  # masters before this field had no other one
     if found != engine:
+        cluster = current_cluster()
+        if cluster is not None and location.url == cluster.url:
+            instead = "use the master of this machine with 'mlbench set-cluster --none'"
+        else:
+            instead = "stop it with 'mlbench master --stop'"
         raise ConfigurationError(
-            f"the master at {location.url} starts runs with the engine {found}, not {engine}: stop it with 'mlbench "
-            f"master --stop', or name one with --dashboard-url that was started with --launcher {engine}"
+            f"the master at {location.url} starts runs with the engine {found}, not {engine}: {instead}, or name one "
+            f"with --dashboard-url that was started with --launcher {engine}"
         )
 
 

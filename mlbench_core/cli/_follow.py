@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import click
 
 from mlbench_core.cli import _wait
-from mlbench_core.cli._client import MasterClient
+from mlbench_core.cli._client import RunSource
 from mlbench_core.cli._output import clean, log_line, print_json, remark
 from mlbench_core.cli._records import compare_records, print_comparison, print_records
 from mlbench_core.errors import ConfigurationError, MasterRequestError, MissingDependencyError, MLBenchError
-from mlbench_core.results.load import load, save, unpack
+from mlbench_core.results.load import load, save
 from mlbench_core.results.pool import pool, usable
 from mlbench_core.results.record import RunRecord
 
@@ -26,7 +25,7 @@ LOG_LINES_SHOWN = 20
 
 
 def follow(
-    client: MasterClient,
+    client: RunSource,
     started: Sequence[dict[str, Any]],
     goal: _wait.Goal | None,
     folder: Path,
@@ -36,8 +35,8 @@ def follow(
     """Wait for the runs, save and show their results, and fail if one of them failed.
 
     Args:
-        client: The master of the runs.
-        started: The runs, as the master described them at their start.
+        client: The master of the runs, or their engine.
+        started: The runs, as it described them at their start.
         goal: The value that they should reach, for the display of the progress.
         folder: The folder for the results.
         as_json: Show JSON instead of tables.
@@ -78,10 +77,10 @@ def follow(
         raise MLBenchError("; ".join(problems))
 
 
-def _interrupted(client: MasterClient, started: Sequence[Mapping[str, Any]]) -> str:
+def _interrupted(client: RunSource, started: Sequence[Mapping[str, Any]]) -> str:
     """Ask on a terminal if Ctrl-C should also stop the runs, and return what became of them."""
     names = " ".join(clean(item["name"]) for item in started)
-    continues = f"stopped waiting; the runs continue ('mlbench stop {names}' stops them)"
+    continues = f"stopped waiting; the runs continue ('{clean(client.stop_command(started))}' stops them)"
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return continues
     try:
@@ -100,20 +99,17 @@ def _interrupted(client: MasterClient, started: Sequence[Mapping[str, Any]]) -> 
     return f"stopped the runs {names}; their metrics are kept"
 
 
-def _save(client: MasterClient, item: Mapping[str, Any], folder: Path) -> RunRecord:
-    """Save the metrics of a run as ``NAME.json``, and its result folder beside it if the master has it."""
+def _save(client: RunSource, item: Mapping[str, Any], folder: Path) -> RunRecord:
+    """Save the metrics of a run as ``NAME.json``, and its result folder beside it if there is one."""
     metrics = client.metrics(item["id"])
     name = str(item["name"])
     save(folder / f"{name}.json", item, metrics)
-    with tempfile.TemporaryDirectory() as temporary:
-        archive = Path(temporary, "run.zip")
-        try:
-            client.download_metrics(item["id"], archive)
-            if unpack(archive, folder / name):
-                return load([folder / name])[0]
-        # The metrics are saved already, so the result folder is not worth a failure.
-        except (ConfigurationError, MasterRequestError) as error:
-            remark(f"no result folder of {clean(name)}: {clean(error)}")
+    try:
+        if client.fetch_result(item["id"], folder / name):
+            return load([folder / name])[0]
+    # The metrics are saved already, so the result folder is not worth a failure.
+    except (ConfigurationError, MasterRequestError) as error:
+        remark(f"no result folder of {clean(name)}: {clean(error)}")
     return RunRecord.from_metrics(metrics, item, str(folder / f"{name}.json"))
 
 
@@ -132,12 +128,12 @@ def _draw(folder: Path, records: Sequence[RunRecord]) -> Path | None:
         return None
 
 
-def _show_log(client: MasterClient, item: Mapping[str, Any]) -> None:
+def _show_log(client: RunSource, item: Mapping[str, Any]) -> None:
     """Write the last lines of the workers, which usually show the cause, and the launcher's final message."""
     lines, _ = client.logs(item["id"])
     workers = [line for line in lines if line.get("rank") is not None][-LOG_LINES_SHOWN:]
     others = [line for line in lines if line.get("rank") is None]
     verdict = [line for line in others if line.get("stream") == "system"][-1:]
-    remark(f"--- the last lines of {clean(item['name'])} (all lines: mlbench logs {clean(item['name'])})")
+    remark(f"--- the last lines of {clean(item['name'])} (all lines: {clean(client.log_place(item))})")
     for line in [*(workers or others[-LOG_LINES_SHOWN:]), *verdict]:
         remark(log_line(line))

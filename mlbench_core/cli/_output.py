@@ -14,6 +14,7 @@ import click
 
 __all__ = [
     "clean",
+    "confirm_deletion",
     "dashboard_option",
     "json_option",
     "log_line",
@@ -57,6 +58,22 @@ def print_json(value: object) -> None:
 def remark(text: str) -> None:
     """Write a line for people to standard error, so that standard output holds only results."""
     click.echo(text, err=True)
+
+
+def confirm_deletion(question: str) -> bool:
+    """Ask whether something may be deleted; without a terminal, where nobody can answer, it may.
+
+    Raises:
+        click.Abort: The user cancelled with Ctrl-C or Ctrl-D.
+    """
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort as abort:
+        # Scripts for version 3.0, which did not ask, go on. On a terminal, Ctrl-C and Ctrl-D cancel.
+        if sys.stdin.isatty() or not isinstance(abort.__context__, EOFError):
+            raise
+        click.echo(err=True)
+        return True
 
 
 def clean(text: object) -> str:

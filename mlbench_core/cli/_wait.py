@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from mlbench_core.cli._client import FINAL_STATES, MasterClient
+from mlbench_core.cli._client import FINAL_STATES, RunSource
 from mlbench_core.cli._output import clean, remark, seconds
 from mlbench_core.cli._progress import Goal, Progress
 from mlbench_core.errors import MasterRequestError
@@ -24,19 +24,19 @@ LOST_MASTER_S = 120.0
 """Seconds for which requests to the master may fail (a restart, a network failure) before waiting ends."""
 
 
-def wait_for(client: MasterClient, runs: Sequence[Mapping[str, Any]], goal: Goal | None) -> list[dict[str, Any]]:
+def wait_for(client: RunSource, runs: Sequence[Mapping[str, Any]], goal: Goal | None) -> list[dict[str, Any]]:
     """Watch runs until all have ended, and show their progress on standard error.
 
     On a terminal, a table with one line per run is updated in place. Elsewhere, a line is written when something
     changes.
 
     Args:
-        client: The master of the runs.
-        runs: The runs, as the master described them at their start.
+        client: The master of the runs, or their engine.
+        runs: The runs, as it described them at their start.
         goal: The value that they should reach, if known.
 
     Returns:
-        The runs in the same order, as the master describes them at their end.
+        The runs in the same order, as the client describes them at their end.
 
     Raises:
         MasterRequestError: The master was unreachable for too long.
@@ -70,7 +70,7 @@ def wait_for(client: MasterClient, runs: Sequence[Mapping[str, Any]], goal: Goal
             time.sleep(POLL_S)
 
 
-def _update(client: MasterClient, progress: Progress, run: Mapping[str, Any]) -> None:
+def _update(client: RunSource, progress: Progress, run: Mapping[str, Any]) -> None:
     if run.get("state") != "initialized":
         name = _metric_name(client, progress, run["id"])
         entries = client.metrics(run["id"], metric_filter=name).get(name, []) if name else []
@@ -99,7 +99,7 @@ def _epoch_s(entries: Sequence[Mapping[str, Any]]) -> float | None:
         return None
 
 
-def _metric_name(client: MasterClient, progress: Progress, run_id: int | str) -> str | None:
+def _metric_name(client: RunSource, progress: Progress, run_id: int | str) -> str | None:
     """Return the full name of the metric to show: the goal's, or else the first global validation metric."""
     if progress.metric is None and progress.goal is not None:
         progress.metric = progress.goal.metric

@@ -16,38 +16,32 @@ from mlbench_core.errors import MLBenchError
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-__all__ = ["COMMANDS", "MOVED", "LazyGroup", "cli_group"]
+__all__ = ["COMMANDS", "LazyGroup", "cli_group"]
 
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "charts": ("charts", "Draw charts of downloaded results, or of a master's runs."),
     "compare": ("compare", "Compare runs: mean, spread, confidence interval, tests, prices."),
     "completion": ("completion", "Print the completion script of bash, zsh or fish."),
+    "create-cluster": ("clusters", "Create a cluster with a master, which the other commands then use."),
     "delete": ("runs", "Delete runs and their metrics."),
+    "delete-cluster": ("clusters", "Delete a cluster with all runs that are only there."),
     "download": ("runs", "Download the metrics of a run as a zip file."),
     "env": ("env", "Describe this machine, as a bug report needs it."),
     "get-dashboard-url": ("master", "Print the address of the dashboard."),
     "import": ("imports", "Add result folders to the master."),
+    "list-clusters": ("clusters", "List the clusters that mlbench created, with their states."),
     "logs": ("runs", "Show the output of the workers of a run."),
     "master": ("master", "Start the master in the foreground, or stop it."),
     "network": ("network", "Describe, test and remove networks emulated on this machine."),
     "results": ("results", "Verify result folders, check them against the rules, collect them."),
     "run": ("run", "Start runs of a task or of a command of your own."),
+    "set-cluster": ("clusters", "Choose the cluster that run, status and the other commands use."),
     "status": ("runs", "Show all runs, or one with its latest metrics."),
     "stop": ("runs", "Stop runs and keep their metrics."),
     "tasks": ("tasks", "List the benchmark tasks with their goals."),
 }
 """Subcommands: name to (module in this package, line in ``mlbench --help``)."""
-
-_ADDRESS = "name the master with --dashboard-url or MLBENCH_MASTER_URL"
-MOVED: dict[str, str] = {
-    "create-cluster": "on one machine 'mlbench run' needs no cluster; create one with the tools of its provider, start "
-    f"'mlbench master' on it and {_ADDRESS}",
-    "delete-cluster": "delete a cluster with the tools of its provider; 'mlbench master --stop' ends the master here",
-    "list-clusters": f"{_ADDRESS}; 'mlbench get-dashboard-url' prints the address in use",
-    "set-cluster": _ADDRESS,
-}
-"""Removed commands of version 3.0, each with its replacement."""
 
 
 class CommandFailed(click.ClickException):
@@ -80,15 +74,6 @@ class LazyGroup(click.Group):
         name = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name.replace("-", "_")
         command: click.Command = getattr(module, name)
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the subcommand; for a removed command of version 3.0, fail with the name of its replacement."""
-        # Handled here, because "mlbench --help" would list commands of these names.
-        if args and args[0] in MOVED:
-            ctx.fail(f"'{args[0]}' was removed in version 4: {MOVED[args[0]]}.")
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of subcommands from the static help lines, loading none of them."""

@@ -13,14 +13,15 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from mlbench_core.cli import _embedded, _follow, _wait
-from mlbench_core.cli._client import MasterClient
+from mlbench_core.cli import _direct, _embedded, _follow, _wait
+from mlbench_core.cli._client import MasterClient, RunSource
 from mlbench_core.cli._engines import EngineType
 from mlbench_core.cli._output import clean, dashboard_option, json_option, print_json, print_table, remark
 from mlbench_core.client import settings
 from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend, parse_workers
 from mlbench_core.errors import MasterRequestError, MLBenchError
 from mlbench_core.tasks import BACKENDS, TASKS, Task, get_task, is_run_name, option_value
+from mlbench_master.launchers.containers import PROGRAMS
 
 __all__ = ["run"]
 
@@ -89,6 +90,9 @@ class _Options:
     exclusive: bool
     engine: str | None
     engine_options: str | None
+    no_master: bool
+    data_dir: Path | None
+    container: str | None
     replace: bool
     wait: bool
     output: Path | None
@@ -106,6 +110,7 @@ class _Options:
             raise click.UsageError("--task cannot be given with --image or --command: a task has its own command")
         if self.output is not None and not self.wait:
             raise click.UsageError("--output needs --wait: the results are saved when the runs have ended")
+        self._check_master()
         last = settings.read(settings.LAST_RUN)
         asked = self.task is None and self.command is None and self.image is None
         self.name = self.name or _ask("the name", "NAME", last.get("name"))
@@ -137,6 +142,28 @@ class _Options:
         values = {"name": self.name, "num_workers": self.num_workers, "task": task, "image": self.image}
         settings.remember(settings.LAST_RUN, {**values, "command": self.command, "backend": self.backend})
 
+    def _check_master(self) -> None:
+        """Refuse options that need a master together with ``--no-master``, and options that need no master."""
+        if not self.no_master:
+            if self.data_dir is not None:
+                raise click.UsageError(
+                    "--data-dir needs --no-master: the folder of a master is an option of 'mlbench master'"
+                )
+            return
+        if self.engine != _direct.ENGINE:
+            given = "left out" if self.engine is None else self.engine
+            raise click.UsageError(
+                f"--engine must be {_direct.ENGINE} with --no-master, not {given}: with another engine, the "
+                "master decides when a run starts, or collects its results"
+            )
+        if self.dashboard_url is not None:
+            raise click.UsageError("--dashboard-url cannot be given with --no-master: leave out one of them")
+        if self.exclusive:
+            raise click.UsageError(
+                "--exclusive cannot be given with --no-master: no master keeps other runs waiting; "
+                "--engine-options=--exclusive gives each run nodes of its own"
+            )
+
     @property
     def series(self) -> RunSeries:
         """The runs to start."""
@@ -150,19 +177,21 @@ class _Options:
             request["exclusive"] = True
         if self.num_cpus is not None:
             request["num_cpus"] = self.num_cpus
-        if self.engine_options:
-            request["engine_options"] = _split(self.engine_options, "--engine-options")
+        options = ["--container", self.container] if self.container else []
+        options += _split(self.engine_options or "", "--engine-options")
+        if options:
+            request["engine_options"] = options
         if self.task is not None:
             return {**request, "task": self.task.key, "arguments": self.arguments}
         words = _split(self.command or "", "--command")
-        # Workers run in their own folder, so the path of the script must not depend on this one. The script is the
-        # first word, or it follows an interpreter.
-        for position, word in enumerate(words[:2]):
-            if word.endswith(".py") and Path(word).is_file():
-                words[position] = str(Path(word).absolute())
-        line = shlex.join([*words, *self.arguments])
         if self.image in (None, CUSTOM_IMAGE):
-            return {**request, "command": line}
+            # Workers run in their own folder, so the path of the script must not depend on this one. The script is the
+            # first word, or it follows an interpreter. In an image, it is another file.
+            for position, word in enumerate(words[:2]):
+                if word.endswith(".py") and Path(word).is_file():
+                    words[position] = str(Path(word).absolute())
+            return {**request, "command": shlex.join([*words, *self.arguments])}
+        line = shlex.join([*words, *self.arguments])
         return {**request, "image_name": CUSTOM_IMAGE, "custom_image_name": self.image, "custom_image_command": line}
 
 
@@ -170,7 +199,7 @@ class _Options:
 @click.argument("name", required=False, default="")
 @click.argument("num_workers", nargs=-1, type=click.IntRange(min=1))
 @click.option("--task", type=_TaskType(), metavar="TASK", help="A benchmark task; see 'mlbench tasks'.")
-@click.option("--image", help="Container image of a program of your own, for a master that starts containers.")
+@click.option("--image", help="Container image of your own program, with --container or an engine of containers.")
 @click.option("--command", help="A worker's command line; {run_id} {rank} {hosts} {backend} {seed} are filled in.")
 @click.option("--backend", type=click.Choice(BACKENDS, case_sensitive=False), help="How workers communicate.")
 @click.option("--gpu", "-g", is_flag=True, help="Give each worker a GPU.")
@@ -195,6 +224,22 @@ class _Options:
     "--engine-options",
     metavar="TEXT",
     help="Options of the engine's own command, for example '--partition=gpu --time=1:00:00' for sbatch.",
+)
+@click.option(
+    "--no-master",
+    is_flag=True,
+    help="With --engine slurm: submit the runs from here without a master; they leave their results in --data-dir.",
+)
+@click.option(
+    "--data-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Folder for the runs of --no-master, which all nodes must see (default: no-master in your data folder).",
+)
+@click.option(
+    "--container",
+    type=click.Choice(PROGRAMS),
+    help="With the local engine: run each worker in a container of the image, or of the task's own image.",
 )
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
 @click.option("--wait", is_flag=True, help="Watch the runs; at their end show the results and draw the charts.")
@@ -223,19 +268,31 @@ def run(ctx: click.Context, **values: Any) -> None:
     options.complete(ctx)
     # Before find_or_start, so that a wrong command line starts no master.
     requests = options.series.requests()
+    if options.no_master:
+        with _direct.open_runs(options.name, options.data_dir) as direct:
+            started = _start(direct, requests, options.replace)
+            if options.wait or not options.as_json:
+                _direct.show_submitted(direct, started, options.wait)
+            _finish(direct, options, started)
+        return
     location = _embedded.find_or_start(options.dashboard_url, options.engine)
     with MasterClient(location.url, location.token) as client:
         started = _start(client, requests, options.replace)
-        if options.wait:
-            goal = _goal(options.task, options.light, options.arguments)
-            folder = options.output or Path("mlbench-results") / options.name
-            _follow.follow(client, started, goal, folder, options.as_json, pooled=(options.repeats or 1) > 1)
-        elif options.as_json:
-            print_json(started)
-        else:
+        if not (options.wait or options.as_json):
             rows = [(item["name"], item["id"], item.get("num_workers"), item.get("state")) for item in started]
             print_table(("RUN", "ID", "WORKERS", "STATE"), rows, right=(1, 2))
             remark(f"watch them at {client.url} or with 'mlbench status NAME' and 'mlbench logs NAME --follow'")
+        _finish(client, options, started)
+
+
+def _finish(client: RunSource, options: _Options, started: Sequence[dict[str, Any]]) -> None:
+    """Wait for the runs and show their results with ``--wait``, or else describe them with ``--json``."""
+    if options.wait:
+        goal = _goal(options.task, options.light, options.arguments)
+        folder = options.output or Path("mlbench-results") / options.name
+        _follow.follow(client, started, goal, folder, options.as_json, pooled=(options.repeats or 1) > 1)
+    elif options.as_json:
+        print_json(started)
 
 
 def _split(text: str, option: str) -> list[str]:
@@ -293,7 +350,7 @@ def _check_name(name: str) -> None:
         )
 
 
-def _start(client: MasterClient, requests: Sequence[Mapping[str, Any]], replace: bool) -> list[dict[str, Any]]:
+def _start(client: RunSource, requests: Sequence[Mapping[str, Any]], replace: bool) -> list[dict[str, Any]]:
     """Start all runs, after a check of all names; with ``replace``, delete earlier runs of the same names."""
     names = {request["name"] for request in requests}
     for item in client.runs():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import threading
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from mlbench_core.cli._client import FINAL_STATES, MasterClient
 from mlbench_core.cli._embedded import connect
 from mlbench_core.cli._output import (
     clean,
+    confirm_deletion,
     dashboard_option,
     json_option,
     log_line,
@@ -168,7 +168,8 @@ def delete(names: tuple[str, ...], yes: bool, dashboard_url: str | None, as_json
     with connect(dashboard_url) as client:
         # All names are looked up first, so that a wrong one deletes nothing.
         runs = [client.find(name) for name in names]
-        if not yes and not _confirmed([str(run["name"]) for run in runs]):
+        names_text = clean(", ".join(str(run["name"]) for run in runs))
+        if not yes and not confirm_deletion(f"Delete {names_text} with all metrics?"):
             click.echo("nothing deleted", err=True)
             if as_json:
                 print_json([])
@@ -179,18 +180,6 @@ def delete(names: tuple[str, ...], yes: bool, dashboard_url: str | None, as_json
                 click.echo(f"deleted {clean(run['name'])}")
         if as_json:
             print_json([{"id": run["id"], "name": run["name"]} for run in runs])
-
-
-def _confirmed(names: Sequence[str]) -> bool:
-    try:
-        return click.confirm(f"Delete {clean(', '.join(names))} with all metrics?", err=True)
-    except click.Abort as abort:
-        # Without a terminal nobody can answer. Then the runs are deleted, so that scripts for version 3.0 work. On a
-        # terminal, Ctrl-C and Ctrl-D cancel.
-        if sys.stdin.isatty() or not isinstance(abort.__context__, EOFError):
-            raise
-        click.echo(err=True)
-        return True
 
 
 @click.command()

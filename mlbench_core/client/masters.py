@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 
 from mlbench_core.addresses import is_loopback
 from mlbench_core.client import settings
+from mlbench_core.client.clusters import read_clusters
 from mlbench_core.errors import MasterTokenError
 from mlbench_core.paths import user_folder
 
@@ -107,6 +108,9 @@ def find_credentials(url: str, token: str | None = None) -> Credentials:
         # A stale record of this machine may name a port that another user's program has now.
         if _same_server(_place(record.url), place) and (record.is_alive() or not is_loopback(place[1])):
             return Credentials(token or record.token, record.key)
+    for cluster in read_clusters().values():
+        if _same_server(_place(cluster.url), place):
+            return Credentials(token or cluster.token, cluster.key)
     if token is None:
         chosen = settings.read(settings.SETTINGS)
         if chosen.get("master_url") and _place(str(chosen["master_url"])) == place:

@@ -26,6 +26,8 @@ __all__ = [
 
 _CLASSES = {
     "local": "local:LocalLauncher",
+    "hosts": "hosts:HostsLauncher",
+    "kubernetes": "kubernetes:KubernetesLauncher",
     "slurm": "slurm:SlurmLauncher",
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import mlbench_core
 from mlbench_master.launchers.interface import Job
 
-__all__ = ["fill", "python_environment", "split_command"]
+__all__ = ["fill", "python_environment", "split_command", "split_container_command"]
 
 
 def split_command(job: Job) -> list[str]:
@@ -26,6 +26,20 @@ def split_command(job: Job) -> list[str]:
     words = {"{run_id}": str(job.run_id), "{backend}": job.backend}
     argv = [_script_path(fill(word, words), position) for position, word in enumerate(shlex.split(job.command))]
     return [sys.executable, *argv] if argv[0].endswith(".py") else argv
+
+
+def split_container_command(job: Job) -> list[str]:
+    """Return the words of a worker's command in a container, in which ``{rank}`` and ``{hosts}`` are to be filled in.
+
+    A script gets the ``python`` of the image. No path of this machine is filled in.
+
+    Example:
+        >>> split_container_command(Job(run_id=7, name="a", command="/app/main.py --id {run_id}", num_workers=2))
+        ['python', '/app/main.py', '--id', '7']
+    """
+    words = {"{run_id}": str(job.run_id), "{backend}": job.backend}
+    argv = [fill(word, words) for word in shlex.split(job.command)]
+    return ["python", *argv] if argv[0].endswith(".py") else argv
 
 
 def fill(word: str, values: dict[str, str]) -> str:

@@ -38,14 +38,15 @@ class Job:
     Attributes:
         run_id: The run's id.
         name: The run's name.
-        command: A worker's command line; the launcher fills in ``{run_id} {rank} {hosts} {backend}``.
+        command: A worker's command line; the launcher fills in ``{run_id} {rank} {hosts} {backend}``. In a container,
+            its paths are those of the image.
         num_workers: Number of workers.
         num_cpus: Cores of each worker.
         backend: Communication backend.
         gpu_enabled: True if workers use GPUs.
         gpus: Entries of CUDA_VISIBLE_DEVICES, one for each worker by rank; empty if the launcher assigns no GPUs.
         all_nodes: True if every worker runs the command; else only the first one does, and starts the others itself.
-        image: Container image, for launchers that use one.
+        image: Full name of the container image, for a launcher that uses it (see :meth:`Launcher.uses_image`).
         env: Environment variables of the workers, in addition to those of the master.
         notes: Lines for the beginning of the run's log.
         options: Options of the engine's own command, for launchers that have one.
@@ -186,13 +187,22 @@ class Launcher(ABC):
         name: Short name for messages.
         place: The place of the state of its jobs, as text; another launcher of this place sees them.
         limits_bandwidth: True if it can limit the bandwidth of a worker.
-        starts_containers: True if workers run in a container of the run's image.
+        starts_containers: True if workers always run in a container of the run's image.
+        container_advice: How a user gets containers, if they do not always run in them.
+        options_example: Options of the engine, as an example for people.
     """
 
     name: str
     place = ""
     limits_bandwidth = False
     starts_containers = False
+    container_advice = "choose an engine that starts containers"
+    options_example = ""
+
+    @property
+    def has_options(self) -> bool:
+        """Return whether a run can have options of the engine."""
+        return type(self).check_options is not Launcher.check_options
 
     @property
     @abstractmethod
@@ -208,6 +218,10 @@ class Launcher(ABC):
         """
         return None
 
+    def uses_image(self, options: Sequence[str]) -> bool:
+        """Return whether the workers of a run with these options of the engine run in a container of its image."""
+        return self.starts_containers
+
     def check_options(self, options: Sequence[str]) -> None:
         """Refuse options that the engine's own command cannot get.
 
@@ -217,6 +231,23 @@ class Launcher(ABC):
         if options:
             given = " ".join(options)[:80]
             raise ValueError(f"engine_options: must be left out, not {given!r}: the {self.name} launcher has none")
+
+    def check_workers(self, num_workers: int, backend: str, options: Sequence[str]) -> None:
+        """Refuse a run that could never start, because of its number of workers or of its backend.
+
+        Args:
+            num_workers: Number of workers.
+            backend: Communication backend.
+            options: Options of the engine's own command.
+
+        Raises:
+            ValueError: It could never start; the message names the field.
+        """
+        return
+
+    def has_room(self, num_workers: int, options: Sequence[str]) -> bool:
+        """Return whether a run could start now, for a launcher that has its own measure besides :attr:`capacity`."""
+        return True
 
     @abstractmethod
     def start(self, job: Job) -> str:

@@ -17,6 +17,7 @@ Each run has a supervisor process, which outlives the master. The files in the r
     load/            the load of the workers, from the supervisor; see the module ``load_sampler``
     log.jsonl        lines of the workers (from the supervisor) and notes (from the master); see the module ``logs``
     dropping         exists while the log cannot be written, so that lines are dropped
+    container        the program that runs containers, if the workers run in them; see the module ``containers``
     status.json      written by the supervisor at the end; without it and without a supervisor, the run is lost
     spool/           metrics that the workers could not deliver; the master stores them at the end of the run
     work/            the folder in which the workers run
@@ -33,34 +34,40 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.launchers.command_line import fill, python_environment, split_command
+from mlbench_core.paths import user_folder
+from mlbench_master.launchers.command_line import fill, python_environment, split_command, split_container_command
+from mlbench_master.launchers.containers import Containers, check_program, read_options, remove_containers
 from mlbench_master.launchers.folders import FolderLauncher
 from mlbench_master.launchers.gpus import find_gpus
 from mlbench_master.launchers.interface import Job, JobStatus
-from mlbench_master.launchers.logs import append_log, last_file, log_limit_bytes, open_at_once
+from mlbench_master.launchers.logs import append_log, last_file, log_limit_bytes
 from mlbench_master.launchers.mpirun import is_mpirun, mpirun_command
-from mlbench_master.processes import end_processes, processes_with, start_mark
+from mlbench_master.launchers.supervised import (
+    FOLDER_VARIABLE,
+    end_marked,
+    find_supervisor,
+    hold_port,
+    read_state,
+    signal_to,
+    start_supervisor,
+)
 
 __all__ = ["LocalLauncher", "worker_commands"]
 
-_FOLDER_VARIABLE = "MLBENCH_RUN_DIR"
-_SUPERVISOR = "mlbench_master.launchers.supervise"
 # Supervisors that this process started. Only a parent can wait for a child, so all launcher objects share them.
 _children: dict[Path, subprocess.Popen[bytes]] = {}
 _DROPPING = "lines of output are dropped, because the log cannot be written: is the disk full?"
-_STATE_BYTES = 65_536
+_USER_FOLDERS = ("datasets", "checkpoints", "cache")
 _LOAD_INTERVAL_S = 5.0
 _SHORTEST_LOAD_INTERVAL_S = 0.1
 
@@ -71,13 +78,7 @@ class _Status(TypedDict):
     finished_at: FiniteFloat
 
 
-class _SupervisorId(TypedDict):
-    pid: int
-    started: str
-
-
 _status = TypeAdapter(_Status)
-_supervisor_id = TypeAdapter(_SupervisorId)
 
 
 class LocalLauncher(FolderLauncher):
@@ -91,6 +92,8 @@ class LocalLauncher(FolderLauncher):
     """
 
     name = "local"
+    options_example = "--container podman"
+    container_advice = "add --container docker, podman or apptainer to 'mlbench run' or to the engine's options"
 
     def __init__(
         self, folder: Path, cores: int | None = None, grace_s: float = 3.0, gpus: Sequence[str] | None = None
@@ -103,6 +106,16 @@ class LocalLauncher(FolderLauncher):
         self._cores = cores
         self._gpus = None if gpus is None else tuple(gpus)
         self._grace_s = grace_s
+
+    def uses_image(self, options: Sequence[str]) -> bool:
+        """Return whether options ask for containers; see :meth:`Launcher.uses_image`."""
+        return read_options(options) is not None
+
+    def check_options(self, options: Sequence[str]) -> None:
+        """Refuse options that are unknown, and containers without their program; see :meth:`Launcher.check_options`."""
+        containers = read_options(options)
+        if containers is not None:
+            check_program(containers.program)
 
     @property
     def capacity(self) -> float:
@@ -121,26 +134,26 @@ class LocalLauncher(FolderLauncher):
         """Start a job; see :meth:`Launcher.start`."""
         job_id = f"local-{job.run_id}"
         folder = self._job_folder(job_id)
+        containers = read_options(job.options)
         self.stop(job_id)  # a new database reuses the ids of runs that may still be running
         self.remove(job_id)
+        if containers is not None:
+            # Containers of an earlier run of this id may still be there, if its folder was deleted by hand.
+            check_program(containers.program)
+            problem = remove_containers(containers.program, folder)
+            if problem:
+                raise ConfigurationError(f"cannot start run {job.run_id}: {problem}")
         held: socket.socket | None = None
         limit_bytes = log_limit_bytes()
-        load_interval_s = _load_interval_s()
+        # The containers of Docker and Podman are not below the supervisor, which measures the processes below it.
+        sample_s = load_interval_s() if containers is None or containers.program == "apptainer" else 0.0
         try:
             (folder / "work").mkdir(parents=True)
+            if containers is not None:
+                (folder / "container").write_text(containers.program)
             self.results(job_id).mkdir()
-            # More threads than cores slow down all workers, so a run that shares the cores gets fewer per worker.
-            threads = max(1, int(min(job.num_cpus, self._cores / min(job.num_workers, self._cores))))
-            # A job may set its own number of threads, but not the folder, by which its processes are found, nor those
-            # below it, which the master reads.
-            own = {
-                _FOLDER_VARIABLE: str(folder),
-                "MLBENCH_SPOOL": str(self.spool(job_id)),
-                "MLBENCH_OUTPUT": str(self.results(job_id)),
-            }
-            env = {"OMP_NUM_THREADS": str(threads), **job.env, **python_environment(), **own}
-            held = _hold_port()
-            commands = worker_commands(job, held.getsockname()[1])
+            held = hold_port()
+            commands, env = self._commands(job, folder, held.getsockname()[1], containers)
             content = {
                 "commands": commands,
                 "env": env,
@@ -148,19 +161,47 @@ class LocalLauncher(FolderLauncher):
                 "log_limit_bytes": limit_bytes,
                 "num_workers": job.num_workers,
                 "gpus": job.gpus,
-                "load_interval_s": load_interval_s,
+                "load_interval_s": sample_s,
+                "container": containers.program if containers else "",
             }
             (folder / "job.json").touch(mode=0o600)  # only for its owner: it may hold a token
             (folder / "job.json").write_text(json.dumps(content))
             for note in (*job.notes, f"command: {shlex.join(commands[0]['argv'])}"):
                 append_log(folder / "log.jsonl", None, "system", note)
-            _children[folder] = self._start_supervisor(folder, held)
+            _children[folder] = start_supervisor(folder, held)
         except OSError as error:
             raise ConfigurationError(f"cannot start run {job.run_id} in {folder}: {error}") from error
         finally:
             if held is not None:
                 held.close()  # the supervisor has inherited it
         return job_id
+
+    def _commands(
+        self, job: Job, folder: Path, port: int, containers: Containers | None
+    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """Return the processes to start for a job, and the environment of all of them."""
+        # More threads than cores slow down all workers, so a run that shares the cores gets fewer per worker.
+        threads = max(1, int(min(job.num_cpus, self._cores / min(job.num_workers, self._cores))))
+        # A job may set its own number of threads, but not the folder, by which its processes are found, nor those below
+        # it, which the master reads.
+        own = {
+            FOLDER_VARIABLE: str(folder),
+            "MLBENCH_SPOOL": str(folder / "spool"),
+            "MLBENCH_OUTPUT": str(folder / "output"),
+        }
+        if containers is None:
+            env = {"OMP_NUM_THREADS": str(threads), **job.env, **python_environment(), **own}
+            return worker_commands(job, port), env
+        mounts = [folder / name for name in ("work", "output", "spool")]
+        # Not the whole folder of the user, which holds the master's database and its token.
+        mounts += [user_folder(name) for name in _USER_FOLDERS]
+        for mount in mounts:  # Docker would make them for root
+            mount.mkdir(parents=True, exist_ok=True)
+        given = {name: os.environ[name] for name in containers.variables if name in os.environ}
+        home = {"MLBENCH_HOME": str(user_folder()), "PYTHONUNBUFFERED": "1"}
+        env = {"OMP_NUM_THREADS": str(threads), **given, **job.env, **home, **own}
+        commands = containers.wrap(job, worker_commands(job, port, in_container=True), folder, mounts, list(env))
+        return commands, containers.environment(env)
 
     def poll(self, job_id: str) -> JobStatus:
         """Return the status of a job; see :meth:`Launcher.poll`."""
@@ -170,7 +211,7 @@ class LocalLauncher(FolderLauncher):
         if self._supervisor(folder) is not None:
             return JobStatus("running", _DROPPING if (folder / "dropping").exists() else "")
         try:
-            status = _status.validate_json(_read_state(folder / "status.json"))
+            status = _status.validate_json(read_state(folder / "status.json"))
         except FileNotFoundError:
             # A supervisor that was killed leaves its workers behind.
             self._end_marked(folder)
@@ -189,12 +230,12 @@ class LocalLauncher(FolderLauncher):
         folder = self._job_folder(job_id)
         pid = self._supervisor(folder)
         if pid is not None:
-            _signal(pid, signal.SIGTERM)
+            signal_to(pid, signal.SIGTERM)
             # The supervisor waits grace_s after SIGTERM, and up to 5 s after SIGKILL.
             deadline = time.monotonic() + self._grace_s + 7
             while self._supervisor(folder) == pid:
                 if time.monotonic() > deadline:
-                    _signal(pid, signal.SIGKILL)
+                    signal_to(pid, signal.SIGKILL)
                     break
                 time.sleep(0.05)
         # A supervisor that was killed leaves its workers behind.
@@ -207,57 +248,24 @@ class LocalLauncher(FolderLauncher):
         with contextlib.suppress(OSError):
             append_log(last_file(self._job_folder(job_id)), None, "system", text)
 
-    def _start_supervisor(self, folder: Path, held: socket.socket) -> subprocess.Popen[bytes]:
-        """Start the run's supervisor, which keeps the port reserved until it ends."""
-        # The supervisor runs in the run's folder, where Python would not find a package that is not installed.
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-        with (folder / "supervisor.log").open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", _SUPERVISOR, str(folder)],
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": path, _FOLDER_VARIABLE: str(folder)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # signals to the master's group must not end the run
-                pass_fds=[held.fileno()],
-            )
-
     def _supervisor(self, folder: Path) -> int | None:
         """Return the process id of the run's supervisor if it is alive."""
         child = _children.get(folder)
         if child is not None:
             return child.pid if child.poll() is None else None
-        try:
-            known = _supervisor_id.validate_json(_read_state(folder / "supervisor.json"))
-            return known["pid"] if start_mark(known["pid"]) == known["started"] else None
-        except FileNotFoundError:
-            # A supervisor that has just started has not written the file yet.
-            with contextlib.suppress(psutil.Error):
-                for process in processes_with(_FOLDER_VARIABLE, str(folder)) if folder.exists() else ():
-                    if _SUPERVISOR in process.cmdline():
-                        return int(process.pid)
-            return None
-        except (ValidationError, OSError):
-            return None
+        return find_supervisor(folder)
 
     def _end_marked(self, folder: Path) -> None:
-        """End processes that a killed supervisor left behind, found by the run's folder in their environment."""
-        end_processes(processes_with(_FOLDER_VARIABLE, str(folder)), self._grace_s)
+        """End processes and containers that a killed supervisor left behind."""
+        end_marked(folder, self._grace_s)
+        with contextlib.suppress(OSError):
+            program = read_state(folder / "container").decode(errors="replace")
+            problem = remove_containers(program, folder)
+            if problem:
+                append_log(last_file(folder), None, "system", problem)
 
 
-def _read_state(path: Path) -> bytes:
-    with open_at_once(path) as file:
-        return file.read(_STATE_BYTES)
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it may have ended in the meantime
-        os.kill(pid, number)
-
-
-def _load_interval_s() -> float:
+def load_interval_s() -> float:
     """Return the seconds between two samples of the load of workers, 0 for no samples."""
     text = os.environ.get("MLBENCH_LOAD_INTERVAL_S", "")
     try:
@@ -272,12 +280,13 @@ def _load_interval_s() -> float:
     return interval
 
 
-def worker_commands(job: Job, port: int = 29500) -> list[dict[str, Any]]:
+def worker_commands(job: Job, port: int = 29500, in_container: bool = False) -> list[dict[str, Any]]:
     """Return the processes to start for a job.
 
     Args:
         job: The job.
         port: Port of the rendezvous, on which rank 0 listens.
+        in_container: True for processes in containers of the job's image: no path of this machine is filled in.
 
     Returns:
         One dictionary per process, with ``argv``, ``env`` and ``rank``. The rank of an ``mpirun`` is None. It may also
@@ -287,14 +296,15 @@ def worker_commands(job: Job, port: int = 29500) -> list[dict[str, Any]]:
         ConfigurationError: The backend is ``mpi``, and ``mpirun`` is not installed.
     """
     hosts = ",".join(["127.0.0.1"] * job.num_workers)
-    argv = [fill(word, {"{hosts}": hosts}) for word in split_command(job)]
+    words = split_container_command(job) if in_container else split_command(job)
+    argv = [fill(word, {"{hosts}": hosts}) for word in words]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if job.gpus:
         meeting["CUDA_VISIBLE_DEVICES"] = ",".join(job.gpus)
     if not job.all_nodes:
         return [{"argv": _ranked(argv, 0), "env": meeting, "rank": 0}]
     if job.backend == "mpi":
-        return [{**_mpi_command(job, argv), "env": meeting, "rank": None}]
+        return [{**_mpi_command(job, argv, in_container), "env": meeting, "rank": None}]
     size = str(job.num_workers)
     world = {**meeting, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     commands: list[dict[str, Any]] = []
@@ -306,27 +316,15 @@ def worker_commands(job: Job, port: int = 29500) -> list[dict[str, Any]]:
     return commands
 
 
-def _mpi_command(job: Job, argv: list[str]) -> dict[str, Any]:
+def _mpi_command(job: Job, argv: list[str], in_container: bool) -> dict[str, Any]:
     """Return the single command that starts all workers of a job with the backend ``mpi``; MPI assigns ranks."""
     if is_mpirun(argv[0]):  # the user's own mpirun, with its own options
         return {"argv": argv}
     has_rank = any("{rank}" in word for word in argv)
     workers = [_ranked(argv, rank) for rank in range(job.num_workers)] if has_rank else [argv]
-    command, prefix = mpirun_command(job.num_workers, workers)
+    command, prefix = mpirun_command(job.num_workers, workers, in_container)
     return {"argv": command, "prefix": prefix}
 
 
 def _ranked(argv: list[str], rank: int) -> list[str]:
     return [fill(word, {"{rank}": str(rank)}) for word in argv]
-
-
-def _hold_port() -> socket.socket:
-    """Reserve a free port, which no other program gets until the socket is closed in all processes.
-
-    The socket does not listen, and it has SO_REUSEADDR, as torch's store has. So rank 0 can listen on the port, and the
-    system does not assign it to a program that asks for a free port.
-    """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held

@@ -112,11 +112,11 @@ class LogWriter:
         self._gap = 0  # lines dropped since the last line that was written
         self._lock = threading.Lock()
 
-    def write(self, rank: int | None, stream: str, text: str) -> None:
-        """Add a line, or drop it if the disk does not accept it."""
+    def write(self, rank: int | None, stream: str, text: str, date: str | None = None) -> None:
+        """Add a line, or drop it if the disk does not accept it; without a date, it gets the present one."""
         with self._lock:
             try:
-                line = _line(rank, stream, text)
+                line = _line(rank, stream, text, date)
                 if self._gap:
                     # In one piece: a short mark alone would fit again and again into the rest of a block.
                     mark = _line(None, "system", f"{self._gap} lines were dropped here: {self.problem}")

@@ -26,12 +26,15 @@ MPICH_PREFIX = r"^\[(\d+)\] "
 _VERSION_TIMEOUT_S = 30
 
 
-def mpirun_command(num_workers: int, workers: Sequence[Sequence[str]]) -> tuple[list[str], str]:
-    """Return the command that starts workers through the ``mpirun`` of this machine.
+def mpirun_command(
+    num_workers: int, workers: Sequence[Sequence[str]], in_container: bool = False
+) -> tuple[list[str], str]:
+    """Return the command that starts workers through the ``mpirun`` of this machine, or through that of an image.
 
     Args:
         num_workers: Number of workers.
         workers: One command line for all workers, or one for each worker by rank if they differ.
+        in_container: True for the ``mpirun`` of an image, which must be Open MPI's, as in the images of this project.
 
     Returns:
         The command line, and a regular expression for the beginning of its lines, with the rank as its group.
@@ -39,8 +42,9 @@ def mpirun_command(num_workers: int, workers: Sequence[Sequence[str]]) -> tuple[
     Raises:
         ConfigurationError: ``mpirun`` was not found, or it does not run.
     """
-    program = _find_mpirun()
-    options, prefix = mpirun_options(_version(program), as_root=hasattr(os, "geteuid") and os.geteuid() == 0)
+    program = "mpirun" if in_container else _find_mpirun()
+    version = "Open MPI" if in_container else _version(program)
+    options, prefix = mpirun_options(version, as_root=hasattr(os, "geteuid") and os.geteuid() == 0)
     # A line with ':' between its sections gives every worker its own arguments.
     each = num_workers // len(workers)
     parts: list[str] = []

@@ -94,6 +94,7 @@ class SlurmLauncher(FolderLauncher):
     """
 
     name = "slurm"
+    options_example = "--partition=gpu --time=1:00:00"
 
     def __init__(self, folder: Path, interval_s: float | None = None) -> None:
         missing = [program for program in _PROGRAMS if shutil.which(program) is None]
@@ -190,6 +191,10 @@ class SlurmLauncher(FolderLauncher):
         cancel(slurm_id, _STOP_S)
         known.logs.collect(at_end=True)
         self._queue.forget(slurm_id)
+
+    def slurm_id(self, job_id: str) -> str:
+        """Return Slurm's number of a job, empty if it was not submitted."""
+        return self._known(job_id).slurm_id or ""
 
     def note(self, job_id: str, text: str) -> None:
         """Add a line of the master to a job's log; see :meth:`Launcher.note`."""

@@ -7,7 +7,7 @@ psutil, so it starts quickly. Its steps are::
     -> start the commands of DIR/job.json; if one cannot start, go on with the clean-up
     -> wait until all processes have ended, one has failed, or SIGTERM arrives
        (after a failure the others have grace_s seconds to end by themselves)
-    -> clean up: end every descendant, orphans included
+    -> clean up: end every descendant, orphans included, and remove containers of the run
     -> write DIR/status.json: exit status and reason
 
 All along, every line of the workers is written to the log, and every few seconds their load to DIR/load. A full disk
@@ -34,7 +34,8 @@ from typing import IO, Any
 
 import psutil
 
-from mlbench_master.launchers.error_search import PYTHON_STATUSES, ErrorSearch
+from mlbench_master.launchers.containers import remove_containers
+from mlbench_master.launchers.error_search import CONTAINER_STATUSES, PYTHON_STATUSES, ErrorSearch
 from mlbench_master.launchers.load_sampler import LoadSampler
 from mlbench_master.launchers.logs import LogWriter, readable
 from mlbench_master.processes import end_processes, start_mark
@@ -100,6 +101,7 @@ class _Supervisor:
         self._num_workers = int(job["num_workers"])
         self._gpus: list[str] = job["gpus"]
         self._load_interval_s = float(job["load_interval_s"])
+        self._container: str = job["container"]
         self._roots: dict[int, int | None] = {}  # ranks of the started processes by their ids
         self._all_ended = threading.Event()
         self._log = LogWriter(folder, int(job["log_limit_bytes"]))
@@ -107,6 +109,7 @@ class _Supervisor:
         self._ended: queue.SimpleQueue[tuple[int | None, int] | None] = queue.SimpleQueue()
         self._stopping = False
         self._failed_rank: int | None = None
+        self._failed_at: float | None = None
         self._failed_to_start = ""
         self._errors: dict[int | None, ErrorSearch] = defaultdict(ErrorSearch)  # by rank
         self._readers: list[threading.Thread] = []
@@ -139,6 +142,9 @@ class _Supervisor:
         self._all_ended.set()
         for _ in range(3):  # a process that is ended may start another one first
             end_processes(psutil.Process().children(recursive=True), self._grace_s)
+        problem = remove_containers(self._container, self._folder)
+        if problem:
+            self._log.write(None, "system", problem)
         # A reader does not end while a process outside this tree keeps the pipe open.
         for reader in self._readers:
             reader.join(timeout=5)
@@ -149,7 +155,9 @@ class _Supervisor:
         if self._log.dropped:
             lost = f"{self._log.dropped} lines of output could not be written: {self._log.problem}"
             reason = f"{reason}; {lost}" if reason else lost
-        self._write_status({"returncode": returncode, "reason": reason[:_LONGEST_REASON], "finished_at": finished_at})
+        status = {"returncode": returncode, "reason": reason[:_LONGEST_REASON], "finished_at": finished_at}
+        # Of several hosts, the one on which a worker failed first has the reason.
+        self._write_status({**status, "failed_at": self._failed_at})
 
     def _reason(self, returncode: int) -> str:
         """Return how the run failed, in one line; call it when all output has been read."""
@@ -158,9 +166,12 @@ class _Supervisor:
         if self._failed_to_start or not returncode:
             return self._failed_to_start
         by_mpirun = self._failed_rank is not None and self._commands[0]["rank"] is None
-        by_signal = by_mpirun and _SHELL_SIGNAL < returncode < 2 * _SHELL_SIGNAL
+        by_signal = (by_mpirun or self._container) and _SHELL_SIGNAL < returncode < 2 * _SHELL_SIGNAL
         reason = describe_exit(self._failed_rank, _SHELL_SIGNAL - returncode if by_signal else returncode)
-        error = self._errors[self._failed_rank].error if returncode in PYTHON_STATUSES else ""
+        errors = self._errors[self._failed_rank]
+        error = errors.error if returncode in PYTHON_STATUSES else ""
+        if self._container and returncode in CONTAINER_STATUSES:
+            error = errors.container_error
         return f"{reason}: {error}" if error else reason
 
     def _reserve_status(self) -> None:
@@ -239,6 +250,7 @@ class _Supervisor:
             rank, returncode = ended
             if returncode and not status:
                 status, deadline = returncode, time.monotonic() + self._grace_s
+                self._failed_at = time.time()
                 if rank is not None:
                     self._failed_rank = rank
         return status

@@ -6,6 +6,7 @@ form again with everything that the user typed, and the error at its field.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -48,6 +49,7 @@ LABELS = {
     "run_all_nodes": "Every worker runs the command",
     "gpu_enabled": "A GPU for each worker",
     "max_bandwidth": "Bandwidth",
+    "engine_options": "Options of the engine",
     "light_target": "Light goal",
     "repeats": "Repeats",
     "seed": "First seed",
@@ -126,6 +128,7 @@ def _form_page(
         tasks=TASKS.values(),
         backends=BACKENDS,
         launcher=launcher,
+        infinity=math.inf,
         no_gpu=no_gpu(launcher) if launcher.gpus == () else "",
         no_bandwidth_limit="" if launcher.limits_bandwidth else no_bandwidth_limit(launcher),
     )
@@ -155,10 +158,11 @@ def _requests(form: Mapping[str, str], errors: dict[str, str]) -> list[RunIn]:
             return default
 
     task, program = read("kind", lambda _: _program(form), (None, {"command": "none"}))
+    options = read("engine_options", partial(_split, "engine_options"), [])
     series = RunSeries(
         read("name", _name, "none"),
         read("num_workers", parse_workers, (1,)),
-        {**_settings(form, task), **program},
+        {**_settings(form, task, options), **program},
         task,
         read("repeats", partial(_number, most=1000), None),
         read("seed", partial(_number, least=0, most=2**31), None),
@@ -192,14 +196,15 @@ def _name(text: str) -> str:
     return text
 
 
-def _settings(form: Mapping[str, str], task: Task | None) -> dict[str, Any]:
+def _settings(form: Mapping[str, str], task: Task | None, engine_options: list[str]) -> dict[str, Any]:
     """Return the fields of a request that do not say what to run."""
     settings: dict[str, Any] = {field: form.get(field, "") for field in ("num_cpus", "max_bandwidth", "backend")}
     if settings["backend"] == CUSTOM_BACKEND:
         settings["custom_backend"] = form.get("custom_backend", "")
         # A browser leaves out a box that is not checked. A task always starts all of its workers.
         settings["run_all_nodes"] = task is not None or "run_all_nodes" in form
-    return {**settings, **{field: field in form for field in ("gpu_enabled", "light_target", "exclusive")}}
+    flags = {field: field in form for field in ("gpu_enabled", "light_target", "exclusive")}
+    return {**settings, **flags, "engine_options": engine_options}
 
 
 def _program(form: Mapping[str, str]) -> tuple[Task | None, dict[str, Any]]:
@@ -272,6 +277,7 @@ def _values_of(run: Run) -> dict[str, str]:
         "backend": run.backend if run.backend in BACKENDS else CUSTOM_BACKEND,
         "custom_backend": "" if run.backend in BACKENDS else run.backend,
         "run_all_nodes": "true" if run.run_all_nodes else "",
+        **_engine_options_of(run),
     }
     # A damaged record may hold any type.
     words = split_command(str(run.command))
@@ -286,6 +292,12 @@ def _values_of(run: Run) -> dict[str, str]:
     return {**values, "kind": "image", "image_name": CUSTOM_IMAGE, "custom_image_name": run.image, **command}
 
 
+def _engine_options_of(run: Run) -> dict[str, str]:
+    options = run.metadata_dict().get("engine_options")
+    # A damaged record may hold any type.
+    return {"engine_options": shlex.join(map(str, options))} if isinstance(options, list) else {}
+
+
 def _base_name(run: Run) -> str:
     """Return the name that was given to a series of runs, of which this is one."""
     return re.sub(rf"-{run.num_workers}(-r\d+)?$", "", run.name) or run.name
@@ -294,10 +306,11 @@ def _base_name(run: Run) -> str:
 def _arguments_of(task: Task, words: list[str]) -> dict[str, str] | None:
     """Return the fields with the arguments of a task's script, or None if the command is another one."""
     try:
-        own = shlex.split(task.command())
+        commands = [shlex.split(task.command(in_container=in_container)) for in_container in (False, True)]
     except ConfigurationError:
         return None
-    if words[: len(own)] != own:
+    own = next((own for own in commands if words[: len(own)] == own), None)
+    if own is None:
         return None
     rest = [word for word in words[len(own) :] if word not in ("--light", "--gpu")]
     fields = {}

@@ -61,7 +61,7 @@ def test_run_by_a_master_reports_to_it(tmp_path: Path) -> None:
         run = post_json(
             f"{master.url}/api/runs/",
             {"name": "tutorial-2", "num_workers": 2, "num_cpus": 1, "max_bandwidth": 1000, "backend": "gloo",
-             "image_name": "custom_image", "custom_image_name": "none",
+             "image_name": "custom_image",
              "custom_image_command": command.replace("$PWD/data", str(folder))},
         )  # fmt: skip
         wait_for(lambda: master.state(run["id"]) in ("finished", "failed"), 240, "the run to end")

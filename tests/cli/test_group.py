@@ -35,6 +35,7 @@ def test_commands_and_their_static_help() -> None:
     assert set(cli_group.list_commands(context)) == {
         *("charts", "compare", "completion", "delete", "download", "env", "get-dashboard-url", "import", "logs"),
         *("master", "network", "results", "run", "status", "stop", "tasks"),
+        *("create-cluster", "delete-cluster", "list-clusters", "set-cluster"),
     }
     for name in COMMANDS:
         command = cli_group.get_command(context, name)
@@ -60,24 +61,6 @@ def test_module_runs_as_the_command() -> None:
 
 def test_unknown_command_is_wrong_use(call: Call) -> None:
     assert "No such command 'nonsense'" in call("nonsense", code=2).stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (("list-clusters",), "name the master with --dashboard-url"),
-        (("set-cluster", "kind", "-n", "x"), "name the master with --dashboard-url or MLBENCH_MASTER_URL."),
-        (("create-cluster", "gcloud", "--help"), "on one machine 'mlbench run' needs no cluster"),
-        (("delete-cluster", "aws", "name"), "'mlbench master --stop' ends the master here"),
-    ],
-)
-def test_commands_of_3_0_that_are_gone_say_what_to_do(arguments: tuple[str, ...], told: str, call: Call) -> None:
-    result = call(*arguments, code=2)
-    error = result.stderr.splitlines()[-1]
-    assert error.startswith(f"Error: '{arguments[0]}' was removed in version 4: ")
-    assert told in error
-    assert result.stdout == ""
-    assert arguments[0] not in call("--help").stdout
 
 
 def test_the_path_of_3_0() -> None:

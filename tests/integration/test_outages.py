@@ -37,7 +37,6 @@ def start_run(master: Master, script: Path, workers: int, arguments: str = "{run
             "num_cpus": 1,
             "max_bandwidth": 1000,
             "image_name": "custom_image",
-            "custom_image_name": "none",
             "custom_image_command": f"python {script} {arguments}",
             "backend": "gloo",
         },

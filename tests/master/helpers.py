@@ -55,6 +55,12 @@ class IdleLauncher(Launcher):
         return [{"rank": 0, "stream": "stdout", "text": "<b>log</b>", "date": ""}]
 
 
+class IdleContainers(IdleLauncher):
+    """Would start containers, as the master of version 3.0 did."""
+
+    starts_containers = True
+
+
 def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0, what: str = "the condition") -> Any:
     """Ask until the answer is true; the answer."""
     deadline = time.monotonic() + timeout_s

@@ -19,8 +19,9 @@ import mlbench_master
 from mlbench_core.client.api import MLBENCH_IMAGES
 from mlbench_core.results.load import load
 from mlbench_core.results.published import describe_run
-from mlbench_core.tasks import get_task
+from mlbench_core.tasks import container_image, get_task
 from mlbench_master import create_app
+from mlbench_master.launchers import Job
 from mlbench_master.pages import render
 from mlbench_master.schemas import MAX_BATCH
 from mlbench_master.store import NewMetric
@@ -89,7 +90,8 @@ def test_a_run_has_every_field(client: Any, run: dict[str, Any]) -> None:
     datetime.strptime(run["created_at"], "%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def test_a_form_of_a_3_0_client_starts_a_run(client: Any) -> None:
+def test_a_form_of_a_3_0_client_starts_a_run(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IdleLauncher, "starts_containers", True)
     form = {
         "name": "old-client",
         "num_workers": "2",
@@ -200,19 +202,61 @@ def test_wishes_are_honored_or_refused_never_ignored(client: Any) -> None:
         assert refused.status_code == 400 and re.search(words, refused.json()["message"])
     assert client.post("/api/runs/", json={**body, "name": "plain", "image_name": "custom_image"}).status_code == 201
     assert client.post("/api/runs/", json={**body, "name": "single", "num_workers": 1, "run_all_nodes": 0}).is_success
-    image = {"image_name": "custom_image", "custom_image_name": "me/mine:1", "custom_image_command": "sleep 1"}
-    made = client.post("/api/runs/", json={**body, "command": None, **image}).json()
-    (note,) = made["job_metadata"]["notes"]
-    assert note.startswith("note: the image me/mine:1 is not used: the idle launcher starts processes, not containers")
-    assert client.get(f"/api/runs/{made['id']}/").json()["job_metadata"]["notes"] == [note]
-    assert note in client.get(f"/runs/{made['id']}/").text
     own = {"name": "own", "backend": "custom_backend", "custom_backend": "x", "run_all_nodes": "false"}
     made = client.post("/api/runs/", json={**body, **own}).json()
     assert made["run_all_nodes"] is False
-    assert made["job_metadata"]["notes"][0].startswith("note: run_all_nodes is false, so only worker 0 of 2 runs")
+    (note,) = made["job_metadata"]["notes"]
+    assert note.startswith("note: run_all_nodes is false, so only worker 0 of 2 runs")
+    assert client.get(f"/api/runs/{made['id']}/").json()["job_metadata"]["notes"] == [note]
+    assert note in client.get(f"/runs/{made['id']}/").text
     assert (
         client.post("/api/runs/", json={**body, "name": "all", "max_bandwidth": 1000}).json()["run_all_nodes"] is True
     )
+
+
+OWN_IMAGE = {"image_name": "custom_image", "custom_image_name": "me/mine:1", "custom_image_command": "main.py {rank}"}
+
+
+def test_an_own_image_is_refused_by_a_launcher_without_containers(client: Any) -> None:
+    body = {"name": "own", "num_workers": 1}
+    refused = client.post("/api/runs/", json={**body, **OWN_IMAGE})
+    assert refused.status_code == 400
+    assert refused.json()["message"] == (
+        "custom_image_name: must be left out, not 'me/mine:1': the idle launcher starts processes, not containers; "
+        "choose an engine that starts containers, or leave out the image to run the command with the Python and the "
+        "packages of the master"
+    )
+    plain = {"image_name": "custom_image", "custom_image_command": "main.py {rank}"}
+    assert client.post("/api/runs/", json={**body, **plain}).json()["command"] == "main.py {rank}"
+
+
+def test_a_launcher_with_containers_gets_an_image_and_the_command_in_it(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(IdleLauncher, "starts_containers", True)
+    monkeypatch.setattr(IdleLauncher, "capacity", 100.0)
+    jobs: list[Job] = []
+    monkeypatch.setattr(IdleLauncher, "start", lambda self, job: jobs.append(job) or f"idle-{job.run_id}")
+    own_task = "registry.example.com/me/task1a:2"
+    official = "mlbench/pytorch-cifar10-resnet20-ddp:latest"
+    script = "/workspace/main.py --run_id {run_id} --backend {backend}"
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({"task": "1a"}, container_image("task1a"), script),
+        ({"image_name": official}, container_image("task1a"), f"{script} --optimizer ddp"),
+        ({"image_name": own_task}, own_task, script),
+        (OWN_IMAGE, "me/mine:1", "main.py {rank}"),
+    ]
+    for number, (body, image, command) in enumerate(cases):
+        made = client.post("/api/runs/", json={"name": f"run-{number}", "num_workers": 2, **body})
+        assert made.status_code == 201, made.text
+        wait_for(lambda number=number: len(jobs) > number, what="the start")
+        assert (jobs[-1].image, jobs[-1].command) == (image, command)
+    for body, message in (
+        ({"command": "main.py"}, "custom_image_name: must be given for a command in a container of the idle launcher"),
+        ({**OWN_IMAGE, "custom_image_name": "-v"}, "custom_image_name: must be the name of an image such as"),
+    ):
+        refused = client.post("/api/runs/", json={"name": "no", "num_workers": 1, **body})
+        assert refused.status_code == 400 and refused.json()["message"].startswith(message), refused.text
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from mlbench_master.launchers import Job, make_launcher
+from mlbench_master.launchers import Job, local, make_launcher
 from mlbench_master.launchers.local import LocalLauncher, worker_commands
 from mlbench_master.launchers.logs import LogReader, append_log
 from tests.master.helpers import TestClient, processes_of, server, wait_for
@@ -403,17 +403,17 @@ def test_nobody_takes_the_workers_port_before_they_listen(tmp_path: Path, monkey
     rival = socket.socket()
     refused = []
 
-    def take_port(self: LocalLauncher, folder: Path, *others: Any) -> Any:
+    def take_port(folder: Path, *others: Any) -> Any:
         commands = json.loads((folder / "job.json").read_text())["commands"]
         try:
             rival.bind(("127.0.0.1", int(commands[0]["env"]["MASTER_PORT"])))
             rival.listen()
         except OSError as error:
             refused.append(error.errno)
-        return start(self, folder, *others)
+        return start(folder, *others)
 
-    start = LocalLauncher._start_supervisor
-    monkeypatch.setattr(LocalLauncher, "_start_supervisor", take_port)
+    start = local.start_supervisor
+    monkeypatch.setattr(local, "start_supervisor", take_port)
     job = launcher.start(Job(run_id=1, name="a", command=f"{script} {{rank}}", num_workers=2))
     try:
         wait_for(lambda: launcher.poll(job).state != "running", 30, "the run")

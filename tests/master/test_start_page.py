@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,16 @@ def client(tmp_path: Path) -> Iterator[TestClient]:
     # Without "with": no scheduler runs, so no run starts.
     yield TestClient(app, base_url="http://127.0.0.1:5080", follow_redirects=False)
     app.state.store.close()
+
+
+class IdleEngine(IdleLauncher):
+    """An engine whose own command has options."""
+
+    options_example = "--time=<10>"
+
+    def check_options(self, options: Sequence[str]) -> None:
+        if "--bad" in options:
+            raise ValueError("engine_options: must not have --bad: leave it out")
 
 
 def runs(client: Any) -> list[dict[str, Any]]:
@@ -64,7 +74,7 @@ def test_repeats_have_names_and_seeds_as_with_the_command(client: Any) -> None:
     assert all(run["job_metadata"]["exclusive"] for run in made)
 
 
-def test_only_the_fields_of_the_chosen_program_count(client: Any) -> None:
+def test_only_the_fields_of_the_chosen_program_count(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A browser also sends the texts of the fields that are hidden."""
     everything = {**TASK, "command": "sleep 1", "image_name": "custom_image", "custom_image_name": "me/mine:1",
                   "arguments": "--channels-last", "dataset": "digits", "custom_backend": "x"}  # fmt: skip
@@ -75,6 +85,8 @@ def test_only_the_fields_of_the_chosen_program_count(client: Any) -> None:
         ({"kind": "image"}, "sleep 1", "me/mine:1"),
         ({"kind": "image", "image_name": reference}, "--optimizer ddp --channels-last", reference),
     )):  # fmt: skip
+        # A command without an image is refused in containers, and an image without them.
+        monkeypatch.setattr(IdleLauncher, "starts_containers", change["kind"] != "command")
         answer = client.post("/runs/", data={**everything, **change, "name": f"run-{number}"})
         assert answer.status_code == 303, errors(answer.text)
         made = runs(client)[-1]
@@ -153,6 +165,41 @@ def test_an_error_is_at_its_field_and_everything_typed_stays(
     assert runs(client) == []
 
 
+def test_engines_with_options_have_a_field_for_them(tmp_path: Path) -> None:
+    app = create_app(data_dir=tmp_path, launcher=IdleEngine())
+    client = TestClient(app, base_url="http://127.0.0.1:5080", follow_redirects=False)
+    assert re.search(
+        r'name="engine_options"[^>]* value=""[^>]* placeholder="--time=&lt;10&gt;"', client.get("/runs/new/").text
+    )
+    for typed, words in (
+        ("--bad --time=5", "must not have --bad: leave it out"),
+        ("'x", "must be quoted as for a shell"),
+    ):
+        answer = client.post("/runs/", data={**TASK, "engine_options": typed})
+        assert answer.status_code == 400 and words in errors(answer.text)["engine_options"]
+        assert re.search(rf'name="engine_options"[^>]* value="{html.escape(typed).replace("x27", "39")}"', answer.text)
+    assert client.post("/runs/", data={**TASK, "engine_options": "--time=5 '--comment=a b'"}).status_code == 303
+    (run,) = runs(client)
+    assert run["job_metadata"]["engine_options"] == ["--time=5", "--comment=a b"]
+    again = client.get(f"/runs/new/?from={run['id']}").text
+    assert re.search(r"""name="engine_options"[^>]* value="--time=5 &#39;--comment=a b&#39;\"""", again)
+    app.state.store.close()
+
+
+def test_options_are_refused_by_an_engine_without_options(client: Any) -> None:
+    assert 'name="engine_options"' not in client.get("/runs/new/").text
+    page = client.post("/runs/", data={**TASK, "engine_options": "--time=5"}).text
+    assert errors(page) == {"engine_options": "must be left out, not '--time=5': the idle launcher has none"}
+    assert 'value="--time=5"' in page and "The idle engine has none." in page
+
+
+def test_the_cores_of_an_engine_without_a_limit_are_not_named(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, is_named in ((4.0, True), (float("inf"), False)):
+        monkeypatch.setattr(IdleLauncher, "capacity", cores)
+        assert ("All workers together have 4." in client.get("/runs/new/").text) == is_named
+        assert " inf" not in client.get("/runs/new/").text
+
+
 def test_a_name_in_use_is_found_before_the_first_run_starts(client: Any) -> None:
     client.post("/runs/", data={**TASK, "num_workers": "4"})
     answer = client.post("/runs/", data={**TASK, "num_workers": "1 2 4"})
@@ -207,7 +254,10 @@ def test_the_form_shows_what_tasks_and_launcher_offer(client: Any, monkeypatch: 
         ),
     ],
 )
-def test_a_run_can_be_started_again(client: Any, form: dict[str, str], shown: dict[str, str]) -> None:
+def test_a_run_can_be_started_again(
+    client: Any, monkeypatch: pytest.MonkeyPatch, form: dict[str, str], shown: dict[str, str]
+) -> None:
+    monkeypatch.setattr(IdleLauncher, "starts_containers", form["kind"] != "command")
     client.post("/runs/", data=form)
     first = runs(client)[0]
     (link,) = re.findall(r'href="(/runs/new/[^"]*)">Run again<', client.get(f"/runs/{first['id']}/").text)

@@ -21,7 +21,7 @@ pytest.importorskip("fastapi", reason="needs the [master] extra")
 pytest.importorskip("httpx", reason="needs httpx")
 
 from mlbench_master import create_app
-from tests.master.helpers import IdleLauncher, TestClient, wait_for
+from tests.master.helpers import IdleContainers, TestClient, wait_for
 
 DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 JQUERY = {
@@ -38,7 +38,7 @@ PYTHON = {"User-Agent": "python-requests/2.22.0", "Accept": "*/*", "Accept-Encod
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Any]:
     """A master with a run of two workers, which has started, and some metrics of it and of its first worker."""
-    app = create_app(data_dir=tmp_path, launcher=IdleLauncher())
+    app = create_app(data_dir=tmp_path, launcher=IdleContainers())
     with TestClient(app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False) as test_client:
         form = {"name": "r", "num_workers": 2, "custom_image_command": "true", "image_name": "custom_image"}
         assert test_client.post("/api/runs/", data={**form, "custom_image_name": "i"}).json()["id"] == 1

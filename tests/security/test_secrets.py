@@ -38,7 +38,7 @@ def test_no_process_shows_the_token_or_the_database_in_its_arguments(
             assert (tmp_path / "other.db").exists(), "the variable counts"
             # Runs inherit the master's environment.
             command = "sh -c 'echo database=$MLBENCH_DATABASE_URL; sleep 30'"
-            assert client.create_run("r", 1, custom_image_name="x", custom_image_command=command).result().ok
+            assert client.create_run("r", 1, custom_image_name="custom_image", custom_image_command=command).result().ok
             wait_for(lambda: client.get_run(1).result().json()["state"] == "started", what="the start")
             headers = {"Authorization": f"Bearer {TOKEN}"}
 

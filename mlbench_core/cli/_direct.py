@@ -1,0 +1,55 @@
+"""Runs without a master, for ``mlbench run --no-master``."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlbench_core.cli import _embedded
+from mlbench_core.cli._output import clean, print_table, remark
+from mlbench_core.paths import user_folder
+
+if TYPE_CHECKING:
+    from mlbench_master.direct import DirectRuns
+
+__all__ = ["ENGINE", "open_runs", "show_submitted"]
+
+ENGINE = "slurm"
+"""The only engine that needs no master: it has a queue of its own, and its workers share a folder with this machine."""
+
+
+def open_runs(name: str, data_dir: Path | None) -> DirectRuns:
+    """Return the runs of a name, whose folder is created.
+
+    Args:
+        name: The name of the series of runs.
+        data_dir: Folder for the folders of all names; by default ``no-master`` in the user's folder.
+
+    Raises:
+        ConfigurationError: Slurm's commands were not found.
+        MissingDependencyError: The master's packages are not installed.
+    """
+    _embedded.check_installed()
+    # After the check, because this import fails if a package of the master is missing.
+    from mlbench_master.direct import DirectRuns
+
+    return DirectRuns((data_dir or user_folder("no-master")) / name)
+
+
+def show_submitted(runs: DirectRuns, started: Sequence[Mapping[str, Any]], waits: bool) -> None:
+    """Write the jobs and the folders of submitted runs, and how to go on if the command does not wait."""
+    rows = [
+        (item["name"], item["num_workers"], item["job_metadata"]["slurm_job"], item["job_metadata"]["folder"])
+        for item in started
+    ]
+    if waits:
+        for name, _, job, folder in rows:
+            remark(clean(f"{name} is job {job} in {folder}"))
+        return
+    print_table(("RUN", "WORKERS", "JOB", "FOLDER"), rows, right=(1, 2))
+    jobs = ",".join(str(job) for _, _, job, _ in rows)
+    place = clean(shlex.quote(str(runs.folder)))
+    remark(f"'squeue --jobs={jobs}' shows the jobs, and '{clean(runs.stop_command(started))}' ends them")
+    remark(f"when they have ended, 'mlbench compare {place}' shows their results")

@@ -1,0 +1,122 @@
+"""Run the programs that manage clusters, step by step, or only show what they would do."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from mlbench_core.cli._output import clean, remark
+from mlbench_core.errors import ConfigurationError, MLBenchError
+
+__all__ = ["ProgramFailed", "Step", "ask", "check_programs", "perform", "show"]
+
+SOURCES = {
+    "kind": "https://kind.sigs.k8s.io",
+    "kubectl": "https://kubernetes.io/docs/tasks/tools",
+    "helm": "https://helm.sh/docs/intro/install",
+    "docker": "https://docs.docker.com/engine/install, or Podman: https://podman.io",
+    "sky": "pipx install 'skypilot[gcp,aws,azure]'",
+    "ssh": "the package openssh-client",
+}
+"""Where to get each program."""
+
+_STDERR = 2
+
+
+class ProgramFailed(MLBenchError):
+    """A program ended with an error; its own message is on the screen or in this one."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A program's call.
+
+    Attributes:
+        title: The work, for the screen: ``"create the cluster"``.
+        command: The program and its arguments, which hold no secret: all users of a machine can see them.
+        stdin: The text that the program reads, or None.
+        shown: The text in place of ``stdin`` on the screen, if that holds a secret.
+    """
+
+    title: str
+    command: Sequence[str]
+    stdin: str | None = None
+    shown: str | None = None
+
+    def public(self) -> dict[str, Any]:
+        """Return the step without secrets, for JSON."""
+        return {"title": self.title, "command": list(self.command), "stdin": self.shown or self.stdin}
+
+
+def check_programs(names: Sequence[str]) -> None:
+    """Raise an error that names all missing programs and where to get them.
+
+    Raises:
+        ConfigurationError: At least one program is missing.
+    """
+    missing = [name for name in names if shutil.which(name) is None]
+    if missing:
+        sources = "; ".join(f"{name} ({SOURCES[name]})" for name in missing)
+        raise ConfigurationError(f"these programs must be installed, but are not found: {sources}")
+
+
+def show(steps: Sequence[Step]) -> None:
+    """Print steps as commands of a shell."""
+    for step in steps:
+        text = step.shown or step.stdin
+        click.echo(f"# {step.title}")
+        here = "" if text is None else " <<'END'"
+        click.echo(f"{shlex.join(step.command)}{here}")
+        if text is not None:
+            click.echo(f"{text.rstrip()}\nEND")
+
+
+def perform(step: Step) -> None:
+    """Call a program and let it write to the screen.
+
+    Raises:
+        ProgramFailed: It could not be started, or it failed.
+    """
+    remark(f"{step.title}: {shlex.join(step.command)}")
+    try:
+        # Standard output of the command holds only its result, so what programs say goes to standard error.
+        done = subprocess.run(
+            step.command,
+            input=step.stdin,
+            stdin=None if step.stdin else subprocess.DEVNULL,
+            stdout=_STDERR,
+            text=True,
+        )
+    except OSError as error:
+        raise ProgramFailed(f"could not {step.title}: {step.command[0]}: {error.strerror}") from error
+    if done.returncode != 0:
+        raise ProgramFailed(
+            f"could not {step.title}: '{shlex.join(step.command)}' ended with exit status {done.returncode}, and its "
+            "message is above"
+        )
+
+
+def ask(command: Sequence[str], timeout_s: float = 60.0) -> str:
+    """Return what a program prints.
+
+    Raises:
+        ProgramFailed: It could not be started, failed, or did not end in time; with its last line.
+    """
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        raise ProgramFailed(f"'{shlex.join(command)}' did not answer within {timeout_s:g} s") from None
+    except OSError as error:
+        raise ProgramFailed(f"{command[0]}: {error.strerror}") from error
+    if done.returncode != 0:
+        lines = clean(done.stderr).strip().splitlines() or [f"exit status {done.returncode}"]
+        raise ProgramFailed(f"'{shlex.join(command)}' failed: {lines[-1].strip()}")
+    return done.stdout

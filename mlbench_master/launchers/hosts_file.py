@@ -1,0 +1,223 @@
+"""Read the hosts of a run: host files in the form of MPI and DeepSpeed, and the options of the hosts launcher."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from mlbench_master.launchers.logs import open_at_once
+
+__all__ = ["HOSTFILE_VARIABLE", "Host", "HostOptions", "Share", "parse_hosts", "read_options", "share_slots"]
+
+HOSTFILE_VARIABLE = "MLBENCH_HOSTFILE"
+"""The variable with the path of the host file for runs that name no hosts."""
+
+_FOLDER = "~/.cache/mlbench/hosts"
+_FILE_BYTES = 2**20
+# It must not look like an option of ssh.
+_NAME = re.compile(r"[A-Za-z0-9_\[][A-Za-z0-9_.@:%\[\]-]*")
+_MOST_SLOTS = 1024
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine for workers.
+
+    Attributes:
+        name: The name that ssh gets, also ``user@name``.
+        slots: Number of workers that it can run at the same time.
+        address: The address at which other hosts reach it; empty for the one that ssh uses.
+    """
+
+    name: str
+    slots: int = 1
+    address: str = ""
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """The engine options of a run.
+
+    Attributes:
+        hosts: The hosts in the order in which they get workers.
+        python: Path of Python on each host.
+        folder: Folder for the run on each host.
+    """
+
+    hosts: tuple[Host, ...]
+    python: str
+    folder: str
+
+    @property
+    def slots(self) -> int:
+        """Return the number of slots of all hosts."""
+        return sum(host.slots for host in self.hosts)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The slots of one host that a run gets.
+
+    Attributes:
+        host: The host.
+        slots: The slots, from 0.
+        first_rank: The rank of the worker in the first of them; the others follow.
+    """
+
+    host: Host
+    slots: tuple[int, ...]
+    first_rank: int
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise an error instead of ending the master."""
+        raise ValueError(f"engine_options: {message}; the options are --hostfile, --host, --python and --folder")
+
+
+def read_options(words: Sequence[str]) -> HostOptions:
+    """Read the engine options of a run, with the host file that they name.
+
+    Args:
+        words: The words of the options.
+
+    Returns:
+        The options; the hosts are those of ``MLBENCH_HOSTFILE`` if none are named.
+
+    Raises:
+        ValueError: An option or the host file is wrong, or there are no hosts.
+
+    Example:
+        >>> options = read_options(["--host", "a:2,b"])
+        >>> options.hosts
+        (Host(name='a', slots=2, address=''), Host(name='b', slots=1, address=''))
+        >>> options.slots
+        3
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--hostfile")
+    group.add_argument("--host")
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--folder", default=_FOLDER)
+    given = parser.parse_args(list(words))
+    # The folder in which a login begins may differ from host to host.
+    for name, begin in (("python", "/"), ("folder", ("/", "~/"))):
+        value = getattr(given, name)
+        if not value.startswith(begin):
+            raise ValueError(f"engine_options: --{name} must be an absolute path on the hosts, not {value[:80]!r}")
+    return HostOptions(_hosts(given.host, given.hostfile), given.python, given.folder)
+
+
+def _hosts(listed: str | None, hostfile: str | None) -> tuple[Host, ...]:
+    if listed is not None:
+        return parse_hosts([_line_of(part) for part in listed.split(",")], "--host", "part")
+    path = hostfile or os.environ.get(HOSTFILE_VARIABLE, "")
+    if not path:
+        raise ValueError(
+            "engine_options: --hostfile or --host must be given: write a file with a line such as 'node1 slots=4' for "
+            f"each host, and name it, or set {HOSTFILE_VARIABLE} before the master starts"
+        )
+    file = Path(path).expanduser().absolute()
+    try:
+        with open_at_once(file) as content:
+            text = content.read(_FILE_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ValueError(
+            f"engine_options: the host file must be a text file that the master can read, not {file}: {why}"
+        ) from error
+    return parse_hosts(text.splitlines(), str(file), "line")
+
+
+def _line_of(part: str) -> str:
+    """Return the line of a host file for a part of ``--host``, such as ``a:2``."""
+    name, colon, slots = part.strip().rpartition(":")
+    return f"{name} slots={slots}" if colon else slots
+
+
+def parse_hosts(lines: Sequence[str], source: str, unit: str = "line") -> tuple[Host, ...]:
+    """Parse the lines of a host file.
+
+    Args:
+        lines: Lines such as ``node1 slots=4 address=10.0.0.1  # comment``.
+        source: The name of the file, for errors.
+        unit: The word for a line, for errors.
+
+    Returns:
+        The hosts in the order of the file.
+
+    Raises:
+        ValueError: A line is wrong; the message has its number.
+
+    Example:
+        >>> parse_hosts(["# two machines", "", "a slots=4", "me@b address=10.0.0.2"], "hosts")
+        (Host(name='a', slots=4, address=''), Host(name='me@b', slots=1, address='10.0.0.2'))
+    """
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            host = _parse_host(words)
+            if host.name in hosts:
+                raise ValueError(f"each host must have one {unit}, not {host.name!r} again: add up its slots")
+        except ValueError as error:
+            raise ValueError(f"engine_options: {source}, {unit} {number}: {error}") from None
+        hosts[host.name] = host
+    if not hosts:
+        raise ValueError(f"engine_options: {source} must name at least one host: add a line such as 'node1 slots=4'")
+    return tuple(hosts.values())
+
+
+def _parse_host(words: Sequence[str]) -> Host:
+    name, *rest = words
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"the name must be one that ssh knows, not {name[:40]!r}: begin the line with the host's name")
+    slots, address = 1, ""
+    for word in rest:
+        key, _, value = word.partition("=")
+        if key == "slots":
+            if not (value.isascii() and value.isdecimal() and len(value) < 6 and 1 <= int(value) <= _MOST_SLOTS):
+                raise ValueError(
+                    f"slots must be from 1 to {_MOST_SLOTS}, not {value[:40]!r}: write for example slots=4"
+                )
+            slots = int(value)
+        elif key == "address" and _NAME.fullmatch(value):
+            address = value
+        else:
+            raise ValueError(f"after the name must come slots=N or address=IP, not {word[:40]!r}: leave it out")
+    return Host(name, slots, address)
+
+
+def share_slots(hosts: Sequence[Host], num_workers: int, taken: Mapping[str, set[int]]) -> list[Share]:
+    """Give a run free slots in the order of the hosts.
+
+    Args:
+        hosts: The hosts.
+        num_workers: Number of workers.
+        taken: Slots of other runs by the name of their host.
+
+    Returns:
+        The slots of each host with workers; fewer than ``num_workers`` slots if too few are free.
+
+    Example:
+        >>> [(share.host.name, share.slots, share.first_rank) for share in share_slots(
+        ...     [Host("a", 2), Host("b", 4)], 3, {"a": {0}})]
+        [('a', (1,), 0), ('b', (0, 1), 1)]
+    """
+    shares: list[Share] = []
+    rank = 0
+    for host in hosts:
+        free = [slot for slot in range(host.slots) if slot not in taken.get(host.name, ())][: num_workers - rank]
+        if free:
+            shares.append(Share(host, tuple(free), rank))
+            rank += len(free)
+    return shares

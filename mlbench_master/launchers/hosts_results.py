@@ -1,0 +1,70 @@
+"""Unpack the files of a run that a host sends: its results, and metrics that its workers could not deliver."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tarfile
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from mlbench_core.client.outbox import LOST_NAME
+
+__all__ = ["RESULT_BYTES", "UnpackError", "unpack"]
+
+RESULT_BYTES = 4 * 2**30
+"""Largest size of the files of a run on one host."""
+
+_MOST_FILES = 10_000
+
+
+class UnpackError(Exception):
+    """An archive is damaged, too large, or has something else than files in the folders of a run."""
+
+
+def unpack(archive: IO[bytes], folder: Path, place: int) -> None:
+    """Write the files of an archive below the folder of a run.
+
+    Only plain files are written, so no later file can follow a link out of the folder.
+
+    Args:
+        archive: A tar archive, which may have any content.
+        folder: The folder.
+        place: Number of the host among those of the run. The workers of all hosts have files of the same names for
+            their metrics, so it becomes a part of these names.
+
+    Raises:
+        UnpackError: The archive is not one of the agent.
+        OSError: A file cannot be written.
+    """
+    size = count = 0
+    try:
+        with tarfile.open(fileobj=archive, mode="r|") as tar:
+            for member in tar:
+                size, count = size + max(member.size, 0), count + 1
+                if size > RESULT_BYTES or count > _MOST_FILES:
+                    raise UnpackError(f"more than {_MOST_FILES} files or {RESULT_BYTES >> 30} GiB")
+                content = tar.extractfile(member) if member.isreg() and not member.issparse() else None
+                if content is None:
+                    raise UnpackError(f"{member.name[:80]!r} is not a plain file")
+                _write(content, _target(member.name, folder, place))
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise UnpackError(f"the archive is damaged: {error}") from error
+
+
+def _target(name: str, folder: Path, place: int) -> Path:
+    first, *rest = PurePosixPath(name).parts or ("",)
+    if first not in ("spool", "output") or not rest or ".." in rest:
+        raise UnpackError(f"{name[:80]!r} is outside the folders of the run")
+    # The names of lost metrics are different on each host, and the master reads the number in them.
+    if first == "spool" and not re.fullmatch(LOST_NAME, rest[-1]):
+        rest[-1] = f"host{place}-{rest[-1]}"
+    return folder.joinpath(first, *rest)
+
+
+def _write(content: IO[bytes], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    with open(os.open(target, flags, 0o600), "wb") as file:
+        shutil.copyfileobj(content, file)

@@ -1,0 +1,189 @@
+"""Call a host through the system's ``ssh``, with its configuration and its agent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_master.launchers.interface import LauncherError
+from mlbench_master.launchers.logs import readable
+
+__all__ = ["MARK", "HostError", "Ssh"]
+
+MARK = b"\n==mlbench answers==\n"
+"""The line before an answer, because a shell on the host may write a greeting first."""
+
+_VARIABLE = "MLBENCH_SSH"
+_OPTIONS = {
+    "BatchMode": "yes",  # it must not ask
+    "ConnectTimeout": "10",
+    "ServerAliveInterval": "5",
+    "ServerAliveCountMax": "3",
+    # One connection serves all calls, and ends by itself after a master that was killed.
+    "ControlMaster": "auto",
+    "ControlPersist": "60",
+    # The user's configuration may have these for people.
+    "ClearAllForwardings": "yes",
+    "ForwardAgent": "no",
+    "RemoteCommand": "none",
+    "LogLevel": "ERROR",
+}
+_NO_CONNECTION = 255
+_GREETING_BYTES = 65_536
+_LONGEST_ERROR = 300
+_LOOK_S = 0.25
+
+
+class HostError(LauncherError):
+    """A call of a host failed.
+
+    Attributes:
+        is_reached: True if the host answered, but cannot do what was asked for.
+    """
+
+    def __init__(self, message: str, *, is_reached: bool = False) -> None:
+        super().__init__(message)
+        self.is_reached = is_reached
+
+
+class Ssh:
+    """The ``ssh`` program, or the words of ``MLBENCH_SSH``, such as ``ssh -F file``.
+
+    Raises:
+        ConfigurationError: The program was not found.
+    """
+
+    def __init__(self) -> None:
+        self._program = shlex.split(os.environ.get(_VARIABLE, "")) or ["ssh"]
+        if shutil.which(self._program[0]) is None:
+            raise ConfigurationError(
+                f"the hosts launcher needs ssh, but {self._program[0]!r} cannot be found: install it "
+                f"(apt-get install openssh-client), or set {_VARIABLE}"
+            )
+        # In the folder for temporary files, because the path of a socket may have about 100 characters.
+        self._sockets = Path(tempfile.mkdtemp(prefix="mlbench-ssh-"))
+        self._used: set[str] = set()
+        self._addresses: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def call(self, host: str, command: Sequence[str], request: bytes, timeout_s: float, limit_bytes: int) -> IO[bytes]:
+        """Run a command on a host.
+
+        Args:
+            host: Name of the host.
+            command: Its words.
+            request: Its standard input.
+            timeout_s: Seconds after which the host does not answer.
+            limit_bytes: Largest size of the answer.
+
+        Returns:
+            A temporary file, which stands at the beginning of the answer.
+
+        Raises:
+            HostError: The host was not reached, or it gave no answer.
+        """
+        with self._lock:
+            self._used.add(host)
+        # A folder of the user's home on the host could hide modules of Python.
+        line = f"cd / && exec {shlex.join(command)}"
+        # Not pipes: the process that keeps the connection open would hold them.
+        out = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+        try:
+            with tempfile.TemporaryFile() as said:
+                files = (request, out, said)
+                status = self._run([*self._options(), "-T", "--", host, line], files, timeout_s, limit_bytes)
+                out.seek(0)
+                place = out.read(_GREETING_BYTES).find(MARK)
+                if status is None:
+                    # The connection may be dead, and the next call needs a new one.
+                    self._control("exit", host)
+                if status != 0 or place < 0:
+                    said.seek(max(0, said.seek(0, os.SEEK_END) - _GREETING_BYTES))
+                    raise _error(host, command, status, timeout_s, readable(said.read()))
+            out.seek(place + len(MARK))
+        except BaseException:
+            out.close()
+            raise
+        return out
+
+    def address(self, host: str) -> str:
+        """Return the name or address by which ssh reaches a host, from its configuration; this asks no host."""
+        if host not in self._addresses:
+            found = host.rpartition("@")[2]
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                done = subprocess.run(
+                    [*self._program, "-G", "--", host], capture_output=True, text=True, timeout=10, check=True
+                )
+                names = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith("hostname ")]
+                found = names[0] if names else found
+            self._addresses[host] = found
+        return self._addresses[host]
+
+    def close(self) -> None:
+        """End the connections."""
+        with self._lock:
+            hosts, self._used = self._used, set()
+        for host in hosts:
+            self._control("exit", host)
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
+    def _control(self, command: str, host: str) -> None:
+        """Send a command to the process that keeps the connection to a host open, if there is one."""
+        with tempfile.TemporaryFile() as out, contextlib.suppress(HostError):
+            self._run([*self._options(), "-O", command, "--", host], (b"", out, out), 5, 2**20)
+
+    def _options(self) -> list[str]:
+        settings = {**_OPTIONS, "ControlPath": str(self._sockets / "%C")}
+        return [*self._program, *(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))]
+
+    def _run(
+        self, command: list[str], files: tuple[bytes, IO[bytes], IO[bytes]], timeout_s: float, limit_bytes: int
+    ) -> int | None:
+        """Run a program and return its exit status, or None if it took too long or wrote too much."""
+        request, out, said = files
+        deadline = time.monotonic() + timeout_s
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=said, start_new_session=True)
+        except OSError as error:
+            raise HostError(f"ssh cannot be started: {error}") from error
+        sent: bytes | None = request
+        while True:
+            try:
+                process.communicate(sent, timeout=_LOOK_S)
+                return process.returncode
+            except subprocess.TimeoutExpired:
+                sent = None
+            if time.monotonic() > deadline or os.fstat(out.fileno()).st_size > limit_bytes:
+                process.kill()
+                process.communicate()
+                return None
+
+
+def _error(host: str, command: Sequence[str], status: int | None, timeout_s: float, said: str) -> HostError:
+    """Return why a call failed."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["it gave no reason"]
+    last = lines[-1][:_LONGEST_ERROR]
+    if status is None:
+        return HostError(f"host {host} does not answer: no complete answer within {timeout_s:g} s")
+    if status == _NO_CONNECTION:
+        how = "refuses the login" if "Permission denied" in said else "does not answer"
+        return HostError(f"host {host} {how}: {last}")
+    if "No module named" in last:
+        # The Python is the word before -m.
+        python = command[command.index("-m") - 1]
+        why = f"{last}: install the same MLBench there, or name another Python with --python"
+        return HostError(f"host {host} has no MLBench in {python}: {why}", is_reached=True)
+    if status in (126, 127):
+        why = f"{last}: use the same path on all hosts, or name another one with --python"
+        return HostError(f"host {host} cannot start Python: {why}", is_reached=True)
+    return HostError(f"host {host} cannot run MLBench: exit status {status}: {last}", is_reached=True)

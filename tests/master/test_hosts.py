@@ -1,0 +1,522 @@
+"""The launcher for hosts, with an ``ssh`` of this package's tests; ``test_hosts_real`` has a real one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mlbench_core import __version__
+from mlbench_core.errors import ConfigurationError
+from mlbench_master import create_app
+from mlbench_master.launchers import Job, JobStatus, LauncherError, hosts_agent, hosts_results, hosts_ssh
+from mlbench_master.launchers.hosts import HostsLauncher
+from mlbench_master.launchers.hosts_file import HOSTFILE_VARIABLE, parse_hosts, read_options
+from mlbench_master.launchers.hosts_results import UnpackError, unpack
+from mlbench_master.processes import processes_with
+from tests.master import fake_ssh
+from tests.master.helpers import TestClient, wait_for
+from tests.master.test_launcher import create, lines, wait_state
+
+TOKEN = "token-of-the-test"
+ENDLESS = "import time\nprint('begun', flush=True)\ntime.sleep(100)\n"
+
+WAITS = """\
+import pathlib, time
+print("begun", flush=True)
+while not pathlib.Path({go!r}).exists():
+    time.sleep(0.02)
+print("after")
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a fake ssh, which knows every host."""
+    folder = tmp_path / "ssh"
+    folder.mkdir()
+    monkeypatch.setenv("MLBENCH_SSH", f"{sys.executable} -I -S {fake_ssh.__file__} {folder}")
+    monkeypatch.setenv("MLBENCH_LOAD_INTERVAL_S", "0.1")
+    return folder
+
+
+@pytest.fixture
+def launcher(fake: Path, tmp_path: Path) -> Iterator[HostsLauncher]:
+    made = HostsLauncher(tmp_path / "runs", interval_s=0.1)
+    yield made
+    for path in fake.glob("*.*"):
+        path.unlink()
+    for run_id in (1, 2):
+        with contextlib.suppress(LauncherError):
+            made.stop(f"hosts-{run_id}")
+    made.close()
+
+
+@pytest.fixture
+def client(launcher: HostsLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+    (tmp_path / "hostfile").write_text("a slots=2  # the first\n\nb slots=2\n")
+    monkeypatch.setenv(HOSTFILE_VARIABLE, str(tmp_path / "hostfile"))
+    app = create_app(data_dir=tmp_path / "data", launcher=launcher, token=TOKEN)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with TestClient(app, base_url="http://127.0.0.1:5080", headers=headers) as test_client:
+        yield test_client
+
+
+def job(command: str, **changes: Any) -> Job:
+    return Job(
+        **{"run_id": 1, "name": "a", "num_workers": 2, "command": command, "options": ("--host", "a,b"), **changes}
+    )
+
+
+def script(tmp_path: Path, content: str) -> str:
+    path = tmp_path / "worker.py"
+    path.write_text(content)
+    return str(path)
+
+
+def end_of(launcher: HostsLauncher, job_id: str) -> JobStatus:
+    def look() -> JobStatus | None:
+        status = launcher.poll(job_id)
+        return None if status.state in ("waiting", "running") else status
+
+    found = wait_for(look, what="the end of the run")
+    assert isinstance(found, JobStatus)
+    return found
+
+
+def texts(launcher: HostsLauncher, job_id: str) -> list[str]:
+    return [line["text"] for line in launcher.logs(job_id).lines]
+
+
+def begun(launcher: HostsLauncher, job_id: str, count: int) -> None:
+    wait_for(lambda: texts(launcher, job_id).count("begun") == count, what="the workers")
+
+
+def remote(fake: Path, host: str) -> list[Path]:
+    """The folders of runs on a host, which the launcher deletes at the end."""
+    return list(fake.glob(f"home-{host}/.cache/mlbench/hosts/*/*"))
+
+
+def processes(fake: Path) -> list[psutil.Process]:
+    """Processes of runs on all hosts."""
+    return [p for host in "ab" for folder in remote(fake, host) for p in processes_with("MLBENCH_RUN_DIR", str(folder))]
+
+
+def test_workers_run_on_their_hosts_with_the_variables_of_torchrun(
+    client: TestClient, launcher: HostsLauncher, fake: Path, tmp_path: Path
+) -> None:
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS MLBENCH_RUN_ID MLBENCH_TOKEN"
+    command = script(
+        tmp_path,
+        "import os, pathlib, sys, time\n"
+        f"print('args', sys.argv[1:], *(os.environ[name] for name in '{names}'.split()))\n"
+        "print('to stderr', os.environ['MASTER_PORT'], file=sys.stderr)\n"
+        "pathlib.Path(os.environ['MLBENCH_OUTPUT'], 'deep').mkdir(exist_ok=True)\n"
+        "pathlib.Path(os.environ['MLBENCH_OUTPUT'], 'deep', os.environ['RANK']).write_text('result')\n"
+        "time.sleep(0.4)\n",
+    )
+    run = create(client, f"python {command} '{{run_id}} $HOME' {{rank}} {{hosts}} {{backend}}", workers=3)
+    done = wait_state(client, run["id"], "finished", "failed")
+    assert done["state"] == "finished", done
+    found = lines(client, run["id"])
+    said = {line["rank"]: line["text"] for line in found if line["text"].startswith("args")}
+    for rank, local, of in ((0, 0, 2), (1, 1, 2), (2, 0, 1)):
+        args = [f"{run['id']} $HOME", str(rank), ",".join(["192.0.2.1"] * 3), "gloo"]
+        assert said[rank] == f"args {args} {rank} 3 {local} {of} 192.0.2.1 1 {run['id']} {TOKEN}"
+    ports = {line["text"] for line in found if line["stream"] == "stderr"}
+    assert len(ports) == 1 and ports.pop().startswith("to stderr ")
+    assert [line["text"] for line in found if line["rank"] is None][-1] == "finished"
+    # The results are those of the first host.
+    assert sorted(path.name for path in (tmp_path / "runs/1/output/deep").iterdir()) == ["0", "1"]
+    assert {line["rank"] for line in launcher.load("hosts-1").lines} == {0, 1, 2}
+    wait_for(lambda: not remote(fake, "a") and not remote(fake, "b"), what="the end of the folders on the hosts")
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        ("raise ValueError('bad shape')", "worker 1 on host b failed: exit status 1: ValueError: bad shape"),
+        ("os.kill(os.getpid(), 9)", "worker 1 on host b died: signal 9 (SIGKILL)"),
+        ("os.kill(os.getppid(), 9); time.sleep(99)",
+         "the workers on host b were lost: the supervisor of the workers was killed"),
+    ],
+)  # fmt: skip
+def test_a_failure_ends_the_workers_of_all_hosts_and_is_told_from_its_consequences(
+    launcher: HostsLauncher, fake: Path, tmp_path: Path, ending: str, reason: str
+) -> None:
+    gone = tmp_path / "gone"
+    command = script(
+        tmp_path,
+        "import os, pathlib, sys, time\nprint('begun', flush=True)\n"
+        f"while os.environ['RANK'] == '0' and not pathlib.Path({str(gone)!r}).exists(): time.sleep(0.01)\n"
+        # It fails at about the same time as the other one, as Gloo does.
+        "if os.environ['RANK'] == '0': raise RuntimeError('Connection closed by peer')\n"
+        f"time.sleep(0.3); pathlib.Path({str(gone)!r}).touch()\n{ending}\n",
+    )
+    job_id = launcher.start(job(command))
+    begun(launcher, job_id, 2)
+    status = end_of(launcher, job_id)
+    assert (status.state, status.reason) == ("failed", reason)
+    assert texts(launcher, job_id)[-1] == reason
+    assert processes(fake) == []
+
+
+def test_a_failure_of_one_host_stops_the_others(launcher: HostsLauncher, fake: Path, tmp_path: Path) -> None:
+    ends = "import os, sys\nif os.environ['RANK'] == '1': sys.exit(4)\n"
+    status = end_of(launcher, launcher.start(job(script(tmp_path, ends + ENDLESS))))
+    assert (status.state, status.reason, status.returncode) == ("failed", "worker 1 on host b failed: exit status 4", 4)
+    assert processes(fake) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("ssh: Could not resolve hostname b: Name or service not known",
+         "host b does not answer: ssh: Could not resolve hostname b: Name or service not known"),
+        ("me@b: Permission denied (publickey).", "host b refuses the login: me@b: Permission denied (publickey)."),
+        ("Host key verification failed.", "host b does not answer: Host key verification failed."),
+    ],
+)  # fmt: skip
+def test_a_host_that_cannot_be_reached_at_the_start_fails_the_run(
+    launcher: HostsLauncher, fake: Path, tmp_path: Path, said: str, reason: str
+) -> None:
+    (fake / "b.error").write_text(said)
+    job_id = launcher.start(job(script(tmp_path, ENDLESS)))
+    assert end_of(launcher, job_id) == JobStatus("failed", reason)
+    assert remote(fake, "a") == [], "no host may have been given the token"
+
+
+MARK = hosts_ssh.MARK.decode().strip()
+
+
+@pytest.mark.parametrize(
+    ("python", "reason"),
+    [
+        (None, "host a cannot start Python: {found}: use the same path on all hosts, or name another one with "
+         "--python"),
+        ("echo python: No module named mlbench_master >&2; exit 1",
+         "host a has no MLBench in {python}: python: No module named mlbench_master: install the same MLBench there, "
+         "or name another Python with --python"),
+        (f"cat > /dev/null; echo; echo '{MARK}'; echo '{{\"version\": \"3.0\", \"now\": 1, \"runs\": {{}}}}'",
+         f"host a has MLBench 3.0, and the master has {__version__}: install the same version there, or name another "
+         "Python with --python"),
+        (f"cat > /dev/null; echo; echo '{MARK}'; echo '{{}}'", "host a gave a damaged answer: "),
+        ("exit 0", "host a cannot run MLBench: exit status 0: it gave no reason"),
+    ],
+    ids=["missing", "no package", "version", "damaged", "silent"],
+)  # fmt: skip
+def test_the_python_of_a_host_is_checked(
+    launcher: HostsLauncher, tmp_path: Path, python: str | None, reason: str
+) -> None:
+    program = tmp_path / "python"
+    if python is not None:
+        program.write_text(f"#!/bin/sh\n{python}\n")
+        program.chmod(0o755)
+    options = ("--host", "a", "--python", str(program))
+    found = end_of(launcher, launcher.start(job("true", num_workers=1, options=options))).reason
+    begin, _, end = reason.format(python=program, found="{found}").partition("{found}")
+    assert found.startswith(begin) and found.endswith(end), found
+
+
+def test_a_script_that_a_host_does_not_have_is_named(launcher: HostsLauncher, fake: Path, tmp_path: Path) -> None:
+    command = script(tmp_path, ENDLESS)
+    (fake / "a.after").write_text(f"rm -f {command}")
+    assert end_of(launcher, launcher.start(job(command, options=("--host", "a:2")))).reason == (
+        f"host a: there is no file {command}: use a file system that all hosts share, or the same path"
+    )
+
+
+def test_a_greeting_of_the_shell_and_a_lost_answer_do_no_harm(
+    launcher: HostsLauncher, fake: Path, tmp_path: Path
+) -> None:
+    """The worker is started once, although the answer to its start is lost."""
+    (fake / "a.after").write_text("echo welcome; echo to the host >&2")
+    job_id = launcher.start(job(script(tmp_path, "print('begun')"), options=("--host", "a:2")))
+    wait_for(lambda: launcher.poll(job_id).state == "running")
+    (fake / "a.drop").touch()
+    assert end_of(launcher, job_id).state == "finished"
+    assert texts(launcher, job_id).count("begun") == 2
+
+
+def test_a_host_that_does_not_answer_for_a_while_is_a_problem_that_passes(
+    client: TestClient, fake: Path, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    run = create(client, script(tmp_path, WAITS.format(go=str(go))), workers=4)
+    wait_for(lambda: len([x for x in lines(client, run["id"]) if x["text"] == "begun"]) == 4)
+    (fake / "b.error").write_text("ssh: connect to host b port 22: No route to host")
+    reason = wait_for(lambda: client.get(f"/api/runs/{run['id']}/").json()["job_metadata"].get("reason"))
+    assert reason == "host b does not answer: ssh: connect to host b port 22: No route to host"
+    answer = client.post(f"/api/runs/{run['id']}/stop/")
+    assert answer.status_code == 503
+    assert answer.json()["message"] == f"the run cannot be stopped everywhere yet: {reason}; stop it again later"
+    assert client.get(f"/api/runs/{run['id']}/").json()["state"] == "started"
+    assert {p.environ()["RANK"] for p in processes(fake) if "RANK" in p.environ()} == {"2", "3"}
+    (fake / "b.error").unlink()
+    stopped = client.post(f"/api/runs/{run['id']}/stop/").json()
+    assert (stopped["state"], stopped["job_metadata"]["reason"][:7]) == ("failed", "stopped")
+    assert processes(fake) == []
+
+
+def test_a_host_that_was_removed_from_the_file_is_given_up(launcher: HostsLauncher, fake: Path, tmp_path: Path) -> None:
+    hosts = tmp_path / "hostfile"
+    hosts.write_text("a\nb\n")
+    job_id = launcher.start(job(script(tmp_path, ENDLESS), options=("--hostfile", str(hosts))))
+    begun(launcher, job_id, 2)
+    (fake / "b.error").write_text("No route to host")
+    with pytest.raises(LauncherError, match="stop it again later"):
+        launcher.stop(job_id)
+    hosts.write_text("a\n")
+    launcher.stop(job_id)
+    assert launcher.poll(job_id) == JobStatus("failed", "stopped", finished_at=launcher.poll(job_id).finished_at)
+    for process in processes(fake):
+        process.kill()
+
+
+def test_the_next_master_goes_on_with_a_run(launcher: HostsLauncher, fake: Path, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    job_id = launcher.start(job(script(tmp_path, WAITS.format(go=str(go)))))
+    begun(launcher, job_id, 2)
+    launcher.close()
+    following = HostsLauncher(tmp_path / "runs", interval_s=0.1)
+    assert following.place == launcher.place
+    assert following.poll(job_id).state == "running"
+    assert not following.has_room(1, ("--host", "a,b")), "the run must keep its slots"
+    go.touch()
+    assert end_of(following, job_id).state == "finished"
+    assert texts(following, job_id).count("begun") == texts(following, job_id).count("after") == 2
+    assert following.has_room(2, ("--host", "a,b"))
+    assert following.poll("hosts-99").state == "unstarted"
+    following.close()
+
+
+def test_the_token_is_only_in_files_of_its_user(launcher: HostsLauncher, fake: Path, tmp_path: Path) -> None:
+    job_id = launcher.start(job(script(tmp_path, ENDLESS), env={"MLBENCH_TOKEN": TOKEN}))
+    begun(launcher, job_id, 2)
+    holders = [
+        path
+        for path in (*fake.rglob("*"), *tmp_path.rglob("*"))
+        if path.is_file() and TOKEN in path.read_text(errors="replace")
+    ]
+    assert {path.name for path in holders} == {"job.json"}
+    assert {path.stat().st_mode & 0o777 for path in holders} == {0o600}
+    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not any(TOKEN in word for command in commands for word in command)
+    assert TOKEN not in (fake / "calls").read_text()
+    launcher.stop(job_id)
+
+
+def test_undelivered_metrics_of_all_hosts_arrive(client: TestClient, tmp_path: Path) -> None:
+    """Outboxes of different hosts have the same name."""
+    run = create(
+        client,
+        script(
+            tmp_path,
+            "import json, os, pathlib\nfrom mlbench_core.client.outbox import Outbox\n"
+            "row = {'run_id': int(os.environ['MLBENCH_RUN_ID']), 'name': 'm' + os.environ['RANK'], 'value': 1}\n"
+            "folder = pathlib.Path(os.environ['MLBENCH_SPOOL'])\n"
+            "Outbox(folder, 'http://x').insert([('k' + os.environ['RANK'], json.dumps(row))])\n",
+        ),
+        workers=3,
+    )
+    done = wait_state(client, run["id"], "finished", "failed")
+    assert done["state"] == "finished", done
+    assert {"m0", "m1", "m2"} <= set(client.get(f"/api/metrics/{run['id']}/?metric_type=run").json())
+
+
+def test_two_runs_do_not_share_slots_and_a_third_one_waits(client: TestClient, tmp_path: Path) -> None:
+    command = script(tmp_path, ENDLESS)
+    first, second = (create(client, command, workers=2, name=name) for name in ("one", "two"))
+    third = create(client, command, workers=1, name="three")
+    wait_for(lambda: [r["state"] for r in client.get("/api/runs/").json()].count("started") == 2)
+    states = {r["name"]: r["state"] for r in client.get("/api/runs/").json()}
+    assert sorted(states.values()) == ["initialized", "started", "started"]
+    jobs = [json.loads(path.read_text())["slots"] for path in (tmp_path / "runs").glob("*/job.json")]
+    taken = [(name, slot) for slots in jobs for name, numbers in slots.items() for slot in numbers]
+    assert len(taken) == len(set(taken))
+    for run in (first, second, third):
+        client.post(f"/api/runs/{run['id']}/stop/")
+
+
+def test_a_run_that_can_never_start_is_refused_at_once(client: TestClient) -> None:
+    body = {"name": "b", "num_workers": 5, "num_cpus": 1, "command": "true"}
+    for change, message in (
+        ({}, "num_workers: must be at most 4, not 5: the 2 host(s) have 4 slots together"),
+        ({"engine_options": "--host loop,b", "num_workers": 2}, "engine_options: the host 'loop' must have an address"),
+        ({"backend": "mpi", "num_workers": 1}, "backend: must be gloo or nccl, not mpi: "),
+        ({"engine_options": "--time=10"}, "engine_options: unrecognized arguments: --time=10; the options are"),
+        ({"engine_options": "--hostfile /no/file"}, "engine_options: the host file must be a text file that the master "
+         "can read, not /no/file: No such file or directory"),
+    ):  # fmt: skip
+        answer = client.post("/api/runs/", json={**body, **change})
+        assert answer.status_code == 400
+        assert answer.json()["message"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("b slots=x", "file, line 3: slots must be from 1 to 1024, not 'x': write for example slots=4"),
+        ("b slots=0", "line 3: slots must be from 1 to 1024, not '0'"),
+        ("b 4", "line 3: after the name must come slots=N or address=IP, not '4'"),
+        ("-oProxyCommand=x", "line 3: the name must be one that ssh knows, not '-oProxyCommand=x'"),
+        ("a slots=2", "line 3: each host must have one line, not 'a' again: add up its slots"),
+    ],
+)
+def test_a_wrong_line_of_a_host_file_is_named(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(f"# hosts\na slots=4\n{line}\n")
+    with pytest.raises(ValueError, match="engine_options: ") as error:
+        read_options(["--hostfile", str(tmp_path / "file")])
+    assert message in str(error.value)
+
+
+def test_a_host_file_needs_hosts_and_a_pipe_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HOSTFILE_VARIABLE, raising=False)
+    with pytest.raises(ValueError, match="--hostfile or --host must be given"):
+        read_options([])
+    with pytest.raises(ValueError, match="must name at least one host"):
+        parse_hosts(["# none"], "file")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="must name at least one host"):
+        read_options(["--hostfile", str(tmp_path / "pipe")])
+
+
+def archive(**files: bytes | None) -> io.BytesIO:
+    """A tar archive; a file without content is a link to /etc."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            if content is None:
+                member.type, member.linkname = tarfile.SYMTYPE, "/etc"
+            else:
+                member.size = len(content)
+            tar.addfile(member, io.BytesIO(content or b""))
+    made.seek(0)
+    return made
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "output/../../x", "/etc/x", "job.json", "output", "spool/../job.json", "output//../../x"]
+)
+def test_an_archive_of_a_host_cannot_write_elsewhere(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UnpackError, match="is outside the folders of the run"):
+        unpack(archive(**{name: b"x"}), tmp_path / "run", 0)
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_an_archive_has_plain_files_of_limited_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnpackError, match="'output/link' is not a plain file"):
+        unpack(archive(**{"output/link": None, "output/link/x": b"x"}), tmp_path, 0)
+    with pytest.raises(UnpackError, match="the archive is damaged"):
+        unpack(io.BytesIO(b"x" * 2000), tmp_path, 0)
+    (tmp_path / "spool").mkdir()
+    (tmp_path / "spool" / "host1-a").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        unpack(archive(**{"spool/a": b"x"}), tmp_path, 1)
+    monkeypatch.setattr(hosts_results, "RESULT_BYTES", 10)
+    with pytest.raises(UnpackError, match="more than"):
+        unpack(archive(**{"output/a": b"12345", "output/b": b"123456"}), tmp_path, 0)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def ask(root: Path, want: str, **step: Any) -> dict[str, Any]:
+    """Ask the agent about one run."""
+    request = {"version": __version__, "runs": {str(root): {"id": 1, "want": want, "log": 0, "load": 0, **step}}}
+    return dict(hosts_agent.answer(request)["runs"][str(root)])
+
+
+def test_a_request_to_start_that_arrives_after_a_stop_starts_nothing(tmp_path: Path) -> None:
+    assert ask(tmp_path / "run", "stop")["state"] == "missing"
+    assert ask(tmp_path / "run", "run", job={})["state"] == "missing"
+    assert not (tmp_path / "run" / "1" / "job.json").exists()
+
+
+def test_an_error_of_the_disk_is_no_end_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = ask(tmp_path / "file" / "run", "run")
+    assert (found["state"], "Not a directory" in found["reason"]) == ("troubled", True)
+
+
+@pytest.mark.parametrize(("slots", "seen"), [("a:2", {"GPU-1a 0 1", "GPU-2b 0 1"}), ("a:3", None)])
+def test_a_worker_sees_the_gpu_of_its_slot(
+    launcher: HostsLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: str, seen: set[str] | None
+) -> None:
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'GPU 0: X (UUID: GPU-1a)'\necho 'GPU 1: X (UUID: GPU-2b)'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    command = script(tmp_path, f"import os\nprint(*(os.environ[name] for name in {names}))\n")
+    workers = int(slots[-1])
+    job_id = launcher.start(job(command, num_workers=workers, gpu_enabled=True, options=("--host", slots)))
+    status = end_of(launcher, job_id)
+    if seen is None:
+        assert status.reason == "host a: slot 2 has no GPU: there are 2; give it fewer slots"
+    else:
+        assert seen <= set(texts(launcher, job_id)), status
+
+
+def test_calls_do_not_depend_on_the_number_of_runs(fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand runs on two hosts, whose answers are made here."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    def answer(self: Any, host: str, command: Any, request: bytes, *_: Any) -> io.BytesIO:
+        asked = json.loads(request)
+        calls.append((host, asked))
+        states = {
+            "prepare": {"state": "prepared", "port": 5},
+            "run": {"state": "running"},
+            "look": {"state": "running"},
+        }
+        told = {root: states[step["want"]] for root, step in asked["runs"].items()}
+        return io.BytesIO(json.dumps({"version": __version__, "now": time.time(), "runs": told}).encode())
+
+    monkeypatch.setattr(hosts_ssh.Ssh, "call", answer)
+    launcher = HostsLauncher(tmp_path / "many", interval_s=0.5)
+    options = ("--host", "a:1000,b:1000")
+    # Each run gets a worker on both hosts.
+    monkeypatch.setattr("mlbench_master.launchers.hosts.share_slots", halves)
+    began = time.monotonic()
+    jobs = [launcher.start(job("true", run_id=number, options=options)) for number in range(1, 1001)]
+    wait_for(lambda: all(launcher.poll(job_id).state == "running" for job_id in jobs), 60)
+    wait_for(
+        lambda: (
+            len(
+                [
+                    1
+                    for _, asked in calls
+                    if len(asked["runs"]) == 1000 and all(step["want"] == "look" for step in asked["runs"].values())
+                ]
+            )
+            >= 4
+        ),
+        60,
+    )
+    # At most one call for each of the shortest pauses.
+    assert len(calls) <= 2 * (time.monotonic() - began) / 0.2 + 4
+    launcher.close()
+
+
+def halves(hosts: Any, num_workers: int, taken: dict[str, set[int]]) -> list[Any]:
+    from mlbench_master.launchers.hosts_file import Share
+
+    return [Share(host, (len(taken.get(host.name, ())),), place) for place, host in enumerate(hosts)]
+
+
+def test_the_launcher_needs_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLBENCH_SSH", "/no/ssh -F file")
+    with pytest.raises(ConfigurationError, match="needs ssh, but '/no/ssh' cannot be found"):
+        HostsLauncher(tmp_path)

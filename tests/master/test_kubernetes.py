@@ -1,0 +1,585 @@
+"""The launcher for Kubernetes, with a mock of its API server; nothing here has met a real cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("kubernetes", reason="needs the [kubernetes] extra")
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_master.launchers import Job, JobStatus, LauncherError, kubernetes, kubernetes_api, kubernetes_queue
+from mlbench_master.launchers.kubernetes import KubernetesLauncher
+from tests.master.fake_kubernetes import NAMESPACE, FakeKubernetes, at, cut, error
+from tests.master.helpers import wait_for
+
+TOKEN = "token-of-the-test"
+JOB = Job(
+    run_id=1,
+    name="demo",
+    command="/workspace/main.py --run_id {run_id} --rank {rank} --hosts {hosts} --price $5",
+    num_workers=2,
+    image="mlbench/task1a:1",
+    env={"MLBENCH_MASTER_URL": "http://10.0.0.1:5080", "MLBENCH_TOKEN": TOKEN, "MLBENCH_RUN_ID": "1"},
+)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKubernetes]:
+    monkeypatch.setattr(kubernetes_queue, "_SHORTEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(kubernetes_queue, "_LOAD_INTERVAL_S", 0.05)
+    monkeypatch.setattr(kubernetes_api, "_PAUSE_S", 0.02)
+    with FakeKubernetes() as made:
+        monkeypatch.setenv("KUBECONFIG", str(made.write_config(tmp_path / "kubeconfig")))
+        yield made
+
+
+@pytest.fixture
+def launcher(cluster: FakeKubernetes, tmp_path: Path) -> Iterator[KubernetesLauncher]:
+    with contextlib.closing(KubernetesLauncher(tmp_path / "runs", interval_s=0.1)) as made:
+        yield made
+
+
+def wait_status(launcher: KubernetesLauncher, wanted: Callable[[JobStatus], bool], run_id: int = 1) -> JobStatus:
+    statuses: list[JobStatus] = []
+
+    def poll() -> bool:
+        statuses.append(launcher.poll(f"kubernetes-{run_id}"))
+        return wanted(statuses[-1])
+
+    try:
+        wait_for(poll, 10)
+    except AssertionError:
+        pytest.fail(f"the last status was {statuses[-1]}")
+    return statuses[-1]
+
+
+def wait_state(launcher: KubernetesLauncher, state: str, run_id: int = 1) -> JobStatus:
+    return wait_status(launcher, lambda status: status.state == state, run_id)
+
+
+def texts(launcher: KubernetesLauncher, rank: int | None, run_id: int = 1) -> list[str]:
+    return [line["text"] for line in launcher.logs(f"kubernetes-{run_id}").lines if line["rank"] == rank]
+
+
+def test_a_run_from_the_start_to_the_end(launcher: KubernetesLauncher, cluster: FakeKubernetes) -> None:
+    assert launcher.start(JOB) == "kubernetes-1"
+    name = cluster.job()["metadata"]["name"]
+    # The variables exist before a pod does.
+    assert [request for request in cluster.requests if request[0] != "GET"] == [
+        ("POST", "jobs"),
+        ("POST", "secrets"),
+        ("POST", "services"),
+        ("PATCH", "jobs"),
+    ]
+    assert wait_state(launcher, "waiting").reason.startswith("worker 0 is about to start")
+    cluster.run_all()
+    cluster.say(0, "epoch 1\n", "10 %\r20 %\n")
+    assert wait_state(launcher, "running").reason == ""
+    wait_for(lambda: texts(launcher, 0) == ["epoch 1", "20 %"])
+    cluster.say(1, "bye")
+    for rank in (0, 1):
+        cluster.state(rank, terminated={"exitCode": 0})
+    cluster.end()
+    status = wait_state(launcher, "finished")
+    assert status.returncode == 0 and status.finished_at is not None
+    assert texts(launcher, 1) == ["bye"]  # the last line without a line break, too
+    assert f"created Job {name} in namespace {NAMESPACE}" in texts(launcher, None)
+    assert texts(launcher, None)[-1] == "finished"
+    # Kubernetes deletes the Job soon, and no list has it any more.
+    wait_for(lambda: cluster.job()["spec"]["ttlSecondsAfterFinished"] == 600)
+    assert launcher.start(JOB) == "kubernetes-1"  # a new database reuses ids
+    assert launcher.poll("kubernetes-1").state in ("running", "waiting")
+
+
+def test_the_token_is_only_in_the_secret(launcher: KubernetesLauncher, cluster: FakeKubernetes, tmp_path: Path) -> None:
+    launcher.start(JOB)
+    assert TOKEN not in json.dumps([cluster.objects["jobs"], cluster.objects["services"]])
+    (secret,) = cluster.objects["secrets"].values()
+    assert secret["stringData"]["MLBENCH_TOKEN"] == TOKEN
+    assert secret["metadata"]["ownerReferences"][0]["uid"] == cluster.job()["metadata"]["uid"]
+    for path in tmp_path.rglob("runs/**/*"):
+        assert not path.is_file() or TOKEN not in path.read_text()
+
+
+def disrupt(reason: str) -> Callable[[FakeKubernetes], None]:
+    def step(cluster: FakeKubernetes) -> None:
+        cluster.condition(1, type="DisruptionTarget", status="True", reason=reason, lastTransitionTime=at(1))
+        cluster.state(0, terminated={"exitCode": 1, "finishedAt": at(2)})
+
+    return step
+
+
+def exits(*ends: dict[str, Any]) -> Callable[[FakeKubernetes], None]:
+    def step(cluster: FakeKubernetes) -> None:
+        for rank, end in enumerate(ends):
+            cluster.state(rank, terminated=end)
+
+    return step
+
+
+def evict(cluster: FakeKubernetes) -> None:
+    cluster.state(1, terminated={"exitCode": 137, "finishedAt": at(1)})
+    cluster.pod(1)["status"].update(reason="Evicted", message="The node was low on resource: memory.")
+
+
+def delete_pod(cluster: FakeKubernetes) -> None:
+    cluster.pod(1)["metadata"].update(deletionTimestamp=at(11), deletionGracePeriodSeconds=10)
+    cluster.state(0, terminated={"exitCode": 1, "finishedAt": at(3)})
+
+
+def lose_node(cluster: FakeKubernetes) -> None:
+    cluster.pod(1)["status"].update(reason="NodeLost", message="Node n1 which was running pod is unresponsive")
+    cluster.pod(1)["metadata"].update(deletionTimestamp=at(1))
+
+
+def refuse_pod(cluster: FakeKubernetes) -> None:
+    cluster.pod(1)["status"] = {"phase": "Failed", "reason": "OutOfcpu", "message": "Pod was rejected"}
+
+
+KILLED = {"exitCode": 143, "finishedAt": at(1)}
+
+
+@pytest.mark.parametrize(
+    ("step", "reason", "returncode"),
+    [
+        pytest.param(
+            exits({"exitCode": 143, "finishedAt": at(5)}, {"exitCode": 1, "finishedAt": at(5)}),
+            "worker 1 failed: exit status 1: ValueError: bad shape",
+            1,
+            id="exit",
+        ),
+        pytest.param(
+            exits({"exitCode": 1, "finishedAt": at(3)}, {"exitCode": 3, "finishedAt": at(2)}),
+            "worker 1 failed: exit status 3",
+            3,
+            id="the-first-one",
+        ),
+        pytest.param(
+            exits({"exitCode": 0, "finishedAt": at(3)}, {"exitCode": 139, "finishedAt": at(2)}),
+            "worker 1 died: signal 11 (SIGSEGV)",
+            -11,
+            id="signal",
+        ),
+        pytest.param(
+            exits(KILLED, {"exitCode": 137, "reason": "OOMKilled", "finishedAt": at(1)}),
+            "worker 1 used more memory than it had (OOMKilled): give a larger --memory in the engine options",
+            -9,
+            id="memory",
+        ),
+        pytest.param(
+            exits(KILLED, {"exitCode": 128, "reason": "StartError", "message": "no such file", "finishedAt": at(1)}),
+            "worker 1 cannot start (StartError): no such file",
+            128,
+            id="start",
+        ),
+        pytest.param(
+            evict, "worker 1 was evicted from node n1: The node was low on resource: memory.", -9, id="evicted"
+        ),
+        pytest.param(
+            disrupt("PreemptionByScheduler"), "worker 1 was preempted by a pod of higher priority", None, id="preempted"
+        ),
+        pytest.param(
+            disrupt("DeletionByTaintManager"),
+            "worker 1 was ended, because its node n1 failed or was tainted",
+            None,
+            id="tainted",
+        ),
+        pytest.param(
+            disrupt("EvictionByEvictionAPI"), "worker 1 was evicted, as when node n1 is drained", None, id="drained"
+        ),
+        pytest.param(
+            lose_node,
+            "worker 1 was lost with its node n1: Node n1 which was running pod is unresponsive",
+            None,
+            id="node-lost",
+        ),
+        pytest.param(delete_pod, "the pod of worker 1 was deleted, but not by MLBench", None, id="pod-deleted"),
+        pytest.param(refuse_pod, "worker 1 failed on node n1 (OutOfcpu): Pod was rejected", None, id="refused"),
+    ],
+)
+def test_a_failed_run_says_who_failed_first_and_how(
+    launcher: KubernetesLauncher,
+    cluster: FakeKubernetes,
+    monkeypatch: pytest.MonkeyPatch,
+    step: Callable[[FakeKubernetes], None],
+    reason: str,
+    returncode: int | None,
+) -> None:
+    monkeypatch.setattr(kubernetes, "_LOGS_S", 0.3)  # for pods that do not end
+    launcher.start(JOB)
+    cluster.run_all()
+    cluster.say(1, "Traceback (most recent call last):\n", '  File "a.py", line 1\n', "ValueError: bad shape\n")
+    with cluster.lock:
+        step(cluster)
+        cluster.end("Failed", reason="BackoffLimitExceeded", message="Job has reached the specified backoff limit")
+    status = wait_state(launcher, "failed")
+    assert (status.reason, status.returncode) == (reason, returncode)
+
+
+def test_the_end_of_a_pod_that_is_gone_is_remembered(launcher: KubernetesLauncher, cluster: FakeKubernetes) -> None:
+    launcher.start(JOB)
+    cluster.run_all()
+    wait_state(launcher, "running")
+    cluster.condition(
+        1, type="DisruptionTarget", status="True", reason="EvictionByEvictionAPI", lastTransitionTime=at(1)
+    )
+    wait_for(lambda: launcher._queue.views()[1].troubles)
+    with cluster.lock:
+        del cluster.objects["pods"][cluster.pod(1)["metadata"]["name"]]
+        cluster.state(0, terminated={"exitCode": 1})
+        cluster.end("Failed", reason="BackoffLimitExceeded")
+    assert wait_state(launcher, "failed").reason == "worker 1 was evicted, as when node n1 is drained"
+
+
+def test_a_time_limit_and_an_end_without_a_pod_are_failures(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes
+) -> None:
+    for run_id, reason in ((1, "DeadlineExceeded"), (2, "BackoffLimitExceeded")):
+        launcher.start(replace(JOB, run_id=run_id))
+        with cluster.lock:
+            for rank in (0, 1):
+                del cluster.objects["pods"][cluster.pod(rank, run_id)["metadata"]["name"]]
+            cluster.end("Failed", run_id, reason=reason, message="said so")
+    assert "reached its time limit" in wait_state(launcher, "failed", 1).reason
+    assert wait_state(launcher, "failed", 2).reason.endswith(
+        "-2 failed (BackoffLimitExceeded): said so; a pod was deleted, or its node failed"
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (
+            lambda cluster: cluster.condition(
+                1, type="PodScheduled", status="False", reason="Unschedulable", message="0/3 nodes are available"
+            ),
+            "worker 1 waits for a node (Unschedulable): 0/3 nodes are available",
+        ),
+        (
+            lambda cluster: cluster.state(1, waiting={"reason": "ImagePullBackOff", "message": "Back-off pulling"}),
+            "worker 1 cannot start (ImagePullBackOff): Back-off pulling",
+        ),
+        (
+            lambda cluster: cluster.state(1, waiting={"reason": "CreateContainerConfigError", "message": "no Secret"}),
+            "worker 1 cannot start (CreateContainerConfigError): no Secret",
+        ),
+        (
+            lambda cluster: cluster.objects["pods"].clear(),
+            "Job {name} has no pod of worker 0 yet; if this remains, see kubectl describe job {name}",
+        ),
+        (
+            lambda cluster: cluster.job()["spec"].update(suspend=True),
+            "Job {name} is suspended, but not by MLBench",
+        ),
+    ],
+)
+def test_a_waiting_run_says_why(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes, step: Callable[[FakeKubernetes], None], reason: str
+) -> None:
+    launcher.start(JOB)
+    with cluster.lock:
+        step(cluster)
+        wanted = reason.format(name=cluster.job()["metadata"]["name"])
+    wait_status(launcher, lambda status: status == JobStatus("waiting", wanted))
+
+
+def test_a_job_deleted_from_outside_has_failed(launcher: KubernetesLauncher, cluster: FakeKubernetes) -> None:
+    launcher.start(JOB)
+    wait_state(launcher, "waiting")
+    name = cluster.job()["metadata"]["name"]
+    cluster.job()["metadata"]["deletionTimestamp"] = at(1)
+    wait_status(launcher, lambda status: status.reason == f"Job {name} is being deleted, but not by MLBench")
+    cluster.remove_job(name)
+    assert wait_state(launcher, "failed").reason == f"Job {name} was deleted, but not by MLBench"
+
+
+def test_stop_waits_until_the_pods_are_gone_and_keeps_their_last_lines(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher.start(JOB)
+    cluster.run_all()
+    cluster.say(0, "last words\n")
+    cluster.keeps_pods = True
+    monkeypatch.setattr(kubernetes, "_STOP_S", 0.2)
+    with pytest.raises(LauncherError, match=r"has not ended mlbench-.*-1-0, .* within 0.2 s"):
+        launcher.stop("kubernetes-1")
+    with cluster.lock:
+        for rank in (0, 1):  # nobody can end a program on a node that does not answer
+            cluster.pod(rank)["status"]["reason"] = "NodeLost"
+    launcher.stop("kubernetes-1")
+    cluster.keeps_pods = False
+    launcher.stop("kubernetes-1")
+    assert not any(cluster.objects.values())
+    assert texts(launcher, 0) == ["last words"]
+    launcher.remove("kubernetes-1")
+    assert texts(launcher, 0) == []
+
+
+def test_lines_are_neither_repeated_nor_lost_over_a_restart(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes, tmp_path: Path
+) -> None:
+    """Lines of the same nanosecond, of the same second, an unfinished one, and one that is too long for a log."""
+    launcher.start(JOB)
+    cluster.run_all()
+    second = 1_767_225_600 * 10**9
+    cluster.say(0, "a\n", "b\n", time_ns=second + 5)
+    cluster.say(0, "c\n", "unfinished", time_ns=second + 7)
+    wait_state(launcher, "running")
+    wait_for(lambda: texts(launcher, 0) == ["a", "b", "c"])
+    assert launcher.logs("kubernetes-1").lines[-1]["date"] == "2026-01-01T00:00:00.000000Z"
+    launcher.close()
+    with cluster.lock:
+        log = cluster.logs[cluster.pod(0)["metadata"]["name"]]
+        log[-1] = (second + 7, "finished\n")
+    cluster.say(0, "x" * 40_000 + "\n", time_ns=second + 9)
+    with contextlib.closing(KubernetesLauncher(tmp_path / "runs", interval_s=0.1)) as later:
+        wait_for(lambda: later.poll("kubernetes-1").state == "running" and len(texts(later, 0)) == 7)
+        time.sleep(0.3)  # further looks find nothing new
+        assert texts(later, 0) == ["a", "b", "c", "finished", "x" * 16384, "x" * 16384, "x" * 7232]
+
+
+def test_a_log_that_cannot_be_read_does_not_hold_up_the_end(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes
+) -> None:
+    launcher.start(JOB)
+    cluster.run_all()
+    cluster.broken = lambda request: error(500, "node n1 is gone") if request.subresource == "log" else None
+    problem = "cannot be read: Kubernetes refused a request: 500: node n1 is gone"
+    wait_status(launcher, lambda status: status.state == "running" and status.reason.endswith(problem))
+    for rank in (0, 1):
+        cluster.state(rank, terminated={"exitCode": 0})
+    cluster.end()
+    wait_state(launcher, "finished")
+    assert sum(text.endswith(problem) for text in texts(launcher, None)) == 2
+
+
+@pytest.mark.parametrize("answer", [cut, lambda _: error(500, "etcd is gone"), lambda _: error(410, "Expired")])
+def test_a_run_outlives_an_api_that_fails(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes, answer: Callable[[Any], Any]
+) -> None:
+    launcher.start(JOB)
+    cluster.run_all()
+    wait_state(launcher, "running")
+    cluster.broken = lambda request: answer(request) if request.resource.plural == "pods" else None
+    reason = wait_status(launcher, lambda status: "Kubernetes" in status.reason).reason
+    assert reason.startswith(("Kubernetes does not answer", "Kubernetes refused a request: "))
+    cluster.broken = lambda request: None
+    wait_status(launcher, lambda status: status == JobStatus("running"))
+
+
+def test_a_lost_answer_to_the_creation_does_not_make_a_second_job(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes
+) -> None:
+    def lose(request: Any) -> Any:
+        if request.method.value != "POST" or request.resource.plural != "jobs":
+            return None
+        cluster._create("jobs", request)
+        return cut(request)
+
+    cluster.broken = lose
+    launcher.start(JOB)
+    assert len(cluster.objects["jobs"]) == 1
+    wait_state(launcher, "waiting")
+
+
+def test_a_start_that_fails_half_way_leaves_nothing(launcher: KubernetesLauncher, cluster: FakeKubernetes) -> None:
+    message = "secrets is forbidden: User cannot create resource"
+    cluster.broken = lambda request: error(403, message) if request.resource.plural == "secrets" else None
+    with pytest.raises(LauncherError, match=message):
+        launcher.start(JOB)
+    assert not any(cluster.objects.values())
+
+
+def test_an_old_job_of_the_same_name_is_replaced(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes, tmp_path: Path
+) -> None:
+    launcher.start(JOB)
+    uid = cluster.job()["metadata"]["uid"]
+    (tmp_path / "runs" / "1").rename(tmp_path / "away")  # as after the loss of the folder
+    launcher.start(JOB)
+    assert cluster.job()["metadata"]["uid"] != uid
+
+
+def test_a_restarted_master_finds_its_runs(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes, tmp_path: Path
+) -> None:
+    for run_id in (1, 2, 3, 4):
+        launcher.start(replace(JOB, run_id=run_id))
+    cluster.run_all(1)
+    cluster.run_all(2)
+    wait_state(launcher, "running", 1)
+    launcher.close()
+    for rank in (0, 1):
+        cluster.state(rank, 2, terminated={"exitCode": 0})
+    cluster.end(run_id=2)
+    cluster.remove_job(cluster.job(3)["metadata"]["name"])
+    # The earlier master ended between the creation of the Job and its resumption.
+    (tmp_path / "runs" / "4" / "started").unlink()
+    cluster.job(4)["spec"]["suspend"] = True
+    with contextlib.closing(KubernetesLauncher(tmp_path / "runs", interval_s=0.1)) as later:
+        assert later.place == launcher.place
+        wait_state(later, "running", 1)
+        wait_state(later, "finished", 2)
+        assert "does not exist any more" in wait_state(later, "lost", 3).reason
+        wait_state(later, "unstarted", 4)
+        wait_state(later, "unstarted", 5)
+        later.start(replace(JOB, run_id=4))
+        wait_state(later, "waiting", 4)
+    # How a run ended is known without its Job.
+    cluster.remove_job(cluster.job(2)["metadata"]["name"])
+    with contextlib.closing(KubernetesLauncher(tmp_path / "runs", interval_s=0.1)) as later:
+        assert later.poll("kubernetes-2").state == "finished"
+
+
+def test_a_master_with_a_new_folder_and_its_mark_goes_on_with_its_runs(
+    cluster: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLBENCH_KUBERNETES_MARK", "lab-1")
+    with contextlib.closing(KubernetesLauncher(tmp_path / "a", interval_s=0.1)) as first:
+        first.start(JOB)
+    assert cluster.job()["metadata"]["name"] == "mlbench-lab-1-1"
+    cluster.run_all()
+    cluster.say(0, "hello\n")
+    with contextlib.closing(KubernetesLauncher(tmp_path / "b", interval_s=0.1)) as second:
+        wait_state(second, "running")
+        wait_for(lambda: texts(second, 0) == ["hello"])
+        assert second.place != first.place  # it cannot know which runs had not begun
+
+
+def test_two_masters_in_one_namespace_do_not_mix_up_their_runs(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes, tmp_path: Path
+) -> None:
+    with contextlib.closing(KubernetesLauncher(tmp_path / "others", interval_s=0.1)) as other:
+        launcher.start(JOB)
+        other.start(JOB)
+        assert len(cluster.objects["jobs"]) == 2
+        other.stop("kubernetes-1")
+        (job,) = cluster.objects["jobs"].values()
+        assert job["metadata"]["labels"]["mlbench.github.io/master"] == launcher._setting.mark
+        wait_state(launcher, "waiting")
+
+
+def test_the_load_of_workers_comes_from_the_metrics_server(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes
+) -> None:
+    launcher.start(JOB)
+    cluster.run_all()
+    cluster.usage[cluster.pod(1)["metadata"]["name"]] = {"cpu": "1250m", "memory": "300Mi"}
+    wait_state(launcher, "running")
+    page = wait_for(lambda: launcher.load("kubernetes-1").lines)
+    assert page[0]["rank"] == 1
+    assert json.loads(page[0]["text"]) == {"cpu": 125.0, "memory": 300 * 2**20}
+
+
+def test_a_cluster_without_a_metrics_server_is_asked_rarely(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes
+) -> None:
+    cluster.has_metrics = False
+    launcher.start(JOB)
+    cluster.run_all()
+    assert wait_state(launcher, "running").reason == ""
+    # Lists of Jobs come before and after lists of pods: GET /pods of metrics.k8s.io has the same resource.
+    before = len(cluster.requests)
+    wait_for(lambda: cluster.requests[before:].count(("GET", "jobs")) >= 5)
+    looks = cluster.requests[before:]
+    assert looks.count(("GET", "pods")) <= looks.count(("GET", "jobs")) + 1
+
+
+def test_the_number_of_calls_does_not_depend_on_the_number_of_jobs(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes
+) -> None:
+    """1,000 Jobs that wait in the cluster, of which the master looks at all."""
+    cluster.has_metrics = False
+    launcher.start(JOB)
+    wait_state(launcher, "waiting")
+    with cluster.lock:
+        template = json.dumps(cluster.job())
+        for run_id in range(2, 1001):
+            job = json.loads(template)
+            job["metadata"]["name"] = job["metadata"]["name"][:-1] + str(run_id)
+            job["metadata"]["labels"]["mlbench.github.io/run-id"] = str(run_id)
+            job["spec"]["template"]["metadata"]["labels"]["mlbench.github.io/run-id"] = str(run_id)
+            cluster.objects["jobs"][job["metadata"]["name"]] = job
+            cluster._create_pod(job, 0)
+            del job["spec"]["template"]  # only the time of the test depends on it
+    for run_id in range(1, 1001):
+        launcher.poll(f"kubernetes-{run_id}")
+    wait_for(lambda: all(launcher.poll(f"kubernetes-{run_id}").state == "waiting" for run_id in range(1, 1001)), 60)
+    with cluster.lock:
+        cluster.requests.clear()
+    wait_for(lambda: cluster.requests.count(("GET", "jobs")) >= 3, 60)
+    asked = list(cluster.requests)
+    assert set(asked) == {("GET", "jobs"), ("GET", "pods")}
+    assert abs(asked.count(("GET", "pods")) - asked.count(("GET", "jobs"))) <= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"backend": "mpi"}, "num_workers must be 1 with backend mpi on Kubernetes, not 2"),
+        ({"all_nodes": False}, "num_workers must be 1 without run_all_nodes on Kubernetes, not 2"),
+        ({"image": ""}, "image must be the name of a container image"),
+    ],
+)
+def test_a_run_that_cannot_work_in_pods_is_refused(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        launcher.start(replace(JOB, **change))
+    assert cluster.requests == []
+
+
+def test_what_a_run_misses_is_in_its_log(launcher: KubernetesLauncher, cluster: FakeKubernetes) -> None:
+    launcher.start(replace(JOB, env={"MLBENCH_MASTER_URL": "http://127.0.0.1:5080"}))
+    notes = " ".join(texts(launcher, None))
+    assert "pods cannot reach the master at http://127.0.0.1:5080" in notes
+    assert "files that workers write into MLBENCH_OUTPUT end with their pods" in notes
+
+
+def test_a_shared_claim_gives_workers_only_the_folders_of_their_run(
+    cluster: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLBENCH_KUBERNETES_SHARED_CLAIM", "master-data")
+    with pytest.raises(ConfigurationError, match="SHARED_MOUNT must be a folder above"):
+        KubernetesLauncher(tmp_path / "runs")
+    monkeypatch.setenv("MLBENCH_KUBERNETES_SHARED_MOUNT", str(tmp_path))
+    with contextlib.closing(KubernetesLauncher(tmp_path / "master" / "runs", interval_s=0.1)) as launcher:
+        launcher.start(JOB)
+        with pytest.raises(ConfigurationError, match="must be another claim than 'master-data'"):
+            launcher.start(replace(JOB, run_id=2, options=("--volume", "master-data:/data/all")))
+        assert (launcher.results("kubernetes-1")).is_dir()
+    mounts = cluster.job()["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+    paths = {mount["mountPath"]: mount.get("subPath") for mount in mounts}
+    assert paths["/mlbench/output"] == "master/runs/1/output"
+    assert paths["/mlbench/spool"] == "master/runs/1/spool"
+    assert None not in [paths[path] for path in paths if path.startswith("/mlbench")]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("MARK", "Lab_1", "MLBENCH_KUBERNETES_MARK must be 1 to 30 lowercase letters"),
+        ("INTERVAL_S", "0", "MLBENCH_KUBERNETES_INTERVAL_S must be a positive number"),
+        ("POD_TEMPLATE", "/nowhere.json", "cannot read the pod template /nowhere.json"),
+    ],
+)
+def test_a_wrong_setting_is_named(
+    cluster: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(f"MLBENCH_KUBERNETES_{name}", value)
+    with pytest.raises(ConfigurationError, match=message):
+        KubernetesLauncher(tmp_path / "runs")
+
+
+def test_without_a_cluster_the_launcher_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(ConfigurationError, match="set KUBECONFIG, or start the master in the cluster"):
+        KubernetesLauncher(tmp_path / "runs")
