@@ -230,8 +230,8 @@ class EmulatedNetwork:
                 outside the network.
 
         Returns:
-            The variables that torch, Gloo and NCCL read: the master's address and port, rank, world size, and the
-            interface.
+            The variables that torch, Gloo and NCCL read: the master's address and port, rank, world size, local rank
+            and local world size, and the interface.
         """
         return {
             "MASTER_ADDR": self.address(0),
@@ -239,6 +239,7 @@ class EmulatedNetwork:
             "RANK": str(self._check(host)),
             "WORLD_SIZE": str(self.hosts),
             "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
         }
@@ -269,7 +270,8 @@ class EmulatedNetwork:
             ValueError: The host does not exist.
             ConfigurationError: The call is not inside the ``with`` block of the network.
         """
-        command = self._namespaces.command(self._up(host), argv)
+        folder = options.get("cwd")
+        command = self._namespaces.command(self._up(host), argv, folder and Path(folder))
         variables = {**os.environ, **(self.environment(host) if as_worker else {}), **(env or {})}
         process = subprocess.Popen(command, env=variables, **options)
         self._processes[host].append(process)

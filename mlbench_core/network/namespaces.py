@@ -89,7 +89,7 @@ class Namespaces:
         place = f"/proc/{self._holder.pid}/ns"
         # The holder itself stays outside of the namespace of process ids that it creates for its children.
         spaces = [f"--{name}={place}/{file}" for name, file in _SPACES.items()]
-        self._prefix = [_program("nsenter"), "--preserve-credentials", *spaces, f"--wd={os.getcwd()}"]
+        self._prefix = [_program("nsenter"), "--preserve-credentials", *spaces]
 
     def close(self) -> None:
         """End the user namespace with everything in it; a second call does nothing."""
@@ -112,10 +112,11 @@ class Namespaces:
             raise ConfigurationError(f"'{program} {' '.join(arguments)}' failed: {done.stderr.strip()}")
         return done.stdout
 
-    def command(self, namespace: str, argv: Sequence[str]) -> list[str]:
-        """Return the command line that runs a program in a namespace."""
-        program = find_program("ip") or "ip"
-        return [*self._prefix, program, "netns", "exec", namespace, *argv]
+    def command(self, namespace: str, argv: Sequence[str], folder: Path | None = None) -> list[str]:
+        """Return the command line that runs a program in a namespace, in a folder or in that of this process."""
+        # To enter another table of mounted disks changes the folder to its root.
+        place = [*self._prefix, f"--wd={(folder or Path()).absolute()}"] if self._prefix else []
+        return [*place, find_program("ip") or "ip", "netns", "exec", namespace, *argv]
 
     def names(self) -> list[str]:
         """Return the names of all network namespaces."""
