@@ -199,7 +199,8 @@ class RunIn(_Body):
         arguments: Further arguments of the task's script.
         command: A worker's command line.
         image_name: A task's image, or ``"custom_image"`` together with the next two fields.
-        custom_image_name: Name of the image; a launcher without containers runs the command on its machine.
+        custom_image_name: Name of the image; refused if no container would use it. Left out, or ``"custom_image"``, the
+            command runs on the machine of the master.
         custom_image_command: A worker's command line in it.
         backend: ``gloo``, ``nccl``, ``mpi``, or ``"custom_backend"`` together with the next two fields.
         custom_backend: Name of a custom backend.

@@ -26,6 +26,10 @@ from mlbench_core.cli._helm_chart import chart_folder
 from mlbench_core.cli.master import master
 from mlbench_core.tasks import is_run_name
 from mlbench_master.app import create_app
+from mlbench_master.launchers import Job
+from mlbench_master.launchers.kubernetes_manifests import job_manifest
+from mlbench_master.launchers.kubernetes_options import KubernetesOptions
+from mlbench_master.launchers.kubernetes_settings import read_setting
 from tests.helpers.kubernetes_store import Store, kubernetes_store
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -213,8 +217,9 @@ def test_the_role_has_exactly_the_rights_of_the_page_on_kubernetes() -> None:
     page = ROOT / "docs" / "kubernetes.md"
     if not page.exists():
         pytest.skip("docs/kubernetes.md is not written yet")
-    rows = re.findall(r'^\| `?(""|[a-z0-9.]+)`? \| `?([a-z/]+)`? \| `?([a-z]+)`? \| ', page.read_text(), re.MULTILINE)
-    assert {(group.strip('"'), resource, verb) for group, resource, verb in rows} == rules()
+    table = page.read_text().partition("| API group | resource | verb |")[2]
+    rows = re.findall(r"^\| `?([a-z0-9.]+)`? \| `([a-z/]+)` \| `([a-z]+)` \| ", table, re.MULTILINE)
+    assert {("" if group == "core" else group, resource, verb) for group, resource, verb in rows} == rules()
 
 
 # With Helm.
@@ -319,9 +324,8 @@ def test_the_master_gets_its_secrets_from_secrets() -> None:
 def test_the_arguments_of_the_master_are_those_of_the_command() -> None:
     (container,) = find("default", "Deployment")["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["mlbench", "master"]
-    arguments = [argument for argument in container["args"] if argument != "--launcher=kubernetes"]
-    assert len(arguments) == len(container["args"]) - 1
-    context = master.make_context("master", arguments)
+    context = master.make_context("master", list(container["args"]))
+    assert context.params["launcher"] == "kubernetes"
     assert str(context.params["data_dir"]).startswith("/data/")
     assert [port["containerPort"] for port in container["ports"]] == [context.params["port"]]
 
@@ -590,3 +594,30 @@ def test_kubectl_accepts_the_objects(cluster: tuple[Store, dict[str, str]]) -> N
     done = subprocess.run(command, env=cluster[1], input=text, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == len([*render("default"), *render("ingress"), *render("gpu")])
+
+
+@needs_helm
+@every_value_file
+def test_the_jobs_that_the_launcher_makes_of_the_template_are_restricted_and_valid(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "worker.yaml").write_text(find(name, "ConfigMap")["data"]["worker.yaml"])
+    for variable, value in variables(name).items():
+        if value is not None and variable.startswith("MLBENCH_KUBERNETES_"):
+            monkeypatch.setenv(variable, value.replace("/etc/mlbench", str(tmp_path)).replace("/data", str(tmp_path)))
+    setting = read_setting(tmp_path, "bench")
+    run = Job(7, "demo", "python main.py --rank {rank}", 2, image="mlbench/task1a:latest", gpu_enabled=name == "gpu")
+    job = job_manifest(run, KubernetesOptions(), setting, attempt="1", folder="runs/7")
+    validate_object(json.dumps(job), KUBERNETES[0])
+    pod = job["spec"]["template"]
+    # The policies and the claims of the chart are for these pods.
+    assert worker_pod(name)["metadata"]["labels"].items() <= pod["metadata"]["labels"].items()
+    volumes = {volume["name"] for volume in worker_pod(name)["spec"]["volumes"]}
+    assert volumes <= {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert pod["spec"]["serviceAccountName"].endswith("-worker")
+    assert pod["spec"]["automountServiceAccountToken"] is False
+    (container,) = pod["spec"]["containers"]
+    assert len({mount["mountPath"] for mount in container["volumeMounts"]}) == len(container["volumeMounts"])
+    assert container["image"] == run.image
+    memory = "64Gi" if name == "gpu" else None
+    assert container["resources"]["limits"].get("memory") == memory

@@ -113,7 +113,7 @@ class _Options:
             raise click.UsageError("--task cannot be given with --image or --command: a task has its own command")
         if self.output is not None and not self.wait:
             raise click.UsageError("--output needs --wait: the results are saved when the runs have ended")
-        self._check_master()
+        self._check_engine()
         last = settings.read(settings.LAST_RUN)
         asked = self.task is None and self.command is None and self.image is None
         self.name = self.name or _ask("the name", "NAME", last.get("name"))
@@ -145,8 +145,11 @@ class _Options:
         values = {"name": self.name, "num_workers": self.num_workers, "task": task, "image": self.image}
         settings.remember(settings.LAST_RUN, {**values, "command": self.command, "backend": self.backend})
 
-    def _check_master(self) -> None:
-        """Refuse options that need a master together with ``--no-master``, and options that need no master."""
+    def _check_engine(self) -> None:
+        """Refuse ``--container`` with another engine, ``--no-master`` with options that need one, and the reverse."""
+        if self.container is not None and self.engine not in (None, "local"):
+            # Another engine may have an option of this name with another meaning, as sbatch has.
+            raise click.UsageError(f"--container must be left out with --engine {self.engine}: only local has it")
         if not self.no_master:
             if self.data_dir is not None:
                 raise click.UsageError(

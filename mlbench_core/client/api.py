@@ -314,8 +314,8 @@ class ApiClient:
                 below the default.
             image: A key of :data:`MLBENCH_IMAGES`, or the name of one of its images.
             backend: One of :data:`MLBENCH_BACKENDS` in any case; Gloo if left out.
-            custom_image_name: Name of a custom image, with ``custom_image_command``. A master without containers runs
-                the command on its machine, and says so in ``job_metadata.notes``.
+            custom_image_name: Name of a custom image, with ``custom_image_command``. A master without containers
+                refuses it with status 400. With ``"custom_image"``, the command runs on the master's machine.
             custom_image_command: The command of a worker in the custom image.
             custom_backend: Name of a custom backend.
             run_all_nodes: With ``custom_backend``: run the command in every worker. If False, only the first worker

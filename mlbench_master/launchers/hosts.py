@@ -65,6 +65,7 @@ class HostsLauncher(FolderLauncher):
     """
 
     name = "hosts"
+    options_example = "--host node1:4,node2:4"
 
     def __init__(self, folder: Path, interval_s: float | None = None) -> None:
         self._interval_s = _read_interval() if interval_s is None else interval_s

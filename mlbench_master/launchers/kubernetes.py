@@ -91,6 +91,7 @@ class KubernetesLauncher(FolderLauncher):
     """
 
     name = "kubernetes"
+    options_example = "--memory 4Gi --time 1h"
     starts_containers = True
 
     def __init__(self, folder: Path, interval_s: float | None = None) -> None:

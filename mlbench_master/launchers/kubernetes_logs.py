@@ -88,7 +88,9 @@ class PodLogs:
         self._writer.close()
 
     def unread(self, pods: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the pods whose logs may have new lines."""
+        """Return the pods whose logs may have new lines; none as long as the run has no folder to keep them."""
+        if not self._folder.is_dir():
+            return []
         return [pod for pod in pods if has_log(pod)[0] and rank_of(pod) not in self._complete]
 
     def collect(self, api: KubernetesApi, pod: dict[str, Any]) -> None:

@@ -111,7 +111,7 @@ class _Supervisor:
         self._num_workers = int(job["num_workers"])
         self._gpus: list[str] = job["gpus"]
         self._load_interval_s = float(job["load_interval_s"])
-        self._container: str = job["container"]
+        self._container: str = job.get("container", "")
         self._network_text: str = job.get("network", "")
         self._network: EmulatedNetwork | None = None
         self._roots: dict[int, int | None] = {}  # ranks of the started processes by their ids

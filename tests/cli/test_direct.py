@@ -129,6 +129,7 @@ def test_ctrl_c_says_how_to_cancel_the_jobs(fake: Path, call: Call, patch: pytes
         (("--no-master", "--engine", "local"), 2, "--engine must be slurm with --no-master, not local"),
         ((*SLURM, "--exclusive"), 2, "--engine-options=--exclusive gives each run nodes of its own"),
         ((*SLURM, "--dashboard-url", "http://x"), 2, "--dashboard-url cannot be given with --no-master"),
+        ((*SLURM, "--container", "docker"), 2, "--container must be left out with --engine slurm: only local has it"),
         (("--data-dir", "x"), 2, "--data-dir needs --no-master"),
         ((*SLURM, "--engine-options", "--array=1-2"), 1, "mlbench: engine_options: must be options of sbatch"),
         ((*SLURM, "--num-cpus", "5000"), 1, "mlbench: num_cpus: Input should be less than or equal to 4096"),

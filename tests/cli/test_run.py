@@ -150,6 +150,20 @@ def test_wait_needs_no_result_folder(fake: FakeMaster, call: Call, tmp_path: Pat
     assert "81.50" in result.stdout
 
 
+def test_a_container_is_an_option_of_the_engine_and_finds_the_script_in_its_image(
+    fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
+    patch.chdir(tmp_path)
+    (tmp_path / "main.py").touch()
+    own = ("--image", "me/img:1", "--command", "main.py {rank}", "--container", "podman")
+    call("run", "own", "1", *own, "--engine-options", "--volume /a:/b")
+    call("run", "task", "1", "--task", "1a", "--container", "docker")
+    first, second = fake.requests
+    assert first["custom_image_command"] == "main.py '{rank}'"
+    assert first["engine_options"] == ["--container", "podman", "--volume", "/a:/b"]
+    assert second["engine_options"] == ["--container", "docker"]
+
+
 def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
     create = fake._create
 
@@ -183,7 +197,7 @@ def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pyte
         (["demo", "1", "--task", "1a", "--num-cpus", "inf"], "'inf' must be a positive number of cores"),
         (["demo", "1", "--command", "'unbalanced"], "the command must be quoted as for a shell"),
         (["demo", "1", "--task", "1a", "--repeats", "0"], "0 is not in the range"),
-        (["demo", "1", "--task", "1a", "--engine", "lsf"], "'lsf' must be one of local, kubernetes, slurm"),
+        (["demo", "1", "--task", "1a", "--engine", "lsf"], "'lsf' must be one of local, hosts, kubernetes, slurm"),
         (["demo", "1", "--task", "1a", "--engine-options", "'a"], "the engine options must be quoted as for a shell"),
         (["a" * 60, "1", "--task", "1a", "--repeats", "2"], "the name of a run must be"),
         (["demo", "1", "--command", "x.py", "--repeats", "2"], "--repeats needs {seed} in the command"),

@@ -37,7 +37,7 @@ class FakeKubernetes:
     """The API server and its cluster.
 
     Attributes:
-        requests: (method, resource with subresource) of every request, in order.
+        requests: (method, resource) of every request, in order.
         broken: Gets each request, and returns an answer that comes instead of the right one, or None.
     """
 
@@ -147,11 +147,13 @@ class FakeKubernetes:
         kind = request.resource.plural
         method = request.method.value
         with self.lock:
-            self.requests.append((method, f"{kind}/{request.subresource}" if request.subresource else kind))
+            is_metrics = request.resource.group == "metrics.k8s.io"
+            part = f"/{request.subresource}" if request.subresource else ".metrics.k8s.io" if is_metrics else ""
+            self.requests.append((method, kind + part))
             broken = self.broken(request)
             if broken is not None:
                 return broken
-            if request.resource.group == "metrics.k8s.io":
+            if is_metrics:
                 return self._metrics()
             if request.subresource == "log":
                 return self._log(request)

@@ -2,8 +2,8 @@
 
 ``python fake_ssh.py FOLDER ...`` has the options of the launcher. ``FOLDER/calls`` gets a line for each call. Files in
 the folder change what happens: ``<host>.error`` has the message of a call that fails, ``<host>.hang`` lets it hang,
-``<host>.drop`` lets the connection break after the command has run, and ``<host>.after`` has shell commands that run
-before it.
+``<host>.drop`` lets the connection break after a command whose request has its text, and ``<host>.after`` has shell
+commands that run before it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def main() -> int:
     done = subprocess.run(
         ["sh", "-c", line], input=request, stdout=subprocess.PIPE, env={**os.environ, "HOME": str(home)}
     )
-    if (folder / f"{host}.drop").exists():
-        (folder / f"{host}.drop").unlink()
+    drop = folder / f"{host}.drop"
+    if drop.exists() and drop.read_bytes() in request:
+        drop.unlink()
         sys.stdout.buffer.write(done.stdout[:40])
         print(f"Connection to {host} closed by remote host.", file=sys.stderr)
         return 255

@@ -241,11 +241,12 @@ def test_a_greeting_of_the_shell_and_a_lost_answer_do_no_harm(
 ) -> None:
     """The worker is started once, although the answer to its start is lost."""
     (fake / "a.after").write_text("echo welcome; echo to the host >&2")
-    job_id = launcher.start(job(script(tmp_path, "print('begun')"), options=("--host", "a:2")))
-    wait_for(lambda: launcher.poll(job_id).state == "running")
-    (fake / "a.drop").touch()
+    (fake / "a.drop").write_text('"want": "run"')
+    command = script(tmp_path, f"import time\nopen({str(tmp_path / 'starts')!r}, 'a').write('x')\ntime.sleep(0.5)\n")
+    job_id = launcher.start(job(command, options=("--host", "a:2")))
     assert end_of(launcher, job_id).state == "finished"
-    assert texts(launcher, job_id).count("begun") == 2
+    assert (tmp_path / "starts").read_text() == "xx"
+    assert not (fake / "a.drop").exists()
 
 
 def test_a_host_that_does_not_answer_for_a_while_is_a_problem_that_passes(
@@ -490,7 +491,10 @@ def test_calls_do_not_depend_on_the_number_of_runs(fake: Path, tmp_path: Path, m
     # Each run gets a worker on both hosts.
     monkeypatch.setattr("mlbench_master.launchers.hosts.share_slots", halves)
     began = time.monotonic()
-    jobs = [launcher.start(job("true", run_id=number, options=options)) for number in range(1, 1001)]
+    jobs = [
+        launcher.start(job("true", run_id=number, options=options, env={"MLBENCH_TOKEN": TOKEN}))
+        for number in range(1, 1001)
+    ]
     wait_for(lambda: all(launcher.poll(job_id).state == "running" for job_id in jobs), 60)
     wait_for(
         lambda: (
@@ -505,6 +509,9 @@ def test_calls_do_not_depend_on_the_number_of_runs(fake: Path, tmp_path: Path, m
         ),
         60,
     )
+    # The token goes to a host only when all hosts of the run have passed the check.
+    kinds = {(step["want"], TOKEN in str(step)) for _, asked in calls for step in asked["runs"].values()}
+    assert kinds == {("prepare", False), ("run", True), ("look", False)}
     # At most one call for each of the shortest pauses.
     assert len(calls) <= 2 * (time.monotonic() - began) / 0.2 + 4
     launcher.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -426,11 +427,11 @@ def test_a_restarted_master_finds_its_runs(
     cluster.job(4)["spec"]["suspend"] = True
     with contextlib.closing(KubernetesLauncher(tmp_path / "runs", interval_s=0.1)) as later:
         assert later.place == launcher.place
-        wait_state(later, "running", 1)
         wait_state(later, "finished", 2)
         assert "does not exist any more" in wait_state(later, "lost", 3).reason
         wait_state(later, "unstarted", 4)
         wait_state(later, "unstarted", 5)
+        assert later.poll("kubernetes-1") == JobStatus("running")
         later.start(replace(JOB, run_id=4))
         wait_state(later, "waiting", 4)
     # How a run ended is known without its Job.
@@ -449,8 +450,7 @@ def test_a_master_with_a_new_folder_and_its_mark_goes_on_with_its_runs(
     cluster.run_all()
     cluster.say(0, "hello\n")
     with contextlib.closing(KubernetesLauncher(tmp_path / "b", interval_s=0.1)) as second:
-        wait_state(second, "running")
-        wait_for(lambda: texts(second, 0) == ["hello"])
+        wait_for(lambda: second.poll("kubernetes-1").state == "running" and texts(second, 0) == ["hello"])
         assert second.place != first.place  # it cannot know which runs had not begun
 
 
@@ -486,11 +486,28 @@ def test_a_cluster_without_a_metrics_server_is_asked_rarely(
     launcher.start(JOB)
     cluster.run_all()
     assert wait_state(launcher, "running").reason == ""
-    # Lists of Jobs come before and after lists of pods: GET /pods of metrics.k8s.io has the same resource.
-    before = len(cluster.requests)
-    wait_for(lambda: cluster.requests[before:].count(("GET", "jobs")) >= 5)
-    looks = cluster.requests[before:]
-    assert looks.count(("GET", "pods")) <= looks.count(("GET", "jobs")) + 1
+    wait_for(lambda: cluster.requests.count(("GET", "jobs")) >= 5)
+    assert cluster.requests.count(("GET", "pods.metrics.k8s.io")) == 1
+
+
+def test_the_page_has_the_rights_that_the_launcher_uses_and_no_others(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes
+) -> None:
+    launcher.start(JOB)
+    cluster.run_all()
+    cluster.usage[cluster.pod(1)["metadata"]["name"]] = {"cpu": "1", "memory": "1"}
+    wait_state(launcher, "running")
+    wait_for(lambda: launcher.load("kubernetes-1").lines)
+    launcher.stop("kubernetes-1")
+    verbs = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
+    used = set()
+    for method, resource in cluster.requests:
+        verb = verbs.get(method) or ("get" if "/" in resource else "list")
+        used.add((resource.removesuffix(".metrics.k8s.io"), verb))
+    page = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text()
+    rows = re.findall(r"^\| \S+ \| `([a-z/]+)` \| `([a-z]+)` \| `([a-z_]+)`", page, re.MULTILINE)
+    assert {row[:2] for row in rows} == used and len(rows) == 9
+    assert all(hasattr(kubernetes_api.KubernetesApi, row[2]) for row in rows)
 
 
 def test_the_number_of_calls_does_not_depend_on_the_number_of_jobs(
