@@ -38,8 +38,8 @@ class Namespaces:
         is_open: True between :meth:`open` and :meth:`close`.
 
     Example:
-        >>> Namespaces().command("h0", ["true"])[-5:]
-        ['ip', 'netns', 'exec', 'h0', 'true']
+        >>> Namespaces().command("h0", ["true"])[-4:]
+        ['netns', 'exec', 'h0', 'true']
     """
 
     def __init__(self) -> None:
