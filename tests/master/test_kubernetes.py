@@ -15,11 +15,15 @@ import pytest
 
 pytest.importorskip("kubernetes", reason="needs the [kubernetes] extra")
 
+import mlbench_core
 from mlbench_core.errors import ConfigurationError
+from mlbench_master import create_app
+from mlbench_master.commands import check_options
 from mlbench_master.launchers import Job, JobStatus, LauncherError, kubernetes, kubernetes_api, kubernetes_queue
 from mlbench_master.launchers.kubernetes import KubernetesLauncher
+from mlbench_master.schemas import RunIn
 from tests.master.fake_kubernetes import NAMESPACE, FakeKubernetes, at, cut, error, kmock
-from tests.master.helpers import wait_for
+from tests.master.helpers import TestClient, wait_for
 
 TOKEN = "token-of-the-test"
 JOB = Job(
@@ -98,6 +102,27 @@ def test_a_run_from_the_start_to_the_end(launcher: KubernetesLauncher, cluster: 
     wait_for(lambda: cluster.job()["spec"]["ttlSecondsAfterFinished"] == 600)
     assert launcher.start(JOB) == "kubernetes-1"  # a new database reuses ids
     assert launcher.poll("kubernetes-1").state in ("running", "waiting")
+
+
+def test_the_master_starts_a_task_in_its_image(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLBENCH_IMAGE_REGISTRY", "registry.example.com/lab")
+    app = create_app(data_dir=tmp_path / "data", launcher=launcher, token=TOKEN)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    body = {"name": "demo", "num_workers": 2, "num_cpus": 1, "task": "1a", "arguments": ["--dataset", "digits"]}
+    with TestClient(app, base_url="http://127.0.0.1:5080", headers=headers) as client:
+        refused = client.post("/api/runs/", json={**body, "engine_options": ["--memory", "much"]})
+        assert refused.status_code == 400 and "argument --memory: must be a size" in refused.text
+        assert client.post("/api/runs/", json={**body, "engine_options": ["--memory", "4Gi"]}).status_code == 201
+        wait_for(lambda: cluster.objects["pods"])
+        (container,) = cluster.job()["spec"]["template"]["spec"]["containers"]
+        assert container["image"] == f"registry.example.com/lab/task1a:{mlbench_core.__version__}"
+        assert container["command"][:2] == ["python", "/workspace/main.py"]
+        assert container["resources"]["limits"]["memory"] == "4Gi"
+        wait_for(lambda: "about to start" in client.get("/api/runs/1/").json()["job_metadata"].get("reason", ""))
+        assert client.post("/api/runs/1/stop/").json()["state"] == "failed"
+        assert not any(cluster.objects.values())
 
 
 def test_the_token_is_only_in_the_secret(launcher: KubernetesLauncher, cluster: FakeKubernetes, tmp_path: Path) -> None:
@@ -339,6 +364,12 @@ def test_stop_waits_until_the_pods_are_gone_and_keeps_their_last_lines(
         cluster.pod(0)["status"]["reason"] = "NodeLost"
         lose_contact(cluster, 1)
     launcher.stop("kubernetes-1")
+    with cluster.lock:
+        pods = dict(cluster.objects["pods"])
+        cluster.objects["pods"].clear()
+    with pytest.raises(LauncherError, match=r"has not ended mlbench-.*-1 within"):  # it may still make pods
+        launcher.stop("kubernetes-1")
+    cluster.objects["pods"].update(pods)
     cluster.keeps_pods = False
     launcher.stop("kubernetes-1")
     assert not any(cluster.objects.values())
@@ -407,9 +438,7 @@ def test_a_run_outlives_an_api_that_fails(
     launcher.start(JOB)
     cluster.run_all()
     wait_state(launcher, "running")
-    cluster.broken = lambda request: (
-        answer(request) if request.resource.plural == "pods" and not request.subresource else None
-    )
+    cluster.broken = lambda request: answer(request) if request.resource.plural == "jobs" else None
     reason = wait_status(launcher, lambda status: "Kubernetes" in status.reason).reason
     assert reason.startswith(("Kubernetes does not answer", "Kubernetes refused a request: "))
     cluster.broken = lambda request: None
@@ -606,7 +635,6 @@ def test_the_number_of_calls_does_not_depend_on_the_number_of_jobs(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"backend": "mpi"}, "num_workers must be 1 with backend mpi on Kubernetes, not 2"),
         ({"all_nodes": False}, "num_workers must be 1 without run_all_nodes on Kubernetes, not 2"),
         ({"image": ""}, "image must be the name of a container image"),
     ],
@@ -617,6 +645,13 @@ def test_a_run_that_cannot_work_in_pods_is_refused(
     with pytest.raises(ConfigurationError, match=message):
         launcher.start(replace(JOB, **change))
     assert cluster.requests == []
+
+
+def test_mpi_between_pods_is_refused_with_the_request(launcher: KubernetesLauncher) -> None:
+    run = RunIn(name="a", num_workers=2, task="1a", backend="mpi")
+    with pytest.raises(ValueError, match="backend: must be gloo or nccl for 2 workers on Kubernetes, not mpi"):
+        check_options(run, launcher)
+    check_options(run.model_copy(update={"num_workers": 1}), launcher)
 
 
 def test_what_a_run_misses_is_in_its_log(launcher: KubernetesLauncher, cluster: FakeKubernetes) -> None:
@@ -630,8 +665,10 @@ def test_a_shared_claim_gives_workers_only_the_folders_of_their_run(
     cluster: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLBENCH_KUBERNETES_SHARED_CLAIM", "master-data")
-    with pytest.raises(ConfigurationError, match="SHARED_MOUNT must be a folder above"):
-        KubernetesLauncher(tmp_path / "runs")
+    for wrong in ("", str(tmp_path / "other")):
+        monkeypatch.setenv("MLBENCH_KUBERNETES_SHARED_MOUNT", wrong)
+        with pytest.raises(ConfigurationError, match="SHARED_MOUNT must be a folder above"):
+            KubernetesLauncher(tmp_path / "runs")
     monkeypatch.setenv("MLBENCH_KUBERNETES_SHARED_MOUNT", str(tmp_path))
     with contextlib.closing(KubernetesLauncher(tmp_path / "master" / "runs", interval_s=0.1)) as launcher:
         launcher.start(JOB)

@@ -56,7 +56,7 @@ TEMPLATE = {
                 "env": [{"name": "OMP_NUM_THREADS", "value": "9"}, {"name": "NCCL_DEBUG", "value": "INFO"}],
                 "volumeMounts": [{"name": "nfs", "mountPath": "/nfs"}],
                 "resources": {"limits": {"memory": "1Gi"}, "requests": {"memory": "1Gi"}},
-                "securityContext": {"privileged": True},
+                "securityContext": {"privileged": True, "capabilities": {"add": ["SYS_ADMIN"], "drop": ["ALL"]}},
             }
         ],
     },
