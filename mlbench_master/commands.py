@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task
 from mlbench_master.launchers.containers import image_problem
+from mlbench_master.launchers.emulated_hosts import check_network
 from mlbench_master.launchers.interface import Launcher
 from mlbench_master.schemas import DEFAULT_BANDWIDTH, RunIn
 
@@ -19,6 +20,7 @@ __all__ = [
     "image_of_record",
     "no_bandwidth_limit",
     "no_gpu",
+    "no_network",
     "resolve_backend",
     "resolve_command",
 ]
@@ -143,7 +145,27 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
             f"note: run_all_nodes is false, so only worker 0 of {run.num_workers} runs the command; it has to start "
             "the others itself, as mpirun does"
         )
+    if run.network:
+        notes += _check_network(run, launcher, all_nodes)
     return all_nodes, notes
+
+
+def no_network(launcher: Launcher) -> str:
+    """Return why a run cannot have an emulated network, and what to do."""
+    return f"the {launcher.name} launcher cannot emulate a network; leave it out, or choose the engine local"
+
+
+def _check_network(run: RunIn, launcher: Launcher, all_nodes: bool) -> list[str]:
+    """Refuse an emulated network that the launcher cannot give, and return notes about it."""
+    given = f"network: must be left out, not {run.network[:80]!r}"
+    if not launcher.emulates_networks:
+        raise ValueError(f"{given}: {no_network(launcher)}")
+    if launcher.uses_image(run.engine_options):
+        raise ValueError(f"{given}: containers have a network of their own; leave out the network or the container")
+    try:
+        return check_network(run.network, run.num_workers, run.backend.lower(), all_nodes=all_nodes)
+    except ValueError as error:
+        raise ValueError(f"network: {error}") from None
 
 
 def no_bandwidth_limit(launcher: Launcher) -> str:

@@ -92,14 +92,14 @@ REQUESTS: dict[tuple[str, str], dict[str, Any]] = {
             "arguments": "--epochs 3",
             "light_target": True,
         },
-        "A custom image, as in version 3.0": {
-            "name": "my-image",
+        # With custom_image_name, this needs a launcher with containers.
+        "A command of your own, in the fields of version 3.0": {
+            "name": "my-command",
             "num_workers": 2,
             "num_cpus": 0.5,
             "max_bandwidth": 1000,
             "image_name": "custom_image",
-            "custom_image_name": "my/image:latest",
-            "custom_image_command": "/app/main.py --run_id {run_id} --rank {rank} --hosts {hosts}",
+            "custom_image_command": "python /app/main.py --run_id {run_id} --rank {rank} --hosts {hosts}",
             "backend": "custom_backend",
             "custom_backend": "my-backend",
             "run_all_nodes": False,

@@ -70,6 +70,7 @@ def make_job(run: Run, launcher: Launcher, worker_env: Mapping[str, str], gpus: 
         env={**worker_env, "MLBENCH_RUN_ID": str(run.id), "MLBENCH_RUN_NAME": run.name},
         notes=tuple(notes),
         options=tuple(facts.get("engine_options", ())),
+        network=str(facts.get("network", "")),
     )
 
 
@@ -79,4 +80,6 @@ def _first_metadata(wanted: RunIn, notes: list[str]) -> dict[str, Any]:
         known["exclusive"] = True
     if wanted.engine_options:
         known["engine_options"] = wanted.engine_options
+    if wanted.network:
+        known["network"] = wanted.network
     return known

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from mlbench_core.network.named import get_network
 from mlbench_core.tasks import is_run_name
 from mlbench_master.dates import Date
 from mlbench_master.launchers.interface import LogFilter
@@ -146,6 +147,14 @@ class _Body(BaseModel):
         return {k: v for k, v in data.items() if v is not None and (v != "" or k in _MAY_BE_EMPTY)}
 
 
+def _network(text: str) -> str:
+    """Return the text of a network that is given by its name or its text."""
+    # A file of the master's machine is none of a client's business.
+    if text.strip().endswith(".toml"):
+        raise ValueError(f"must be a name or a text such as '100mbit,20ms', not the file {text[:80]!r}")
+    return str(get_network(text)) if text.strip() else ""
+
+
 class MetricIn(_Body):
     """One value of one metric of a run or of a pod.
 
@@ -202,6 +211,8 @@ class RunIn(_Body):
         light_target: True for the light goal of the task: the command gets ``--light``.
         exclusive: True to run it alone: it starts when no other run is running, and no other run starts until it ends.
         engine_options: Options of the engine's own command, for example of ``sbatch``; refused if it has none.
+        network: Name or text of an emulated network in which each worker has a host of its own, for example
+            ``"wan-continent"`` or ``"100mbit,20ms"``; refused if the launcher cannot emulate it.
     """
 
     model_config = ConfigDict(
@@ -233,6 +244,7 @@ class RunIn(_Body):
         BeforeValidator(_split, list[str] | str),
         Field(max_length=64),
     ] = []
+    network: Annotated[Line, AfterValidator(_network), Field(max_length=2000)] = ""
 
 
 class RunImport(_Body):

@@ -16,10 +16,12 @@ from click.shell_completion import CompletionItem
 from mlbench_core.cli import _direct, _embedded, _follow, _wait
 from mlbench_core.cli._client import MasterClient, RunSource
 from mlbench_core.cli._engines import EngineType
+from mlbench_core.cli._networks import NetworkType
 from mlbench_core.cli._output import clean, dashboard_option, json_option, print_json, print_table, remark
 from mlbench_core.client import settings
 from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend, parse_workers
 from mlbench_core.errors import MasterRequestError, MLBenchError
+from mlbench_core.network.description import Network
 from mlbench_core.tasks import BACKENDS, TASKS, Task, get_task, is_run_name, option_value
 from mlbench_master.launchers.containers import PROGRAMS
 
@@ -93,6 +95,7 @@ class _Options:
     no_master: bool
     data_dir: Path | None
     container: str | None
+    network: Network | None
     replace: bool
     wait: bool
     output: Path | None
@@ -180,6 +183,8 @@ class _Options:
             request["exclusive"] = True
         if self.num_cpus is not None:
             request["num_cpus"] = self.num_cpus
+        if self.network is not None:
+            request["network"] = str(self.network)
         options = ["--container", self.container] if self.container else []
         options += _split(self.engine_options or "", "--engine-options")
         if options:
@@ -243,6 +248,12 @@ class _Options:
     "--container",
     type=click.Choice(PROGRAMS),
     help="With the local engine: run each worker in a container of the image, or of the task's own image.",
+)
+@click.option(
+    "--network",
+    type=NetworkType(),
+    metavar="NETWORK",
+    help="With the local engine: give each worker an emulated host in this network; see 'mlbench network list'.",
 )
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
 @click.option("--wait", is_flag=True, help="Watch the runs; at their end show the results and draw the charts.")

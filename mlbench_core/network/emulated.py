@@ -1,103 +1,90 @@
-"""Emulate several hosts on one machine: network namespaces behind a bridge, with links of a chosen bandwidth.
+"""Emulate several hosts on one machine: network namespaces behind a switch, with links of chosen properties.
 
 Slow links show how much time a compressed optimizer saves. A link that is cut shows how a run reacts to a broken cable.
-Both need Linux, root, and the programs ``ip`` and ``tc`` (package iproute2). Only the namespaces created here are
-changed.
+Emulation needs Linux and the programs ``ip`` and ``tc`` (package iproute2). It also needs root, or a kernel that lets
+users create user namespaces. Only the namespaces created here are changed.
 
 The devices of a network with two hosts::
 
-    namespace mlbench-PID-START-N-h0      namespace ...-switch      namespace ...-h1
-    eth0 10.77.0.1 <------ veth pair ----> p0   br0   p1 <---- veth pair ----> eth0 10.77.0.2
-    token bucket                          token buckets                       token bucket
+    namespace mlbench-PID-START-N-h0      namespace ...-switch           namespace ...-h1
+    eth0 10.77.0.1 <------ veth pair ----> p0  junction  p1 <---- veth pair ----> eth0 10.77.0.2
+    token bucket                          token buckets                            token bucket
+
+In a network of racks, every rack has a junction. A veth pair connects it to the junction of the core::
+
+    p0, p1 -- junction of rack 0 -- u0 <-- veth pair --> c0 -- core -- c1 <-- veth pair --> u1 -- junction of rack 1
+                                 token bucket      token bucket     token bucket      token bucket
+
+A junction without delay and loss is a bridge of the kernel. Another one is a part of the process ``switch.py``, which
+holds the frames. It does not use the kernel's ``netem``, which many kernels lack, so that a network is the same on all
+machines.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import re
-import shutil
-import signal
 import subprocess
+import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.network.description import MAX_HOSTS, Link, Network, bits_per_second
+from mlbench_core.network.disturbances import Disturbances
+from mlbench_core.network.namespaces import Namespaces, start_time
+from mlbench_core.network.parsing import parse_network
 
 __all__ = ["EmulatedNetwork", "bits_per_second"]
 
 PREFIX = "mlbench"
 INTERFACE = "eth0"
+SWITCH = "switch.py"
 SUBNET = "10.77.0"
-MAX_HOSTS = 250
 # By default, the token bucket holds the data that a link sends in this time.
 BURST_S = 0.005
 # A bucket that is smaller than a packet would let no packet through.
 SMALLEST_BURST_BYTES = 4096
-UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+# A connection over a long link has a window of bandwidth times round trip, for which Linux's defaults are too small.
+WINDOW_BYTES = 256 * 2**20
 
 _numbers = itertools.count()
 
 
-def bits_per_second(bandwidth: str | float) -> int:
-    """Convert a bandwidth to bits per second.
-
-    Args:
-        bandwidth: Bits per second as a number, or a number with the unit ``bit``, ``kbit``, ``mbit`` or ``gbit``
-            (powers of 1000, as in ``tc``).
-
-    Returns:
-        Bits per second.
-
-    Raises:
-        ValueError: ``bandwidth`` has another form, or is not from 8 kbit/s (less than one packet per second) to 1000
-            Gbit/s.
-
-    Example:
-        >>> bits_per_second("100mbit")
-        100000000
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?bit)\s*", str(bandwidth).lower())
-    if match:
-        rate = float(match[1]) * UNITS[match[2]]
-    elif isinstance(bandwidth, (int, float)) and not isinstance(bandwidth, bool):
-        rate = float(bandwidth)
-    else:
-        raise ValueError(f"bandwidth must be like '100mbit' or a number of bits per second, not {bandwidth!r}")
-    if not 8_000 <= rate <= 1e12:
-        raise ValueError(f"bandwidth must be from 8 kbit/s to 1000 Gbit/s, not {bandwidth!r}")
-    return int(rate)
-
-
 class EmulatedNetwork:
-    """Hosts on this machine, each connected to one switch by a link of limited bandwidth.
+    """Hosts on this machine, each connected to a switch by a link of limited bandwidth.
 
-    Every host is a network namespace with one interface, ``eth0``. The switch is a bridge in another namespace. Each
-    link is limited in both directions by a token bucket filter. A transfer of :math:`b` bits over a link of rate
-    :math:`r` takes 6 to 7 percent longer than :math:`b / r`; the headers of the packets cause 5 percent. All hosts
-    share the memory, disks and processors of this machine.
+    Every host is a network namespace with one interface, ``eth0``. The switches are in another namespace. Each link is
+    limited in both directions by a token bucket filter. A transfer of :math:`b` bits over a link of rate :math:`r`
+    takes 6 to 7 percent longer than :math:`b / r`; the headers of the packets cause 5 percent. All hosts share the
+    memory, disks and processors of this machine.
 
     The namespaces exist inside the ``with`` block. Leaving it, also by an exception, ends the processes that still run
-    in them and removes them. A process that is killed inside the block leaves its namespaces behind; :meth:`cleanup`
-    removes them.
+    in them and removes them. If root's process is killed inside the block, its namespaces are left behind;
+    :meth:`cleanup` removes them. The namespaces of other users end with their process.
 
     Args:
         hosts: Number of hosts, from 1 to 250.
-        bandwidth: Bandwidth of every link in each direction; see :func:`bits_per_second`.
+        bandwidth: Bandwidth of every link in each direction; see
+            :func:`~mlbench_core.network.description.bits_per_second`.
         burst: Size of the token bucket in bytes: the amount of data that an idle link sends without delay. By default,
             the amount that the link sends in 5 ms.
         queue_ms: Longest time that a packet may wait in the queue of a link, in milliseconds. The link drops packets
-            that would wait longer.
+            that would wait longer. In a network with a longer round trip, it is the round trip.
+        network: Description of the network, in place of ``bandwidth``: delay, jitter, loss, racks, slow hosts, cuts.
 
     Raises:
         ValueError: An argument is out of range.
         ConfigurationError: On entering, this machine cannot emulate a network (see :meth:`why_not`).
 
     Example:
-        >>> network = EmulatedNetwork(hosts=2, bandwidth="100mbit")
+        >>> network = EmulatedNetwork(hosts=2, network="100mbit,20ms")
         >>> network.address(1)
         '10.77.0.2'
         >>> network.environment(1)["GLOO_SOCKET_IFNAME"]
@@ -108,7 +95,13 @@ class EmulatedNetwork:
     """
 
     def __init__(
-        self, hosts: int = 2, bandwidth: str | float = "100mbit", *, burst: int | None = None, queue_ms: float = 50
+        self,
+        hosts: int = 2,
+        bandwidth: str | float = "100mbit",
+        *,
+        burst: int | None = None,
+        queue_ms: float = 50,
+        network: Network | str | None = None,
     ) -> None:
         if isinstance(hosts, bool) or not isinstance(hosts, int):
             raise TypeError(f"hosts must be an integer, not {hosts!r}")
@@ -118,14 +111,23 @@ class EmulatedNetwork:
             raise ValueError(f"burst must be at least {SMALLEST_BURST_BYTES} bytes, or None, not {burst!r}")
         if not queue_ms > 0:
             raise ValueError(f"queue_ms must be positive, not {queue_ms!r}")
+        if network is None:
+            network = Network(Link(bits_per_second(bandwidth)))
+        self.network = parse_network(network) if isinstance(network, str) else network
+        self.network.check_hosts(hosts)
         self.hosts = hosts
-        self._rates = [bits_per_second(bandwidth)] * hosts
+        own = {host: settings.bandwidth for host, settings in self.network.hosts.items()}
+        self._rates = [own.get(host) or self.network.link.bandwidth for host in range(hosts)]
         self._burst = burst
-        self._queue_ms = queue_ms
+        longest_s = max(link.round_trip_s for link in (self.network.link, self.network.between) if link)
+        self._queue_ms = max(queue_ms, longest_s * 1e3)
         # The name holds the id and start time of this process, so that cleanup() can check if the process has ended.
-        self._name = f"{PREFIX}-{os.getpid()}-{_start_time(os.getpid())}-{next(_numbers)}"
+        self._name = f"{PREFIX}-{os.getpid()}-{start_time(os.getpid())}-{next(_numbers)}"
         self._switch = f"{self._name}-switch"
-        self._processes: list[subprocess.Popen[Any]] = []
+        self._namespaces = Namespaces()
+        self._processes: dict[int, list[subprocess.Popen[Any]]] = defaultdict(list)
+        self._switch_process: subprocess.Popen[bytes] | None = None
+        self._disturbances: Disturbances | None = None
         self._is_up = False
 
     @staticmethod
@@ -134,13 +136,6 @@ class EmulatedNetwork:
 
         The answer comes from a trial: two namespaces, a pair of interfaces and a filter are created and removed.
         """
-        if os.name != "posix" or not hasattr(os, "geteuid"):
-            return "network namespaces need Linux"
-        if os.geteuid() != 0:
-            return "network namespaces need root"
-        missing = [program for program in ("ip", "tc") if _find(program) is None]
-        if missing:
-            return f"{' and '.join(missing)} not found: install the package iproute2"
         trial = EmulatedNetwork(hosts=1)
         try:
             trial._set_up()
@@ -154,26 +149,30 @@ class EmulatedNetwork:
     def cleanup() -> list[str]:
         """Remove the networks of processes that have ended, and end the processes that still run in them.
 
-        Networks of living processes stay, even those of other users.
+        Networks of living processes stay, even those of other users. Networks that users other than root created end
+        with their processes.
 
         Returns:
             The names of the namespaces removed.
         """
+        namespaces = Namespaces()
         removed = []
-        for name in _namespaces():
+        for name in namespaces.names():
             match = re.fullmatch(rf"{PREFIX}-(\d+)-(\d+)-\d+-\w+", name)
-            if match and _start_time(int(match[1])) != int(match[2]):
-                _remove(name)
+            if match and start_time(int(match[1])) != int(match[2]):
+                namespaces.remove(name)
                 removed.append(name)
         return removed
 
     def __enter__(self) -> EmulatedNetwork:
-        """Create the hosts, the switch and the links."""
+        """Create the hosts, the switches and the links."""
         reason = self.why_not()
         if reason is not None:
             raise ConfigurationError(f"cannot emulate a network here: {reason}")
         try:
             self._set_up()
+            self._disturbances = Disturbances(self.network.hosts, self.cut, self.restore, self._processes.__getitem__)
+            self._disturbances.start()
         except BaseException:
             # Also after Ctrl-C: an unfinished network must not stay.
             self.close()
@@ -188,21 +187,31 @@ class EmulatedNetwork:
 
     def close(self) -> None:
         """End the processes on the hosts and remove everything; a second call does nothing."""
+        # First, because a stopped process would not react to SIGTERM.
+        if self._disturbances is not None:
+            self._disturbances.stop()
+            self._disturbances = None
         self._is_up = False
-        for process in self._processes:
+        processes = [process for each in self._processes.values() for process in each]
+        for process in processes:
             if process.poll() is None:
                 process.terminate()
         # A process that ignores SIGTERM is killed below, together with all others in its namespace.
-        for process in self._processes:
+        for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(2)
-        own_names = {self._switch, *(self.namespace(host) for host in range(self.hosts))}
-        for name in own_names.intersection(_namespaces()):
-            _remove(name)
+        if self._namespaces.is_open:
+            own_names = {self._switch, *(self.namespace(host) for host in range(self.hosts))}
+            for name in own_names.intersection(self._namespaces.names()):
+                self._namespaces.remove(name)
+            self._namespaces.close()
         # Every child was ended or killed; waiting for it removes its zombie.
-        for process in self._processes:
+        for process in processes:
             process.wait()
         self._processes.clear()
+        if self._switch_process is not None:
+            self._switch_process.communicate()
+            self._switch_process = None
 
     def namespace(self, host: int) -> str:
         """Return the name of a host's namespace, as ``ip netns`` lists it."""
@@ -221,8 +230,8 @@ class EmulatedNetwork:
                 outside the network.
 
         Returns:
-            The variables that torch, Gloo and NCCL read: the master's address and port, rank, world size, and the
-            interface.
+            The variables that torch, Gloo and NCCL read: the master's address and port, rank, world size, local rank
+            and local world size, and the interface.
         """
         return {
             "MASTER_ADDR": self.address(0),
@@ -230,6 +239,7 @@ class EmulatedNetwork:
             "RANK": str(self._check(host)),
             "WORLD_SIZE": str(self.hosts),
             "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
         }
@@ -260,10 +270,11 @@ class EmulatedNetwork:
             ValueError: The host does not exist.
             ConfigurationError: The call is not inside the ``with`` block of the network.
         """
-        command = [_program("ip"), "netns", "exec", self._up(host), *argv]
+        folder = options.get("cwd")
+        command = self._namespaces.command(self._up(host), argv, folder and Path(folder))
         variables = {**os.environ, **(self.environment(host) if as_worker else {}), **(env or {})}
         process = subprocess.Popen(command, env=variables, **options)
-        self._processes.append(process)
+        self._processes[host].append(process)
         return process
 
     def cut(self, host: int) -> None:
@@ -271,12 +282,12 @@ class EmulatedNetwork:
         self._up(host)
         # Only the switch's end goes down. Packets are lost in both directions, but the host keeps its address, so its
         # programs see a silent network and no error.
-        _run("ip", "-n", self._switch, "link", "set", f"p{host}", "down")
+        self._ip(self._switch, "link", "set", f"p{host}", "down")
 
     def restore(self, host: int) -> None:
         """Restore the link of a host."""
         self._up(host)
-        _run("ip", "-n", self._switch, "link", "set", f"p{host}", "up")
+        self._ip(self._switch, "link", "set", f"p{host}", "up")
 
     def set_bandwidth(self, bandwidth: str | float, host: int | None = None) -> None:
         """Change the bandwidth of one host's link, or of all, while they are in use.
@@ -304,85 +315,92 @@ class EmulatedNetwork:
         return name
 
     def _set_up(self) -> None:
-        # The bridge has its own namespace, so that nothing else changes and one command removes it with its ports.
-        _run("ip", "netns", "add", self._switch)
-        _run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
-        _run("ip", "-n", self._switch, "link", "set", "br0", "up")
-        for host in range(self.hosts):
-            self._add_host(host)
-            self._shape(host)
+        self._namespaces.open()
+        # The switches have their own namespace, so that nothing else changes and one command removes them with their
+        # ports.
+        self._namespaces.run("ip", "netns", "add", self._switch)
+        junctions: list[dict[str, Any]] = []
+        across = self.network.between
+        for rack in range(self.network.racks):
+            hosts = [host for host in range(self.hosts) if self.network.rack_of(host) == rack]
+            for host in hosts:
+                self._add_host(host)
+                self._shape(host)
+            uplink = "" if across is None else f"u{rack}"
+            if across is not None:
+                self._pair((self._switch, uplink), (self._switch, f"c{rack}"), across.bandwidth)
+            junctions += self._connect(f"rack{rack}", [f"p{host}" for host in hosts], uplink, self.network.link)
+        if across is not None:
+            junctions += self._connect("core", [f"c{rack}" for rack in range(self.network.racks)], "", across)
+        if junctions:
+            self._start_switch(junctions)
         self._is_up = True
 
     def _add_host(self, host: int) -> None:
-        name, port = self.namespace(host), f"p{host}"
-        _run("ip", "netns", "add", name)
-        # A veth pair is a cable: one end is the host's eth0, the other one a port of the switch. Both ends are created
-        # inside their namespaces, so their names cannot collide with interfaces of this machine.
-        pair = ("type", "veth", "peer", "name", port, "netns", self._switch)
-        _run("ip", "link", "add", INTERFACE, "netns", name, *pair)
-        _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
+        name = self.namespace(host)
+        self._namespaces.run("ip", "netns", "add", name)
+        self._pair((name, INTERFACE), (self._switch, f"p{host}"), None)
         # Programs on a host also connect to 127.0.0.1, and a new namespace's loopback interface is down.
-        _run("ip", "-n", name, "link", "set", "lo", "up")
+        self._ip(name, "link", "set", "lo", "up")
         # All hosts are in one /24 network, so they reach one another through eth0 without further routes.
-        _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
-        _run("ip", "-n", name, "link", "set", INTERFACE, "up")
+        self._ip(name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
+        ways = [link for link in (self.network.link, self.network.between) if link is not None]
+        if any(link.loss for link in ways):
+            # The switch loses whole frames, so a frame must not be larger than a packet.
+            self._ip(name, "link", "set", INTERFACE, "gso_max_segs", "1")
+        if any(link.round_trip_s for link in ways):
+            limits = f"echo 4096 131072 {WINDOW_BYTES} >tcp_rmem; echo 4096 16384 {WINDOW_BYTES} >tcp_wmem"
+            self._namespaces.run("ip", "netns", "exec", name, "sh", "-ec", f"cd /proc/sys/net/ipv4; {limits}")
+
+    def _pair(self, first: tuple[str, str], second: tuple[str, str], rate: int | None) -> None:
+        """Create a cable, a veth pair, from a device in a namespace to another one, with a bandwidth."""
+        # Both ends are created inside their namespaces, so their names cannot collide with interfaces of this machine.
+        pair = ("type", "veth", "peer", "name", second[1], "netns", second[0])
+        self._namespaces.run("ip", "link", "add", first[1], "netns", first[0], *pair)
+        for namespace, device in (first, second):
+            self._ip(namespace, "link", "set", device, "up")
+            self._limit(namespace, device, rate)
+
+    def _connect(self, name: str, ports: list[str], uplink: str, link: Link) -> list[dict[str, Any]]:
+        """Connect ports by a bridge; if the link has delay or loss, return the configuration of ``switch.py``."""
+        if link.round_trip_s or link.loss:
+            one_way = {"delay_s": link.round_trip_s / 2, "jitter_s": link.jitter_s / 2, "loss": link.loss}
+            return [{"ports": ports, "uplink": uplink, **one_way}]
+        self._ip(self._switch, "link", "add", name, "type", "bridge")
+        self._ip(self._switch, "link", "set", name, "up")
+        for port in (*ports, *([uplink] if uplink else [])):
+            self._ip(self._switch, "link", "set", port, "master", name)
+        return []
+
+    def _start_switch(self, junctions: list[dict[str, Any]]) -> None:
+        script = Path(__file__).with_name(SWITCH)
+        # Isolated (-I), so that it starts quickly and the user's Python settings do not change it.
+        argv = [sys.executable, "-I", "-S", str(script), json.dumps(junctions)]
+        self._switch_process = subprocess.Popen(
+            self._namespaces.command(self._switch, argv),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._switch_process.stdout is not None
+        if self._switch_process.stdout.readline() != b"ready\n":
+            _, problem = self._switch_process.communicate()
+            last = problem.decode(errors="replace").strip().rpartition("\n")[2]
+            raise ConfigurationError(f"the switch that delays frames cannot start: {last}")
 
     def _shape(self, host: int) -> None:
         """Limit a link at both ends, because a filter acts only on the packets that an interface sends."""
-        rate = self._rates[host]
+        for namespace, device in ((self.namespace(host), INTERFACE), (self._switch, f"p{host}")):
+            self._limit(namespace, device, self._rates[host])
+
+    def _limit(self, namespace: str, device: str, rate: int | None) -> None:
+        if rate is None:
+            return
         burst = self._burst or max(SMALLEST_BURST_BYTES, int(rate / 8 * BURST_S))
         # "replace" works for a link without a filter and for one in use, whose bandwidth changes.
         bucket = ("tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "latency", f"{self._queue_ms}ms")
-        for namespace, device in ((self.namespace(host), INTERFACE), (self._switch, f"p{host}")):
-            _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
+        self._namespaces.run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
 
-
-def _find(program: str) -> str | None:
-    """Return the path of ``ip`` or ``tc``, or None."""
-    # The folders of system administration programs are not in every user's PATH.
-    return shutil.which(program, path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
-
-
-def _program(name: str) -> str:
-    path = _find(name)
-    if path is None:
-        raise ConfigurationError(f"{name} not found: install the package iproute2")
-    return path
-
-
-def _run(program: str, *arguments: str) -> str:
-    """Run ``ip`` or ``tc`` and return its output."""
-    done = subprocess.run([_program(program), *arguments], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise ConfigurationError(f"'{program} {' '.join(arguments)}' failed: {done.stderr.strip()}")
-    return done.stdout
-
-
-def _namespaces() -> list[str]:
-    """Return the names of all network namespaces."""
-    # cleanup() may be called on any machine; without ip it has no networks.
-    if _find("ip") is None:
-        return []
-    return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.strip()]
-
-
-def _remove(namespace: str) -> None:
-    """Kill the processes in a namespace and remove it."""
-    # "ip netns del" removes only the name. The namespace and its devices exist as long as a process is in it.
-    for pid in _run("ip", "netns", "pids", namespace).split():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
-    _run("ip", "netns", "del", namespace)
-
-
-def _start_time(pid: int) -> int:
-    """Return the start time of a process, in the kernel's ticks since boot; 0 if it does not exist.
-
-    Process ids are reused, but id and start time together identify a process.
-    """
-    try:
-        # The start time is field 22 of proc(5). It is counted from the last parenthesis, because field 2, the name of
-        # the command in parentheses, may contain spaces and parentheses.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return 0
+    def _ip(self, namespace: str, *arguments: str) -> None:
+        self._namespaces.run("ip", "-n", namespace, *arguments)

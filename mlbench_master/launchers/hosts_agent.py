@@ -180,13 +180,19 @@ class _Run:
             booted = _NEVER
         if booted == _NEVER:
             return {"state": "missing"}
-        age = time.time() - self._launched.stat().st_mtime
-        if not (self.folder / "supervisor.json").exists() and 0 <= age < _STARTING_S:
+        has_begun = (self.folder / "supervisor.json").exists()
+        if not has_begun and 0 <= time.time() - self._launched.stat().st_mtime < _STARTING_S:
             return {"state": "running"}
         # A supervisor that was killed leaves its workers behind.
         end_marked(self.folder, 3.0)
         if booted != boot_id():
             return {"state": "lost", "reason": "it was restarted while the run continued"}
+        if not has_begun:
+            said = b""
+            with contextlib.suppress(OSError):
+                said = read_state(self.folder / "supervisor.log").strip()
+            why = said.splitlines()[-1].decode(errors="replace") if said else "it gave no reason"
+            return {"state": "lost", "reason": f"the supervisor of the workers did not start: {why}"}
         return {"state": "lost", "reason": "the supervisor of the workers was killed"}
 
     def _content(self) -> dict[str, Any]:
@@ -221,6 +227,7 @@ class _Run:
             "num_workers": job["num_workers"],
             "gpus": by_rank if gpus else [],
             "load_interval_s": job["load_interval_s"],
+            "container": "",
         }
 
     def _gpus(self) -> list[str]:

@@ -50,6 +50,7 @@ class Job:
         env: Environment variables of the workers, in addition to those of the master.
         notes: Lines for the beginning of the run's log.
         options: Options of the engine's own command, for launchers that have one.
+        network: Text of the emulated network in which each worker has a host of its own; empty for none.
     """
 
     run_id: int
@@ -65,6 +66,7 @@ class Job:
     env: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    network: str = ""
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ class Launcher(ABC):
         name: Short name for messages.
         place: The place of the state of its jobs, as text; another launcher of this place sees them.
         limits_bandwidth: True if it can limit the bandwidth of a worker.
+        emulates_networks: True if it can give each worker an emulated host.
         starts_containers: True if workers always run in a container of the run's image.
         container_advice: How a user gets containers, if they do not always run in them.
         options_example: Options of the engine, as an example for people.
@@ -195,6 +198,7 @@ class Launcher(ABC):
     name: str
     place = ""
     limits_bandwidth = False
+    emulates_networks = False
     starts_containers = False
     container_advice = "choose an engine that starts containers"
     options_example = ""

@@ -116,6 +116,14 @@ class KubernetesLauncher(FolderLauncher):
         """Refuse options that a run on Kubernetes does not have; see :meth:`Launcher.check_options`."""
         parse_options(options)
 
+    def check_workers(self, num_workers: int, backend: str, options: Sequence[str]) -> None:
+        """Refuse MPI between pods; see :meth:`Launcher.check_workers`."""
+        if backend == "mpi" and num_workers > 1:
+            raise ValueError(
+                f"backend: must be gloo or nccl for {num_workers} workers on Kubernetes, not mpi: mpirun cannot start "
+                "a program in another pod"
+            )
+
     def start(self, job: Job) -> str:
         """Create the objects of a run; see :meth:`Launcher.start`."""
         job_id = f"{self.name}-{job.run_id}"
@@ -171,7 +179,7 @@ class KubernetesLauncher(FolderLauncher):
             known.folder.mkdir(parents=True, exist_ok=True)
         if view.job is None:
             return self._record(known, self._missing(known, view))
-        end = end_of(view.job)
+        end = end_of(view.job, view.pods)
         if end is not None:
             return self._look_at_end(known, view, end)
         problem = self._queue.problem

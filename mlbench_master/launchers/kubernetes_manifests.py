@@ -68,13 +68,8 @@ def check_job(job: Job, options: KubernetesOptions, setting: Setting) -> None:
     """Refuse a run that cannot work in pods.
 
     Raises:
-        ConfigurationError: The backend, the image or a volume is not possible; the message has a remedy.
+        ConfigurationError: The number of workers, the image or a volume is not possible; the message has a remedy.
     """
-    if job.backend == "mpi" and job.num_workers > 1:
-        raise ConfigurationError(
-            f"num_workers must be 1 with backend mpi on Kubernetes, not {job.num_workers}: mpirun cannot start a "
-            "program in another pod; use gloo or nccl"
-        )
     if not job.all_nodes and job.num_workers > 1:
         raise ConfigurationError(
             f"num_workers must be 1 without run_all_nodes on Kubernetes, not {job.num_workers}: a worker cannot start "
@@ -107,6 +102,9 @@ def job_manifest(
     pod = merge(_default_pod(), setting.template)
     pod = merge(pod, _pod_of_run(job, options, setting, folder))
     pod = merge(pod, _RESTRICTED)
+    worker = next(container for container in pod["spec"]["containers"] if container["name"] == CONTAINER)
+    # A merged list would keep the capabilities that the template adds.
+    worker["securityContext"]["capabilities"] = {"drop": ["ALL"]}
     pod["metadata"]["labels"].update(labels)
     spec: dict[str, Any] = {
         "completionMode": "Indexed",
@@ -225,6 +223,9 @@ def _default_pod() -> dict[str, Any]:
         "metadata": {"labels": {}},
         "spec": {
             "terminationGracePeriodSeconds": _GRACE_S,
+            # The first process of a PID namespace ignores SIGTERM unless it handles it, so each stop would last for the
+            # whole grace period. With a shared namespace, the worker is not the first one.
+            "shareProcessNamespace": True,
             "containers": [{"name": CONTAINER, "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}]}],
             # PyTorch's data loaders need more than the 64 MiB of a container.
             "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _SHM_SIZE}}],
@@ -253,7 +254,6 @@ _RESTRICTED: dict[str, Any] = {
                 "name": CONTAINER,
                 "securityContext": {
                     "allowPrivilegeEscalation": False,
-                    "capabilities": {"drop": ["ALL"]},
                     "privileged": False,
                 },
             }

@@ -20,6 +20,7 @@ Each run has a supervisor process, which outlives the master. The files in the r
     container        the program that runs containers, if the workers run in them; see the module ``containers``
     status.json      written by the supervisor at the end; without it and without a supervisor, the run is lost
     spool/           metrics that the workers could not deliver; the master stores them at the end of the run
+    network          exists if each worker has an emulated host
     work/            the folder in which the workers run
     output/          the results of the workers, for example output/task1a/7/result.json
 """
@@ -44,7 +45,9 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.network.emulated import EmulatedNetwork
 from mlbench_core.paths import user_folder
+from mlbench_master.launchers import emulated_hosts
 from mlbench_master.launchers.command_line import fill, python_environment, split_command, split_container_command
 from mlbench_master.launchers.containers import Containers, check_program, read_options, remove_containers
 from mlbench_master.launchers.folders import FolderLauncher
@@ -92,6 +95,7 @@ class LocalLauncher(FolderLauncher):
     """
 
     name = "local"
+    emulates_networks = True
     options_example = "--container podman"
     container_advice = "add --container docker, podman or apptainer to 'mlbench run' or to the engine's options"
 
@@ -151,6 +155,8 @@ class LocalLauncher(FolderLauncher):
             (folder / "work").mkdir(parents=True)
             if containers is not None:
                 (folder / "container").write_text(containers.program)
+            if job.network:
+                (folder / emulated_hosts.FILE).write_text(job.network)
             self.results(job_id).mkdir()
             held = hold_port()
             commands, env = self._commands(job, folder, held.getsockname()[1], containers)
@@ -163,6 +169,7 @@ class LocalLauncher(FolderLauncher):
                 "gpus": job.gpus,
                 "load_interval_s": sample_s,
                 "container": containers.program if containers else "",
+                "network": job.network,
             }
             (folder / "job.json").touch(mode=0o600)  # only for its owner: it may hold a token
             (folder / "job.json").write_text(json.dumps(content))
@@ -258,6 +265,8 @@ class LocalLauncher(FolderLauncher):
     def _end_marked(self, folder: Path) -> None:
         """End processes and containers that a killed supervisor left behind."""
         end_marked(folder, self._grace_s)
+        if (folder / emulated_hosts.FILE).exists():
+            EmulatedNetwork.cleanup()
         with contextlib.suppress(OSError):
             program = read_state(folder / "container").decode(errors="replace")
             problem = remove_containers(program, folder)
@@ -295,7 +304,7 @@ def worker_commands(job: Job, port: int = 29500, in_container: bool = False) -> 
     Raises:
         ConfigurationError: The backend is ``mpi``, and ``mpirun`` is not installed.
     """
-    hosts = ",".join(["127.0.0.1"] * job.num_workers)
+    hosts = ",".join(emulated_hosts.host_addresses(job))
     words = split_container_command(job) if in_container else split_command(job)
     argv = [fill(word, {"{hosts}": hosts}) for word in words]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -312,6 +321,7 @@ def worker_commands(job: Job, port: int = 29500, in_container: bool = False) -> 
         env = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         if job.gpus:
             env.update(CUDA_VISIBLE_DEVICES=job.gpus[rank], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        emulated_hosts.place_worker(job, port, env, rank)
         commands.append({"argv": _ranked(argv, rank), "env": env, "rank": rank})
     return commands
 

@@ -30,7 +30,7 @@ import threading
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
@@ -39,6 +39,9 @@ from mlbench_master.launchers.error_search import CONTAINER_STATUSES, PYTHON_STA
 from mlbench_master.launchers.load_sampler import LoadSampler
 from mlbench_master.launchers.logs import LogWriter, readable
 from mlbench_master.processes import end_processes, start_mark
+
+if TYPE_CHECKING:
+    from mlbench_core.network.emulated import EmulatedNetwork
 
 __all__ = ["describe_exit", "write_json"]
 
@@ -89,6 +92,13 @@ def describe_exit(rank: int | None, returncode: int) -> str:
     return f"{who} died: signal {-returncode} ({name})"
 
 
+def _open_network(text: str, num_workers: int) -> EmulatedNetwork:
+    # Imported here, because most runs have no emulated network.
+    from mlbench_master.launchers.emulated_hosts import open_network
+
+    return open_network(text, num_workers)
+
+
 class _Supervisor:
     """A supervisor, which runs the processes of one job to their end."""
 
@@ -102,6 +112,8 @@ class _Supervisor:
         self._gpus: list[str] = job["gpus"]
         self._load_interval_s = float(job["load_interval_s"])
         self._container: str = job.get("container", "")
+        self._network_text: str = job.get("network", "")
+        self._network: EmulatedNetwork | None = None
         self._roots: dict[int, int | None] = {}  # ranks of the started processes by their ids
         self._all_ended = threading.Event()
         self._log = LogWriter(folder, int(job["log_limit_bytes"]))
@@ -130,6 +142,8 @@ class _Supervisor:
         returncode = 127
         for command in self._commands:
             try:
+                if self._network_text and self._network is None:
+                    self._network = _open_network(self._network_text, self._num_workers)
                 self._start(**command)
             except OSError as error:
                 self._failed_to_start = f"cannot start {command['argv'][0]!r}: {error.strerror or error}"
@@ -140,6 +154,7 @@ class _Supervisor:
             returncode = self._wait()
         finished_at = time.time()
         self._all_ended.set()
+        self._close_network()
         for _ in range(3):  # a process that is ended may start another one first
             end_processes(psutil.Process().children(recursive=True), self._grace_s)
         problem = remove_containers(self._container, self._folder)
@@ -202,16 +217,19 @@ class _Supervisor:
         self._ended.put(None)
 
     def _start(self, argv: list[str], env: dict[str, str], rank: int | None, prefix: str | None = None) -> None:
-        process = subprocess.Popen(
-            argv,
-            cwd=self._folder / "work",
-            env={**os.environ, **self._env, **env},
+        options: dict[str, Any] = {
+            "cwd": self._folder / "work",
+            "env": {**os.environ, **self._env, **env},
             # A worker that asks for input must fail, not wait indefinitely.
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "start_new_session": True,
+        }
+        if self._network is not None and rank is not None:
+            process = self._network.popen(rank, argv, as_worker=False, **options)
+        else:
+            process = subprocess.Popen(argv, **options)
         self._roots[process.pid] = rank
         for stream, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
             assert pipe is not None
@@ -220,6 +238,18 @@ class _Supervisor:
             self._readers.append(reader)
         # One thread per process: polling would not show which of two processes ended first.
         threading.Thread(target=lambda: self._ended.put((rank, process.wait())), daemon=True).start()
+
+    def _close_network(self) -> None:
+        """End the workers on emulated hosts, and remove the hosts."""
+        if self._network is None:
+            return
+        workers: list[psutil.Process] = []
+        for pid in self._roots:
+            with contextlib.suppress(psutil.Error):
+                worker = psutil.Process(pid)
+                workers += [worker, *worker.children(recursive=True)]
+        end_processes(workers, self._grace_s)
+        self._network.close()
 
     def _sample_load(self) -> None:
         """Write the load of the workers again and again; the run does not depend on it."""

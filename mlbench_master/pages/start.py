@@ -19,9 +19,10 @@ from pydantic import ValidationError
 
 from mlbench_core.client.series import RunSeries, check_backend, parse_workers
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.network.named import NETWORKS
 from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task, is_run_name, option_value
 from mlbench_master.bodies import MAX_RUN_BYTES, read_body
-from mlbench_master.commands import CUSTOM_BACKEND, CUSTOM_IMAGE, no_bandwidth_limit, no_gpu
+from mlbench_master.commands import CUSTOM_BACKEND, CUSTOM_IMAGE, no_bandwidth_limit, no_gpu, no_network
 from mlbench_master.goals import split_command, task_of_image
 from mlbench_master.launchers.interface import Launcher
 from mlbench_master.pages.render import page
@@ -49,6 +50,7 @@ LABELS = {
     "run_all_nodes": "Every worker runs the command",
     "gpu_enabled": "A GPU for each worker",
     "max_bandwidth": "Bandwidth",
+    "network": "Network",
     "engine_options": "Options of the engine",
     "light_target": "Light goal",
     "repeats": "Repeats",
@@ -130,6 +132,8 @@ def _form_page(
         launcher=launcher,
         infinity=math.inf,
         no_gpu=no_gpu(launcher) if launcher.gpus == () else "",
+        networks=NETWORKS,
+        no_network="" if launcher.emulates_networks else no_network(launcher),
         no_bandwidth_limit="" if launcher.limits_bandwidth else no_bandwidth_limit(launcher),
     )
     answer.status_code = 400 if errors else 200
@@ -198,7 +202,9 @@ def _name(text: str) -> str:
 
 def _settings(form: Mapping[str, str], task: Task | None, engine_options: list[str]) -> dict[str, Any]:
     """Return the fields of a request that do not say what to run."""
-    settings: dict[str, Any] = {field: form.get(field, "") for field in ("num_cpus", "max_bandwidth", "backend")}
+    settings: dict[str, Any] = {
+        field: form.get(field, "") for field in ("num_cpus", "max_bandwidth", "backend", "network")
+    }
     if settings["backend"] == CUSTOM_BACKEND:
         settings["custom_backend"] = form.get("custom_backend", "")
         # A browser leaves out a box that is not checked. A task always starts all of its workers.
@@ -274,6 +280,7 @@ def _values_of(run: Run) -> dict[str, str]:
         **({"gpu_enabled": "true"} if run.gpu_enabled else {}),
         **({"light_target": "true"} if run.light_target else {}),
         **({"exclusive": "true"} if run.metadata_dict().get("exclusive") else {}),
+        **({"network": str(run.metadata_dict()["network"])} if run.metadata_dict().get("network") else {}),
         "backend": run.backend if run.backend in BACKENDS else CUSTOM_BACKEND,
         "custom_backend": "" if run.backend in BACKENDS else run.backend,
         "run_all_nodes": "true" if run.run_all_nodes else "",

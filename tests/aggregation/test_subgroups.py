@@ -17,29 +17,42 @@ from torch.optim import SGD
 from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
     ChocoAggregation,
+    ChunkedTopKAggregation,
     DecentralizedAggregation,
+    DeMoAggregation,
     DiLoCoAggregation,
+    DionAggregation,
     EFSignAggregation,
+    OneBitAggregation,
     PowerAggregation,
+    QSGDAggregation,
+    ScaffoldAggregation,
     SignAggregation,
+    SparseLoCoAggregation,
     SparsifiedAggregation,
 )
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
 from mlbench_core.aggregation.pytorch.topology import ring
 from mlbench_core.optim.pytorch import (
+    QSGD,
+    SCAFFOLD,
     CentralizedAdam,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
     ChocoSGD,
     CustomCentralizedOptimizer,
     DecentralizedSGD,
+    DeMo,
     DiLoCo,
+    Dion,
     DistributedGradScaler,
     EFSignSGD,
     FP16Optimizer,
     LocalSGD,
+    OneBitAdam,
     PowerSGD,
     SignSGD,
+    SparseLoCo,
     SparsifiedSGD,
 )
 from tests.helpers.ranks import run_ranks
@@ -65,6 +78,7 @@ MAKE: dict[str, Callable[..., Any]] = {
     "shared memory": lambda m, **group: centralized(m, exchange={"overlap": True, "shared_memory": True, **group}),
     "clipped": custom,
     "power": lambda m, **group: PowerSGD(m, lr=0.1, aggregation=PowerAggregation(m, world_size=2, **group)),
+    "rounded": lambda m, **group: QSGD(2, m, lr=0.1, aggregation=QSGDAggregation(**group)),
     "signs": lambda m, **group: SignSGD(m.parameters(), lr=0.1, aggregation=SignAggregation(**group)),
     "scaled signs": lambda m, **group: EFSignSGD(
         m.parameters(), lr=0.1, world_size=2, aggregation=EFSignAggregation(**group)
@@ -84,6 +98,15 @@ MAKE: dict[str, Callable[..., Any]] = {
         aggregation=ChocoAggregation(neighbors=[1 - dist.get_rank(group.get("process_group"))], **group),
     ),
     "local": lambda m, **group: LocalSGD(2, m, lr=0.1, period=2, aggregation=AllReduceAggregation(2, **group)),
+    "scaffold": lambda m, **group: SCAFFOLD(2, m, lr=0.1, period=2, aggregation=ScaffoldAggregation(**group)),
+    "sparse loco": lambda m, **group: SparseLoCo(
+        2, m, lr=0.1, period=2, aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=3, **group))
+    ),
+    "demo": lambda m, **group: DeMo(m.parameters(), lr=0.1, aggregation=DeMoAggregation(top_k=2, **group)),
+    "one-bit adam": lambda m, **group: OneBitAdam(
+        m.parameters(), lr=0.1, aggregation=OneBitAggregation(warmup_steps=1, **group)
+    ),
+    "dion": lambda m, **group: Dion(m.parameters(), lr=0.1, aggregation=DionAggregation(rank=2, **group)),
     "diloco": lambda m, **group: DiLoCo(2, m, lr=0.1, period=2, aggregation=DiLoCoAggregation(**group)),
 }
 

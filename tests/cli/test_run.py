@@ -80,6 +80,16 @@ def test_exclusive_reaches_the_master(fake: FakeMaster, call: Call) -> None:
     assert [request.get("exclusive") for request in fake.requests] == [True, None]
 
 
+def test_the_text_of_a_network_reaches_the_master(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "lab.toml"
+    file.write_text("[link]\nbandwidth = '1gbit'\nround_trip = '5ms'\n")
+    call("run", "named", "2", "--task", "1a", "--network", "wan-transatlantic")
+    call("run", "filed", "2", "--task", "1a", "--network", str(file))
+    call("run", "plain", "2", "--task", "1a")
+    assert [request.get("network") for request in fake.requests] == ["127mbit,90ms", "1gbit,5ms", None]
+    assert "did you mean 'lan-1g'" in call("run", "a", "2", "--task", "1a", "--network", "lan1g", code=2).stderr
+
+
 def test_the_options_of_the_engine_reach_the_master(fake: FakeMaster, call: Call) -> None:
     call("run", "demo", "1", "--task", "1a", "--engine", "local", "--engine-options", "--time 1:00 '--comment=a b'")
     assert fake.requests[-1]["engine_options"] == ["--time", "1:00", "--comment=a b"]

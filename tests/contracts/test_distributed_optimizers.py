@@ -26,18 +26,24 @@ from mlbench_core.aggregation.pytorch import AllReduceAggregation, ChocoAggregat
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
 from mlbench_core.optim.pytorch import (
+    QSGD,
+    SCAFFOLD,
     CentralizedAdam,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
     ChocoSGD,
     CustomCentralizedOptimizer,
     DecentralizedSGD,
+    DeMo,
     DiLoCo,
+    Dion,
     EFSignSGD,
     FP16Optimizer,
     LocalSGD,
+    OneBitAdam,
     PowerSGD,
     SignSGD,
+    SparseLoCo,
     SparsifiedSGD,
 )
 from tests.helpers.ranks import run_ranks
@@ -154,6 +160,7 @@ MEMBERS: dict[str, Member] = {
     "power 1": Member(lambda m, r, k: PowerSGD(m, lr=0.05, world_size=k)),
     "power 2 warm": Member(lambda m, r, k: PowerSGD(m, 0.05, momentum=0.9, world_size=k, rank=2, reuse_query=True)),
     "power by layer": Member(lambda m, r, k: PowerSGD(m, lr=0.05, world_size=k, by_layer=True)),
+    "qsgd": Member(lambda m, r, k: QSGD(k, m, lr=0.05, momentum=0.9)),
     "sign": Member(lambda m, r, k: SignSGD(m.named_parameters(), lr=0.01, momentum=0.9, world_size=k)),
     "ef sign": Member(lambda m, r, k: EFSignSGD(m.named_parameters(), lr=0.01, momentum=0.9, world_size=k)),
     "sparsified": Member(lambda m, r, k: SparsifiedSGD(m.parameters(), lr=0.05, sparse_grad_size=2, world_size=k)),
@@ -161,8 +168,13 @@ MEMBERS: dict[str, Member] = {
     "random-k": Member(
         lambda m, r, k: CentralizedSparsifiedSGD(m.parameters(), lr=0.05, random_sparse=True, world_size=k)
     ),
+    "demo": Member(lambda m, r, k: DeMo(m.named_parameters(), lr=0.01, weight_decay=0.1, world_size=k)),
+    "one-bit adam": Member(lambda m, r, k: OneBitAdam(m.named_parameters(), lr=0.01, warmup_steps=1, world_size=k)),
+    "dion": Member(lambda m, r, k: Dion(m.named_parameters(), lr=0.01, rank=2, world_size=k)),
     "local": Member(lambda m, r, k: LocalSGD(k, m, lr=0.05, momentum=0.9, period=3), period=3),
+    "scaffold": Member(lambda m, r, k: SCAFFOLD(k, m, lr=0.05, period=3), period=3),
     "diloco": Member(lambda m, r, k: DiLoCo(k, m, lr=0.01, period=3), period=3),
+    "sparse loco": Member(lambda m, r, k: SparseLoCo(k, m, lr=0.01, period=3), period=3),
     "ring": Member(
         lambda m, r, k: DecentralizedSGD(r, ring(r, k), m, lr=0.05, momentum=0.9),
         without=lambda m: SGD(m.parameters(), lr=0.05, momentum=0.9),

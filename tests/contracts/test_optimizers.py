@@ -21,6 +21,8 @@ from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.centralized import EFSignAggregation, PowerAggregation, SparsifiedAggregation
 from mlbench_core.optim.pytorch import (
+    QSGD,
+    SCAFFOLD,
     AveragedSGD,
     CentralizedAdam,
     CentralizedSGD,
@@ -28,12 +30,16 @@ from mlbench_core.optim.pytorch import (
     ChocoSGD,
     CustomCentralizedOptimizer,
     DecentralizedSGD,
+    DeMo,
     DiLoCo,
+    Dion,
     EFSignSGD,
     GenericCentralizedOptimizer,
     LocalSGD,
+    OneBitAdam,
     PowerSGD,
     SignSGD,
+    SparseLoCo,
     SparsifiedSGD,
     get_optimizer,
     optimizers,
@@ -61,6 +67,7 @@ MEMBERS: dict[str, Make] = {
     "amsgrad": lambda model: CentralizedAdam(1, model, lr=0.05, amsgrad=True, weight_decay=0.01),
     "custom": lambda model: CustomCentralizedOptimizer(model, 1, adamw(model), average_world=True, grad_clip=0.7),
     "generic": lambda model: GenericCentralizedOptimizer(None, model, optimizer=adamw(model)),
+    "qsgd": lambda model: QSGD(1, model, lr=0.05, momentum=0.9, weight_decay=0.01),
     "sign": lambda model: SignSGD(model.parameters(), lr=0.05),
     "signum": lambda model: SignSGD(
         model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True, world_size=1
@@ -89,6 +96,11 @@ MEMBERS: dict[str, Make] = {
     "decentralized sgd": lambda model: DecentralizedSGD(0, [], model, lr=0.05, momentum=0.9, weight_decay=0.01),
     "choco sgd": lambda model: ChocoSGD(0, [], model, lr=0.05, momentum=0.9, by_layer=True),
     "local sgd": lambda model: LocalSGD(1, model, lr=0.05, momentum=0.9, period=4),
+    "scaffold": lambda model: SCAFFOLD(1, model, lr=0.05, weight_decay=0.01, period=4),
+    "sparse loco": lambda model: SparseLoCo(1, model, lr=0.05, period=5),
+    "demo": lambda model: DeMo(model.parameters(), lr=0.05),
+    "one-bit adam": lambda model: OneBitAdam(model.parameters(), lr=0.05, weight_decay=0.01, warmup_steps=4),
+    "dion": lambda model: Dion(model.parameters(), lr=0.05, rank=1),
     "diloco": lambda model: DiLoCo(1, model, lr=0.05, period=5),
 }
 every_member = pytest.mark.parametrize("make", MEMBERS.values(), ids=MEMBERS.keys())

@@ -20,22 +20,29 @@ from mlbench_core.aggregation.pytorch import (
     AllReduceAggregation,
     ChocoAggregation,
     DecentralizedAggregation,
+    DeMoAggregation,
     consensus_distance,
 )
 from mlbench_core.aggregation.pytorch.topology import Topology, from_edges, ring
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.optim.pytorch import (
+    QSGD,
+    SCAFFOLD,
     CentralizedAdam,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
     ChocoSGD,
     DecentralizedSGD,
+    DeMo,
     DiLoCo,
+    Dion,
     EFSignSGD,
     FP16Optimizer,
     LocalSGD,
+    OneBitAdam,
     PowerSGD,
     SignSGD,
+    SparseLoCo,
     SparsifiedSGD,
 )
 
@@ -92,15 +99,35 @@ OPTIMIZERS: dict[str, Make] = {
     "random-k": lambda m, lr: CentralizedSparsifiedSGD(
         m.named_parameters(), lr, sparse_grad_size=3, random_sparse=True, world_size=None
     ),
+    "qsgd": lambda m, lr: QSGD(model=m, lr=lr, momentum=0.9),
+    "demo": lambda m, lr: DeMo(m.named_parameters(), lr, aggregation=DeMoAggregation(top_k=2)),
+    "one-bit adam": lambda m, lr: OneBitAdam(m.named_parameters(), lr, warmup_steps=3),
+    "dion": lambda m, lr: Dion(m.named_parameters(), lr, rank=1),
     "gossip": _decentralized,
     "choco": _choco,
     "choco random-k": partial(_choco, compression="random_k", ratio=0.4),
     "choco sign": partial(_choco, compression="sign"),
     "local": lambda m, lr: LocalSGD(model=m, lr=lr, momentum=0.9, period=4),
+    "scaffold": lambda m, lr: SCAFFOLD(model=m, lr=lr, period=4),
+    "diloco sparse": lambda m, lr: SparseLoCo(model=m, lr=lr, period=4),
     "diloco": lambda m, lr: DiLoCo(model=m, lr=lr, period=4),
     "diloco adam": lambda m, lr: DiLoCo(model=m, lr=lr, period=4, outer_optimizer=partial(AdamW, lr=0.3)),
 }
-REMEMBERING = {"power", "sign", "ef sign", "top-k", "random-k", "choco", "choco random-k", "choco sign"}
+REMEMBERING = {
+    "power",
+    "sign",
+    "ef sign",
+    "top-k",
+    "random-k",
+    "choco",
+    "choco random-k",
+    "choco sign",
+    "demo",
+    "one-bit adam",
+    "dion",
+    "scaffold",
+    "diloco sparse",
+}
 """Those of which a worker has a memory for itself."""
 
 

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from mlbench_core import __version__
+from mlbench_core.client.masters import boot_id
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app
 from mlbench_master.launchers import (
@@ -173,7 +174,6 @@ def test_a_failure_ends_the_workers_of_all_hosts_and_is_told_from_its_consequenc
         f"time.sleep(0.3); pathlib.Path({str(gone)!r}).touch()\n{ending}\n",
     )
     job_id = launcher.start(job(command))
-    begun(launcher, job_id, 2)
     status = end_of(launcher, job_id)
     assert (status.state, status.reason) == ("failed", reason)
     assert texts(launcher, job_id)[-1] == reason
@@ -543,6 +543,24 @@ def test_an_error_of_the_disk_is_no_end_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     found = ask(tmp_path / "file" / "run", "run")
     assert (found["state"], "Not a directory" in found["reason"]) == ("troubled", True)
+
+
+@pytest.mark.parametrize(
+    ("booted", "reason"),
+    [
+        (boot_id(), "the supervisor of the workers did not start: ImportError: no psutil"),
+        ("an-earlier-boot", "it was restarted while the run continued"),
+    ],
+)
+def test_a_supervisor_that_is_not_there_has_a_reason(tmp_path: Path, booted: str, reason: str) -> None:
+    folder = tmp_path / "run" / "1"
+    folder.mkdir(parents=True)
+    (folder / "supervisor.log").write_text("Traceback\nImportError: no psutil\n")
+    (folder / "launched").write_text(booted)
+    assert ask(tmp_path / "run", "look")["state"] == "running"
+    os.utime(folder / "launched", (0, 0))
+    found = ask(tmp_path / "run", "look")
+    assert (found["state"], found["reason"]) == ("lost", reason)
 
 
 @pytest.mark.parametrize(("slots", "seen"), [("a:2", {"GPU-1a 0 1", "GPU-2b 0 1"}), ("a:3", None)])

@@ -15,11 +15,15 @@ import pytest
 
 pytest.importorskip("kubernetes", reason="needs the [kubernetes] extra")
 
+import mlbench_core
 from mlbench_core.errors import ConfigurationError
+from mlbench_master import create_app
+from mlbench_master.commands import check_options
 from mlbench_master.launchers import Job, JobStatus, LauncherError, kubernetes, kubernetes_api, kubernetes_queue
 from mlbench_master.launchers.kubernetes import KubernetesLauncher
-from tests.master.fake_kubernetes import NAMESPACE, FakeKubernetes, at, cut, error
-from tests.master.helpers import wait_for
+from mlbench_master.schemas import RunIn
+from tests.master.fake_kubernetes import NAMESPACE, FakeKubernetes, at, cut, error, kmock
+from tests.master.helpers import TestClient, wait_for
 
 TOKEN = "token-of-the-test"
 JOB = Job(
@@ -100,6 +104,27 @@ def test_a_run_from_the_start_to_the_end(launcher: KubernetesLauncher, cluster: 
     assert launcher.poll("kubernetes-1").state in ("running", "waiting")
 
 
+def test_the_master_starts_a_task_in_its_image(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLBENCH_IMAGE_REGISTRY", "registry.example.com/lab")
+    app = create_app(data_dir=tmp_path / "data", launcher=launcher, token=TOKEN)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    body = {"name": "demo", "num_workers": 2, "num_cpus": 1, "task": "1a", "arguments": ["--dataset", "digits"]}
+    with TestClient(app, base_url="http://127.0.0.1:5080", headers=headers) as client:
+        refused = client.post("/api/runs/", json={**body, "engine_options": ["--memory", "much"]})
+        assert refused.status_code == 400 and "argument --memory: must be a size" in refused.text
+        assert client.post("/api/runs/", json={**body, "engine_options": ["--memory", "4Gi"]}).status_code == 201
+        wait_for(lambda: cluster.objects["pods"])
+        (container,) = cluster.job()["spec"]["template"]["spec"]["containers"]
+        assert container["image"] == f"registry.example.com/lab/task1a:{mlbench_core.__version__}"
+        assert container["command"][:2] == ["python", "/workspace/main.py"]
+        assert container["resources"]["limits"]["memory"] == "4Gi"
+        wait_for(lambda: "about to start" in client.get("/api/runs/1/").json()["job_metadata"].get("reason", ""))
+        assert client.post("/api/runs/1/stop/").json()["state"] == "failed"
+        assert not any(cluster.objects.values())
+
+
 def test_the_token_is_only_in_the_secret(launcher: KubernetesLauncher, cluster: FakeKubernetes, tmp_path: Path) -> None:
     launcher.start(JOB)
     assert TOKEN not in json.dumps([cluster.objects["jobs"], cluster.objects["services"]])
@@ -139,6 +164,12 @@ def delete_pod(cluster: FakeKubernetes) -> None:
 def lose_node(cluster: FakeKubernetes) -> None:
     cluster.pod(1)["status"].update(reason="NodeLost", message="Node n1 which was running pod is unresponsive")
     cluster.pod(1)["metadata"].update(deletionTimestamp=at(1))
+
+
+def lose_contact(cluster: FakeKubernetes, rank: int) -> None:
+    """What the node controller does when a node does not answer: the kubelet's states stay as they were."""
+    cluster.condition(rank, type="Ready", status="False")
+    cluster.condition(rank, type="ContainersReady", status="True")
 
 
 def refuse_pod(cluster: FakeKubernetes) -> None:
@@ -240,6 +271,23 @@ def test_the_end_of_a_pod_that_is_gone_is_remembered(launcher: KubernetesLaunche
     assert wait_state(launcher, "failed").reason == "worker 1 was evicted, as when node n1 is drained"
 
 
+def test_a_job_that_waits_for_a_pod_of_a_lost_node_has_ended(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes
+) -> None:
+    """Since Kubernetes 1.31, such a Job has the condition FailureTarget, and never the condition Failed."""
+    launcher.start(JOB)
+    cluster.run_all()
+    with cluster.lock:
+        disrupt("DeletionByTaintManager")(cluster)
+        cluster.end("FailureTarget", reason="BackoffLimitExceeded")
+    wait_for(lambda: launcher._queue.views()[1].troubles)
+    time.sleep(0.3)
+    assert launcher.poll("kubernetes-1").state == "running"  # the pod of worker 1 is being ended
+    lose_contact(cluster, 1)
+    reason = wait_state(launcher, "failed").reason
+    assert reason == "worker 1 was ended, because its node n1 failed or was tainted"
+
+
 def test_a_time_limit_and_an_end_without_a_pod_are_failures(
     launcher: KubernetesLauncher, cluster: FakeKubernetes
 ) -> None:
@@ -313,9 +361,15 @@ def test_stop_waits_until_the_pods_are_gone_and_keeps_their_last_lines(
     with pytest.raises(LauncherError, match=r"has not ended mlbench-.*-1-0, .* within 0.2 s"):
         launcher.stop("kubernetes-1")
     with cluster.lock:
-        for rank in (0, 1):  # nobody can end a program on a node that does not answer
-            cluster.pod(rank)["status"]["reason"] = "NodeLost"
+        cluster.pod(0)["status"]["reason"] = "NodeLost"
+        lose_contact(cluster, 1)
     launcher.stop("kubernetes-1")
+    with cluster.lock:
+        pods = dict(cluster.objects["pods"])
+        cluster.objects["pods"].clear()
+    with pytest.raises(LauncherError, match=r"has not ended mlbench-.*-1 within"):  # it may still make pods
+        launcher.stop("kubernetes-1")
+    cluster.objects["pods"].update(pods)
     cluster.keeps_pods = False
     launcher.stop("kubernetes-1")
     assert not any(cluster.objects.values())
@@ -362,6 +416,21 @@ def test_a_log_that_cannot_be_read_does_not_hold_up_the_end(
     assert sum(text.endswith(problem) for text in texts(launcher, None)) == 2
 
 
+def test_the_message_of_a_node_is_not_a_line_of_the_log(launcher: KubernetesLauncher, cluster: FakeKubernetes) -> None:
+    """A kubelet that finds no log answers with status 200 and its message, without a date."""
+    message = "unable to retrieve container logs for containerd://0a1b"
+    launcher.start(JOB)
+    cluster.run_all()
+    answer = kmock.Response(payload=message.encode())
+    cluster.broken = lambda request: answer if request.subresource == "log" else None
+    for rank in (0, 1):
+        cluster.state(rank, terminated={"exitCode": 0})
+    cluster.end()
+    wait_state(launcher, "finished")
+    assert texts(launcher, 0) == []
+    assert f"the log of worker 0 cannot be read: {message}" in texts(launcher, None)
+
+
 @pytest.mark.parametrize("answer", [cut, lambda _: error(500, "etcd is gone"), lambda _: error(410, "Expired")])
 def test_a_run_outlives_an_api_that_fails(
     launcher: KubernetesLauncher, cluster: FakeKubernetes, answer: Callable[[Any], Any]
@@ -369,7 +438,7 @@ def test_a_run_outlives_an_api_that_fails(
     launcher.start(JOB)
     cluster.run_all()
     wait_state(launcher, "running")
-    cluster.broken = lambda request: answer(request) if request.resource.plural == "pods" else None
+    cluster.broken = lambda request: answer(request) if request.resource.plural == "jobs" else None
     reason = wait_status(launcher, lambda status: "Kubernetes" in status.reason).reason
     assert reason.startswith(("Kubernetes does not answer", "Kubernetes refused a request: "))
     cluster.broken = lambda request: None
@@ -407,6 +476,31 @@ def test_an_old_job_of_the_same_name_is_replaced(
     (tmp_path / "runs" / "1").rename(tmp_path / "away")  # as after the loss of the folder
     launcher.start(JOB)
     assert cluster.job()["metadata"]["uid"] != uid
+
+
+def test_the_objects_of_an_old_job_may_go_after_it(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubernetes deletes the Secret and the Service only after the Job."""
+    refused: dict[str, int] = {}
+
+    def still_there(request: Any) -> Any:
+        kind = request.resource.plural
+        if request.method.value != "POST" or kind == "jobs" or refused.get(kind) == 2:
+            return None
+        refused[kind] = refused.get(kind, 0) + 1
+        return error(409, f"{kind} already exists")
+
+    launcher.start(JOB)
+    (tmp_path / "runs" / "1").rename(tmp_path / "away")
+    cluster.broken = still_there
+    launcher.start(JOB)
+    assert refused == {"secrets": 2, "services": 2}
+    wait_state(launcher, "waiting")
+    monkeypatch.setattr(kubernetes_api, "_COLLECTED_S", 0.1)
+    cluster.broken = lambda request: error(409, "already exists") if request.resource.plural == "secrets" else None
+    with pytest.raises(LauncherError, match="already exists"):
+        launcher.start(replace(JOB, run_id=2))
 
 
 def test_a_restarted_master_finds_its_runs(
@@ -541,7 +635,6 @@ def test_the_number_of_calls_does_not_depend_on_the_number_of_jobs(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"backend": "mpi"}, "num_workers must be 1 with backend mpi on Kubernetes, not 2"),
         ({"all_nodes": False}, "num_workers must be 1 without run_all_nodes on Kubernetes, not 2"),
         ({"image": ""}, "image must be the name of a container image"),
     ],
@@ -552,6 +645,13 @@ def test_a_run_that_cannot_work_in_pods_is_refused(
     with pytest.raises(ConfigurationError, match=message):
         launcher.start(replace(JOB, **change))
     assert cluster.requests == []
+
+
+def test_mpi_between_pods_is_refused_with_the_request(launcher: KubernetesLauncher) -> None:
+    run = RunIn(name="a", num_workers=2, task="1a", backend="mpi")
+    with pytest.raises(ValueError, match="backend: must be gloo or nccl for 2 workers on Kubernetes, not mpi"):
+        check_options(run, launcher)
+    check_options(run.model_copy(update={"num_workers": 1}), launcher)
 
 
 def test_what_a_run_misses_is_in_its_log(launcher: KubernetesLauncher, cluster: FakeKubernetes) -> None:
@@ -565,8 +665,10 @@ def test_a_shared_claim_gives_workers_only_the_folders_of_their_run(
     cluster: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLBENCH_KUBERNETES_SHARED_CLAIM", "master-data")
-    with pytest.raises(ConfigurationError, match="SHARED_MOUNT must be a folder above"):
-        KubernetesLauncher(tmp_path / "runs")
+    for wrong in ("", str(tmp_path / "other")):
+        monkeypatch.setenv("MLBENCH_KUBERNETES_SHARED_MOUNT", wrong)
+        with pytest.raises(ConfigurationError, match="SHARED_MOUNT must be a folder above"):
+            KubernetesLauncher(tmp_path / "runs")
     monkeypatch.setenv("MLBENCH_KUBERNETES_SHARED_MOUNT", str(tmp_path))
     with contextlib.closing(KubernetesLauncher(tmp_path / "master" / "runs", interval_s=0.1)) as launcher:
         launcher.start(JOB)

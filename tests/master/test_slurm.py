@@ -393,17 +393,13 @@ def test_a_word_before_the_options_is_not_taken_for_the_script(queued: SlurmLaun
         queued.start(job("true", options=("partition=gpu", "--time=1")))
 
 
-def test_the_options_of_a_run_reach_sbatch_and_the_local_launcher_has_none(
-    client: TestClient, fake: Path, tmp_path: Path
-) -> None:
+def test_the_options_of_a_run_reach_sbatch(client: TestClient, fake: Path) -> None:
     body = {"name": "a", "num_workers": 1, "command": "true", "engine_options": "--comment2=x --time '1:00'"}
     run = client.post("/api/runs/", json=body).json()
     refused = client.post("/api/runs/", json={**body, "name": "b", "engine_options": ["--array=1-2"]})
     assert (refused.status_code, refused.json()["message"][:15]) == (400, "engine_options:")
     assert " --comment2=x --time 1:00 --ntasks=1 " in wait_for(lambda: calls(fake, "sbatch"))[0]
     assert run["job_metadata"]["engine_options"] == ["--comment2=x", "--time", "1:00"]
-    with pytest.raises(ValueError, match="engine_options: must be left out, not '--time': the local launcher has none"):
-        LocalLauncher(tmp_path / "local").check_options(["--time"])
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,7 @@ def test_the_form_shows_what_tasks_and_launcher_offer(client: Any, monkeypatch: 
     assert "the idle launcher cannot limit the bandwidth" in page
     monkeypatch.setattr(IdleLauncher, "gpus", ("0", "1"))
     monkeypatch.setattr(IdleLauncher, "limits_bandwidth", True)
+    monkeypatch.setattr(IdleLauncher, "emulates_networks", True)
     page = client.get("/runs/new/").text
     assert "This machine has 2." in page and 'name="max_bandwidth"' in page and "ot possible" not in page
 

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.network import emulated
 from mlbench_core.network.emulated import EmulatedNetwork, bits_per_second
+from mlbench_core.network.namespaces import Namespaces
 
 REASON = EmulatedNetwork.why_not()
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=f"emulated network: {REASON}")
@@ -164,14 +165,14 @@ def test_nothing_is_left_behind_after_an_error() -> None:
 
 @needs_namespaces
 def test_a_link_that_cannot_be_made_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, run = namespaces(), emulated._run
+    before, run = namespaces(), Namespaces.run
 
-    def refuse(program: str, *arguments: str) -> str:
+    def refuse(self: Namespaces, program: str, *arguments: str) -> str:
         if "p1" in arguments:
             raise ConfigurationError("no more links")
-        return run(program, *arguments)
+        return run(self, program, *arguments)
 
-    monkeypatch.setattr(emulated, "_run", refuse)
+    monkeypatch.setattr(Namespaces, "run", refuse)
     with pytest.raises(ConfigurationError, match="no more links"), EmulatedNetwork(hosts=2):
         pytest.fail("entered")
     assert namespaces() == before
@@ -181,7 +182,7 @@ def test_a_link_that_cannot_be_made_leaves_nothing_behind(monkeypatch: pytest.Mo
 def test_cleanup_removes_what_a_killed_process_left(network: EmulatedNetwork) -> None:
     code = (
         "from mlbench_core.network.emulated import EmulatedNetwork\n"
-        "with EmulatedNetwork() as network:\n"
+        "with EmulatedNetwork(network='1gbit,5ms') as network:\n"
         "    child = network.popen(0, ['sleep', '600'])\n"
         "    print(network.namespace(0), child.pid, flush=True)\n"
         "    input()\n"
@@ -251,10 +252,27 @@ def test_the_former_path_hands_on_the_same_names() -> None:
 
 
 def test_why_not_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    which = "mlbench_core.network.namespaces.shutil.which"
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert EmulatedNetwork.why_not() == "network namespaces need root"
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(emulated.shutil, "which", lambda *args, **kwargs: None)
+    monkeypatch.setattr(which, lambda name, **_: None)
     assert EmulatedNetwork.why_not() == "ip and tc not found: install the package iproute2"
     with pytest.raises(ConfigurationError, match="cannot emulate a network here: ip and tc not found"):
         EmulatedNetwork().__enter__()
+    monkeypatch.setattr(which, lambda name, **_: name if name in ("ip", "tc", "unshare") else None)
+    assert EmulatedNetwork.why_not() == (
+        "network namespaces need root or a user namespace, and nsenter not found: install the package util-linux"
+    )
+
+
+def test_why_not_has_the_words_of_a_kernel_without_user_namespaces(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    refuses = tmp_path / "unshare"
+    refuses.write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2\nexit 1\n")
+    refuses.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr("mlbench_core.network.namespaces.shutil.which", lambda name, **_: str(tmp_path / "unshare"))
+    assert EmulatedNetwork.why_not() == (
+        "network namespaces need root, or a kernel that lets users create user namespaces: "
+        "unshare failed: Operation not permitted"
+    )

@@ -22,6 +22,10 @@ from mlbench_core.aggregation.pytorch.centralized import (
     SparsifiedAggregation,
 )
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
+from mlbench_core.aggregation.pytorch.demo import DeMoAggregation
+from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
+from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
+from mlbench_core.aggregation.pytorch.sparse_loco import ChunkedTopKAggregation
 from mlbench_core.optim.pytorch import (
     CentralizedSGD,
     CentralizedSparsifiedSGD,
@@ -53,6 +57,10 @@ AGGREGATIONS: dict[str, Callable[[], CompressedAggregation]] = {
     "ef sign": EFSignAggregation,
     "top-k": lambda: SparsifiedAggregation(None, size=3),
     "random-k": lambda: SparsifiedAggregation(None, size=3, random=True),
+    "qsgd": lambda: QSGDAggregation(bucket_size=4),
+    "chunked top-k": lambda: ChunkedTopKAggregation(density=2, chunk_size=4, decay=1.0),
+    "demo": lambda: DeMoAggregation(top_k=1, block_size=2),
+    "one bit": lambda: OneBitAggregation(warmup_steps=0),
     "top-k without memory": lambda: SparsifiedAggregation(None, size=3, error_feedback=False),
 }
 

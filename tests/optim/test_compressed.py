@@ -118,7 +118,7 @@ def test_every_kind_of_tensor_is_aggregated_alike_on_all_workers(ranks: Ranks, a
         assert all(other["flag"] == (len(ranks) - 1) / 2 for other in rounds)
 
 
-@pytest.mark.parametrize("aggregation", ["ef sign", "top-k", "random-k"])
+@pytest.mark.parametrize("aggregation", ["ef sign", "top-k", "random-k", "chunked top-k"])
 def test_what_is_not_sent_stays_in_the_memory(ranks: Ranks, aggregation: str) -> None:
     for number in range(2):
         rounds = [result["aggregations"][aggregation]["rounds"][number] for result in ranks]
@@ -162,7 +162,17 @@ def test_votes_are_counted(ranks: Ranks) -> None:
 
 DTYPE_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 NUMELS = {"float32": (24, 1, 10, 11), "float64": (7,), "float16": (9,), "bfloat16": (9,)}  # of mixed_tensors
+DEMO_BLOCKS = {"float32": (6, 1, 5, 11), "float64": (7,), "float16": (9,), "bfloat16": (9,)}  # of sides up to 2
 KINDS = ("float32", "float64", "float16", "bfloat16")  # in the order of each one's first tensor
+
+
+def chunked_top_k_bytes(numel: int, b: int) -> int:
+    """Of two coordinates of each chunk of four: two sizes, positions of two bits (fewer in a last chunk), codes."""
+    size_bytes = 0
+    for chunks, length in ((numel // 4, 4), (numel % 4 > 0, numel % 4)):
+        kept, bits = chunks * min(2, length), (0, 0, 1, 2, 2)[length]
+        size_bytes += 2 * b * chunks + (kept * bits + 7) // 8 + (kept * 2 + 7) // 8
+    return size_bytes
 
 
 def message_bytes(aggregation: str, dtype: str) -> tuple[str, int]:
@@ -173,6 +183,10 @@ def message_bytes(aggregation: str, dtype: str) -> tuple[str, int]:
     return {
         "sign": ("all_gather", bits),
         "ef sign": ("all_gather", bits + max(4, b) * len(numels)),
+        "qsgd": ("all_gather", (4 * sum(numels) + 7) // 8 + max(4, b) * sum(-(-n // 4) for n in numels)),
+        "chunked top-k": ("all_gather", sum(chunked_top_k_bytes(n, max(4, b)) for n in numels)),
+        "demo": ("all_gather", (max(4, b) + 2) * sum(DEMO_BLOCKS[dtype])),
+        "one bit": ("all_gather", bits + max(4, b) * len(numels)),
         "top-k": ("all_gather", (b + 4) * K),
         "top-k without memory": ("all_gather", (b + 4) * K),
         "random-k": ("all_reduce", b * K),
@@ -198,7 +212,7 @@ def test_one_message_per_parameter_gives_the_same(ranks: Ranks, aggregation: str
         layered, layered_calls = result["by_layer"][aggregation, True]
         assert len(whole_calls) == 2 * 2  # two steps, each with one message and one of flags
         assert len(layered_calls) == 2 * 2 * len(whole)
-        if aggregation != "random-k":  # where the order of drawing is another one only between steps
+        if aggregation not in ("random-k", "qsgd"):  # where the order of drawing is another one only between steps
             assert all(torch.equal(whole[name], layered[name]) for name in whole)
 
 

@@ -13,7 +13,13 @@ from mlbench_core.aggregation.pytorch.centralized import (
 from mlbench_core.aggregation.pytorch.choco import ChocoAggregation
 from mlbench_core.aggregation.pytorch.consensus import average_weights, consensus_distance
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
+from mlbench_core.aggregation.pytorch.demo import DeMoAggregation
+from mlbench_core.aggregation.pytorch.dion import DionAggregation
+from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, PeriodicAggregation
+from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
+from mlbench_core.aggregation.pytorch.scaffold import ScaffoldAggregation
+from mlbench_core.aggregation.pytorch.sparse_loco import ChunkedTopKAggregation, SparseLoCoAggregation
 
 __all__ = [
     "AVG_CUSTOM",
@@ -21,12 +27,19 @@ __all__ = [
     "Aggregation",
     "AllReduceAggregation",
     "ChocoAggregation",
+    "ChunkedTopKAggregation",
+    "DeMoAggregation",
     "DecentralizedAggregation",
     "DiLoCoAggregation",
+    "DionAggregation",
     "EFSignAggregation",
+    "OneBitAggregation",
     "PeriodicAggregation",
     "PowerAggregation",
+    "QSGDAggregation",
+    "ScaffoldAggregation",
     "SignAggregation",
+    "SparseLoCoAggregation",
     "SparsifiedAggregation",
     "average_weights",
     "consensus_distance",

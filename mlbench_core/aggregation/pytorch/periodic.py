@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, trainable
-from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
+from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse_gradients
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
 from mlbench_core.arguments import check_int
@@ -240,7 +240,7 @@ class DiLoCoAggregation(Aggregation):
         steps = {name: tensor for name, tensor in tensors.items() if name in self._shared}
         outer_gradients = {name: self._difference(name, theta_i) for name, theta_i in steps.items()}
         averages = {name: tensor for name, tensor in tensors.items() if name not in steps}
-        self._delegate(self._all_reduce, {**outer_gradients, **averages}, op, denom)
+        self._average(outer_gradients, averages)
         for name, gradient in outer_gradients.items():
             self._shared[name].grad = gradient.to(self._shared[name].dtype)
         self.outer_optimizer.step()
@@ -251,6 +251,10 @@ class DiLoCoAggregation(Aggregation):
         for name, average in averages.items():
             if not name.startswith(BOOKKEEPING):
                 self._share(name, average)
+
+    def _average(self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> None:
+        """Replace the outer gradients, and tensors that are only averaged, by their averages; in one message."""
+        self._delegate(self._all_reduce, {**outer_gradients, **averages}, AVG_WORLD)
 
     def _difference(self, name: str, theta_i: Tensor) -> Tensor:
         """Return theta - theta_i in the dtype of theta_i."""

@@ -7,8 +7,11 @@ from typing import Any
 from torch.optim import Optimizer
 
 from mlbench_core.optim.pytorch.compressed import EFSignSGD, SignSGD, SparsifiedSGD
+from mlbench_core.optim.pytorch.demo import DeMo
+from mlbench_core.optim.pytorch.dion import Dion
 from mlbench_core.optim.pytorch.half_precision import DistributedGradScaler, DynamicLossScaler, FP16Optimizer
 from mlbench_core.optim.pytorch.ntasgd import NTASGD, AveragedSGD, scaled_rate
+from mlbench_core.optim.pytorch.one_bit_adam import OneBitAdam
 from mlbench_core.optim.pytorch.presets import (
     CentralizedAdam,
     CentralizedSGD,
@@ -21,25 +24,34 @@ from mlbench_core.optim.pytorch.presets import (
     LocalSGD,
     PowerSGD,
 )
+from mlbench_core.optim.pytorch.qsgd import QSGD
+from mlbench_core.optim.pytorch.scaffold import SCAFFOLD
+from mlbench_core.optim.pytorch.sparse_loco import SparseLoCo
 
 __all__ = [
     "NTASGD",
+    "QSGD",
+    "SCAFFOLD",
     "AveragedSGD",
     "CentralizedAdam",
     "CentralizedSGD",
     "CentralizedSparsifiedSGD",
     "ChocoSGD",
     "CustomCentralizedOptimizer",
+    "DeMo",
     "DecentralizedSGD",
     "DiLoCo",
+    "Dion",
     "DistributedGradScaler",
     "DynamicLossScaler",
     "EFSignSGD",
     "FP16Optimizer",
     "GenericCentralizedOptimizer",
     "LocalSGD",
+    "OneBitAdam",
     "PowerSGD",
     "SignSGD",
+    "SparseLoCo",
     "SparsifiedSGD",
     "UnknownOptimizerError",
     "get_optimizer",
@@ -53,11 +65,17 @@ optimizers: dict[str, type[Optimizer]] = {
     "centralized_sparsified_sgd": CentralizedSparsifiedSGD,
     "choco_sgd": ChocoSGD,
     "decentralized_sgd": DecentralizedSGD,
+    "demo": DeMo,
     "diloco": DiLoCo,
+    "dion": Dion,
     "ef_sign_sgd": EFSignSGD,
     "local_sgd": LocalSGD,
+    "one_bit_adam": OneBitAdam,
     "power_sgd": PowerSGD,
+    "qsgd": QSGD,
+    "scaffold": SCAFFOLD,
     "sign_sgd": SignSGD,
+    "sparse_loco": SparseLoCo,
     "sparsified_sgd": SparsifiedSGD,
 }
 """The optimizers that :func:`get_optimizer` knows, by name."""

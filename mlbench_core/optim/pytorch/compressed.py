@@ -15,7 +15,7 @@ from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.aggregation import refuse_sparse
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD
-from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
+from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, LossyAggregation
 from mlbench_core.aggregation.pytorch.names import check_names, plain_name
 from mlbench_core.aggregation.pytorch.sign import EFSignAggregation, SignAggregation
 from mlbench_core.aggregation.pytorch.sparsified import SparsifiedAggregation, check_size, coordinates_sent
@@ -54,7 +54,7 @@ class CompressedOptimizer(Optimizer):
     Args:
         params: Parameters, groups of them, or pairs of name and parameter; each worker gives the same in the same
             order.
-        defaults: Options of a group that does not name them, from :func:`sgd_defaults`.
+        defaults: Options of a group that does not name them, for example from :func:`sgd_defaults`.
         aggregation: How to aggregate.
 
     Raises:
@@ -69,7 +69,7 @@ class CompressedOptimizer(Optimizer):
     # torch.amp.GradScaler then leaves unscaling and skipping to step(), where the workers agree on them.
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: Params | None, defaults: dict[str, Any], aggregation: CompressedAggregation) -> None:
+    def __init__(self, params: Params | None, defaults: dict[str, Any], aggregation: LossyAggregation) -> None:
         if params is None:
             raise ValueError("params is missing: give params=, for example model.parameters()")
         check_lr(defaults["lr"], type(self).__name__)
@@ -108,7 +108,7 @@ class CompressedOptimizer(Optimizer):
         for name, (parameter, group) in named.items():
             agreed = stand_ins[name].grad
             if agreed is not None:
-                parameter.add_(agreed, alpha=-self._rate(group))
+                self._update(name, parameter, agreed, group)
         if tracker is not None:
             tracker.record_batch_opt_step()
         return loss
@@ -158,6 +158,10 @@ class CompressedOptimizer(Optimizer):
     def _rate(self, group: dict[str, Any]) -> float:
         """Return the factor of the aggregated tensors; 1 if they are steps already."""
         return 1.0
+
+    def _update(self, name: str, parameter: Tensor, agreed: Tensor, group: dict[str, Any]) -> None:
+        """Take the step of a parameter, given the workers' common result; it may be overwritten."""
+        parameter.add_(agreed, alpha=-self._rate(group))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; options it does not name get the defaults."""
@@ -272,6 +276,22 @@ def sgd_defaults(
         "dampening": dampening,
         "nesterov": nesterov,
     }
+
+
+def adam_defaults(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> dict[str, Any]:
+    """Return the options of a parameter group, as :class:`torch.optim.Adam` has them.
+
+    Raises:
+        TypeError: An option is not a number.
+        ValueError: An option is negative or not finite, or one of ``betas`` is not below 1.
+    """
+    for i, beta in enumerate(betas):
+        check_finite_at_least_0(f"betas[{i}]", beta)
+        if beta >= 1:
+            raise ValueError(f"betas[{i}] must be below 1, not {beta}: gradients would not count")
+    check_finite_at_least_0("eps", eps)
+    check_finite_at_least_0("weight_decay", weight_decay)
+    return {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
 
 
 class _OneBitSGD(CompressedOptimizer):

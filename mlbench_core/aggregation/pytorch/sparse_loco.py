@@ -1,0 +1,266 @@
+"""Send the largest coordinates of each chunk with a few bits, and update shared weights by them (SparseLoCo)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD
+
+from mlbench_core.aggregation.pytorch.aggregation import Denominator
+from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD
+from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
+from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes, unpack
+from mlbench_core.aggregation.pytorch.packing import bits_for, pack_codes, packed_bytes, unpack_codes
+from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation
+from mlbench_core.aggregation.pytorch.sparsified import check_size, coordinates_sent
+from mlbench_core.arguments import check_finite_at_least_0, check_int
+
+__all__ = ["ChunkedTopKAggregation", "SparseLoCoAggregation"]
+
+
+class ChunkedTopKAggregation(CompressedAggregation):
+    r"""Send the largest coordinates of each chunk with a few bits each, and remember the rest.
+
+    Worker :math:`i` adds its tensor :math:`\Delta_i` to its error memory :math:`e_i`, which decays by :math:`\beta`.
+    From each chunk of consecutive coordinates it selects the largest in absolute value (top-k), and quantizes them
+    (:math:`Q`):
+
+    .. math::
+
+        e_i &\leftarrow \beta e_i + \Delta_i \\
+        s_i &= Q(\operatorname{top-k}(e_i)) \\
+        e_i &\leftarrow e_i - s_i.
+
+    Every worker's tensor becomes :math:`\frac{1}{k} \sum_i s_i` (or the sum over ``denom``), summed in the order of
+    ranks, so that all workers get the same bits. A tensor's last chunk may be shorter. Values that are not finite are
+    not remembered.
+
+    With :math:`b` bits, :math:`Q` keeps the sign of a value and puts its size into one of :math:`2^{b - 1}` equal
+    intervals between the smallest and the largest size that the chunk sends. The middle of the interval stands for it.
+
+    For :math:`n` chunks of :math:`c` coordinates of which :math:`k` are sent, a worker sends
+    :math:`n k \lceil \log_2 c \rceil` bits of positions, :math:`n k b` bits of values and 8 bytes for each chunk (16
+    for float64); without quantization the values in the dtype of the tensor, at least in float32. Positions and values
+    of a tensor's equal chunks are each filled up to whole bytes. Tensors of one dtype share one all-gather.
+
+    Attributes:
+        density: As given.
+        bits: As given.
+        decay: As given.
+        chunk_size: As given.
+
+    Args:
+        use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
+        density: Share of each chunk that is sent (a float, at most 1.0; at least one coordinate is sent), or the
+            number of coordinates (an integer).
+        bits: Bits of a value, from 1 to 8; None for no quantization.
+        decay: :math:`\beta`, from 0 (no error feedback) to 1 (nothing is lost).
+        chunk_size: Coordinates of a chunk, at most 2^24.
+        world_size: Number of workers; None takes that of the process group.
+        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+
+    Raises:
+        ValueError: A number is out of range, or ``world_size`` is not the number of workers in the process group.
+        TypeError: A number has the wrong type.
+
+    Example:
+        >>> aggregation, change = ChunkedTopKAggregation(density=2, chunk_size=4), torch.tensor([8.0, 1.0, -4.0, 2.0])
+        >>> aggregation.aggregate({"weight": change}, "avg_world")
+        >>> change, aggregation.memory("weight")
+        (tensor([ 7.,  0., -5.,  0.]), tensor([1., 1., 1., 2.]))
+
+    References:
+        A. Sarfi, B. Thérien, J. Lidin, E. Belilovsky: Communication Efficient LLM Pre-training with SparseLoCo.
+        arXiv:2508.15706
+    """
+
+    def __init__(
+        self,
+        use_cuda: bool = False,
+        *,
+        density: int | float = 0.02,
+        bits: int | None = 2,
+        decay: float = 0.95,
+        chunk_size: int = 4096,
+        world_size: int | None = None,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__(use_cuda=use_cuda, world_size=world_size, process_group=process_group)
+        self.density = check_size(density, "density")
+        self.bits = None if bits is None else check_int("bits", bits)
+        if self.bits is not None and self.bits > 8:
+            raise ValueError(f"bits must be at most 8, or None for no quantization, not {bits}")
+        check_finite_at_least_0("decay", decay)
+        if decay > 1:
+            raise ValueError(f"decay must be at most 1, not {decay}: the error memory would grow without end")
+        self.decay = decay
+        self.chunk_size = check_int("chunk_size", chunk_size)
+        if self.chunk_size > 1 << 24:
+            raise ValueError(f"chunk_size must be at most 2**24, not {chunk_size}")
+
+    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
+        # The error memory is changed in place: it holds the sum first, and then the rest.
+        e = [
+            recall(self._memory, name, tensor).mul_(self.decay).add_(tensor).view(-1)
+            for name, tensor in tensors.items()
+        ]
+        parts = [self._encode(chunks) for e_n in e for chunks in self._chunks(e_n)]
+        for e_n in e:
+            # Without this, an overflow would stay in the memory and in every later message.
+            e_n.nan_to_num_(nan=0, posinf=0, neginf=0)
+        total = [torch.zeros_like(e_n) for e_n in e]
+        # Added in the order of ranks, because sums in different orders differ in their last bits.
+        for message in self._gather(torch.cat(parts)):
+            start = 0
+            for total_n in total:
+                for chunks in self._chunks(total_n):
+                    start += self._add_decoded(chunks, message[start:])
+        unpack(divide(torch.cat(total), divisor), tensors.values())
+
+    def _chunks(self, flat: Tensor) -> Iterator[Tensor]:
+        """Yield a flat tensor as matrices with one chunk per row: the full chunks, then the shorter last one."""
+        full = len(flat) // self.chunk_size * self.chunk_size
+        if full:
+            yield flat[:full].view(-1, self.chunk_size)
+        if full < len(flat):
+            yield flat[full:][None]
+
+    def _encode(self, chunks: Tensor) -> Tensor:
+        """Return the message of chunks, and subtract from them, in place, the values that it stands for."""
+        picked = chunks.abs().topk(coordinates_sent(self.density, chunks.shape[1]), dim=1, sorted=False).indices
+        values = chunks.gather(1, picked)
+        positions = pack_codes(picked.view(-1).to(torch.int32), bits_for(chunks.shape[1]))
+        if self.bits is None:
+            chunks.scatter_add_(1, picked, -values)
+            return as_bytes(values, positions)
+        sizes = values.abs()
+        scales = torch.stack([sizes.amin(1), sizes.amax(1)], dim=1)
+        intervals = 1 << (self.bits - 1)
+        # Of equal sizes the interval has no width: 0 / 0 is nan.
+        share = ((sizes - scales[:, :1]) / (scales[:, 1:] - scales[:, :1])).nan_to_num_(nan=0, posinf=0)
+        codes = (
+            share.mul_(intervals)
+            .floor_()
+            .clamp_(max=intervals - 1)
+            .to(torch.int32)
+            .add_((values < 0).int(), alpha=intervals)
+        )
+        chunks.scatter_add_(1, picked, -_dequantize(codes, scales, self.bits))
+        return as_bytes(scales, positions, pack_codes(codes.view(-1), self.bits))
+
+    def _add_decoded(self, chunks: Tensor, message: Tensor) -> int:
+        """Add the values in a message to chunks, in place; return the number of bytes that were read."""
+        rows, width = chunks.shape
+        count = rows * coordinates_sent(self.density, width)
+        head = (count if self.bits is None else 2 * rows) * chunks.element_size()
+        tail = head + packed_bytes(count, bits_for(width))
+        picked = unpack_codes(message[head:tail], count, bits_for(width)).long().view(rows, -1)
+        if self.bits is None:
+            values = from_bytes(message, 0, count, chunks.dtype).view(rows, -1)
+            end = tail
+        else:
+            end = tail + packed_bytes(count, self.bits)
+            codes = unpack_codes(message[tail:end], count, self.bits).view(rows, -1)
+            values = _dequantize(codes, from_bytes(message, 0, 2 * rows, chunks.dtype).view(rows, 2), self.bits)
+        chunks.scatter_add_(1, picked, values)
+        return end
+
+
+def _dequantize(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Return the values that codes stand for.
+
+    Args:
+        codes: Shape (n, k): the highest of the ``bits`` bits is 1 for negative values, the others number the interval.
+        scales: Shape (n, 2): the smallest and the largest size in each row.
+        bits: Bits of a code.
+    """
+    intervals = 1 << (bits - 1)
+    low, high = scales.unbind(dim=1)
+    middle = (codes % intervals + 0.5).to(scales.dtype) * ((high - low) / intervals)[:, None] + low[:, None]
+    return torch.where(codes < intervals, middle, -middle)
+
+
+class SparseLoCoAggregation(DiLoCoAggregation):
+    r"""Update weights that all workers share by the largest parts of the workers' changes.
+
+    With :math:`\theta` the shared weights and :math:`\theta_i` the current weights of worker :math:`i` of :math:`k`, a
+    call computes the change :math:`\Delta_i = \theta - \theta_i`, compresses it to :math:`s_i` with error feedback as
+    :class:`ChunkedTopKAggregation` does, and updates
+
+    .. math:: \theta \leftarrow \theta - \frac{\alpha}{k} \sum_i s_i, \qquad \theta_i \leftarrow \theta.
+
+    There is no outer momentum: the error memory takes its place. If all coordinates are sent without quantization and
+    decay, and :math:`\alpha = 1`, the result is the average of the :math:`\theta_i`.
+
+    Implementations differ. Some cut matrices into blocks of 64 x 64; here a chunk is 4,096 consecutive coordinates.
+    Some fit a table of quantized values to their statistics; here a value has one of two sizes of its chunk, and a
+    sign. The error feedback makes up for either.
+
+    Attributes:
+        compressed: The compression; it holds the error memory.
+        outer_optimizer: SGD with the learning rate :math:`\alpha`, which may be changed.
+
+    Args:
+        compressed: The compression with all its settings, and the workers that take part; None for
+            ``ChunkedTopKAggregation()``, which sends 2 % of the coordinates with 2 bits each.
+        outer_lr: :math:`\alpha`.
+
+    Raises:
+        TypeError: ``compressed`` is not a :class:`ChunkedTopKAggregation`, or ``outer_lr`` is not a number.
+        ValueError: ``outer_lr`` is negative or not finite.
+
+    Example:
+        >>> weights = {"x": torch.zeros(4)}
+        >>> aggregation = SparseLoCoAggregation(ChunkedTopKAggregation(density=1))
+        >>> aggregation.start({"x": torch.nn.Parameter(weights["x"])})
+        >>> weights["x"] += torch.tensor([3.0, 2.0, 1.0, 0.0])
+        >>> aggregation.aggregate(weights, "avg_world")
+        >>> weights["x"], aggregation.compressed.memory("x")
+        (tensor([3., 0., 0., 0.]), tensor([ 0., -2., -1.,  0.]))
+
+    References:
+        A. Sarfi, B. Thérien, J. Lidin, E. Belilovsky: Communication Efficient LLM Pre-training with SparseLoCo.
+        arXiv:2508.15706
+    """
+
+    def __init__(self, compressed: ChunkedTopKAggregation | None = None, *, outer_lr: float = 1.0) -> None:
+        compressed = ChunkedTopKAggregation() if compressed is None else compressed
+        if not isinstance(compressed, ChunkedTopKAggregation):
+            raise TypeError(f"compressed must be a ChunkedTopKAggregation, not {type(compressed).__name__}")
+        check_finite_at_least_0("outer_lr", outer_lr)
+        super().__init__(partial(SGD, lr=outer_lr), use_cuda=compressed.use_cuda, process_group=compressed.group)
+        self.compressed = compressed
+
+    @property
+    def compression_ratio(self) -> float:  # type: ignore[override]
+        """Return the bytes of the changes over those sent for them; 1 before any message."""
+        return self.compressed.compression_ratio
+
+    def _average(self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> None:
+        """Average the outer gradients compressed, and other tensors as they are."""
+        self._delegate(self.compressed, outer_gradients, AVG_WORLD)
+        self._delegate(self._all_reduce, averages, AVG_WORLD)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the shared weights by parameter name, and the error memory under ``"compressed"``."""
+        state = super().state_dict()
+        return {**state, "compressed": self.compressed.state_dict()} if state else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the result of :meth:`state_dict`; an empty state starts from zero.
+
+        Raises:
+            ValueError: It is another aggregation's state.
+        """
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "compressed"})
+        self.compressed.load_state_dict(state_dict.get("compressed", {}))
+
+    def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state without the error memory, which differs between workers."""
+        if "compressed" not in state_dict:
+            return dict(state_dict)
+        return {**state_dict, "compressed": self.compressed.shared_state(state_dict["compressed"])}

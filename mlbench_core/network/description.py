@@ -1,0 +1,252 @@
+"""Describe a network as data: links, racks, and hosts that differ from the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["MAX_HOSTS", "Cut", "HostSettings", "Link", "Network", "bits_per_second"]
+
+MAX_HOSTS = 250
+"""The largest number of hosts of a network: they share one subnet of 254 addresses."""
+
+_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+NUMBER = r"\d+(?:\.\d+)?"
+BANDWIDTH = re.compile(rf"({NUMBER})\s*([kmg]?bit)")
+UNLIMITED = "unlimited"
+_LONGEST_ROUND_TRIP_S = 10.0
+# Below this share, a worker would hardly answer before the timeouts of its process group.
+_LEAST_CPU = 0.01
+_MOST_LOSS = 0.5
+
+
+@dataclass(frozen=True)
+class Link:
+    """The properties of a kind of link.
+
+    Attributes:
+        bandwidth: Bits per second in each direction; None for no limit.
+        round_trip_s: Time from one host to another and back, in seconds, in addition to that of this machine.
+        jitter_s: Largest deviation of a round trip from ``round_trip_s``, in seconds.
+        loss: Probability from 0 to 0.5 that a frame is lost on its way from one host to another.
+
+    Example:
+        >>> str(Link(100_000_000, 0.02))
+        '100mbit,20ms'
+    """
+
+    bandwidth: int | None
+    round_trip_s: float = 0.0
+    jitter_s: float = 0.0
+    loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.round_trip_s <= _LONGEST_ROUND_TRIP_S:
+            raise ValueError(
+                f"round trip must be from 0 to {_LONGEST_ROUND_TRIP_S:g} s, not {self.round_trip_s:g} s: "
+                "reduce the delay"
+            )
+        if not 0 <= self.jitter_s <= self.round_trip_s:
+            raise ValueError(
+                f"jitter must be from 0 to the round trip ({_time_text(self.round_trip_s)}), "
+                f"not {_time_text(self.jitter_s)}: reduce the jitter"
+            )
+        if not 0 <= self.loss <= _MOST_LOSS:
+            raise ValueError(f"loss must be from 0% to {_MOST_LOSS:.0%}, not {self.loss:.6g}: reduce the loss")
+
+    def __str__(self) -> str:
+        """Return the text that :func:`~mlbench_core.network.parsing.parse_network` reads."""
+        words = [_bandwidth_text(self.bandwidth)]
+        words += [_time_text(self.round_trip_s)] if self.round_trip_s else []
+        words += [f"{_time_text(self.jitter_s)}-jitter"] if self.jitter_s else []
+        words += [f"{_number_text(self.loss * 100)}%-loss"] if self.loss else []
+        return ",".join(words)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A time at which the link of a host is cut, in seconds after the start of the network.
+
+    Attributes:
+        start_s: The time of the cut.
+        end_s: The time of the repair; None if the link stays cut.
+    """
+
+    start_s: float
+    end_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.end_s is not None and not self.end_s > self.start_s:
+            raise ValueError(
+                f"cut must end after its start, not at {_time_text(self.end_s)}: write for example 'cut@10s-15s'"
+            )
+
+    def __str__(self) -> str:
+        """Return the text that :func:`~mlbench_core.network.parsing.parse_network` reads."""
+        end = "" if self.end_s is None else f"-{_time_text(self.end_s)}"
+        return f"cut@{_time_text(self.start_s)}{end}"
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """The differences of one host from the others.
+
+    Attributes:
+        bandwidth: Bits per second of its link in each direction; None for the bandwidth of the other links.
+        cpu: Share of the processor time of its workers, from 0.01 to 1; a straggler has less than 1.
+        cuts: Times at which its link is cut.
+    """
+
+    bandwidth: int | None = None
+    cpu: float = 1.0
+    cuts: tuple[Cut, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _LEAST_CPU <= self.cpu <= 1:
+            raise ValueError(f"cpu must be from {_LEAST_CPU:.0%} to 100%, not {self.cpu:.6g}: choose another share")
+
+    def __str__(self) -> str:
+        """Return the text that :func:`~mlbench_core.network.parsing.parse_network` reads."""
+        words = [] if self.bandwidth is None else [_bandwidth_text(self.bandwidth)]
+        words += [f"{_number_text(self.cpu * 100)}%-cpu"] if self.cpu < 1 else []
+        return ",".join([*words, *map(str, self.cuts)])
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network: equal links to one switch, or racks of hosts that are connected by other links.
+
+    Attributes:
+        link: The link from each host to its switch. Its round trip is that of two hosts of one switch.
+        between: The link from the switch of each rack to the core; None for one switch. Its round trip is that of two
+            hosts of different racks.
+        racks: Number of racks; 1 for one switch.
+        hosts_per_rack: Hosts of each rack; None for any number of hosts at one switch.
+        hosts: Hosts that differ from the others, by their numbers from 0.
+
+    Example:
+        >>> network = Network(Link(10**10), Link(10**8, 0.04), racks=2, hosts_per_rack=2)
+        >>> network.num_hosts, network.rack_of(3), str(network)
+        (4, 1, '2x2:10gbit/100mbit,40ms')
+    """
+
+    link: Link
+    between: Link | None = None
+    racks: int = 1
+    hosts_per_rack: int | None = None
+    hosts: Mapping[int, HostSettings] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.between is not None:
+            if not self.racks >= 2:
+                raise ValueError(f"racks must be at least 2, not {self.racks}: for one switch leave the racks out")
+            if self.hosts_per_rack is None or not self.hosts_per_rack >= 1:
+                raise ValueError(f"hosts of a rack must be at least 1, not {self.hosts_per_rack}: write 2x2")
+            if self.link.round_trip_s > self.between.round_trip_s:
+                raise ValueError(
+                    "round trip between racks must be at least that inside of a rack, "
+                    f"not {_time_text(self.between.round_trip_s)}: increase it"
+                )
+        if (self.num_hosts or 0) > MAX_HOSTS:
+            raise ValueError(f"hosts must be at most {MAX_HOSTS}, not {self.num_hosts}: reduce the racks")
+        highest = max(self.hosts, default=0)
+        if highest >= (self.num_hosts or MAX_HOSTS):
+            raise ValueError(f"host must be from 0 to {(self.num_hosts or MAX_HOSTS) - 1}, not {highest}")
+
+    @property
+    def num_hosts(self) -> int | None:
+        """The number of hosts; None if the network can have any number."""
+        return None if self.between is None or self.hosts_per_rack is None else self.racks * self.hosts_per_rack
+
+    def check_hosts(self, hosts: int) -> None:
+        """Check that the network can have a number of hosts.
+
+        Raises:
+            ValueError: The network has another number of hosts, or describes hosts that would not exist.
+        """
+        if self.num_hosts is not None and hosts != self.num_hosts:
+            raise ValueError(
+                f"hosts must be {self.num_hosts} ({self.racks} racks of {self.hosts_per_rack}), not {hosts}: "
+                "choose another number, or another network"
+            )
+        if not 1 <= hosts <= MAX_HOSTS:
+            raise ValueError(f"hosts must be from 1 to {MAX_HOSTS}, not {hosts}")
+        highest = max(self.hosts, default=0)
+        if highest >= hosts:
+            raise ValueError(f"hosts must be at least {highest + 1}, not {hosts}: the network describes host {highest}")
+
+    def rack_of(self, host: int) -> int:
+        """Return the rack of a host."""
+        return 0 if self.hosts_per_rack is None else host // self.hosts_per_rack
+
+    def path(self, source: int, target: int) -> Link:
+        """Return the properties of the way between two hosts: the lowest bandwidth, and the delay, jitter and loss.
+
+        Example:
+            >>> str(Network(Link(10**10), Link(10**8, 0.04), racks=2, hosts_per_rack=2).path(0, 3))
+            '100mbit,40ms'
+        """
+        across = self.between is not None and self.rack_of(source) != self.rack_of(target)
+        way = self.between if across and self.between is not None else self.link
+        limits = [self._bandwidth_of(source), self._bandwidth_of(target), *([way.bandwidth] if across else [])]
+        known = [limit for limit in limits if limit is not None]
+        return Link(min(known) if known else None, way.round_trip_s, way.jitter_s, way.loss)
+
+    def _bandwidth_of(self, host: int) -> int | None:
+        own = self.hosts.get(host)
+        return self.link.bandwidth if own is None or own.bandwidth is None else own.bandwidth
+
+    def __str__(self) -> str:
+        """Return the text that :func:`~mlbench_core.network.parsing.parse_network` reads."""
+        text = str(self.link)
+        if self.between is not None:
+            text = f"{self.racks}x{self.hosts_per_rack}:{text}/{self.between}"
+        return "; ".join([text, *(f"host{number}: {self.hosts[number]}" for number in sorted(self.hosts))])
+
+
+def bits_per_second(bandwidth: str | float) -> int:
+    """Convert a bandwidth to bits per second.
+
+    Args:
+        bandwidth: Bits per second as a number, or a number with the unit ``bit``, ``kbit``, ``mbit`` or ``gbit``
+            (powers of 1000, as in ``tc``).
+
+    Returns:
+        Bits per second.
+
+    Raises:
+        ValueError: ``bandwidth`` has another form, or is not from 8 kbit/s (less than one packet per second) to 1000
+            Gbit/s.
+
+    Example:
+        >>> bits_per_second("100mbit")
+        100000000
+    """
+    match = BANDWIDTH.fullmatch(str(bandwidth).strip().lower())
+    if match:
+        rate = float(match[1]) * _UNITS[match[2]]
+    elif isinstance(bandwidth, (int, float)) and not isinstance(bandwidth, bool):
+        rate = float(bandwidth)
+    else:
+        raise ValueError(f"bandwidth must be like '100mbit' or a number of bits per second, not {bandwidth!r}")
+    if not 8_000 <= rate <= 1e12:
+        raise ValueError(f"bandwidth must be from 8 kbit/s to 1000 Gbit/s, not {bandwidth!r}")
+    return round(rate)
+
+
+def _bandwidth_text(rate: int | None) -> str:
+    if rate is None:
+        return UNLIMITED
+    unit = next(unit for unit in reversed(_UNITS) if rate >= _UNITS[unit])
+    # A rate that needs more digits is written in bits.
+    short = f"{_number_text(rate / _UNITS[unit])}{unit}"
+    return short if bits_per_second(short) == rate else f"{rate}bit"
+
+
+def _time_text(seconds: float) -> str:
+    return f"{_number_text(seconds)}s" if seconds >= 1 else f"{_number_text(seconds * 1e3)}ms"
+
+
+def _number_text(number: float) -> str:
+    return f"{number:.7f}".rstrip("0").rstrip(".")

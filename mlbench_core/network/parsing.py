@@ -1,0 +1,266 @@
+"""Read the description of a network: a short text, or a TOML file.
+
+Both give a :class:`~mlbench_core.network.description.Network`. The page "Train on an emulated network" of the
+documentation has the grammar.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.network.description import (
+    BANDWIDTH,
+    NUMBER,
+    UNLIMITED,
+    Cut,
+    HostSettings,
+    Link,
+    Network,
+    bits_per_second,
+)
+
+__all__ = ["load_network", "parse_network"]
+
+_TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_TIME = re.compile(rf"({NUMBER})(us|ms|s)")
+_PERCENT = re.compile(rf"({NUMBER})%")
+_LONGEST_TIME_S = 1e6
+_LONGEST_TEXT = 2000
+
+
+def parse_network(text: str) -> Network:
+    """Read the text of a network.
+
+    Args:
+        text: For example ``"100mbit,20ms"``, ``"100mbit,20ms,2ms-jitter,0.1%-loss"``, ``"2x2:10gbit/100mbit,40ms"`` or
+            ``"1gbit; host1: 10mbit; host2: 50%-cpu; host0: cut@10s-15s"``.
+
+    Returns:
+        The network.
+
+    Raises:
+        ValueError: The text has another form; the message names the part.
+
+    Example:
+        >>> parse_network("100mbit, 20ms").link
+        Link(bandwidth=100000000, round_trip_s=0.02, jitter_s=0.0, loss=0.0)
+    """
+    if len(text) > _LONGEST_TEXT:
+        raise ValueError(f"network must have at most {_LONGEST_TEXT} characters, not {len(text)}")
+    links, *differences = (part.strip() for part in text.lower().split(";"))
+    racks, hosts_per_rack, between = 1, None, None
+    match = re.fullmatch(r"(\d{1,4})\s*x\s*(\d{1,4})\s*:(.*)", links, re.DOTALL)
+    if match:
+        racks, hosts_per_rack = int(match[1]), int(match[2])
+        inside, slash, outside = match[3].partition("/")
+        if not slash:
+            raise ValueError(
+                f"network {links!r} must have a link between the racks after '/': write for example "
+                f"'{racks}x{hosts_per_rack}:10gbit/100mbit,40ms'"
+            )
+        link, between = _parse_link(inside), _parse_link(outside)
+    elif "/" in links or ":" in links:
+        raise ValueError(
+            f"network {links[:80]!r} must begin with the racks and the hosts of each if it has '/' or ':': write for "
+            "example '2x2:10gbit/100mbit,40ms'"
+        )
+    else:
+        link = _parse_link(links)
+    hosts: dict[int, HostSettings] = {}
+    for difference in differences:
+        number, settings = _parse_host(difference)
+        if number in hosts:
+            raise ValueError(f"host {number} must be described once, not twice: put its parts together")
+        hosts[number] = settings
+    return Network(link, between, racks, hosts_per_rack, hosts)
+
+
+def load_network(path: Path) -> Network:
+    """Read a network from a TOML file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The network.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or a table or key is unknown or has a wrong value.
+    """
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        return _from_tables(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the network {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigurationError(f"the network {path} cannot be used: {error}") from error
+
+
+def _parse_link(text: str) -> Link:
+    values: dict[str, Any] = {}
+    value: Any
+    for word in _words(text, "link"):
+        if word == UNLIMITED or BANDWIDTH.fullmatch(word):
+            name, value = "bandwidth", _bandwidth(word)
+        elif word.endswith("-jitter"):
+            name, value = "jitter_s", _seconds(word.removesuffix("-jitter").strip(), "jitter")
+        elif word.endswith("-loss"):
+            name, value = "loss", _share(word.removesuffix("-loss").strip(), "loss")
+        elif _TIME.fullmatch(word):
+            name, value = "round_trip_s", _seconds(word, "round trip")
+        else:
+            raise ValueError(
+                f"part {word[:80]!r} must be a bandwidth ('100mbit', '{UNLIMITED}'), a round trip ('20ms'), a jitter "
+                "('2ms-jitter') or a loss ('0.1%-loss')"
+            )
+        if name in values:
+            raise ValueError(f"part {word!r} must not follow another {name.removesuffix('_s').replace('_', ' ')}")
+        values[name] = value
+    if "bandwidth" not in values:
+        raise ValueError(
+            f"link {text.strip()!r} must have a bandwidth: write for example '100mbit,20ms' or '{UNLIMITED},20ms'"
+        )
+    return Link(**values)
+
+
+def _parse_host(text: str) -> tuple[int, HostSettings]:
+    """Read ``host1: 10mbit, 50%-cpu, cut@10s-15s``."""
+    match = re.fullmatch(r"host\s*(\d{1,4})\s*:(.*)", text, re.DOTALL)
+    if match is None:
+        raise ValueError(f"part {text[:80]!r} must be like 'host1: 10mbit', after a ';'")
+    values: dict[str, Any] = {}
+    cuts: list[Cut] = []
+    value: Any
+    for word in _words(match[2], f"host {match[1]}"):
+        if word.startswith("cut@"):
+            cuts.append(_cut(word.removeprefix("cut@")))
+            continue
+        if BANDWIDTH.fullmatch(word):
+            name, value = "bandwidth", _bandwidth(word)
+        elif word.endswith("-cpu"):
+            name, value = "cpu", _share(word.removesuffix("-cpu").strip(), "cpu")
+        else:
+            raise ValueError(
+                f"part {word[:80]!r} of host {match[1]} must be a bandwidth ('10mbit'), a share of the processor "
+                "('50%-cpu') or a cut ('cut@10s-15s')"
+            )
+        if name in values:
+            raise ValueError(f"part {word!r} of host {match[1]} must not follow another {name}")
+        values[name] = value
+    return int(match[1]), HostSettings(**values, cuts=_in_order(cuts))
+
+
+def _words(text: str, subject: str) -> Iterator[str]:
+    for word in text.split(","):
+        if not word.strip():
+            raise ValueError(f"{subject} must not have an empty part: write for example '100mbit,20ms'")
+        yield word.strip()
+
+
+def _bandwidth(text: object) -> int | None:
+    if text == UNLIMITED:
+        return None
+    if not isinstance(text, str):
+        raise ValueError(f"bandwidth must be a text such as '100mbit' or '{UNLIMITED}', not {text!r}")
+    return bits_per_second(text)
+
+
+def _seconds(text: object, subject: str) -> float:
+    match = _TIME.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"{subject} must be a time such as '20ms', '500us' or '1.5s', not {text!r}")
+    seconds = float(match[1]) * _TIME_UNITS[match[2]]
+    if seconds > _LONGEST_TIME_S:
+        raise ValueError(f"{subject} must be at most {_LONGEST_TIME_S:.0f}s, not {text!r}")
+    # To a tenth of a microsecond, so that a text, its network and the text of the network are the same.
+    return round(seconds, 7)
+
+
+def _share(text: object, subject: str) -> float:
+    match = _PERCENT.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"{subject} must be a percentage such as '0.1%', not {text!r}")
+    return round(float(match[1]) / 100, 8)
+
+
+def _cut(text: object) -> Cut:
+    start, dash, end = text.partition("-") if isinstance(text, str) else ("", "", "")
+    if not isinstance(text, str):
+        raise ValueError(f"cut must be a text such as '10s-15s', not {text!r}")
+    return Cut(_seconds(start.strip(), "start of a cut"), _seconds(end.strip(), "end of a cut") if dash else None)
+
+
+def _in_order(cuts: list[Cut]) -> tuple[Cut, ...]:
+    ordered = tuple(sorted(cuts, key=lambda cut: cut.start_s))
+    for earlier, later in itertools.pairwise(ordered):
+        if earlier.end_s is None or earlier.end_s > later.start_s:
+            raise ValueError(f"{later} must begin after the end of the cut before it, {earlier}")
+    return ordered
+
+
+def _from_tables(tables: Mapping[str, Any]) -> Network:
+    _known(tables, ("racks", "hosts_per_rack", "link", "between", "hosts"), "the file")
+    between = tables.get("between")
+    numbers = {}
+    for key in ("racks", "hosts_per_rack"):
+        value = tables.get(key)
+        if (value is None) != (between is None):
+            raise ValueError(f"{key} must be given if, and only if, the table [between] is given")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ValueError(f"{key} must be a whole number, not {value!r}")
+        numbers[key] = value
+    hosts: dict[int, HostSettings] = {}
+    described = tables.get("hosts", [])
+    if not isinstance(described, list):
+        raise ValueError("hosts must be tables [[hosts]], each with the number of its host")
+    for table in described:
+        _known(table, ("host", "bandwidth", "cpu", "cuts"), "[[hosts]]")
+        number = table.get("host")
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0 or number in hosts:
+            raise ValueError(f"host of [[hosts]] must be a number from 0, once each, not {number!r}")
+        cuts = table.get("cuts", [])
+        if not isinstance(cuts, list):
+            raise ValueError(f"cuts of host {number} must be a list such as ['10s-15s'], not {cuts!r}")
+        hosts[number] = HostSettings(
+            _bandwidth(table["bandwidth"]) if "bandwidth" in table else None,
+            _share(table["cpu"], "cpu") if "cpu" in table else 1.0,
+            _in_order([_cut(cut) for cut in cuts]),
+        )
+    return Network(
+        _link_of(tables.get("link"), "[link]"),
+        None if between is None else _link_of(between, "[between]"),
+        numbers["racks"] or 1,
+        numbers["hosts_per_rack"],
+        hosts,
+    )
+
+
+def _link_of(table: Any, name: str) -> Link:
+    if table is None:
+        raise ValueError(f"the table {name} must be given: it has the bandwidth of a link")
+    _known(table, ("bandwidth", "round_trip", "jitter", "loss"), name)
+    if "bandwidth" not in table:
+        raise ValueError(f"bandwidth of {name} must be given: write for example bandwidth = '100mbit'")
+    return Link(
+        _bandwidth(table["bandwidth"]),
+        _seconds(table.get("round_trip", "0s"), f"round_trip of {name}"),
+        _seconds(table.get("jitter", "0s"), f"jitter of {name}"),
+        _share(table.get("loss", "0%"), f"loss of {name}"),
+    )
+
+
+def _known(table: Any, names: tuple[str, ...], where: str) -> None:
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{where} must be a table, not {table!r}")
+    unknown = sorted(set(table) - set(names))
+    if unknown:
+        raise ValueError(f"keys of {where} must be among {', '.join(names)}, not {', '.join(unknown)}")

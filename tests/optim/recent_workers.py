@@ -1,0 +1,209 @@
+"""What the tests of the methods of recent years run in each worker process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from mlbench_core.aggregation.pytorch import (
+    ChunkedTopKAggregation,
+    DeMoAggregation,
+    DionAggregation,
+    QSGDAggregation,
+    SparseLoCoAggregation,
+)
+from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
+from mlbench_core.optim.pytorch import (
+    QSGD,
+    SCAFFOLD,
+    CentralizedAdam,
+    CentralizedSGD,
+    DeMo,
+    DiLoCo,
+    Dion,
+    LocalSGD,
+    OneBitAdam,
+    SparseLoCo,
+)
+from tests.optim.compressed_workers import quadratic
+from tests.optim.weight_averaging import Weights, descend, gradient, start
+
+STEPS = 15  # of descend
+DIGITS_STEPS = 160
+SPARSE_LOCO: dict[str, Any] = {"density": 3, "bits": 2, "decay": 0.9, "chunk_size": 16}
+DION_RANK = 2
+QSGD_LEVELS, QSGD_BUCKET = 3, 8
+
+
+def qsgd_uniform(shape: tuple[int, ...], rank: int, step: int) -> Tensor:
+    """The random numbers of a worker for a tensor, which fills whole buckets."""
+    numel = math.prod(shape)
+    seed = int(np.random.SeedSequence((0, rank, step)).generate_state(1)[0])
+    drawn = torch.rand(-(-numel // QSGD_BUCKET), QSGD_BUCKET, dtype=torch.float64, generator=_generator(seed))
+    return drawn.view(-1)[:numel].view(shape)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def qsgd(rank: int, world_size: int) -> list[Tensor]:
+    model = Weights(x=start())
+    exchange = QSGDAggregation(levels=QSGD_LEVELS, bucket_size=QSGD_BUCKET)
+    return descend(rank, model, QSGD(model=model, lr=0.1, aggregation=exchange))
+
+
+def scaffold(rank: int, world_size: int) -> dict[str, Any]:
+    """Against the reference; and on quadratics of different curvatures and optima, beside local SGD."""
+    model = Weights(x=start())
+    optimizer = SCAFFOLD(model=model, lr=0.1, period=5)
+    history, sent = [], []
+    for step in range(STEPS):
+        history += descend(rank, model, optimizer, range(step, step + 1))
+        sent.append(optimizer.aggregation.last_bytes)
+    result = {"history": history, "sent": sent, "state": optimizer.aggregation.inside.state_dict()}
+    A, b = quadratic(rank)
+    for name, make in {"scaffold": SCAFFOLD, "local": LocalSGD}.items():
+        far = Weights(x=torch.zeros(6, dtype=torch.float64))
+        optimizer = make(model=far, lr=0.1, period=8)
+        for _ in range(40 * 8):
+            far.x.grad = A @ (far.x.detach() - b)
+            optimizer.step()
+        result[name] = far.x.detach()
+    return result
+
+
+def sparse_loco(rank: int, world_size: int) -> dict[str, Any]:
+    """Against the reference; and without compression, beside local SGD."""
+    model = Weights(x=start())
+    compressed = ChunkedTopKAggregation(**SPARSE_LOCO)
+    optimizer = SparseLoCo(model=model, lr=0.05, period=5, aggregation=SparseLoCoAggregation(compressed, outer_lr=0.8))
+    history, sent = [], []
+    for step in range(STEPS):
+        history += descend(rank, model, optimizer, range(step, step + 1))
+        sent.append(optimizer.aggregation.last_bytes)
+    result = {"history": history, "sent": sent, "memory": compressed.memory("x")}
+    whole = SparseLoCoAggregation(ChunkedTopKAggregation(density=1.0, bits=None, decay=0.0))
+    model = Weights(x=start())
+    inner = partial(torch.optim.SGD, lr=0.1)
+    result["whole"] = descend(rank, model, DiLoCo(model=model, inner_optimizer=inner, period=5, aggregation=whole))
+    model = Weights(x=start())
+    result["local"] = descend(rank, model, LocalSGD(model=model, lr=0.1, period=5))
+    return result
+
+
+def demo(rank: int, world_size: int) -> dict[Any, Any]:
+    """Against the reference with and without the sign, and with nothing left behind."""
+    result: dict[Any, Any] = {}
+    for name, (sign, top_k) in {"sign": (True, 3), "plain": (False, 3), "whole": (False, 25)}.items():
+        model = Weights(x=start())
+        exchange = DeMoAggregation(decay=0.9, top_k=top_k, block_size=5)
+        optimizer = DeMo(model.named_parameters(), lr=0.1, sign=sign, aggregation=exchange)
+        history = descend(rank, model, optimizer)
+        result[name] = {"history": history, "momentum": exchange.memory("x"), "sent": exchange.last_bytes}
+    return result
+
+
+class Uncompressed(OneBitAggregation):
+    """Its compression is the identity."""
+
+    def _compress(self, tensors: Mapping[str, Tensor], divisor: Any) -> None:
+        self._delegate(self._uncompressed, tensors, "avg_custom", divisor)
+
+
+def one_bit_adam(rank: int, world_size: int) -> dict[Any, Any]:
+    """Against the reference, uncompressed too; x has a coordinate without gradients, and the bytes of each step."""
+    result: dict[Any, Any] = {}
+    for kind in (OneBitAggregation, Uncompressed):
+        model = Weights(x=start())
+        exchange = kind(warmup_steps=6)
+        optimizer = OneBitAdam(model.named_parameters(), lr=0.02, aggregation=exchange)
+        sent = []
+        for step in range(STEPS):
+            model.x.grad = partial_gradient(rank, model.x.detach(), step)
+            optimizer.step()
+            sent.append(exchange.last_bytes)
+        state = exchange.state_dict()
+        result[kind.__name__] = {"x": model.x.detach(), "state": state, "sent": sent}
+    return result
+
+
+def partial_gradient(rank: int, x: Tensor, step: int) -> Tensor:
+    """Without the first coordinate."""
+    g = gradient(rank, x, step)
+    g[0, 0] = 0
+    return g
+
+
+def dion(rank: int, world_size: int) -> dict[str, Any]:
+    """Against the reference: a matrix, and a vector beside it; the first Q, and at the end momentum and bytes."""
+    model = Weights(x=start(), y=start()[0])
+    exchange = DionAggregation(rank=DION_RANK, momentum=0.9)
+    optimizer = Dion(model.named_parameters(), lr=0.05, weight_decay=0.1, aggregation=exchange)
+    first = exchange._query("x", torch.zeros(5, 7, dtype=torch.float64)).clone()
+    for step in range(STEPS):
+        model.x.grad = gradient(rank, model.x.detach(), step)
+        model.y.grad = gradient(rank, model.x.detach(), step)[0]
+        optimizer.step()
+    state = exchange.state_dict()
+    return {"x": model.x.detach(), "y": model.y.detach(), "first": first, "state": state, "sent": exchange.last_bytes}
+
+
+def digits_data() -> tuple[Tensor, Tensor, Tensor]:
+    """Images, labels and an order of them: the first 1,400 are for training."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=_generator(0))
+    return torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels), order
+
+
+DIGITS: dict[str, Callable[[nn.Module], Any]] = {
+    "sgd": lambda m: CentralizedSGD(2, m, lr=0.2, momentum=0.9),
+    "qsgd": lambda m: QSGD(2, m, lr=0.2, momentum=0.9, aggregation=QSGDAggregation(levels=7, norm=math.inf)),
+    "demo": lambda m: DeMo(m.named_parameters(), lr=0.02, aggregation=DeMoAggregation(decay=0.99)),
+    "adam": lambda m: CentralizedAdam(2, m, lr=0.01),
+    "one-bit adam": lambda m: OneBitAdam(m.named_parameters(), lr=0.01, eps=1e-3, warmup_steps=32),
+    "dion": lambda m: Dion(m.named_parameters(), lr=0.2, rank=4),
+    "diloco": lambda m: DiLoCo(2, m, lr=0.02, period=8),
+    "sparse loco": lambda m: SparseLoCo(
+        2, m, lr=0.02, period=8, aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=0.03))
+    ),
+}
+
+
+def digits(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
+    """Share of test digits that a small net gets right, and bytes sent, by optimizer; by 2 workers."""
+    if world_size != 2:
+        return {}
+    inputs, targets, order = digits_data()
+    result = {}
+    for name, make in DIGITS.items():
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        optimizer, shuffle = make(net), _generator(2)
+        scheduler = LambdaLR(optimizer, lambda t: 1 - t / DIGITS_STEPS)
+        for _ in range(DIGITS_STEPS):
+            batch = order[torch.randint(1400, (64,), generator=shuffle)].chunk(2)[rank]
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(inputs[batch]), targets[batch]).backward()
+            optimizer.step()
+            scheduler.step()
+        right = net(inputs[order[1400:]]).argmax(dim=1) == targets[order[1400:]]
+        result[name] = right.double().mean().item(), optimizer.aggregation.bytes_sent
+    return result
+
+
+SCENARIOS = (qsgd, scaffold, sparse_loco, demo, one_bit_adam, dion, digits)
+
+
+def run_all(rank: int, world_size: int) -> dict[str, Any]:
+    return {scenario.__name__: scenario(rank, world_size) for scenario in SCENARIOS}

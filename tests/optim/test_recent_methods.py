@@ -1,0 +1,464 @@
+"""The methods of recent years: real processes over Gloo against the references, and the claims they are known for.
+
+The contract tests cover what all optimizers share: resuming, copies, the order of collectives, bytes, subgroups.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+from torch import Tensor
+
+from mlbench_core.aggregation.pytorch import (
+    ChunkedTopKAggregation,
+    DeMoAggregation,
+    DionAggregation,
+    OneBitAggregation,
+    QSGDAggregation,
+    ScaffoldAggregation,
+    SparseLoCoAggregation,
+)
+from mlbench_core.aggregation.pytorch.demo import dct_matrix
+from mlbench_core.aggregation.pytorch.packing import pack_codes, packed_bytes, unpack_codes
+from mlbench_core.optim.pytorch import SCAFFOLD, DeMo, Dion, OneBitAdam
+from tests.helpers.ranks import run_ranks
+from tests.optim import recent_workers as workers
+from tests.optim.weight_averaging import SHAPE, gradient, start
+from tests.references.demo import demo
+from tests.references.dion import dion
+from tests.references.one_bit_adam import one_bit_adam
+from tests.references.qsgd import qsgd
+from tests.references.scaffold import scaffold
+from tests.references.sparse_loco import sparse_loco
+
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """What each worker returned, by scenario. One start of the processes serves all tests."""
+    return run_ranks(request.param, workers.run_all)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+def assert_learns_as_well_as(ranks: Ranks, other: str, name: str, fewer_bytes: float) -> None:
+    """Within two points of another optimizer on the digits, with so many times fewer bytes."""
+    if len(ranks) != 2:
+        return
+    accuracy, size_bytes = ranks[0]["digits"][name]
+    best, all_bytes = ranks[0]["digits"][other]
+    assert best > 0.94
+    assert accuracy > best - 0.02
+    assert all_bytes > fewer_bytes * size_bytes
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 7, 8, 12])
+def test_codes_survive_packing(bits: int) -> None:
+    codes = torch.randint(2**bits, (37,), generator=torch.Generator().manual_seed(bits), dtype=torch.int32)
+    packed = pack_codes(codes, bits)
+    assert packed.dtype == torch.uint8
+    assert len(packed) == packed_bytes(37, bits) == math.ceil(37 * bits / 8)
+    assert torch.equal(unpack_codes(packed, 37, bits), codes)
+
+
+class TestQSGD:
+    def test_is_the_reference(self, ranks: Ranks) -> None:
+        expected = qsgd(
+            start(),
+            gradient,
+            len(ranks),
+            lambda t: 0.1,
+            workers.STEPS,
+            workers.QSGD_LEVELS,
+            lambda i, t: workers.qsgd_uniform(SHAPE, i, t),
+            workers.QSGD_BUCKET,
+        )
+        for result in ranks:
+            assert_close(result["qsgd"][-1], expected)
+            assert torch.equal(result["qsgd"][-1], ranks[0]["qsgd"][-1])
+
+    @pytest.mark.parametrize("norm", [2, math.inf])
+    @pytest.mark.parametrize("levels", [1, 3, 7])
+    def test_rounding_is_right_on_average_with_the_variance_of_the_paper(self, levels: int, norm: float) -> None:
+        d, draws = 16, 8000
+        v = torch.randn(d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        v[3] = 0
+        rounded = v.repeat(draws)  # every bucket is a draw of its own
+        QSGDAggregation(levels=levels, bucket_size=d, norm=norm).aggregate({"x": rounded}, "avg_world")
+        rounded = rounded.view(draws, d)
+        size = torch.linalg.vector_norm(v, ord=norm)
+        steps = rounded * levels / size
+        torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-9)
+        assert not rounded[:, 3].any()
+        # Five deviations of a mean of draws that are a level apart at most.
+        assert (rounded.mean(0) - v).abs().max() < 5 * size / levels / 2 / draws**0.5
+        variance = (rounded - v).square().sum(1).mean()
+        assert 0 < variance < min(d / levels**2, d**0.5 / levels) * v.square().sum()
+
+    def test_workers_and_steps_draw_apart_and_another_seed_draws_otherwise(self, ranks: Ranks) -> None:
+        def rounded(seed: int, skipped: int) -> Tensor:
+            aggregation = QSGDAggregation(levels=1, seed=seed)
+            aggregation.load_state_dict({"draws": skipped})
+            x = torch.linspace(-1, 1, 200)
+            aggregation.aggregate({"x": x}, "avg_world")
+            return x
+
+        assert torch.equal(rounded(0, 0), rounded(0, 0))
+        assert not torch.equal(rounded(0, 0), rounded(0, 1))
+        assert not torch.equal(rounded(0, 0), rounded(1, 0))
+        uniform = [workers.qsgd_uniform(SHAPE, rank, 0) for rank in range(2)]
+        assert not torch.equal(*uniform)  # and the reference, which has these, is met
+
+    def test_an_overflow_makes_its_bucket_nan(self) -> None:
+        x = torch.tensor([1.0, torch.inf, 1.0, 2.0, torch.nan, 0.0])
+        QSGDAggregation(bucket_size=2).aggregate({"x": x}, "avg_world")
+        assert x.isfinite().tolist() == [False, False, True, True, False, False]
+
+    def test_digits_are_learned_with_an_eighth_of_the_bytes(self, ranks: Ranks) -> None:
+        assert_learns_as_well_as(ranks, "sgd", "qsgd", fewer_bytes=7.5)
+
+    def test_wrong_arguments_are_named(self) -> None:
+        with pytest.raises(ValueError, match="levels must be at most 127, so that a value fits into 8 bits, not 128"):
+            QSGDAggregation(levels=128)
+        with pytest.raises(ValueError, match=r"norm must be 2 .*, not 1"):
+            QSGDAggregation(norm=1)
+        with pytest.raises(ValueError, match=r"QSGDAggregation must have the keys \['draws'\], not \['memory'\]"):
+            QSGDAggregation().load_state_dict({"memory": {}})
+
+
+class TestScaffold:
+    def test_is_the_reference(self, ranks: Ranks) -> None:
+        x, c, c_i = scaffold(start(), gradient, len(ranks), eta=0.1, K=5, rounds=workers.STEPS // 5)
+        for rank, result in enumerate(ranks):
+            found = result["scaffold"]
+            assert_close(found["history"][-1], x)
+            assert torch.equal(found["history"][-1], ranks[0]["scaffold"]["history"][-1])
+            assert torch.equal(found["state"]["common"]["x"], ranks[0]["scaffold"]["state"]["common"]["x"])
+            assert_close(found["state"]["common"]["x"], c)
+            assert_close(found["state"]["own"]["x"], c_i[rank])
+
+    def test_a_call_sends_the_weights_only(self, ranks: Ranks) -> None:
+        for result in ranks:
+            assert result["scaffold"]["sent"] == [0, 0, 0, 0, 8 * 35] * 3
+
+    def test_different_data_do_not_move_the_fixed_point_as_with_local_sgd(self, ranks: Ranks) -> None:
+        quadratics = [workers.quadratic(rank) for rank in range(len(ranks))]
+        optimum = torch.linalg.solve(sum(A for A, _ in quadratics), sum(A @ b for A, b in quadratics))
+        for result in ranks:
+            assert (result["scaffold"]["scaffold"] - optimum).norm() < 1e-6 * optimum.norm()
+            assert (result["scaffold"]["local"] - optimum).norm() > 0.01 * optimum.norm()
+
+    def test_one_worker_walks_like_torchs_sgd_under_any_schedule(self) -> None:
+        x, y = workers.Weights(x=start()), torch.nn.Parameter(start())
+        optimizer = SCAFFOLD(model=x, lr=0.1, weight_decay=0.1, period=3)
+        plain = torch.optim.SGD([y], lr=0.1, weight_decay=0.1)
+        for step in range(12):
+            x.x.grad, y.grad = gradient(0, x.x.detach(), step), gradient(0, y.detach(), step)
+            given = x.x.grad
+            for each in (optimizer, plain):
+                each.param_groups[0]["lr"] = 0.1 / (1 + step)
+                each.step()
+            assert x.x.grad is given
+            assert_close(x.x.detach(), y.detach())
+
+    def test_a_worker_without_a_state_of_its_own_starts_uncorrected(self) -> None:
+        aggregation = ScaffoldAggregation()
+        state = {
+            "shared": {"x": torch.zeros(2)},
+            "common": {"x": torch.ones(2)},
+            "own": {"x": torch.tensor([3.0, 4.0])},
+        }
+        aggregation.load_state_dict({**state, "rates": {"x": 0.5}})
+        assert aggregation.correction("x").tolist() == [-2.0, -3.0]
+        aggregation.load_state_dict(aggregation.shared_state(aggregation.state_dict()))
+        assert aggregation.correction("x").tolist() == [0.0, 0.0]
+        with pytest.raises(ValueError, match=r"'x' must have the shape \(2,\) of its shared weights, not \(3,\)"):
+            aggregation.aggregate({"x": torch.ones(3)}, "avg_world")
+
+    def test_without_a_rate_nothing_is_learnt(self) -> None:
+        model = workers.Weights(x=start())
+        optimizer = SCAFFOLD(model=model, lr=0.0, period=1)
+        workers.descend(0, model, optimizer, range(2))
+        assert optimizer.aggregation.inside.correction("x") is None
+        assert_close(model.x.detach(), start())
+
+
+class TestSparseLoCo:
+    def test_is_the_reference(self, ranks: Ranks) -> None:
+        kept, bits, beta, chunk = workers.SPARSE_LOCO.values()
+        rounds = workers.STEPS // 5
+        x, e = sparse_loco(start(), gradient, len(ranks), 5, rounds, 0.05, kept, bits, chunk, beta, alpha=0.8)
+        for rank, result in enumerate(ranks):
+            found = result["sparse_loco"]
+            assert_close(found["history"][-1], x)
+            assert_close(found["memory"], e[rank])
+            assert torch.equal(found["history"][-1], ranks[0]["sparse_loco"]["history"][-1])
+
+    def test_messages_are_as_small_as_the_formula_says(self, ranks: Ranks) -> None:
+        """Of 35 float64: two chunks of 16 with positions of 4 bits, and one of 3, of which all are sent."""
+        size_bytes = (2 * 16 + 3 + 2) + (16 + 1 + 1)
+        for result in ranks:
+            assert result["sparse_loco"]["sent"] == [0, 0, 0, 0, size_bytes] * 3
+
+    def test_uncompressed_it_averages_weights_as_local_sgd(self, ranks: Ranks) -> None:
+        for result in ranks:
+            for actual, expected in zip(result["sparse_loco"]["whole"], result["sparse_loco"]["local"], strict=True):
+                assert_close(actual, expected)
+
+    @pytest.mark.parametrize("bits", [None, 1, 2, 8])
+    def test_what_is_sent_and_what_stays_are_the_decayed_memory_and_the_change(self, bits: int | None) -> None:
+        aggregation = ChunkedTopKAggregation(density=0.25, bits=bits, decay=0.9, chunk_size=8)
+        memory = torch.zeros(27)
+        for step in range(3):
+            change = torch.randn(27, generator=torch.Generator().manual_seed(step))
+            expected = 0.9 * memory + change
+            sent = change.clone()
+            aggregation.aggregate({"x": sent}, "avg_world")
+            memory = aggregation.memory("x").clone()
+            torch.testing.assert_close(sent + memory, expected)
+            assert sent.count_nonzero() == 3 * 2 + 1
+            for part, whole in zip(sent.split(8), expected.split(8), strict=True):
+                assert whole[part != 0].abs().min() >= whole[part == 0].abs().max()
+                assert (part[part != 0].sign() == whole[part != 0].sign()).all()
+            if bits in (None, 8):
+                torch.testing.assert_close(
+                    sent[sent != 0], expected[sent != 0], rtol=0, atol=0.0 if bits is None else 0.02
+                )
+
+    def test_digits_are_learned_with_a_fraction_of_dilocos_bytes(self, ranks: Ranks) -> None:
+        assert_learns_as_well_as(ranks, "diloco", "sparse loco", fewer_bytes=60)
+
+    def test_wrong_arguments_are_named(self) -> None:
+        for options, message in (
+            ({"bits": 9}, "bits must be at most 8, or None for no quantization, not 9"),
+            ({"decay": 1.5}, "decay must be at most 1, not 1.5"),
+            ({"chunk_size": 1 << 25}, r"chunk_size must be at most 2\*\*24, not 33554432"),
+            ({"density": 1.5}, "density must be an integer from 1"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                ChunkedTopKAggregation(**options)
+        with pytest.raises(TypeError, match="compressed must be a ChunkedTopKAggregation, not QSGDAggregation"):
+            SparseLoCoAggregation(QSGDAggregation())  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="outer_lr must be finite and at least 0, not -1"):
+            SparseLoCoAggregation(outer_lr=-1)
+
+
+class TestDeMo:
+    @pytest.mark.parametrize("name", ["sign", "plain"])
+    def test_is_the_reference(self, ranks: Ranks, name: str) -> None:
+        """5 x 7 numbers in blocks of 5 x 1, because 7 has no other divisor up to 5."""
+        x, m = demo(start(), gradient, len(ranks), 0.1, workers.STEPS, 5, 1, 3, beta=0.9, signs=name == "sign")
+        for rank, result in enumerate(ranks):
+            assert_close(result["demo"][name]["history"][-1], x)
+            assert_close(result["demo"][name]["momentum"], m[rank])
+            assert torch.equal(result["demo"][name]["history"][-1], ranks[0]["demo"][name]["history"][-1])
+            assert result["demo"][name]["sent"] == 7 * 3 * (8 + 2) + 8  # and one flag
+
+    def test_with_all_coefficients_it_averages_gradients(self, ranks: Ranks) -> None:
+        x = start()
+        for step in range(workers.STEPS):
+            x = x - 0.1 * sum(gradient(rank, x, step) for rank in range(len(ranks))) / len(ranks)
+        for result in ranks:
+            assert_close(result["demo"]["whole"]["history"][-1], x)
+            assert_close(result["demo"]["whole"]["momentum"], torch.zeros_like(x))
+
+    @pytest.mark.parametrize("size", [1, 2, 5, 64])
+    def test_the_transform_is_orthonormal(self, size: int) -> None:
+        dct = dct_matrix(size, torch.float64)
+        assert_close(dct @ dct.T, torch.eye(size, dtype=torch.float64))
+        wave = torch.cos(torch.arange(size, dtype=torch.float64).add(0.5) * torch.pi * (size // 2) / size)
+        assert (dct @ wave).abs().gt(1e-9).nonzero().tolist() == [[size // 2]]
+
+    @pytest.mark.parametrize("shape", [(), (7,), (6, 10), (130, 3), (4, 3, 2, 2)])
+    def test_the_momentum_is_what_was_not_sent(self, shape: tuple[int, ...]) -> None:
+        aggregation, m = DeMoAggregation(decay=0.9, top_k=2, block_size=4), torch.zeros(shape)
+        for step in range(3):
+            sent = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+            expected = 0.9 * m + sent
+            aggregation.aggregate({"x": sent}, "avg_world")
+            m = aggregation.memory("x").clone()
+            torch.testing.assert_close(m + sent, expected)
+            # Orthonormal: what stays and what goes are at right angles.
+            assert abs(float((m * sent).sum())) < 1e-5 * float(m.norm() * sent.norm()) + 1e-6
+
+    def test_a_scheduler_may_change_the_decay(self) -> None:
+        x = torch.nn.Parameter(torch.ones(4))
+        optimizer = DeMo([x], lr=1.0, aggregation=DeMoAggregation(top_k=1))
+        assert optimizer.param_groups[0]["momentum"] == 0.999
+        for momentum in (0.5, 0.25):
+            optimizer.param_groups[0]["momentum"] = momentum
+            x.grad = torch.tensor([3.0, 0.0, 0.0, 0.0])
+            before = optimizer.aggregation.memory("group0.0")
+            expected = x.grad if before is None else momentum * before + x.grad
+            optimizer.step()
+        dct = dct_matrix(4)
+        coefficients = dct @ expected
+        coefficients[coefficients.abs().argmax()] = 0
+        torch.testing.assert_close(optimizer.aggregation.memory("group0.0"), dct.T @ coefficients)
+
+    def test_weight_decay_is_decoupled(self) -> None:
+        x = torch.nn.Parameter(torch.tensor([2.0]))
+        x.grad = torch.tensor([1.0])
+        DeMo([x], lr=0.1, weight_decay=0.5).step()
+        assert x.item() == pytest.approx(2 * (1 - 0.05) - 0.1)
+
+    def test_digits_are_learned_with_a_fraction_of_the_bytes(self, ranks: Ranks) -> None:
+        assert_learns_as_well_as(ranks, "sgd", "demo", fewer_bytes=20)
+
+    def test_wrong_arguments_are_named(self) -> None:
+        with pytest.raises(ValueError, match="decay must be below 1, not 1: the momentum would grow"):
+            DeMoAggregation(decay=1)
+        with pytest.raises(ValueError, match=r"block_size must be at most 181, .*, not 200"):
+            DeMoAggregation(block_size=200)
+        with pytest.raises(ValueError, match=r"DeMoAggregation must have the keys \['momentum'\], not \['memory'\]"):
+            DeMoAggregation().load_state_dict({"memory": {}})
+
+
+class TestOneBitAdam:
+    @pytest.mark.parametrize("kind", ["OneBitAggregation", "Uncompressed"])
+    def test_is_the_reference(self, ranks: Ranks, kind: str) -> None:
+        """Uncompressed it is Adam with a frozen second moment."""
+        compress = {"compress": lambda p: p} if kind == "Uncompressed" else {}
+        x, e, delta = one_bit_adam(
+            start(), workers.partial_gradient, len(ranks), 0.02, workers.STEPS, warmup=6, **compress
+        )
+        for rank, result in enumerate(ranks):
+            found = result["one_bit_adam"][kind]
+            assert_close(found["x"], x)
+            assert torch.equal(found["x"], ranks[0]["one_bit_adam"][kind]["x"])
+            assert found["state"]["steps"] == {"x": workers.STEPS}
+            if kind == "OneBitAggregation":
+                assert_close(found["state"]["errors"]["x"], e[rank])
+                assert_close(found["state"]["average_errors"]["x"], delta)
+
+    def test_messages_have_one_bit_per_coordinate_after_the_warm_up(self, ranks: Ranks) -> None:
+        for result in ranks:
+            sent = result["one_bit_adam"]["OneBitAggregation"]["sent"]
+            assert sent == [8 * 35 + 8] * 6 + [5 + 8 + 8] * 9  # with a flag in float64
+
+    def test_a_weight_that_had_no_gradient_in_the_warm_up_stays(self, ranks: Ranks) -> None:
+        for result in ranks:
+            found = result["one_bit_adam"]["OneBitAggregation"]
+            assert found["x"][0, 0] == start()[0, 0]
+            assert found["state"]["momentum"]["x"][0, 0] != 0, "one bit has no zero"
+
+    def test_the_warm_up_is_torchs_adam_under_any_schedule(self) -> None:
+        x, y = torch.nn.Parameter(start()), torch.nn.Parameter(start())
+        optimizer = OneBitAdam([x], lr=0.1, betas=(0.8, 0.9), eps=0.01, weight_decay=0.1, warmup_steps=8)
+        plain = torch.optim.Adam([y], lr=0.1, betas=(0.8, 0.9), eps=0.01, weight_decay=0.1)
+        for step in range(8):
+            x.grad, y.grad = gradient(0, x.detach(), step), gradient(0, y.detach(), step)
+            for each in (optimizer, plain):
+                each.param_groups[0]["lr"] = 0.1 / (1 + step)
+                each.step()
+            assert_close(x.detach(), y.detach())
+
+    def test_a_custom_denominator_divides_gradients_and_not_the_momentum(self) -> None:
+        aggregation, other = (OneBitAggregation(warmup_steps=0) for _ in range(2))
+        for step in range(4):
+            g = torch.randn(9, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            summed, averaged = 10 * g, g.clone()
+            aggregation.aggregate({"x": summed}, "avg_custom", 10)
+            other.aggregate({"x": averaged}, "avg_world")
+            assert_close(summed, averaged)
+
+    def test_digits_are_learned_with_a_fraction_of_the_bytes(self, ranks: Ranks) -> None:
+        assert_learns_as_well_as(ranks, "adam", "one-bit adam", fewer_bytes=4)
+
+    def test_wrong_arguments_are_named(self) -> None:
+        x = torch.nn.Parameter(torch.ones(2))
+        with pytest.raises(ValueError, match=r"betas\[1\] must be below 1, not 1"):
+            OneBitAdam([x], lr=0.1, betas=(0.9, 1))
+        with pytest.raises(ValueError, match="warmup_steps must be at least 1, not 0"):
+            OneBitAdam([x], lr=0.1, warmup_steps=0)
+        with pytest.raises(ValueError, match="beta must be below 1, not 1"):
+            OneBitAggregation(beta=1)
+        with pytest.raises(ValueError, match="eps must be finite and at least 0, not -1"):
+            OneBitAdam([x], lr=0.1, eps=-1)
+        with pytest.raises(ValueError, match="OneBitAggregation must have the keys"):
+            OneBitAggregation().load_state_dict({"memory": {}})
+
+
+class TestDion:
+    def test_is_one_worker_with_the_average_gradient(self, ranks: Ranks) -> None:
+        """To 1e-6: 15 steps of orthonormalization enlarge the rounding of averages."""
+        k = len(ranks)
+        Q = ranks[0]["dion"]["first"].T
+        x, M, Q = dion(start(), gradient, k, 0.05, workers.STEPS, Q, mu=0.9, weight_decay=0.1)
+        found = [result["dion"] for result in ranks]
+        for each in found:
+            torch.testing.assert_close(each["x"], x, rtol=0, atol=1e-6)
+            assert torch.equal(each["x"], found[0]["x"])
+            # The sign of a column depends on the way of orthonormalization.
+            signs = (each["state"]["queries"]["x"].T * Q).sum(0).sign()
+            torch.testing.assert_close(each["state"]["queries"]["x"].T * signs, Q, rtol=0, atol=1e-6)
+        momenta = torch.stack([each["state"]["momentum"]["x"] for each in found])
+        torch.testing.assert_close(momenta.mean(0), M, rtol=0, atol=1e-6)
+        assert (momenta[0] - momenta[1]).norm() > 0.1
+        assert list(found[0]["state"]["momentum"]) == ["x"]
+
+    def test_vectors_take_the_steps_of_adamw(self, ranks: Ranks) -> None:
+        k, y = len(ranks), torch.nn.Parameter(start()[0])
+        plain = torch.optim.AdamW([y], lr=0.05, weight_decay=0.1)
+        x = start()
+        for step in range(workers.STEPS):
+            y.grad = sum(gradient(rank, x, step)[0] for rank in range(k)) / k
+            plain.step()
+            if step + 1 < workers.STEPS:  # the way of x, which gives the gradients
+                x, *_ = dion(start(), gradient, k, 0.05, step + 1, ranks[0]["dion"]["first"].T, 0.9, 0.1)
+        for result in ranks:
+            torch.testing.assert_close(result["dion"]["y"], y.detach(), rtol=0, atol=1e-6)
+
+    def test_a_step_sends_two_thin_matrices_and_the_vectors(self, ranks: Ranks) -> None:
+        for result in ranks:
+            assert result["dion"]["sent"] == 8 * 2 * (5 + 7) + 8 * 7 + 8 * 2  # with two flags
+
+    def test_all_directions_of_an_update_have_length_one_and_little_is_forgotten(self) -> None:
+        aggregation = DionAggregation(rank=3, momentum=0.9)
+        generator, m = torch.Generator().manual_seed(0), torch.zeros(6, 10, dtype=torch.float64)
+        for _ in range(4):
+            g = torch.randn(6, 10, generator=generator, dtype=torch.float64)
+            update = g.clone()
+            aggregation.aggregate({"x": update}, "avg_world")
+            values = torch.linalg.svdvals(update)
+            assert values[3:].max() < 1e-12
+            assert 0.3 < values[2] <= values[0] < 1.7  # Q is not quite orthogonal, as in the paper
+            basis = torch.linalg.svd(update).U[:, :3]
+            b, m = m + g, aggregation.memory("x").clone()
+            assert_close(m, b - 0.1 * basis @ (basis.T @ b))
+
+    def test_the_length_of_gradients_does_not_matter_and_zeros_move_nothing(self) -> None:
+        g = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0))
+        short, long, none = 1e-6 * g, 1e6 * g, torch.zeros_like(g)
+        for tensor in (short, long, none):
+            DionAggregation(rank=2).aggregate({"x": tensor}, "avg_custom", 7)
+        torch.testing.assert_close(short, long)
+        assert not none.any()
+
+    def test_an_overflow_is_seen_and_forgotten(self) -> None:
+        aggregation = DionAggregation(rank=1)
+        for value, is_finite in ((1.0, True), (torch.inf, False), (1.0, True)):
+            x = torch.ones(3, 4)
+            x[1, 1] = value
+            aggregation.aggregate({"x": x}, "avg_world")
+            assert bool(x.isfinite().all()) == is_finite
+
+    def test_digits_are_learned_with_a_fraction_of_the_bytes(self, ranks: Ranks) -> None:
+        assert_learns_as_well_as(ranks, "sgd", "dion", fewer_bytes=4)
+
+    def test_wrong_arguments_are_named(self) -> None:
+        with pytest.raises(ValueError, match=r"momentum must be at most 1, not 1\.5"):
+            DionAggregation(momentum=1.5)
+        with pytest.raises(ValueError, match=r"betas\[0\] must be below 1, not 1"):
+            Dion([torch.nn.Parameter(torch.ones(2))], lr=0.1, betas=(1, 0.9))
+        aggregation = DionAggregation(rank=2)
+        aggregation.load_state_dict({"momentum": {}, "queries": {"x": torch.ones(1, 4)}})
+        with pytest.raises(ValueError, match=r"queries\['x'\] of the state must have shape \(2, 4\), not \(1, 4\)"):
+            aggregation.aggregate({"x": torch.ones(3, 4)}, "avg_world")
