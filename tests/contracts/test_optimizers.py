@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import required
 
+from mlbench_core.aggregation.pytorch import StreamingDiLoCoAggregation
 from mlbench_core.aggregation.pytorch.centralized import EFSignAggregation, PowerAggregation, SparsifiedAggregation
 from mlbench_core.optim.pytorch import (
     QSGD,
@@ -41,6 +42,7 @@ from mlbench_core.optim.pytorch import (
     SignSGD,
     SparseLoCo,
     SparsifiedSGD,
+    StreamingDiLoCo,
     get_optimizer,
     optimizers,
 )
@@ -101,6 +103,9 @@ MEMBERS: dict[str, Make] = {
     "demo": lambda model: DeMo(model.parameters(), lr=0.05),
     "one-bit adam": lambda model: OneBitAdam(model.parameters(), lr=0.05, weight_decay=0.01, warmup_steps=4),
     "dion": lambda model: Dion(model.parameters(), lr=0.05, rank=1),
+    "streaming": lambda model: StreamingDiLoCo(
+        1, model, lr=0.05, aggregation=StreamingDiLoCoAggregation(period=5, fragments=2, delay=3, quantize=True)
+    ),
     "diloco": lambda model: DiLoCo(1, model, lr=0.05, period=5),
 }
 every_member = pytest.mark.parametrize("make", MEMBERS.values(), ids=MEMBERS.keys())

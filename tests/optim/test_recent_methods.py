@@ -21,9 +21,11 @@ from mlbench_core.aggregation.pytorch import (
     QSGDAggregation,
     ScaffoldAggregation,
     SparseLoCoAggregation,
+    StreamingDiLoCoAggregation,
 )
 from mlbench_core.aggregation.pytorch.demo import dct_matrix
 from mlbench_core.aggregation.pytorch.packing import pack_codes, packed_bytes, unpack_codes
+from mlbench_core.aggregation.pytorch.streaming import from_float4, to_float4
 from mlbench_core.optim.pytorch import SCAFFOLD, DeMo, Dion, OneBitAdam
 from tests.helpers.ranks import run_ranks
 from tests.optim import recent_workers as workers
@@ -34,6 +36,7 @@ from tests.references.one_bit_adam import one_bit_adam
 from tests.references.qsgd import qsgd
 from tests.references.scaffold import scaffold
 from tests.references.sparse_loco import sparse_loco
+from tests.references.streaming_diloco import streaming_diloco
 
 Ranks = list[dict[str, Any]]
 
@@ -462,3 +465,68 @@ class TestDion:
         aggregation.load_state_dict({"momentum": {}, "queries": {"x": torch.ones(1, 4)}})
         with pytest.raises(ValueError, match=r"queries\['x'\] of the state must have shape \(2, 4\), not \(1, 4\)"):
             aggregation.aggregate({"x": torch.ones(3, 4)}, "avg_world")
+
+
+class TestStreamingDiLoCo:
+    @pytest.mark.parametrize("quantize", [False, True])
+    def test_is_the_reference(self, ranks: Ranks, quantize: bool) -> None:
+        H, _, tau, alpha = workers.STREAMING.values()
+        expected = streaming_diloco(
+            [start(), start()[0]],
+            workers.fragment_gradient,
+            len(ranks),
+            H,
+            workers.STEPS,
+            0.05,
+            tau,
+            alpha,
+            quantize,
+        )
+        for result, fragments in zip(ranks, expected, strict=True):
+            for actual, fragment in zip(result["streaming"][quantize]["history"][-1], fragments, strict=True):
+                assert_close(actual, fragment.detach())
+
+    def test_one_fragment_at_once_is_diloco_bit_for_bit(self, ranks: Ranks) -> None:
+        for result in ranks:
+            for actual, expected in zip(result["streaming"]["plain"], result["streaming"]["diloco"], strict=True):
+                assert torch.equal(actual, expected)
+
+    @pytest.mark.parametrize("quantize", [False, True])
+    def test_it_resumes_while_messages_are_on_their_way(self, ranks: Ranks, quantize: bool) -> None:
+        for result in ranks:
+            found = result["streaming"][quantize]
+            for resumed in found["resumed"]:
+                for actual, expected in zip(resumed, found["history"][-1], strict=True):
+                    assert torch.equal(actual, expected)
+
+    def test_a_step_sends_one_fragment(self, ranks: Ranks) -> None:
+        """Of 35 and of 7 float64; with four bits a scale and half a byte for each."""
+        for result in ranks:
+            assert result["streaming"][False]["sent"] == [0, 7 * 8, 0, 0, 35 * 8] * 3
+            assert result["streaming"][True]["sent"] == [0, 8 + 4, 0, 0, 8 + 18] * 3
+
+    def test_workers_do_not_wait_while_messages_are_on_their_way(self, ranks: Ranks) -> None:
+        assert all(result["streaming"]["order"] for result in ranks)
+
+    def test_four_bits_hold_the_nearest_power_of_two(self) -> None:
+        x = torch.randn(999, generator=torch.Generator().manual_seed(0))
+        rounded = from_float4(to_float4(x), 999, torch.float32)
+        sizes = x.abs().max() * torch.tensor([0.0, *(2.0**e for e in range(-6, 1))])
+        assert set(rounded.abs().tolist()) == set(sizes.tolist())
+        assert torch.equal((rounded - x).abs(), (x.abs()[:, None] - sizes).abs().amin(1))
+        assert not from_float4(to_float4(torch.zeros(3)), 3, torch.float32).any()
+        assert from_float4(to_float4(torch.tensor([1.0, math.nan])), 2, torch.float32).isnan().any()
+
+    def test_digits_are_learned_with_an_eighth_of_dilocos_bytes(self, ranks: Ranks) -> None:
+        assert_learns_as_well_as(ranks, "diloco", "streaming", fewer_bytes=7.5)
+
+    def test_wrong_arguments_are_named(self) -> None:
+        for options, message in (
+            ({"period": 3, "fragments": 4}, "fragments must be at most period, 3, not 4"),
+            ({"period": 5, "delay": 5}, "delay must be less than period, 5, not 5"),
+            ({"mixing": 1.5}, "mixing must be at most 1, not 1.5"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                StreamingDiLoCoAggregation(**options)
+        with pytest.raises(ValueError, match="by_layer must be False, because each message is a fragment"):
+            StreamingDiLoCoAggregation().agg_model(by_layer=True)

@@ -27,6 +27,7 @@ from mlbench_core.optim.pytorch.presets import (
 from mlbench_core.optim.pytorch.qsgd import QSGD
 from mlbench_core.optim.pytorch.scaffold import SCAFFOLD
 from mlbench_core.optim.pytorch.sparse_loco import SparseLoCo
+from mlbench_core.optim.pytorch.streaming import StreamingDiLoCo
 
 __all__ = [
     "NTASGD",
@@ -53,6 +54,7 @@ __all__ = [
     "SignSGD",
     "SparseLoCo",
     "SparsifiedSGD",
+    "StreamingDiLoCo",
     "UnknownOptimizerError",
     "get_optimizer",
     "optimizers",
@@ -77,6 +79,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "sign_sgd": SignSGD,
     "sparse_loco": SparseLoCo,
     "sparsified_sgd": SparsifiedSGD,
+    "streaming_diloco": StreamingDiLoCo,
 }
 """The optimizers that :func:`get_optimizer` knows, by name."""
 
