@@ -11,6 +11,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ from mlbench_core.optim.pytorch import (
     Dion,
     EFSignSGD,
     FP16Optimizer,
+    GenericCentralizedOptimizer,
     LocalSGD,
+    MuonAdamW,
     OneBitAdam,
     PowerSGD,
     SignSGD,
@@ -175,6 +178,8 @@ MEMBERS: dict[str, Member] = {
     "local": Member(lambda m, r, k: LocalSGD(k, m, lr=0.05, momentum=0.9, period=3), period=3),
     "scaffold": Member(lambda m, r, k: SCAFFOLD(k, m, lr=0.05, period=3), period=3),
     "diloco": Member(lambda m, r, k: DiLoCo(k, m, lr=0.01, period=3), period=3),
+    "muon": Member(lambda m, r, k: GenericCentralizedOptimizer(k, m, optimizer=partial(MuonAdamW, lr=0.01))),
+    "muloco": Member(lambda m, r, k: DiLoCo(k, m, inner_optimizer=partial(MuonAdamW, lr=0.01), period=3), period=3),
     "sparse loco": Member(lambda m, r, k: SparseLoCo(k, m, lr=0.01, period=3), period=3),
     "streaming": Member(
         lambda m, r, k: StreamingDiLoCo(

@@ -8,6 +8,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from mlbench_core.optim.pytorch import (
     EFSignSGD,
     GenericCentralizedOptimizer,
     LocalSGD,
+    MuonAdamW,
     OneBitAdam,
     PowerSGD,
     SignSGD,
@@ -106,6 +108,8 @@ MEMBERS: dict[str, Make] = {
     "streaming": lambda model: StreamingDiLoCo(
         1, model, lr=0.05, aggregation=StreamingDiLoCoAggregation(period=5, fragments=2, delay=3, quantize=True)
     ),
+    "muon": lambda model: GenericCentralizedOptimizer(None, model, optimizer=partial(MuonAdamW, lr=0.05)),
+    "muloco": lambda model: DiLoCo(1, model, inner_optimizer=partial(MuonAdamW, lr=0.05), period=5),
     "diloco": lambda model: DiLoCo(1, model, lr=0.05, period=5),
 }
 every_member = pytest.mark.parametrize("make", MEMBERS.values(), ids=MEMBERS.keys())

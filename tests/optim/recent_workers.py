@@ -32,7 +32,9 @@ from mlbench_core.optim.pytorch import (
     DeMo,
     DiLoCo,
     Dion,
+    GenericCentralizedOptimizer,
     LocalSGD,
+    MuonAdamW,
     OneBitAdam,
     SparseLoCo,
     StreamingDiLoCo,
@@ -221,6 +223,20 @@ def dion(rank: int, world_size: int) -> dict[str, Any]:
     return {"x": model.x.detach(), "y": model.y.detach(), "first": first, "state": state, "sent": exchange.last_bytes}
 
 
+def muon(rank: int, world_size: int) -> dict[str, Any]:
+    """A matrix and a vector, with averaged gradients; and as DiLoCo's inner optimizer."""
+    model = Weights(x=start(), y=start()[0])
+    optimizer: Any = GenericCentralizedOptimizer(None, model, optimizer=partial(MuonAdamW, lr=0.05))
+    for step in range(STEPS):
+        for fragment, parameter in enumerate(model.parameters()):
+            parameter.grad = fragment_gradient(rank, fragment, parameter.detach(), step)
+        optimizer.step()
+    result = {"x": model.x.detach(), "y": model.y.detach()}
+    model = Weights(x=start())
+    optimizer = DiLoCo(model=model, inner_optimizer=partial(MuonAdamW, lr=0.05), period=5)
+    return {**result, "muloco": descend(rank, model, optimizer)}
+
+
 def digits_data() -> tuple[Tensor, Tensor, Tensor]:
     """Images, labels and an order of them: the first 1,400 are for training."""
     from sklearn.datasets import load_digits
@@ -237,6 +253,8 @@ DIGITS: dict[str, Callable[[nn.Module], Any]] = {
     "adam": lambda m: CentralizedAdam(2, m, lr=0.01),
     "one-bit adam": lambda m: OneBitAdam(m.named_parameters(), lr=0.01, eps=1e-3, warmup_steps=32),
     "dion": lambda m: Dion(m.named_parameters(), lr=0.2, rank=4),
+    "muon": lambda m: GenericCentralizedOptimizer(2, m, optimizer=partial(MuonAdamW, lr=0.02)),
+    "muloco": lambda m: DiLoCo(2, m, inner_optimizer=partial(MuonAdamW, lr=0.02), period=8),
     "diloco": lambda m: DiLoCo(2, m, lr=0.02, period=8),
     "streaming": lambda m: StreamingDiLoCo(
         2, m, lr=0.02, aggregation=StreamingDiLoCoAggregation(period=8, delay=2, quantize=True)
@@ -269,7 +287,7 @@ def digits(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
     return result
 
 
-SCENARIOS = (qsgd, scaffold, sparse_loco, streaming, demo, one_bit_adam, dion, digits)
+SCENARIOS = (qsgd, scaffold, sparse_loco, streaming, demo, one_bit_adam, dion, muon, digits)
 
 
 def run_all(rank: int, world_size: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from mlbench_core.optim.pytorch.compressed import EFSignSGD, SignSGD, Sparsified
 from mlbench_core.optim.pytorch.demo import DeMo
 from mlbench_core.optim.pytorch.dion import Dion
 from mlbench_core.optim.pytorch.half_precision import DistributedGradScaler, DynamicLossScaler, FP16Optimizer
+from mlbench_core.optim.pytorch.muon import MuonAdamW
 from mlbench_core.optim.pytorch.ntasgd import NTASGD, AveragedSGD, scaled_rate
 from mlbench_core.optim.pytorch.one_bit_adam import OneBitAdam
 from mlbench_core.optim.pytorch.presets import (
@@ -49,6 +50,7 @@ __all__ = [
     "FP16Optimizer",
     "GenericCentralizedOptimizer",
     "LocalSGD",
+    "MuonAdamW",
     "OneBitAdam",
     "PowerSGD",
     "SignSGD",
