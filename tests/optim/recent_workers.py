@@ -253,8 +253,8 @@ DIGITS: dict[str, Callable[[nn.Module], Any]] = {
     "adam": lambda m: CentralizedAdam(2, m, lr=0.01),
     "one-bit adam": lambda m: OneBitAdam(m.named_parameters(), lr=0.01, eps=1e-3, warmup_steps=32),
     "dion": lambda m: Dion(m.named_parameters(), lr=0.2, rank=4),
-    "muon": lambda m: GenericCentralizedOptimizer(2, m, optimizer=partial(MuonAdamW, lr=0.02)),
-    "muloco": lambda m: DiLoCo(2, m, inner_optimizer=partial(MuonAdamW, lr=0.02), period=8),
+    "muon": lambda m: GenericCentralizedOptimizer(2, m, optimizer=partial(MuonAdamW, lr=0.08)),
+    "muloco": lambda m: DiLoCo(2, m, inner_optimizer=partial(MuonAdamW, lr=0.01), period=8),
     "diloco": lambda m: DiLoCo(2, m, lr=0.02, period=8),
     "streaming": lambda m: StreamingDiLoCo(
         2, m, lr=0.02, aggregation=StreamingDiLoCoAggregation(period=8, delay=2, quantize=True)

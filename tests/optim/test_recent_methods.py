@@ -573,6 +573,19 @@ class TestMuon:
         assert ((step.diagonal() > 0.6) & (step.diagonal() < 1.3)).all()
         assert (step - step.diagonal().diag()).abs().max() < 0.05
 
+    def test_options_reach_torchs_optimizers(self) -> None:
+        first, second = ([torch.ones(3, 2, requires_grad=True), torch.ones(3, requires_grad=True)] for _ in range(2))
+        ours = MuonAdamW(first, lr=0.1, weight_decay=0.3, momentum=0.5, betas=(0.5, 0.6), eps=0.1)
+        muon = torch.optim.Muon(second[:1], lr=0.1, weight_decay=0.3, momentum=0.5, adjust_lr_fn="match_rms_adamw")
+        adamw = torch.optim.AdamW(second[1:], lr=0.1, weight_decay=0.3, betas=(0.5, 0.6), eps=0.1)
+        for step in range(3):
+            for parameter in (*first, *second):
+                parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+            for optimizer in (ours, muon, adamw):
+                optimizer.step()
+        for parameter, expected in zip(first, second, strict=True):
+            assert torch.equal(parameter, expected)
+
     def test_a_group_can_leave_its_matrices_to_adamw(self) -> None:
         x, y, z = (torch.ones(3, 3, requires_grad=True) for _ in range(3))
         optimizer = MuonAdamW([{"params": [x]}, {"params": [y], "use_muon": False}], lr=0.1)
