@@ -30,6 +30,7 @@ from mlbench_core.aggregation.pytorch import (
     SignAggregation,
     SparseLoCoAggregation,
     SparsifiedAggregation,
+    StreamingDiLoCoAggregation,
 )
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
 from mlbench_core.aggregation.pytorch.topology import ring
@@ -54,6 +55,7 @@ from mlbench_core.optim.pytorch import (
     SignSGD,
     SparseLoCo,
     SparsifiedSGD,
+    StreamingDiLoCo,
 )
 from tests.helpers.ranks import run_ranks
 
@@ -107,6 +109,9 @@ MAKE: dict[str, Callable[..., Any]] = {
         m.parameters(), lr=0.1, aggregation=OneBitAggregation(warmup_steps=1, **group)
     ),
     "dion": lambda m, **group: Dion(m.parameters(), lr=0.1, aggregation=DionAggregation(rank=2, **group)),
+    "streaming": lambda m, **group: StreamingDiLoCo(
+        2, m, lr=0.1, aggregation=StreamingDiLoCoAggregation(period=2, fragments=1, delay=0, mixing=0, **group)
+    ),
     "diloco": lambda m, **group: DiLoCo(2, m, lr=0.1, period=2, aggregation=DiLoCoAggregation(**group)),
 }
 

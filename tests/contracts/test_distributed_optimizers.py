@@ -11,6 +11,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from mlbench_core.aggregation.pytorch import AllReduceAggregation, ChocoAggregation
+from mlbench_core.aggregation.pytorch import AllReduceAggregation, ChocoAggregation, StreamingDiLoCoAggregation
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
 from mlbench_core.optim.pytorch import (
@@ -39,12 +40,15 @@ from mlbench_core.optim.pytorch import (
     Dion,
     EFSignSGD,
     FP16Optimizer,
+    GenericCentralizedOptimizer,
     LocalSGD,
+    MuonAdamW,
     OneBitAdam,
     PowerSGD,
     SignSGD,
     SparseLoCo,
     SparsifiedSGD,
+    StreamingDiLoCo,
 )
 from tests.helpers.ranks import run_ranks
 
@@ -174,7 +178,20 @@ MEMBERS: dict[str, Member] = {
     "local": Member(lambda m, r, k: LocalSGD(k, m, lr=0.05, momentum=0.9, period=3), period=3),
     "scaffold": Member(lambda m, r, k: SCAFFOLD(k, m, lr=0.05, period=3), period=3),
     "diloco": Member(lambda m, r, k: DiLoCo(k, m, lr=0.01, period=3), period=3),
+    "muon": Member(lambda m, r, k: GenericCentralizedOptimizer(k, m, optimizer=partial(MuonAdamW, lr=0.01))),
+    "muloco": Member(lambda m, r, k: DiLoCo(k, m, inner_optimizer=partial(MuonAdamW, lr=0.01), period=3), period=3),
     "sparse loco": Member(lambda m, r, k: SparseLoCo(k, m, lr=0.01, period=3), period=3),
+    "streaming": Member(
+        lambda m, r, k: StreamingDiLoCo(
+            k,
+            m,
+            lr=0.01,
+            # Saved and copied while a message is on its way.
+            aggregation=StreamingDiLoCoAggregation(period=3, fragments=1, delay=2, mixing=0.3),
+        ),
+        period=3,
+        without=lambda m: AdamW(m.parameters(), lr=0.01, weight_decay=0.1),
+    ),
     "ring": Member(
         lambda m, r, k: DecentralizedSGD(r, ring(r, k), m, lr=0.05, momentum=0.9),
         without=lambda m: SGD(m.parameters(), lr=0.05, momentum=0.9),

@@ -8,6 +8,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import required
 
+from mlbench_core.aggregation.pytorch import StreamingDiLoCoAggregation
 from mlbench_core.aggregation.pytorch.centralized import EFSignAggregation, PowerAggregation, SparsifiedAggregation
 from mlbench_core.optim.pytorch import (
     QSGD,
@@ -36,11 +38,13 @@ from mlbench_core.optim.pytorch import (
     EFSignSGD,
     GenericCentralizedOptimizer,
     LocalSGD,
+    MuonAdamW,
     OneBitAdam,
     PowerSGD,
     SignSGD,
     SparseLoCo,
     SparsifiedSGD,
+    StreamingDiLoCo,
     get_optimizer,
     optimizers,
 )
@@ -101,6 +105,11 @@ MEMBERS: dict[str, Make] = {
     "demo": lambda model: DeMo(model.parameters(), lr=0.05),
     "one-bit adam": lambda model: OneBitAdam(model.parameters(), lr=0.05, weight_decay=0.01, warmup_steps=4),
     "dion": lambda model: Dion(model.parameters(), lr=0.05, rank=1),
+    "streaming": lambda model: StreamingDiLoCo(
+        1, model, lr=0.05, aggregation=StreamingDiLoCoAggregation(period=5, fragments=2, delay=3, quantize=True)
+    ),
+    "muon": lambda model: GenericCentralizedOptimizer(None, model, optimizer=partial(MuonAdamW, lr=0.05)),
+    "muloco": lambda model: DiLoCo(1, model, inner_optimizer=partial(MuonAdamW, lr=0.05), period=5),
     "diloco": lambda model: DiLoCo(1, model, lr=0.05, period=5),
 }
 every_member = pytest.mark.parametrize("make", MEMBERS.values(), ids=MEMBERS.keys())

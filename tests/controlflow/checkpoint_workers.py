@@ -21,6 +21,7 @@ from mlbench_core.aggregation.pytorch import (
     ChocoAggregation,
     DecentralizedAggregation,
     DeMoAggregation,
+    StreamingDiLoCoAggregation,
     consensus_distance,
 )
 from mlbench_core.aggregation.pytorch.topology import Topology, from_edges, ring
@@ -44,6 +45,7 @@ from mlbench_core.optim.pytorch import (
     SignSGD,
     SparseLoCo,
     SparsifiedSGD,
+    StreamingDiLoCo,
 )
 
 Make = Callable[[nn.Module, float], Optimizer]
@@ -110,6 +112,9 @@ OPTIMIZERS: dict[str, Make] = {
     "local": lambda m, lr: LocalSGD(model=m, lr=lr, momentum=0.9, period=4),
     "scaffold": lambda m, lr: SCAFFOLD(model=m, lr=lr, period=4),
     "diloco sparse": lambda m, lr: SparseLoCo(model=m, lr=lr, period=4),
+    "diloco streaming": lambda m, lr: StreamingDiLoCo(
+        model=m, lr=lr, aggregation=StreamingDiLoCoAggregation(period=4, fragments=1, delay=0, mixing=0)
+    ),
     "diloco": lambda m, lr: DiLoCo(model=m, lr=lr, period=4),
     "diloco adam": lambda m, lr: DiLoCo(model=m, lr=lr, period=4, outer_optimizer=partial(AdamW, lr=0.3)),
 }

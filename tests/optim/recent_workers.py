@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -19,6 +21,7 @@ from mlbench_core.aggregation.pytorch import (
     DionAggregation,
     QSGDAggregation,
     SparseLoCoAggregation,
+    StreamingDiLoCoAggregation,
 )
 from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
 from mlbench_core.optim.pytorch import (
@@ -29,9 +32,12 @@ from mlbench_core.optim.pytorch import (
     DeMo,
     DiLoCo,
     Dion,
+    GenericCentralizedOptimizer,
     LocalSGD,
+    MuonAdamW,
     OneBitAdam,
     SparseLoCo,
+    StreamingDiLoCo,
 )
 from tests.optim.compressed_workers import quadratic
 from tests.optim.weight_averaging import Weights, descend, gradient, start
@@ -40,6 +46,7 @@ STEPS = 15  # of descend
 DIGITS_STEPS = 160
 SPARSE_LOCO: dict[str, Any] = {"density": 3, "bits": 2, "decay": 0.9, "chunk_size": 16}
 DION_RANK = 2
+STREAMING: dict[str, Any] = {"period": 5, "fragments": 2, "delay": 2, "mixing": 0.3}
 QSGD_LEVELS, QSGD_BUCKET = 3, 8
 
 
@@ -100,6 +107,65 @@ def sparse_loco(rank: int, world_size: int) -> dict[str, Any]:
     return result
 
 
+def streaming(rank: int, world_size: int) -> dict[Any, Any]:
+    """Against the reference, resumed at every step, beside DiLoCo, and without waiting for the other workers."""
+    result: dict[Any, Any] = {}
+    for quantize in (False, True):
+        model, optimizer = _streaming(quantize=quantize, **STREAMING)
+        history, sent, saved = [], [], []
+        for step in range(STEPS):
+            saved.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+            fragment_step(rank, model, optimizer, step)
+            history.append((model.x.detach().clone(), model.y.detach().clone()))
+            sent.append(optimizer.aggregation.last_bytes)
+        resumed = []
+        for cut in range(4, 9):
+            model, optimizer = _streaming(quantize=quantize, **STREAMING)
+            model.load_state_dict(saved[cut][0])
+            optimizer.load_state_dict(saved[cut][1])
+            for step in range(cut, STEPS):
+                fragment_step(rank, model, optimizer, step)
+            resumed.append((model.x.detach(), model.y.detach()))
+        result[quantize] = {"history": history, "sent": sent, "resumed": resumed}
+    model = Weights(x=start())
+    result["diloco"] = descend(rank, model, DiLoCo(model=model, lr=0.05, period=5))
+    model = Weights(x=start())
+    exchange = StreamingDiLoCoAggregation(period=5, fragments=1, delay=0, mixing=0)
+    result["plain"] = descend(rank, model, StreamingDiLoCo(model=model, lr=0.05, aggregation=exchange))
+    result["order"] = go_ahead(rank, world_size)
+    return result
+
+
+def go_ahead(rank: int, world_size: int) -> bool:
+    """Worker 0 takes the steps with its message on the way before any other worker takes a step."""
+    model, optimizer = _streaming(**STREAMING)
+    flag = torch.zeros(1)
+    if rank > 0:
+        dist.recv(flag, 0)
+    for step in range(3):
+        fragment_step(rank, model, optimizer, step)
+    for other in range(1, world_size) if rank == 0 else ():
+        dist.send(torch.ones(1), other)
+    fragment_step(rank, model, optimizer, 3)
+    return flag.item() == float(rank > 0)
+
+
+def _streaming(**options: Any) -> tuple[Weights, StreamingDiLoCo]:
+    model = Weights(x=start(), y=start()[0])
+    return model, StreamingDiLoCo(model=model, lr=0.05, aggregation=StreamingDiLoCoAggregation(**options))
+
+
+def fragment_gradient(rank: int, fragment: int, x: Tensor, step: int) -> Tensor:
+    """Of x, and of y, a row."""
+    return gradient(rank, x, step) if fragment == 0 else gradient(rank, x.expand(5, 7), step)[0]
+
+
+def fragment_step(rank: int, model: Weights, optimizer: StreamingDiLoCo, step: int) -> None:
+    for fragment, parameter in enumerate(model.parameters()):
+        parameter.grad = fragment_gradient(rank, fragment, parameter.detach(), step)
+    optimizer.step()
+
+
 def demo(rank: int, world_size: int) -> dict[Any, Any]:
     """Against the reference with and without the sign, and with nothing left behind."""
     result: dict[Any, Any] = {}
@@ -157,6 +223,20 @@ def dion(rank: int, world_size: int) -> dict[str, Any]:
     return {"x": model.x.detach(), "y": model.y.detach(), "first": first, "state": state, "sent": exchange.last_bytes}
 
 
+def muon(rank: int, world_size: int) -> dict[str, Any]:
+    """A matrix and a vector, with averaged gradients; and as DiLoCo's inner optimizer."""
+    model = Weights(x=start(), y=start()[0])
+    optimizer: Any = GenericCentralizedOptimizer(None, model, optimizer=partial(MuonAdamW, lr=0.05))
+    for step in range(STEPS):
+        for fragment, parameter in enumerate(model.parameters()):
+            parameter.grad = fragment_gradient(rank, fragment, parameter.detach(), step)
+        optimizer.step()
+    result = {"x": model.x.detach(), "y": model.y.detach()}
+    model = Weights(x=start())
+    optimizer = DiLoCo(model=model, inner_optimizer=partial(MuonAdamW, lr=0.05), period=5)
+    return {**result, "muloco": descend(rank, model, optimizer)}
+
+
 def digits_data() -> tuple[Tensor, Tensor, Tensor]:
     """Images, labels and an order of them: the first 1,400 are for training."""
     from sklearn.datasets import load_digits
@@ -173,7 +253,12 @@ DIGITS: dict[str, Callable[[nn.Module], Any]] = {
     "adam": lambda m: CentralizedAdam(2, m, lr=0.01),
     "one-bit adam": lambda m: OneBitAdam(m.named_parameters(), lr=0.01, eps=1e-3, warmup_steps=32),
     "dion": lambda m: Dion(m.named_parameters(), lr=0.2, rank=4),
+    "muon": lambda m: GenericCentralizedOptimizer(2, m, optimizer=partial(MuonAdamW, lr=0.08)),
+    "muloco": lambda m: DiLoCo(2, m, inner_optimizer=partial(MuonAdamW, lr=0.01), period=8),
     "diloco": lambda m: DiLoCo(2, m, lr=0.02, period=8),
+    "streaming": lambda m: StreamingDiLoCo(
+        2, m, lr=0.02, aggregation=StreamingDiLoCoAggregation(period=8, delay=2, quantize=True)
+    ),
     "sparse loco": lambda m: SparseLoCo(
         2, m, lr=0.02, period=8, aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=0.03))
     ),
@@ -202,7 +287,7 @@ def digits(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
     return result
 
 
-SCENARIOS = (qsgd, scaffold, sparse_loco, demo, one_bit_adam, dion, digits)
+SCENARIOS = (qsgd, scaffold, sparse_loco, streaming, demo, one_bit_adam, dion, muon, digits)
 
 
 def run_all(rank: int, world_size: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from mlbench_core.aggregation.pytorch import (
     SignAggregation,
     SparseLoCoAggregation,
     SparsifiedAggregation,
+    StreamingDiLoCoAggregation,
 )
 from mlbench_core.optim.pytorch import (
     QSGD,
@@ -51,6 +52,7 @@ from mlbench_core.optim.pytorch import (
     SignSGD,
     SparseLoCo,
     SparsifiedSGD,
+    StreamingDiLoCo,
 )
 
 MODEL = nn.Linear(8, 6)
@@ -78,6 +80,7 @@ MAKE: dict[str, tuple[Any, Aggregation]] = {
     "decentralized": (partial(DecentralizedSGD, model=MODEL, lr=0.1), DecentralizedAggregation()),
     "choco": (partial(ChocoSGD, model=MODEL, lr=0.1), ChocoAggregation(compression="sign")),
     "diloco": (partial(DiLoCo, model=MODEL, lr=0.1), DiLoCoAggregation()),
+    "streaming": (partial(StreamingDiLoCo, model=MODEL, lr=0.1), StreamingDiLoCoAggregation()),
     "scaffold": (partial(SCAFFOLD, model=MODEL, lr=0.1), ScaffoldAggregation()),
     "sparse loco": (partial(SparseLoCo, model=MODEL, lr=0.1), SparseLoCoAggregation()),
     "demo": (partial(DeMo, MODEL.parameters(), lr=0.1), DeMoAggregation()),

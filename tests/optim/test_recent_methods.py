@@ -21,19 +21,23 @@ from mlbench_core.aggregation.pytorch import (
     QSGDAggregation,
     ScaffoldAggregation,
     SparseLoCoAggregation,
+    StreamingDiLoCoAggregation,
 )
 from mlbench_core.aggregation.pytorch.demo import dct_matrix
 from mlbench_core.aggregation.pytorch.packing import pack_codes, packed_bytes, unpack_codes
-from mlbench_core.optim.pytorch import SCAFFOLD, DeMo, Dion, OneBitAdam
+from mlbench_core.aggregation.pytorch.streaming import from_float4, to_float4
+from mlbench_core.optim.pytorch import SCAFFOLD, DeMo, Dion, MuonAdamW, OneBitAdam
 from tests.helpers.ranks import run_ranks
 from tests.optim import recent_workers as workers
 from tests.optim.weight_averaging import SHAPE, gradient, start
 from tests.references.demo import demo
 from tests.references.dion import dion
+from tests.references.muon import muon
 from tests.references.one_bit_adam import one_bit_adam
 from tests.references.qsgd import qsgd
 from tests.references.scaffold import scaffold
 from tests.references.sparse_loco import sparse_loco
+from tests.references.streaming_diloco import streaming_diloco
 
 Ranks = list[dict[str, Any]]
 
@@ -462,3 +466,145 @@ class TestDion:
         aggregation.load_state_dict({"momentum": {}, "queries": {"x": torch.ones(1, 4)}})
         with pytest.raises(ValueError, match=r"queries\['x'\] of the state must have shape \(2, 4\), not \(1, 4\)"):
             aggregation.aggregate({"x": torch.ones(3, 4)}, "avg_world")
+
+
+class TestStreamingDiLoCo:
+    @pytest.mark.parametrize("quantize", [False, True])
+    def test_is_the_reference(self, ranks: Ranks, quantize: bool) -> None:
+        H, _, tau, alpha = workers.STREAMING.values()
+        expected = streaming_diloco(
+            [start(), start()[0]],
+            workers.fragment_gradient,
+            len(ranks),
+            H,
+            workers.STEPS,
+            0.05,
+            tau,
+            alpha,
+            quantize,
+        )
+        for result, fragments in zip(ranks, expected, strict=True):
+            for actual, fragment in zip(result["streaming"][quantize]["history"][-1], fragments, strict=True):
+                assert_close(actual, fragment.detach())
+
+    def test_one_fragment_at_once_is_diloco_bit_for_bit(self, ranks: Ranks) -> None:
+        for result in ranks:
+            for actual, expected in zip(result["streaming"]["plain"], result["streaming"]["diloco"], strict=True):
+                assert torch.equal(actual, expected)
+
+    @pytest.mark.parametrize("quantize", [False, True])
+    def test_it_resumes_while_messages_are_on_their_way(self, ranks: Ranks, quantize: bool) -> None:
+        for result in ranks:
+            found = result["streaming"][quantize]
+            for resumed in found["resumed"]:
+                for actual, expected in zip(resumed, found["history"][-1], strict=True):
+                    assert torch.equal(actual, expected)
+
+    def test_a_step_sends_one_fragment(self, ranks: Ranks) -> None:
+        """Of 35 and of 7 float64; with four bits a scale and half a byte for each."""
+        for result in ranks:
+            assert result["streaming"][False]["sent"] == [0, 7 * 8, 0, 0, 35 * 8] * 3
+            assert result["streaming"][True]["sent"] == [0, 8 + 4, 0, 0, 8 + 18] * 3
+
+    def test_workers_do_not_wait_while_messages_are_on_their_way(self, ranks: Ranks) -> None:
+        assert all(result["streaming"]["order"] for result in ranks)
+
+    def test_four_bits_hold_the_nearest_power_of_two(self) -> None:
+        x = torch.randn(999, generator=torch.Generator().manual_seed(0))
+        rounded = from_float4(to_float4(x), 999, torch.float32)
+        sizes = x.abs().max() * torch.tensor([0.0, *(2.0**e for e in range(-6, 1))])
+        assert set(rounded.abs().tolist()) == set(sizes.tolist())
+        assert torch.equal((rounded - x).abs(), (x.abs()[:, None] - sizes).abs().amin(1))
+        assert not from_float4(to_float4(torch.zeros(3)), 3, torch.float32).any()
+        assert from_float4(to_float4(torch.tensor([1.0, math.nan])), 2, torch.float32).isnan().any()
+
+    def test_digits_are_learned_with_an_eighth_of_dilocos_bytes(self, ranks: Ranks) -> None:
+        assert_learns_as_well_as(ranks, "diloco", "streaming", fewer_bytes=7.5)
+
+    def test_wrong_arguments_are_named(self) -> None:
+        for options, message in (
+            ({"period": 3, "fragments": 4}, "fragments must be at most period, 3, not 4"),
+            ({"period": 5, "delay": 5}, "delay must be less than period, 5, not 5"),
+            ({"mixing": 1.5}, "mixing must be at most 1, not 1.5"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                StreamingDiLoCoAggregation(**options)
+        with pytest.raises(ValueError, match="by_layer must be False, because each message is a fragment"):
+            StreamingDiLoCoAggregation().agg_model(by_layer=True)
+
+
+class TestMuon:
+    def test_is_the_reference_on_average_gradients(self, ranks: Ranks) -> None:
+        """To the precision of bfloat16, in which torch iterates."""
+        x = muon(start(), gradient, len(ranks), workers.STEPS, 0.05)
+        for result in ranks:
+            assert (result["muon"]["x"] - x).norm() < 0.01 * (x - start()).norm()
+            assert torch.equal(result["muon"]["x"], ranks[0]["muon"]["x"])
+
+    def test_other_parameters_take_the_steps_of_adamw(self, ranks: Ranks) -> None:
+        y = start()[0].requires_grad_()
+        adamw = torch.optim.AdamW([y], lr=0.05, weight_decay=0.1)
+        for step in range(workers.STEPS):
+            gradients = [workers.fragment_gradient(i, 1, y.detach(), step) for i in range(len(ranks))]
+            y.grad = torch.stack(gradients).mean(0)
+            adamw.step()
+        for result in ranks:
+            assert_close(result["muon"]["y"], y.detach())
+
+    def test_muloco_is_dilocos_outer_step_on_muons_changes(self, ranks: Ranks) -> None:
+        """Of the first period, whose outer momentum is the change itself: 0.7 times 1.9 of it."""
+        ends = []
+        for rank in range(len(ranks)):
+            ends.append(muon(start(), lambda _, x, step, rank=rank: gradient(rank, x, step), 1, 5, 0.05))
+        change = torch.stack(ends).mean(0) - start()
+        for result in ranks:
+            found = result["muon"]["muloco"][4] - start()
+            assert (found - 0.7 * 1.9 * change).norm() < 0.01 * found.norm()
+
+    @pytest.mark.parametrize("shape", [(6, 40), (40, 6), (20, 20)])
+    def test_a_step_is_nearly_orthonormal_whatever_the_gradient(self, shape: tuple[int, int]) -> None:
+        """Its singular values are from 0.6 to 1.3, where those of the gradient span two orders of magnitude."""
+        generator = torch.Generator().manual_seed(0)
+        u, _, v = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
+        x = torch.zeros(shape, requires_grad=True)
+        x.grad = 1e-3 * u @ torch.logspace(0, -2, min(shape)).diag() @ v
+        MuonAdamW([x], lr=0.1).step()
+        step = -(u.T @ x.detach() @ v.T) / (0.1 * 0.2 * max(shape) ** 0.5)
+        assert ((step.diagonal() > 0.6) & (step.diagonal() < 1.3)).all()
+        assert (step - step.diagonal().diag()).abs().max() < 0.05
+
+    def test_options_reach_torchs_optimizers(self) -> None:
+        first, second = ([torch.ones(3, 2, requires_grad=True), torch.ones(3, requires_grad=True)] for _ in range(2))
+        ours = MuonAdamW(first, lr=0.1, weight_decay=0.3, momentum=0.5, betas=(0.5, 0.6), eps=0.1)
+        muon = torch.optim.Muon(second[:1], lr=0.1, weight_decay=0.3, momentum=0.5, adjust_lr_fn="match_rms_adamw")
+        adamw = torch.optim.AdamW(second[1:], lr=0.1, weight_decay=0.3, betas=(0.5, 0.6), eps=0.1)
+        for step in range(3):
+            for parameter in (*first, *second):
+                parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+            for optimizer in (ours, muon, adamw):
+                optimizer.step()
+        for parameter, expected in zip(first, second, strict=True):
+            assert torch.equal(parameter, expected)
+
+    def test_a_group_can_leave_its_matrices_to_adamw(self) -> None:
+        x, y, z = (torch.ones(3, 3, requires_grad=True) for _ in range(3))
+        optimizer = MuonAdamW([{"params": [x]}, {"params": [y], "use_muon": False}], lr=0.1)
+        adamw = torch.optim.AdamW([z], lr=0.1, weight_decay=0.1)
+        for parameter in (x, y, z):
+            parameter.grad = torch.arange(9.0).view(3, 3)
+        optimizer.step()
+        adamw.step()
+        assert torch.equal(y, z)
+        assert not torch.equal(x, z)
+
+    def test_digits_are_learned_as_well_as_with_adam(self, ranks: Ranks) -> None:
+        assert_learns_as_well_as(ranks, "adam", "muon", fewer_bytes=0.9)
+        assert_learns_as_well_as(ranks, "diloco", "muloco", fewer_bytes=0.9)
+
+    def test_wrong_arguments_are_named(self) -> None:
+        x = [torch.ones(2, 2, requires_grad=True)]
+        with pytest.raises(TypeError, match=r"lr must be a number, not '0\.1'"):
+            MuonAdamW(x, lr="0.1")  # type: ignore[arg-type]
+        for options in ({"weight_decay": -1}, {"momentum": -1}):
+            with pytest.raises(ValueError, match=f"{next(iter(options))} must be at least 0"):
+                MuonAdamW(x, **options)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, Periodi
 from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
 from mlbench_core.aggregation.pytorch.scaffold import ScaffoldAggregation
 from mlbench_core.aggregation.pytorch.sparse_loco import ChunkedTopKAggregation, SparseLoCoAggregation
+from mlbench_core.aggregation.pytorch.streaming import StreamingDiLoCoAggregation
 
 __all__ = [
     "AVG_CUSTOM",
@@ -41,6 +42,7 @@ __all__ = [
     "SignAggregation",
     "SparseLoCoAggregation",
     "SparsifiedAggregation",
+    "StreamingDiLoCoAggregation",
     "average_weights",
     "consensus_distance",
 ]

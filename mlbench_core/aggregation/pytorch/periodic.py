@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -187,7 +187,7 @@ class DiLoCoAggregation(Aggregation):
         A. Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models. arXiv:2311.08105
     """
 
-    _named_state = ("shared", "outer_state")
+    _named_state: ClassVar[tuple[str, ...]] = ("shared", "outer_state")
 
     def __init__(
         self,

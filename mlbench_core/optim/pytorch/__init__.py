@@ -10,6 +10,7 @@ from mlbench_core.optim.pytorch.compressed import EFSignSGD, SignSGD, Sparsified
 from mlbench_core.optim.pytorch.demo import DeMo
 from mlbench_core.optim.pytorch.dion import Dion
 from mlbench_core.optim.pytorch.half_precision import DistributedGradScaler, DynamicLossScaler, FP16Optimizer
+from mlbench_core.optim.pytorch.muon import MuonAdamW
 from mlbench_core.optim.pytorch.ntasgd import NTASGD, AveragedSGD, scaled_rate
 from mlbench_core.optim.pytorch.one_bit_adam import OneBitAdam
 from mlbench_core.optim.pytorch.presets import (
@@ -27,6 +28,7 @@ from mlbench_core.optim.pytorch.presets import (
 from mlbench_core.optim.pytorch.qsgd import QSGD
 from mlbench_core.optim.pytorch.scaffold import SCAFFOLD
 from mlbench_core.optim.pytorch.sparse_loco import SparseLoCo
+from mlbench_core.optim.pytorch.streaming import StreamingDiLoCo
 
 __all__ = [
     "NTASGD",
@@ -48,11 +50,13 @@ __all__ = [
     "FP16Optimizer",
     "GenericCentralizedOptimizer",
     "LocalSGD",
+    "MuonAdamW",
     "OneBitAdam",
     "PowerSGD",
     "SignSGD",
     "SparseLoCo",
     "SparsifiedSGD",
+    "StreamingDiLoCo",
     "UnknownOptimizerError",
     "get_optimizer",
     "optimizers",
@@ -77,6 +81,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "sign_sgd": SignSGD,
     "sparse_loco": SparseLoCo,
     "sparsified_sgd": SparsifiedSGD,
+    "streaming_diloco": StreamingDiLoCo,
 }
 """The optimizers that :func:`get_optimizer` knows, by name."""
 
