@@ -32,6 +32,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 FIRST_PORT = 15080
 _PORTS_TRIED = 200
+_LONGEST_NAME = 63
+# A node of kind has a host name: that of the cluster, and "-control-plane".
+_LONGEST_KIND_NAME = _LONGEST_NAME - 14
 
 # Options of version 3.0 without a meaning today: name in the function, and what takes its place.
 _NO_KUBERNETES = "the machines of a cloud run MLBench without Kubernetes"
@@ -197,10 +200,11 @@ def _create_cloud(provider: str, chosen: Mapping[str, Any]) -> None:
 def _new_cluster(provider: str, num_workers: int, name: str) -> Cluster:
     """Return the record of a cluster with a port that nothing uses; that of an earlier call keeps its port."""
     full_name = f"{name}-{num_workers}"
-    if not is_run_name(full_name) or not name[0].isalpha():
+    longest = _LONGEST_KIND_NAME if provider == "kind" else _LONGEST_NAME
+    if not is_run_name(full_name) or not name[0].isalpha() or len(full_name) > longest:
         raise click.BadParameter(
             f"{name!r} must have lowercase letters, digits and hyphens, begin with a letter, and have at most "
-            f"{63 - len(full_name) + len(name)} characters",
+            f"{longest - len(full_name) + len(name)} characters",
             param_hint="NAME",
         )
     known = read_clusters()

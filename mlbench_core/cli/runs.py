@@ -73,6 +73,9 @@ def _show_run(run: Mapping[str, Any], metrics: Mapping[str, Sequence[Mapping[str
     for key in ("name", "id", "state", "num_workers", "backend", "image", "command", "created_at", "finished_at"):
         if run.get(key) is not None:
             print_field(key, run[key])
+    reason = (run.get("job_metadata") or {}).get("reason")
+    if reason:
+        print_field("reason", reason)
     if latest:
         click.echo()
         # The value comes last, because a text such as the summary may be longer than a line.

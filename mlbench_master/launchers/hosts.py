@@ -51,6 +51,8 @@ _INTERVAL_S = 5.0
 # master waits for 30 s.
 _STOP_S = 25.0
 _READ_S = 2.0
+# For the calls of all hosts that have begun.
+_CLOSE_S = 2.0
 
 
 class HostsLauncher(FolderLauncher):
@@ -185,7 +187,10 @@ class HostsLauncher(FolderLauncher):
             self._runs.clear()
             self._open.clear()
         for link in links:
-            link.close()
+            link.end()
+        deadline = time.monotonic() + _CLOSE_S
+        for link in links:
+            link.join(max(0.0, deadline - time.monotonic()))
         self._ssh.close()
         super().close()
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -32,7 +33,7 @@ from mlbench_core.client.masters import boot_id
 from mlbench_master.launchers.command_line import python_environment
 from mlbench_master.launchers.gpus import find_gpus
 from mlbench_master.launchers.hosts_ssh import MARK
-from mlbench_master.launchers.logs import LogReader
+from mlbench_master.launchers.logs import LogReader, NumberedLine
 from mlbench_master.launchers.supervised import (
     FOLDER_VARIABLE,
     end_marked,
@@ -49,6 +50,9 @@ _LINES = 5000
 _ANSWER_BYTES = 8 * 2**20
 _STARTING_S = 20.0
 _NEVER = "stopped before the start"
+# What the master takes; see the module hosts_run.
+_STREAM = re.compile("[a-z]{1,10}")
+_DATE = re.compile("[0-9T:.Z-]{0,40}")
 
 
 class _Refused(Exception):
@@ -103,8 +107,15 @@ def _lines(folder: Path, since_line: int, left_bytes: int) -> tuple[list[dict[st
     if left_bytes <= 0:
         return [], since_line, reader.end() > since_line
     page = reader.read(since_line, _LINES)
-    lines = [{name: line[name] for name in ("rank", "stream", "text", "date")} for line in page.lines]  # type: ignore[literal-required]
-    return lines, page.next, bool(lines) and reader.end() > page.next
+    return [_sound(line) for line in page.lines], page.next, bool(page.lines) and reader.end() > page.next
+
+
+def _sound(line: NumberedLine) -> dict[str, Any]:
+    """Return a line as the master takes it. A worker may write anything into the log, which must not stop the run."""
+    rank, stream, date = line["rank"], line["stream"], line["date"]
+    is_sound = (rank is None or rank >= 0) and _STREAM.fullmatch(stream) and _DATE.fullmatch(date)
+    rank, stream, date = (rank, stream, date) if is_sound else (None, "system", "")
+    return {"rank": rank, "stream": stream, "text": line["text"], "date": date}
 
 
 class _Run:
@@ -235,10 +246,10 @@ def _send_files(request: dict[str, Any]) -> None:
     sys.stdout.buffer.write(MARK)
     with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as tar:
         for part in request["parts"]:
-            # A worker may make a link or a pipe there.
+            # A worker may make a link or a pipe there, or a file that nobody may read.
             for path in sorted((folder / part).rglob("*")):
                 if path.is_file() and not path.is_symlink():
-                    with contextlib.suppress(FileNotFoundError):
+                    with contextlib.suppress(FileNotFoundError, PermissionError):
                         tar.add(path, str(path.relative_to(folder)), recursive=False)
 
 

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from mlbench_core import __version__
 from mlbench_master.launchers.command_line import python_environment
-from mlbench_master.launchers.hosts_results import RESULT_BYTES, UnpackError, unpack
+from mlbench_master.launchers.hosts_results import ARCHIVE_BYTES, UnpackError, unpack
 from mlbench_master.launchers.hosts_run import Answer, HostRun
 from mlbench_master.launchers.hosts_ssh import HostError, Ssh
 
@@ -77,11 +77,14 @@ class HostLink:
         """Ask again without waiting for the interval to pass."""
         self._wake.set()
 
-    def close(self) -> None:
-        """End the thread; a call that has begun is not waited for longer than a moment."""
+    def end(self) -> None:
+        """Have the thread end after the call that has begun."""
         self._closed.set()
         self._wake.set()
-        self._thread.join(timeout=2)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the thread."""
+        self._thread.join(timeout=timeout_s)
 
     def _loop(self) -> None:
         while not self._closed.is_set():
@@ -158,11 +161,12 @@ class HostLink:
         root = run.root(self.name)
         request = json.dumps({"fetch": root, "id": run.run_id, "parts": run.to_fetch(self.name)}).encode()
         problem = ""
-        # An archive has some kilobytes more than its files.
-        with self._ssh.call(self.name, self._command, request, _FETCH_TIMEOUT_S, 2 * RESULT_BYTES) as archive:
-            try:
+        try:
+            with self._ssh.call(self.name, self._command, request, _FETCH_TIMEOUT_S, ARCHIVE_BYTES) as archive:
                 unpack(archive, run.folder, run.hosts.index(self.name))
-            except UnpackError as error:
-                problem = f"the files in {root} on host {self.name} stay there: {error}"
+        except (UnpackError, HostError) as error:
+            if isinstance(error, HostError) and not error.is_too_large:
+                raise
+            problem = f"the files in {root} on host {self.name} stay there: {error}"
         run.fetched(self.name, problem)
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -11,12 +12,18 @@ from typing import IO
 
 from mlbench_core.client.outbox import LOST_NAME
 
-__all__ = ["RESULT_BYTES", "UnpackError", "unpack"]
+__all__ = ["ARCHIVE_BYTES", "RESULT_BYTES", "UnpackError", "unpack"]
 
 RESULT_BYTES = 4 * 2**30
 """Largest size of the files of a run on one host."""
 
 _MOST_FILES = 10_000
+# Each file has some kilobytes for its name.
+ARCHIVE_BYTES = RESULT_BYTES + _MOST_FILES * 8192
+"""Largest size of their archive."""
+
+# Another attempt would not change these errors, which are due to the names in the archive.
+_OF_NAMES = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
 
 
 class UnpackError(Exception):
@@ -51,6 +58,10 @@ def unpack(archive: IO[bytes], folder: Path, place: int) -> None:
                 _write(content, _target(member.name, folder, place))
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise UnpackError(f"the archive is damaged: {error}") from error
+    except OSError as error:
+        if error.errno not in _OF_NAMES:
+            raise
+        raise UnpackError(f"a name in the archive cannot be used: {error.strerror}") from error
 
 
 def _target(name: str, folder: Path, place: int) -> Path:

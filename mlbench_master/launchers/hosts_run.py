@@ -242,9 +242,12 @@ class HostRun:
         """Record that a host did not answer."""
         with self._lock:
             self._parts[name].problem = problem
-            if self._port is None and self._ended is None:
+            is_end = self._port is None and self._ended is None
+            if is_end:
                 self._end(JobStatus("failed", problem))
-        self._wake(self)
+        # Otherwise the interval passes, because a host that refuses a call does so at once.
+        if is_end:
+            self._wake(self)
 
     def answered(self, name: str, answer: Answer, clock_offset_s: float) -> bool:
         """Take the answer of a host.

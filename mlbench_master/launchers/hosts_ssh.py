@@ -49,11 +49,13 @@ class HostError(LauncherError):
 
     Attributes:
         is_reached: True if the host answered, but cannot do what was asked for.
+        is_too_large: True if its answer was larger than the limit, as the next one would be.
     """
 
-    def __init__(self, message: str, *, is_reached: bool = False) -> None:
+    def __init__(self, message: str, *, is_reached: bool = False, is_too_large: bool = False) -> None:
         super().__init__(message)
         self.is_reached = is_reached
+        self.is_too_large = is_too_large
 
 
 class Ssh:
@@ -107,6 +109,8 @@ class Ssh:
                 if status is None:
                     # The connection may be dead, and the next call needs a new one.
                     self._control("exit", host)
+                if os.fstat(out.fileno()).st_size > limit_bytes:
+                    raise HostError(f"host {host} sends more than {limit_bytes >> 20} MiB", is_too_large=True)
                 if status != 0 or place < 0:
                     said.seek(max(0, said.seek(0, os.SEEK_END) - _GREETING_BYTES))
                     raise _error(host, command, status, timeout_s, readable(said.read()))
@@ -171,7 +175,9 @@ class Ssh:
 
 def _error(host: str, command: Sequence[str], status: int | None, timeout_s: float, said: str) -> HostError:
     """Return why a call failed."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["it gave no reason"]
+    # A connection that is shared by several calls ends without a message.
+    silent = "the connection broke" if status == _NO_CONNECTION else "it gave no reason"
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or [silent]
     last = lines[-1][:_LONGEST_ERROR]
     if status is None:
         return HostError(f"host {host} does not answer: no complete answer within {timeout_s:g} s")

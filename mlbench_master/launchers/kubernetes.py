@@ -179,7 +179,7 @@ class KubernetesLauncher(FolderLauncher):
             known.folder.mkdir(parents=True, exist_ok=True)
         if view.job is None:
             return self._record(known, self._missing(known, view))
-        end = end_of(view.job)
+        end = end_of(view.job, view.pods)
         if end is not None:
             return self._look_at_end(known, view, end)
         problem = self._queue.problem

@@ -19,6 +19,7 @@ from urllib.parse import quote
 from mlbench_core.errors import ConfigurationError, require
 from mlbench_master.launchers.interface import LauncherError
 from mlbench_master.launchers.kubernetes_manifests import CONTAINER
+from mlbench_master.launchers.kubernetes_states import is_on_lost_node
 
 __all__ = ["ApiError", "KubernetesApi"]
 
@@ -30,6 +31,7 @@ _MERGE = "application/merge-patch+json"
 _LONGEST_MESSAGE = 400
 _PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 2.0
+_COLLECTED_S = 30.0
 
 
 class ApiError(LauncherError):
@@ -101,12 +103,12 @@ class KubernetesApi:
         return self._request("POST", self._path("/apis/batch/v1", "jobs"), body=manifest)
 
     def create_service(self, manifest: dict[str, Any]) -> None:
-        """Create a Service."""
-        self._request("POST", self._path("/api/v1", "services"), body=manifest)
+        """Create a Service that belongs to a Job."""
+        self._create_owned("services", manifest)
 
     def create_secret(self, manifest: dict[str, Any]) -> None:
-        """Create a Secret."""
-        self._request("POST", self._path("/api/v1", "secrets"), body=manifest)
+        """Create a Secret that belongs to a Job."""
+        self._create_owned("secrets", manifest)
 
     def patch_job(self, name: str, spec: dict[str, Any]) -> None:
         """Change fields of the specification of a Job."""
@@ -138,7 +140,7 @@ class KubernetesApi:
         while True:
             pods = self.pods(selector)
             # Nobody can end a program on a node that does not answer.
-            left = [pod for pod in pods if pod.get("status", {}).get("reason") != "NodeLost"]
+            left = [pod for pod in pods if not is_on_lost_node(pod)]
             if not left and (pods or not self.jobs(selector)):
                 return
             if time.monotonic() > deadline:
@@ -176,6 +178,18 @@ class KubernetesApi:
         # Names come from the API, and from the settings.
         path = f"{group}/namespaces/{quote(self.namespace, safe='')}/{resource}"
         return f"{path}/{quote(name, safe='')}" if name else path
+
+    def _create_owned(self, resource: str, manifest: dict[str, Any]) -> None:
+        deadline = time.monotonic() + _COLLECTED_S
+        while True:
+            try:
+                self._request("POST", self._path("/api/v1", resource), body=manifest)
+                return
+            except ApiError as error:
+                # Kubernetes deletes what belonged to an earlier Job of this name some time after the Job itself.
+                if error.status != HTTPStatus.CONFLICT or time.monotonic() > deadline:
+                    raise
+            time.sleep(_PAUSE_S)
 
     def _list(self, group: str, resource: str, selector: str) -> list[dict[str, Any]]:
         # In one piece: a list in pages would need more calls the more jobs there are, and can expire between two pages.

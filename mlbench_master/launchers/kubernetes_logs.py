@@ -41,6 +41,7 @@ _LONGEST_LINE_BYTES = 2**20
 # A worker that writes more per call than this does not keep the others waiting.
 _BYTES_PER_CALL = 2**20
 _MOST_ATTEMPTS = 3
+_LONGEST_MESSAGE = 300
 _DATE = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d) ")
 
 
@@ -249,6 +250,9 @@ def _dated(lines: Iterator[bytes]) -> Iterator[tuple[int, bytes, bool]]:
             moment = datetime.fromisoformat(match[1].decode() + match[3].decode().replace("Z", "+00:00"))
             time_ns = int(moment.timestamp()) * 10**9 + int((match[2] or b"").ljust(9, b"0"))
             text = line[match.end() :]
+        elif not time_ns:
+            # The node answers a request that failed with its message, as if that were the log.
+            raise LauncherError(readable(line[:_LONGEST_MESSAGE]).strip())
         for begin in range(0, max(len(text), 1), _MAX_LINE_BYTES):
             yield time_ns, text[begin : begin + _MAX_LINE_BYTES], is_begin and begin == 0
         is_begin = line.endswith(b"\n")

@@ -13,7 +13,17 @@ from mlbench_master.launchers.interface import JobStatus
 from mlbench_master.launchers.kubernetes_manifests import CONTAINER, RANK_ANNOTATION
 from mlbench_master.launchers.supervise import describe_exit
 
-__all__ = ["Trouble", "end_of", "ended_status", "find_trouble", "has_log", "has_started", "rank_of", "waiting_reason"]
+__all__ = [
+    "Trouble",
+    "end_of",
+    "ended_status",
+    "find_trouble",
+    "has_log",
+    "has_started",
+    "is_on_lost_node",
+    "rank_of",
+    "waiting_reason",
+]
 
 _SHELL_SIGNAL = 128
 _TERMINATED = _SHELL_SIGNAL + 15
@@ -61,17 +71,38 @@ def has_started(pod: Mapping[str, Any]) -> bool:
 
 
 def has_log(pod: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether a pod has a log, and whether the log is complete."""
-    state = _state(pod)
-    return bool(state.keys() & {"running", "terminated"}), "terminated" in state
+    """Return whether a pod has a log that can be read, and whether the log is complete."""
+    # A question to a node that does not answer would keep a reader from other pods for most of a minute.
+    return has_started(pod) and not is_on_lost_node(pod), "terminated" in _state(pod)
 
 
-def end_of(job: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the condition with which a Job has ended, of type ``Complete`` or ``Failed``; None if it continues."""
-    for condition in _dict(job, "status").get("conditions") or ():
-        if condition.get("type") in ("Complete", "Failed") and condition.get("status") == "True":
-            return dict(condition)
-    return None
+def is_on_lost_node(pod: Mapping[str, Any]) -> bool:
+    """Return whether the node of a pod does not answer, so that nobody can end the pod.
+
+    The node controller then calls the pod unready and leaves the other conditions as they are, while the kubelet of a
+    node that answers never calls a pod unready whose containers are ready.
+    """
+    status = _dict(pod, "status")
+    ready = {condition.get("type"): condition.get("status") for condition in status.get("conditions") or ()}
+    is_unready = ready.get("Ready") == "False" and ready.get("ContainersReady") == "True"
+    return status.get("reason") == "NodeLost" or (is_unready and not _dict(pod, "spec").get("readinessGates"))
+
+
+def end_of(job: Mapping[str, Any], pods: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the condition with which a Job has ended; None if it continues.
+
+    Since Kubernetes 1.31, a Job is ``Failed`` only when its last pod has ended, which a pod of a lost node never does.
+    Until then it has the condition ``FailureTarget``, which counts here if nothing else runs.
+    """
+    found = {
+        condition.get("type"): dict(condition)
+        for condition in _dict(job, "status").get("conditions") or ()
+        if condition.get("status") == "True"
+    }
+    target = found.get("FailureTarget")
+    if target is not None and not all(_has_ended(pod) or is_on_lost_node(pod) for pod in pods):
+        target = None
+    return found.get("Complete") or found.get("Failed") or target
 
 
 def waiting_reason(job: Mapping[str, Any], pods: Iterable[Mapping[str, Any]]) -> str:
@@ -166,6 +197,10 @@ def ended_status(name: str, end: Mapping[str, Any], troubles: Iterable[Trouble])
         return JobStatus("failed", reason, None, finished_at), None
     first = ordered[0]
     return JobStatus("failed", first.reason, first.returncode, finished_at), first
+
+
+def _has_ended(pod: Mapping[str, Any]) -> bool:
+    return _dict(pod, "status").get("phase") in ("Succeeded", "Failed")
 
 
 def _exit_code(ended: Mapping[str, Any]) -> int | None:

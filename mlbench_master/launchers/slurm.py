@@ -172,7 +172,11 @@ class SlurmLauncher(FolderLauncher):
             known.logs.collect()
             if (known.folder / "exit").exists():
                 self._queue.look_soon()
-        problem = f"job {known.slurm_id} is {entry.state.lower()} by Slurm" if entry.state == "SUSPENDED" else ""
+        problem = ""
+        if entry.state == "SUSPENDED":
+            problem = f"job {known.slurm_id} is suspended by Slurm"
+        elif entry.state == "COMPLETING":
+            problem = f"job {known.slurm_id} ends when Slurm has cleaned up on {entry.nodes or 'its nodes'}"
         return JobStatus("running", self._queue.problem or problem or (_DROPPING if known.logs.is_dropping else ""))
 
     def stop(self, job_id: str) -> None:

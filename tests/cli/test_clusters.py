@@ -187,6 +187,8 @@ def test_missing_programs_are_named_with_their_source(
         (("kind", "2", "my", "-k", "1.15"), 1, "--kubernetes-version must be a full version such as 1.33.1, not 1.15"),
         (("kind", "2", "My"), 2, "'My' must have lowercase letters, digits and hyphens, begin with a letter"),
         (("kind", "2", "1my"), 2, "'1my' must have lowercase letters"),
+        # The host name my...-2-control-plane would have 64 characters.
+        (("kind", "2", "m" * 48), 2, "have at most 47 characters"),
         (("kind", "0", "my"), 2, "0 is not in the range"),
         (("gcloud", "2", "my", "-p", "x"), 2, "--project must not be given: SkyPilot uses the project of"),
         (("aws", "2", "my"), 1, "--package must be given, because the package index has no version"),

@@ -38,6 +38,13 @@ def test_status_of_a_run_by_name_or_id(fake: FakeMaster, call: Call) -> None:
     assert shown["metrics"]["train_loss @ 0"]["value"] == "0.25"
 
 
+def test_status_of_a_run_that_failed_says_why(fake: FakeMaster, call: Call) -> None:
+    run_id = fake.add("a-1", state="failed")
+    assert "reason" not in call("status", "a-1").stdout
+    fake.runs[run_id]["job_metadata"] = {"reason": "worker 1 failed: exit status 1"}
+    assert "reason:       worker 1 failed: exit status 1" in call("status", "a-1").stdout.splitlines()
+
+
 def test_status_of_one_metric_shows_its_history(fake: FakeMaster, call: Call) -> None:
     run_id = fake.add("a-1", train_loss=0.5)
     fake.metrics[run_id]["train_loss @ 0"].append(entry(0.25))

@@ -20,7 +20,16 @@ from mlbench_core import __version__
 from mlbench_core.client.masters import boot_id
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app
-from mlbench_master.launchers import Job, JobStatus, LauncherError, hosts_agent, hosts_results, hosts_ssh
+from mlbench_master.launchers import (
+    Job,
+    JobStatus,
+    LauncherError,
+    hosts,
+    hosts_agent,
+    hosts_link,
+    hosts_results,
+    hosts_ssh,
+)
 from mlbench_master.launchers.hosts import HostsLauncher
 from mlbench_master.launchers.hosts_file import HOSTFILE_VARIABLE, parse_hosts, read_options
 from mlbench_master.launchers.hosts_results import UnpackError, unpack
@@ -185,6 +194,7 @@ def test_a_failure_of_one_host_stops_the_others(launcher: HostsLauncher, fake: P
          "host b does not answer: ssh: Could not resolve hostname b: Name or service not known"),
         ("me@b: Permission denied (publickey).", "host b refuses the login: me@b: Permission denied (publickey)."),
         ("Host key verification failed.", "host b does not answer: Host key verification failed."),
+        ("", "host b does not answer: the connection broke"),
     ],
 )  # fmt: skip
 def test_a_host_that_cannot_be_reached_at_the_start_fails_the_run(
@@ -429,6 +439,92 @@ def test_an_archive_has_plain_files_of_limited_size(tmp_path: Path, monkeypatch:
     with pytest.raises(UnpackError, match="more than"):
         unpack(archive(**{"output/a": b"12345", "output/b": b"123456"}), tmp_path, 0)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_names_that_no_folder_can_have_are_refused_and_not_tried_again(tmp_path: Path) -> None:
+    # A worker may choose a name to which the number of its host cannot be added.
+    with pytest.raises(UnpackError, match="File name too long"):
+        unpack(archive(**{f"spool/{'x' * 255}": b"x"}), tmp_path, 0)
+    with pytest.raises(UnpackError, match="a name in the archive cannot be used"):
+        unpack(archive(**{"output/a": b"x", "output/a/b": b"x"}), tmp_path, 0)
+
+
+def test_lines_that_a_worker_wrote_into_the_log_do_not_stop_a_run(
+    launcher: HostsLauncher, fake: Path, tmp_path: Path
+) -> None:
+    bad = {"rank": -1, "stream": "Out", "text": "of a worker", "date": "yesterday, at noon"}
+    content = f"with open('../log.jsonl', 'a') as log:\n    print({json.dumps(json.dumps(bad))}, file=log)\n"
+    job_id = launcher.start(job(script(tmp_path, content), num_workers=1))
+    assert end_of(launcher, job_id).state == "finished"
+    assert "host a: of a worker" in texts(launcher, job_id)
+
+
+def test_a_file_that_cannot_be_read_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    add = tarfile.TarFile.add
+
+    def refuse(tar: tarfile.TarFile, path: Path, *rest: Any, **more: Any) -> None:
+        # The tests may run as a user who can read everything.
+        if path.name == "hidden":
+            raise PermissionError
+        add(tar, path, *rest, **more)
+
+    monkeypatch.setattr(tarfile.TarFile, "add", refuse)
+    output = tmp_path / "root" / "1" / "output"
+    output.mkdir(parents=True)
+    for name in ("hidden", "seen"):
+        (output / name).write_text("x")
+    hosts_agent._send_files({"fetch": str(tmp_path / "root"), "id": 1, "parts": ["output"]})
+    sys.stdout.buffer.flush()
+    sent = io.BytesIO(capfdbinary.readouterr().out.partition(hosts_ssh.MARK)[2])
+    with tarfile.open(fileobj=sent) as tar:
+        assert tar.getnames() == ["output/seen"]
+
+
+def test_results_over_the_limit_stay_on_the_host(
+    launcher: HostsLauncher, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts_link, "ARCHIVE_BYTES", 2**20)
+    content = "import os, pathlib, time\npathlib.Path(os.environ['MLBENCH_OUTPUT'], 'a').write_bytes(bytes(2**22))\n"
+    job_id = launcher.start(job(script(tmp_path, content), num_workers=1))
+    assert end_of(launcher, job_id).state == "finished"
+    (folder,) = remote(fake, "a")
+    place = f"~/.cache/mlbench/hosts/{folder.parent.name}"
+    assert f"the files in {place} on host a stay there: host a sends more than 1 MiB" in texts(launcher, job_id)
+
+
+def test_a_host_that_refuses_calls_is_called_once_per_interval(fake: Path, tmp_path: Path) -> None:
+    launcher = HostsLauncher(tmp_path / "runs", interval_s=1)
+    try:
+        job_id = launcher.start(job(script(tmp_path, ENDLESS), num_workers=1))
+        wait_for(lambda: remote(fake, "a"), what="the supervisor")
+        (fake / "a.error").write_text("Connection refused")
+        wait_for(lambda: launcher.poll(job_id).reason, what="the problem")
+        before = len((fake / "calls").read_text().splitlines())
+        time.sleep(1.0)
+        assert len((fake / "calls").read_text().splitlines()) - before <= 2, "about five without the interval"
+        (fake / "a.error").unlink()
+        launcher.stop(job_id)
+    finally:
+        launcher.close()
+
+
+def test_the_end_does_not_wait_for_each_host(fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    def join(link: hosts_link.HostLink, timeout_s: float) -> None:
+        waited.append(timeout_s)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(hosts, "_CLOSE_S", 0.2)
+    monkeypatch.setattr(hosts_link.HostLink, "join", join)
+    launcher = HostsLauncher(tmp_path / "runs", interval_s=60)
+    for name in "abcd":
+        launcher._link(name, sys.executable)
+    launcher.close()
+    assert len(waited) == 4
+    assert waited[-1] == 0.0, "the time is that of all hosts together"
 
 
 def ask(root: Path, want: str, **step: Any) -> dict[str, Any]:

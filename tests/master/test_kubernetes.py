@@ -22,7 +22,7 @@ from mlbench_master.commands import check_options
 from mlbench_master.launchers import Job, JobStatus, LauncherError, kubernetes, kubernetes_api, kubernetes_queue
 from mlbench_master.launchers.kubernetes import KubernetesLauncher
 from mlbench_master.schemas import RunIn
-from tests.master.fake_kubernetes import NAMESPACE, FakeKubernetes, at, cut, error
+from tests.master.fake_kubernetes import NAMESPACE, FakeKubernetes, at, cut, error, kmock
 from tests.master.helpers import TestClient, wait_for
 
 TOKEN = "token-of-the-test"
@@ -166,6 +166,12 @@ def lose_node(cluster: FakeKubernetes) -> None:
     cluster.pod(1)["metadata"].update(deletionTimestamp=at(1))
 
 
+def lose_contact(cluster: FakeKubernetes, rank: int) -> None:
+    """What the node controller does when a node does not answer: the kubelet's states stay as they were."""
+    cluster.condition(rank, type="Ready", status="False")
+    cluster.condition(rank, type="ContainersReady", status="True")
+
+
 def refuse_pod(cluster: FakeKubernetes) -> None:
     cluster.pod(1)["status"] = {"phase": "Failed", "reason": "OutOfcpu", "message": "Pod was rejected"}
 
@@ -265,6 +271,23 @@ def test_the_end_of_a_pod_that_is_gone_is_remembered(launcher: KubernetesLaunche
     assert wait_state(launcher, "failed").reason == "worker 1 was evicted, as when node n1 is drained"
 
 
+def test_a_job_that_waits_for_a_pod_of_a_lost_node_has_ended(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes
+) -> None:
+    """Since Kubernetes 1.31, such a Job has the condition FailureTarget, and never the condition Failed."""
+    launcher.start(JOB)
+    cluster.run_all()
+    with cluster.lock:
+        disrupt("DeletionByTaintManager")(cluster)
+        cluster.end("FailureTarget", reason="BackoffLimitExceeded")
+    wait_for(lambda: launcher._queue.views()[1].troubles)
+    time.sleep(0.3)
+    assert launcher.poll("kubernetes-1").state == "running"  # the pod of worker 1 is being ended
+    lose_contact(cluster, 1)
+    reason = wait_state(launcher, "failed").reason
+    assert reason == "worker 1 was ended, because its node n1 failed or was tainted"
+
+
 def test_a_time_limit_and_an_end_without_a_pod_are_failures(
     launcher: KubernetesLauncher, cluster: FakeKubernetes
 ) -> None:
@@ -338,8 +361,8 @@ def test_stop_waits_until_the_pods_are_gone_and_keeps_their_last_lines(
     with pytest.raises(LauncherError, match=r"has not ended mlbench-.*-1-0, .* within 0.2 s"):
         launcher.stop("kubernetes-1")
     with cluster.lock:
-        for rank in (0, 1):  # nobody can end a program on a node that does not answer
-            cluster.pod(rank)["status"]["reason"] = "NodeLost"
+        cluster.pod(0)["status"]["reason"] = "NodeLost"
+        lose_contact(cluster, 1)
     launcher.stop("kubernetes-1")
     with cluster.lock:
         pods = dict(cluster.objects["pods"])
@@ -393,6 +416,21 @@ def test_a_log_that_cannot_be_read_does_not_hold_up_the_end(
     assert sum(text.endswith(problem) for text in texts(launcher, None)) == 2
 
 
+def test_the_message_of_a_node_is_not_a_line_of_the_log(launcher: KubernetesLauncher, cluster: FakeKubernetes) -> None:
+    """A kubelet that finds no log answers with status 200 and its message, without a date."""
+    message = "unable to retrieve container logs for containerd://0a1b"
+    launcher.start(JOB)
+    cluster.run_all()
+    answer = kmock.Response(payload=message.encode())
+    cluster.broken = lambda request: answer if request.subresource == "log" else None
+    for rank in (0, 1):
+        cluster.state(rank, terminated={"exitCode": 0})
+    cluster.end()
+    wait_state(launcher, "finished")
+    assert texts(launcher, 0) == []
+    assert f"the log of worker 0 cannot be read: {message}" in texts(launcher, None)
+
+
 @pytest.mark.parametrize("answer", [cut, lambda _: error(500, "etcd is gone"), lambda _: error(410, "Expired")])
 def test_a_run_outlives_an_api_that_fails(
     launcher: KubernetesLauncher, cluster: FakeKubernetes, answer: Callable[[Any], Any]
@@ -438,6 +476,31 @@ def test_an_old_job_of_the_same_name_is_replaced(
     (tmp_path / "runs" / "1").rename(tmp_path / "away")  # as after the loss of the folder
     launcher.start(JOB)
     assert cluster.job()["metadata"]["uid"] != uid
+
+
+def test_the_objects_of_an_old_job_may_go_after_it(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubernetes deletes the Secret and the Service only after the Job."""
+    refused: dict[str, int] = {}
+
+    def still_there(request: Any) -> Any:
+        kind = request.resource.plural
+        if request.method.value != "POST" or kind == "jobs" or refused.get(kind) == 2:
+            return None
+        refused[kind] = refused.get(kind, 0) + 1
+        return error(409, f"{kind} already exists")
+
+    launcher.start(JOB)
+    (tmp_path / "runs" / "1").rename(tmp_path / "away")
+    cluster.broken = still_there
+    launcher.start(JOB)
+    assert refused == {"secrets": 2, "services": 2}
+    wait_state(launcher, "waiting")
+    monkeypatch.setattr(kubernetes_api, "_COLLECTED_S", 0.1)
+    cluster.broken = lambda request: error(409, "already exists") if request.resource.plural == "secrets" else None
+    with pytest.raises(LauncherError, match="already exists"):
+        launcher.start(replace(JOB, run_id=2))
 
 
 def test_a_restarted_master_finds_its_runs(

@@ -108,6 +108,8 @@ def test_pods_are_as_the_restricted_standard_demands(number: int) -> None:
     # Not part of the standard: no right at the API, and no variables of Services.
     assert spec["automountServiceAccountToken"] is False and spec["enableServiceLinks"] is False
     assert spec["restartPolicy"] == "Never"
+    # As the first process of its namespace, a program without a handler would ignore SIGTERM.
+    assert spec["shareProcessNamespace"] is True
 
 
 def test_a_worker_gets_its_place_and_nothing_of_this_machine() -> None:

@@ -238,6 +238,13 @@ def test_each_end_that_slurm_knows_has_a_reason(
     assert len([line for line in queued.logs(job_id).lines if line["text"] == status.reason]) == 1
 
 
+def test_a_job_that_waits_for_a_dead_node_says_so(queued: SlurmLauncher, controller: Controller) -> None:
+    job_id = queued.start(job("true"))
+    controller.jobs["1"] = "COMPLETING|None|1:00|f2|"
+    expected = JobStatus("running", "job 1 ends when Slurm has cleaned up on f2")
+    wait_for(lambda: queued.poll(job_id) == expected, what="the reason")
+
+
 def test_a_job_that_slurm_has_forgotten_may_have_finished(queued: SlurmLauncher, controller: Controller) -> None:
     job_id = queued.start(job("true"))
     for name in ("begun", "exit"):
