@@ -12,6 +12,7 @@ from mlbench_core.aggregation.pytorch.centralized import (
 )
 from mlbench_core.aggregation.pytorch.choco import ChocoAggregation
 from mlbench_core.aggregation.pytorch.consensus import average_weights, consensus_distance
+from mlbench_core.aggregation.pytorch.ddp_hooks import DDPHookState, as_ddp_hook
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
 from mlbench_core.aggregation.pytorch.demo import DeMoAggregation
 from mlbench_core.aggregation.pytorch.dion import DionAggregation
@@ -29,6 +30,7 @@ __all__ = [
     "AllReduceAggregation",
     "ChocoAggregation",
     "ChunkedTopKAggregation",
+    "DDPHookState",
     "DeMoAggregation",
     "DecentralizedAggregation",
     "DiLoCoAggregation",
@@ -43,6 +45,7 @@ __all__ = [
     "SparseLoCoAggregation",
     "SparsifiedAggregation",
     "StreamingDiLoCoAggregation",
+    "as_ddp_hook",
     "average_weights",
     "consensus_distance",
 ]
