@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 import re
 import shutil
 from pathlib import Path
 
+from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers.interface import FROM_THE_START, Launcher, LogLine, LogPage, LogRange
 from mlbench_master.launchers.logs import LogReader
 
-__all__ = ["FolderLauncher"]
+__all__ = ["FolderLauncher", "read_interval"]
 
 # All launchers have the same folders, so the logs and the results of another one can be read.
 _JOB_ID = re.compile(r"[a-z]+-(\d+)")
+_INTERVAL_S = 5.0
+
+
+def read_interval(engine: str) -> float:
+    """Return the seconds between two questions to an engine: ``MLBENCH_<engine>_INTERVAL_S``, or 5.
+
+    Raises:
+        ConfigurationError: The variable is not a positive number.
+    """
+    variable = f"MLBENCH_{engine.upper()}_INTERVAL_S"
+    text = os.environ.get(variable, "")
+    with contextlib.suppress(ValueError):
+        interval = float(text or _INTERVAL_S)
+        if 0 < interval < math.inf:
+            return interval
+    raise ConfigurationError(f"{variable} must be a positive number of seconds, not {text!r}")
 
 
 class FolderLauncher(Launcher):

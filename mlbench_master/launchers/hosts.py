@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import shlex
 import sys
 import threading
@@ -34,7 +33,7 @@ from urllib.parse import urlsplit
 from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers.command_line import fill, split_command
-from mlbench_master.launchers.folders import FolderLauncher
+from mlbench_master.launchers.folders import FolderLauncher, read_interval
 from mlbench_master.launchers.hosts_file import HostOptions, Share, read_options, share_slots
 from mlbench_master.launchers.hosts_link import HostLink
 from mlbench_master.launchers.hosts_run import HostRun
@@ -45,8 +44,6 @@ from mlbench_master.launchers.logs import append_log, last_file, log_limit_bytes
 
 __all__ = ["HostsLauncher"]
 
-_INTERVAL_VARIABLE = "MLBENCH_HOSTS_INTERVAL_S"
-_INTERVAL_S = 5.0
 # The supervisors wait 3 s after SIGTERM and up to 5 s after SIGKILL, and then the files are fetched. A client of the
 # master waits for 30 s.
 _STOP_S = 25.0
@@ -70,7 +67,7 @@ class HostsLauncher(FolderLauncher):
     options_example = "--host node1:4,node2:4"
 
     def __init__(self, folder: Path, interval_s: float | None = None) -> None:
-        self._interval_s = _read_interval() if interval_s is None else interval_s
+        self._interval_s = read_interval(self.name) if interval_s is None else interval_s
         self._ssh = Ssh()
         super().__init__(folder)
         self.place = f"hosts:{self._folder}"
@@ -314,12 +311,3 @@ def _notes(job: Job, shares: Sequence[Share]) -> list[str]:
             "ends; to see them earlier, start the master with --host and an address of this machine"
         )
     return notes
-
-
-def _read_interval() -> float:
-    text = os.environ.get(_INTERVAL_VARIABLE, "")
-    with contextlib.suppress(ValueError):
-        interval = float(text or _INTERVAL_S)
-        if 0 < interval < math.inf:
-            return interval
-    raise ConfigurationError(f"{_INTERVAL_VARIABLE} must be a positive number of seconds, not {text!r}")

@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers.error_search import PYTHON_STATUSES, ErrorSearch
-from mlbench_master.launchers.folders import FolderLauncher
+from mlbench_master.launchers.folders import FolderLauncher, read_interval
 from mlbench_master.launchers.interface import Job, JobStatus, LauncherError, LogFilter, LogRange
 from mlbench_master.launchers.kubernetes_api import ApiError, KubernetesApi
 from mlbench_master.launchers.kubernetes_logs import LogCollector, PodLogs
@@ -49,7 +49,7 @@ from mlbench_master.launchers.kubernetes_manifests import (
 )
 from mlbench_master.launchers.kubernetes_options import parse_options
 from mlbench_master.launchers.kubernetes_queue import JobView, KubernetesQueue
-from mlbench_master.launchers.kubernetes_settings import PREFIX, read_interval, read_setting, variable
+from mlbench_master.launchers.kubernetes_settings import PREFIX, read_setting, variable
 from mlbench_master.launchers.kubernetes_states import end_of, ended_status, waiting_reason
 from mlbench_master.launchers.logs import LogWriter, log_limit_bytes, open_at_once
 from mlbench_master.launchers.supervise import write_json
@@ -95,7 +95,7 @@ class KubernetesLauncher(FolderLauncher):
     starts_containers = True
 
     def __init__(self, folder: Path, interval_s: float | None = None) -> None:
-        interval_s = read_interval() if interval_s is None else interval_s
+        interval_s = read_interval(self.name) if interval_s is None else interval_s
         api = KubernetesApi(variable("NAMESPACE"))
         super().__init__(folder)
         self._api = api

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import uuid
@@ -13,12 +12,11 @@ from typing import Any
 
 from mlbench_core.errors import ConfigurationError, require
 
-__all__ = ["PREFIX", "Setting", "read_interval", "read_setting", "variable"]
+__all__ = ["PREFIX", "Setting", "read_setting", "variable"]
 
 PREFIX = "MLBENCH_KUBERNETES_"
 """The beginning of the names of all variables."""
 
-_INTERVAL_S = 5.0
 _TEMPLATE_BYTES = 2**20
 # A part of names that may have 63 characters.
 _MARK = re.compile(r"[a-z0-9]([-a-z0-9]{0,28}[a-z0-9])?", re.ASCII)
@@ -130,17 +128,3 @@ def _read_template() -> dict[str, Any]:
             f"the pod template {path} must have metadata and spec only, not {str(sorted(map(str, parts)))[:80]}"
         )
     return parts
-
-
-def read_interval() -> float:
-    """Return the seconds between two looks at the cluster.
-
-    Raises:
-        ConfigurationError: The variable is not a positive number.
-    """
-    text = variable("INTERVAL_S")
-    with contextlib.suppress(ValueError):
-        interval = float(text or _INTERVAL_S)
-        if 0 < interval < math.inf:
-            return interval
-    raise ConfigurationError(f"{PREFIX}INTERVAL_S must be a positive number of seconds, not {text!r}")

@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
 import shlex
 import shutil
@@ -42,7 +41,7 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers import slurm_script
 from mlbench_master.launchers.command_line import python_environment
 from mlbench_master.launchers.error_search import PYTHON_STATUSES
-from mlbench_master.launchers.folders import FolderLauncher
+from mlbench_master.launchers.folders import FolderLauncher, read_interval
 from mlbench_master.launchers.interface import Job, JobStatus, LauncherError
 from mlbench_master.launchers.logs import log_limit_bytes, open_at_once
 from mlbench_master.launchers.rank_logs import RankLogs
@@ -53,8 +52,6 @@ __all__ = ["SlurmLauncher"]
 
 _PROGRAMS = ("sbatch", "squeue", "scancel")
 _DROPPING = "lines of output are dropped, because the log cannot be written: is the disk full?"
-_INTERVAL_VARIABLE = "MLBENCH_SLURM_INTERVAL_S"
-_INTERVAL_S = 5.0
 _LOOK_S = 1.0
 # Another machine may see a file of a node some seconds late on a network file system.
 _FILES_S = 10.0
@@ -106,7 +103,7 @@ class SlurmLauncher(FolderLauncher):
         super().__init__(folder)
         self.place = f"slurm:{self._folder}"
         self._limit_bytes = log_limit_bytes()
-        self._queue = SlurmQueue(_read_interval() if interval_s is None else interval_s)
+        self._queue = SlurmQueue(read_interval(self.name) if interval_s is None else interval_s)
         self._jobs: dict[str, _Known] = {}
 
     @property
@@ -382,12 +379,3 @@ def _read_number(path: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError), open_at_once(path) as file:
         return int(file.read(_STATE_BYTES))
     return None
-
-
-def _read_interval() -> float:
-    text = os.environ.get(_INTERVAL_VARIABLE, "")
-    with contextlib.suppress(ValueError):
-        interval = float(text or _INTERVAL_S)
-        if 0 < interval < math.inf:
-            return interval
-    raise ConfigurationError(f"{_INTERVAL_VARIABLE} must be a positive number of seconds, not {text!r}")
