@@ -86,8 +86,8 @@ export LOCAL_WORLD_SIZE="$(echo "$counts" | sed -n "$((SLURM_NODEID + 1))p")"
 """
 _MPI_PLACE = """\
 rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$SLURM_PROCID}}
-# With these, a worker sees if MPI has found all of them.
-export RANK="$rank" WORLD_SIZE="$SLURM_NTASKS"
+# With these, a worker sees if MPI has found all of them. SLURM_NTASKS is another number on a node that mpirun reached.
+export RANK="$rank" WORLD_SIZE={num_workers}
 # The mpirun does not write one file for each worker, as srun does.
 [ -z "$OMPI_COMM_WORLD_RANK$PMI_RANK" ] || exec >> "logs/$rank.out" 2>> "logs/$rank.err"
 """
@@ -163,7 +163,9 @@ def worker_script(job: Job) -> str:
     has_hosts = any("{hosts}" in word for word in words)
     # A command that starts all workers also assigns the ranks.
     has_place = job.backend != "mpi" and not _has_one_task(job)
-    place = _MPI_PLACE if job.backend == "mpi" and not _has_one_task(job) else "rank=$SLURM_PROCID\n"
+    place = "rank=$SLURM_PROCID\n"
+    if job.backend == "mpi" and not _has_one_task(job):
+        place = _MPI_PLACE.replace("{num_workers}", str(job.num_workers))
     place += (_COUNTS if has_place or has_hosts else "") + (_TORCHRUN if has_place else "")
     place += (_OWN_GPU if has_place and job.gpu_enabled else "") + (_HOSTS if has_hosts else "")
     command = " ".join(map(_quote, words))

@@ -420,13 +420,13 @@ def test_a_worker_that_sees_only_its_own_gpu_has_the_local_rank_0(
 
 @pytest.fixture
 def mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An mpirun that starts two workers, as Open MPI does."""
+    """An mpirun that starts two workers, as Open MPI does: through srun, which counts one task on each node."""
     program = tmp_path / "mpi" / "mpirun"
     program.parent.mkdir()
     program.write_text(
         "#!/bin/sh\n[ $1 != --version ] || { echo 'mpirun (Open MPI) 5.0'; exit; }\n"
         'while [ "$1" != -n ]; do shift; done\nshift 2\n'
-        'for rank in 0 1; do OMPI_COMM_WORLD_RANK=$rank "$@" || exit; done\n'
+        'for rank in 0 1; do SLURM_NTASKS=1 OMPI_COMM_WORLD_RANK=$rank "$@" || exit; done\n'
     )
     program.chmod(0o755)
     monkeypatch.setattr("mlbench_master.launchers.mpirun._find_mpirun", lambda: str(program))
