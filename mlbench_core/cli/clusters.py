@@ -79,21 +79,37 @@ def _cloud_options(command: Command) -> Command:
             show_default=True,
             help="Delete the cluster after this time without a run and without a request; 0 for never.",
         ),
-        click.option("--preemptible", "-e", "--spot", "spot", is_flag=True, help="Cheaper machines that may be taken."),
+        click.option(
+            "--preemptible", "-e", "--spot", "spot", is_flag=True, help="Cheaper machines that the cloud may take back."
+        ),
         click.option("--zone", "-z", help="Zone of the cloud (default: the cheapest)."),
         click.option("--region", help="Region of the cloud (default: the cheapest)."),
-        click.option("--disk-size", "-d", type=click.IntRange(min=1), default=options.disk_size, show_default=True),
+        click.option(
+            "--disk-size",
+            "-d",
+            type=click.IntRange(min=1),
+            default=options.disk_size,
+            show_default=True,
+            help="Disk of each machine in GB.",
+        ),
         click.option(
             "--gpu-type", default=options.gpu_type, show_default=True, help="Type of the GPUs, see 'sky gpus list'."
         ),
-        click.option("--num-gpus", "-g", type=click.IntRange(min=0), default=0, show_default=True),
+        click.option(
+            "--num-gpus",
+            "-g",
+            type=click.IntRange(min=0),
+            default=0,
+            show_default=True,
+            help="Number of GPUs of each machine.",
+        ),
         click.option(
             "--num-cpus",
             "-c",
             type=click.IntRange(min=1),
             default=options.num_cpus,
             show_default=True,
-            help="The least number of cores of a machine, without --machine-type.",
+            help="Smallest number of cores of a machine, without --machine-type.",
         ),
         click.option("--machine-type", "-t", help="The cloud's name of the machines (default: the cheapest)."),
         click.option("--kubernetes-version", "-k", hidden=True),
@@ -115,7 +131,9 @@ def create_cluster() -> None:
 
 @create_cluster.command()
 @_common
-@click.option("--num-cpus", "-c", type=click.IntRange(min=1), help="The most cores of a worker (default: no limit).")
+@click.option(
+    "--num-cpus", "-c", type=click.IntRange(min=1), help="Largest number of cores of a worker (default: no limit)."
+)
 @click.option("--num-gpus", "-g", type=int, default=0, hidden=True)
 @click.option("--kubernetes-version", "-k", metavar="VERSION", help="For example 1.33.1 (default: that of kind).")
 @click.option("--custom-value", "-v", multiple=True, metavar="NAME=VALUE", help="A value of the Helm chart.")
@@ -125,7 +143,13 @@ def create_cluster() -> None:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder of the Helm chart (default: MLBench's own).",
 )
-@click.option("--load-image", "images", multiple=True, metavar="IMAGE", help="An image to load into the cluster.")
+@click.option(
+    "--load-image",
+    "images",
+    multiple=True,
+    metavar="IMAGE",
+    help="An image of this machine to load into the cluster; can be given several times.",
+)
 @click.option("--registry_name", "-r", hidden=True)
 @click.option("--registry_port", "-p", hidden=True)
 @click.option("--host_port", hidden=True)

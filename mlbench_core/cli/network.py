@@ -70,7 +70,7 @@ def _print_link(name: str, link: Link) -> None:
 @click.option("--hosts", type=click.IntRange(min=2), metavar="N", help="Number of hosts (default: the smallest one).")
 @json_option
 def test(described: Network, hosts: int | None, as_json: bool) -> None:
-    """Emulate a network, measure it, and print the figures beside those of its description."""
+    """Emulate a network, measure it, and compare the figures with its description."""
     from mlbench_core.network.measure import measure_network
 
     try:

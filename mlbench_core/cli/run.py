@@ -207,7 +207,9 @@ class _Options:
 @click.argument("name", required=False, default="")
 @click.argument("num_workers", nargs=-1, type=click.IntRange(min=1))
 @click.option("--task", type=_TaskType(), metavar="TASK", help="A benchmark task; see 'mlbench tasks'.")
-@click.option("--image", help="Container image of your own program, with --container or an engine of containers.")
+@click.option(
+    "--image", help="Container image of your own program, with --container or an engine that runs containers."
+)
 @click.option("--command", help="A worker's command line; {run_id} {rank} {hosts} {backend} {seed} are filled in.")
 @click.option("--backend", type=click.Choice(BACKENDS, case_sensitive=False), help="How workers communicate.")
 @click.option("--gpu", "-g", is_flag=True, help="Give each worker a GPU.")
