@@ -68,7 +68,7 @@ def _cloud_options(command: Command) -> Command:
         click.option("--yes", "-y", is_flag=True, help="Do not ask whether the price is accepted."),
         click.option(
             "--package",
-            metavar="WHAT",
+            metavar="REQUIREMENT",
             help="What pip installs on the machines: a wheel of MLBench, or a requirement (default: this version).",
         ),
         click.option(
