@@ -167,8 +167,8 @@ def as_ddp_hook(aggregation: Aggregation, ddp_model: DistributedDataParallel) ->
     All aggregations of gradients can be used. ``AllReduceAggregation(overlap=True)`` sends each bucket while the
     backward pass still computes others, in DDP's buckets instead of those of ``bucket_size_bytes``. All others send
     their messages at the end of the backward pass. Aggregations of weights cannot be used, because a hook sees only
-    gradients: DecentralizedAggregation, ChocoAggregation, PeriodicAggregation, ScaffoldAggregation, DiLoCoAggregation
-    and SparseLoCoAggregation.
+    gradients: DecentralizedAggregation, ChocoAggregation, PeriodicAggregation, ScaffoldAggregation, DiLoCoAggregation,
+    StreamingDiLoCoAggregation and SparseLoCoAggregation.
 
     To resume exactly, save ``state.state_dict()`` on every worker, besides the states of the model and the optimizer.
 
