@@ -45,7 +45,7 @@ _EXTRAS = "[master,vision]"
 
 @dataclass(frozen=True)
 class CloudOptions:
-    """What a user chose.
+    """The options of one call of the command.
 
     Attributes:
         num_cpus: The least number of cores per machine, unless ``machine_type`` is given.

@@ -33,7 +33,7 @@ _VERSION = re.compile(r"v?(\d+\.\d+\.\d+)")
 
 @dataclass(frozen=True)
 class KindOptions:
-    """What a user chose.
+    """The options of one call of the command.
 
     Attributes:
         num_cpus: The largest number of cores of a worker, or None for no limit.

@@ -24,7 +24,7 @@ SOURCES = {
     "sky": "pipx install 'skypilot[gcp,aws,azure]'",
     "ssh": "the package openssh-client",
 }
-"""Where to get each program."""
+"""The address from which each program can be installed."""
 
 _STDERR = 2
 

@@ -36,7 +36,7 @@ class QSGDAggregation(CompressedAggregation):
     average. With the Euclidean norm, its variance is at most
     :math:`\min(d / s^2, \sqrt{d} / s) \lVert v \rVert^2` for a bucket of :math:`d` coordinates. Every worker's tensor
     becomes :math:`\frac{1}{k} \sum_i Q(v_i)` (or the sum over ``denom``), summed in the order of ranks, so that all
-    workers get the same bits. There is no error feedback, because the error is zero on average. A worker that trains
+    workers get the same bits. The error is zero on average, so QSGD needs no error feedback. A worker that trains
     alone rounds too, and sends nothing. If a value is infinite or nan on one worker, its bucket becomes nan on all.
 
     In each step, a worker sends, in one all-gather for the tensors of one dtype, 4 bytes for each bucket (8 for

@@ -193,7 +193,7 @@ class SparseLoCoAggregation(DiLoCoAggregation):
 
     .. math:: \theta \leftarrow \theta - \frac{\alpha}{k} \sum_i s_i, \qquad \theta_i \leftarrow \theta.
 
-    There is no outer momentum: the error memory takes its place. If all coordinates are sent without quantization and
+    The error memory takes the place of an outer momentum. If all coordinates are sent without quantization and
     decay, and :math:`\alpha = 1`, the result is the average of the :math:`\theta_i`.
 
     Implementations differ. Some cut matrices into blocks of 64 x 64; here a chunk is 4,096 consecutive coordinates.
