@@ -45,6 +45,7 @@ SUBJECT = Subject(
     "steps/s",
     (DDP, TORCH_FP16, TORCH_POWER),
     ("Hooks of this library work with any number of buckets and resume to the last bit (resume: 0).",
+     "On the MLP over Gloo, PowerSGD does 1.19 times the steps of DDP without a hook, torch's hook 0.43, QSGD 0.08.",
      "Torch's hook of PowerSGD needs one bucket on Gloo. Its bf16 hook needs NCCL, so it is not in the table."),
 )  # fmt: skip
 
