@@ -362,6 +362,7 @@ def test_a_data_set_moves_to_a_device() -> None:
     assert [part.device.type for part in moved.batch(torch.arange(2))] == ["meta", "meta"]
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_batches_are_made_on_the_gpu() -> None:
     on_gpu = next(iter(ImageBatches(tiny(16, Augmentation()).to("cuda"), 8)))
