@@ -107,6 +107,8 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_others(machine: dict[str, 
     assert "| build: the step build | failed |" in table and "no compiler" in table
     assert "| kernels: the step kernels | not run |" in table and "the figures" in table
     assert not [process for process in psutil.process_iter(["cmdline"]) if child in (process.info["cmdline"] or [])]
+    run(steps[:1], tmp_path / "out")  # a step that failed is not done
+    assert len(order.read_text().splitlines()) == 3
 
 
 def test_a_step_is_done_once_for_the_same_sources_and_gpu(machine: dict[str, Any], tmp_path: Path) -> None:
@@ -138,6 +140,15 @@ def test_timings_are_kept_and_shown_as_tables(machine: dict[str, Any], tmp_path:
     run([step], tmp_path)
     assert json.loads((tmp_path / "results.json").read_text())["steps"][0]["files"] == {"t.json": timing}
     assert f"## {timing['title']}" in (tmp_path / "table.md").read_text()
+
+
+def test_the_table_has_the_figures_of_a_task() -> None:
+    figures = {"samples_per_s": 1234.5, "goal": {"time_to_goal_s": 1.5}}
+    result = {"files": {"environment.json": {}, "output/task1a/gpu/result.json": figures}, "output": "the last line"}
+    assert measure_gpu.summarize(result) == "1,234 samples/s, goal after 1.50 s"
+    figures["goal"] = {"time_to_goal_s": None}
+    assert measure_gpu.summarize(result) == "1,234 samples/s, goal not reached"
+    assert measure_gpu.summarize({"files": {}, "output": "a\n== 1 | 2 ==\n\n"}) == "1 / 2"
 
 
 def test_a_killed_run_keeps_what_had_ended_and_the_next_one_goes_on(machine: dict[str, Any], tmp_path: Path) -> None:
