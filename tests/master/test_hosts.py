@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -641,3 +642,26 @@ def test_the_launcher_needs_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MLBENCH_SSH", "/no/ssh -F file")
     with pytest.raises(ConfigurationError, match="needs ssh, but '/no/ssh' cannot be found"):
         HostsLauncher(tmp_path)
+
+
+def test_folders_of_masters_that_were_killed_are_removed(
+    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    for name in ("killed", "new"):
+        (temporary / f"mlbench-ssh-{name}").mkdir(parents=True)
+        (temporary / f"mlbench-ssh-{name}" / "socket").touch()
+    (tmp_path / "foreign").mkdir()
+    (temporary / "mlbench-ssh-link").symlink_to(tmp_path / "foreign")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    first = hosts_ssh.Ssh()
+    (running,) = (path for path in temporary.iterdir() if (path / "lock").exists())
+    for path in (running, temporary / "mlbench-ssh-killed", tmp_path / "foreign"):
+        os.utime(path, (0, 0))
+    second = hosts_ssh.Ssh()
+    left = {path.name for path in temporary.iterdir()}
+    assert len(left) == 4 and {"mlbench-ssh-new", "mlbench-ssh-link", running.name} < left
+    assert list((tmp_path / "foreign").iterdir()) == []
+    for ssh in (first, second):
+        ssh.close()
+    assert {path.name for path in temporary.iterdir()} == {"mlbench-ssh-new", "mlbench-ssh-link"}
