@@ -34,6 +34,7 @@ from mlbench_master.launchers import (
 from mlbench_master.launchers.hosts import HostsLauncher
 from mlbench_master.launchers.hosts_file import HOSTFILE_VARIABLE, parse_hosts, read_options
 from mlbench_master.launchers.hosts_results import UnpackError, unpack
+from mlbench_master.launchers.hosts_run import HostRun
 from mlbench_master.processes import processes_with
 from tests.master import fake_ssh
 from tests.master.helpers import TestClient, wait_for
@@ -665,3 +666,33 @@ def test_folders_of_masters_that_were_killed_are_removed(
     for ssh in (first, second):
         ssh.close()
     assert {path.name for path in temporary.iterdir()} == {"mlbench-ssh-new", "mlbench-ssh-link"}
+
+
+def test_the_next_master_removes_the_folders_of_runs_that_had_ended(
+    launcher: HostsLauncher, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one was killed after the end of a run, before the hosts had deleted their folders with the token."""
+    step = HostRun.step
+
+    def before_the_end(run: HostRun, name: str) -> dict[str, Any] | None:
+        found = step(run, name)
+        return None if found is None or found["want"] == "remove" else found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostRun, "step", before_the_end)
+        job_id = launcher.start(job(script(tmp_path, "pass"), options=("--host", "a:1,b:1")))
+        assert end_of(launcher, job_id).state == "finished"
+        launcher.close()
+    assert remote(fake, "a") and remote(fake, "b")
+    assert (tmp_path / "runs/1/left_on_hosts").exists()
+    (tmp_path / "runs/3").mkdir()
+    (tmp_path / "runs/3/left_on_hosts").touch()
+    (tmp_path / "runs/3/job.json").write_text("[]")
+    second = HostsLauncher(tmp_path / "runs", interval_s=0.1)
+    try:
+        wait_for(lambda: not remote(fake, "a") and not remote(fake, "b"), what="the end of the folders on the hosts")
+        wait_for(lambda: not (tmp_path / "runs/1/left_on_hosts").exists(), what="the end of the mark")
+        assert second.has_room(1, ("--host", "a")) and second._runs == {}
+        assert second.poll(job_id).state == "finished"
+    finally:
+        second.close()
