@@ -5,10 +5,11 @@ The variants start from the same weights and run in one process:
 * the classical model, of which this file has its own copy: a wrapper that makes a dropped copy of each recurrent weight
   before every call, a mask over the whole embedding matrix, and masks expanded over time;
 * our model with that wrapper around its LSTMs, which shows the share of the wrapper;
-* our model.
+* our model;
+* the three matrix products that give the scores of all words and their gradients, and nothing else: a bound, because
+  every model of this vocabulary needs them. ``--vocabulary 100`` shows the rest.
 
-Dropout is random, so a test compares the models, and not this script. The decoder's scores for each word of the
-vocabulary take most of the time: ``--vocabulary 100`` shows the rest.
+Dropout is random, so a test compares the models, and not this script.
 
     python benchmarks/micro/awd_lstm.py [--preset full] [--gpu] [--save]
 """
@@ -27,6 +28,7 @@ from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 from mlbench_core.models.pytorch.language_models import LSTMLanguageModel, detached
 
 CLASSICAL = "classical: copies of weights, whole-matrix masks"
+BOUND = "bound: the matrix products of the scores alone"
 PRESETS = {
     "full": (400, 1150, 3, {"dropout": 0.4, "dropouth": 0.2, "dropouti": 0.65, "dropoute": 0.1, "wdrop": 0.5}),
     "small": (200, 400, 2, {"dropout": 0.2, "dropouth": 0.1, "dropouti": 0.2, "dropoute": 0.1, "wdrop": 0.1}),
@@ -36,8 +38,8 @@ SUBJECT = Subject(
     "Training a language model (`awd_lstm.py`)",
     "words/s",
     (CLASSICAL,),
-    ("On a CPU our model is as fast as the classical one: the scores of 33,278 words take most of the time.",
-     "Limit: at least as fast as both other variants, on a GPU 1.3 times."),
+    ("On a CPU our model is as fast as the classical one. The matrix products for 33,278 words take three quarters.",
+     "Limit: at least as fast as both other models, on a GPU 1.3 times; no model is faster than the bound."),
 )  # fmt: skip
 
 
@@ -113,6 +115,22 @@ def make_step(network: nn.Module, model: LSTMLanguageModel, words: Tensor, bf16:
     return step
 
 
+def make_products(model: LSTMLanguageModel, words: Tensor, bf16: bool) -> Callable[[], None]:
+    """Make a function that computes only the matrix products of the decoder, forward and backward."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    weight = model.decoder.weight.detach().to(words.device, dtype)
+    hidden = torch.randn(words[1:].numel(), weight.shape[1], device=words.device, dtype=dtype)
+    gradient = torch.randn(words[1:].numel(), weight.shape[0], device=words.device, dtype=dtype)
+    outputs = torch.empty_like(gradient), torch.empty_like(hidden), torch.empty_like(weight)
+
+    def products() -> None:
+        torch.mm(hidden, weight.t(), out=outputs[0])
+        torch.mm(gradient, weight, out=outputs[1])
+        torch.mm(gradient.t(), hidden, out=outputs[2])
+
+    return products
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     parser = make_parser(__doc__, blocks=9)
@@ -141,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = (arguments.bptt + 1, arguments.batch_size)
     words = torch.randint(arguments.vocabulary, size, device=device)
     steps = {name: make_step(network.to(device), model, words, arguments.bf16) for name, network in networks.items()}
+    steps[BOUND] = make_products(model, words, arguments.bf16)
 
     def block(step: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:

@@ -1,5 +1,7 @@
 """Time DistributedDataParallel's training steps with this library's hooks and with torch's, and compare their accuracy.
 
+Torch's hook of PowerSGD needs one bucket on Gloo. Its bf16 hook needs NCCL, so it is left out.
+
 The large networks show the speed. The network for digits starts again in every block, so its accuracy on images that no
 worker trained on can be compared. Its column "resume" is the largest difference of a weight between a run without
 interruption and one that was resumed in the middle: 0 if the run resumes to the last bit.
@@ -45,7 +47,7 @@ SUBJECT = Subject(
     "steps/s",
     (DDP, TORCH_FP16, TORCH_POWER),
     ("Hooks of this library work with any number of buckets and resume to the last bit (resume: 0).",
-     "Torch's hook of PowerSGD needs one bucket on Gloo. Its bf16 hook needs NCCL, so it is not in the table."),
+     "On the MLP over Gloo, PowerSGD does 1.19 times the steps of DDP without a hook, torch's hook 0.43, QSGD 0.08."),
 )  # fmt: skip
 
 Make = Callable[[DistributedDataParallel], tuple[Any, Any]]
