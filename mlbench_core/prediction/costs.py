@@ -35,8 +35,7 @@ _PAYLOAD = 1448 / 1514
 # The round trip of two processes without any added delay: two wake-ups and Gloo's own work, measured.
 _LEAST_ROUND_TRIP_S = 1e-4
 _SEGMENT_BYTES = 1 << 20
-# Of a tensor with one number, the ring sends one segment through both phases together in the time of one.
-_ONE_NUMBER_BYTES = 8
+_NUMBER_BYTES = 4
 # TCP paces a connection that is idle between messages at 2 / ln 2 times the rate of its last round trips (BBR's gain
 # at the start), so sending a message takes at least this share of a round trip. It sends the initial window of 10
 # segments at once. Measured: between two workers, whose connection has messages in both directions, it sends more.
@@ -120,7 +119,10 @@ def collective_s(op: str, size_bytes: float, workers: int, network: Network) -> 
         return _phase_s(links, workers, size_bytes, segments=2)
     part = size_bytes / workers
     segments = max(2, math.ceil(part / _SEGMENT_BYTES))
-    phases = 1 if op == "reduce_scatter" or size_bytes <= _ONE_NUMBER_BYTES else 2
+    # With fewer numbers than segments, most workers have nothing to send and are ready early, which saves up to half of
+    # the latency. Measured: all of it up to a quarter of the segments, and less for more.
+    filled = min(1.0, size_bytes / _NUMBER_BYTES / (2 * workers))
+    phases = 1 if op == "reduce_scatter" else 1 + max(0.0, (4 * filled - 1) / 3)
     return phases * _phase_s(links, workers, part, segments)
 
 

@@ -79,6 +79,8 @@ def test_one_slow_host_slows_the_ring_down() -> None:
         ("all_reduce", 10_000, 2, 2 * (0.0201 + 5_000 / RATE)),
         # One number passes once round the ring.
         ("all_reduce", 4, 4, 3 * 0.0201 + 1 / RATE),
+        # Four numbers in 8 segments: a third of the second phase.
+        ("all_reduce", 16, 4, 4 / 3 * (3 * 0.0201 + 4 * 4 / 2 / RATE)),
         ("neighbors", 20_000, 2, 0.0201 + 20_000 / RATE),
         ("broadcast", 10_000, 8, 3 * (0.0201 + 10_000 / RATE)),
         # Paced: sending takes ln 2 / 2 of the round trip.
