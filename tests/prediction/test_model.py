@@ -81,6 +81,10 @@ def test_the_backward_pass_hides_overlapped_collectives() -> None:
 def test_oversubscribed_processors_are_counted_out() -> None:
     run = record(machine={"cores": 2, "hosts": 1})
     assert predict(run, parse_network(SLOW), 1).step_s == pytest.approx(0.02)
+    # So is the half of the local work.
+    local_s = (0.01 - collective_s("all_reduce", 4000, 4, parse_network("unlimited"))) / 2
+    waiting_s = collective_s("all_reduce", 4000, 8, parse_network(SLOW)) + local_s
+    assert predict(run, parse_network(SLOW), 8).exposed_s == pytest.approx(waiting_s)
     assert predict(record(machine={"cores": 2, "hosts": 2}), parse_network(SLOW), 1).step_s == pytest.approx(0.04)
     on_gpu = record(machine={"cores": 2, "hosts": 1}, configuration=configured(device="cuda"))
     assert predict(on_gpu, parse_network(SLOW), 1).step_s == pytest.approx(0.04)
