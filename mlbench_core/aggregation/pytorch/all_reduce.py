@@ -19,6 +19,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
 from mlbench_core.aggregation.pytorch.buckets import BUCKET_SIZE_BYTES
 from mlbench_core.aggregation.pytorch.messages import as_real, by_dtype_and_device, divide, pack, unpack
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
+from mlbench_core.aggregation.pytorch.timing import count_collective
 from mlbench_core.arguments import check_int
 from mlbench_core.distributed.pytorch import process_groups
 
@@ -172,6 +173,8 @@ class AllReduceAggregation(Aggregation):
         else:
             work = process_groups.dist.all_reduce(sent, group=self.group, async_op=True)
         self._count_bytes(sent)
+        op = "shared_memory_sum" if self.shared_memory else "all_reduce"
+        count_collective(op, self.world_size, sent.nbytes, self.overlap)
         return Transfer(message, sent, work)
 
     def _shared_sum(self) -> SharedMemorySum:
