@@ -45,11 +45,19 @@ class _Lines(Observer):
         self._points = points
         self._done = done
         self._ended = len(done)
-        self.left = ""
+        self._pending: Sequence[Point] = ()
+        self._left_s: float | None = None
 
     def begin(self, pending: Sequence[Point]) -> None:
-        expected_s = estimate(pending, self._points, self._done, self._sweep.limit_s).expected_s
-        self.left = "" if expected_s is None else f", about {seconds(expected_s)} left"
+        self._pending = pending
+        self._left_s = self._expected_s(pending)
+
+    def left(self, elapsed_s: float) -> str:
+        """Return the time that is left when the current run has taken some seconds."""
+        return "" if self._left_s is None else f", about {seconds(max(self._left_s - elapsed_s, 0))} left"
+
+    def _expected_s(self, pending: Sequence[Point]) -> float | None:
+        return estimate(pending, self._points, self._done, self._sweep.limit_s).expected_s
 
     def end(self, point: Point, ended: Done | Failure) -> None:
         self._ended += 1
@@ -59,7 +67,8 @@ class _Lines(Observer):
             text += f" after {seconds(ended.seconds)}"
         else:
             text = f"failed: {ended.reason}"
-        remark(f"[{self._ended}/{len(self._points)}] {clean(point.name)}: {clean(text)}{self.left}")
+        self._left_s = self._expected_s(self._pending[1:])
+        remark(f"[{self._ended}/{len(self._points)}] {clean(point.name)}: {clean(text)}{self.left(0)}")
 
     def note(self, text: str) -> None:
         remark(clean(text))
@@ -81,7 +90,7 @@ class _Bar(Observer):
 
     def watch(self, point: Point, state: str, seconds: float) -> None:
         elapsed = f" {int(seconds)} s" if state == "started" else f" {state}"
-        self._bar.update(self._task, description=clean(f"{point.name}{elapsed}{self._lines.left}"))
+        self._bar.update(self._task, description=clean(f"{point.name}{elapsed}{self._lines.left(seconds)}"))
 
     def end(self, point: Point, ended: Done | Failure) -> None:
         self._lines.end(point, ended)

@@ -144,7 +144,16 @@ class Runner:
     def _watch(self, point: Point) -> dict[str, Any]:
         """Start a run, or take over that of an earlier start, and return it at its end."""
         item = self._take_over(point)
-        return self._wait(point, self._request(point), True) if item is None else self._wait(point, item, False)
+        if item is not None:
+            return self._wait(point, item, False)
+        try:
+            item = self._request(point)
+        except MasterRequestError as error:
+            if error.status not in (400, 422):
+                raise
+            # Of a wrong request, the others may still be right.
+            return {"state": "failed", "job_metadata": {"reason": str(error)}}
+        return self._wait(point, item, True)
 
     def _take_over(self, point: Point) -> dict[str, Any] | None:
         """Return the run that an earlier start requested, if it goes on or has a result."""
@@ -217,22 +226,34 @@ class Runner:
         """Save the result of a run."""
         ended = self._judge(item)
         if isinstance(ended, Done):
-            folder = self._folder.prepare(point)
-            found = self._call(lambda master: master.fetch_result(item["id"], folder, unfinished=True))
-            if not found:
-                # A script of the user need not leave a result folder, and a stopped run may not have begun.
-                save(folder / "metrics.json", item, self._call(lambda master: master.metrics(item["id"])))
-            elif _has_finished(folder):
-                # The workers may just have ended when they were stopped at the limit.
-                ended = Done("finished", ended.seconds)
-            elif ended.outcome == "finished":
-                ended = Failure(f"its workers left no {RESULT}, or one of a run that did not finish")
+            try:
+                ended = self._fetch(point, item, ended)
+            except ConfigurationError as error:
+                ended = Failure(f"its result cannot be used: {error}")
         if isinstance(ended, Done):
             self._folder.add(point, self._sweep, ended)
             return ended
         before = self._folder.failures([point]).get(point.name)
         ended = Failure(ended.reason, tries=1 + (before.tries if before else 0), log=ended.log)
         self._folder.add_failure(point, ended)
+        return ended
+
+    def _fetch(self, point: Point, item: Mapping[str, Any], ended: Done) -> Done | Failure:
+        """Put the result folder of a run together, and return how the run ended by what its workers wrote.
+
+        Raises:
+            ConfigurationError: The result is damaged.
+        """
+        folder = self._folder.prepare(point)
+        found = self._call(lambda master: master.fetch_result(item["id"], folder, unfinished=True))
+        if not found:
+            # A script of the user need not leave a result folder, and a stopped run may not have begun.
+            save(folder / "metrics.json", item, self._call(lambda master: master.metrics(item["id"])))
+        elif _has_finished(folder):
+            # The workers may just have ended when they were stopped at the limit.
+            return Done("finished", ended.seconds)
+        elif ended.outcome == "finished":
+            return Failure(f"its workers left no {RESULT}, or one of a run that did not finish")
         return ended
 
     def _stop_current(self) -> None:

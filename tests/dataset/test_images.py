@@ -583,6 +583,15 @@ def test_damaged_idx(content: bytes, message: str) -> None:
         parse_idx(Path("labels"), content, 1)
 
 
+def test_digits_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Digits(augment=False)
+    # A package without the file: scikit-learn reads it by itself.
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    same = Digits(augment=False)
+    assert torch.equal(train.images, same.images)
+    assert torch.equal(torch.as_tensor(train.targets), torch.as_tensor(same.targets))
+
+
 def test_digits() -> None:
     train, validation = Digits(), Digits(train=False)
     assert len(train) + len(validation) == 1797

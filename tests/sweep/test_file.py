@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.sweep import file
 from mlbench_core.sweep.file import load_sweep, parse_sweep
 
+PAGE = Path(__file__).parents[2] / "docs" / "sweep.md"
 LEAST: dict[str, Any] = {"task": "1a", "workers": [1], "algorithms": ["power_sgd"]}
 
 
@@ -88,3 +90,14 @@ def test_a_whole_file(tmp_path: Path) -> None:
         load_sweep(path)
     with pytest.raises(ConfigurationError, match="cannot read the sweep"):
         load_sweep(tmp_path / "none.toml")
+
+
+def test_the_file_on_the_page_is_a_sweep(tmp_path: Path) -> None:
+    page = PAGE.read_text()
+    path = tmp_path / "lab.toml"
+    path.write_text(page.partition("```toml\n")[2].partition("```")[0])
+    sweep = load_sweep(path)
+    # Of one worker, three algorithms and three seeds; of two and four, three networks each.
+    assert len(sweep.points()) == 3 * 3 * (1 + 2 * 3)
+    for key in file._KEYS:
+        assert f"`{key}`" in page

@@ -160,6 +160,23 @@ def test_a_master_that_does_not_answer_is_looked_for_again(tmp_path: Path, maste
     assert len(names(tmp_path / "out")) == len(master.requests) == 4
 
 
+def test_a_refused_request_is_the_failure_of_its_run(tmp_path: Path, master: MemoryMaster) -> None:
+    def refuse(name: str) -> None:
+        if name == "create" and len(master.requests) == 1:
+            master.before = lambda name: None
+            raise MasterRequestError("network: must be left out", 422)
+
+    master.before = refuse
+    assert start(tmp_path / "out", master).ends["power-sgd-1-s42"] == Failure("network: must be left out")
+    assert len(names(tmp_path / "out")) == 3
+
+
+def test_a_lost_run_is_replaced_once(tmp_path: Path, master: MemoryMaster) -> None:
+    master.reasons["power-sgd-1-s42"] = "lost: the run is not running, and it left no status"
+    assert isinstance(start(tmp_path / "out", master).ends["power-sgd-1-s42"], Failure)
+    assert [request["name"] for request in master.requests].count("power-sgd-1-s42") == 2
+
+
 def test_ctrl_c_stops_the_run(tmp_path: Path, master: MemoryMaster) -> None:
     def interrupt(name: str) -> None:
         if name == "run":
