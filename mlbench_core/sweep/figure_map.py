@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from mlbench_core.results.figures import canvas
 from mlbench_core.results.figures.captions import caption
 from mlbench_core.results.pool import plural
 from mlbench_core.sweep.outcome import CLOSE, Outcome
-from mlbench_core.sweep.winners import Map
+from mlbench_core.sweep.winners import BANDWIDTHS, ROUND_TRIPS_S, Map
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,24 +66,25 @@ def _shade(ratio: float | None) -> str:
 
 
 def _draw_cells(axes: Axes, found: Map, colors: Mapping[str, str]) -> None:
-    from matplotlib.patches import Rectangle
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
 
     columns = len(found.bandwidths)
     x, y = _borders(found.bandwidths), _borders(found.round_trips_s)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for row in range(len(found.round_trips_s)):
-        of_row = enumerate(found.cells[row * columns : (row + 1) * columns])
-        # Equal neighbors are one rectangle, so that the file is small and has no seams.
-        for (winner, shade), same in itertools.groupby(of_row, lambda item: (item[1].winner, _shade(item[1].ratio))):
-            places = [column for column, _ in same]
-            left, right = x[places[0]], x[places[-1] + 1]
-            # Without antialiasing, because the background would shine through between two rectangles.
-            look: canvas.Look = {"linewidth": 0, "antialiased": False}
-            corner, size = (left, y[row]), (right - left, y[row + 1] - y[row])
-            axes.add_patch(Rectangle(corner, *size, facecolor=colors[winner], alpha=_SHADES[shade], **look))
-            if shade == "close":
-                axes.add_patch(Rectangle(corner, *size, facecolor="none", edgecolor="#444444", hatch="//////", **look))
+    areas: dict[tuple[str, str], list[Path]] = {}
+    for place, cell in enumerate(found.cells):
+        row, column = divmod(place, columns)
+        corners = [(x[column + right], y[row + up]) for right, up in ((0, 0), (1, 0), (1, 1), (0, 1), (0, 0))]
+        areas.setdefault((cell.winner, _shade(cell.ratio)), []).append(Path(corners, closed=True))
+    for (winner, shade), paths in areas.items():
+        # One shape for each area and without antialiasing: the background would shine through between two cells.
+        shape = Path.make_compound_path(*paths)
+        look: canvas.Look = {"linewidth": 0, "antialiased": False}
+        axes.add_patch(PathPatch(shape, facecolor=colors[winner], alpha=_SHADES[shade], **look))
+        if shade == "close":
+            axes.add_patch(PathPatch(shape, facecolor="none", edgecolor="#444444", hatch="//////", **look))
 
 
 def _borders(places: tuple[float, ...]) -> list[float]:
@@ -92,24 +93,44 @@ def _borders(places: tuple[float, ...]) -> list[float]:
 
 
 def _draw_points(axes: Axes, found: Map, colors: Mapping[str, str]) -> None:
-    used: list[tuple[float, float]] = []
+    taken = [_box(point.bandwidth, point.round_trip_s, 0, "", "center") for point in found.points]
     for point in found.points:
         look: canvas.Look = {"marker": "o", "markersize": 6.5, "markeredgecolor": "black", "markeredgewidth": 0.9}
-        first = colors[point.measured] if point.measured else "white"
-        look["markerfacecolor"] = first
+        look["markerfacecolor"] = colors[point.measured] if point.measured else "white"
         if point.second:
             look.update(fillstyle="left", markerfacecoloralt=colors[point.second])
         axes.plot([point.bandwidth], [point.round_trip_s], linestyle="none", zorder=5, clip_on=False, **look)
-        right = point.bandwidth > 1e8
-        # A label that would lie on another goes below its point.
-        below = any(abs(a - point.bandwidth) < 2 * point.bandwidth and b == point.round_trip_s for a, b in used)
-        offset = (-6 if right else 6, -7 if below else 0)
-        box: canvas.Look = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+        # Right of the point, or else left of it, higher or lower: the first place without another label.
+        sides = [(side, up) for up in (0, 9, -9, 18, -18) for side in ("left", "right")]
+        boxes = [_box(point.bandwidth, point.round_trip_s, up, point.network, side) for side, up in sides]
+        free = [place for place, box in enumerate(boxes) if box[1] < 4.1 and not any(_meet(box, one) for one in taken)]
+        place = free[0] if free else 0
+        taken.append(boxes[place])
+        side, up = sides[place]
+        plate: canvas.Look = {"boxstyle": "round,pad=0.15", "facecolor": "#ffffff", "alpha": 0.8}
         axes.annotate(
-            point.network, (point.bandwidth, point.round_trip_s), offset, textcoords="offset points", size=5.5,
-            ha="right" if right else "left", va="center", bbox=box, zorder=6,
+            point.network, (point.bandwidth, point.round_trip_s), (6 if side == "left" else -6, up), ha=side,
+            textcoords="offset points", size=5.5, va="center", zorder=6, bbox={**plate, "edgecolor": "none"},
         )  # fmt: skip
-        used.append((point.bandwidth, point.round_trip_s))
+
+
+def _box(
+    bandwidth: float, round_trip_s: float, up_pt: float, text: str, side: str
+) -> tuple[float, float, float, float]:
+    """Return left, right, bottom and top of a label or point, in decades; a decade is about 42 points on each axis."""
+    x, y = math.log10(bandwidth / BANDWIDTHS[0]), math.log10(round_trip_s / ROUND_TRIPS_S[0]) + up_pt / 42
+    width, half = (6 + 3.2 * len(text)) / 42, 4.5 / 42
+    if side == "center":
+        return (x - half, x + half, y - half, y + half)
+    return (
+        (x + half, x + width + half, y - half, y + half)
+        if side == "left"
+        else (x - width - half, x - half, y - half, y + half)
+    )
+
+
+def _meet(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
+    return a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3]
 
 
 def _draw_axes(axes: Axes, found: Map) -> None:

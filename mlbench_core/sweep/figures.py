@@ -6,7 +6,8 @@ A figure with one network has the width of a column, for a page; the figure with
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +62,7 @@ def quantities(outcome: Outcome, pricing: Pricing) -> Iterator[Quantity]:
     late = outcome.not_within()
     yield Quantity(
         "time_to_goal", "Time to goal", "training time to the goal in seconds", lambda run: run.time_to_goal_s,
-        lambda run: run.train_s, sentence=f"Open triangle: the training time of a run that did {late}.".replace(
-            "did goal not reached", "did not reach its goal"),
+        lambda run: run.train_s, sentence=f"Open triangle: the training time of a run that missed the goal ({late}).",
     )  # fmt: skip
     goal = next((group.records[0].goal for group in outcome.groups if group.records[0].goal), None) or {}
     metric = str(goal.get("metric") or "goal's metric").removeprefix("val_global_")
@@ -119,7 +119,7 @@ def draw_rows(outcome: Outcome, quantity: Quantity, network: str | None = None) 
     return canvas.Drawing(figure_name(quantity.name, network), figure, text, _rows_table(quantity, shown))
 
 
-def _legend(every: Sequence[Axes]) -> tuple[list[Any], list[str]]:
+def _legend(every: Iterable[Axes]) -> tuple[list[Any], list[str]]:
     found: dict[str, Any] = {}
     for axes in every:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -168,8 +168,6 @@ def _best(outcome: Outcome, quantity: Quantity, name: str, network: str) -> floa
 
 def _median(quantity: Quantity, cell: Cell) -> float | None:
     """Return the median of a quantity; a run that missed its goal counts as longer or more expensive than any other."""
-    import statistics
-
     if quantity.log and cell.median_s is None:
         return None
     values = [value for run in cell.group.records if (value := quantity.value(run)) is not None]
@@ -185,7 +183,8 @@ def _row(axes: Axes, outcome: Outcome, quantity: Quantity, cell: Cell, y: float,
     hit = [value for run in cell.reached if (value := quantity.value(run)) is not None]
     reached = {id(run) for run in cell.reached}
     late = [value for run in cell.group.records if id(run) not in reached and (value := quantity.missed(run))]
-    axes.scatter(hit, [y] * len(hit), s=3.5, color=color, alpha=0.45, linewidths=0, zorder=3)
+    # Below the interval, on which they could not be seen.
+    axes.scatter(hit, [y + 0.13] * len(hit), s=3.5, color=color, alpha=0.75, linewidths=0, zorder=3)
     hollow: canvas.Look = {"facecolors": "none", "edgecolors": color, "linewidths": 0.7, "zorder": 3}
     axes.scatter(late, [y] * len(late), s=11, marker=">", **hollow)
     middle = _median(quantity, cell)
@@ -211,7 +210,7 @@ def _alone(axes: Axes, outcome: Outcome, quantity: Quantity, name: str, place: i
     middle = _median(quantity, cell) if cell is not None else None
     if middle is not None:
         look: canvas.Look = {"color": canvas.GRAY, "marker": "|", "markersize": 8, "linestyle": "none", "zorder": 1}
-        axes.plot([middle], [place], label="1 worker", **look)
+        axes.plot([middle], [place], label="1 worker, same algorithm", **look)
 
 
 def _reference(axes: Axes, outcome: Outcome) -> None:
@@ -304,8 +303,6 @@ def draw_bytes(outcome: Outcome, network: str | None = None) -> canvas.Drawing:
 
 def _points(outcome: Outcome, network: str) -> list[tuple[Cell, float, float]]:
     """Return the cells of a network with their bytes of a worker and their seconds."""
-    import statistics
-
     found = []
     for workers in outcome.several:
         for cell in outcome.row(network, workers):

@@ -20,7 +20,8 @@ __all__ = ["Section", "html_page", "inline_svg"]
 _STYLE = Path(__file__).with_name("page.css")
 # Colors of the figures' style, and the names of the page's colors, which are others in the dark.
 _COLORS = {
-    "#ffffff": "card", "#000000": "ink", "#222222": "ink", "#dddddd": "grid", "#eeeeee": "card", "#444444": "axis", "#555555": "faint",
+    "#ffffff": "card", "#000000": "ink", "#222222": "ink", "#dddddd": "grid", "#eeeeee": "card", "#444444": "axis",
+    "#555555": "faint",
     "#0072b2": "c1", "#d55e00": "c2", "#009e73": "c3", "#cc79a7": "c4", "#e69f00": "c5", "#56b4e9": "c6",
 }  # fmt: skip
 
@@ -64,7 +65,7 @@ def inline_svg(drawing: Drawing, label: str) -> str:
     width, height = (72 * inches for inches in figure.get_size_inches())
     # The sizes are those of print; on the page, the figure is as wide as its place, and ends above the caption.
     view = f'<svg viewBox="0 0 {width:g} {height - top_pt:g}" role="img" aria-label="{escape(label)}"'
-    svg = re.sub(r'<svg[^>]*?(?=\sversion=)', view, svg, count=1, flags=re.DOTALL)
+    svg = re.sub(r"<svg[^>]*?(?=\sversion=)", view, svg, count=1, flags=re.DOTALL)
     # Two figures must not have the same identifiers on one page.
     prefix = re.sub(r"[^A-Za-z0-9]", "-", drawing.name)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -126,18 +128,21 @@ def _pricing(price: Mapping[str, Any], folder: Path) -> Pricing:
     return Pricing(machines[name], bool(price.get("spot", False)))
 
 
-def _predict() -> Predict:
-    from mlbench_core.prediction import predict_time_to_goal
+def _predict() -> Predict | None:
+    # Imported here: the numbers and the other figures need no prediction.
+    try:
+        predict: Predict = importlib.import_module("mlbench_core.prediction").predict_time_to_goal
+    except (ModuleNotFoundError, AttributeError):
+        return None
+    return predict
 
-    return predict_time_to_goal
 
-
-def _maps(outcome: Outcome, predict: Predict, report: Callable[[str], None]) -> list[Map]:
+def _maps(outcome: Outcome, predict: Predict | None, report: Callable[[str], None]) -> list[Map]:
     maps = []
     for workers in outcome.several:
-        found = predict_map(outcome, workers, predict)
+        found = predict_map(outcome, workers, predict) if predict is not None else None
         if found is None:
-            report(f"the map for {workers} workers is not drawn: the prediction knows none of the algorithms")
+            report(f"the map for {workers} workers is not drawn: no algorithm has a prediction")
         else:
             maps.append(found)
     return maps
@@ -163,14 +168,15 @@ def _figures(
                     continue
                 written += save(drawing, folder)
                 captions[drawing.name] = drawing.caption
-                for make in single or [lambda drawing=drawing: drawing]:
+                again: Sequence[Callable[[], Drawing] | None] = single or [None]
+                for make in again:
                     try:
-                        shown = make()
+                        shown = make() if make is not None else drawing
                     except ConfigurationError as error:
                         report(f"{section.name} is not drawn for every network: {error}")
                         continue
                     section.figures.append(inline_svg(shown, f"{section.title}: {shown.name}"))
-                    section.notes.append(shown.caption if not single else drawing.caption)
+                    section.notes.append(drawing.caption)
                 if not sections or sections[-1].name != section.name:
                     sections.append(section)
     except MissingDependencyError as error:
@@ -189,14 +195,14 @@ def _makers(
     every = list(quantities(outcome, pricing))
 
     def rows(quantity: Any) -> tuple[Section, list[Callable[[], Drawing]]]:
-        single = [lambda name=name: draw_rows(outcome, quantity, name) for name in outcome.networks]
+        single = [functools.partial(draw_rows, outcome, quantity, name) for name in outcome.networks]
         return Section(quantity.name, quantity.title), [lambda: draw_rows(outcome, quantity), *single]
 
     yield rows(every[0])
     for_maps = Section("map", "Map: which method wins")
     for found in maps:
-        yield for_maps, [lambda found=found: draw_map(outcome, found)]
-    single = [lambda name=name: draw_bytes(outcome, name) for name in outcome.networks]
+        yield for_maps, [functools.partial(draw_map, outcome, found)]
+    single = [functools.partial(draw_bytes, outcome, name) for name in outcome.networks]
     yield Section("bytes_to_goal", "Bytes and time to goal"), [lambda: draw_bytes(outcome), *single]
     for quantity in every[1:]:
         yield rows(quantity)
@@ -209,7 +215,7 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path) -> dict[str, str]:
     hours = sum(_seconds(folder / RUNS / record.name) for record in records) / 3600
     facts = {
         "Runs": f"{outcome.ended} of {outcome.planned} planned; {plural(sum(c.missed for c in outcome.cells), 'run')} "
-        f"missed the goal" + f", limit {duration(outcome.limit_s)}" * (outcome.limit_s is not None),
+        f"missed the goal" + ("" if outcome.limit_s is None else f", limit {duration(outcome.limit_s)}"),
         "Goal": "; ".join(dict.fromkeys(record.goal_text for record in records if record.goal)),
         "Networks": "; ".join(f"{name} ({network})" for name, network in outcome.networks.items()),
         "Machine": "; ".join(dict.fromkeys(filter(None, map(machine_text, groups)))),

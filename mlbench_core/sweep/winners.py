@@ -14,7 +14,7 @@ from mlbench_core.network.description import Link, Network
 from mlbench_core.results.record import RunRecord
 from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, overlap
 
-__all__ = ["Map", "MapCell", "MapPoint", "Predict", "predict_map"]
+__all__ = ["BANDWIDTHS", "ROUND_TRIPS_S", "Map", "MapCell", "MapPoint", "Predict", "predict_map"]
 
 Predict = Callable[[RunRecord, Network, int], float]
 """Function that predicts the time to the goal of a run, in seconds, on another network."""
@@ -144,8 +144,8 @@ def predict_map(outcome: Outcome, workers: int, predict: Predict) -> Map | None:
         network = Network(Link(round(bandwidth), round_trip_s))
         times = sorted((_median(source, network, predict), name) for name, source in known.items())
         (least, winner), *others = times
-        second = {"second": others[0][1], "ratio": others[0][0] / least} if others else {}
-        cells.append(MapCell(bandwidth, round_trip_s, winner, least, **second))
+        ratio, second = (others[0][0] / least, others[0][1]) if others else (None, None)
+        cells.append(MapCell(bandwidth, round_trip_s, winner, least, second, ratio))
     points = [_point(outcome, name, workers, known, predict) for name in outcome.networks]
     return Map(workers, bandwidths, round_trips, tuple(cells), tuple(filter(None, points)), tuple(left_out))
 

@@ -58,16 +58,17 @@ def listed(words: Iterable[str]) -> str:
 
 
 def map_sentence(found: Map) -> str:
-    """Return the sentence on a predicted map: the share of each method, and of the cells without a clear winner."""
-    shares = [f"{name} in {share:.0%}" for name, share in found.shares.items()]
+    """Return the sentences on a predicted map: the share of each method, and of the cells without a clear winner."""
+    (first, share), *others = found.shares.items()
     close = sum(cell.ratio is not None and cell.ratio < CLOSE for cell in found.cells) / len(found.cells)
+    shares = [f"{first} has the least time on {share:.0%} of the map", *(f"{name} on {s:.0%}" for name, s in others)]
     text = (
-        f"Predicted, not measured, for {plural(found.workers, 'worker')} from {found.range_text}: "
-        f"{listed(shares)} of the map has the least time to the goal. In {close:.0%} of it, the second is within 10 %."
+        f"Predicted, not measured, with {plural(found.workers, 'worker')} and {found.range_text}: {listed(shares)}. "
+        f"On {close:.0%} of it, the second is within 10 %."
     )
-    agree = [point for point in found.points if point.measured is not None]
-    same = sum(point.agrees for point in agree)
-    return text + (f" The predicted method is the measured one on {same} of {len(agree)} networks." if agree else "")
+    known = [point for point in found.points if point.measured is not None]
+    same = sum(point.agrees for point in known)
+    return text + (f" The predicted method is the measured one on {same} of {len(known)} networks." if known else "")
 
 
 def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
@@ -115,18 +116,30 @@ def _unfinished(outcome: Outcome) -> list[str]:
 
 
 def _winners(outcome: Outcome, rows: dict[tuple[str, int], list[Cell]]) -> list[str]:
-    wins: dict[str, list[tuple[str, bool]]] = {}
-    for (network, workers), row in rows.items():
+    wins: dict[str, list[Cell]] = {}
+    clear: dict[str, int] = {}
+    for row in rows.values():
         if row and row[0].median_s is not None:
-            clear = len(row) > 1 and row[1].median_s is not None and overlap(row[0], row[1]) is False
-            wins.setdefault(row[0].algorithm, []).append((f"{network} with {workers}", clear))
+            name = row[0].algorithm
+            wins.setdefault(name, []).append(row[0])
+            apart = len(row) > 1 and row[1].median_s is not None and overlap(row[0], row[1]) is False
+            clear[name] = clear.get(name, 0) + apart
     sentences = []
-    for name, cases in sorted(wins.items(), key=lambda item: -len(item[1])):
-        clear = sum(one for _, one in cases)
-        text = f"{name} had the least median time on {listed(case for case, _ in cases)} workers"
-        apart = "all" if clear == len(cases) else str(clear) if clear else "none"
-        sentences.append(f"{text}; in {apart} of these {len(cases)} cases its interval is apart from the second's.")
+    for name, cells in sorted(wins.items(), key=lambda item: -len(item[1])):
+        text = f"{name} had the least median time on {_places(cells)}"
+        sentences.append(
+            f"{text}. Its interval is apart from that of the second in {clear[name]} of {len(cells)} cases."
+        )
     return sentences
+
+
+def _places(cells: Sequence[Cell]) -> str:
+    """Return networks, each with its numbers of workers."""
+    found: dict[str | None, list[str]] = {}
+    for cell in cells:
+        found.setdefault(cell.network, []).append(str(cell.workers))
+    texts = [f"{name or 'one machine'} ({listed(numbers)} workers)" for name, numbers in found.items()]
+    return listed(text.replace("(1 workers)", "(1 worker)") for text in texts)
 
 
 def _against_one_worker(outcome: Outcome) -> list[str]:
@@ -136,12 +149,13 @@ def _against_one_worker(outcome: Outcome) -> list[str]:
         return []
     least = alone[0].median_s
     assert least is not None, "filtered above"
-    gain, loss = [], []
+    gain: list[str] = []
+    loss: list[str] = []
     for network in outcome.networks:
         cells = [cell for workers in outcome.several for cell in outcome.row(network, workers)]
         medians = [cell.median_s for cell in cells if cell.median_s is not None]
-        if medians:
-            (gain if min(medians) < least else loss).append(network)
+        if cells:
+            (gain if min(medians, default=least) < least else loss).append(network)
     text = f"One worker alone needs {seconds(least)} ({alone[0].algorithm}, the fastest)."
     if gain:
         text += f" More workers had a lower median on {listed(gain)}."

@@ -50,7 +50,11 @@ def time_of(point: Point, sweep: Sweep) -> float:
     """Return the seconds to the goal of a run, which differ by 5 % between seeds."""
     network = sweep.networks[point.network] if point.network else None
     noise = random.Random(point.name).gauss(1, 0.05)
-    return KINDS.get(point.algorithm, KINDS["centralized_sgd"])[2] * step_s(point.algorithm, network, point.workers) * noise
+    return (
+        KINDS.get(point.algorithm, KINDS["centralized_sgd"])[2]
+        * step_s(point.algorithm, network, point.workers)
+        * noise
+    )
 
 
 def make(folder: Path, text: str, seconds: Callable[[Point, Sweep], float | None] = time_of) -> Sweep:
@@ -79,9 +83,7 @@ def _write(folder: Path, point: Point, sweep: Sweep, time_s: float) -> None:
     megabytes, _, steps = KINDS.get(point.algorithm, KINDS["centralized_sgd"])
     trained = time_s if reached else sweep.limit_s or 0.0
     result["run"].update(name=point.name, state="finished" if reached else "unfinished")
-    result["configuration"].update(
-        workers=point.workers, algorithm=point.algorithm, network=network, seed=point.seed
-    )
+    result["configuration"].update(workers=point.workers, algorithm=point.algorithm, network=network, seed=point.seed)
     for rank in ("slowest", "rank_0"):
         result["times"][rank]["train_s"] = trained
         result["goal"]["times"][rank]["train_s"] = trained
