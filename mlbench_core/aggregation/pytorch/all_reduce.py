@@ -161,8 +161,13 @@ class AllReduceAggregation(Aggregation):
         """
         return self.divide_before or self.comm_dtype not in (None, dtype.to_real())
 
-    def start(self, message: Tensor) -> Transfer:
-        """Begin to sum a flat message over the workers; it must not be touched before :meth:`finish`."""
+    def start(self, message: Tensor, overlapped: bool = False) -> Transfer:
+        """Begin to sum a flat message over the workers; it must not be touched before :meth:`finish`.
+
+        Args:
+            message: The message.
+            overlapped: True if training goes on before :meth:`finish`; for the record of collectives only.
+        """
         sent = message
         # Complex numbers travel as pairs of real ones, because comm_dtype is a real type.
         if self.comm_dtype is not None:
@@ -174,7 +179,7 @@ class AllReduceAggregation(Aggregation):
             work = process_groups.dist.all_reduce(sent, group=self.group, async_op=True)
         self._count_bytes(sent)
         op = "shared_memory_sum" if self.shared_memory else "all_reduce"
-        count_collective(op, self.world_size, sent.nbytes, self.overlap)
+        count_collective(op, self.world_size, sent.nbytes, overlapped)
         return Transfer(message, sent, work)
 
     def _shared_sum(self) -> SharedMemorySum:

@@ -65,7 +65,7 @@ class AllReduceAggregationHVD(AllReduceAggregation):
             self._count_bytes(flag)
             count_collective("all_reduce", self.world_size, flag.nbytes)
 
-    def start(self, message: Tensor) -> Transfer:
+    def start(self, message: Tensor, overlapped: bool = False) -> Transfer:
         """Sum a flat message over the workers."""
         message.copy_(_horovod().allreduce(message, op=_horovod().Sum))
         self._count_bytes(message)

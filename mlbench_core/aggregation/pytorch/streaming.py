@@ -228,7 +228,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
     def _start_sum(self, kind: Sequence[Tensor]) -> Callable[[], None]:
         """Start to sum tensors; return the function that waits and replaces them by their averages."""
         message = pack(kind)
-        transfer = self._all_reduce.start(message)
+        transfer = self._all_reduce.start(message, overlapped=self.delay > 0)
         self._count_bytes(transfer.sent)
 
         def receive() -> None:
