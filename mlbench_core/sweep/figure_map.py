@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ __all__ = ["draw_map"]
 
 # From this ratio on, a cell has the full color.
 _CLEAR = 2.0
+_COLORS = 7
+_OTHERS = "#888888"
 _SHADES = {"close": 0.22, "middle": 0.5, "clear": 0.85}
 
 
@@ -53,10 +56,12 @@ def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
 
 
 def _colors(found: Map) -> dict[str, str]:
-    """Return a color for each method that is on the map or was measured as the fastest."""
-    names = [*found.shares, *(name for point in found.points for name in (point.measured, point.second) if name)]
-    looks = canvas.series_looks(len(names))
-    return {name: look["color"] for name, look in zip(dict.fromkeys(names), looks, strict=False)}
+    """Return a color for each method that is on the map or was measured as the fastest, largest area first."""
+    measured = (name for point in found.points for name in (point.measured, point.second) if name)
+    names = list(dict.fromkeys([*found.shares, *measured]))
+    colors = [look["color"] for look in canvas.series_looks(_COLORS)]
+    # Readers cannot distinguish more colors. The smallest areas share one, and the legend names them together.
+    return dict(itertools.zip_longest(names, colors[: len(names)], fillvalue=_OTHERS))
 
 
 def _shade(ratio: float | None) -> str:
@@ -156,8 +161,9 @@ def _legend(colors: Mapping[str, str], found: Map) -> tuple[list[Any], list[str]
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [Patch(facecolor=color, edgecolor="none", alpha=0.85) for color in colors.values()]
-    labels = list(colors)
+    shared = dict.fromkeys(colors.values())
+    handles: list[Any] = [Patch(facecolor=color, edgecolor="none", alpha=0.85) for color in shared]
+    labels = [" or ".join(name for name in colors if colors[name] == color) for color in shared]
     if any(_shade(cell.ratio) == "close" for cell in found.cells):
         handles.append(Patch(facecolor="#EEEEEE", edgecolor="#444444", hatch="//////", linewidth=0))
         labels.append("second within 10 %")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from mlbench_core.files import replacing
+from mlbench_core.prediction import predict_time_to_goal
 from mlbench_core.results.collection import machine_text, software_text
 from mlbench_core.results.load import load
 from mlbench_core.results.pool import plural
@@ -63,7 +63,7 @@ def write_page(
     outcome = read_outcome(folder, sweep, title)
     if not outcome.groups:
         raise ConfigurationError(f"{folder} must have runs that ended, but it has none: run the sweep first")
-    maps = _maps(outcome, _predict(), report)
+    maps = _maps(outcome, predict_time_to_goal, report)
     sections, captions, written = _figures(outcome, maps, pricing, folder, report)
     rows = table_rows(outcome, pricing)
     words = {"": summary(outcome, maps), **{name: per_network(outcome, name) for name in outcome.networks}}
@@ -128,19 +128,10 @@ def _pricing(price: Mapping[str, Any], folder: Path) -> Pricing:
     return Pricing(machines[name], bool(price.get("spot", False)))
 
 
-def _predict() -> Predict | None:
-    # Imported here: the numbers and the other figures need no prediction.
-    try:
-        predict: Predict = importlib.import_module("mlbench_core.prediction").predict_time_to_goal
-    except (ModuleNotFoundError, AttributeError):
-        return None
-    return predict
-
-
-def _maps(outcome: Outcome, predict: Predict | None, report: Callable[[str], None]) -> list[Map]:
+def _maps(outcome: Outcome, predict: Predict, report: Callable[[str], None]) -> list[Map]:
     maps = []
     for workers in outcome.several:
-        found = predict_map(outcome, workers, predict) if predict is not None else None
+        found = predict_map(outcome, workers, predict)
         if found is None:
             report(f"the map for {workers} workers is not drawn: no algorithm has a prediction")
         else:

@@ -149,7 +149,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sweep")
     trials.make(folder, FILE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "_predict", lambda: trials.predict)
+        patch.setattr(page, "predict_time_to_goal", trials.predict)
         page.write_page(folder, Pricing(load_prices()["aws-c5.xlarge"]))
     return folder
 
@@ -188,9 +188,9 @@ def test_an_unfinished_sweep_without_matplotlib_has_a_page(tmp_path: Path, monke
 
     trials.make(tmp_path, FILE, first_seed)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(page, "_predict", lambda: None)
     said: list[str] = []
     page.write_page(tmp_path, report=said.append)
+    assert said[0] == "the map for 2 workers is not drawn: no algorithm has a prediction", "no collectives are recorded"
     assert any("pip install 'mlbench-core[charts]'" in sentence for sentence in said)
     text = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert "6 of 18 planned runs have ended" in text and "<svg" not in text
