@@ -16,6 +16,8 @@ from mlbench_core.sweep.winners import BANDWIDTHS, ROUND_TRIPS_S, Map
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from mlbench_core.results.pool import Group
+
 __all__ = ["draw_map"]
 
 # From this ratio on, a cell has the full color.
@@ -47,12 +49,20 @@ def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
             "Cells are predicted from these runs: the method with the least time to the goal. Hatched: the second is "
             "within 10 %. Points are measured: the method with the least median.",
             "Two colors: the second is within 10 %, or the intervals overlap." * any(p.second for p in found.points),
+            _shared_cores(groups[0]),
             "A network beyond the range is drawn at its edge.",
             *found.left_out,
         ]
     )
     canvas.finish(figure, " ".join(text.split()), handles, labels)
     return canvas.Drawing(f"map_{found.workers}", figure, " ".join(text.split()), _table(found))
+
+
+def _shared_cores(group: Group) -> str:
+    """Return a sentence if the measured workers shared cores, which those of the prediction do not."""
+    cores = (group.machine.get("cores") or 0) * (group.machine.get("hosts") or 1)
+    threads = group.workers * (group.configuration.get("threads") or 1)
+    return f"The measured workers shared {cores} cores; predicted ones do not share." if 0 < cores < threads else ""
 
 
 def _colors(found: Map) -> dict[str, str]:
