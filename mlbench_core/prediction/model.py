@@ -201,4 +201,4 @@ def _steps(record: RunRecord, workers: int, critical_workers: int | None) -> tup
 
     limit = "" if critical_workers is None else f", up to {critical_workers} workers"
     text = f"samples to the goal as measured with {measured} workers{limit}"
-    return steps * useful(measured) / useful(workers), text
+    return max(1.0, steps * useful(measured) / useful(workers)), text

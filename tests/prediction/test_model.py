@@ -101,6 +101,8 @@ def test_more_workers_than_the_critical_number_save_no_steps() -> None:
     network = parse_network(SLOW)
     assert predict(record(), network, 1024, critical_workers=16).steps == 25
     assert predict(record(), network, 8, critical_workers=16).steps == 50
+    # A goal needs at least one step.
+    assert predict(record(), network, 1024).steps == 1
     assert predict(record(), network, 1024, critical_workers=2).steps == 100
     assert "up to 16 workers" in predict(record(), network, 1024, critical_workers=16).assumption
 

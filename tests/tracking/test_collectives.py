@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mlbench_core.aggregation.pytorch.timing import CommunicationClock, count_collective
+from mlbench_core.aggregation.pytorch.timing import CommunicationClock, count_collective, forget_collectives
 from mlbench_core.tracking import Tracker
 from mlbench_core.tracking.collectives import CollectiveCounts
 from tests.results.helpers import write_run
@@ -35,6 +35,14 @@ def test_a_collective_before_the_first_tracker_belongs_to_none() -> None:
     count()
     CommunicationClock().report(None)
     tracker = Tracker([], "run", 0)
+    CommunicationClock().report(tracker)
+    assert ended(tracker) == []
+
+
+def test_collectives_outside_of_a_step_are_forgotten() -> None:
+    tracker = Tracker([], "run", 0)
+    count()
+    forget_collectives()
     CommunicationClock().report(tracker)
     assert ended(tracker) == []
 
