@@ -77,7 +77,8 @@ class ApiClient:
 
     The workers of a run that has the variable ``MLBENCH_SPOOL`` lose none: they write each metric into a file in that
     folder before :meth:`post_metric` returns, and remove it when the master has it. The master of the run stores what
-    is left there when the run has ended.
+    is left there when the run has ended. If the variable ``MLBENCH_SPOOL_ONLY`` is ``1``, because the workers cannot
+    reach the master, they send nothing, and do not wait for it at their end.
 
     Use it as a context manager or call :meth:`close`. A client that is still open when the process exits is closed.
 
@@ -133,12 +134,14 @@ class ApiClient:
         self.endpoint = f"{self._rest.url}/api/"
         # A second client without retries, because MetricDelivery decides when to repeat a request.
         rest = RestClient(url, token, timeout_s)
+        outbox = _outbox(self._rest.url, self.endpoint, spill_dir)
         self._delivery = MetricDelivery(
             lambda body, limit_s: rest.request("POST", "metrics/", data=body.encode(), headers=_JSON, timeout=limit_s),
             lambda limit_s: rest.request("GET", "runs/", timeout=limit_s),
             self.endpoint,
-            _outbox(self._rest.url, self.endpoint, spill_dir),
+            outbox,
             timeout_s,
+            only_keep=not outbox.is_shared and os.environ.get("MLBENCH_SPOOL_ONLY") == "1",
         )
         # The class is looked up here and not at import, so that a test can replace it. Metrics have their own thread,
         # so that a request that hangs delays no metrics, and metrics delay no requests.

@@ -103,11 +103,22 @@ class MetricDelivery:
         endpoint: The master's address, for messages.
         outbox: Keeps undelivered metrics on disk.
         timeout_s: Time limit of one request, in seconds.
+        only_keep: True to send nothing: the metrics stay in the outbox, from which somebody else reads them.
     """
 
-    def __init__(self, post: Post, list_runs: ListRuns, endpoint: str, outbox: Outbox, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        post: Post,
+        list_runs: ListRuns,
+        endpoint: str,
+        outbox: Outbox,
+        timeout_s: float = 10.0,
+        *,
+        only_keep: bool = False,
+    ) -> None:
         self._endpoint = endpoint
         self._outbox = outbox
+        self._only_keep = only_keep
         self._owner = uuid.uuid4().hex
         self._pid = os.getpid()
         self._sending = threading.Lock()
@@ -220,7 +231,11 @@ class MetricDelivery:
         while not self.drain(deadline - time.monotonic()):
             left_s = deadline - time.monotonic()
             # Random pauses, because all workers of a run lose their master at the same moment.
-            if left_s <= 0 or self._stop.wait(min(pause_s * self._random.uniform(0.75, 1.25), left_s)):
+            if (
+                self._only_keep
+                or left_s <= 0
+                or self._stop.wait(min(pause_s * self._random.uniform(0.75, 1.25), left_s))
+            ):
                 return self.pending == 0
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return True
@@ -267,6 +282,9 @@ class MetricDelivery:
         return self.pending == 0
 
     def _drain(self, deadline: float) -> bool:
+        if self._only_keep:
+            self._keep()
+            return self.pending == 0
         while time.monotonic() <= deadline:
             # Without a deadline, keep the queue on disk now instead of waiting for another client's turn to end.
             wait_s = max(deadline - time.monotonic(), 0) if deadline < math.inf else 0
@@ -362,7 +380,8 @@ class MetricDelivery:
                 if receipt.result is None:
                     receipt.result = kept
         with self._state:
-            if (self._has_rows or self._queue) and self._retrier is None and not self._closed:
+            has_work = (self._has_rows or self._queue) and not self._only_keep
+            if has_work and self._retrier is None and not self._closed:
                 thread = threading.Thread(target=self._try_again, name="mlbench-delivery", daemon=True)
                 # The interpreter starts no threads while it exits; the metrics are on disk.
                 with contextlib.suppress(RuntimeError):

@@ -232,7 +232,8 @@ def test_one_worker_and_two_give_the_same_curve(results: list[dict[str, dict[str
         (["--batch-size", "64"], 1, (64, 0.01, 0.01, 0)),
         (["--settings", "2018"], 1, (32, 0.0125, 0.0125, 5)),
         (["--settings", "2018"], 16, (32, 0.0125, 0.2, 5)),
-        (["--optimizer", "sign_sgd"], 4, (128, 1e-4, 1e-4, 0)),
+        (["--optimizer", "sign_sgd"], 4, (128, 3e-4, 3e-4, 0)),
+        (["--optimizer", "scaffold"], 4, (128, 0.1, 0.4, 2)),
     ],
 )
 def test_plan(main: ModuleType, arguments: list[str], workers: int, plan: tuple[float, ...]) -> None:
