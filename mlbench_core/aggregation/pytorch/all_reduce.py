@@ -61,8 +61,8 @@ class AllReduceAggregation(Aggregation):
     where :math:`d = k` for ``"avg_world"`` and :math:`d` is ``denom`` for ``"avg_custom"``.
 
     A tensor of at least 1 MiB travels alone, out of its own memory and back into it, without a copy. The smaller ones
-    of the same dtype and device travel in one flat message. All are in transit at the same time, in their own dtype,
-    and are written back into their own memory, whatever their strides. One worker alone sends nothing. After an error
+    of the same dtype and device travel in one flat message, in their own dtype, and are written back into their own
+    memory, whatever their strides. One worker alone sends nothing. After an error
     in an aggregation, such as a lost worker, the values of its tensors are undefined.
 
     Args:
@@ -207,19 +207,22 @@ class AllReduceAggregation(Aggregation):
         """Sum tensors of one dtype and device over the workers and divide them, in place."""
         # Half precision has room for an average over many workers, but not for their sum.
         early = self.divides_early(tensors[0].dtype)
-        transfers = []
         groups = messages_of(tensors)
         # All messages are packed before one is sent, because two tensors may share memory.
         messages = [pack(group) if own is None else own for group, own in groups]
-        for message in messages:
-            if early:
+        if early:
+            for message in messages:
                 divide(message, divisor)
-            transfers.append(self.start(message))
-        # While one message is divided and unpacked, the next ones are still in transit.
-        for (group, own), message, transfer in zip(groups, messages, transfers, strict=True):
+        # One message is in transit at a time, because Gloo is slower with several. While it is, the one before it is
+        # divided and unpacked.
+        transfer = self.start(messages[0])
+        for i, message in enumerate(messages):
             self.finish(transfer)
+            if i + 1 < len(messages):
+                transfer = self.start(messages[i + 1])
             if not early:
                 divide(message, divisor)
+            group, own = groups[i]
             if own is None:
                 unpack(message, group)
 
