@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 
 from mlbench_core.aggregation.pytorch import AllReduceAggregation, StreamingDiLoCoAggregation
 from mlbench_core.aggregation.pytorch.topology import ring
@@ -190,6 +190,18 @@ def sharing(context: Context) -> Trainee:
     return sgd(context, aggregation=AllReduceAggregation(shared_memory=True))
 
 
+def custom(context: Context) -> Trainee:
+    """Make the library's wrapper around a given torch optimizer."""
+    inside = SGD(context.model.parameters(), LR, MOMENTUM)
+    return Trainee(context.model, find("CustomCentralizedOptimizer")(context.model, None, inside), is_tracked=True)
+
+
+def ddp_adam(context: Context) -> Trainee:
+    """Make DistributedDataParallel with torch's Adam."""
+    module = DistributedDataParallel(context.model)
+    return Trainee(module, Adam(module.parameters(), LR), bytes_per_step=lambda: context.size_bytes)
+
+
 def power(context: Context, rank: int) -> Trainee:
     """Make PowerSGD with warm start."""
     return ours("PowerSGD", context, momentum=MOMENTUM, rank=rank, reuse_query=True, world_size=context.workers)
@@ -278,6 +290,11 @@ VARIANTS = {
     "ddp_power2": Variant("DDP, PowerSGD hook, rank 2, one bucket", partial(ddp_power, rank=2)),
     "sgd": Variant("CentralizedSGD", sgd),
     "sgd_fused": Variant("CentralizedSGD, fused", partial(sgd, fused=True)),
+    "sgd_by_layer": Variant("CentralizedSGD, by layer", partial(sgd, by_layer=True), is_default=False),
+    "sgd_weights": Variant("CentralizedSGD, averaged weights", partial(sgd, agg_grad=False), is_default=False),
+    "custom": Variant("CustomCentralizedOptimizer, torch's SGD", custom, is_default=False),
+    "ddp_adam": Variant("DDP + Adam", ddp_adam, is_default=False),
+    "adam": Variant("CentralizedAdam", partial(ours, "CentralizedAdam"), is_default=False),
     "sgd_overlap_unfused": Variant(
         "CentralizedSGD, overlap, not fused", partial(overlapping, fused=False), is_default=False
     ),

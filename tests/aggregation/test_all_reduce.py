@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mlbench_core.aggregation.pytorch import AVG_CUSTOM, AVG_WORLD, Aggregation, AllReduceAggregation
+from mlbench_core.aggregation.pytorch import AVG_CUSTOM, AVG_WORLD, Aggregation, AllReduceAggregation, all_reduce
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from tests.helpers.ranks import run_ranks
 
@@ -137,3 +137,81 @@ def test_whoever_has_a_gradient_gives_it_to_all(dtype: torch.dtype) -> None:
     for result in run_ranks(2, rotate_unused, dtype):
         one_round = [[[2.0, 2.0] if (turn + i) % 4 < 2 else None for i in range(3)] for turn in range(4)]
         assert result == one_round * 2
+
+
+class Large(nn.Module):
+    """Gradients that travel alone or packed: of odd strides, in one memory, of other dtypes, on one worker only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(20, 30))
+        self.small = nn.Parameter(torch.zeros(3))
+        self.transposed = nn.Parameter(torch.zeros(30, 20))
+        self.left, self.right = nn.Parameter(torch.zeros(400)), nn.Parameter(torch.zeros(400))
+        self.sometimes = nn.Parameter(torch.zeros(500))
+        self.never = nn.Parameter(torch.zeros(500))
+        self.fine = nn.Parameter(torch.zeros(300, dtype=torch.float64))
+        self.wave = nn.Parameter(torch.zeros(300, dtype=torch.complex64))
+
+    def set_gradients(self, rank: int) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        for parameter in self.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        self.transposed.grad = self.transposed.grad.t().contiguous().t()
+        self.right.grad = self.left.grad  # as autograd's for w.view(-1) + v.view(-1)
+        self.sometimes.grad = self.sometimes.grad if rank else None
+        self.never.grad = None
+
+
+def average_large_tensors(rank: int, world_size: int) -> dict[str, Any]:
+    """Gradients by settings of the aggregation, if tensors travel together and if those of 1 KiB travel alone."""
+    results: dict[str, Any] = {}
+    settings: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "divided before": {"divide_before": True},
+        "converted": {"comm_dtype": torch.float64},
+        "through shared memory": {"shared_memory": True},
+    }
+    for name, options in settings.items():
+        aggregation = AllReduceAggregation(world_size, **options)
+        for least in (1 << 10, 1 << 20):
+            all_reduce.LARGE_BYTES = least
+            for by_layer, denominator in ((False, None), (True, None), (False, 3)):
+                model = Large()
+                model.set_gradients(rank)
+                addresses = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
+                op = AVG_WORLD if denominator is None else AVG_CUSTOM
+                aggregation.agg_grad(by_layer=by_layer)(model, op, denominator)
+                gradients = [p.grad for p in model.parameters()]
+                kept = addresses == [p.grad.data_ptr() for n, p in model.named_parameters() if p.grad is not None
+                                     and (rank or n != "sometimes")]  # fmt: skip
+                results[f"{name}, by layer: {by_layer}, denominator: {denominator}", least] = gradients, kept
+    all_reduce.LARGE_BYTES = 1 << 20
+    weights = nn.Linear(600, 600)
+    memory = weights.weight.data_ptr()
+    nn.init.constant_(weights.weight, rank + 1.0)
+    aggregation.agg_model()(weights, AVG_WORLD)
+    results["weights"] = weights.weight.detach().unique().tolist(), memory == weights.weight.data_ptr()
+    return results
+
+
+def test_large_tensors_travel_in_place_with_the_same_result() -> None:
+    ranks = run_ranks(2, average_large_tensors)
+    for rank, result in enumerate(ranks):
+        assert result.pop("weights") == ([1.5], True)
+        for (name, least), (gradients, is_kept) in result.items():
+            together, _ = result[name, 1 << 20]
+            for gradient, expected, other in zip(gradients, together, ranks[1 - rank][name, least][0], strict=True):
+                if expected is None:
+                    assert gradient is None
+                else:
+                    assert torch.equal(gradient, expected) and torch.equal(gradient, other), name
+            assert is_kept
+        by_hand = []
+        for worker in range(2):
+            model = Large()
+            model.set_gradients(worker)
+            by_hand.append([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+        plain, _ = result["plain, by layer: False, denominator: None", 1 << 10]
+        for gradient, a, b in zip(plain, *by_hand, strict=True):
+            assert gradient is None or torch.equal(gradient, (a + b) / 2)

@@ -122,7 +122,7 @@ class Aggregation(ABC):
         for nothing.
 
         Args:
-            by_layer: One message per parameter instead of one for the whole model.
+            by_layer: Aggregate the parameters one after another instead of all together.
 
         Returns:
             A function ``(model, op, denom=None)``. ``model`` may also be a mapping from names to parameters.
@@ -137,7 +137,7 @@ class Aggregation(ABC):
         written into the tensors' own memory.
 
         Args:
-            by_layer: One message per tensor instead of one for the whole model.
+            by_layer: Aggregate the tensors one after another instead of all together.
 
         Returns:
             A function ``(model, op, denom=None)``. ``model`` may also be a mapping from names to parameters.
@@ -256,7 +256,7 @@ class Aggregation(ABC):
         self.aggregate({n: p.grad for n, p in parameters.items() if p.grad is not None}, op, denom)
 
     def _aggregate_some_gradients(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
-        """Aggregate gradients in one message per dtype and device, with flags for the gradients that exist here."""
+        """Aggregate gradients together, with flags for the gradients that exist here."""
         gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in parameters.items()}
         names_by_kind: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, gradient in gradients.items():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ from mlbench_core.distributed.pytorch import process_groups
 __all__ = ["AVG_CUSTOM", "AVG_WORLD", "AllReduceAggregation", "Transfer", "check_world_size"]
 
 COMM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# From this size on, a message of its own costs less time than the copies into a common one and back.
+LARGE_BYTES = 1 << 20
 
 
 @dataclass
@@ -57,8 +60,10 @@ class AllReduceAggregation(Aggregation):
 
     where :math:`d = k` for ``"avg_world"`` and :math:`d` is ``denom`` for ``"avg_custom"``.
 
-    Tensors of the same dtype and device travel in one flat message, in their own dtype, and are written back into
-    their own memory, whatever their strides. One worker alone sends nothing.
+    A tensor of at least 1 MiB travels alone, out of its own memory and back into it, without a copy. The smaller ones
+    of the same dtype and device travel in one flat message, in their own dtype, and are written back into their own
+    memory, whatever their strides. One worker alone sends nothing. After an error
+    in an aggregation, such as a lost worker, the values of its tensors are undefined.
 
     Args:
         world_size: Number of workers; None takes that of the process group.
@@ -149,9 +154,7 @@ class AllReduceAggregation(Aggregation):
                     for tensor in kind:
                         divide(tensor, divisor)
             else:
-                message = pack(kind)
-                self._average(message, divisor)
-                unpack(message, kind)
+                self._average(kind, divisor)
 
     def divides_early(self, dtype: torch.dtype) -> bool:
         """Return whether tensors of a dtype are divided before they are sent, on request or because of a conversion.
@@ -200,15 +203,59 @@ class AllReduceAggregation(Aggregation):
             message = transfer.message if transfer.sent.is_complex() else as_real(transfer.message)
             message.copy_(transfer.sent)
 
-    def _average(self, message: Tensor, divisor: Denominator) -> None:
-        """Sum a flat message over the workers and divide it, in place."""
+    def _average(self, tensors: Sequence[Tensor], divisor: Denominator) -> None:
+        """Sum tensors of one dtype and device over the workers and divide them, in place."""
         # Half precision has room for an average over many workers, but not for their sum.
-        early = self.divides_early(message.dtype)
+        early = self.divides_early(tensors[0].dtype)
+        groups = messages_of(tensors)
+        # All messages are packed before one is sent, because two tensors may share memory.
+        messages = [pack(group) if own is None else own for group, own in groups]
         if early:
-            divide(message, divisor)
-        self.finish(self.start(message))
-        if not early:
-            divide(message, divisor)
+            for message in messages:
+                divide(message, divisor)
+        # One message is in transit at a time, because Gloo is slower with several. While it is, the one before it is
+        # divided and unpacked.
+        transfer = self.start(messages[0])
+        for i, message in enumerate(messages):
+            self.finish(transfer)
+            if i + 1 < len(messages):
+                transfer = self.start(messages[i + 1])
+            if not early:
+                divide(message, divisor)
+            group, own = groups[i]
+            if own is None:
+                unpack(message, group)
+
+
+def messages_of(tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], Tensor | None]]:
+    """Distribute tensors of one dtype and device over messages.
+
+    The layout depends on the tensors' sizes alone, so that it is the same on all workers.
+
+    Args:
+        tensors: Of any strides; two of them may share memory.
+
+    Returns:
+        The large tensors one by one, then the small ones together. Each group comes with the flat view of its memory
+        that can be sent as it is. This view is None if the group must be packed.
+
+    Example:
+        >>> groups = messages_of([torch.zeros(3), torch.zeros(512, 512), torch.zeros(512, 1024).t(), torch.zeros(2)])
+        >>> [([tuple(t.shape) for t in group], own is not None) for group, own in groups]
+        [([(512, 512)], True), ([(1024, 512)], False), ([(3,), (2,)], False)]
+    """
+    users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
+    small: list[Tensor] = []
+    groups: list[tuple[list[Tensor], Tensor | None]] = []
+    for tensor in tensors:
+        if tensor.numel() * tensor.element_size() < LARGE_BYTES:
+            small.append(tensor)
+            continue
+        # Messages have the logical order of the elements, which is that of the memory only if it is contiguous. A sum
+        # in place would change the values of another tensor in the same memory.
+        is_own = tensor.is_contiguous() and users[tensor.untyped_storage().data_ptr()] == 1
+        groups.append(([tensor], tensor.detach().view(-1) if is_own else None))
+    return [*groups, (small, None)] if small else groups
 
 
 def check_world_size(world_size: int | None, group: Any = None) -> int:

@@ -21,6 +21,7 @@ from mlbench_core.aggregation.pytorch.names import check_names
 from mlbench_core.aggregation.pytorch.overlap import OverlappedReduction
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from mlbench_core.arguments import check_finite_at_least_0
+from mlbench_core.optim.pytorch.one_pass_sgd import is_dense
 
 __all__ = [
     "Closure",
@@ -32,7 +33,6 @@ __all__ = [
     "check_lr",
     "evaluate",
     "evaluates_repeatedly",
-    "is_dense",
     "must_skip",
     "shared_optimizer_state",
     "state_without_hooks",
@@ -272,7 +272,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         world_size: Number of workers; None takes that of the process group.
         model: The model whose gradients or weights are aggregated.
         use_cuda: True if training runs on GPUs; see the aggregation.
-        by_layer: One message per parameter instead of one for the whole model.
+        by_layer: Aggregate the parameters one after another instead of all together.
         divide_before: Divide before the sum instead of after it, for half-precision gradients.
         agg_grad: Average gradients before the step; False averages weights after it.
         optimizer: A torch optimizer, or a function that makes one of an iterable of parameters. If it is left out, set
@@ -655,17 +655,6 @@ def _without_momentum(optimizer: Optimizer) -> set[int]:
                 late.update(map(id, new))
                 is_mixed = is_mixed or 0 < len(new) < len(stepping)
     return late if is_mixed else set()
-
-
-def is_dense(parameter: Tensor) -> bool:
-    """Return whether a parameter's memory holds its own numbers only, in any order.
-
-    Example:
-        >>> table = torch.zeros(4, 6)
-        >>> is_dense(table), is_dense(table.t()), is_dense(table[:2]), is_dense(table[:, :3])
-        (True, True, True, False)
-    """
-    return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
 
 
 def _match_strides(optimizer: Optimizer) -> None:

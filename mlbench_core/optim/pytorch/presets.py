@@ -28,8 +28,8 @@ from mlbench_core.optim.pytorch.distributed import (
     check_aggregation,
     check_denominator_and_clipping,
     check_lr,
-    is_dense,
 )
+from mlbench_core.optim.pytorch.one_pass_sgd import OnePassSGD, is_dense
 
 __all__ = [
     "CentralizedAdam",
@@ -147,7 +147,8 @@ class CentralizedSGD(GenericCentralizedOptimizer):
         overlap: Average gradients during the backward pass, short for
             ``aggregation=AllReduceAggregation(overlap=True)``.
         fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None does so with
-            overlap, if no parameter is a part of a larger tensor, and leaves it to torch otherwise.
+            overlap, if torch has a kernel for all parameters and none of them is a part of a larger tensor. Otherwise
+            None keeps every bit of torch's plain update.
 
     Other arguments: see :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
 
@@ -268,9 +269,14 @@ def _fused(fused: bool | None, aggregation: Aggregation | None, model: nn.Module
             f"fused must be False or None, not True: {with_gaps[0]!r} is a part of a larger tensor, and torch's fused "
             "kernel would write into the rest of this tensor"
         )
-    # torch's fused kernels exist for real numbers on these devices only.
-    has_kernel = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
-    return True if fused or (has_kernel and not with_gaps) else None
+    return True if fused or (not with_gaps and all(map(_has_fused_kernel, model.parameters()))) else None
+
+
+def _has_fused_kernel(parameter: torch.Tensor) -> bool:
+    """Return whether torch's fused SGD and Adam are right for a parameter."""
+    # On CPUs, the fused SGD of torch 2.13 leaves most elements in half precision as they are.
+    is_full = parameter.dtype in (torch.float32, torch.float64)
+    return is_full if parameter.device.type == "cpu" else parameter.is_floating_point() and parameter.is_cuda
 
 
 def _sgd(
@@ -284,7 +290,7 @@ def _sgd(
 ) -> OptimizerFactory:
     """Return a function that makes the wrapped SGD of an optimizer."""
     return partial(
-        SGD,
+        OnePassSGD,
         lr=check_lr(lr, optimizer),
         momentum=momentum,
         dampening=dampening,
