@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test lint types docs wheel cuda micro clean help
+.PHONY: demo test lint types docs wheel cuda gpu micro clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make micro   run the timings under benchmarks/micro"
 	@echo "make wheel   build dist/*.whl"
 	@echo "make cuda    compile the CUDA extension (needs nvcc; docs/cuda.md)"
+	@echo "make gpu     compile, test and time everything that needs a GPU (DRY=1 prints the steps; docs/cuda.md)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -64,6 +65,12 @@ wheel: $(VENV)/.installed-dev
 cuda: $(VENV)/.installed
 	$(PIP) install --quiet 'setuptools>=77'
 	$(BIN)/python setup.py build_cuda
+
+# Nothing is installed, because a machine with a GPU may have no network: it takes the environment of the checkout if that
+# exists, and otherwise the Python that has torch.
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/measure_gpu.py $(if $(DRY),--dry-run) $(if $(AGAIN),--again) \
+	  $(if $(DATA),--data '$(DATA)') $(if $(ONLY),--only $(ONLY))
 
 clean:
 	rm -rf $(VENV) build dist docs/_build demo-results *.egg-info mlbench_core/ops/pytorch/lib

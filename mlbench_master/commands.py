@@ -141,6 +141,11 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
             raise ValueError(
                 "run_all_nodes: must be true for a task, not false: each of its workers starts the same script"
             )
+        if not launcher.starts_first_worker_alone:
+            raise ValueError(
+                f"run_all_nodes: must be true for {run.num_workers} workers on {launcher.name}, not false: the "
+                "first worker cannot start the others there; let every worker run the command"
+            )
         notes.append(
             f"note: run_all_nodes is false, so only worker 0 of {run.num_workers} runs the command; it has to start "
             "the others itself, as mpirun does"

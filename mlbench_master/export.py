@@ -46,6 +46,7 @@ _CHUNK_CHARACTERS = 65_536
 _CHUNK_BYTES = 2**20
 _GROUPS_AT_ONCE = 500
 _OFFICIAL_RESULT = "official_result.txt"
+_LINES = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -373,8 +374,33 @@ def _add_results(archive: zipfile.ZipFile, sink: _Sink, results: Path | None) ->
                 continue
             except (RefusedFileError, OSError) as error:
                 left_out.append(f"{name}: {error}\n")
+        # A run that was stopped has no result, but its raw lines show how far it came.
+        if RESULT_FILE not in archive.namelist() and _LINES not in archive.namelist():
+            yield from _join_lines(archive, sink, folder, left_out)
     if left_out:
         archive.writestr(LEFT_OUT_FILE, "".join(left_out))
+
+
+def _join_lines(archive: zipfile.ZipFile, sink: _Sink, folder: ResultFolder, left_out: list[str]) -> Iterator[bytes]:
+    """Add the raw lines of all workers of a run without result as one file, and yield the archive's bytes."""
+    names = folder.lines_of_workers()
+    if not names:
+        return
+    with archive.open(_LINES, "w", force_zip64=True) as target:
+        for name in names:
+            try:
+                file, left = folder.open(name)
+                end = b"\n"
+                with file:
+                    while chunk := file.read(min(left, _CHUNK_BYTES)):
+                        target.write(chunk)
+                        left, end = left - len(chunk), chunk[-1:]
+                        yield sink.take()
+                # A killed worker can leave half a line.
+                if end != b"\n":
+                    target.write(b"\n")
+            except (RefusedFileError, OSError) as error:
+                left_out.append(f"{name}: {error}\n")
 
 
 class _Sink:

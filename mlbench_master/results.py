@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,8 @@ FILES: dict[str, int] = {
 }
 """The result files that the master passes on, with the largest size of each in bytes."""
 
+# During the run, and if it is stopped, each worker has its raw lines in a file of its own.
+_LINES_OF_WORKER = re.compile(r"metrics\.rank-\d{1,5}\.jsonl", re.ASCII)
 # A job has one result folder unless its command starts several programs, and a worker can make any number of folders.
 _MOST_FOLDERS = 100
 # Systems without these flags (Windows) cannot open a file by its name in an open folder either; see ResultFolder.find.
@@ -92,7 +95,7 @@ class ResultFolder:
             return None
 
     def open(self, name: str) -> tuple[BinaryIO, int]:
-        """Open one of :data:`FILES`.
+        """Open one of :data:`FILES`, or of :meth:`lines_of_workers`.
 
         Returns:
             The file, and the number of bytes to read: a file of a run that continues may grow.
@@ -113,12 +116,18 @@ class ResultFolder:
         # A second name of a file can lead outside the folder as a link does.
         if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
             reason = "it is not a regular file with one name"
-        elif found.st_size > FILES[name]:
-            reason = f"it has {found.st_size} bytes, and at most {FILES[name]} are passed on"
+        elif found.st_size > (most := FILES.get(name, FILES["metrics.jsonl"])):
+            reason = f"it has {found.st_size} bytes, and at most {most} are passed on"
         if reason:
             file.close()
             raise RefusedFileError(reason)
         return file, found.st_size
+
+    def lines_of_workers(self) -> list[str]:
+        """Return the names of the files in which workers of a run without result have their raw lines."""
+        with contextlib.suppress(OSError):
+            return sorted(name for name in _names(self._descriptor) if _LINES_OF_WORKER.fullmatch(name))
+        return []
 
     def read(self, name: str) -> bytes | None:
         """Return the content of one of :data:`FILES`, or None if it does not exist or is refused."""

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from mlbench_core.aggregation.pytorch import AllReduceAggregation
+from mlbench_core.aggregation.pytorch import AllReduceAggregation, StreamingDiLoCoAggregation
 from mlbench_core.aggregation.pytorch.topology import ring
 from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 from mlbench_core.models.pytorch.resnet import get_resnet_model, resnet18_32x32
@@ -197,7 +197,12 @@ def power(context: Context, rank: int) -> Trainee:
 
 def sign(context: Context, name: str) -> Trainee:
     """Make an optimizer of signs; its steps do not shrink with the gradient, so the learning rate is smaller."""
-    optimizer = find(name)(context.model.named_parameters(), lr=SIGN_LR, momentum=MOMENTUM)
+    return compressed(context, name, lr=SIGN_LR, momentum=MOMENTUM)
+
+
+def compressed(context: Context, name: str, lr: float = LR, **options: Any) -> Trainee:
+    """Make one of the library's optimizers that take parameters, by class."""
+    optimizer = find(name)(context.model.named_parameters(), lr=lr, **options)
     return Trainee(context.model, optimizer, is_tracked=True)
 
 
@@ -217,6 +222,30 @@ def gossip(name: str, context: Context) -> Trainee:
 def periodic(name: str, **options: Any) -> Callable[[Context], Trainee]:
     """Average once per block."""
     return lambda context: ours(name, context, period=context.steps, **options)
+
+
+def muon(context: Context) -> Trainee:
+    """Average gradients for Muon, whose matrices include the kernels."""
+    optimizer = find("GenericCentralizedOptimizer")(None, context.model, optimizer=make_muon)
+    return Trainee(context.model, optimizer, is_tracked=True)
+
+
+def make_muon(parameters: Any) -> Any:
+    """Make Muon for matrices and kernels."""
+    return find("MuonAdamW")(parameters, lr=LR, kernels=True)
+
+
+def muloco(context: Context) -> Trainee:
+    """Make DiLoCo with Muon inside."""
+    optimizer = find("DiLoCo")(model=context.model, inner_optimizer=make_muon, period=context.steps)
+    return Trainee(context.model, optimizer, is_tracked=True)
+
+
+def streaming(context: Context) -> Trainee:
+    """Make DiLoCo in two fragments of 4 bits, if the steps of a block leave room for two."""
+    steps = context.steps
+    exchange = StreamingDiLoCoAggregation(period=steps, fragments=min(2, steps), delay=min(1, steps - 1), quantize=True)
+    return ours("StreamingDiLoCo", context, aggregation=exchange)
 
 
 def kept(make: Callable[[Context], Trainee]) -> Callable[[Context], Trainee]:
@@ -285,6 +314,16 @@ VARIANTS = {
     "choco": Variant("ChocoSGD, ring, largest 10 %", partial(gossip, "ChocoSGD")),
     "local": Variant("LocalSGD, every {steps} steps", periodic("LocalSGD", momentum=MOMENTUM)),
     "diloco": Variant("DiLoCo (AdamW), every {steps} steps", periodic("DiLoCo")),
+    "qsgd": Variant("QSGD, 4 bits", partial(ours, "QSGD", momentum=MOMENTUM, levels=7)),
+    "demo": Variant("DeMo", partial(compressed, name="DeMo")),
+    # One step of warm-up, because the steps that follow are those with one bit.
+    "one_bit_adam": Variant("OneBitAdam", partial(compressed, name="OneBitAdam", warmup_steps=1)),
+    "dion": Variant("Dion, rank 8", partial(compressed, name="Dion", rank=8)),
+    "muon": Variant("MuonAdamW, kernels too", muon),
+    "scaffold": Variant("SCAFFOLD, every {steps} steps", periodic("SCAFFOLD")),
+    "muloco": Variant("MuLoCo, every {steps} steps", muloco),
+    "streaming": Variant("StreamingDiLoCo, 2 fragments of 4 bits, every {steps} steps", streaming),
+    "sparse_loco": Variant("SparseLoCo, every {steps} steps", periodic("SparseLoCo")),
     "half_fp16": Variant("FP16Optimizer, fp16", partial(half, dtype=torch.float16), is_default=False),
     "half_bf16": Variant("FP16Optimizer, bf16", partial(half, dtype=torch.bfloat16)),
 }

@@ -142,12 +142,13 @@ class MasterClient(RestClient):
         """Stream the zip file of a run's metrics into ``target`` and return its size in bytes."""
         return self.download(f"metrics/{path_part(run_id)}/", target, params={"metric_type": "run", "format": "zip"})
 
-    def fetch_result(self, run_id: int | str, target: Path) -> bool:
+    def fetch_result(self, run_id: int | str, target: Path, *, unfinished: bool = False) -> bool:
         """Download the result folder of a run.
 
         Args:
             run_id: The run.
             target: The folder to create. If it exists, it is replaced.
+            unfinished: True to accept raw lines without a ``result.json``, as a stopped run leaves them.
 
         Returns:
             False, and nothing is written, if the master has no ``result.json`` with raw lines.
@@ -160,7 +161,7 @@ class MasterClient(RestClient):
         with tempfile.TemporaryDirectory() as temporary:
             archive = Path(temporary, "run.zip")
             self.download_metrics(run_id, archive)
-            return unpack(archive, target)
+            return unpack(archive, target, unfinished=unfinished)
 
     def stop_command(self, runs: Sequence[Mapping[str, Any]]) -> str:
         """Return the command that stops runs."""

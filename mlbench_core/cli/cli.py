@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "set-cluster": ("clusters", "Choose the cluster that run, status and the other commands use."),
     "status": ("runs", "Show all runs, or one with its latest metrics."),
     "stop": ("runs", "Stop runs and keep their metrics."),
+    "sweep": ("sweep", "Compare algorithms on networks: run a whole file of runs, resumable."),
     "tasks": ("tasks", "List the benchmark tasks with their goals."),
 }
 """Subcommands: name to (module in this package, line in ``mlbench --help``)."""

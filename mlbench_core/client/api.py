@@ -71,10 +71,14 @@ class ApiClient:
 
     Metrics (:meth:`post_metric`, :meth:`post_metrics`) are delivered in order and in batches. If the master does not
     answer, they are kept on disk in the user's folder and delivered later. If the process has ended by then, the next
-    client for the same address that posts or flushes delivers them. The workers of a local run are an exception: when
-    the run has ended, its master stores the metrics that they could not deliver. Each metric has an id, so the master
-    stores it once. A killed process loses only the metrics that wait for the answer to their first request, normally
-    those of a few milliseconds.
+    client for the same address that posts or flushes delivers them. Each metric has an id, so the master stores it
+    once. A killed process loses only the metrics that wait for the answer to their first request, normally those of a
+    few milliseconds.
+
+    The workers of a run that has the variable ``MLBENCH_SPOOL`` lose none: they write each metric into a file in that
+    folder before :meth:`post_metric` returns, and remove it when the master has it. The master of the run stores what
+    is left there when the run has ended. If the variable ``MLBENCH_SPOOL_ONLY`` is ``1``, because the workers cannot
+    reach the master, they send nothing, and do not wait for it at their end.
 
     Use it as a context manager or call :meth:`close`. A client that is still open when the process exits is closed.
 
@@ -130,12 +134,14 @@ class ApiClient:
         self.endpoint = f"{self._rest.url}/api/"
         # A second client without retries, because MetricDelivery decides when to repeat a request.
         rest = RestClient(url, token, timeout_s)
+        outbox = _outbox(self._rest.url, self.endpoint, spill_dir)
         self._delivery = MetricDelivery(
             lambda body, limit_s: rest.request("POST", "metrics/", data=body.encode(), headers=_JSON, timeout=limit_s),
             lambda limit_s: rest.request("GET", "runs/", timeout=limit_s),
             self.endpoint,
-            Outbox(_spool(self._rest.url) if spill_dir is None else Path(spill_dir).absolute(), self.endpoint),
+            outbox,
             timeout_s,
+            only_keep=not outbox.is_shared and os.environ.get("MLBENCH_SPOOL_ONLY") == "1",
         )
         # The class is looked up here and not at import, so that a test can replace it. Metrics have their own thread,
         # so that a request that hangs delays no metrics, and metrics delay no requests.
@@ -421,7 +427,7 @@ class ApiClient:
     # ------------------------------------------------------------------ private methods
 
     def _post(self, lines: list[str]) -> Answer:
-        receipts = [self._delivery.put(line) for line in lines]
+        receipts = self._delivery.put(lines)
         try:
             return self._metric_executor.submit(self._delivery.settle, receipts[-1])
         except RuntimeError:
@@ -492,14 +498,16 @@ def _abandon(delivery: MetricDelivery, *rest_clients: RestClient) -> None:
 # ---------------------------------------------------------------------- arguments
 
 
-def _spool(url: str) -> Path:
-    """Return the folder of undelivered metrics for the master at ``url``."""
+def _outbox(url: str, endpoint: str, folder: str | os.PathLike[str] | None) -> Outbox:
+    """Return the outbox for the master at ``url`` in a folder, or in the one of this run or of the user."""
+    if folder is not None:
+        return Outbox(Path(folder).absolute(), endpoint)
     own = os.environ.get("MLBENCH_SPOOL")
     # The master that started this run reads the folder. Metrics for another master would be lost there.
     with contextlib.suppress(MasterAddressError):
         if own and base_url(os.environ.get("MLBENCH_MASTER_URL", "")) == url:
-            return Path(own).absolute()
-    return user_folder("spool")
+            return Outbox(Path(own).absolute(), endpoint, is_shared=False)
+    return Outbox(user_folder("spool"), endpoint)
 
 
 def _id(value: str | int, name: str) -> str:

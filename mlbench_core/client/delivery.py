@@ -16,12 +16,20 @@ not more numerous. If the master does not answer, all queued metrics become rows
 background thread then tries again with growing pauses. Rows are sent before the queue, oldest first, by whichever
 process is first, even if the process that inserted them has ended. A killed process loses only its queued metrics.
 
+If the outbox is not shared, as in the workers of a run, a queued metric is also a row from the beginning: ``put``
+inserts it before anything can send it, and the row is deleted after the master's answer. A process that is killed at
+any instant after ``put`` loses nothing. While this fails, because the disk is full, metrics are only in memory. ::
+
+    put ---> QUEUED, in memory and a row ----- the master answers: the row is deleted ----> DONE
+                        |                                                                    ^
+                        +------ no answer: not in memory any more ------> KEPT, a row -------+
+
 Each metric has an id from the client. If an answer is lost, the request is sent again, and the master ignores the ids
 that it has. So its records have the same content and order as without the outage.
 
 Locks, in the order in which they are acquired: ``_sending`` while batches are sent, ``_moving`` while metrics change
-their state, and ``_state`` while attributes change. :meth:`MetricDelivery.put` acquires only the last one, so training
-waits neither for the network nor for the disk.
+their state, and ``_state`` while attributes change. :meth:`MetricDelivery.put` never acquires the first one, so
+training does not wait for the network. It acquires the second one, and waits for the disk, only to insert rows.
 """
 
 from __future__ import annotations
@@ -37,6 +45,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -70,6 +79,7 @@ class Receipt:
     Args:
         key: Sorts the metric by the time at which it was logged.
         line: The metric as JSON text.
+        is_row: True if the outbox has it.
 
     Attributes:
         result: The master's answer to the request that contained the metric, or an error if the metric is kept for
@@ -78,6 +88,7 @@ class Receipt:
 
     key: str
     line: str
+    is_row: bool = False
     result: requests.Response | MasterError | None = None
 
 
@@ -92,15 +103,26 @@ class MetricDelivery:
         endpoint: The master's address, for messages.
         outbox: Keeps undelivered metrics on disk.
         timeout_s: Time limit of one request, in seconds.
+        only_keep: True to send nothing: the metrics stay in the outbox, from which somebody else reads them.
     """
 
-    def __init__(self, post: Post, list_runs: ListRuns, endpoint: str, outbox: Outbox, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        post: Post,
+        list_runs: ListRuns,
+        endpoint: str,
+        outbox: Outbox,
+        timeout_s: float = 10.0,
+        *,
+        only_keep: bool = False,
+    ) -> None:
         self._endpoint = endpoint
         self._outbox = outbox
+        self._only_keep = only_keep
         self._owner = uuid.uuid4().hex
         self._pid = os.getpid()
         self._sending = threading.Lock()
-        self._moving = threading.Lock()
+        self._moving = threading.RLock()  # put may need _keep
         self._state = threading.Lock()  # guards the attributes below
         self._queue: deque[Receipt] = deque()
         self._in_flight: list[Receipt] = []  # the batch that was taken from the queue
@@ -116,18 +138,32 @@ class MetricDelivery:
         self._random = random.Random()  # the global generator is the user's
         self._poster = Poster(post, list_runs, timeout_s, self._stop)
 
-    def put(self, line: str) -> Receipt:
-        """Queue one metric.
+    def put(self, lines: Sequence[str]) -> list[Receipt]:
+        """Queue metrics, and insert them into the outbox if it is not shared.
 
         Args:
-            line: The metric as JSON text, with an ``id``.
+            lines: The metrics as JSON texts, each with an ``id``.
 
         Returns:
-            The receipt, for :meth:`settle`.
+            Their receipts, for :meth:`settle`.
 
         Raises:
             RuntimeError: The client is closed.
         """
+        # A forked child sends nothing, so its rows would never be deleted.
+        if self._outbox.is_shared or self._pid != os.getpid():
+            return [self._enqueue(line) for line in lines]
+        with self._moving:  # without it, a metric could be sent and its row deleted before the row is inserted
+            receipts = [self._enqueue(line) for line in lines]
+            if self._has_rows:
+                # These metrics must follow the rows, so they do not stay in memory.
+                self._keep()
+            else:
+                with self._reporting_disk():
+                    self._insert([receipt for receipt in receipts if receipt.result is None])
+        return receipts
+
+    def _enqueue(self, line: str) -> Receipt:
         if self._in_memory >= _MAX_IN_MEMORY and not self._disk_fails:
             self._keep()
         with self._state:
@@ -195,7 +231,11 @@ class MetricDelivery:
         while not self.drain(deadline - time.monotonic()):
             left_s = deadline - time.monotonic()
             # Random pauses, because all workers of a run lose their master at the same moment.
-            if left_s <= 0 or self._stop.wait(min(pause_s * self._random.uniform(0.75, 1.25), left_s)):
+            if (
+                self._only_keep
+                or left_s <= 0
+                or self._stop.wait(min(pause_s * self._random.uniform(0.75, 1.25), left_s))
+            ):
                 return self.pending == 0
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return True
@@ -204,13 +244,13 @@ class MetricDelivery:
     def pending(self) -> int:
         """Return the number of this client's metrics that the master has not confirmed.
 
-        If the rows cannot be counted, all of them count as one.
+        If the rows cannot be counted, those that are not in memory count as one.
         """
         with self._moving:
-            rows = int(self._has_rows)
             with contextlib.suppress(*_DISK_ERRORS):
                 rows = self._outbox.count(self._owner)
-            return self._in_memory + rows
+                return rows + sum(not receipt.is_row for receipt in (*self._in_flight, *self._queue))
+            return self._in_memory + int(self._has_rows)
 
     def close(self, timeout_s: float = 0.0) -> bool:
         """Try to deliver the waiting metrics, keep the others on disk, and end the thread.
@@ -233,12 +273,18 @@ class MetricDelivery:
             self._stop.set()
             if self._retrier is not None and self._retrier is not threading.current_thread():
                 self._retrier.join(_FIRST_PAUSE_S)
-            if lost := self._lost + len(self._queue):
+            if lost := self._lost + sum(not receipt.is_row for receipt in self._queue):
                 logger.error("%d metric(s) for %s are lost: they could not be kept on disk", lost, self._endpoint)
                 self._outbox.report_lost(lost)
+            if self.pending == 0 and not self._outbox.is_shared:
+                self._has_rows = False
+                self._outbox.remove()
         return self.pending == 0
 
     def _drain(self, deadline: float) -> bool:
+        if self._only_keep:
+            self._keep()
+            return self.pending == 0
         while time.monotonic() <= deadline:
             # Without a deadline, keep the queue on disk now instead of waiting for another client's turn to end.
             wait_s = max(deadline - time.monotonic(), 0) if deadline < math.inf else 0
@@ -264,7 +310,7 @@ class MetricDelivery:
     def _take(self) -> list[Receipt]:
         """Take the next batch: rows first, because they are older than the queue."""
         with self._moving:
-            batch = [Receipt(*row) for row in self._outbox.read(MAX_BATCH)] if self._may_have_rows else []
+            batch = [Receipt(*row, is_row=True) for row in self._outbox.read(MAX_BATCH)] if self._may_have_rows else []
             with self._state:
                 if not batch:
                     self._may_have_rows = self._has_rows = False
@@ -290,16 +336,13 @@ class MetricDelivery:
             for index, result in results.items():
                 batch[index].result = result
             with self._state:
-                are_rows = self._has_rows or not self._in_flight
                 # If the client was closed during the request, close has made the batch rows already.
                 if self._in_flight and not self._stop.is_set():
                     self._queue.extendleft(batch[i] for i in reversed(range(len(batch))) if i not in results)
                 self._in_flight = []
-            if are_rows:
-                try:
-                    self._outbox.delete(batch[index].key for index in results)
-                except _DISK_ERRORS as error:
-                    self._report_disk(error)
+            if rows := [batch[index].key for index in results if batch[index].is_row]:
+                with self._reporting_disk():
+                    self._outbox.delete(rows)
         if failure is None:
             return True
         was_away, self._away = self._away, True
@@ -326,20 +369,19 @@ class MetricDelivery:
         with self._moving:
             with self._state:
                 waiting = [*self._in_flight, *self._queue]
-            try:
+            with self._reporting_disk():
                 if waiting:
-                    self._outbox.insert([(receipt.key, receipt.line) for receipt in waiting])
+                    self._insert(waiting)
                     with self._state:
                         for _ in range(len(waiting) - len(self._in_flight)):
                             self._queue.popleft()
-                        self._has_rows, self._may_have_rows, self._disk_fails = True, True, False
-            except _DISK_ERRORS as error:
-                self._report_disk(error)
+                        self._has_rows, self._may_have_rows = True, True
             for receipt in waiting:
                 if receipt.result is None:
                     receipt.result = kept
         with self._state:
-            if (self._has_rows or self._queue) and self._retrier is None and not self._closed:
+            has_work = (self._has_rows or self._queue) and not self._only_keep
+            if has_work and self._retrier is None and not self._closed:
                 thread = threading.Thread(target=self._try_again, name="mlbench-delivery", daemon=True)
                 # The interpreter starts no threads while it exits; the metrics are on disk.
                 with contextlib.suppress(RuntimeError):
@@ -355,6 +397,22 @@ class MetricDelivery:
                 if is_done and not self._has_rows and not self._queue:
                     self._retrier = None
                     return
+
+    def _insert(self, receipts: list[Receipt]) -> None:
+        """Insert those metrics that are not rows yet."""
+        new = [receipt for receipt in receipts if not receipt.is_row]
+        if new:
+            self._outbox.insert([(receipt.key, receipt.line) for receipt in new])
+            self._disk_fails = False
+        for receipt in new:
+            receipt.is_row = True
+
+    @contextlib.contextmanager
+    def _reporting_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except _DISK_ERRORS as error:
+            self._report_disk(error)
 
     def _report_disk(self, error: Exception) -> None:
         # Said once and not for each metric, until the disk works again.

@@ -1,14 +1,18 @@
 """Keep undelivered metrics in a SQLite database until the master has them.
 
-All clients of a user for one master share one database in the user's folder, and the workers of a run on the master's
-machine one in the folder of the run, where the master finds it. Each metric is a row, and rows are sorted
-by the time at which they were logged. A process inserts rows if the master does not answer. Any process can then read
+Each metric is a row, and rows are sorted by the time at which they were logged. All clients of a user for one master
+share one database in the user's folder. A process inserts rows if the master does not answer. Any process can then read
 the oldest rows, post them and delete them; one process does so at a time. So no metric depends on the process that
 logged it.
 
+Each client of a worker has a database of its own in the folder of the run, where the master finds it. It inserts each
+metric before sending it, so a killed worker leaves all undelivered metrics there. As this happens while training waits,
+the file is not synchronized with the disk: a killed process loses nothing that it has written, only a machine that
+stops does.
+
 SQLite protects the database with a rollback journal. Its write-ahead log does not work on network file systems, on
 which home folders often are. Each operation opens its own connection, because neither threads nor a forked process may
-share one. This costs little, because operations are rare.
+share one. This takes about 0.1 ms on a local disk.
 """
 
 from __future__ import annotations
@@ -53,17 +57,23 @@ class Outbox:
     Args:
         folder: The folder of all outboxes, created when the first row is inserted.
         endpoint: Address of the master's REST interface.
+        is_shared: False for a new database of one client, in which each metric is inserted before it is sent.
 
     Attributes:
         path: The database.
+        is_shared: The argument.
 
     Example:
         >>> Outbox(Path("spool"), "http://127.0.0.1:5080/api/").path.name
         'http_127.0.0.1_5080_api.sqlite3'
     """
 
-    def __init__(self, folder: Path, endpoint: str) -> None:
-        self.path = folder / (re.sub(r"[^A-Za-z0-9.-]+", "_", endpoint).strip("_") + ".sqlite3")
+    def __init__(self, folder: Path, endpoint: str, is_shared: bool = True) -> None:
+        name = re.sub(r"[^A-Za-z0-9.-]+", "_", endpoint).strip("_")
+        # The master reads databases by name: those of an earlier client of the same worker must come first.
+        own = "" if is_shared else f"-{time.time_ns():020d}-{uuid.uuid4().hex}"
+        self.path = folder / f"{name}{own}.sqlite3"
+        self.is_shared = is_shared
         # Delivered rows that could not be deleted: a full disk has no room for the journal.
         self._delivered: set[str] = set()
 
@@ -122,6 +132,12 @@ class Outbox:
         self._run(lambda connection: connection.executemany(query, values))
         self._delivered.clear()
 
+    def remove(self) -> None:
+        """Remove the files of a database that nobody uses any more; a failure leaves an empty database."""
+        for suffix in (".lock", ".sqlite3-journal", ".sqlite3"):
+            with contextlib.suppress(OSError):
+                self.path.with_suffix(suffix).unlink()
+
     def report_lost(self, count: int) -> None:
         """Leave a file whose name says how many metrics are lost: a full disk often still takes an empty file."""
         with contextlib.suppress(OSError):
@@ -168,8 +184,13 @@ class Outbox:
         with contextlib.closing(connection), connection:
             # The master refuses a line with damaged text; an exception here would block all lines after it.
             connection.text_factory = lambda data: data.decode(errors="replace")
-            # Without auto_vacuum the file would keep its largest size.
-            connection.execute("PRAGMA auto_vacuum = FULL")
+            if self.is_shared:
+                # Without auto_vacuum the file would keep its largest size.
+                connection.execute("PRAGMA auto_vacuum = FULL")
+            else:
+                # Such a file is removed at the end. ext4 writes a file that was shortened to the disk when it is
+                # closed, which takes six times as long as the whole transaction without it.
+                connection.execute("PRAGMA synchronous = OFF")
             connection.execute(f"PRAGMA max_page_count = {_MAX_PAGES}")
             connection.execute("CREATE TABLE IF NOT EXISTS metrics (key TEXT PRIMARY KEY, line TEXT) WITHOUT ROWID")
             return work(connection)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import importlib.util
 import math
 import os
@@ -98,6 +100,8 @@ def task_main(
         parser.error(str(error))
     args.options = _options(parser, args)
     extra = {} if add_arguments is None else {"args": args}
+    # The last garbage collection of the process looks at every object of torch, which takes a second.
+    atexit.register(gc.freeze)
     try:
         main_func(
             run_id=args.run_id,

@@ -178,7 +178,7 @@ def save(path: Path, run: Mapping[str, Any], metrics: Metrics) -> None:
         temporary.write_text(json.dumps({"run": dict(run), "metrics": dict(metrics)}, indent=1), encoding="utf-8")
 
 
-def unpack(archive: Path, folder: Path) -> bool:
+def unpack(archive: Path, folder: Path, *, unfinished: bool = False) -> bool:
     """Unpack the result folder of a run from a zip file of the master.
 
     Only :data:`FILES` are written, whatever names the archive has. An older result folder is replaced.
@@ -186,6 +186,7 @@ def unpack(archive: Path, folder: Path) -> bool:
     Args:
         archive: The zip file.
         folder: The folder to create.
+        unfinished: True to also unpack the raw lines of a run without ``result.json``, for example of a stopped one.
 
     Returns:
         False, and nothing is written, if the archive has no ``result.json`` with raw lines.
@@ -196,7 +197,7 @@ def unpack(archive: Path, folder: Path) -> bool:
     try:
         with zipfile.ZipFile(archive) as found:
             names = [name for name in FILES if name in found.namelist()]
-            if not {RESULT, "metrics.jsonl"} <= set(names):
+            if not {"metrics.jsonl", *(() if unfinished else (RESULT,))} <= set(names):
                 return False
             _check_size(found, _MOST_UNPACKED_BYTES, names)
             with creating_folder(folder.with_name(f".{folder.name}.new")) as temporary:

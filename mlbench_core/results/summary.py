@@ -110,6 +110,7 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
             "all_workers": sum(worker.totals.get("communication_size_bytes", 0) for worker in ranks),
             "rank_0": ranks[0].totals.get("communication_size_bytes", 0),
         },
+        **_collectives(ends, number),
         "best": _best(ends[0], configuration),
         "memory_peak_bytes": max(_known(ends, "memory_peak_bytes"), default=None),
         "energy_j": sum(_known(ends, "energy_j")) if _known(ends, "energy_j") else None,
@@ -210,6 +211,17 @@ def _batch_quantiles(ends: list[dict[str, Any]]) -> dict[str, float | None]:
     sketch = QuantileSketch()
     sketch.load([[0, zeros], *([index, count] for index, count in sorted(merged.items()))])
     return {name: sketch.quantile(share) for name, share in _QUANTILES.items()}
+
+
+def _collectives(ends: list[dict[str, Any]], workers: int) -> dict[str, Any]:
+    """Return the collectives of the worker that sent the most in them; nothing if they were not counted.
+
+    torch's own DistributedDataParallel reports nothing, so a run of several workers without a collective is unknown.
+    """
+    counted = [end["collectives"] for end in ends if end.get("collectives") is not None]
+    if len(counted) < len(ends) or not (workers == 1 or any(counted)):
+        return {}
+    return {"collectives": max(counted, key=lambda found: sum(entry["bytes"] for entry in found))}
 
 
 def _best(end: Mapping[str, Any], configuration: Mapping[str, Any]) -> dict[str, Any] | None:

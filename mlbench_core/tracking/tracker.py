@@ -16,6 +16,7 @@ from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.errors import CheckpointError
 from mlbench_core.statistics import AverageMeter, QuantileSketch
 from mlbench_core.tracking.clock import DeviceClock, cuda_in_use
+from mlbench_core.tracking.collectives import CollectiveCounts
 from mlbench_core.tracking.energy import energy_counter
 from mlbench_core.tracking.goal import (
     Goal,
@@ -234,6 +235,7 @@ class Tracker(PhaseTimes):
         self._step_s: dict[str, float] = {}
         self._epoch_ends: deque[Totals] = deque(maxlen=history_size)
         self._counters = Counters()
+        self._collectives: CollectiveCounts | None = CollectiveCounts()
         self._batches_in_epoch = 0
         self._batch_times = QuantileSketch()
 
@@ -469,6 +471,19 @@ class Tracker(PhaseTimes):
         self._counters.communication_total_s += float(total_s)
         self._counters.communication_exposed_s += float(min(exposed_s, total_s))
         self._counters.communication_size_bytes += int(size_bytes)
+
+    def record_collective(self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool) -> None:
+        """Count collectives of training, from which :mod:`mlbench_core.prediction` predicts times on other networks.
+
+        Args:
+            op: The kind, for example ``"all_reduce"``; ``"neighbors"`` is an exchange with all neighbors at once.
+            group: Number of workers that take part, this one included.
+            size_bytes: Payload of this worker in one call.
+            calls: Number of calls.
+            overlapped: True if training went on while they ran.
+        """
+        if self._collectives is not None:
+            self._collectives[op, group, size_bytes, overlapped] += calls
 
     def book_as_communication(self, step: str, seconds: float) -> None:
         """Move exposed communication time from another step to the first communication step.
@@ -784,6 +799,7 @@ class Tracker(PhaseTimes):
         state["energy_j"] = self._energy_j()
         state["memory_peak_bytes"] = self._memory_peak_bytes()
         state["batch_times"] = self._batch_times.state()
+        state["collectives"] = None if self._collectives is None else self._collectives.as_list()
         state["epoch_stats"] = {name: [m.val, m.sum, m.count] for name, m in self.epoch_stats.items() if m.count}
         state["epoch_ends"] = [asdict(totals) for totals in self._epoch_ends]
         state["records"] = {name: [[e, v] for e, v in values.items()] for name, values in self.records.items()}
@@ -826,6 +842,9 @@ class Tracker(PhaseTimes):
             raise ValueError(f"version {state['version']!r}")
         new: dict[str, Any] = {name: state[name.lstrip("_")] for name in _STATE_ATTRIBUTES}
         new["_counters"] = Counters(**{counter.name: state[counter.name] for counter in fields(Counters)})
+        # A checkpoint from before they were counted has none, and half a run's would be wrong.
+        collectives = state.get("collectives")
+        new["_collectives"] = None if collectives is None else CollectiveCounts.from_list(collectives)
         new.update({group: _steps(group, state[group], []) for group in _STEP_GROUPS})
         best = state["best_metric_value"]
         new["best_metric_value"] = best if best is not None else (float("inf") if new["minimize"] else float("-inf"))
@@ -949,7 +968,9 @@ class Tracker(PhaseTimes):
         totals, summary = self.totals(), self.summary()
         names = ("epochs", "best_metric_value", "best_epoch", "memory_peak_bytes", "energy_j")
         numbers = {name: getattr(summary, name) for name in names}
-        return {"time_s": totals["wall_s"], "totals": totals, "batch_times": self._batch_times.state(), **numbers}
+        times = {"time_s": totals["wall_s"], "totals": totals, "batch_times": self._batch_times.state()}
+        counts = self._collectives
+        return {**times, **numbers, "collectives": None if counts is None else counts.as_list()}
 
     def _memory_peak_bytes(self) -> int | None:
         peaks = [peak for peak in (self._earlier_memory_peak_bytes, memory_peak_bytes()) if peak is not None]

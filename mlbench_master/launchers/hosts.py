@@ -7,6 +7,7 @@ supervisor of local runs, so a run outlives the master and its connections. The 
     job.json       written by the master before it calls a host: the workers of each host, for the eyes of the user only
     progress.json  the step of the run; see the module ``hosts_run``
     ended.json     written at the end: the status
+    left_on_hosts  there while the run is over and hosts have their folders of it
     load/          the load of the workers
     log.jsonl      lines of the workers and of the master; see the module ``logs``
     spool/         metrics that the workers could not deliver, fetched at the end of the run
@@ -36,7 +37,7 @@ from mlbench_master.launchers.command_line import fill, split_command
 from mlbench_master.launchers.folders import FolderLauncher, read_interval
 from mlbench_master.launchers.hosts_file import HostOptions, Share, read_options, share_slots
 from mlbench_master.launchers.hosts_link import HostLink
-from mlbench_master.launchers.hosts_run import HostRun
+from mlbench_master.launchers.hosts_run import LEFT_ON_HOSTS, HostRun
 from mlbench_master.launchers.hosts_ssh import Ssh
 from mlbench_master.launchers.interface import Job, JobStatus, LauncherError
 from mlbench_master.launchers.local import load_interval_s
@@ -78,6 +79,10 @@ class HostsLauncher(FolderLauncher):
         self._read: dict[tuple[str, ...], tuple[float, HostOptions]] = {}
         self._links: dict[tuple[str, str], HostLink] = {}
         self._lock = threading.RLock()  # requests stop runs while the scheduler polls them
+        for mark in self._folder.glob(f"*/{LEFT_ON_HOSTS}"):
+            # A damaged folder must not keep the master from starting.
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                self._known(f"{self.name}-{mark.parent.name}")
 
     @property
     def capacity(self) -> float:
@@ -235,6 +240,8 @@ class HostsLauncher(FolderLauncher):
         taken: dict[str, set[int]] = {}
         with self._lock:
             self._open = [run for run in self._open if not run.is_over]
+            # A run that is over is read from its files when somebody asks about it.
+            self._runs = {job_id: run for job_id, run in self._runs.items() if not run.is_over}
             for run in self._open:
                 for name, slots in run.slots.items():
                     taken.setdefault(name, set()).update(slots)

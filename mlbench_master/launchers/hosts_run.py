@@ -6,9 +6,10 @@ Its steps are::
     -> the port of the first host is recorded in progress.json: from here on, workers may exist
     running   every host starts its supervisor once, and is looked at; if one fails, the others are stopped
     -> all hosts have ended, their lines are here, and their results and undelivered metrics were fetched
-    over      ended.json has the status; the hosts delete their folders of the run
+    over      ended.json has the status; the hosts delete their folders of the run, and the file left_on_hosts with them
 
-A master that was killed leaves ``job.json`` and ``progress.json``, with which the next one goes on at the same step.
+A master that was killed leaves ``job.json`` and ``progress.json``, with which the next one goes on at the same step. It
+looks for ``left_on_hosts``, because nobody asks about the status of a run that is known to be over.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from mlbench_master.launchers.interface import JobStatus
 from mlbench_master.launchers.logs import LogWriter
 from mlbench_master.launchers.supervise import write_json
 
-__all__ = ["Answer", "HostRun"]
+__all__ = ["LEFT_ON_HOSTS", "Answer", "HostRun"]
+
+LEFT_ON_HOSTS = "left_on_hosts"
+"""Name of the file in the folder of a run that is over, while hosts have their folders of it."""
 
 _LOAD_BYTES = 4 * 2**20
 _DROPPING = "lines of output are dropped, because the log cannot be written: is the disk full?"
@@ -78,6 +82,7 @@ class _Kept:
     load: int = 0
     is_started: bool = False
     is_fetched: bool = False
+    is_removed: bool = False
 
 
 @dataclass
@@ -96,11 +101,15 @@ class _Part:
     ended_at: float | None = None
     failed_at: float | None = None
     is_complete: bool = False  # all lines are here
-    is_removed: bool = False
 
     @property
     def is_over(self) -> bool:
         return self.state == "ended" and self.is_complete
+
+    @property
+    def is_left(self) -> bool:
+        """Return whether its folder is to be removed when the run is over."""
+        return self.kept.is_started and self.kept.is_fetched and not self.kept.is_removed
 
 
 class HostRun:
@@ -172,7 +181,7 @@ class HostRun:
             text = f"host {name} is no longer among the hosts: the run ends without it, and its workers may continue"
             self.log.write(None, "system", text)
             part.state, part.problem = "ended", ""
-            part.is_complete = part.is_removed = part.kept.is_fetched = True
+            part.is_complete = part.kept.is_removed = part.kept.is_fetched = True
             self._save()
             self._look_at_all()
 
@@ -195,9 +204,7 @@ class HostRun:
             part = self._parts[name]
             step: dict[str, Any] = {"id": self.run_id, "log": part.kept.log, "load": part.kept.load}
             if self._ended is not None:
-                if part.is_removed or not (part.kept.is_started and part.kept.is_fetched):
-                    return None
-                return {**step, "want": "remove"}
+                return {**step, "want": "remove"} if part.is_left else None
             if self._port is None:
                 if part.state == "prepared":
                     return None
@@ -233,7 +240,7 @@ class HostRun:
             if problem:
                 self.log.write(None, "system", problem)
                 # The host keeps its folder.
-                part.is_removed = True
+                part.kept.is_removed = True
             self._save()
             self._look_at_all()
         self._wake(self)
@@ -264,7 +271,10 @@ class HostRun:
             part = self._parts[name]
             part.problem = ""
             if self._ended is not None:
-                part.is_removed = True
+                part.kept.is_removed = True
+                with contextlib.suppress(OSError):  # the run may have been deleted here, too
+                    self._save()
+                    self._mark_left()
                 return False
             before = part.state, self._port
             if self._port is None:
@@ -375,8 +385,17 @@ class HostRun:
         self.log.write(None, "system", status.reason or "finished")
         self.log.close()
         # Before the hosts delete their folders: the next master must not start the run again.
+        with contextlib.suppress(OSError):
+            self._mark_left()
         write_json(self.folder / "ended.json", asdict(status))
         self._ended = status
+
+    def _mark_left(self) -> None:
+        mark = self.folder / LEFT_ON_HOSTS
+        if any(part.is_left for part in self._parts.values()):
+            mark.touch()
+        else:
+            mark.unlink(missing_ok=True)
 
     def _save(self) -> None:
         hosts = {name: asdict(part.kept) for name, part in self._parts.items()}

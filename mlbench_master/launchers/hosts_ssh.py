@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.files import lock
 from mlbench_master.launchers.interface import LauncherError
 from mlbench_master.launchers.logs import readable
 
@@ -42,6 +44,9 @@ _NO_CONNECTION = 255
 _GREETING_BYTES = 65_536
 _LONGEST_ERROR = 300
 _LOOK_S = 0.25
+_FOLDER_PREFIX = "mlbench-ssh-"
+_LOCK = "lock"
+_NEW_S = 60
 
 
 class HostError(LauncherError):
@@ -72,8 +77,11 @@ class Ssh:
                 f"the hosts launcher needs ssh, but {self._program[0]!r} cannot be found: install it "
                 f"(apt-get install openssh-client), or set {_VARIABLE}"
             )
+        _remove_old_folders()
         # In the folder for temporary files, because the path of a socket may have about 100 characters.
-        self._sockets = Path(tempfile.mkdtemp(prefix="mlbench-ssh-"))
+        self._sockets = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(lock(self._sockets / _LOCK))
         self._used: set[str] = set()
         self._addresses: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -140,6 +148,7 @@ class Ssh:
         for host in hosts:
             self._control("exit", host)
         shutil.rmtree(self._sockets, ignore_errors=True)
+        self._held.close()
 
     def _control(self, command: str, host: str) -> None:
         """Send a command to the process that keeps the connection to a host open, if there is one."""
@@ -171,6 +180,18 @@ class Ssh:
                 process.kill()
                 process.communicate()
                 return None
+
+
+def _remove_old_folders() -> None:
+    """Remove the folders of masters that were killed, which hold no lock any more."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):  # TimeoutError, if its master continues, is one
+            status = folder.lstat()
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            # A new one may have no lock yet.
+            if is_own and time.time() - status.st_mtime > _NEW_S:
+                with lock(folder / _LOCK, wait=False):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _error(host: str, command: Sequence[str], status: int | None, timeout_s: float, said: str) -> HostError:

@@ -190,6 +190,7 @@ class Launcher(ABC):
         place: The place of the state of its jobs, as text; another launcher of this place sees them.
         limits_bandwidth: True if it can limit the bandwidth of a worker.
         emulates_networks: True if it can give each worker an emulated host.
+        starts_first_worker_alone: True if the command of a run may start in worker 0 only, and start the others itself.
         starts_containers: True if workers always run in a container of the run's image.
         container_advice: How a user gets containers, if they do not always run in them.
         options_example: Options of the engine, as an example for people.
@@ -199,6 +200,7 @@ class Launcher(ABC):
     place = ""
     limits_bandwidth = False
     emulates_networks = False
+    starts_first_worker_alone = True
     starts_containers = False
     container_advice = "choose an engine that starts containers"
     options_example = ""

@@ -93,6 +93,7 @@ class KubernetesLauncher(FolderLauncher):
     name = "kubernetes"
     options_example = "--memory 4Gi --time 1h"
     starts_containers = True
+    starts_first_worker_alone = False
 
     def __init__(self, folder: Path, interval_s: float | None = None) -> None:
         interval_s = read_interval(self.name) if interval_s is None else interval_s

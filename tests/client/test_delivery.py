@@ -635,3 +635,18 @@ def test_a_missing_token_is_named(master: StubMaster, connect: Connect, caplog: 
     client = connect()
     assert isinstance(client.post_metric(1, "m", 1).exception(10), MasterNotFoundError)
     assert "it answers 401 Unauthorized: set MLBENCH_TOKEN to the token that the master was started with" in caplog.text
+
+
+def test_a_worker_that_cannot_reach_its_master_sends_nothing_and_keeps_all(
+    master: StubMaster, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLBENCH_SPOOL", str(tmp_path / "own"))
+    monkeypatch.setenv("MLBENCH_MASTER_URL", master.url)
+    monkeypatch.setenv("MLBENCH_SPOOL_ONLY", "1")
+    client = ApiClient(url=master.url)
+    with contextlib.closing(client):
+        client.post_metric("1", "loss", 0.5)
+        # Without the variable, it waits until the master, which answers, has the metric.
+        assert client.flush(60) is False
+    assert master.values == []
+    assert len(kept(tmp_path / "own")) == 1

@@ -9,6 +9,7 @@ import io
 import random
 import re
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -212,6 +213,7 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.reported_bytes = 0
+        self.collectives: Counter[str] = Counter()
 
     def record_batch_agg(self) -> None:
         """Not of interest here."""
@@ -222,6 +224,11 @@ class Recorder:
     def record_communication(self, total_s: float, exposed_s: float, size_bytes: int) -> None:
         assert 0 <= exposed_s <= total_s
         self.reported_bytes += size_bytes
+
+    def record_collective(self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool) -> None:
+        assert group > 1
+        assert isinstance(overlapped, bool)
+        self.collectives[op] += calls * size_bytes
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -286,7 +293,7 @@ def train(member: Member, rank: int, world_size: int) -> dict[str, Any]:
     model = member.model()
     optimizer = member.make(model, rank, world_size)
     account = optimizer.aggregation
-    history, events, counted, reported = [], [], [], []
+    history, events, counted, reported, collectives = [], [], [], [], []
     for step in range(STEPS):
         if step == HALF:
             copied_model, copied = copy.deepcopy((model, optimizer))
@@ -299,6 +306,7 @@ def train(member: Member, rank: int, world_size: int) -> dict[str, Any]:
         events.append(recorder.events)
         counted.append(account.bytes_sent - before)
         reported.append(recorder.reported_bytes)
+        collectives.append(dict(recorder.collectives))
     for step in range(HALF, STEPS):
         take_step(copied_model, copied, step, rank)
     file.seek(0)
@@ -314,6 +322,7 @@ def train(member: Member, rank: int, world_size: int) -> dict[str, Any]:
         "events": events,
         "counted": counted,
         "reported": reported,
+        "collectives": collectives,
         "copied": parameters(copied_model),
         "resumed": parameters(resumed_model),
     }
@@ -442,6 +451,18 @@ def test_bytes_are_what_was_handed_to_the_collectives(ranks: list[dict[str, Any]
         assert result["counted"][member.period :] == seen[member.period :]
         assert result["reported"] == result["counted"]
         assert sum(seen) > 0
+
+
+@every_member
+def test_the_record_of_collectives_names_each_kind_with_its_bytes(ranks: list[dict[str, Any]], name: str) -> None:
+    member = MEMBERS[name]
+    names = {"batch_isend_irecv": "neighbors", "a sum through shared memory": "shared_memory_sum"}
+    for result in results(ranks, name):
+        seen = [Counter[str]() for _ in result["events"]]
+        for found, messages in zip(seen, result["events"], strict=True):
+            for op, size_bytes, _ in messages:
+                found[names.get(op, op)] += size_bytes
+        assert result["collectives"][member.period :] == seen[member.period :]
 
 
 @every_member

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mlbench_core.controlflow.pytorch import compute_train_batch_metrics, record_train_batch_stats, train_round
 from mlbench_core.controlflow.pytorch.controlflow import LOG_EVERY_N_BATCHES
 from mlbench_core.controlflow.pytorch.translation import train_round_by_tokens
+from mlbench_core.dataset.imagerecognition.pytorch import Augmentation, ImageBatches, ImageDataset
 from mlbench_core.evaluation.goals import task1_time_to_accuracy_goal
 from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
 from mlbench_core.evaluation.pytorch.metrics import DiceCoefficient, F1Score, MLBenchMetric, Perplexity, TopKAccuracy
+from mlbench_core.models.pytorch.resnet import get_resnet_model
 from mlbench_core.optim.pytorch.centralized import CentralizedSGD
 from mlbench_core.utils import Tracker
 
@@ -307,3 +310,29 @@ def test_a_goal_on_a_validation_statistic_waits_for_no_batch() -> None:
 
     waits(None)
     assert waits(task1_time_to_accuracy_goal) == waits(None) <= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_no_step_of_task_1a_waits_for_the_gpu() -> None:
+    """Batches that are augmented on the device, autocast, and CentralizedSGD."""
+    images = torch.randint(0, 256, (96, 3, 32, 32), dtype=torch.uint8)
+    dataset = ImageDataset(images, torch.arange(96) % 10, list("0123456789"), (0.5,) * 3, (0.5,) * 3, Augmentation())
+    batches = ImageBatches(dataset.to("cuda"), 8, memory_format=torch.channels_last)
+    model = get_resnet_model("resnet20", 1, "fp32", num_classes=10, use_cuda=True).to(memory_format=torch.channels_last)
+    optimizer = CentralizedSGD(world_size=1, model=model, lr=0.1, momentum=0.9, by_layer=False, use_cuda=True)
+
+    def watched() -> Iterator[tuple[Tensor, Tensor]]:
+        # The first steps load kernels, and the last one reads the loss of the round.
+        for number, batch in enumerate(batches):
+            torch.cuda.set_sync_debug_mode("error" if 2 <= number < len(batches) - 1 else "default")
+            yield batch
+
+    model.forward = torch.autocast("cuda", torch.bfloat16)(model.forward)
+    try:
+        train_round(
+            watched(), model, optimizer, F.cross_entropy, [TopKAccuracy()], None, "fp32",
+            use_cuda=True, tracker=Tracker([], "run", 0), max_batch_per_epoch=len(batches),
+        )  # fmt: skip
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -276,3 +279,14 @@ def test_arguments_of_a_training_are_checked(argv: list[str], message: str, caps
         call(*argv, add_arguments=add_run_arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_task_ends_without_a_last_look_at_every_object(tmp_path: Path) -> None:
+    code = (
+        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
+        "from mlbench_core.controlflow.task_arguments import task_main\n"
+        "task_main(lambda **others: print(gc.get_freeze_count()), argv=['--hosts', 'a', '--rank', '0'])"
+    )
+    env = {**os.environ, "MLBENCH_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\nTrue\n", "")

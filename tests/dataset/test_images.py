@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from mlbench_core import _torchvision
@@ -362,6 +363,29 @@ def test_a_data_set_moves_to_a_device() -> None:
     assert [part.device.type for part in moved.batch(torch.arange(2))] == ["meta", "meta"]
 
 
+class Transfers(TorchDispatchMode):
+    """Counts the copies from the CPU to another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ == "_to_copy" and args[0].device != result.device:
+            self.count += 1
+        return result
+
+
+def test_a_batch_on_another_device_takes_three_transfers() -> None:
+    """Positions, draws, and the constants of the normalization: the images themselves are there."""
+    batches = iter(ImageBatches(tiny(8, Augmentation()).to("meta"), 4))
+    with Transfers() as transfers:
+        next(batches)
+    assert transfers.count == 3
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_batches_are_made_on_the_gpu() -> None:
     on_gpu = next(iter(ImageBatches(tiny(16, Augmentation()).to("cuda"), 8)))
@@ -581,6 +605,15 @@ def test_damaged_idx(content: bytes, message: str) -> None:
 
     with pytest.raises(DatasetError, match=message):
         parse_idx(Path("labels"), content, 1)
+
+
+def test_digits_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Digits(augment=False)
+    # A package without the file: scikit-learn reads it by itself.
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    same = Digits(augment=False)
+    assert torch.equal(train.images, same.images)
+    assert torch.equal(torch.as_tensor(train.targets), torch.as_tensor(same.targets))
 
 
 def test_digits() -> None:

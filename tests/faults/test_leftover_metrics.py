@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from mlbench_core.client.api import ApiClient
 from mlbench_core.client.outbox import Outbox
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.local import LocalLauncher
-from mlbench_master.leftovers import store_leftovers
+from mlbench_master.leftovers import new_metric, store_leftovers
 from mlbench_master.scheduler import Scheduler
+from mlbench_master.schemas import MetricIn
 from mlbench_master.store import Store, run_owner
+from tests.client.stub_master import StubMaster
 from tests.faults.helpers import add_run
 from tests.master.helpers import server, wait_for
 
@@ -34,6 +42,35 @@ with ApiClient(url=os.environ["MLBENCH_MASTER_URL"]) as client:
         time.sleep(0.02)
 (folder / f"posted-{os.environ['RANK']}").write_text(str(value))
 """
+
+
+# Posts three metrics, and is killed at a step of the delivery of three more, which the master gets as one request.
+KILLED_WORKER = """
+import os, signal, sys
+from mlbench_core.client.api import ApiClient
+from mlbench_core.client.outbox import Outbox
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def post(values):
+    return client.post_metrics([{"run_id": 1, "name": "loss @ 0", "value": value} for value in values])
+
+url, step = sys.argv[1:]
+client = ApiClient(url=url)
+post([0, 1, 2]).result()
+if step == "queued":
+    client._delivery._sending.acquire()
+elif step == "before the request":
+    client._delivery._poster.post = die
+elif step == "after the answer":
+    Outbox.delete = die
+future = post([3, 4, 5])
+if step == "queued":
+    die()
+future.exception()
+"""
+STEPS = ("queued", "before the request", "before the answer", "after the answer")
 
 
 def values(base: str, run_id: int, name: str) -> list[str]:
@@ -71,6 +108,87 @@ def test_a_run_that_ended_without_a_master_keeps_its_metrics(tmp_path: Path) -> 
         assert ended - 5 < finished < ended + 0.1
 
 
+@pytest.fixture
+def masters() -> Iterator[Callable[[], StubMaster]]:
+    with contextlib.ExitStack() as stack:
+
+        def start() -> StubMaster:
+            master = StubMaster()
+            stack.callback(master.stop)
+            return master
+
+        yield start
+
+
+def test_a_worker_killed_at_any_step_of_a_delivery_loses_nothing(
+    tmp_path: Path, masters: Callable[[], StubMaster]
+) -> None:
+    workers: dict[str, subprocess.Popen[bytes]] = {}
+    stores = {}
+    for step in STEPS:
+        (tmp_path / step).mkdir()
+        store = stores[step] = Store(f"sqlite:///{tmp_path / step / 'master.db'}")
+        add_run(store, "a")
+        master = masters()
+
+        def respond(method: str, path: str, body: Any, step: str = step, store: Store = store) -> None:
+            store.add_metrics([new_metric(MetricIn.model_validate(entry), 0) for entry in body])
+            if step == "before the answer" and body[0]["value"] == 3:
+                workers[step].kill()
+
+        master.respond = respond
+        own = {"MLBENCH_MASTER_URL": master.url, "MLBENCH_SPOOL": str(tmp_path / step / "spool")}
+        workers[step] = subprocess.Popen(
+            [sys.executable, "-c", KILLED_WORKER, master.url, step], env={**os.environ, **own}, stderr=subprocess.PIPE
+        )
+    stored = {}
+    for step, worker in workers.items():
+        assert (worker.communicate(timeout=60)[1], worker.returncode) == (b"", -signal.SIGKILL), step
+        for _ in range(2):  # a master may be killed before it has recorded the end of the run
+            assert store_leftovers(tmp_path / step / "spool", stores[step]) == ""
+        stored[step] = [point.value for point in stores[step].points(run_owner(1), "loss @ 0")]
+    assert stored == {step: [str(value) for value in range(6)] for step in STEPS}
+
+
+def test_a_worker_leaves_no_file_if_everything_is_delivered(
+    tmp_path: Path, masters: Callable[[], StubMaster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script may make a client for each metric."""
+    master = masters()
+    monkeypatch.setenv("MLBENCH_SPOOL", str(tmp_path))
+    monkeypatch.setenv("MLBENCH_MASTER_URL", master.url)
+    with ApiClient(url=master.url) as client:
+        client.post_metric(1, "loss @ 0", 1).result(10)
+        assert len(list(tmp_path.iterdir())) == 1
+        master.stop()
+        client.post_metric(1, "loss @ 0", 2).exception(10)
+        client.post_metric(1, "loss @ 0", 3)
+        master.start()
+        assert client.flush(20)
+        client.post_metric(1, "loss @ 0", 4).result(10)
+        assert client.close() is True
+    assert list(tmp_path.iterdir()) == []
+    assert (master.values, len(master.deliveries)) == ([1, 2, 3, 4], 4)
+
+
+def test_a_disk_that_is_full_delays_no_delivery(
+    tmp_path: Path,
+    masters: Callable[[], StubMaster],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    master = masters()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MLBENCH_SPOOL", str(tmp_path / "file"))
+    monkeypatch.setenv("MLBENCH_MASTER_URL", master.url)
+    with ApiClient(url=master.url) as client:
+        for value in range(3):
+            client.post_metric(1, "loss @ 0", value).result(10)
+        assert client.close() is True
+    assert (master.values, len(master.deliveries)) == ([0, 1, 2], 3)
+    assert caplog.text.count("cannot be kept on disk") == 1
+
+
 def test_what_is_lost_is_stated(tmp_path: Path) -> None:
     """A worker leaves an outbox with one good metric, one bad one, a damaged outbox, and the count of lost ones."""
     store = Store(f"sqlite:///{tmp_path / 'master.db'}")
@@ -78,7 +196,7 @@ def test_what_is_lost_is_stated(tmp_path: Path) -> None:
     scheduler = Scheduler(store, launcher, EventBus(), {})
     run = add_run(store, "a")
     spool = launcher.spool(f"local-{run.id}")
-    ended = {}
+    ended: dict[str, Any] = {}
     start = launcher.start
 
     def start_and_leave(job: Any) -> str:
@@ -121,4 +239,5 @@ def test_metrics_for_another_master_stay_out_of_the_folder_of_the_run(tmp_path: 
             with ApiClient(url=f"127.0.0.1:{port}") as client:
                 client.post_metric(1, "loss @ 0", 1)
                 client.close(0)
-    assert [path.name for path in (tmp_path / "spool").glob("*.sqlite3")] == ["http_127.0.0.1_1_api.sqlite3"]
+    (path,) = (tmp_path / "spool").glob("*.sqlite3")
+    assert path.name.startswith("http_127.0.0.1_1_api-")

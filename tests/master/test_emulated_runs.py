@@ -133,6 +133,7 @@ def test_the_variables_of_a_worker_are_those_of_its_host() -> None:
     env = second["env"]
     assert (env["MASTER_ADDR"], env["MASTER_PORT"], env["RANK"], env["WORLD_SIZE"]) == ("10.77.0.1", "1234", "1", "2")
     assert (env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"], env["GLOO_SOCKET_IFNAME"]) == ("0", "1", "eth0")
+    assert (env["MLBENCH_NETWORK"], env["MLBENCH_SPOOL_ONLY"]) == ("1gbit", "1")
     assert first["env"]["RANK"] == "0"
     (plain,) = worker_commands(Job(1, "a", "true", 1), 1234)
     assert "GLOO_SOCKET_IFNAME" not in plain["env"]

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ from mlbench_master.launchers import (
 from mlbench_master.launchers.hosts import HostsLauncher
 from mlbench_master.launchers.hosts_file import HOSTFILE_VARIABLE, parse_hosts, read_options
 from mlbench_master.launchers.hosts_results import UnpackError, unpack
+from mlbench_master.launchers.hosts_run import HostRun
 from mlbench_master.processes import processes_with
 from tests.master import fake_ssh
 from tests.master.helpers import TestClient, wait_for
@@ -641,3 +643,56 @@ def test_the_launcher_needs_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MLBENCH_SSH", "/no/ssh -F file")
     with pytest.raises(ConfigurationError, match="needs ssh, but '/no/ssh' cannot be found"):
         HostsLauncher(tmp_path)
+
+
+def test_folders_of_masters_that_were_killed_are_removed(
+    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    for name in ("killed", "new"):
+        (temporary / f"mlbench-ssh-{name}").mkdir(parents=True)
+        (temporary / f"mlbench-ssh-{name}" / "socket").touch()
+    (tmp_path / "foreign").mkdir()
+    (temporary / "mlbench-ssh-link").symlink_to(tmp_path / "foreign")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    first = hosts_ssh.Ssh()
+    (running,) = (path for path in temporary.iterdir() if (path / "lock").exists())
+    for path in (running, temporary / "mlbench-ssh-killed", tmp_path / "foreign"):
+        os.utime(path, (0, 0))
+    second = hosts_ssh.Ssh()
+    left = {path.name for path in temporary.iterdir()}
+    assert len(left) == 4 and {"mlbench-ssh-new", "mlbench-ssh-link", running.name} < left
+    assert list((tmp_path / "foreign").iterdir()) == []
+    for ssh in (first, second):
+        ssh.close()
+    assert {path.name for path in temporary.iterdir()} == {"mlbench-ssh-new", "mlbench-ssh-link"}
+
+
+def test_the_next_master_removes_the_folders_of_runs_that_had_ended(
+    launcher: HostsLauncher, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one was killed after the end of a run, before the hosts had deleted their folders with the token."""
+    step = HostRun.step
+
+    def before_the_end(run: HostRun, name: str) -> dict[str, Any] | None:
+        found = step(run, name)
+        return None if found is None or found["want"] == "remove" else found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostRun, "step", before_the_end)
+        job_id = launcher.start(job(script(tmp_path, "pass"), options=("--host", "a:1,b:1")))
+        assert end_of(launcher, job_id).state == "finished"
+        launcher.close()
+    assert remote(fake, "a") and remote(fake, "b")
+    assert (tmp_path / "runs/1/left_on_hosts").exists()
+    (tmp_path / "runs/3").mkdir()
+    (tmp_path / "runs/3/left_on_hosts").touch()
+    (tmp_path / "runs/3/job.json").write_text("[]")
+    second = HostsLauncher(tmp_path / "runs", interval_s=0.1)
+    try:
+        wait_for(lambda: not remote(fake, "a") and not remote(fake, "b"), what="the end of the folders on the hosts")
+        wait_for(lambda: not (tmp_path / "runs/1/left_on_hosts").exists(), what="the end of the mark")
+        assert second.has_room(1, ("--host", "a")) and second._runs == {}
+        assert second.poll(job_id).state == "finished"
+    finally:
+        second.close()

@@ -654,6 +654,16 @@ def test_mpi_between_pods_is_refused_with_the_request(launcher: KubernetesLaunch
     check_options(run.model_copy(update={"num_workers": 1}), launcher)
 
 
+def test_a_command_of_worker_0_alone_is_refused_with_the_request(launcher: KubernetesLauncher) -> None:
+    command = {"image_name": "custom_image", "custom_image_name": "image", "custom_image_command": "mpirun x"}
+    custom = {"backend": "custom_backend", "custom_backend": "mpi", "run_all_nodes": False}
+    run = RunIn.model_validate({"name": "a", "num_workers": 2, **command, **custom})
+    with pytest.raises(ValueError, match="run_all_nodes: must be true for 2 workers on kubernetes, not false"):
+        check_options(run, launcher)
+    check_options(run.model_copy(update={"num_workers": 1}), launcher)
+    check_options(run.model_copy(update={"run_all_nodes": True}), launcher)
+
+
 def test_what_a_run_misses_is_in_its_log(launcher: KubernetesLauncher, cluster: FakeKubernetes) -> None:
     launcher.start(replace(JOB, env={"MLBENCH_MASTER_URL": "http://127.0.0.1:5080"}))
     notes = " ".join(texts(launcher, None))

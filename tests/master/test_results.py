@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.results.load import load
+from mlbench_core.results.configuration import Configuration
+from mlbench_core.results.load import load, unpack
 from mlbench_master import create_app, results
 from mlbench_master.goals import read_goal
 from mlbench_master.results import FILES, ResultFolder
@@ -130,6 +131,30 @@ def test_a_file_that_is_too_large_is_left_out_and_named(
     assert found.read("left_out.txt") == b"metrics.jsonl: it has 10 bytes, and at most 9 are passed on\n"
     (folder / "metrics.jsonl").write_text("012345678")
     assert "left_out.txt" not in archive(client, run).namelist()
+
+
+def test_a_run_without_result_has_the_lines_of_its_workers(client: Any, run: Run, folder: Path, tmp_path: Path) -> None:
+    start: dict[str, Any] = {"kind": "start", "time": "2026-01-01T00:00:00+00:00", "run_id": "7", "step": 0, "epoch": 0}
+    start["configuration"] = Configuration(workers=3).to_dict()
+    lines = [json.dumps({"rank": rank, **start}) for rank in range(3)]
+    # A killed worker can leave half a line.
+    (folder / "metrics.rank-0.jsonl").write_text(f'{lines[0]}\n{{"rank": 0, "ki')
+    (folder / "metrics.rank-2.jsonl").write_text(f"{lines[2]}\n")
+    (tmp_path / "secret").write_text("secret")
+    (folder / "metrics.rank-1.jsonl").symlink_to(tmp_path / "secret")
+    assert archive(client, run).read("metrics.jsonl") == b'{"file": "metrics.jsonl"}\n'
+    (folder / "metrics.jsonl").unlink()
+    (folder / "result.json").unlink()
+    found = archive(client, run)
+    assert found.read("metrics.jsonl").decode() == f'{lines[0]}\n{{"rank": 0, "ki\n{lines[2]}\n'
+    assert found.read("left_out.txt").startswith(b"metrics.rank-1.jsonl: it cannot be read as a regular file")
+    (tmp_path / "r.zip").write_bytes(found.fp.getvalue())  # type: ignore[union-attr]
+    assert not unpack(tmp_path / "r.zip", tmp_path / "result")
+    assert unpack(tmp_path / "r.zip", tmp_path / "result", unfinished=True)
+    assert not (tmp_path / "result" / "result.json").exists()
+    (tmp_path / "result" / "environment.json").unlink()
+    (record,) = load([tmp_path / "result"])
+    assert (record.state, record.workers) == ("unfinished", 3)
 
 
 def test_a_file_that_grows_is_read_to_the_size_that_it_had(

@@ -334,6 +334,7 @@ def test_presets() -> None:
     assert (big.encoder.embedding.embedding_dim, len(big.decoder.layers), big.decoder.dropout.p) == (1024, 3, 0.1)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_gpu_in_half_precision_is_close_to_the_cpu() -> None:
     source, target = batch()

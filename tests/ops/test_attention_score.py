@@ -251,6 +251,7 @@ def test_why_the_kernels_do_not_take_tensors(monkeypatch: pytest.MonkeyPatch) ->
         assert why_not_kernel(*parts) == "they are off"
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_gpu_and_cpu_agree() -> None:
     parts = inputs(torch.float32)

@@ -597,6 +597,30 @@ class TestMuon:
         assert torch.equal(y, z)
         assert not torch.equal(x, z)
 
+    @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+    def test_a_kernel_steps_as_a_matrix_with_a_row_per_output(self, memory_format: torch.memory_format) -> None:
+        generator = torch.Generator().manual_seed(0)
+        kernel = torch.randn(4, 3, 2, 2, generator=generator).to(memory_format=memory_format).requires_grad_()
+        matrix = kernel.detach().flatten(1).clone().requires_grad_()
+        optimizers = MuonAdamW([kernel], lr=0.1, kernels=True), MuonAdamW([matrix], lr=0.1)
+        for _ in range(3):
+            gradient = torch.randn(4, 3, 2, 2, generator=generator)
+            kernel.grad, matrix.grad = gradient.to(memory_format=memory_format), gradient.flatten(1)
+            for optimizer in optimizers:
+                optimizer.step()
+            assert torch.equal(kernel.flatten(1), matrix)
+
+    def test_a_kernel_takes_adamws_step_if_not_asked_otherwise(self) -> None:
+        x, y, z = (torch.ones(2, 3, 2, 2, requires_grad=True) for _ in range(3))
+        old = MuonAdamW([y], lr=0.1, kernels=True)
+        del old.param_groups[0]["kernels"]  # as after loading a checkpoint from before the option
+        optimizers = MuonAdamW([x], lr=0.1), old, torch.optim.AdamW([z], lr=0.1, weight_decay=0.1)
+        for parameter, optimizer in zip((x, y, z), optimizers, strict=True):
+            parameter.grad = torch.arange(24.0).view(2, 3, 2, 2)
+            optimizer.step()
+        assert torch.equal(x, z)
+        assert torch.equal(y, z)
+
     def test_digits_are_learned_as_well_as_with_adam(self, ranks: Ranks) -> None:
         assert_learns_as_well_as(ranks, "adam", "muon", fewer_bytes=0.9)
         assert_learns_as_well_as(ranks, "diloco", "muloco", fewer_bytes=0.9)

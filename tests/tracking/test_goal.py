@@ -99,6 +99,7 @@ def test_sinks_learn_the_course_of_a_run(clock: Clock, log: MagicMock) -> None:
     }  # fmt: skip
     assert set(end) == {
         "time_s", "totals", "epochs", "best_metric_value", "best_epoch", "batch_times", "memory_peak_bytes", "energy_j",
+        "collectives",
     }  # fmt: skip
     assert (end["time_s"], end["epochs"], end["totals"]["train_s"]) == (190, 2, 62)
 

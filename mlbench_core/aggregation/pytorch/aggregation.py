@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.names import plain_name
+from mlbench_core.aggregation.pytorch.timing import count_collective
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.distributed.pytorch.lost_workers import introduce, naming_lost_workers
 
@@ -161,6 +162,7 @@ class Aggregation(ABC):
         sent = process_groups.get_backend_tensor(flag, self.group)
         process_groups.dist.all_reduce(sent, op=process_groups.dist.ReduceOp.MAX, group=self.group)
         self._count_bytes(sent)
+        count_collective("all_reduce", self.world_size, sent.nbytes)
         if sent is not flag:
             flag.copy_(sent)
 

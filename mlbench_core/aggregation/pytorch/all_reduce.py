@@ -19,6 +19,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
 from mlbench_core.aggregation.pytorch.buckets import BUCKET_SIZE_BYTES
 from mlbench_core.aggregation.pytorch.messages import as_real, by_dtype_and_device, divide, pack, unpack
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
+from mlbench_core.aggregation.pytorch.timing import count_collective
 from mlbench_core.arguments import check_int
 from mlbench_core.distributed.pytorch import process_groups
 
@@ -160,8 +161,13 @@ class AllReduceAggregation(Aggregation):
         """
         return self.divide_before or self.comm_dtype not in (None, dtype.to_real())
 
-    def start(self, message: Tensor) -> Transfer:
-        """Begin to sum a flat message over the workers; it must not be touched before :meth:`finish`."""
+    def start(self, message: Tensor, overlapped: bool = False) -> Transfer:
+        """Begin to sum a flat message over the workers; it must not be touched before :meth:`finish`.
+
+        Args:
+            message: The message.
+            overlapped: True if training goes on before :meth:`finish`; for the record of collectives only.
+        """
         sent = message
         # Complex numbers travel as pairs of real ones, because comm_dtype is a real type.
         if self.comm_dtype is not None:
@@ -172,6 +178,8 @@ class AllReduceAggregation(Aggregation):
         else:
             work = process_groups.dist.all_reduce(sent, group=self.group, async_op=True)
         self._count_bytes(sent)
+        op = "shared_memory_sum" if self.shared_memory else "all_reduce"
+        count_collective(op, self.world_size, sent.nbytes, overlapped)
         return Transfer(message, sent, work)
 
     def _shared_sum(self) -> SharedMemorySum:

@@ -19,6 +19,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
 )
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.timing import count_collective
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["CompressedAggregation", "LossyAggregation"]
@@ -195,6 +196,7 @@ class CompressedAggregation(LossyAggregation):
         gathered = sent.new_empty(self.world_size, sent.numel())
         process_groups.dist.all_gather(list(gathered), sent, group=self.group)
         self._count_bytes(sent)
+        count_collective("all_gather", self.world_size, sent.nbytes)
         return gathered.to(message.device)
 
 

@@ -110,7 +110,7 @@ class DDPHookState:
             return None
         if aggregation.divides_early(memory.dtype):
             divide(memory, aggregation.world_size)
-        return aggregation.start(memory)
+        return aggregation.start(memory, overlapped=True)
 
     def _complete(self, arrived: list[_Arrived]) -> None:
         """Write the results into the memory of all buckets and complete their futures."""

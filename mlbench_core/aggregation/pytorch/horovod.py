@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation, Transfer
+from mlbench_core.aggregation.pytorch.timing import count_collective
 from mlbench_core.errors import ConfigurationError, require
 
 __all__ = ["AllReduceAggregationHVD"]
@@ -62,11 +63,13 @@ class AllReduceAggregationHVD(AllReduceAggregation):
         if self.world_size > 1:
             flag.copy_(_horovod().allreduce(flag, op=_horovod().Sum))
             self._count_bytes(flag)
+            count_collective("all_reduce", self.world_size, flag.nbytes)
 
-    def start(self, message: Tensor) -> Transfer:
+    def start(self, message: Tensor, overlapped: bool = False) -> Transfer:
         """Sum a flat message over the workers."""
         message.copy_(_horovod().allreduce(message, op=_horovod().Sum))
         self._count_bytes(message)
+        count_collective("all_reduce", self.world_size, message.nbytes)
         return Transfer(message, message, work=None)
 
     def finish(self, transfer: Transfer) -> None:

@@ -223,7 +223,7 @@ class OverlappedReduction:
             if bucket.flags is not None:
                 present = [float(p.grad is not None) for b in self._buckets for p in b.parameters]
                 bucket.flags.copy_(torch.tensor(present, dtype=bucket.flags.dtype))
-            current.transfers.append(self._aggregation.start(message))
+            current.transfers.append(self._aggregation.start(message, overlapped=True))
             current.interval.size_bytes += current.transfers[-1].size_bytes
 
     def _divides_early(self, bucket: Bucket) -> bool:

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["CommunicationClock", "Interval"]
+__all__ = ["CommunicationClock", "Interval", "count_collective"]
+
+# Collectives of this process that no tracker has received yet: (kind, group, bytes, overlapped) and their number.
+_collectives: Counter[tuple[str, int, int, bool]] = Counter()
+
+
+def count_collective(op: str, group: int, size_bytes: int, overlapped: bool = False) -> None:
+    """Count a collective; :meth:`CommunicationClock.report` passes the counts on.
+
+    Args:
+        op: The kind, for example ``"all_reduce"``; ``"neighbors"`` is an exchange with all neighbors at once.
+        group: Number of workers that take part, this one included.
+        size_bytes: Payload of this worker in one call.
+        overlapped: True if training goes on while the collective runs.
+    """
+    _collectives[op, group, size_bytes, overlapped] += 1
 
 
 class Interval:
@@ -127,11 +142,19 @@ class CommunicationClock:
 
         Args:
             tracker: A tracker, or None. Its ``record_communication(total_s, exposed_s, size_bytes)`` is called. If
-                training waited within another step, ``book_as_communication(step, seconds)`` is called too. A method
-                that the tracker does not have is skipped.
+                training waited within another step, ``book_as_communication(step, seconds)`` is called too. The
+                collectives of this process since the last report go to
+                ``record_collective(op, group, size_bytes, calls, overlapped)``. A method that the tracker does not
+                have is skipped.
         """
         record = getattr(tracker, "record_communication", None)
         book = getattr(tracker, "book_as_communication", None)
+        record_collective = getattr(tracker, "record_collective", None)
+        if record_collective is not None:
+            for (op, group, size_bytes, overlapped), calls in _collectives.items():
+                record_collective(op, group, size_bytes, calls, overlapped)
+        # Also without a tracker, so that a later one does not receive the collectives of another run.
+        _collectives.clear()
         for interval in self.intervals():
             if record is not None:
                 record(interval.total_s(), interval.exposed_s(), interval.size_bytes)

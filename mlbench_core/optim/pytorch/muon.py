@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 
 from mlbench_core.arguments import check_at_least
@@ -29,6 +30,9 @@ class MuonAdamW(Optimizer):
     so that both share the learning rate and the weight decay. :class:`torch.optim.Muon` refuses parameters that are not
     matrices, and a wrapper of this library wraps one optimizer. This class makes one of the two.
 
+    With ``kernels``, a tensor with more than two dimensions, such as the kernel of a convolution, is a matrix with one
+    row per output channel. Without, it takes AdamW's step.
+
     For distributed training give it to
     :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`, or as ``inner_optimizer`` to
     :class:`~mlbench_core.optim.pytorch.presets.DiLoCo`; the latter is known as MuLoCo.
@@ -42,6 +46,7 @@ class MuonAdamW(Optimizer):
         betas: Decay of AdamW's running averages of the gradient and of its square.
         eps: Added to AdamW's denominator.
         use_muon: False for AdamW's step everywhere.
+        kernels: True for Muon's step on tensors with more than two dimensions.
 
     Raises:
         TypeError: ``lr`` is not a number.
@@ -70,12 +75,15 @@ class MuonAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         use_muon: bool = True,
+        kernels: bool = False,
     ) -> None:
         # The optimizers that step() makes check the other options, but only at the first step.
         check_at_least("weight_decay", weight_decay, 0)
         check_at_least("momentum", momentum, 0)
         defaults = {"weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
-        super().__init__(params, {"lr": check_lr(lr, "MuonAdamW"), **defaults, "use_muon": use_muon})
+        super().__init__(
+            params, {"lr": check_lr(lr, "MuonAdamW"), **defaults, "use_muon": use_muon, "kernels": kernels}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -90,18 +98,32 @@ class MuonAdamW(Optimizer):
         loss = evaluate(closure)
         for group in self.param_groups:
             common = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
-            present = [parameter for parameter in group["params"] if parameter.grad is not None]
-            matrices = [parameter for parameter in present if group["use_muon"] and parameter.ndim == 2]
-            others = [parameter for parameter in present if not group["use_muon"] or parameter.ndim != 2]
+            matrices: list[Tensor] = []
+            others: list[Tensor] = []
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    # A checkpoint from before this option has no "kernels".
+                    takes_muon = parameter.ndim == 2 or (parameter.ndim > 2 and group.get("kernels", False))
+                    (matrices if group["use_muon"] and takes_muon else others).append(parameter)
             if matrices:
-                momentum = group["momentum"]
-                self._let_step(Muon(matrices, **common, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
+                self._take_muon_step(matrices, momentum=group["momentum"], adjust_lr_fn="match_rms_adamw", **common)
             if others:
-                self._let_step(AdamW(others, **common, betas=group["betas"], eps=group["eps"]))
+                optimizer = AdamW(others, **common, betas=group["betas"], eps=group["eps"])
+                # A new optimizer at each step takes microseconds, and always has the current groups and options.
+                optimizer.state = self.state
+                optimizer.step()
         return loss
 
-    def _let_step(self, optimizer: Optimizer) -> None:
-        """Let an optimizer of a part of the parameters take a step with their state, which this one keeps."""
-        # New at each step, which takes microseconds: it always has the current groups, options and state.
-        optimizer.state = self.state
+    def _take_muon_step(self, parameters: list[Tensor], **options: Any) -> None:
+        """Let Muon take a step on parameters with at least two dimensions, as matrices."""
+        # Copies of kernels in channels-last order, because their memory has no view as such a matrix.
+        matrices = [parameter.detach().flatten(1) for parameter in parameters]
+        for matrix, parameter in zip(matrices, parameters, strict=True):
+            matrix.grad = parameter.grad.flatten(1)  # type: ignore[union-attr]
+        optimizer = Muon(matrices, **options)
+        # The same dictionaries, so that this optimizer keeps what the step writes into them.
+        optimizer.state.update((m, self.state[p]) for m, p in zip(matrices, parameters, strict=True))
         optimizer.step()
+        for matrix, parameter in zip(matrices, parameters, strict=True):
+            if matrix.data_ptr() != parameter.data_ptr():
+                parameter.copy_(matrix.view_as(parameter))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mlbench_core.arguments import check_at_least
 
-__all__ = ["Augmentation", "Draws", "crop_and_flip", "crop_and_flip_reference", "normalize"]
+__all__ = ["Augmentation", "Draws", "crop_and_flip", "crop_and_flip_reference", "normalize", "send"]
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,26 @@ def crop_and_flip(images: Tensor, draws: Draws, padding: int) -> Tensor:
     padded = F.pad(images, (padding,) * 4)
     # windows[n, c, i, j] is the crop of image n, channel c whose first pixel is (i, j). It is a view without a copy.
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)
-    device = images.device
-    numbers = torch.arange(len(images), device=device)
-    crops = windows[numbers, :, draws.tops.to(device), draws.lefts.to(device)]
-    mirrored = draws.flips.to(device)
-    return torch.where(mirrored[:, None, None, None], crops.flip(3), crops)
+    # One transfer for all draws.
+    tops, lefts, flips = send(torch.stack([draws.tops, draws.lefts, draws.flips.to(draws.tops.dtype)]), images.device)
+    crops = windows[torch.arange(len(images), device=images.device), :, tops, lefts]
+    return torch.where(flips.bool()[:, None, None, None], crops.flip(3), crops)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move a tensor to a device; on a GPU the host does not wait for the transfer.
+
+    Args:
+        tensor: A tensor on the CPU, or on the device.
+        device: The device.
+
+    Returns:
+        The tensor on the device.
+    """
+    # A copy from other memory than pinned memory waits for all work that the GPU still has to do. torch keeps the
+    # pinned memory until the copy has ended.
+    is_transfer = device.type == "cuda" and tensor.device.type == "cpu"
+    return tensor.pin_memory().to(device, non_blocking=True) if is_transfer else tensor.to(device)
 
 
 def crop_and_flip_reference(images: Tensor, draws: Draws, padding: int) -> Tensor:
@@ -150,8 +165,8 @@ def normalize(
     """
     # Compute the two constants in float64, and round them to float32 once, at the end.
     deviation = torch.tensor(std, dtype=torch.float64)
-    scale = (1 / (255 * deviation)).float().to(images.device)[:, None, None]
-    shift = (-torch.tensor(mean, dtype=torch.float64) / deviation).float().to(images.device)[:, None, None]
+    constants = torch.stack([1 / (255 * deviation), -torch.tensor(mean, dtype=torch.float64) / deviation]).float()
+    scale, shift = send(constants, images.device)[:, :, None, None]
     # Change the memory format last: arithmetic is several times faster on contiguous planes than on interleaved
     # channels.
     return images.to(torch.float32).mul_(scale).add_(shift).contiguous(memory_format=memory_format)

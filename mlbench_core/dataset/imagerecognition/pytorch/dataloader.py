@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,20 @@ def _read_idx(root: Path, name: str, dimensions: int, download: bool) -> Tensor:
     return readers.parse_idx(path, readers.read_bytes(path, _MNIST_MD5[name]), dimensions)
 
 
+def _read_digits() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return scikit-learn's digits and their labels, if possible without its import, which takes a second."""
+    spec = importlib.util.find_spec("sklearn")
+    if spec is not None and spec.origin is not None:
+        path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
+        if path.is_file():
+            table = np.loadtxt(path, delimiter=",")
+            return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(int)
+    # Another version may keep the file elsewhere.
+    source: Any = require("sklearn.datasets", "vision")
+    digits = source.load_digits()
+    return digits.images, digits.target
+
+
 class Digits(ImageDataset):
     """scikit-learn's handwritten digits, enlarged to 32x32: a data set that needs no download.
 
@@ -254,19 +269,18 @@ class Digits(ImageDataset):
     ) -> None:
         if channels not in (1, 3):
             raise ValueError(f"channels must be 1 or 3, not {channels}")
-        source: Any = require("sklearn.datasets", "vision")
-        digits = source.load_digits()
+        gray, labels = _read_digits()
         self.train = train
-        small = torch.from_numpy(digits.images).float()[:, None] / 16  # gray levels from 0 to 16
+        small = torch.from_numpy(gray).float()[:, None] / 16  # gray levels from 0 to 16
         large = F.interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
         images = large.mul(255).round().to(torch.uint8)
-        training, validation = stratified_split(digits.target)
+        training, validation = stratified_split(labels)
         # Compute mean and deviation from the training images alone: validation images must not influence the inputs.
         reference = images[training].double() / 255
         chosen = training if train else validation
         super().__init__(
             images[chosen].expand(-1, channels, -1, -1).contiguous(),
-            torch.from_numpy(digits.target.astype(np.int64))[chosen],
+            torch.from_numpy(labels.astype(np.int64))[chosen],
             [str(digit) for digit in range(10)],
             (reference.mean().item(),) * channels,
             (reference.std().item(),) * channels,

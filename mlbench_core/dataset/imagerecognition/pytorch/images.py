@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mlbench_core.dataset.imagerecognition.pytorch.augment import Augmentation, normalize
+from mlbench_core.dataset.imagerecognition.pytorch.augment import Augmentation, normalize, send
 from mlbench_core.errors import require
 
 __all__ = ["ImageDataset"]
@@ -121,7 +121,7 @@ class ImageDataset(Dataset):
         Raises:
             TypeError: ``transform`` does not return tensors.
         """
-        chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.images.device)
+        chosen = send(torch.as_tensor(indices, dtype=torch.int64), self.images.device)
         if self.transform is None:
             images = self.images[chosen]
             if augment and self.augmentation is not None:

@@ -1,0 +1,203 @@
+"""``mlbench sweep``: run all algorithms of a file on all of its networks."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlbench_core.cli import _embedded
+from mlbench_core.cli._client import MasterClient
+from mlbench_core.cli._output import (
+    clean,
+    dashboard_option,
+    json_option,
+    number,
+    print_field,
+    print_json,
+    print_table,
+    remark,
+    seconds,
+)
+from mlbench_core.errors import MLBenchError
+from mlbench_core.sweep.estimate import Estimate, estimate
+from mlbench_core.sweep.file import Point, Sweep, load_sweep
+from mlbench_core.sweep.folder import Done, Failure, SweepFolder
+
+if TYPE_CHECKING:
+    from mlbench_core.results.record import RunRecord
+
+__all__ = ["sweep"]
+
+# Fields of a record that --json shows.
+_RESULTS = ("reached", "time_to_goal_s", "train_s", "best", "bytes_sent")
+
+
+@click.command()
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    metavar="FOLDER",
+    help="Folder for the results; the same command continues a sweep that was ended.",
+)
+@click.option("--dry-run", is_flag=True, help="Only show the runs and the estimate of their time.")
+@dashboard_option
+@json_option
+def sweep(file: Path, output: Path, dry_run: bool, dashboard_url: str | None, as_json: bool) -> None:
+    """Run the sweep of a TOML FILE: algorithms x workers x networks x seeds on one task.
+
+    Runs that FOLDER already has are not repeated. More algorithms, networks and seeds in FILE only add runs. A run that
+    failed is tried again once at the next start.
+
+    A run that exceeds the limit of FILE is stopped, and counts as one that did not reach its goal within it.
+    """
+    described = load_sweep(file)
+    points = described.points()
+    folder = SweepFolder(output)
+    done, failures = folder.done(described, points), folder.failures(points)
+    pending = [p for p in points if p.name not in done and folder.may_try(failures.get(p.name))]
+    expected = estimate(pending, points, done, described.limit_s)
+    if dry_run:
+        if as_json:
+            print_json(_as_json(described, points, done, failures, _records(folder, points, done)))
+        else:
+            _show_plan(points, done, failures)
+            _show_estimate(described, len(points), done, expected)
+        return
+    if not as_json:
+        _show_estimate(described, len(points), done, expected)
+    with folder.open(file):
+        is_whole = _run(described, folder, points, pending, done, dashboard_url)
+    done, failures = folder.done(described, points), folder.failures(points)
+    records = _records(folder, points, done)
+    page = _write_page(output, described) if records else None
+    if as_json:
+        print_json(_as_json(described, points, done, failures, records))
+    else:
+        _show_results(points, records)
+        click.echo(f"results: {output.absolute()}")
+        if page is not None:
+            click.echo(f"page: {page.absolute()}")
+    if not is_whole:
+        remark("the budget has ended; start the same command again to continue")
+    failed = [f"{name} ({clean(failure.reason)})" for name, failure in failures.items() if name not in done]
+    if failed:
+        raise MLBenchError(f"{len(failed)} of {len(points)} runs failed (see {output / 'failed'}): {'; '.join(failed)}")
+
+
+def _run(
+    described: Sweep,
+    folder: SweepFolder,
+    points: Sequence[Point],
+    pending: Sequence[Point],
+    done: Mapping[str, Done],
+    dashboard_url: str | None,
+) -> bool:
+    """Run the pending points; return False if the budget ended first."""
+    # Imported here: --dry-run needs neither.
+    from mlbench_core.cli._sweep_progress import open_display
+    from mlbench_core.sweep.runner import Runner
+
+    def connect() -> MasterClient:
+        location = _embedded.find_or_start(dashboard_url)
+        return MasterClient(location.url, location.token)
+
+    with open_display(described, points, dict(done)) as display:
+        try:
+            return Runner(described, folder, connect, display).run(pending)
+        except KeyboardInterrupt:
+            pass
+    raise MLBenchError("ended by Ctrl-C; start the same command again to continue")
+
+
+def _show_plan(points: Sequence[Point], done: Mapping[str, Done], failures: Mapping[str, Failure]) -> None:
+    rows = [
+        (point.name, point.algorithm, point.workers, point.network or "-", point.seed, _state(point, done, failures))
+        for point in points
+    ]
+    print_table(("RUN", "ALGORITHM", "WORKERS", "NETWORK", "SEED", "STATE"), rows, right=(2, 4))
+
+
+def _show_estimate(described: Sweep, runs: int, done: Mapping[str, Done], expected: Estimate) -> None:
+    print_field("runs", f"{runs}, of which {len(done)} are done and {expected.runs} are to run")
+    if expected.runs and expected.expected_s is not None:
+        print_field("expected", f"{seconds(expected.expected_s)} (h:min:s) by the runs that are done")
+    if expected.runs and expected.longest_s is not None:
+        print_field("at most", f"{seconds(expected.longest_s)} if every run reaches the limit")
+    if described.budget_s is not None:
+        print_field("budget", f"{seconds(described.budget_s)}, after which no run starts")
+
+
+def _show_results(points: Sequence[Point], records: Mapping[str, RunRecord]) -> None:
+    """Print one row for each algorithm, number of workers and network."""
+    cells: dict[tuple[str, int, str], list[RunRecord]] = {}
+    for point in points:
+        if point.name in records:
+            key = (point.algorithm, point.workers, point.network or "-")
+            cells.setdefault(key, []).append(records[point.name])
+    rows = []
+    for key, found in cells.items():
+        times = [math.inf if record.time_to_goal_s is None else record.time_to_goal_s for record in found]
+        median_s = statistics.median(times)
+        reached = sum(map(math.isfinite, times))
+        rows.append((*key, len(found), reached, number(median_s if math.isfinite(median_s) else None)))
+    print_table(("ALGORITHM", "WORKERS", "NETWORK", "RUNS", "REACHED", "MEDIAN S"), rows, right=(1, 3, 4, 5))
+
+
+def _records(folder: SweepFolder, points: Sequence[Point], done: Mapping[str, Done]) -> dict[str, RunRecord]:
+    """Return the results of the runs that have ended, by name."""
+    from mlbench_core.results.load import load
+
+    records = {}
+    for point in points:
+        found = load([folder.run_folder(point)], empty_is_error=False) if point.name in done else []
+        if found:
+            records[point.name] = found[0]
+    return records
+
+
+def _write_page(path: Path, described: Sweep) -> Path | None:
+    """Write the page of a sweep; return None if this version has none."""
+    if importlib.util.find_spec("mlbench_core.sweep.page") is None:
+        return None
+    importlib.import_module("mlbench_core.sweep.page").write_page(path, sweep=described, report=remark)
+    return path / "index.html"
+
+
+def _state(point: Point, done: Mapping[str, Done], failures: Mapping[str, Failure]) -> str:
+    if point.name in done:
+        return done[point.name].outcome
+    failure = failures.get(point.name)
+    return "to run" if failure is None else f"failed {failure.tries}x: {failure.reason}"
+
+
+def _as_json(
+    described: Sweep,
+    points: Sequence[Point],
+    done: Mapping[str, Done],
+    failures: Mapping[str, Failure],
+    records: Mapping[str, RunRecord],
+) -> dict[str, Any]:
+    left = [point for point in points if point.name not in done and point.name not in failures]
+    expected = estimate(left, points, done, described.limit_s)
+    rows = []
+    for point in points:
+        row: dict[str, Any] = {"name": point.name, "algorithm": point.algorithm, "workers": point.workers}
+        row.update(network=point.network, seed=point.seed, outcome=None, seconds=None, reason=None)
+        if point.name in done:
+            row.update(outcome=done[point.name].outcome, seconds=done[point.name].seconds)
+        elif point.name in failures:
+            row.update(outcome="failed", reason=failures[point.name].reason)
+        record = records.get(point.name)
+        row.update({name: getattr(record, name, None) for name in _RESULTS})
+        rows.append(row)
+    time_left = {"runs": expected.runs, "expected_s": expected.expected_s, "longest_s": expected.longest_s}
+    return {"title": described.title, "points": rows, "left": time_left}

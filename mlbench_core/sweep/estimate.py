@@ -1,0 +1,77 @@
+"""Estimate how long the rest of a sweep takes, from its runs that have ended."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from mlbench_core.sweep.file import Point
+from mlbench_core.sweep.folder import Done
+
+__all__ = ["Estimate", "estimate"]
+
+OVERHEAD_S = 3.0
+"""Seconds around a run: the master starts its workers, notices their end, and hands out the results."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The time that some runs take.
+
+    Attributes:
+        runs: Number of runs.
+        expected_s: The time by runs that have ended; None if there are none. A run without a similar one counts with
+            the mean of the others.
+        longest_s: The time if every run reaches the limit; None without a limit.
+    """
+
+    runs: int
+    expected_s: float | None
+    longest_s: float | None
+
+
+def estimate(
+    pending: Iterable[Point], points: Iterable[Point], done: Mapping[str, Done], limit_s: float | None
+) -> Estimate:
+    """Estimate the time of the runs that are left.
+
+    The time of a run is the mean over the ended runs that are most like it: those of the same algorithm, network and
+    number of workers, else those of the same network and number of workers, else those of the same number of workers,
+    else all.
+
+    Args:
+        pending: The runs that are left.
+        points: All runs of the sweep.
+        done: The runs that have ended, by name.
+        limit_s: The limit of a run, or None.
+
+    Example:
+        >>> points = [Point(f"a-{seed}", "a", 1, None, seed, {}) for seed in (42, 43, 44)]
+        >>> estimate(points[1:], points, {"a-42": Done("finished", 7.0)}, limit_s=60).expected_s
+        20.0
+    """
+    ended = [(point, done[point.name].seconds) for point in points if point.name in done]
+    pending = list(pending)
+    times = [_expected(point, ended) for point in pending]
+    longest_s = None if limit_s is None else len(pending) * (limit_s + OVERHEAD_S)
+    expected_s = sum(time + OVERHEAD_S for time in times if time is not None) if ended else None
+    return Estimate(len(pending), expected_s, longest_s)
+
+
+def _expected(point: Point, ended: list[tuple[Point, float]]) -> float | None:
+    same: list[tuple[object, ...]] = [
+        (point.algorithm, point.network, point.workers),
+        (point.network, point.workers),
+        (point.workers,),
+        (),
+    ]
+    for key in same:
+        found = [
+            seconds
+            for other, seconds in ended
+            if (other.algorithm, other.network, other.workers)[3 - len(key) :] == key
+        ]
+        if found:
+            return statistics.fmean(found)
+    return None

@@ -1,0 +1,323 @@
+"""Read the TOML file that describes a sweep, and make its list of runs.
+
+Every point of a sweep is one run: an algorithm, a number of workers, a network and a seed. One worker has no network,
+so its runs belong to every network. The order is seed by seed, so that an unfinished sweep is a whole picture with
+fewer seeds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.network.description import MAX_HOSTS, Network
+from mlbench_core.network.named import get_network
+from mlbench_core.tasks import BACKENDS, Task, get_task, option_value
+
+__all__ = ["Point", "Sweep", "Variant", "load_sweep", "parse_sweep"]
+
+_MOST_SEEDS = 1000
+_LONGEST_NAME = 63
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h)")
+_KEYS = (
+    *("title", "task", "command", "backend", "arguments", "light", "workers", "networks", "seeds", "limit", "budget"),
+    *("algorithms", "variants", "price"),
+)
+# Options of the script that the sweep gives itself.
+_OWN_OPTIONS = ("--seed", "--light", "--backend", "--run_id")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An algorithm of a sweep: its name, and the arguments of the script that choose it."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep.
+
+    Attributes:
+        name: Name of the run and of its result folder.
+        algorithm: Name of the algorithm or variant.
+        workers: Number of workers.
+        network: The network as the file names it; None for one worker.
+        seed: The seed.
+        request: The body of ``POST /api/runs/``.
+    """
+
+    name: str
+    algorithm: str
+    workers: int
+    network: str | None
+    seed: int
+    request: Mapping[str, Any] = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep, as its file describes it.
+
+    Attributes:
+        title: Title of the figures.
+        variants: The algorithms.
+        workers: The numbers of workers, in the order of the file.
+        networks: The networks by the names of the file.
+        seeds: Number of seeds: 42, 43 and so on.
+        task: The task, or None for a command of the user.
+        command: The command of the user, or None for a task.
+        backend: Communication backend.
+        arguments: Arguments of every run.
+        light: True to stop at the light goal.
+        limit_s: Seconds after which a run is stopped; None for no limit.
+        budget_s: Seconds after which no run starts; None for no budget.
+        price: The table ``price``, see :class:`~mlbench_core.results.prices.Pricing`.
+    """
+
+    title: str
+    variants: tuple[Variant, ...]
+    workers: tuple[int, ...]
+    networks: Mapping[str, Network]
+    seeds: int = 1
+    task: Task | None = None
+    command: str | None = None
+    backend: str = BACKENDS[0]
+    arguments: tuple[str, ...] = ()
+    light: bool = False
+    limit_s: float | None = None
+    budget_s: float | None = None
+    price: Mapping[str, Any] = field(default_factory=dict)
+
+    def points(self) -> list[Point]:
+        """Return all runs in their order: the first seed of all, then the second, and so on.
+
+        Raises:
+            ConfigurationError: Two runs would have the same name, or the seeds cannot be used.
+        """
+        points = [
+            self._point(variant, workers, network, seed)
+            for seed in range(FIRST_SEED, FIRST_SEED + self.seeds)
+            for workers in self.workers
+            for network in (self.networks if workers > 1 else (None,))
+            for variant in self.variants
+        ]
+        taken: dict[str, Point] = {}
+        for point in points:
+            other = taken.setdefault(point.name, point)
+            if other is not point:
+                pairs = ((point.algorithm, other.algorithm), (str(point.network), str(other.network)))
+                first, second = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
+                raise ConfigurationError(
+                    f"the names of algorithms and networks must differ in letters and digits, not {first!r} and "
+                    f"{second!r}: both runs would be {point.name!r}, so rename one"
+                )
+        return points
+
+    def _point(self, variant: Variant, workers: int, network: str | None, seed: int) -> Point:
+        parts = [_slug(variant.name), str(workers), *([_slug(network)] if network else []), f"s{seed}"]
+        name = "-".join(part for part in parts if part)
+        if len(name) > _LONGEST_NAME:
+            # The name of a run is a DNS label.
+            name = f"{name[: _LONGEST_NAME - 9].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        # Runs at the same time would slow down each other.
+        request: dict[str, Any] = {"backend": self.backend, "light_target": self.light, "exclusive": True}
+        if network is not None:
+            request["network"] = str(self.networks[network])
+        words = [*self.arguments, *variant.arguments]
+        if self.task is not None:
+            request.update(task=self.task.key, arguments=words)
+        else:
+            request["command"] = shlex.join([*shlex.split(self.command or ""), *words])
+        series = RunSeries(name, (workers,), request, self.task, seed=seed)
+        try:
+            series.check_seeds()
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
+        return Point(name, variant.name, workers, network, seed, {**series.requests()[0], "name": name})
+
+
+def load_sweep(path: Path) -> Sweep:
+    """Read a sweep from its TOML file.
+
+    Args:
+        path: The file. Files of networks in it are relative to its folder.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or a key is unknown or has a wrong value.
+    """
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        text = path.read_text(encoding="utf-8")
+        return parse_sweep(tomllib.loads(text), path.parent, path.stem)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the sweep {path}: {error.strerror or error}") from error
+    except (ValueError, ConfigurationError) as error:
+        raise ConfigurationError(f"the sweep {path} cannot be used: {error}") from error
+
+
+def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = "Sweep") -> Sweep:
+    """Return the sweep that the content of a TOML file describes.
+
+    Args:
+        content: The tables of the file.
+        folder: The folder to which files of networks are relative.
+        title: The title without the key ``title``.
+
+    Raises:
+        ValueError: A key is unknown or missing, or has a wrong value.
+
+    Example:
+        >>> sweep = parse_sweep({"task": "1a", "workers": [1], "algorithms": ["power_sgd"]})
+        >>> [point.name for point in sweep.points()]
+        ['power-sgd-1-s42']
+    """
+    for key in content:
+        if key not in _KEYS:
+            similar = difflib.get_close_matches(key, _KEYS, 1)
+            hint = f"did you mean {similar[0]!r}?" if similar else f"the keys are {', '.join(_KEYS)}"
+            raise ValueError(f"key {key!r} must be one that a sweep has: {hint}")
+    if ("task" in content) == ("command" in content):
+        raise ValueError('task or command must be given, and not both: write for example task = "1a"')
+    task = get_task(_text(content, "task")) if "task" in content else None
+    command = _command(_text(content, "command"), folder) if "command" in content else None
+    backend = _text(content, "backend") if "backend" in content else (task.backends if task else BACKENDS)[0]
+    check_backend(backend, task, gpu=False)
+    arguments = _words(content.get("arguments", []), "arguments")
+    for option in _OWN_OPTIONS:
+        if option in arguments or option_value(arguments, option) is not None:
+            raise ValueError(f"arguments must not have {option}: the sweep gives it to each run by itself")
+    workers = _workers(content.get("workers"))
+    seeds = content.get("seeds", 1)
+    if not _is_count(seeds) or seeds > _MOST_SEEDS:
+        raise ValueError(f"seeds must be a whole number from 1 to {_MOST_SEEDS}, not {seeds!r}: give the repeats")
+    light = content.get("light", False)
+    if not isinstance(light, bool):
+        raise ValueError(f"light must be true or false, not {light!r}: remove the quotes")
+    price = content.get("price", {})
+    if not isinstance(price, Mapping):
+        raise ValueError(f'price must be a table, not {price!r}: write [price], then machine = "aws-c5.xlarge"')
+    return Sweep(
+        title=_text(content, "title") if "title" in content else title,
+        variants=_variants(content, task),
+        workers=workers,
+        networks=_networks(content.get("networks", []), workers, folder),
+        seeds=seeds,
+        task=task,
+        command=command,
+        backend=backend,
+        arguments=arguments,
+        light=light,
+        limit_s=_seconds(content, "limit"),
+        budget_s=_seconds(content, "budget"),
+        price=dict(price),
+    )
+
+
+def _command(text: str, folder: Path) -> str:
+    """Return a command with the full path of its script, because workers run in folders of their own."""
+    words = shlex.split(text)
+    for position, word in enumerate(words[:2]):
+        if word.endswith(".py") and (folder / word).is_file():
+            words[position] = str((folder / word).absolute())
+    return shlex.join(words)
+
+
+def _variants(content: Mapping[str, Any], task: Task | None) -> tuple[Variant, ...]:
+    variants = []
+    for name in _words(content.get("algorithms", []), "algorithms"):
+        if task is not None and name not in task.optimizers:
+            similar = difflib.get_close_matches(name, task.optimizers, 1)
+            hint = f"did you mean {similar[0]!r}?" if similar else f"they are {', '.join(task.optimizers)}"
+            raise ValueError(f"algorithms must be values of --optimizer of task {task.key}, not {name!r}: {hint}")
+        variants.append(Variant(name, ("--optimizer", name)))
+    tables = content.get("variants", [])
+    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
+        raise ValueError("variants must be tables: write [[variants]], then name = ... and arguments = [...]")
+    for table in tables:
+        if set(table) != {"name", "arguments"}:
+            raise ValueError(f"a table of variants must have name and arguments, not {', '.join(table) or 'nothing'}")
+        variants.append(Variant(_text(table, "name"), _words(table["arguments"], "arguments")))
+    if not variants:
+        raise ValueError('algorithms must be given: write for example algorithms = ["centralized_sgd"]')
+    names = [variant.name for variant in variants]
+    for variant in variants:
+        if names.count(variant.name) > 1:
+            raise ValueError(f"algorithms and variants must have different names, not {variant.name!r} twice")
+        if not _slug(variant.name):
+            raise ValueError(f"name of a variant must have a letter or a digit, not {variant.name!r}")
+        for option in _OWN_OPTIONS:
+            if option in variant.arguments or option_value(variant.arguments, option) is not None:
+                raise ValueError(f"arguments of {variant.name!r} must not have {option}: the sweep gives it")
+    return tuple(variants)
+
+
+def _networks(value: Any, workers: Sequence[int], folder: Path) -> dict[str, Network]:
+    names = _words(value, "networks")
+    networks: dict[str, Network] = {}
+    for name in names:
+        if name in networks:
+            raise ValueError(f"networks must differ, not {name!r} twice: remove one")
+        networks[name] = get_network(str(folder / name) if name.endswith(".toml") else name)
+        for number in workers:
+            if number > 1:
+                networks[name].check_hosts(number)
+    if not networks and max(workers) > 1:
+        raise ValueError('networks must be given for several workers: write for example networks = ["lan-1g"]')
+    return networks
+
+
+def _workers(value: Any) -> tuple[int, ...]:
+    numbers = value if isinstance(value, list) else [value]
+    if not numbers or not all(_is_count(number) and number <= MAX_HOSTS for number in numbers):
+        raise ValueError(f"workers must be whole numbers from 1 to {MAX_HOSTS}, not {value!r}: write [1, 2, 4]")
+    return tuple(dict.fromkeys(numbers))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _text(content: Mapping[str, Any], key: str) -> str:
+    value = content[key]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{key} must be a text, not {value!r}: write it in quotes")
+    return value
+
+
+def _words(value: Any, key: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(word, str) and word for word in value):
+        raise ValueError(f'{key} must be a list of texts, not {value!r}: write for example ["--dataset", "digits"]')
+    return tuple(value)
+
+
+def _seconds(content: Mapping[str, Any], key: str) -> float | None:
+    if key not in content:
+        return None
+    match = _TIME.fullmatch(content[key].strip()) if isinstance(content[key], str) else None
+    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if not seconds:
+        raise ValueError(
+            f'{key} must be a time such as "90s", "2min" or "3h", not {content[key]!r}: give number and unit'
+        )
+    return seconds
+
+
+def _slug(text: str) -> str:
+    """Return the letters and digits of a text, with hyphens between them."""
+    stem = text.removesuffix(".toml").replace("\\", "/").rpartition("/")[2] if text.endswith(".toml") else text
+    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")

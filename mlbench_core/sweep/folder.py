@@ -1,0 +1,221 @@
+"""The folder of a sweep, which is its whole state.
+
+Its content::
+
+    sweep.toml           a copy of the file that started the sweep last
+    runs/NAME/           a run that ended: its result folder, and run.json with the request and the outcome
+    failed/NAME.json     a run that failed: the reason, and how often it was tried
+    current.json         the run that was requested last; missing if no run goes on
+    unfinished/          where the result folder of a run is put together before it is moved to runs/
+
+A folder in ``runs`` is moved there whole, so it is complete. A run that exceeded the limit has the outcome ``limit``.
+Its folder has the raw lines up to the moment at which it was stopped, if the workers wrote any, but no ``result.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.files import lock, move_into_place, replacing
+from mlbench_core.sweep.file import Point, Sweep
+
+__all__ = ["RECORD", "RUNS", "Done", "Failure", "SweepFolder"]
+
+RUNS = "runs"
+RECORD = "run.json"
+"""The file in the folder of a run with its request and its outcome."""
+
+_CURRENT = "current.json"
+_COPY = "sweep.toml"
+_SCHEMA_VERSION = 1
+# A failed run is tried once more at the next start.
+_MOST_TRIES = 2
+
+
+@dataclass(frozen=True)
+class Done:
+    """A run whose folder is complete.
+
+    Attributes:
+        outcome: ``"finished"``, or ``"limit"`` for a run that was stopped at the limit.
+        seconds: Time from the start of its workers to their end.
+    """
+
+    outcome: Literal["finished", "limit"]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that failed.
+
+    Attributes:
+        reason: The reason, as the master gives it.
+        tries: Number of starts of the sweep at which it failed.
+        log: Last lines of its workers.
+    """
+
+    reason: str
+    tries: int = 1
+    log: str = ""
+
+
+class SweepFolder:
+    """The folder of a sweep.
+
+    Args:
+        path: The folder, which is created when the sweep starts.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def open(self, source: Path) -> Iterator[None]:
+        """Create the folder, copy the file of the sweep into it, and keep other processes from using it.
+
+        Args:
+            source: The file of the sweep.
+
+        Raises:
+            ConfigurationError: Another process runs this sweep.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            with lock(self.path / ".lock", wait=False):
+                if source.resolve() != (self.path / _COPY).resolve():
+                    with replacing(self.path / _COPY) as temporary:
+                        temporary.write_bytes(source.read_bytes())
+                yield
+        except TimeoutError:
+            raise ConfigurationError(
+                f"{self.path} must be used by one sweep at a time: wait for the other, or end it with Ctrl-C"
+            ) from None
+
+    def run_folder(self, point: Point) -> Path:
+        """Return the result folder of a run, which may not exist yet."""
+        return self.path / RUNS / point.name
+
+    def done(self, sweep: Sweep, points: Iterable[Point]) -> dict[str, Done]:
+        """Return the runs that have a folder, by name, after a check that they were asked the same as now.
+
+        Raises:
+            ConfigurationError: A run was asked something else than the file asks now, or its folder is damaged.
+        """
+        found = {}
+        for point in points:
+            folder = self.run_folder(point)
+            if not folder.is_dir():
+                continue
+            record = _read(folder / RECORD)
+            for name, old, new in _differences(record, point, sweep):
+                raise ConfigurationError(
+                    f"{name} must not change while a sweep has runs, but {folder} had {old!r}, and now it is {new!r}: "
+                    "undo the change, or give another --output folder"
+                )
+            try:
+                found[point.name] = Done(record["outcome"], float(record["seconds"]))
+            except (KeyError, TypeError, ValueError):
+                raise ConfigurationError(f"{folder / RECORD} is damaged: delete the folder to repeat the run") from None
+        return found
+
+    def failures(self, points: Iterable[Point]) -> dict[str, Failure]:
+        """Return the runs that failed, by name."""
+        found = {}
+        for point in points:
+            path = self._failure(point)
+            if path.exists():
+                content = _read(path)
+                # With another request it is another run, which was not tried yet.
+                if content.pop("request", None) == dict(point.request):
+                    found[point.name] = Failure(**content)
+        return found
+
+    def may_try(self, failure: Failure | None) -> bool:
+        """Return True if a run that failed at earlier starts, or never, is started."""
+        return failure is None or failure.tries < _MOST_TRIES
+
+    def prepare(self, point: Point) -> Path:
+        """Return the path at which the result folder of a run is to be put together; nothing is there."""
+        path = self.path / "unfinished" / point.name
+        shutil.rmtree(path, ignore_errors=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def add(self, point: Point, sweep: Sweep, done: Done) -> None:
+        """Move the prepared folder of a run to its place.
+
+        Args:
+            point: The run.
+            sweep: The sweep, for its limit.
+            done: The outcome.
+        """
+        temporary = self.path / "unfinished" / point.name
+        record = {
+            "schema_version": _SCHEMA_VERSION,
+            **{name: value for name, value in asdict(point).items() if name != "request"},
+            **asdict(done),
+            "limit_s": sweep.limit_s,
+            "request": dict(point.request),
+        }
+        (temporary / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        self.run_folder(point).parent.mkdir(exist_ok=True)
+        move_into_place(temporary, self.run_folder(point))
+        self._failure(point).unlink(missing_ok=True)
+
+    def add_failure(self, point: Point, failure: Failure) -> None:
+        """Note that a run failed."""
+        _write(self._failure(point), {**asdict(failure), "request": dict(point.request)})
+
+    def current(self) -> dict[str, Any] | None:
+        """Return the run that was requested last: ``name``, ``request`` and ``after``, or None.
+
+        The run has an id above ``after``; another run of its name is not one of this sweep.
+        """
+        path = self.path / _CURRENT
+        return _read(path) if path.exists() else None
+
+    def set_current(self, point: Point | None, after: int = 0) -> None:
+        """Note which run is requested next, or that no run goes on."""
+        if point is None:
+            (self.path / _CURRENT).unlink(missing_ok=True)
+            return
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        _write(self.path / _CURRENT, {"name": point.name, "after": after, "request": dict(point.request), "at": now})
+
+    def _failure(self, point: Point) -> Path:
+        return self.path / "failed" / f"{point.name}.json"
+
+
+def _differences(record: Mapping[str, Any], point: Point, sweep: Sweep) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, old and new value of everything in which a run was asked something else."""
+    old = {"limit": record.get("limit_s"), **(record.get("request") or {})}
+    new = {"limit": sweep.limit_s, **point.request}
+    for name in new:
+        if old.get(name) != new[name]:
+            yield name.removesuffix("_target"), old.get(name), new[name]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(
+            f"{path} must be a file of a sweep, but {error}: delete it to repeat the run"
+        ) from error
+    return content
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

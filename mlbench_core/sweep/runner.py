@@ -1,0 +1,328 @@
+"""Run a sweep through a master, one run after the other.
+
+The steps of one run, each of which can be the last one of a killed process::
+
+    1. write current.json: the name, and the highest id that the master has given so far
+    2. request the run from the master
+    3. wait for its end, or stop it at the limit
+    4. put its folder together in unfinished/, and move it to runs/
+    5. remove current.json
+
+The next start continues: a run with the name and a higher id is the run of step 2. A master that does not answer any
+more is looked for again, and started again if it is the embedded one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from mlbench_core.errors import ConfigurationError, MasterError, MasterRequestError
+from mlbench_core.results.folder import RESULT, read_result
+from mlbench_core.results.load import save
+from mlbench_core.sweep.file import Point, Sweep
+from mlbench_core.sweep.folder import Done, Failure, SweepFolder
+
+__all__ = ["Observer", "Runner"]
+
+POLL_S = 0.5
+LOST_MASTER_S = 120.0
+"""Seconds for which the master may not answer."""
+
+_OPEN = ("initialized", "started")
+_LOG_LINES = 20
+T = TypeVar("T")
+
+
+class Master(Protocol):
+    """The part of a master's interface that a sweep uses."""
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Return all runs."""
+
+    def run(self, run_id: int | str) -> dict[str, Any]:
+        """Return the run with an id."""
+
+    def create(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Start a run and return it."""
+
+    def stop(self, run_id: int | str) -> None:
+        """Stop a run and keep its metrics."""
+
+    def delete(self, run_id: int | str) -> None:
+        """Stop a run and delete it."""
+
+    def metrics(self, run_id: int | str) -> dict[str, list[dict[str, Any]]]:
+        """Return metrics of a run."""
+
+    def fetch_result(self, run_id: int | str, target: Path, *, unfinished: bool = False) -> bool:
+        """Write the result folder of a run to a folder; return False if there is none."""
+
+
+class Observer:
+    """A display of the progress, which by default shows nothing."""
+
+    def begin(self, pending: Sequence[Point]) -> None:
+        """Show the start of the first of the pending runs."""
+
+    def watch(self, point: Point, state: str, seconds: float) -> None:
+        """Show the state of a run, and the seconds since its workers started."""
+
+    def end(self, point: Point, ended: Done | Failure) -> None:
+        """Show the end of a run."""
+
+    def note(self, text: str) -> None:
+        """Show something that happened."""
+
+
+class Runner:
+    """A sweep that runs.
+
+    Args:
+        sweep: The sweep.
+        folder: Its folder, which must be open.
+        connect: Function that finds the master, or starts it.
+        observer: The display of the progress.
+    """
+
+    def __init__(self, sweep: Sweep, folder: SweepFolder, connect: Callable[[], Master], observer: Observer) -> None:
+        self._sweep = sweep
+        self._folder = folder
+        self._connect = connect
+        self._observer = observer
+        self._master: Master | None = None
+
+    def run(self, pending: Sequence[Point]) -> bool:
+        """Run the pending points.
+
+        Args:
+            pending: The points in the order in which they start.
+
+        Returns:
+            False if the budget ended before the last run started.
+
+        Raises:
+            ConfigurationError: A run of the same name goes on at the master, which is not one of this sweep.
+            MasterRequestError: The master did not answer for too long, or refused a request.
+        """
+        started = time.monotonic()
+        self._drop_other_run(pending)
+        for position, point in enumerate(pending):
+            budget_s = self._sweep.budget_s
+            if budget_s is not None and time.monotonic() - started >= budget_s:
+                return False
+            self._observer.begin(pending[position:])
+            self._observer.end(point, self._run_point(point))
+        return True
+
+    def _drop_other_run(self, pending: Sequence[Point]) -> None:
+        """End the run of an earlier start if the sweep does not wait for it any more."""
+        current = self._folder.current()
+        if current is None or any(_is_same(current, point) for point in pending):
+            return
+        item = self._find(current["name"], current["after"])
+        if item is not None and item.get("state") in _OPEN:
+            self._call(lambda master: master.delete(item["id"]))
+        self._folder.set_current(None)
+
+    def _run_point(self, point: Point) -> Done | Failure:
+        try:
+            item = self._watch(point)
+            # Killed together with the machine or with all of its processes: the run itself did nothing wrong.
+            if _reason(item).startswith("lost"):
+                item = self._watch(point)
+        except KeyboardInterrupt:
+            self._stop_current()
+            raise
+        ended = self._save(point, item)
+        self._folder.set_current(None)
+        return ended
+
+    def _watch(self, point: Point) -> dict[str, Any]:
+        """Start a run, or take over that of an earlier start, and return it at its end."""
+        item = self._take_over(point)
+        if item is not None:
+            return self._wait(point, item, False)
+        try:
+            item = self._request(point)
+        except MasterRequestError as error:
+            if error.status not in (400, 422):
+                raise
+            # Of a wrong request, the others may still be right.
+            return {"state": "failed", "job_metadata": {"reason": str(error)}}
+        return self._wait(point, item, True)
+
+    def _take_over(self, point: Point) -> dict[str, Any] | None:
+        """Return the run that an earlier start requested, if it goes on or has a result."""
+        current = self._folder.current()
+        if current is None or not _is_same(current, point):
+            return None
+        item = self._find(point.name, current["after"])
+        if item is None or (item.get("state") not in _OPEN and isinstance(self._judge(item), Failure)):
+            return None
+        self._observer.note(f"{point.name} was started before: going on with it")
+        return item
+
+    def _request(self, point: Point) -> dict[str, Any]:
+        """Start a run, after older runs of its name have been deleted."""
+        current = self._folder.current()
+        own_after = current["after"] if current is not None and current["name"] == point.name else None
+        runs = self._call(lambda master: master.runs())
+        for item in runs:
+            if item.get("name") != point.name:
+                continue
+            is_own = own_after is not None and int(item["id"]) > own_after
+            if item.get("state") in _OPEN and not is_own:
+                raise ConfigurationError(
+                    f"the name {point.name} must be free at the master, but a run that is not of this sweep has it: "
+                    f"wait until it ends, or delete it with 'mlbench delete {point.name}'"
+                )
+            self._call(lambda master, run_id=item["id"]: master.delete(run_id))  # type: ignore[misc]
+        after = max((int(item["id"]) for item in runs if item.get("name") != point.name), default=0)
+        self._folder.set_current(point, after)
+
+        def create(master: Master) -> dict[str, Any]:
+            # A request can arrive although its answer does not.
+            return self._find_at(master, point.name, after) or master.create(point.request)
+
+        return self._call(create)
+
+    def _wait(self, point: Point, item: dict[str, Any], is_new: bool) -> dict[str, Any]:
+        """Watch a run until it ends, and stop it at the limit; return it as the master describes it then."""
+        run_id = item["id"]
+        started: float | None = None
+        is_stopped = False
+        while item.get("state") in _OPEN:
+            now = time.monotonic()
+            if item["state"] == "started" and started is None:
+                started = now if is_new else now - _seconds_since(item)
+            elapsed = 0.0 if started is None else now - started
+            self._observer.watch(point, item["state"], elapsed)
+            limit_s = self._sweep.limit_s
+            if limit_s is not None and elapsed > limit_s and not is_stopped:
+                self._call(lambda master: master.stop(run_id))
+                is_stopped = True
+            else:
+                time.sleep(POLL_S)
+            item = self._call(lambda master: master.run(run_id))
+        return item
+
+    def _judge(self, item: Mapping[str, Any]) -> Done | Failure:
+        """Return how a run ended, as far as the master knows."""
+        seconds = _duration(item)
+        if item.get("state") == "finished":
+            return Done("finished", seconds)
+        reason, limit_s = _reason(item), self._sweep.limit_s
+        if reason.startswith("stopped") and limit_s is not None and seconds > limit_s:
+            return Done("limit", seconds)
+        details = item.get("job_metadata") or {}
+        lines = (str(details.get("stderr") or "") or str(details.get("stdout") or "")).splitlines()
+        return Failure(reason, log="\n".join(lines[-_LOG_LINES:]))
+
+    def _save(self, point: Point, item: Mapping[str, Any]) -> Done | Failure:
+        """Save the result of a run."""
+        ended = self._judge(item)
+        if isinstance(ended, Done):
+            try:
+                ended = self._fetch(point, item, ended)
+            except ConfigurationError as error:
+                ended = Failure(f"its result cannot be used: {error}")
+        if isinstance(ended, Done):
+            self._folder.add(point, self._sweep, ended)
+            return ended
+        before = self._folder.failures([point]).get(point.name)
+        ended = Failure(ended.reason, tries=1 + (before.tries if before else 0), log=ended.log)
+        self._folder.add_failure(point, ended)
+        return ended
+
+    def _fetch(self, point: Point, item: Mapping[str, Any], ended: Done) -> Done | Failure:
+        """Put the result folder of a run together, and return how the run ended by what its workers wrote.
+
+        Raises:
+            ConfigurationError: The result is damaged.
+        """
+        folder = self._folder.prepare(point)
+        found = self._call(lambda master: master.fetch_result(item["id"], folder, unfinished=True))
+        if not found:
+            # A script of the user need not leave a result folder, and a stopped run may not have begun.
+            save(folder / "metrics.json", item, self._call(lambda master: master.metrics(item["id"])))
+        elif _has_finished(folder):
+            # The workers may just have ended when they were stopped at the limit.
+            return Done("finished", ended.seconds)
+        elif ended.outcome == "finished":
+            return Failure(f"its workers left no {RESULT}, or one of a run that did not finish")
+        return ended
+
+    def _stop_current(self) -> None:
+        """Stop the run that goes on, because the user ends the sweep."""
+        current = self._folder.current()
+        item = None if current is None else self._find(current["name"], current["after"])
+        if item is not None and item.get("state") in _OPEN:
+            self._observer.note(f"stopping {item['name']}")
+            self._call(lambda master: master.stop(item["id"]))
+        self._folder.set_current(None)
+
+    def _find(self, name: str, after: int) -> dict[str, Any] | None:
+        return self._call(lambda master: self._find_at(master, name, after))
+
+    @staticmethod
+    def _find_at(master: Master, name: str, after: int) -> dict[str, Any] | None:
+        """Return the run with a name and an id above another one."""
+        return next((item for item in master.runs() if item.get("name") == name and int(item["id"]) > after), None)
+
+    def _call(self, request: Callable[[Master], T]) -> T:
+        """Send a request, again and to a new master if the master does not answer."""
+        failing_since: float | None = None
+        while True:
+            try:
+                if self._master is None:
+                    self._master = self._connect()
+                return request(self._master)
+            except MasterError as error:
+                status = error.status if isinstance(error, MasterRequestError) else None
+                # A refusal stays, and a master that cannot be started was not there before.
+                if (status is not None and status < 500) or (self._master is None and failing_since is None):
+                    raise
+                now = time.monotonic()
+                if failing_since is None:
+                    failing_since = now
+                    self._observer.note(f"{error}; trying again for {LOST_MASTER_S:g} s")
+                if now - failing_since >= LOST_MASTER_S:
+                    raise
+                self._master = None
+                time.sleep(POLL_S)
+
+
+def _has_finished(folder: Path) -> bool:
+    return (folder / RESULT).exists() and read_result(folder)["run"]["state"] == "finished"
+
+
+def _reason(item: Mapping[str, Any]) -> str:
+    """Return why a run did not finish, as the master says."""
+    return str((item.get("job_metadata") or {}).get("reason") or item.get("state"))
+
+
+def _is_same(current: Mapping[str, Any], point: Point) -> bool:
+    return current["name"] == point.name and current["request"] == dict(point.request)
+
+
+def _date(text: Any) -> datetime | None:
+    try:
+        # Before version 3.11, Python did not know the letter for UTC.
+        return datetime.fromisoformat(str(text).replace("Z", "+00:00"))
+    except ValueError:
+        return None
+
+
+def _duration(item: Mapping[str, Any]) -> float:
+    started, finished = _date(item.get("started_at")), _date(item.get("finished_at"))
+    return max(0.0, (finished - started).total_seconds()) if started and finished else 0.0
+
+
+def _seconds_since(item: Mapping[str, Any]) -> float:
+    """Return the seconds since the workers of a run started, by the clocks of the master and of this machine."""
+    started = _date(item.get("started_at"))
+    return 0.0 if started is None else max(0.0, time.time() - started.timestamp())

@@ -1,0 +1,49 @@
+"""Count the collectives of a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = ["CollectiveCounts"]
+
+# Lists with more entries are merged by powers of two of the size.
+_MOST_ENTRIES = 20
+
+
+class CollectiveCounts(Counter[tuple[str, int, int, bool]]):
+    """Numbers of calls by kind, group size, bytes of one call, and overlap.
+
+    Example:
+        >>> counts = CollectiveCounts()
+        >>> counts["all_reduce", 4, 1000, False] += 2
+        >>> counts.as_list()
+        [{'op': 'all_reduce', 'group': 4, 'calls': 2, 'bytes': 2000, 'overlapped': False}]
+    """
+
+    def as_list(self) -> list[dict[str, Any]]:
+        """Return one entry for each size, or for each power of two if there are many sizes, as JSON-ready values."""
+        merges = len(self) > _MOST_ENTRIES
+        merged: dict[tuple[str, int, int, bool], list[int]] = {}
+        for (op, group, size_bytes, overlapped), calls in sorted(self.items()):
+            size_class = size_bytes.bit_length() if merges else size_bytes
+            entry = merged.setdefault((op, group, size_class, overlapped), [0, 0])
+            entry[0] += calls
+            entry[1] += calls * size_bytes
+        return [
+            {"op": op, "group": group, "calls": calls, "bytes": size_bytes, "overlapped": overlapped}
+            for (op, group, _, overlapped), (calls, size_bytes) in merged.items()
+        ]
+
+    @classmethod
+    def from_list(cls, entries: Iterable[Mapping[str, Any]]) -> CollectiveCounts:
+        """Return the counts of a list from :meth:`as_list`; calls that were merged get their mean size."""
+        counts = cls()
+        for entry in entries:
+            # Two sizes whose sum the number of calls divides unevenly keep that sum.
+            size_bytes, rest = divmod(entry["bytes"], entry["calls"])
+            for size, calls in ((size_bytes, entry["calls"] - rest), (size_bytes + 1, rest)):
+                if calls:
+                    counts[entry["op"], entry["group"], size, entry["overlapped"]] += calls
+        return counts

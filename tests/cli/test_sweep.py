@@ -1,0 +1,77 @@
+"""``mlbench sweep``, with a fake master."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlbench_core.cli import sweep as module
+from mlbench_core.sweep import runner
+from tests.cli.conftest import Call
+from tests.cli.fake_master import FakeMaster
+
+FILE = """\
+task = "1a"
+workers = [1, 2]
+networks = ["lan-1g"]
+limit = "1min"
+algorithms = ["centralized_sgd", "power_sgd"]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, patch: pytest.MonkeyPatch) -> Path:
+    patch.setattr(runner, "POLL_S", 0.0)
+    # The page has tests of its own, and its figures take seconds.
+    patch.setattr(module, "_write_page", lambda path, described: path / "index.html")
+    (tmp_path / "lab.toml").write_text(FILE)
+    return tmp_path / "lab.toml"
+
+
+def test_a_dry_run_shows_the_plan_and_starts_nothing(fake: FakeMaster, call: Call, file: Path, tmp_path: Path) -> None:
+    lines = call("sweep", str(file), "--output", str(tmp_path / "out"), "--dry-run").stdout.splitlines()
+    assert lines[1].split() == ["centralized-sgd-1-s42", "centralized_sgd", "1", "-", "42", "to", "run"]
+    assert lines[-2:] == [
+        "runs:         4, of which 0 are done and 4 are to run",
+        "at most:      4:12 if every run reaches the limit",
+    ]
+    assert fake.requests == [] and not (tmp_path / "out").exists()
+
+
+def test_a_sweep_runs_and_is_not_repeated(fake: FakeMaster, call: Call, file: Path, tmp_path: Path) -> None:
+    arguments = ("sweep", str(file), "--output", str(tmp_path / "out"))
+    shown = call(*arguments)
+    assert [line.split() for line in shown.stdout.splitlines()[2:5]] == [
+        ["ALGORITHM", "WORKERS", "NETWORK", "RUNS", "REACHED", "MEDIAN", "S"],
+        ["centralized_sgd", "1", "-", "1", "1", "81.5"],
+        ["power_sgd", "1", "-", "1", "1", "81.5"],
+    ]
+    assert shown.stdout.splitlines()[-1] == f"page: {tmp_path}/out/index.html"
+    assert shown.stderr.splitlines()[-1].startswith("[4/4] power-sgd-2-lan-1g-s42: finished")
+    content = json.loads(call(*arguments, "--json").stdout)
+    assert [point["time_to_goal_s"] for point in content["points"]] == [81.5, 81.5, 45.5, 45.5]
+    assert content["left"]["runs"] == 0
+    assert len(fake.requests) == 4
+
+
+def test_failed_runs_are_the_error(fake: FakeMaster, call: Call, file: Path, tmp_path: Path) -> None:
+    fake.final_state = "failed"
+    result = call("sweep", str(file), "--output", str(tmp_path / "out"), code=1)
+    assert f"mlbench: 4 of 4 runs failed (see {tmp_path}/out/failed): centralized-sgd-1-s42 (failed)" in result.stderr
+
+
+def test_ctrl_c_says_how_to_continue(
+    fake: FakeMaster, call: Call, file: Path, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    patch.setattr(runner.time, "sleep", interrupt)
+    result = call("sweep", str(file), "--output", str(tmp_path / "out"), code=1)
+    assert result.stderr.splitlines()[-2:] == [
+        "stopping centralized-sgd-1-s42",
+        "mlbench: ended by Ctrl-C; start the same command again to continue",
+    ]
+    assert [run["state"] for run in fake.runs.values()] == ["failed"]

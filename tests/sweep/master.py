@@ -1,0 +1,88 @@
+"""A master in memory, which can fail at any request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlbench_core.errors import MasterRequestError
+
+
+class Killed(BaseException):
+    """The process of the sweep is killed."""
+
+
+class MemoryMaster:
+    """A master whose runs end when they are asked for the second time.
+
+    Attributes:
+        requests: The requests for runs that arrived.
+        calls: Number of requests of any kind.
+        before: Called with the name of each request before it is carried out, and ``after`` after it.
+        reasons: Why a run fails, by its name; the others finish.
+        lasting: Names of runs that do not end by themselves.
+    """
+
+    def __init__(self) -> None:
+        self.items: dict[int, dict[str, Any]] = {}
+        self.requests: list[dict[str, Any]] = []
+        self.reasons: dict[str, str] = {}
+        self.lasting: set[str] = set()
+        self.before: Callable[[str], None] = lambda name: None
+        self.after: Callable[[str], None] = lambda name: None
+        self._last_id = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        found = object.__getattribute__(self, name)
+        if name not in ("runs", "run", "create", "stop", "delete", "metrics", "fetch_result"):
+            return found
+
+        def call(*args: Any, **options: Any) -> Any:
+            self.before(name)
+            answer = found(*args, **options)
+            self.after(name)
+            return answer
+
+        return call
+
+    def runs(self) -> list[dict[str, Any]]:
+        return [dict(item) for item in self.items.values()]
+
+    def run(self, run_id: Any) -> dict[str, Any]:
+        item = self.items[run_id]
+        if item["state"] == "initialized":
+            item["state"] = "started"
+        elif item["state"] == "started" and item["name"] not in self.lasting:
+            reason = self.reasons.get(item["name"], "")
+            self._end(item, reason)
+        return dict(item)
+
+    def create(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if any(item["name"] == request["name"] for item in self.items.values()):
+            raise MasterRequestError(f"run {request['name']} exists", 409)
+        self.requests.append(dict(request))
+        self._last_id += 1
+        item = {"id": self._last_id, "name": request["name"], "state": "initialized", "job_metadata": {}}
+        item["started_at"] = "2026-01-01T00:00:00Z"
+        self.items[self._last_id] = item
+        return dict(item)
+
+    def stop(self, run_id: Any) -> None:
+        self._end(self.items[run_id], "stopped by a user")
+
+    def delete(self, run_id: Any) -> None:
+        del self.items[run_id]
+
+    def metrics(self, run_id: Any) -> dict[str, list[dict[str, Any]]]:
+        return {"val_global_Prec@1 @ 0": [{"date": "2026-01-01T00:00:01Z", "value": "50"}]}
+
+    def fetch_result(self, run_id: Any, target: Path, *, unfinished: bool = False) -> bool:
+        return False
+
+    def _end(self, item: dict[str, Any], reason: str) -> None:
+        item["state"] = "failed" if reason else "finished"
+        item["finished_at"] = "2026-01-01T00:01:00Z"
+        item["job_metadata"] = {"reason": reason, "stderr": "the last line"} if reason else {}
+        json.dumps(item)

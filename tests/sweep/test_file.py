@@ -1,0 +1,103 @@
+"""The file of a sweep."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.sweep import file
+from mlbench_core.sweep.file import load_sweep, parse_sweep
+
+PAGE = Path(__file__).parents[2] / "docs" / "sweep.md"
+LEAST: dict[str, Any] = {"task": "1a", "workers": [1], "algorithms": ["power_sgd"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sedes": 3}, "key 'sedes' must be one that a sweep has: did you mean 'seeds'?"),
+        ({"command": "train.py"}, "task or command must be given, and not both"),
+        ({"algorithms": ["power_sdg"]}, "not 'power_sdg': did you mean 'power_sgd'?"),
+        ({"algorithms": "power_sgd"}, "algorithms must be a list of texts, not 'power_sgd'"),
+        ({"algorithms": []}, "algorithms must be given"),
+        ({"variants": [{"name": "x"}]}, "a table of variants must have name and arguments, not name"),
+        ({"variants": [{"name": "power_sgd", "arguments": []}]}, "not 'power_sgd' twice"),
+        ({"variants": [{"name": "x", "arguments": ["--seed=3"]}]}, "arguments of 'x' must not have --seed"),
+        ({"arguments": ["--light"]}, "arguments must not have --light"),
+        ({"workers": [0]}, "workers must be whole numbers from 1 to 250, not [0]"),
+        ({"workers": [2]}, "networks must be given for several workers"),
+        ({"workers": [2], "networks": ["lan"]}, "network must be a name, a .toml file or a text"),
+        ({"workers": [2], "networks": ["2x2:10gbit/100mbit"]}, "hosts must be 4 (2 racks of 2), not 2"),
+        ({"networks": ["lan-1g", "lan-1g"]}, "networks must differ, not 'lan-1g' twice"),
+        ({"seeds": 0}, "seeds must be a whole number from 1 to 1000, not 0"),
+        ({"light": "yes"}, "light must be true or false, not 'yes'"),
+        ({"limit": "2 minutes"}, "limit must be a time such as"),
+        ({"limit": 120}, "limit must be a time such as"),
+        ({"limit": "0s"}, "limit must be a time such as"),
+        ({"price": "aws"}, "price must be a table"),
+        ({"title": 3}, "title must be a text, not 3"),
+        ({"backend": "nccl"}, "nccl needs GPUs"),
+    ],
+)
+def test_a_wrong_file_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, ConfigurationError), match=re.escape(message)):
+        parse_sweep({**LEAST, **change})
+
+
+def test_names_that_would_collide_are_refused() -> None:
+    tables = [{"name": "power sgd", "arguments": []}]
+    with pytest.raises(ConfigurationError, match="not 'power sgd' and 'power_sgd': both runs would be"):
+        parse_sweep({**LEAST, "variants": tables}).points()
+    twice = {**LEAST, "workers": [2], "networks": ["100mbit,1ms", "100mbit, 1ms"]}
+    with pytest.raises(ConfigurationError, match="not '100mbit, 1ms' and '100mbit,1ms'"):
+        parse_sweep(twice).points()
+
+
+def test_a_long_name_stays_a_name_of_a_run() -> None:
+    tables = [{"name": f"{'a' * 80}{end}", "arguments": []} for end in "bc"]
+    names = {point.name for point in parse_sweep({**LEAST, "variants": tables}).points()}
+    assert len(names) == 3 and max(map(len, names)) == 63
+
+
+def test_the_order_is_seed_by_seed_and_one_worker_has_no_network() -> None:
+    sweep = parse_sweep({**LEAST, "workers": [1, 2], "networks": ["lan-1g", "100mbit,20ms"], "seeds": 2})
+    assert [point.name for point in sweep.points()] == [
+        *("power-sgd-1-s42", "power-sgd-2-lan-1g-s42", "power-sgd-2-100mbit-20ms-s42"),
+        *("power-sgd-1-s43", "power-sgd-2-lan-1g-s43", "power-sgd-2-100mbit-20ms-s43"),
+    ]
+
+
+def test_a_whole_file(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "slow.toml").write_text('[link]\nbandwidth = "1mbit"\n')
+    path = tmp_path / "my.toml"
+    path.write_text(
+        'command = "python train.py --seed {seed}"\nworkers = [2]\nnetworks = ["slow.toml"]\nlimit = "1.5min"\n'
+        'budget = "3h"\n[[variants]]\nname = "a b"\narguments = ["--x", "a b"]\n[price]\nmachine = "m"\n'
+    )
+    sweep = load_sweep(path)
+    assert (sweep.title, sweep.limit_s, sweep.budget_s, sweep.price) == ("my", 90, 10800, {"machine": "m"})
+    (point,) = sweep.points()
+    assert point.name == "a-b-2-slow-s42"
+    assert point.request["command"] == f"python {tmp_path}/train.py --seed 42 --x 'a b'"
+    assert point.request["network"] == "1mbit"
+    path.write_text("title = ")
+    with pytest.raises(ConfigurationError, match=r"the sweep .*my.toml cannot be used: "):
+        load_sweep(path)
+    with pytest.raises(ConfigurationError, match="cannot read the sweep"):
+        load_sweep(tmp_path / "none.toml")
+
+
+def test_the_file_on_the_page_is_a_sweep(tmp_path: Path) -> None:
+    page = PAGE.read_text()
+    path = tmp_path / "lab.toml"
+    path.write_text(page.partition("```toml\n")[2].partition("```")[0])
+    sweep = load_sweep(path)
+    # Of one worker, three algorithms and three seeds; of two and four, three networks each.
+    assert len(sweep.points()) == 3 * 3 * (1 + 2 * 3)
+    for key in file._KEYS:
+        assert f"`{key}`" in page

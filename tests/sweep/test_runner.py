@@ -1,0 +1,199 @@
+"""The runs of a sweep: their order, their ends, and what a killed process leaves."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlbench_core import files
+from mlbench_core.errors import ConfigurationError, MasterRequestError
+from mlbench_core.sweep import runner
+from mlbench_core.sweep.file import Point, Sweep, parse_sweep
+from mlbench_core.sweep.folder import Done, Failure, SweepFolder
+from mlbench_core.sweep.runner import Observer, Runner
+from tests.sweep.master import Killed, MemoryMaster
+
+CONTENT: dict[str, Any] = {
+    "task": "1a",
+    "workers": [1, 2],
+    "networks": ["lan-1g"],
+    "algorithms": ["centralized_sgd", "power_sgd"],
+}
+
+
+class Ends(Observer):
+    def __init__(self) -> None:
+        self.ends: dict[str, Done | Failure] = {}
+        self.notes: list[str] = []
+
+    def end(self, point: Point, ended: Done | Failure) -> None:
+        self.ends[point.name] = ended
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "POLL_S", 0.0)
+    # Killed processes lose nothing that the system has, and no test cuts the power.
+    monkeypatch.setattr(files, "_sync", lambda path: None)
+
+
+@pytest.fixture
+def master() -> MemoryMaster:
+    return MemoryMaster()
+
+
+def start(folder: Path, master: MemoryMaster, sweep: Sweep | None = None) -> Ends:
+    """Do what the command does."""
+    sweep, state, ends = sweep or parse_sweep(CONTENT), SweepFolder(folder), Ends()
+    source = folder.with_suffix(".toml")
+    source.write_text("")
+    points = sweep.points()
+    done, failures = state.done(sweep, points), state.failures(points)
+    pending = [point for point in points if point.name not in done and state.may_try(failures.get(point.name))]
+    with state.open(source):
+        Runner(sweep, state, lambda: master, ends).run(pending)
+    return ends
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "runs").iterdir())
+
+
+def test_all_runs_in_order_and_once(tmp_path: Path, master: MemoryMaster) -> None:
+    start(tmp_path / "out", master)
+    expected = [f"{name}-{end}-s42" for end in ("1", "2-lan-1g") for name in ("centralized-sgd", "power-sgd")]
+    assert [request["name"] for request in master.requests] == expected
+    assert master.requests[3]["network"] == "1gbit" and "network" not in master.requests[0]
+    assert master.requests[3]["arguments"] == ["--optimizer", "power_sgd", "--seed", "42"]
+    start(tmp_path / "out", master, parse_sweep({**CONTENT, "seeds": 2}))
+    assert [request["name"] for request in master.requests[4:]] == [name[:-1] + "3" for name in expected]
+    assert names(tmp_path / "out") == sorted(request["name"] for request in master.requests)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_killed_at_every_request(tmp_path: Path, when: str) -> None:
+    """A sweep that is killed at its n-th request, for every n, and started again has every run exactly once."""
+    sweep = parse_sweep({**CONTENT, "workers": [1]})
+    for number in itertools.count(1):
+        master, folder = MemoryMaster(), tmp_path / str(number)
+        calls = itertools.count(1)
+
+        def kill(name: str, calls: Any = calls, number: int = number) -> None:
+            if next(calls) == number:
+                raise Killed(name)
+
+        setattr(master, when, kill)
+        try:
+            start(folder, master, sweep)
+            assert number > 8  # this one was not killed any more
+            return
+        except Killed:
+            start(folder, master, sweep)
+        requested = [request["name"] for request in master.requests]
+        assert sorted(requested) == names(folder) == sorted(item["name"] for item in master.items.values())
+        assert not (folder / "current.json").exists()
+
+
+def test_a_change_of_the_question_is_refused(tmp_path: Path, master: MemoryMaster) -> None:
+    start(tmp_path / "out", master)
+    for key, value in {"limit": "1min", "light": True, "arguments": ["--lr", "1"]}.items():
+        with pytest.raises(
+            ConfigurationError, match=f"^{key} must not change while a sweep has runs.*another --output"
+        ):
+            start(tmp_path / "out", master, parse_sweep({**CONTENT, key: value}))
+    assert len(master.requests) == 4
+
+
+def test_a_failed_run_is_tried_again_once(tmp_path: Path, master: MemoryMaster) -> None:
+    failing = "power-sgd-1-s42"
+    master.reasons[failing] = "worker 0 failed: exit status 3"
+    ended = start(tmp_path / "out", master).ends[failing]
+    assert ended == Failure("worker 0 failed: exit status 3", 1, "the last line")
+    assert len(names(tmp_path / "out")) == 3
+    assert start(tmp_path / "out", master).ends[failing].tries == 2  # type: ignore[union-attr]
+    assert start(tmp_path / "out", master).ends == {}
+    (tmp_path / "out" / "failed" / f"{failing}.json").unlink()
+    master.reasons.clear()
+    assert start(tmp_path / "out", master).ends == {failing: Done("finished", 60.0)}
+
+
+def test_the_limit_stops_a_run(tmp_path: Path, master: MemoryMaster) -> None:
+    sweep = parse_sweep({**CONTENT, "limit": "0.001s"})
+    master.lasting = {"power-sgd-1-s42"}
+    ends = start(tmp_path / "out", master, sweep).ends
+    assert ends["power-sgd-1-s42"] == Done("limit", 60.0)
+    assert start(tmp_path / "out", master, sweep).ends == {}
+
+
+def test_nothing_starts_after_the_budget(tmp_path: Path, master: MemoryMaster) -> None:
+    start(tmp_path / "out", master, parse_sweep({**CONTENT, "budget": "0.000001s"}))
+    assert master.requests == []
+
+
+def test_a_run_of_somebody_else_is_left_alone(tmp_path: Path, master: MemoryMaster) -> None:
+    item = master.create({"name": "power-sgd-1-s42"})
+    with pytest.raises(ConfigurationError, match="power-sgd-1-s42 must be free at the master"):
+        start(tmp_path / "out", master)
+    assert item["id"] in master.items
+    # A run that has ended is in the way of nobody.
+    master.stop(item["id"])
+    start(tmp_path / "out", master)
+    assert len(names(tmp_path / "out")) == 4
+
+
+def test_a_master_that_does_not_answer_is_looked_for_again(tmp_path: Path, master: MemoryMaster) -> None:
+    failing = itertools.cycle([False, False, True])
+
+    def fail(name: str) -> None:
+        # The request has arrived, and its answer has not.
+        if next(failing):
+            raise MasterRequestError("the master does not answer")
+
+    master.after = fail
+    start(tmp_path / "out", master)
+    assert len(names(tmp_path / "out")) == len(master.requests) == 4
+
+
+def test_a_refused_request_is_the_failure_of_its_run(tmp_path: Path, master: MemoryMaster) -> None:
+    def refuse(name: str) -> None:
+        if name == "create" and len(master.requests) == 1:
+            master.before = lambda name: None
+            raise MasterRequestError("network: must be left out", 422)
+
+    master.before = refuse
+    assert start(tmp_path / "out", master).ends["power-sgd-1-s42"] == Failure("network: must be left out")
+    assert len(names(tmp_path / "out")) == 3
+
+
+def test_a_lost_run_is_replaced_once(tmp_path: Path, master: MemoryMaster) -> None:
+    master.reasons["power-sgd-1-s42"] = "lost: the run is not running, and it left no status"
+    assert isinstance(start(tmp_path / "out", master).ends["power-sgd-1-s42"], Failure)
+    assert [request["name"] for request in master.requests].count("power-sgd-1-s42") == 2
+
+
+def test_ctrl_c_stops_the_run(tmp_path: Path, master: MemoryMaster) -> None:
+    def interrupt(name: str) -> None:
+        if name == "run":
+            master.after = lambda name: None
+            raise KeyboardInterrupt
+
+    master.after = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path / "out", master)
+    assert [item["state"] for item in master.items.values()] == ["failed"]
+    start(tmp_path / "out", master)
+    assert len(names(tmp_path / "out")) == 4
+
+
+def test_two_sweeps_do_not_share_a_folder(tmp_path: Path, master: MemoryMaster) -> None:
+    state = SweepFolder(tmp_path / "out")
+    source = tmp_path / "a.toml"
+    source.write_text("")
+    with state.open(source), pytest.raises(ConfigurationError, match="one sweep at a time"):
+        start(tmp_path / "out", master)

@@ -1,0 +1,365 @@
+"""Compile the CUDA kernels, run the tests that need a GPU, and take all timings of a GPU, within ten minutes.
+
+``make gpu`` runs this script; docs/cuda.md describes it. Nothing is installed or downloaded. Each step runs in a
+process of its own with a time limit, and the steps with the most valuable results come first::
+
+    probe -> build -> tests -> timings
+      |        |         |        |
+      |        `---------+--------+---> OUTPUT/steps/NAME.json    moved into place whole when the step ends
+      `-> OUTPUT/environment.json       OUTPUT/results.json, table.md    written again after each step
+
+So a run that is killed keeps all steps that had ended. The next run leaves out the steps that succeeded with the same
+sources, GPU and command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MICRO = ROOT / "benchmarks" / "micro"
+TASK_1A = "benchmarks/task1a_resnet20_cifar10/main.py"
+ONE_PROCESS = ("--run_id", "gpu", "--hosts", "127.0.0.1", "--rank", "0", "--backend", "nccl", "--gpu")
+FAST = ("--channels-last", "--autocast", "bf16")
+PROBE_LIMIT_S = 40
+LEAST_CAPABILITY = (8, 0)  # of the kernels
+KILLED = 128 + signal.SIGKILL
+OUTPUT_KEPT = 20_000  # characters
+SMI = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw,power.limit,memory.total"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of the run.
+
+    Attributes:
+        name: Name of its result file.
+        title: What it does, for people.
+        limit_s: Seconds after which it is killed.
+        command: Arguments of Python; ``{results}`` stands for a folder whose JSON files are kept.
+        needs_kernels: True if it is left out when the kernels could not be compiled.
+    """
+
+    name: str
+    title: str
+    limit_s: int
+    command: tuple[str, ...]
+    needs_kernels: bool = False
+
+    @property
+    def is_test(self) -> bool:
+        return "pytest" in self.command
+
+
+def make_steps(data: Path | None) -> list[Step]:
+    """List the steps in their order; ``data`` is the folder of CIFAR-10, or None for the digits."""
+    kernel_tests = "tests/ops/test_cuda_kernels.py"
+    others = [path for path in find_gpu_tests(ROOT / "tests") if path != kernel_tests]
+    # pytest-timeout may be missing: each step has its own limit, and the setting of that plug-in is only a warning.
+    options = ("-o", "addopts=", "-W", "default::pytest.PytestConfigWarning", "-p", "no:cacheprovider")
+    pytest = (
+        "-m",
+        "pytest",
+        *options,
+        "-ra",
+        "--import-mode=importlib",
+        "--continue-on-collection-errors",
+        "-m",
+        "gpu",
+    )
+    images = ("--dataset", "cifar10", "--data", str(data), "--partial") if data else ("--dataset", "digits")
+    folders = [f"--root-{name}={{results}}/{name}" for name in ("dataset", "checkpoint", "output")]
+    task_1a = (TASK_1A, *ONE_PROCESS, *folders, *images)
+    score, losses = "benchmarks/micro/attention_score.py", "benchmarks/micro/transformer_losses.py"
+    attention = ("benchmarks/micro/attention.py", "--blocks", "5", "--save", "{results}", "--parts")
+    language = ("benchmarks/micro/awd_lstm.py", "--gpu", "--blocks", "5", "--steps", "20", "--save", "{results}")
+    return [
+        Step("build", "compile csrc/ for this GPU", 90, ("setup.py", "build_cuda")),
+        Step("test-kernels", "tests of the kernels", 90, (*pytest, kernel_tests), True),
+        Step("test-others", "float16, device clocks, NCCL, memory, loaders, models", 80, (*pytest, *others)),
+        Step("attention", "attention core, against torch's", 60, (*attention, "core"), True),
+        Step("score", "GNMT's attention score", 60, (score, "--blocks", "5", "--save", "{results}"), True),
+        Step("task1a", "task 1a on one GPU, channels_last and bfloat16", 35, (*task_1a, *FAST)),
+        Step("task1a-compiled", "the same, compiled", 60, (*task_1a, *FAST, "--compile")),
+        Step("module", "the attention module with projections", 35, (*attention, "module"), True),
+        Step("losses", "loss curves of the Transformer with the kernels", 25, (losses, "--save", "{results}"), True),
+        Step("language", "AWD-LSTM in bfloat16", 25, (*language, "--bf16")),
+    ]
+
+
+def find_gpu_tests(folder: Path) -> list[str]:
+    """Return the test files with tests for a GPU: collecting the others would need all of their packages."""
+    mark = re.compile(r"^ *@?pytest\.mark\.gpu\b", re.MULTILINE)
+    marked = (path for path in sorted(folder.rglob("test_*.py")) if mark.search(path.read_text("utf-8")))
+    return [path.relative_to(folder.parent).as_posix() for path in marked]
+
+
+def find_missing() -> list[str]:
+    """Return the requirements that this machine and this Python do not meet, one sentence each."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    missing = []
+    for requirement in [*project["dependencies"], "pytest", "pytest-mock", "setuptools", "scikit-learn"]:
+        name = re.split(r"[<>=; ]", requirement, maxsplit=1)[0]
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if ";" not in requirement:  # a package of other versions of Python
+                missing.append(f"the Python package {name} must be installed for {sys.executable}")
+    return [*missing, *find_missing_compiler(), *find_missing_gpu()]
+
+
+def find_missing_compiler() -> list[str]:
+    """Return why the kernels cannot be compiled."""
+    from csrc.build import BuildError, find_nvcc
+
+    try:
+        find_nvcc(os.environ)
+    except BuildError as error:
+        return [str(error)]
+    return []
+
+
+def find_missing_gpu() -> list[str]:
+    """Return why torch cannot compute on a GPU that the kernels support."""
+    try:
+        import torch
+    except ImportError as error:
+        return [f"torch must be installed for {sys.executable}: {error}"]
+    if torch.version.cuda is None:
+        return [f"torch must be a build with CUDA, not {torch.__version__}: install one, see pytorch.org"]
+    if not torch.cuda.is_available():
+        return ["torch must find an NVIDIA GPU, and it finds none: look at the output of nvidia-smi"]
+    if (found := torch.cuda.get_device_capability()) < LEAST_CAPABILITY:
+        return [f"the GPU must have compute capability 8.0 or later, not {found[0]}.{found[1]}: use a newer one"]
+    return []
+
+
+def describe() -> dict[str, Any]:
+    """Describe the machine; called in a process of its own, because a driver may hang."""
+    if missing := find_missing():
+        return {"missing": missing}
+    import torch
+
+    from mlbench_core.results.checkout import describe_checkout
+    from mlbench_core.results.environment import describe_environment
+
+    major, minor = torch.cuda.get_device_capability()
+    smi = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"], capture_output=True, text=True, timeout=20
+    ) if shutil.which("nvidia-smi") else None  # fmt: skip
+    nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True) if shutil.which("nvcc") else None
+    return {
+        "missing": [],
+        "gpu": torch.cuda.get_device_name(),
+        "architecture": f"{major}{minor}",
+        "nvidia-smi": smi.stdout.splitlines() if smi else None,
+        "nvcc": nvcc.stdout.strip().splitlines()[-1] if nvcc and nvcc.stdout else None,
+        "source": describe_checkout(ROOT),
+        "environment": describe_environment(program=Path(__file__)),
+    }
+
+
+def run_limited(command: Sequence[str], limit_s: int, **options: Any) -> int:
+    """Run a command in its own process group and return its exit status, ``KILLED`` at its limit."""
+    # The program timeout ends the whole group at the limit even if this script was killed before.
+    process = subprocess.Popen(["timeout", "--signal=KILL", f"{limit_s}s", *command], cwd=ROOT, **options)
+    try:
+        status = process.wait()
+    except BaseException:
+        process.terminate()  # timeout passes the signal on to the group
+        process.wait()
+        raise
+    return KILLED if status == -signal.SIGKILL else status
+
+
+def probe() -> dict[str, Any]:
+    """Return the description of the machine."""
+    if shutil.which("timeout") is None:
+        return {"missing": ["the program timeout must be on PATH: install the package coreutils"]}
+    with tempfile.TemporaryFile("w+") as output:
+        status = run_limited([sys.executable, __file__, "--probe"], PROBE_LIMIT_S, stdout=output)
+        output.seek(0)
+        text = output.read()
+    if status == KILLED:
+        return {"missing": [f"torch and the driver must answer within {PROBE_LIMIT_S} s: look at nvidia-smi"]}
+    # Libraries may print lines before.
+    return json.loads(text.splitlines()[-1]) if status == 0 else {"missing": ["the error above must be mended"]}
+
+
+def run_step(step: Step, machine: dict[str, Any]) -> dict[str, Any]:
+    """Run a step; return its result file's content."""
+    settings = {"MLBENCH_CUDA_KERNELS": "1", "MLBENCH_CUDA_ARCHITECTURES": machine["architecture"]}
+    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory(prefix="mlbench-gpu-") as results:
+        command = [sys.executable, *(part.replace("{results}", results) for part in step.command)]
+        log = Path(results, "output.txt")
+        # A home of its own, so that no master of the user hears of these runs.
+        environment = {**os.environ, **settings, "PYTHONPATH": search, "MLBENCH_HOME": f"{results}/home"}
+        start = time.monotonic()
+        with log.open("wb") as file:
+            status = run_limited(
+                command, step.limit_s, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+            )
+        seconds = time.monotonic() - start
+        output = log.read_text("utf-8", errors="replace")
+        files = {}
+        for path in sorted(Path(results).rglob("*.json")):
+            with contextlib.suppress(ValueError):  # cut off while it was written
+                files[path.relative_to(results).as_posix()] = json.loads(path.read_text("utf-8"))
+    # A process that the system killed for its memory has the same status, but earlier.
+    is_late = status == KILLED and seconds >= step.limit_s
+    ended = "done" if status == 0 else "timed out" if is_late else "failed"
+    # pytest also succeeds if every test was skipped.
+    if ended == "done" and step.is_test and not re.search(r"\b\d+ passed", output):
+        ended = "failed"
+    return {
+        **key_of(step, machine),
+        "title": step.title,
+        "ended": ended,
+        "exit_status": status,
+        "seconds": round(seconds, 1),
+        "limit_s": step.limit_s,
+        "output": output[-OUTPUT_KEPT:],
+        "files": files,
+    }
+
+
+def key_of(step: Step, machine: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries that an earlier result must share to be used again."""
+    return {"step": step.name, "command": [*step.command], "gpu": machine["gpu"], "source": machine["source"]}
+
+
+def read_result(folder: Path, step: Step) -> dict[str, Any] | None:
+    """Return the last result of a step, or None."""
+    try:
+        result = json.loads((folder / "steps" / f"{step.name}.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return result if isinstance(result, dict) else None
+
+
+def write(path: Path, content: Any) -> None:
+    """Write a text, or a value as JSON, whole or not at all."""
+    from mlbench_core.files import replacing
+
+    # The temporary name is fixed, so a killed run leaves at most one of them.
+    with replacing(path, path.with_name(f".{path.name}.tmp")) as temporary:
+        text = content if isinstance(content, str) else json.dumps(content, indent=1, ensure_ascii=False)
+        temporary.write_text(text.rstrip() + "\n", encoding="utf-8")
+
+
+def write_report(folder: Path, steps: Sequence[Step], machine: dict[str, Any]) -> None:
+    """Write results.json and table.md from the result files."""
+    found = [result for step in steps if (result := read_result(folder, step))]
+    write(folder / "results.json", {"machine": machine, "steps": found})
+    lines = [f"# Results of make gpu on {machine['gpu']}", "", "| step | result | s | summary |", "|---|---|---|---|"]
+    for step in steps:
+        result = next((result for result in found if result["step"] == step.name), None)
+        cells = (result["ended"], str(result["seconds"]), summarize(result)) if result else ("not run", "", "")
+        lines.append(f"| {step.name}: {step.title} | {' | '.join(cells)} |")
+    sys.path.insert(0, str(MICRO))
+    import _bench
+
+    sys.path.remove(str(MICRO))
+    for result in found:
+        for content in result["files"].values():
+            if isinstance(content, dict) and content.keys() >= {"subject", "runs"}:
+                lines += ["", f"## {content['title']}", "", _bench.markdown(content)]
+    write(folder / "table.md", "\n".join(lines))
+
+
+def summarize(result: dict[str, Any]) -> str:
+    """Return the figures of a task's run, or else the last line of the output, for a cell of a table."""
+    for name, content in result["files"].items():
+        if name.endswith("/result.json"):
+            seconds = content["goal"]["time_to_goal_s"]
+            goal = "goal not reached" if seconds is None else f"goal after {seconds:.2f} s"
+            return f"{content['samples_per_s']:,.0f} samples/s, {goal}"
+    texts = [line.strip(" =|") for line in result["output"].splitlines()]
+    return next((text[:150].replace("|", "/") for text in reversed(texts) if text), "")
+
+
+def run_all(steps: Sequence[Step], chosen: Sequence[Step], folder: Path, again: bool) -> int:
+    """Run the chosen steps; return the exit status."""
+    machine = probe()
+    if machine["missing"]:
+        print("make gpu cannot run here:", *machine["missing"], sep="\n  - ", file=sys.stderr)
+        return 1
+    write(folder / "environment.json", machine)
+    failed = []
+    for step in chosen:
+        result, build = read_result(folder, step), read_result(folder, steps[0])
+        is_same = result is not None and result.items() >= key_of(step, machine).items()
+        if result is not None and is_same and result["ended"] == "done" and not again:
+            print(f"{step.name}: done before", flush=True)
+            continue
+        if step.needs_kernels and (build is None or build["ended"] != "done"):
+            # The timings would be those of the plain implementation.
+            print(f"{step.name}: left out, because the kernels are not compiled", flush=True)
+            failed.append(step.name)
+            continue
+        print(f"{step.name}: {step.title}, at most {step.limit_s} s ...", flush=True)
+        result = run_step(step, machine)
+        write(folder / "steps" / f"{step.name}.json", result)
+        write_report(folder, steps, machine)
+        print(f"{step.name}: {result['ended']} after {result['seconds']} s. {summarize(result)}", flush=True)
+        if result["ended"] != "done":
+            failed.append(step.name)
+    write_report(folder, steps, machine)
+    print(f"{folder}/table.md has the results" + (f"; not done: {', '.join(failed)}" if failed else ""))
+    return int(bool(failed))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the steps, or print them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path, default=ROOT / "gpu-results", metavar="FOLDER")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="files of CIFAR-10 (default: train on digits)")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="run only these steps")
+    parser.add_argument("--again", action="store_true", help="also run steps that are done")
+    parser.add_argument("--dry-run", action="store_true", help="print the steps and run nothing")
+    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.probe:
+        print(json.dumps(describe()))
+        return 0
+    if args.data and not args.data.is_dir():
+        parser.error(f"argument --data: must be a folder, not {args.data}")
+    steps = make_steps(args.data.resolve() if args.data else None)
+    names = {step.name for step in steps}
+    if unknown := set(args.only or ()) - names:
+        parser.error(f"argument --only: must be from {', '.join(sorted(names))}, not {', '.join(sorted(unknown))}")
+    chosen = [step for step in steps if not args.only or step.name in args.only]
+    if args.dry_run:
+        for step in chosen:
+            print(f"{step.name:16} {step.limit_s:4} s  {step.title}\n    python {shlex.join(step.command)}")
+        print(
+            f"At most {PROBE_LIMIT_S + sum(step.limit_s for step in chosen)} s, with {PROBE_LIMIT_S} s to look at GPU."
+        )
+        return 0
+    return run_all(steps, chosen, args.output.resolve(), args.again)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    raise SystemExit(main())
