@@ -105,6 +105,7 @@ setup(
     package_data={
         "mlbench_core": ["py.typed"],
         "mlbench_core.results": ["*.json", "*.mplstyle", "*.toml", "references/*.json"],
+        "mlbench_core.sweep": ["*.css"],
         "mlbench_charts": ["mlbench/*", "mlbench/.helmignore", "mlbench/templates/*"],
         "mlbench_master": ["py.typed", "static/*", "static/vendor/*", "templates/*"],
         "": ["README.md"],

@@ -30,11 +30,12 @@ LAYERS: dict[str, set[str]] = {
     "models": {"distributed", "ops"},  # a model calls operators, which know no models
     "tracking": {"distributed", "client"},  # as in version 3.0, a Tracker reports to the master by itself
     "controlflow": {"distributed", "aggregation", "optim", "lr_scheduler", "results", *SIDE_BY_SIDE},
-    "sweep": {"client", "results", "network"},
+    "prediction": {"results", "network"},
+    "sweep": {"client", "results", "network", "prediction"},
     # It reads the outboxes of workers that have ended, proves its identity to clients, and emulates networks of runs.
     "mlbench_master": {"client", "results", "network"},
     # `mlbench master` runs the master in its own process.
-    "cli": {"client", "results", "network", "sweep", "mlbench_master"},
+    "cli": {"client", "results", "network", "prediction", "sweep", "mlbench_master"},
 }
 LAYERS["benchmarks"] = set(LAYERS)
 LAYERS["csrc"] = set()  # the compiler driver, which setup.py runs before anything is installed

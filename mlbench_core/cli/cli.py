@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "logs": ("runs", "Show the output of the workers of a run."),
     "master": ("master", "Start the master in the foreground, or stop it."),
     "network": ("network", "Describe, test and remove networks emulated on this machine."),
+    "predict": ("predict", "Predict the time of measured runs on other networks with other numbers of workers."),
     "results": ("results", "Verify result folders, check them against the rules, collect them."),
     "run": ("run", "Start runs of a task or of a command of your own."),
     "set-cluster": ("clusters", "Choose the cluster that run, status and the other commands use."),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -164,11 +162,11 @@ def _records(folder: SweepFolder, points: Sequence[Point], done: Mapping[str, Do
     return records
 
 
-def _write_page(path: Path, described: Sweep) -> Path | None:
-    """Write the page of a sweep; return None if this version has none."""
-    if importlib.util.find_spec("mlbench_core.sweep.page") is None:
-        return None
-    importlib.import_module("mlbench_core.sweep.page").write_page(path, sweep=described, report=remark)
+def _write_page(path: Path, described: Sweep) -> Path:
+    # Imported here, because --dry-run does not need it.
+    from mlbench_core.sweep.page import write_page
+
+    write_page(path, sweep=described, report=remark)
     return path / "index.html"
 
 

@@ -16,7 +16,7 @@ from mlbench_core.results.pool import Group
 from mlbench_core.results.record import RunRecord
 from mlbench_core.results.table import Comparison, escape, safe_cell
 
-__all__ = ["collection_page", "recorded_commands", "runs_csv"]
+__all__ = ["collection_page", "machine_text", "recorded_commands", "runs_csv", "software_text"]
 
 _RUN_COLUMNS = (
     *("name", "workers", "seed", "started_at", "state", "reached", "goal_text", "time_to_goal_s", "train_s"),
@@ -59,8 +59,8 @@ def collection_page(
         "the 95 % confidence interval of the mean (Student's t).",
         "",
         f"- Date: {date}",
-        *(f"- Machine: {escape(text)}" for text in _distinct(map(_machine_text, groups))),
-        *(f"- Software: {escape(text)}" for text in _distinct(map(_software_text, groups))),
+        *(f"- Machine: {escape(text)}" for text in _distinct(map(machine_text, groups))),
+        *(f"- Software: {escape(text)}" for text in _distinct(map(software_text, groups))),
         "",
         *(["Commands:", "", f"{fence}bash", *shown, fence, ""] if shown else []),
         "## Tables",
@@ -97,7 +97,8 @@ def _run_lines(groups: Sequence[Group], folder: Path) -> list[str]:
     return lines
 
 
-def _machine_text(group: Group) -> str:
+def machine_text(group: Group) -> str:
+    """Return the machine of a group in one line; an empty text if it is unknown."""
     machine = group.machine
     gpus = machine.get("gpus") or 0
     memory = machine.get("memory_bytes")
@@ -111,7 +112,8 @@ def _machine_text(group: Group) -> str:
     return ", ".join(str(part) for part in parts if part)
 
 
-def _software_text(group: Group) -> str:
+def software_text(group: Group) -> str:
+    """Return the versions of the software of a group in one line."""
     software = {name: value for name, value in group.software.items() if value is not None}
     commit, difference = software.pop("commit", None), software.pop("difference_sha256", None)
     parts = [f"{name} {value}" for name, value in software.items()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,8 @@ class RunRecord:
         tokens_per_s: Training tokens per second, all workers together.
         best: Best value of the goal's metric.
         bytes_sent: Bytes that all workers sent.
+        batches: Number of training batches of one worker.
+        collectives: The collectives of one worker in these batches, as in ``result.json``; None if they are not known.
         folder: The result folder with the raw lines, if there is one.
         remarks: Notes for people, for example that the run was killed.
     """
@@ -94,6 +96,8 @@ class RunRecord:
     tokens_per_s: float | None = None
     best: float | None = None
     bytes_sent: float | None = None
+    batches: int | None = None
+    collectives: Sequence[Mapping[str, Any]] | None = None
     folder: Path | None = None
     remarks: tuple[str, ...] = ()
 
@@ -219,6 +223,8 @@ class RunRecord:
             tokens_per_s=number(result.get("tokens_per_s")),
             best=number((result.get("best") or {}).get("value")),
             bytes_sent=number((result.get("bytes_sent") or {}).get("all_workers")),
+            batches=result.get("batches"),
+            collectives=result.get("collectives"),
             folder=folder,
             remarks=remarks,
         )

@@ -34,7 +34,7 @@ def test_commands_and_their_static_help() -> None:
     context = click.Context(cli_group)
     assert set(cli_group.list_commands(context)) == {
         *("charts", "compare", "completion", "delete", "download", "env", "get-dashboard-url", "import", "logs"),
-        *("master", "network", "results", "run", "status", "stop", "sweep", "tasks"),
+        *("master", "network", "predict", "results", "run", "status", "stop", "sweep", "tasks"),
         *("create-cluster", "delete-cluster", "list-clusters", "set-cluster"),
     }
     for name in COMMANDS:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CommunicationClock", "Interval", "count_collective"]
+__all__ = ["CommunicationClock", "Interval", "count_collective", "forget_collectives"]
 
 # Collectives of this process that no tracker has received yet: (kind, group, bytes, overlapped) and their number.
 _collectives: Counter[tuple[str, int, int, bool]] = Counter()
@@ -26,6 +26,11 @@ def count_collective(op: str, group: int, size_bytes: int, overlapped: bool = Fa
         overlapped: True if training goes on while the collective runs.
     """
     _collectives[op, group, size_bytes, overlapped] += 1
+
+
+def forget_collectives() -> None:
+    """Forget the collectives since the last report, because they are not those of a training step."""
+    _collectives.clear()
 
 
 class Interval:

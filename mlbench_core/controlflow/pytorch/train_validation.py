@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
+from mlbench_core.aggregation.pytorch.timing import forget_collectives
 from mlbench_core.arguments import check_at_least
 from mlbench_core.controlflow.pytorch.batches import batch_size, maybe_range, prepare_batch
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer
@@ -367,6 +368,8 @@ class TrainValidation:
         )
         if self.average_models:
             AllReduceAggregation(self.world_size).agg_model()(self.model, "avg_world")
+            # It is no part of a training step, whose collectives the tracker counts.
+            forget_collectives()
         is_best = False
         # Without a validation, a scheduler for plateaus can only follow the training loss.
         plateau_loss = train_loss

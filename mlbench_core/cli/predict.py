@@ -1,0 +1,143 @@
+"""``mlbench predict``: the time of measured runs on other networks and with other numbers of workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlbench_core.cli._networks import NetworkType
+from mlbench_core.cli._output import clean, json_option, number, print_json, print_table, remark
+from mlbench_core.cli._records import price_options
+from mlbench_core.results.prices import Pricing, price_of
+from mlbench_core.results.record import RunRecord
+
+if TYPE_CHECKING:
+    from mlbench_core.network.description import Network
+
+__all__ = ["predict"]
+
+_NUMBERS = ("step_s", "exposed_s", "steps", "time_to_goal_s", "bytes_sent")
+_HEADERS = ("RUN", "NETWORK", "WORKERS", "FIGURES", "STEP (MS)", "WAITING (MS)", "STEPS", "TO GOAL (S)", "SENT (MB)")
+
+
+@click.command()
+@click.argument("places", metavar="PATH...", nargs=-1, required=True, type=click.Path(exists=True))
+@click.option("--network", "networks", multiple=True, required=True, type=NetworkType(), help="Network; repeatable.")
+@click.option(
+    "--workers", multiple=True, required=True, type=click.IntRange(1, 1024), help="Number of workers; repeatable."
+)
+@click.option(
+    "--critical-workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of workers from which on more of them do not save steps (default: there is none).",
+)
+@price_options
+@json_option
+def predict(
+    places: tuple[str, ...],
+    networks: tuple[Network, ...],
+    workers: tuple[int, ...],
+    critical_workers: int | None,
+    pricing: Pricing,
+    as_json: bool,
+) -> None:
+    """Predict the time of measured runs on other networks and with other numbers of workers.
+
+    Each PATH is a result folder, or a folder with results at any depth. Runs of one configuration are one line for each
+    network and number of workers. A prediction starts from the runs with the nearest number of workers, at least 2;
+    runs of one worker give the compute time. Measured figures are marked as measured.
+    """
+    from mlbench_core.results.load import load
+
+    rows = []
+    for records in _by_configuration(load(map(Path, places))):
+        for network in networks:
+            rows += [_row(records, network, count, critical_workers) for count in workers]
+    for row in rows:
+        seconds = row["time_to_goal_s"]
+        machine = None if seconds is None else pricing.machine
+        row["price"] = None if machine is None else price_of(seconds, row["workers"], machine, pricing.spot)
+    if as_json:
+        print_json(rows)
+        return
+    headers = [*_HEADERS, f"PRICE ({pricing.machine.currency})"] if pricing.machine else list(_HEADERS)
+    print_table(headers, [_cells(row)[: len(headers)] for row in rows], right=(2, 4, 5, 6, 7, 8, 9))
+    for text in dict.fromkeys(f"{row['run']}: {row['assumption']}" for row in rows if row["assumption"]):
+        remark(clean(text))
+
+
+def _by_configuration(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
+    """Group records that differ only in network, number of workers and seed."""
+    found: dict[str, list[RunRecord]] = {}
+    for record in records:
+        kept = {k: v for k, v in record.configuration.items() if k not in ("network", "workers", "seed")}
+        found.setdefault(json.dumps([kept, record.machine.get("cpu")], sort_keys=True, default=str), []).append(record)
+    return list(found.values())
+
+
+def _row(records: Sequence[RunRecord], network: Network, workers: int, critical_workers: int | None) -> dict[str, Any]:
+    """Return the measured figures of a network and a number of workers, or else the predicted ones."""
+    from mlbench_core.network.named import get_network
+    from mlbench_core.prediction.model import predict as predict_run
+
+    configuration = records[0].configuration
+    row = {
+        "run": configuration.get("algorithm") or configuration.get("program") or records[0].name,
+        "network": str(network),
+        "workers": workers,
+    }
+    same = [record for record in records if record.workers == workers and record.batches]
+
+    def has_network(record: RunRecord) -> bool:
+        text = record.configuration.get("network")
+        return workers == 1 or (text is not None and get_network(text) == network)
+
+    measured = [_figures(record) for record in same if has_network(record)]
+    if measured:
+        return {**row, "figures": "measured", **_medians(measured), "assumption": ""}
+    several = [record for record in records if (record.workers or 0) > 1 and record.collectives is not None]
+    nearest = min((abs((record.workers or 0) - workers) for record in several), default=0)
+    bases = [record for record in several if abs((record.workers or 0) - workers) == nearest]
+    alone = next((record for record in records if record.workers == 1 and record.batches), None)
+    # Without a run of several workers, the prediction says what is missing.
+    predictions = [predict_run(base, network, workers, alone, critical_workers) for base in bases or records[:1]]
+    figures = _medians([dataclasses.asdict(prediction) for prediction in predictions])
+    return {**row, "figures": "predicted", **figures, "assumption": predictions[0].assumption}
+
+
+def _figures(record: RunRecord) -> dict[str, float | None]:
+    """Return the figures of a measured run."""
+    steps = (record.steps_to_goal if record.reached else None) or record.batches or 1
+    waiting_s = 0.0 if record.workers == 1 else record.communication_exposed_s
+    return {
+        "step_s": None if record.total_s is None else record.total_s / steps,
+        "exposed_s": None if waiting_s is None else waiting_s / steps,
+        "steps": record.steps_to_goal if record.reached else None,
+        "time_to_goal_s": record.time_to_goal_s,
+        "bytes_sent": record.bytes_sent,
+    }
+
+
+def _medians(figures: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Return the median of each number over repeats; None if one repeat lacks it."""
+    found: dict[str, float | None] = {}
+    for name in _NUMBERS:
+        values = [each[name] for each in figures]
+        found[name] = None if None in values else statistics.median(values)
+    return found
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    def scaled(name: str, factor: float, digits: int) -> str:
+        return "-" if row[name] is None else number(row[name] * factor, digits)
+
+    texts = [clean(row["run"]), row["network"], str(row["workers"]), row["figures"]]
+    numbers = [scaled("step_s", 1e3, 2), scaled("exposed_s", 1e3, 2), scaled("steps", 1, 0)]
+    return [*texts, *numbers, scaled("time_to_goal_s", 1, 1), scaled("bytes_sent", 1e-6, 1), scaled("price", 1, 3)]

@@ -1,0 +1,8 @@
+"""Predict the time of a training step, and the time to a goal, on other networks and with other numbers of workers."""
+
+from __future__ import annotations
+
+from mlbench_core.prediction.costs import Collective, collective_s
+from mlbench_core.prediction.model import Prediction, predict, predict_time_to_goal
+
+__all__ = ["Collective", "Prediction", "collective_s", "predict", "predict_time_to_goal"]

@@ -1,0 +1,153 @@
+r"""The cost of collectives over Gloo: a latency and a bandwidth term for each, and the pace of TCP.
+
+A message of :math:`S` bytes over a link of round trip :math:`R` and payload bandwidth :math:`B` takes
+:math:`R + e` with :math:`e = S / B` (Hockney). Gloo sends a message only after the receiver has said that it is ready,
+so the latency of a message is a whole round trip and not half of one.
+
+Gloo sums in a ring of two phases with :math:`k - 1` messages of :math:`S = n / k` bytes each, in
+two segments that are on their way together:
+
+.. math::
+
+    T = 2 \left[ (k - 2) \max(R + e / 2, e) + R + e \right]
+
+References:
+    Hockney: The communication challenge for MPP. Parallel Computing 20, 1994.
+
+    Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH. International Journal of
+    High Performance Computing Applications 19, 2005.
+
+    Cardwell et al.: BBR: congestion-based congestion control. ACM Queue 14, 2016.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mlbench_core.arguments import check_finite_at_least_0, check_int
+from mlbench_core.network.description import Link, Network
+
+__all__ = ["OPS", "Collective", "collective_s"]
+
+# A full Ethernet frame of 1514 bytes carries 1448 bytes of a TCP connection.
+_PAYLOAD = 1448 / 1514
+# The round trip of two processes without any added delay: two wake-ups and Gloo's own work, measured.
+_LEAST_ROUND_TRIP_S = 1e-4
+_SEGMENT_BYTES = 1 << 20
+# Of a tensor with one number, the ring sends one segment through both phases together in the time of one.
+_ONE_NUMBER_BYTES = 8
+# TCP paces a connection that is idle between messages at 2 / ln 2 times the rate of its last round trips (BBR's gain
+# at the start), so sending a message takes at least this share of a round trip. It sends the initial window of 10
+# segments at once. Measured: between two workers, whose connection has messages in both directions, it sends more.
+_PACED_SHARE = math.log(2) / 2
+_UNPACED_BYTES = 10 * 1448
+_UNPACED_BYTES_OF_A_PAIR = 1 << 16
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "neighbors", "shared_memory_sum")
+"""The kinds of collectives with a known cost. A sum through shared memory becomes an all-reduce between hosts."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Equal calls of one collective.
+
+    Attributes:
+        op: One of :data:`OPS`.
+        group: Number of workers that take part, this one included.
+        calls: Number of calls in a training step, possibly a fraction.
+        size_bytes: Payload of one worker in one call.
+        overlapped: True if training goes on while it runs.
+    """
+
+    op: str
+    group: int
+    calls: float
+    size_bytes: float
+    overlapped: bool = False
+
+    def scaled(self, measured: int, workers: int) -> Collective:
+        """Return the collective in a run with another number of workers.
+
+        Payloads stay the same. An exchange with neighbors is one on a ring, or on a complete graph if a run of more
+        than three workers had that. Other groups smaller than the run keep their size.
+
+        Args:
+            measured: Number of workers of the run with this collective.
+            workers: Number of workers of the other run.
+        """
+        if self.op == "neighbors":
+            is_complete = self.group == measured > 3
+            peers = workers - 1 if is_complete else min(workers, max(self.group, 3)) - 1
+            size_bytes = self.size_bytes / (self.group - 1) * peers
+            return Collective(self.op, peers + 1, self.calls, size_bytes, self.overlapped)
+        group = workers if self.group == measured else min(self.group, workers)
+        return Collective(self.op, group, self.calls, self.size_bytes, self.overlapped)
+
+
+def collective_s(op: str, size_bytes: float, workers: int, network: Network) -> float:
+    """Return the seconds of one call of a collective.
+
+    Args:
+        op: One of :data:`OPS`.
+        size_bytes: Payload of one worker: of ``all_gather`` its own part, of ``neighbors`` all its messages together.
+        workers: Number of workers that take part; they are the first hosts of the network.
+        network: The network. Hosts beyond its racks are in further racks of the same size. Its jitter, loss and cuts
+            do not count.
+
+    Raises:
+        ValueError: ``op`` is not known, or a number is out of range.
+
+    Example:
+        >>> from mlbench_core.network import parse_network
+        >>> round(collective_s("all_reduce", 2e6, 2, parse_network("127mbit,90ms")), 3)
+        0.312
+    """
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, not {op!r}: its cost is not known")
+    check_int("workers", workers)
+    check_finite_at_least_0("size_bytes", size_bytes)
+    if workers == 1 or size_bytes == 0:
+        return 0.0
+    links = _ring(workers, network)
+    if op == "neighbors":
+        return max(_round_trip_s(link) + _sending_s(link, size_bytes, workers) for link in links)
+    if op == "broadcast":
+        # A binomial tree.
+        of_link = (_round_trip_s(link) + _sending_s(link, size_bytes, workers) for link in links)
+        return math.ceil(math.log2(workers)) * max(of_link)
+    if op == "all_gather":
+        return _phase_s(links, workers, size_bytes, segments=2)
+    part = size_bytes / workers
+    segments = max(2, math.ceil(part / _SEGMENT_BYTES))
+    phases = 1 if op == "reduce_scatter" or size_bytes <= _ONE_NUMBER_BYTES else 2
+    return phases * _phase_s(links, workers, part, segments)
+
+
+def _ring(workers: int, network: Network) -> set[Link]:
+    """Return the different links of a ring in the order of the ranks."""
+    return {network.path(rank, (rank + 1) % workers) for rank in range(workers)}
+
+
+def _phase_s(links: set[Link], workers: int, message_bytes: float, segments: int) -> float:
+    """Return the seconds in which each worker passes a message on ``workers - 1`` times, in segments."""
+
+    def of_link(link: Link) -> float:
+        # Two segments are in flight: while one travels, the receiver says that it is ready for the next.
+        pair_s, round_trip_s = _sending_s(link, message_bytes * 2 / segments, workers), _round_trip_s(link)
+        pairs = (workers - 1) * segments / 2
+        return (pairs - 1) * max(round_trip_s + pair_s / 2, pair_s) + round_trip_s + pair_s
+
+    # Each worker waits for the one before it, so the slowest link sets the pace of the ring.
+    return max(map(of_link, links))
+
+
+def _round_trip_s(link: Link) -> float:
+    return link.round_trip_s + _LEAST_ROUND_TRIP_S
+
+
+def _sending_s(link: Link, size_bytes: float, workers: int) -> float:
+    """Return the seconds from the first to the last byte of a message."""
+    sending_s = 0.0 if link.bandwidth is None else size_bytes * 8 / (link.bandwidth * _PAYLOAD)
+    unpaced_bytes = _UNPACED_BYTES if workers > 2 else _UNPACED_BYTES_OF_A_PAIR
+    return max(sending_s, link.round_trip_s * _PACED_SHARE) if size_bytes > unpaced_bytes else sending_s

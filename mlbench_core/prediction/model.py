@@ -1,0 +1,204 @@
+"""Predict the time of a step and the time to the goal from one measured run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlbench_core.arguments import check_int
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.network.description import Link, Network
+from mlbench_core.network.named import get_network
+from mlbench_core.prediction.costs import Collective, collective_s
+from mlbench_core.results.record import RunRecord
+
+__all__ = ["Prediction", "predict", "predict_time_to_goal"]
+
+# Without a described network, the workers talked inside of one machine.
+_ONE_MACHINE = Network(Link(None))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted times of a run.
+
+    Attributes:
+        workers: Number of workers.
+        network: Text of the network.
+        step_s: Seconds of a training step.
+        exposed_s: Seconds of it in which training waits for communication.
+        hidden_s: Seconds of communication in a step during which training goes on.
+        steps: Training steps until the goal; None if the measured run did not reach it.
+        time_to_goal_s: Seconds of training until the goal; None likewise.
+        bytes_sent: Bytes that all workers send in these steps, or in those of the measured run.
+        assumption: The assumption behind ``steps``, one sentence.
+    """
+
+    workers: int
+    network: str
+    step_s: float
+    exposed_s: float
+    hidden_s: float
+    steps: float | None
+    time_to_goal_s: float | None
+    bytes_sent: float
+    assumption: str
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The figures of one step of a measured run.
+
+    Attributes:
+        workers: Number of workers.
+        compute_s: Seconds without communication, as they are with a core for each worker.
+        backward_s: Seconds of the backward pass, likewise.
+        local_s: Seconds of waiting that the network does not explain, such as compression.
+        collectives: The collectives.
+    """
+
+    workers: int
+    compute_s: float
+    backward_s: float
+    local_s: float
+    collectives: tuple[Collective, ...]
+
+
+def predict(
+    record: RunRecord,
+    network: Network,
+    workers: int,
+    alone: RunRecord | None = None,
+    critical_workers: int | None = None,
+) -> Prediction:
+    """Predict a run like a measured one on another network, with another number of workers, or both.
+
+    Args:
+        record: The measured run of at least two workers, with the record of its collectives.
+        network: The network.
+        workers: Number of workers. Each has the batch size of the measured run.
+        alone: A run of one worker. Its compute time counts in place of that of ``record``.
+        critical_workers: Number of workers from which on more workers do not save steps; None if there is none.
+
+    Returns:
+        The prediction.
+
+    Raises:
+        ConfigurationError: The measured run lacks figures that the prediction needs.
+        ValueError: A number is out of range.
+    """
+    check_int("workers", workers)
+    if critical_workers is not None:
+        check_int("critical_workers", critical_workers)
+    measured = _read(record, alone)
+    slowest_cpu = min((host.cpu for rank, host in network.hosts.items() if rank < workers), default=1.0)
+    exposed_s, hidden_s = _communication_s(measured, network, workers, measured.backward_s / slowest_cpu)
+    if workers > 1:
+        exposed_s += measured.local_s
+    step_s = measured.compute_s / slowest_cpu + exposed_s
+    steps, assumption = _steps(record, workers, critical_workers)
+    each = [entry.scaled(measured.workers, workers) for entry in measured.collectives] if workers > 1 else []
+    return Prediction(
+        workers,
+        str(network),
+        step_s,
+        exposed_s,
+        hidden_s,
+        steps,
+        None if steps is None else steps * step_s,
+        workers * sum(entry.calls * entry.size_bytes for entry in each) * (steps or record.batches or 0),
+        assumption,
+    )
+
+
+def predict_time_to_goal(record: RunRecord, network: Network, workers: int) -> float:
+    """Predict the seconds of training until the goal; see :func:`predict`.
+
+    Args:
+        record: A measured run of at least two workers that reached its goal.
+        network: The network.
+        workers: Number of workers.
+
+    Raises:
+        ConfigurationError: The run did not reach its goal, or lacks other figures.
+    """
+    time_s = predict(record, network, workers).time_to_goal_s
+    if time_s is None:
+        raise ConfigurationError(f"the run {record.name} must have reached its goal: its steps to the goal are unknown")
+    return time_s
+
+
+def _read(record: RunRecord, alone: RunRecord | None) -> _Measured:
+    """Return the figures of a step of a measured run."""
+    found, workers = record.collectives, record.workers
+    if found is None or workers is None or workers < 2 or not record.batches:
+        raise ConfigurationError(
+            f"the run {record.name} must have several workers and a record of its collectives: measure it again with "
+            "2 workers or more and an optimizer of this library"
+        )
+    collectives = tuple(
+        Collective(e["op"], e["group"], e["calls"] / record.batches, e["bytes"] / e["calls"], e["overlapped"])
+        for e in found
+    )
+    source = record if alone is None else alone
+    factor = _share_of_core(source)
+    compute_s = _compute_s(source) * factor
+    backward_s = (source.steps_s.get("backprop") or 0.0) / (source.batches or 1) * factor
+    measured = _Measured(workers, compute_s, backward_s, 0.0, collectives)
+    text = record.configuration.get("network")
+    waited_s = (record.communication_exposed_s or 0.0) / _steps_of(record)
+    explained_s, _ = _communication_s(measured, get_network(text) if text else _ONE_MACHINE, workers, backward_s)
+    local_s = max(0.0, waited_s - explained_s) * _share_of_core(record)
+    return _Measured(workers, compute_s, backward_s, local_s, collectives)
+
+
+def _steps_of(record: RunRecord) -> int:
+    """Return the number of steps to which the times of a record belong."""
+    return (record.steps_to_goal if record.reached else None) or record.batches or 1
+
+
+def _compute_s(record: RunRecord) -> float:
+    seconds = record.without_communication_s
+    # One worker does not communicate.
+    if seconds is None and record.workers == 1:
+        seconds = record.total_s
+    if seconds is None:
+        raise ConfigurationError(f"the run {record.name} must have its times of compute and communication, and has not")
+    return seconds / _steps_of(record)
+
+
+def _share_of_core(record: RunRecord) -> float:
+    """Return the share of a core that each thread had: below 1 if the processors were oversubscribed."""
+    cores = (record.machine.get("cores") or 0) * (record.machine.get("hosts") or 1)
+    threads = (record.workers or 1) * (record.configuration.get("threads") or 1)
+    on_gpu = str(record.configuration.get("device") or "cpu") != "cpu"
+    return 1.0 if not cores or on_gpu else min(1.0, cores / threads)
+
+
+def _communication_s(measured: _Measured, network: Network, workers: int, backward_s: float) -> tuple[float, float]:
+    """Return the exposed and the hidden seconds of communication in a step."""
+    blocking_s = overlapped_s = 0.0
+    for entry in measured.collectives if workers > 1 else ():
+        scaled = entry.scaled(measured.workers, workers)
+        seconds = scaled.calls * collective_s(scaled.op, scaled.size_bytes, scaled.group, network)
+        if scaled.overlapped:
+            overlapped_s += seconds
+        else:
+            blocking_s += seconds
+    hidden_s = min(overlapped_s, backward_s)
+    return blocking_s + overlapped_s - hidden_s, hidden_s
+
+
+def _steps(record: RunRecord, workers: int, critical_workers: int | None) -> tuple[float | None, str]:
+    """Return the steps to the goal with a number of workers, and the assumption behind them."""
+    steps, measured = record.steps_to_goal, record.workers or 1
+    if not record.reached or steps is None:
+        return None, "the measured run did not reach its goal"
+    if workers == measured:
+        return float(steps), f"steps as measured with {measured} workers"
+
+    def useful(count: int) -> int:
+        return count if critical_workers is None else min(count, critical_workers)
+
+    limit = "" if critical_workers is None else f", up to {critical_workers} workers"
+    text = f"samples to the goal as measured with {measured} workers{limit}"
+    return max(1.0, steps * useful(measured) / useful(workers)), text

@@ -1,0 +1,151 @@
+"""Write the page of a sweep as HTML: one file without scripts, which loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlbench_core.results.table import Column, cell
+
+if TYPE_CHECKING:
+    from mlbench_core.results.figures import Drawing
+
+__all__ = ["Section", "html_page", "inline_svg"]
+
+_STYLE = Path(__file__).with_name("page.css")
+# Colors of the figures' style, and the names of the page's colors, which are others in the dark.
+_COLORS = {
+    "#ffffff": "card", "#000000": "ink", "#222222": "ink", "#dddddd": "grid", "#eeeeee": "card", "#444444": "axis",
+    "#555555": "faint",
+    "#0072b2": "c1", "#d55e00": "c2", "#009e73": "c3", "#cc79a7": "c4", "#e69f00": "c5", "#56b4e9": "c6",
+}  # fmt: skip
+
+
+@dataclass
+class Section:
+    """A section of the page with figures.
+
+    Attributes:
+        name: Name in the address of the section.
+        title: Its title.
+        figures: Inline figures.
+        notes: Captions; equal ones are shown once.
+    """
+
+    name: str
+    title: str
+    figures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def inline_svg(drawing: Drawing, label: str) -> str:
+    """Return a figure as SVG for a page: without its caption, and in the colors of the page.
+
+    Args:
+        drawing: The figure, drawn in the style of MLBench.
+        label: Text for readers who do not see it.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = drawing.figure
+    # The caption is the last text of a finished figure, at its bottom. The page has it as text.
+    note = figure.texts[-1]
+    top_pt = note.get_window_extent(FigureCanvasAgg(figure).get_renderer()).y1 / figure.dpi * 72
+    note.set_visible(False)
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, count=1, flags=re.DOTALL)
+    width, height = (72 * inches for inches in figure.get_size_inches())
+    # The sizes are those of print; on the page, the figure is as wide as its place, and ends above the caption.
+    view = f'<svg viewBox="0 0 {width:g} {height - top_pt:g}" role="img" aria-label="{escape(label)}"'
+    svg = re.sub(r"<svg[^>]*?(?=\sversion=)", view, svg, count=1, flags=re.DOTALL)
+    # Two figures must not have the same identifiers on one page.
+    prefix = re.sub(r"[^A-Za-z0-9]", "-", drawing.name)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
+    return re.sub("#[0-9a-f]{6}", lambda found: _color(found[0]), svg)
+
+
+def _color(value: str) -> str:
+    return f"var(--{_COLORS[value]})" if value in _COLORS else value
+
+
+def html_page(
+    title: str,
+    facts: Mapping[str, str],
+    words: Mapping[str, Sequence[str]],
+    sections: Sequence[Section],
+    table: tuple[Sequence[Column], Sequence[Mapping[str, Any]]],
+    source: str,
+) -> str:
+    """Return the page.
+
+    Args:
+        title: Title of the sweep.
+        facts: Name and value of what is common to all runs, for the head of the page.
+        words: Sentences by network; those with the empty name are on the whole sweep.
+        sections: The figures.
+        table: Columns and rows of the table.
+        source: The file of the sweep.
+    """
+    names = [("words", "Which method when"), *((each.name, each.title) for each in sections), ("table", "Table")]
+    links = "".join(f'<a href="#{escape(name)}">{escape(text)}</a>' for name, text in [*names, ("file", "File")])
+    pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+    parts = [
+        f"<header><h1>{escape(title)}</h1><dl>{pairs}</dl><nav>{links}</nav></header>",
+        _words(words),
+        *map(_section, sections),
+        _table(*table),
+        f'<section id="file"><h2>The file of the sweep</h2><pre tabindex="0">{escape(source)}</pre></section>',
+    ]
+    style = _STYLE.read_text(encoding="utf-8")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        # The page loads nothing and runs nothing, whatever the names in the runs are.
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{escape(title)}</title><style>\n{style}</style></head>\n<body><main>\n"
+        + "\n".join(parts)
+        + "\n</main></body></html>\n"
+    )
+
+
+def _words(words: Mapping[str, Sequence[str]]) -> str:
+    parts = [_list(words.get("", ()))]
+    each = [f"<div><h3>{escape(name)}</h3>{_list(found)}</div>" for name, found in words.items() if name and found]
+    parts += [f'<div class="words">{"".join(each)}</div>'] if each else []
+    return f'<section id="words"><h2>Which method when</h2>{"".join(parts)}</section>'
+
+
+def _list(sentences: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>" if sentences else ""
+
+
+def _section(section: Section) -> str:
+    figures = "".join(f"<figure>{figure}</figure>" for figure in section.figures)
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in dict.fromkeys(section.notes))
+    return (
+        f'<section id="{escape(section.name)}"><h2>{escape(section.title)}</h2>'
+        f'<div class="figures">{figures}</div>{notes}</section>'
+    )
+
+
+def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> str:
+    def tag(column: Column, name: str, text: str) -> str:
+        attribute = "" if column.digits is None else ' class="number"'
+        return f"<{name}{attribute}>{escape(text)}</{name}>"
+
+    head = "".join(tag(column, "th", column.header) for column in columns)
+    lines = "".join(
+        f"<tr>{''.join(tag(column, 'td', cell(column, row[column.key])) for column in columns)}</tr>" for row in rows
+    )
+    return (
+        '<section id="table"><h2>Table</h2><div class="scroll" tabindex="0"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div></section>"
+    )

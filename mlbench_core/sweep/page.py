@@ -1,0 +1,265 @@
+"""Write the page of a sweep: tables, figures, the map of the fastest methods, and their conclusions in words."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlbench_core.errors import ConfigurationError, MissingDependencyError
+from mlbench_core.files import replacing
+from mlbench_core.prediction import predict_time_to_goal
+from mlbench_core.results.collection import machine_text, software_text
+from mlbench_core.results.load import load
+from mlbench_core.results.pool import plural
+from mlbench_core.results.prices import Pricing, load_prices
+from mlbench_core.results.record import RunRecord
+from mlbench_core.results.table import cell, escape
+from mlbench_core.sweep.file import Point, Sweep, load_sweep
+from mlbench_core.sweep.folder import RUNS, SweepFolder
+from mlbench_core.sweep.html import Section, html_page, inline_svg
+from mlbench_core.sweep.outcome import Outcome, duration, gather
+from mlbench_core.sweep.tables import as_csv, known_columns, table_rows
+from mlbench_core.sweep.winners import Map, Predict, predict_map
+from mlbench_core.sweep.words import per_network, summary
+
+if TYPE_CHECKING:
+    from mlbench_core.results.figures import Drawing
+
+__all__ = ["read_outcome", "write_page"]
+
+_COPY = "sweep.toml"
+
+
+def write_page(
+    folder: Path,
+    pricing: Pricing | None = None,
+    title: str | None = None,
+    *,
+    sweep: Sweep | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> list[Path]:
+    """Write the page of a sweep into its folder: ``index.html``, ``index.md``, tables and figures.
+
+    A sweep that has not ended has a page of the runs so far. Without matplotlib, the page has no figures.
+
+    Args:
+        folder: The folder of the sweep, with ``sweep.toml`` and the result folders in ``runs``.
+        pricing: Price of the machines; by default, that of the file's table ``price``.
+        title: Title of the page; by default, that of the file.
+        sweep: The sweep; by default, that of ``sweep.toml``.
+        report: Called with one sentence for each figure that is not drawn, with the reason.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ConfigurationError: The sweep cannot be read, no run has ended, or runs had different goals.
+    """
+    sweep = sweep or load_sweep(folder / _COPY)
+    pricing = pricing if pricing is not None else _pricing(sweep.price, folder)
+    outcome = read_outcome(folder, sweep, title)
+    if not outcome.groups:
+        raise ConfigurationError(f"{folder} must have runs that ended, but it has none: run the sweep first")
+    maps = _maps(outcome, predict_time_to_goal, report)
+    sections, captions, written = _figures(outcome, maps, pricing, folder, report)
+    rows = table_rows(outcome, pricing)
+    words = {"": summary(outcome, maps), **{name: per_network(outcome, name) for name in outcome.networks}}
+    facts = _facts(outcome, pricing, folder)
+    columns = known_columns(rows)
+    copy = folder / _COPY
+    source = copy.read_text(encoding="utf-8") if copy.exists() else ""
+    content = {"title": outcome.title, "facts": facts, "words": words, "rows": rows, "maps": list(map(_map_json, maps))}
+    texts = {
+        "index.html": html_page(outcome.title, facts, words, sections, (columns, rows), source),
+        "index.md": _markdown(outcome.title, facts, words, captions, rows),
+        "table.csv": as_csv(rows),
+        "results.json": json.dumps(content, indent=1, ensure_ascii=False) + "\n",
+    }
+    for name, text in texts.items():
+        with replacing(folder / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    return [*(folder / name for name in texts), *written]
+
+
+def read_outcome(folder: Path, sweep: Sweep, title: str | None = None) -> Outcome:
+    """Read the runs of a sweep that have ended.
+
+    Args:
+        folder: The folder of the sweep.
+        sweep: The sweep.
+        title: Title; by default, that of the sweep.
+
+    Raises:
+        ConfigurationError: A result folder is damaged, or runs had different goals.
+    """
+    points = sweep.points()
+    records = {point.name: _record(folder / RUNS / point.name, point) for point in points}
+    return gather(
+        points,
+        {name: record for name, record in records.items() if record is not None},
+        sweep.networks,
+        failed=set(SweepFolder(folder).failures(points)) - {name for name, found in records.items() if found},
+        title=title or sweep.title,
+        limit_s=sweep.limit_s,
+    )
+
+
+def _record(folder: Path, point: Point) -> RunRecord | None:
+    """Return the result of a run; None if it has not ended."""
+    if not folder.is_dir():
+        return None
+    found = load([folder], empty_is_error=False)
+    if found:
+        return found[0]
+    # A run that was stopped before its workers wrote a line.
+    return RunRecord(point.name, state="unfinished", configuration={"workers": point.workers}, reached=False)
+
+
+def _pricing(price: Mapping[str, Any], folder: Path) -> Pricing:
+    if not price:
+        return Pricing()
+    prices, name = price.get("prices"), price.get("machine")
+    machines = load_prices(folder / str(prices) if prices else None)
+    if name not in machines:
+        raise ConfigurationError(f"machine of [price] must be one of {', '.join(machines)}, not {name!r}")
+    return Pricing(machines[name], bool(price.get("spot", False)))
+
+
+def _maps(outcome: Outcome, predict: Predict, report: Callable[[str], None]) -> list[Map]:
+    maps = []
+    for workers in outcome.several:
+        found = predict_map(outcome, workers, predict)
+        if found is None:
+            report(f"the map for {workers} workers is not drawn: no algorithm has a prediction")
+        else:
+            maps.append(found)
+    return maps
+
+
+def _figures(
+    outcome: Outcome, maps: Sequence[Map], pricing: Pricing, folder: Path, report: Callable[[str], None]
+) -> tuple[list[Section], dict[str, str], list[Path]]:
+    """Draw all figures: inline for the page, and those of all networks as files."""
+    from mlbench_core.results.figures import save, style
+
+    sections: list[Section] = []
+    captions: dict[str, str] = {}
+    written: list[Path] = []
+    try:
+        with style():
+            for section, makers in _makers(outcome, maps, pricing):
+                whole, *single = makers
+                try:
+                    drawing = whole()
+                except ConfigurationError as error:
+                    report(f"{section.name} is not drawn: {error}")
+                    continue
+                written += save(drawing, folder)
+                captions[drawing.name] = drawing.caption
+                again: Sequence[Callable[[], Drawing] | None] = single or [None]
+                for make in again:
+                    try:
+                        shown = make() if make is not None else drawing
+                    except ConfigurationError as error:
+                        report(f"{section.name} is not drawn for every network: {error}")
+                        continue
+                    section.figures.append(inline_svg(shown, f"{section.title}: {shown.name}"))
+                    section.notes.append(drawing.caption)
+                if not sections or sections[-1].name != section.name:
+                    sections.append(section)
+    except MissingDependencyError as error:
+        report(f"the page has no figures: {error}")
+        return [], {}, []
+    return sections, captions, written
+
+
+def _makers(
+    outcome: Outcome, maps: Sequence[Map], pricing: Pricing
+) -> Iterator[tuple[Section, list[Callable[[], Drawing]]]]:
+    """Yield each section with the function of the figure of all networks, and those of the single networks."""
+    from mlbench_core.sweep.figure_map import draw_map
+    from mlbench_core.sweep.figures import draw_bytes, draw_rows, quantities
+
+    every = list(quantities(outcome, pricing))
+
+    def rows(quantity: Any) -> tuple[Section, list[Callable[[], Drawing]]]:
+        single = [functools.partial(draw_rows, outcome, quantity, name) for name in outcome.networks]
+        return Section(quantity.name, quantity.title), [lambda: draw_rows(outcome, quantity), *single]
+
+    yield rows(every[0])
+    for_maps = Section("map", "Map: which method wins")
+    for found in maps:
+        yield for_maps, [functools.partial(draw_map, outcome, found)]
+    single = [functools.partial(draw_bytes, outcome, name) for name in outcome.networks]
+    yield Section("bytes_to_goal", "Bytes and time to goal"), [lambda: draw_bytes(outcome), *single]
+    for quantity in every[1:]:
+        yield rows(quantity)
+
+
+def _facts(outcome: Outcome, pricing: Pricing, folder: Path) -> dict[str, str]:
+    groups = outcome.groups
+    records = [record for group in groups for record in group.records]
+    dates = sorted(str(record.started_at)[:10] for record in records if record.started_at)
+    hours = sum(_seconds(folder / RUNS / record.name) for record in records) / 3600
+    facts = {
+        "Runs": f"{outcome.ended} of {outcome.planned} planned; {plural(sum(c.missed for c in outcome.cells), 'run')} "
+        f"missed the goal" + ("" if outcome.limit_s is None else f", limit {duration(outcome.limit_s)}"),
+        "Goal": "; ".join(dict.fromkeys(record.goal_text for record in records if record.goal)),
+        "Networks": "; ".join(f"{name} ({network})" for name, network in outcome.networks.items()),
+        "Machine": "; ".join(dict.fromkeys(filter(None, map(machine_text, groups)))),
+        "Software": "; ".join(dict.fromkeys(filter(None, map(software_text, groups)))),
+        "Date": "" if not dates else dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}",
+        "Time of all runs": f"{hours:.1f} h" if hours else "",
+        "Price": " ".join(pricing.remarks),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def _seconds(folder: Path) -> float:
+    """Return the seconds of a run from the start of its workers to their end; 0 if they are unknown."""
+    try:
+        return float(json.loads((folder / "run.json").read_text(encoding="utf-8"))["seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+
+
+def _map_json(found: Map) -> dict[str, Any]:
+    return {
+        "workers": found.workers,
+        "predicted": [vars(cell) for cell in found.cells],
+        "measured": [vars(point) for point in found.points],
+        "left_out": found.left_out,
+    }
+
+
+def _markdown(
+    title: str,
+    facts: Mapping[str, str],
+    words: Mapping[str, Sequence[str]],
+    captions: Mapping[str, str],
+    rows: Sequence[dict[str, Any]],
+) -> str:
+    lines = [f"# {escape(title)}", "", *(f"- {name}: {escape(value)}" for name, value in facts.items()), ""]
+    lines += ["Command:", "", "```bash", "mlbench sweep sweep.toml --output .", "```", "", "## Which method when", ""]
+    lines += [f"- {escape(sentence)}" for sentence in words[""]]
+    for name, sentences in words.items():
+        if name and sentences:
+            lines += ["", f"### {escape(name)}", "", *(f"- {escape(sentence)}" for sentence in sentences)]
+    if captions:
+        lines += ["", "## Figures", ""]
+        for name, caption in captions.items():
+            lines += [f"![{name.replace('_', ' ')}]({name}.png)", "", f"{escape(caption)} ([SVG]({name}.svg))", ""]
+    columns = known_columns(rows)
+    lines += ["", "## Table", "", f"| {' | '.join(column.header for column in columns)} |"]
+    lines.append(f"| {' | '.join('---' if column.digits is None else '---:' for column in columns)} |")
+    lines += [f"| {' | '.join(escape(cell(column, row[column.key])) for column in columns)} |" for row in rows]
+    lines += [
+        "",
+        "[table.csv](table.csv) and [results.json](results.json) have the same numbers, [sweep.toml](sweep.toml)",
+    ]
+    return (
+        "\n".join([*lines, "is the file of the sweep, and the folder `runs` has the result folder of each run."]) + "\n"
+    )

@@ -1,0 +1,199 @@
+"""Predict which method wins for each bandwidth and round trip, and place the measured networks on that map."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mlbench_core.errors import MLBenchError
+from mlbench_core.network.description import Link, Network
+from mlbench_core.results.record import RunRecord
+from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, overlap
+
+__all__ = ["BANDWIDTHS", "ROUND_TRIPS_S", "Map", "MapCell", "MapPoint", "Predict", "predict_map"]
+
+Predict = Callable[[RunRecord, Network, int], float]
+"""Function that predicts the time to the goal of a run, in seconds, on another network."""
+
+BANDWIDTHS = (1e6, 1e10)
+"""Range of the bandwidths in bits per second."""
+
+ROUND_TRIPS_S = (1e-4, 0.3)
+"""Range of the round trips; that of emulated hosts on one machine is the lowest."""
+
+_PER_DECADE = 6
+
+
+@dataclass(frozen=True)
+class MapCell:
+    """One cell of a map.
+
+    Attributes:
+        bandwidth: Bits per second.
+        round_trip_s: Round trip in seconds.
+        winner: Algorithm with the least predicted time to the goal.
+        seconds: That time.
+        second: Algorithm with the second least time; None with a single algorithm.
+        ratio: Time of the second, divided by that of the winner.
+    """
+
+    bandwidth: float
+    round_trip_s: float
+    winner: str
+    seconds: float
+    second: str | None = None
+    ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class MapPoint:
+    """A measured network on a map.
+
+    Attributes:
+        network: Its name.
+        bandwidth: Bits per second, within the range of the map.
+        round_trip_s: Round trip in seconds, within the range of the map.
+        measured: The algorithm that was fastest; None if none reached the goal.
+        second: The second, if it is within 10 %, or if the intervals of the two overlap; else None.
+        predicted: The algorithm with the least predicted time.
+        error: Predicted time of the measured algorithm, divided by its measured time; None if it is not predicted.
+    """
+
+    network: str
+    bandwidth: float
+    round_trip_s: float
+    measured: str | None
+    second: str | None
+    predicted: str
+    error: float | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Return True if the predicted algorithm is the measured one."""
+        return self.predicted == self.measured
+
+
+@dataclass(frozen=True)
+class Map:
+    """A map of bandwidth and round trip for one number of workers.
+
+    Attributes:
+        workers: Number of workers.
+        bandwidths: The columns, ascending.
+        round_trips_s: The rows, ascending.
+        cells: One for each row and column, row by row.
+        points: The measured networks.
+        left_out: Sentences on the algorithms that have no prediction.
+    """
+
+    workers: int
+    bandwidths: tuple[float, ...]
+    round_trips_s: tuple[float, ...]
+    cells: tuple[MapCell, ...]
+    points: tuple[MapPoint, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Return the share of the map of each winner, largest first."""
+        counted = Counter(cell.winner for cell in self.cells)
+        return {name: count / len(self.cells) for name, count in counted.most_common()}
+
+    @property
+    def range_text(self) -> str:
+        """Return the range of the map as a text."""
+        return "1 Mbit/s to 10 Gbit/s and 0.1 to 300 ms"
+
+
+def predict_map(outcome: Outcome, workers: int, predict: Predict) -> Map | None:
+    """Predict the time to the goal of every algorithm over the map.
+
+    The prediction starts from the runs on the measured network with the highest bandwidth on which more than half of
+    the algorithm's runs reached the goal. The median over these runs counts.
+
+    Args:
+        outcome: The runs.
+        workers: Number of workers.
+        predict: The prediction.
+
+    Returns:
+        The map, or None if no algorithm can be predicted.
+    """
+    known: dict[str, Cell] = {}
+    left_out = []
+    for name in outcome.algorithms:
+        source = _source(outcome, name, workers)
+        if source is None:
+            left_out.append(f"{name} is not on the map: half of its runs or more missed the goal on every network.")
+            continue
+        try:
+            _median(source, next(iter(outcome.networks.values())), predict)
+        except (MLBenchError, ValueError) as error:
+            left_out.append(f"{name} is not on the map: {error}")
+        else:
+            known[name] = source
+    if not known:
+        return None
+    bandwidths, round_trips = _steps(*BANDWIDTHS), _steps(*ROUND_TRIPS_S)
+    cells = []
+    for round_trip_s, bandwidth in itertools.product(round_trips, bandwidths):
+        network = Network(Link(round(bandwidth), round_trip_s))
+        times = sorted((_median(source, network, predict), name) for name, source in known.items())
+        (least, winner), *others = times
+        ratio, second = (others[0][0] / least, others[0][1]) if others else (None, None)
+        cells.append(MapCell(bandwidth, round_trip_s, winner, least, second, ratio))
+    points = [_point(outcome, name, workers, known, predict) for name in outcome.networks]
+    return Map(workers, bandwidths, round_trips, tuple(cells), tuple(filter(None, points)), tuple(left_out))
+
+
+def _steps(low: float, high: float) -> tuple[float, ...]:
+    """Return numbers from low to high, each the same factor above the one before it."""
+    count = round(math.log10(high / low) * _PER_DECADE)
+    return tuple(low * (high / low) ** (place / count) for place in range(count + 1))
+
+
+def _source(outcome: Outcome, algorithm: str, workers: int) -> Cell | None:
+    """Return the cell from which the prediction starts."""
+
+    def bandwidth(name: str) -> float:
+        return outcome.networks[name].path(0, workers - 1).bandwidth or math.inf
+
+    for name in sorted(outcome.networks, key=bandwidth, reverse=True):
+        cell = outcome.cell(algorithm, name, workers)
+        if cell is not None and cell.median_s is not None:
+            return cell
+    return None
+
+
+def _median(cell: Cell, network: Network, predict: Predict) -> float:
+    return statistics.median(predict(record, network, cell.workers) for record in cell.reached)
+
+
+def _point(outcome: Outcome, name: str, workers: int, known: dict[str, Cell], predict: Predict) -> MapPoint | None:
+    row = outcome.row(name, workers)
+    if not row:
+        return None
+    network = outcome.networks[name]
+    first, second = row[0], row[1] if len(row) > 1 else None
+    measured = first.algorithm if first.median_s is not None else None
+    close = None
+    if first.median_s and second is not None and second.median_s is not None:
+        near = second.median_s < CLOSE * first.median_s or overlap(first, second) is not False
+        close = second.algorithm if near else None
+    # Two hosts of different racks, if the network has racks: their link is the slowest.
+    path = network.path(0, workers - 1)
+    times = {other: _median(source, network, predict) for other, source in known.items()}
+    error = times[measured] / first.median_s if measured in times and first.median_s else None
+    return MapPoint(
+        network=name,
+        bandwidth=min(max(path.bandwidth or math.inf, BANDWIDTHS[0]), BANDWIDTHS[1]),
+        round_trip_s=min(max(path.round_trip_s, ROUND_TRIPS_S[0]), ROUND_TRIPS_S[1]),
+        measured=measured,
+        second=close,
+        predicted=min(times, key=lambda other: times[other]),
+        error=error,
+    )

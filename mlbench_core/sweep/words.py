@@ -1,0 +1,182 @@
+"""Say in words what the figures of a sweep show: which method was fastest where, and what was not reached.
+
+Every sentence is made from numbers of the sweep. A difference is only called one if the 95 % intervals of the two
+algorithms do not overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mlbench_core.results.figures.canvas import number
+from mlbench_core.results.figures.numbers import Estimate
+from mlbench_core.results.pool import plural
+from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, overlap, speed_ratio
+from mlbench_core.sweep.winners import Map
+
+__all__ = ["listed", "map_sentence", "per_network", "seconds", "summary"]
+
+
+def summary(outcome: Outcome, maps: Sequence[Map] = ()) -> list[str]:
+    """Return the sentences on the whole sweep: which method when.
+
+    Args:
+        outcome: The runs.
+        maps: The predicted maps, one for each number of workers.
+    """
+    cases = [(network, workers) for network in outcome.networks for workers in outcome.several]
+    rows = {case: outcome.row(*case) for case in cases}
+    found = _winners(outcome, rows)
+    sentences = [*_unfinished(outcome), *found, *_against_one_worker(outcome), *map(map_sentence, maps)]
+    return [*sentences, *_not_reached(outcome)] if any(rows.values()) else [*sentences, "No run has ended yet."]
+
+
+def per_network(outcome: Outcome, network: str) -> list[str]:
+    """Return one sentence for each number of workers: the fastest algorithm, its factor, and the second.
+
+    Args:
+        outcome: The runs.
+        network: Name of the network.
+    """
+    found = []
+    for workers in outcome.several:
+        row = outcome.row(network, workers)
+        if row:
+            found.append(f"With {plural(workers, 'worker')}: {_case(outcome, row)}")
+    return found
+
+
+def listed(words: Iterable[str]) -> str:
+    """Join words as in a sentence.
+
+    Example:
+        >>> listed(["a", "b", "c"])
+        'a, b and c'
+    """
+    *first, last = list(words) or [""]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def map_sentence(found: Map) -> str:
+    """Return the sentences on a predicted map: the share of each method, and of the cells without a clear winner."""
+    (first, share), *others = found.shares.items()
+    close = sum(cell.ratio is not None and cell.ratio < CLOSE for cell in found.cells) / len(found.cells)
+    shares = [f"{first} has the least time on {share:.0%} of the map", *(f"{name} on {s:.0%}" for name, s in others)]
+    text = (
+        f"Predicted, not measured, with {plural(found.workers, 'worker')} and {found.range_text}: {listed(shares)}. "
+        f"On {close:.0%} of it, the second is within 10 %."
+    )
+    known = [point for point in found.points if point.measured is not None]
+    same = sum(point.agrees for point in known)
+    return text + (f" The predicted method is the measured one on {same} of {len(known)} networks." if known else "")
+
+
+def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
+    first, *others = row
+    if first.median_s is None:
+        return f"no algorithm reached the goal in more than half of its runs ({outcome.not_within()})."
+    parts = [f"{first.algorithm} was fastest, {seconds(first.median_s)} (median of {plural(first.runs, 'run')}"]
+    parts[0] += f", {first.missed} {outcome.not_within()})" if first.missed else ")"
+    baseline = next((cell for cell in row if cell.algorithm == outcome.baseline), None)
+    if baseline is not None and baseline is not first:
+        parts.append(_factor(outcome, baseline, first))
+    second = next((cell for cell in others if cell.median_s is not None), None)
+    if second is None:
+        return f"{', '.join(parts)}. No other algorithm reached the goal in more than half of its runs."
+    text = f"{', '.join(parts)}."
+    ratio = speed_ratio(second, first)
+    assert ratio is not None, "both have a median"
+    shown = {True: "the intervals overlap", False: "the intervals do not overlap", None: "without two intervals"}
+    if second is baseline:
+        return f"{text} It is also the second; {shown[overlap(first, second)]}."
+    return f"{text} Second: {second.algorithm}, {ratio.value:.2f} times as long; {shown[overlap(first, second)]}."
+
+
+def _factor(outcome: Outcome, baseline: Cell, first: Cell) -> str:
+    ratio = speed_ratio(baseline, first)
+    if ratio is None:
+        return f"while {baseline.algorithm} did {outcome.not_within()} in {baseline.missed} of {baseline.runs} runs"
+    return f"{_times(ratio)} as fast as {baseline.algorithm}"
+
+
+def _times(ratio: Estimate) -> str:
+    text = f"{ratio.value:.2f} times"
+    return text if ratio.low is None or ratio.high is None else f"{text} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def seconds(value: float) -> str:
+    """Return a time with its unit."""
+    return f"{number(value)} s"
+
+
+def _unfinished(outcome: Outcome) -> list[str]:
+    if outcome.ended >= outcome.planned:
+        return []
+    return [f"{outcome.ended} of {plural(outcome.planned, 'planned run')} have ended: the picture has fewer seeds."]
+
+
+def _winners(outcome: Outcome, rows: dict[tuple[str, int], list[Cell]]) -> list[str]:
+    wins: dict[str, list[Cell]] = {}
+    clear: dict[str, int] = {}
+    for row in rows.values():
+        if row and row[0].median_s is not None:
+            name = row[0].algorithm
+            wins.setdefault(name, []).append(row[0])
+            apart = len(row) > 1 and row[1].median_s is not None and overlap(row[0], row[1]) is False
+            clear[name] = clear.get(name, 0) + apart
+    sentences = []
+    for name, cells in sorted(wins.items(), key=lambda item: -len(item[1])):
+        text = f"{name} had the least median time on {_places(cells)}"
+        sentences.append(
+            f"{text}. Its interval is apart from that of the second in {clear[name]} of {len(cells)} cases."
+        )
+    return sentences
+
+
+def _places(cells: Sequence[Cell]) -> str:
+    """Return networks, each with its numbers of workers."""
+    found: dict[str | None, list[str]] = {}
+    for cell in cells:
+        found.setdefault(cell.network, []).append(str(cell.workers))
+    texts = [f"{name or 'one machine'} ({listed(numbers)} workers)" for name, numbers in found.items()]
+    return listed(text.replace("(1 workers)", "(1 worker)") for text in texts)
+
+
+def _against_one_worker(outcome: Outcome) -> list[str]:
+    """Say on which networks more workers were faster than the fastest algorithm on one worker."""
+    alone = [cell for cell in outcome.row(None, 1) if cell.median_s is not None]
+    if not alone or not outcome.several:
+        return []
+    least = alone[0].median_s
+    assert least is not None, "filtered above"
+    gain: list[str] = []
+    loss: list[str] = []
+    for network in outcome.networks:
+        cells = [cell for workers in outcome.several for cell in outcome.row(network, workers)]
+        medians = [cell.median_s for cell in cells if cell.median_s is not None]
+        if cells:
+            (gain if min(medians, default=least) < least else loss).append(network)
+    text = f"One worker alone needs {seconds(least)} ({alone[0].algorithm}, the fastest)."
+    if gain:
+        text += f" More workers had a lower median on {listed(gain)}."
+    if loss:
+        text += f" No algorithm with more workers had a lower median on {listed(loss)}."
+    return [text]
+
+
+def _not_reached(outcome: Outcome) -> list[str]:
+    sentences = []
+    for name in outcome.algorithms:
+        missed = [cell for cell in outcome.cells if cell.algorithm == name and cell.missed]
+        if missed:
+            places = [f"{_place(cell)} ({cell.missed} of {cell.runs})" for cell in missed]
+            sentences.append(f"{name}: {outcome.not_within()} on {listed(places)}.")
+    errors = [cell for cell in outcome.cells if cell.failed]
+    if errors:
+        places = [f"{cell.algorithm} on {_place(cell)} ({cell.failed})" for cell in errors]
+        sentences.append(f"Ended with an error and not counted: {listed(places)}.")
+    return sentences
+
+
+def _place(cell: Cell) -> str:
+    return plural(cell.workers, "worker") if cell.network is None else f"{cell.network} with {cell.workers}"

@@ -1,0 +1,58 @@
+"""``mlbench predict``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Call
+from tests.results.helpers import write_run
+
+SLOW = "10mbit,40ms"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One algorithm with 1 worker, and with 2 on one machine and on a slow network; the goal takes 30 steps."""
+    entry = {"op": "all_reduce", "group": 2, "calls": 30, "bytes": 30_000, "overlapped": False}
+    write_run(tmp_path / "runs" / "1", workers=1, epoch_s=6.0, collectives=[])
+    for seed in (1, 2, 3):
+        write_run(tmp_path / "runs" / f"2-{seed}", workers=2, epoch_s=10.0 + seed, seed=seed, collectives=[entry])
+    write_run(tmp_path / "runs" / "2-slow", workers=2, epoch_s=15.0, network=SLOW, collectives=[entry])
+    return tmp_path / "runs"
+
+
+def test_measured_and_predicted_figures_are_marked(folder: Path, call: Call) -> None:
+    shown = call("predict", str(folder), "--network", SLOW, "--workers", "1", "--workers", "2", "--workers", "1024")
+    lines = [line.split() for line in shown.stdout.splitlines()[1:]]
+    assert [line[:4] for line in lines] == [
+        ["centralized_sgd", SLOW, "1", "measured"],
+        ["centralized_sgd", SLOW, "2", "measured"],
+        ["centralized_sgd", SLOW, "1024", "predicted"],
+    ]
+    # 30 steps to the goal; rank 1 reached it 0.1 s later.
+    assert lines[0][4:] == ["600.00", "0.00", "30", "18.0", "0.0"]
+    assert lines[1][4:] == ["1,503.33", "550.00", "30", "45.1", "0.1"]
+    assert shown.stderr.splitlines() == ["centralized_sgd: samples to the goal as measured with 2 workers"]
+
+
+def test_a_prediction_is_the_median_over_repeats(folder: Path, call: Call) -> None:
+    arguments = ("--network", "mobile-lte", "--workers", "2", "--json", "--machine", "gcp-n1-standard-4")
+    (row,) = json.loads(call("predict", str(folder), *arguments).stdout)
+    assert row["figures"] == "predicted"
+    assert row["steps"] == 30
+    # The compute time is that of one worker.
+    assert row["step_s"] == pytest.approx(0.6 + row["exposed_s"], rel=0.3)
+    assert row["time_to_goal_s"] == pytest.approx(30 * row["step_s"])
+    assert row["price"] == pytest.approx(row["time_to_goal_s"] / 3600 * 2 * 0.19, rel=0.01)
+    more = ("--network", "mobile-lte", "--workers", "8", "--critical-workers", "4", "--json")
+    (limited,) = json.loads(call("predict", str(folder), *more).stdout)
+    assert limited["steps"] == 15
+
+
+def test_a_run_that_cannot_be_predicted_is_named(tmp_path: Path, call: Call) -> None:
+    write_run(tmp_path / "ddp", workers=2, algorithm="ddp")
+    shown = call("predict", str(tmp_path), "--network", "lan-1g", "--workers", "4", code=1)
+    assert "the run ddp must have several workers and a record of its collectives" in shown.stderr

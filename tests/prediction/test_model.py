@@ -1,0 +1,122 @@
+"""Predictions from one measured run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.network import parse_network
+from mlbench_core.prediction import collective_s, predict, predict_time_to_goal
+from mlbench_core.results.record import RunRecord
+
+SLOW = "10mbit,40ms"
+
+
+def record(**changes: Any) -> RunRecord:
+    """A run of 4 workers: 100 steps of 50 ms, 10 ms of them waiting, until the goal."""
+    entry = {"op": "all_reduce", "group": 4, "calls": 200, "bytes": 200 * 4000, "overlapped": False}
+    found = RunRecord(
+        "measured",
+        configuration={"workers": 4, "algorithm": "centralized_sgd", "network": None, "threads": 1},
+        machine={"cores": 4, "hosts": 1},
+        reached=True,
+        time_to_goal_s=5.0,
+        train_s=10.0,
+        communication_exposed_s=1.0,
+        steps_s={"backprop": 4.0},
+        steps_to_goal=100,
+        batches=200,
+        collectives=[entry],
+    )
+    return dataclasses.replace(found, **changes)
+
+
+def configured(**changes: Any) -> dict[str, Any]:
+    return {**record().configuration, **changes}
+
+
+def test_a_prediction_is_compute_and_waiting() -> None:
+    network = parse_network(SLOW)
+    found = predict(record(), network, 8)
+    # The measured run waited 10 ms in each step, of which its own machine explains a part.
+    local_s = 0.01 - collective_s("all_reduce", 4000, 4, parse_network("unlimited"))
+    assert found.exposed_s == pytest.approx(collective_s("all_reduce", 4000, 8, network) + local_s)
+    assert found.step_s == pytest.approx(0.04 + found.exposed_s)
+    assert found.steps == 50
+    assert found.time_to_goal_s == pytest.approx(50 * found.step_s) == predict_time_to_goal(record(), network, 8)
+    assert found.bytes_sent == 8 * 4000 * 50
+    assert found.assumption == "samples to the goal as measured with 4 workers"
+
+
+def test_the_measured_network_gives_the_measured_time() -> None:
+    found = predict(record(), parse_network("unlimited"), 4)
+    assert found.step_s == pytest.approx(0.05)
+    assert found.time_to_goal_s == pytest.approx(5.0)
+    assert found.assumption == "steps as measured with 4 workers"
+
+
+def test_one_worker_only_computes() -> None:
+    found = predict(record(), parse_network(SLOW), 1)
+    assert (found.exposed_s, found.bytes_sent) == (0, 0)
+    assert found.step_s == pytest.approx(0.04)
+    assert found.steps == 400
+
+
+def test_the_backward_pass_hides_overlapped_collectives() -> None:
+    entry = {**record().collectives[0], "overlapped": True}  # type: ignore[index]
+    run = record(collectives=[entry], communication_exposed_s=0.0)
+    # 20 ms of each step are the backward pass.
+    total_s = collective_s("all_reduce", 4000, 4, parse_network(SLOW))
+    slow = predict(run, parse_network(SLOW), 4)
+    assert slow.hidden_s == pytest.approx(0.02)
+    assert slow.exposed_s == pytest.approx(total_s - 0.02)
+    fast = predict(run, parse_network("unlimited"), 4)
+    assert fast.exposed_s == 0
+    assert fast.hidden_s == pytest.approx(collective_s("all_reduce", 4000, 4, parse_network("unlimited")))
+
+
+def test_oversubscribed_processors_are_counted_out() -> None:
+    run = record(machine={"cores": 2, "hosts": 1})
+    assert predict(run, parse_network(SLOW), 1).step_s == pytest.approx(0.02)
+    assert predict(record(machine={"cores": 2, "hosts": 2}), parse_network(SLOW), 1).step_s == pytest.approx(0.04)
+    on_gpu = record(machine={"cores": 2, "hosts": 1}, configuration=configured(device="cuda"))
+    assert predict(on_gpu, parse_network(SLOW), 1).step_s == pytest.approx(0.04)
+
+
+def test_a_run_of_one_worker_gives_the_compute_time() -> None:
+    alone = record(configuration=configured(workers=1), communication_exposed_s=None, time_to_goal_s=3.0)
+    assert predict(record(), parse_network(SLOW), 1, alone).step_s == pytest.approx(0.03)
+
+
+def test_a_straggler_slows_the_computation_down() -> None:
+    network = parse_network("unlimited; host1: 50%-cpu")
+    assert predict(record(), network, 4).step_s == pytest.approx(0.04 / 0.5 + 0.01)
+    assert predict(record(), network, 1).step_s == pytest.approx(0.04)
+
+
+def test_more_workers_than_the_critical_number_save_no_steps() -> None:
+    network = parse_network(SLOW)
+    assert predict(record(), network, 1024, critical_workers=16).steps == 25
+    assert predict(record(), network, 8, critical_workers=16).steps == 50
+    # A goal needs at least one step.
+    assert predict(record(), network, 1024).steps == 1
+    assert predict(record(), network, 1024, critical_workers=2).steps == 100
+    assert "up to 16 workers" in predict(record(), network, 1024, critical_workers=16).assumption
+
+
+@pytest.mark.parametrize("changes", [{"collectives": None}, {"configuration": {"workers": 1}}, {"batches": 0}])
+def test_a_run_without_the_figures_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="measured must have several workers and a record of its collectives"):
+        predict(record(**changes), parse_network(SLOW), 2)
+
+
+def test_a_run_that_missed_its_goal_has_steps_but_no_time_to_it() -> None:
+    run = record(reached=False, steps_to_goal=None, time_to_goal_s=None)
+    found = predict(run, parse_network(SLOW), 4)
+    assert found.time_to_goal_s is None
+    assert found.bytes_sent == 4 * 4000 * 200
+    with pytest.raises(ConfigurationError, match="the run measured must have reached its goal"):
+        predict_time_to_goal(run, parse_network(SLOW), 4)

@@ -1,0 +1,212 @@
+"""The page of a sweep: what it says, draws and never claims."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.network.description import Link, Network
+from mlbench_core.results import figures
+from mlbench_core.results.pool import Group
+from mlbench_core.results.prices import Pricing, load_prices
+from mlbench_core.results.record import RunRecord
+from mlbench_core.sweep import figures as rows_figures
+from mlbench_core.sweep import page
+from mlbench_core.sweep.figure_map import draw_map
+from mlbench_core.sweep.html import inline_svg
+from mlbench_core.sweep.outcome import Cell, Outcome, duration, sent_per_worker
+from mlbench_core.sweep.winners import predict_map
+from mlbench_core.sweep.words import per_network, summary
+from tests.sweep import trials
+
+GOAL = {"metric": "val_global_Prec@1", "threshold": 95.0, "minimize": False}
+FILE = """
+title = "Methods & <networks>"
+task = "1a"
+workers = [1, 2]
+networks = ["mobile-lte"]
+seeds = 3
+limit = "1min"
+algorithms = ["centralized_sgd", "power_sgd", "local_sgd"]
+"""
+
+
+def run(seed: int, time_s: float | None, workers: int = 2, sent: float = 2e6) -> RunRecord:
+    """Return a run that reached its goal after some seconds, or missed it."""
+    return RunRecord(
+        f"r{seed}", configuration={"workers": workers, "seed": seed, "goal": GOAL}, reached=time_s is not None,
+        time_to_goal_s=time_s, train_s=time_s or 110.0, bytes_sent=sent, best=96.0, steps_to_goal=10,
+    )  # fmt: skip
+
+
+def cell(algorithm: str, network: str | None, workers: int, *times: float | None) -> Cell:
+    records = tuple(run(seed, time_s, workers) for seed, time_s in enumerate(times))
+    return Cell(network, Group(algorithm, workers, {"goal": GOAL}, records), planned=len(times))
+
+
+def outcome(*cells: Cell, limit_s: float = 120) -> Outcome:
+    networks = {"fast": Network(Link(10**9, 0.0005)), "slow": Network(Link(10**7, 0.02))}
+    names = tuple(dict.fromkeys(one.algorithm for one in cells))
+    workers = tuple(sorted({one.workers for one in cells}))
+    return Outcome("t", names, networks, workers, cells, limit_s, sum(one.planned for one in cells))
+
+
+def test_a_missed_run_is_longer_than_any_other_and_never_in_an_interval() -> None:
+    one = cell("a", "fast", 2, 10.0, 30.0, None)
+    assert (one.median_s, one.interval_s, one.missed) == (30.0, None, 1), "the mean of the others would be 20"
+    assert cell("a", "fast", 2, 10.0, None).median_s is None, "half of the runs missed"
+    whole = cell("a", "fast", 2, 9.0, 10.0, 11.0)
+    assert whole.median_s == 10.0 and whole.interval_s == pytest.approx((7.52, 12.48), abs=0.01)
+
+
+def test_limits_are_short_texts() -> None:
+    assert [duration(s) for s in (120, 90, 5400, 45)] == ["2 min", "90 s", "1.5 h", "45 s"]
+
+
+def test_the_bytes_of_a_worker_are_known_only_until_a_goal() -> None:
+    assert sent_per_worker(run(1, 10.0, workers=4)) == 5e5
+    assert sent_per_worker(run(1, None)) is None
+
+
+def test_words_name_the_fastest_its_factor_and_the_overlap() -> None:
+    base, quick = cell("centralized_sgd", "slow", 2, 40.0, 41.0, 42.0), cell("x", "slow", 2, 20.0, 20.5, 21.0)
+    (sentence,) = per_network(outcome(base, quick), "slow")
+    assert sentence.startswith("With 2 workers: x was fastest, 20.5 s (median of 3 runs), 2.00 times (1.89 to 2.11)")
+    assert sentence.endswith("the intervals do not overlap.")
+    near = cell("y", "slow", 2, 20.6, 20.7, 20.8)
+    (sentence,) = per_network(outcome(base, quick, near), "slow")
+    assert "Second: y, 1.01 times as long; the intervals overlap." in sentence
+    single = outcome(cell("centralized_sgd", "slow", 2, 40.0), cell("x", "slow", 2, 20.0))
+    assert "without two intervals" in per_network(single, "slow")[0], "one run has no interval"
+
+
+def test_words_say_what_was_not_reached_and_when_more_workers_do_not_help() -> None:
+    lone = cell("centralized_sgd", None, 1, 30.0, 30.0)
+    found = outcome(
+        lone, cell("centralized_sgd", "fast", 2, 20.0, 20.0), cell("centralized_sgd", "slow", 2, None, None)
+    )
+    text = " ".join(summary(found))
+    assert "More workers had a lower median on fast. No algorithm with more workers had a lower median on slow." in text
+    late = outcome(lone, cell("centralized_sgd", "slow", 2, 50.0, None, None), cell("x", "slow", 2, 60.0, 61.0, None))
+    text = " ".join([*summary(late), *per_network(late, "slow")])
+    assert "centralized_sgd: not within 2 min on slow with 2 (2 of 3)." in text
+    assert "x was fastest, 61.0 s (median of 3 runs, 1 not within 2 min), while centralized_sgd did not" in text
+    assert "No other algorithm reached the goal in more than half of its runs." in text
+    none = outcome(cell("centralized_sgd", "slow", 2, None, None))
+    assert per_network(none, "slow") == [
+        "With 2 workers: no algorithm reached the goal in more than half of its runs (not within 2 min)."
+    ]
+
+
+def test_a_missed_run_is_an_open_mark_with_a_text() -> None:
+    found = outcome(cell("a", "fast", 2, 10.0, 12.0, None), cell("b", "fast", 2, 5.0, 6.0, 7.0))
+    (time, *_) = rows_figures.quantities(found, Pricing())
+    with figures.style():
+        drawn = rows_figures.draw_rows(found, time, "fast")
+    (axes,) = drawn.figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["b", "a"], "the fastest is at the top"
+    assert [text.get_text() for text in axes.texts] == ["6", "12.0  not within 2 min: 1 of 3"]
+    assert [list(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "None"] == [[6.0], [12.0]]
+    intervals = [line for line in axes.lines if len(line.get_xdata()) == 2 and line.get_linewidth() == 0.9]
+    assert len(intervals) == 1, "no interval without all runs"
+    assert drawn.rows[1:4] == [["fast", "a", 2, f"r{i}", t is not None, t] for i, t in enumerate((10.0, 12.0, None))]
+
+
+def test_the_map_has_the_predicted_winners_and_the_measured_points() -> None:
+    cells = [cell(name, net, 2, 10.0, 10.0) for net in ("fast", "slow") for name in ("a", "b")]
+    found = outcome(*cells, cell("c", "fast", 2, None, None))
+
+    def predict(record: RunRecord, network: Network, workers: int) -> float:
+        # Chatty a pays for the round trip, and bulky b for the bandwidth.
+        return 1 + (
+            300 * network.link.round_trip_s if record in cells[0].group.records else 1e8 / network.link.bandwidth
+        )
+
+    for one in (cells[0], cells[2]):
+        object.__setattr__(one.group, "records", tuple(run(9, 8.0) for _ in range(2)))
+    known = predict_map(found, 2, predict)
+    assert known is not None and {c.winner for c in known.cells} == {"a", "b"}
+    assert (known.cells[0].winner, known.cells[-1].winner) == ("a", "b"), "narrow and near, wide and far"
+    assert all(c.ratio is not None and c.ratio >= 1 for c in known.cells)
+    assert [(p.network, p.measured, p.predicted) for p in known.points] == [("fast", "a", "b"), ("slow", "a", "a")]
+    assert "1 of 2 networks" in summary(found, [known])[-2] and known.left_out[0].startswith("c is not on the map")
+    with figures.style():
+        drawn = draw_map(found, known)
+    hatched = [patch for patch in drawn.figure.axes[0].patches if patch.get_hatch()]
+    assert hatched and any(c.ratio is not None and c.ratio < 1.1 for c in known.cells)
+    assert len(drawn.rows) == 1 + len(known.cells) + 2
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sweep")
+    trials.make(folder, FILE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "predict_time_to_goal", trials.predict)
+        page.write_page(folder, Pricing(load_prices()["aws-c5.xlarge"]))
+    return folder
+
+
+def test_the_page_is_one_file_that_loads_nothing(written: Path) -> None:
+    text = (written / "index.html").read_text(encoding="utf-8")
+    assert "<title>Methods &amp; &lt;networks&gt;</title>" in text and "<networks>" not in text
+    assert not re.search(r"<script|<img|<link|@import|url\((?!#)", text)
+    assert not re.search(r'(?:src|href)="(?!#)', text)
+    assert text.count("<svg") == 4 + 1, "time, bytes, accuracy, price and the map"
+    identifiers = re.findall(r'\bid="([^"]+)"', text)
+    assert len(identifiers) == len(set(identifiers))
+    assert {"time_to_goal.png", "map_2.svg", "bytes_to_goal.csv", "best.png", "price.png"} <= {
+        path.name for path in written.iterdir()
+    }
+
+
+def test_tables_have_the_runs_and_the_words(written: Path) -> None:
+    with (written / "table.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 + 3
+    late = next(row for row in rows if (row["network"], row["algorithm"]) == ("mobile-lte", "centralized_sgd"))
+    assert (late["runs"], late["reached"], late["missed"], late["median_s"]) == ("3", "0", "3", "")
+    content = json.loads((written / "results.json").read_text(encoding="utf-8"))
+    assert content["facts"]["Runs"] == "18 of 18 planned; 3 runs missed the goal, limit 1 min"
+    markdown = (written / "index.md").read_text(encoding="utf-8")
+    assert (
+        "![map 2](map_2.png)" in markdown
+        and "centralized\\_sgd: not within 1 min on mobile-lte with 2 (3 of 3)." in markdown
+    )
+
+
+def test_an_unfinished_sweep_without_matplotlib_has_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_seed(point: Any, sweep: Any) -> float | None:
+        return trials.time_of(point, sweep) if point.seed == 42 else None
+
+    trials.make(tmp_path, FILE, first_seed)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said: list[str] = []
+    page.write_page(tmp_path, report=said.append)
+    assert said[0] == "the map for 2 workers is not drawn: no algorithm has a prediction", "no collectives are recorded"
+    assert any("pip install 'mlbench-core[charts]'" in sentence for sentence in said)
+    text = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "6 of 18 planned runs have ended" in text and "<svg" not in text
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_a_sweep_without_runs_has_no_page(tmp_path: Path) -> None:
+    trials.make(tmp_path, FILE, lambda *_: None)
+    with pytest.raises(ConfigurationError, match="must have runs that ended"):
+        page.write_page(tmp_path)
+
+
+def test_an_inline_figure_has_the_colors_of_the_page() -> None:
+    found = outcome(cell("a", "fast", 2, 10.0, 12.0))
+    (time, *_) = rows_figures.quantities(found, Pricing())
+    with figures.style():
+        svg = inline_svg(rows_figures.draw_rows(found, time, "fast"), 'a "label"')
+    assert 'aria-label="a &quot;label&quot;"' in svg and "var(--c1)" in svg and "#0072b2" not in svg
+    assert "width=" not in svg.partition(">")[0] and "Machine" not in svg, "the caption is text of the page"
