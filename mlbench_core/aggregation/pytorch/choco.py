@@ -28,6 +28,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,9 +42,9 @@ from mlbench_core.aggregation.pytorch.decentralized import (
     check_average,
     refuse_gradients,
 )
-from mlbench_core.aggregation.pytorch.messages import as_bytes, as_real, from_bytes, in_blocks
+from mlbench_core.aggregation.pytorch.messages import as_bytes, as_real, fill, from_bytes, in_blocks
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
-from mlbench_core.aggregation.pytorch.sign import pack_bits, scaled_signs, unpack_bits
+from mlbench_core.aggregation.pytorch.sign import pack_signs, scaled_signs, unpack_part
 from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_coordinates
 from mlbench_core.aggregation.pytorch.topology import Topology
 
@@ -115,13 +116,14 @@ class TopK(Compression):
 
     def compress(self, x: Tensor) -> Compressed:
         """Keep the largest entries of a tensor of shape (n,)."""
-        indices = largest_coordinates(x, coordinates_sent(self.ratio, x.numel())).sort().values
+        indices = largest_coordinates(x, coordinates_sent(self.ratio, x.numel()))
         return Compressed((x[indices], indices.to(torch.int32)))
 
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
         """Add ``weight`` times the kept entries to ``y``."""
         values, indices = q.sent
-        y.index_add_(0, indices, values.to(y.dtype), alpha=weight)
+        # On a CPU, indexing with int32 takes three times as long as with int64.
+        y.index_add_(0, indices.long(), values.to(y.dtype), alpha=weight)
 
 
 class RandomK(Compression):
@@ -170,15 +172,16 @@ class ScaledSign(Compression):
         x = as_real(x)
         # A sum of many half-precision magnitudes would be too coarse, so only the mean has the dtype of the message.
         scale = x.abs().to(torch.promote_types(x.dtype, torch.float32)).mean().to(x.dtype)
-        return Compressed((pack_bits(x >= 0), scale.view(1)))
+        return Compressed((pack_signs([x]), scale.view(1)))
 
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
         """Add ``weight`` times the scaled signs to ``y``."""
         packed, scale = q.sent
         y = as_real(y)
-        step = weight * scale.to(y.dtype)
-        for part, positive in zip(in_blocks(y), in_blocks(unpack_bits(packed, y.numel())), strict=True):
-            part += scaled_signs(positive, step)
+        step, start = weight * scale.to(y.dtype), 0
+        for part in in_blocks(y):
+            part += scaled_signs(unpack_part(packed, start, start + len(part)), step)
+            start += len(part)
 
 
 class ChocoAggregation(DecentralizedAggregation):
@@ -312,7 +315,9 @@ class ChocoAggregation(DecentralizedAggregation):
             recall(self._sums, name, flat)
             # q_i = Q(x_i - x_hat_i), in the dtype of x_i. A later difference includes the rounding, as it includes
             # every error of the compression.
-            own[name] = self.compression.compress((flat - recall(self._copies, name, flat)).to(x_i.dtype))
+            difference = self._kept.flat("difference", len(flat), flat.dtype, flat.device)
+            torch.sub(flat, recall(self._copies, name, flat), out=difference)
+            own[name] = _without_views(self.compression.compress(difference), difference)
         # All tensors travel in one message of bytes, because values, indices and bits have different dtypes.
         parts = [part for q_i in own.values() for part in q_i.sent]
         # Parameters on several devices share the message too.
@@ -329,7 +334,11 @@ class ChocoAggregation(DecentralizedAggregation):
             for w_ij, q_j in zip(self._weights, received, strict=True):
                 self.compression.add_to(s_i, q_j[name], w_ij)
             # s_i has at least float32, so a half-precision x_i is rounded only once, when the result is copied.
-            x_i.copy_((x_i.reshape(-1) + self.gamma * s_i).view(x_i.shape))
+            fill(x_i, partial(self._moved, x_i.reshape(-1), s_i))
+
+    def _moved(self, x_i: Tensor, s_i: Tensor, start: int, stop: int) -> Tensor:
+        """Return a part of a flat tensor after its step toward the neighbors."""
+        return x_i[start:stop] + self.gamma * s_i[start:stop]
 
     def _agree_on_state(self) -> None:
         """Keep copies and sums if those of all workers belong together, or else start from zero on all workers."""
@@ -412,6 +421,12 @@ class ChocoAggregation(DecentralizedAggregation):
         # Workers may load at different times, so they compare their states in the next call, which is a collective.
         self._edges_of_state = [list(edge) for edge in origin["edges"] or ()] if self._copies else None
         self._must_agree = True
+
+
+def _without_views(q: Compressed, x: Tensor) -> Compressed:
+    """Copy the parts of a compressed tensor that share the memory of ``x``, which the next tensor overwrites."""
+    memory = x.untyped_storage().data_ptr()
+    return replace(q, sent=tuple(p.clone() if p.untyped_storage().data_ptr() == memory else p for p in q.sent))
 
 
 def _unpack_like(own: Mapping[str, Compressed], message: Tensor) -> dict[str, Compressed]:

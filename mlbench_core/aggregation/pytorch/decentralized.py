@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, UnknownOperationError
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
-from mlbench_core.aggregation.pytorch.messages import by_dtype_and_device, in_blocks, pack, unpack
+from mlbench_core.aggregation.pytorch.messages import KeptMemory, by_dtype_and_device, in_blocks, pack, unpack
 from mlbench_core.aggregation.pytorch.timing import count_collective
 from mlbench_core.aggregation.pytorch.topology import Topology, from_edges
 from mlbench_core.distributed.pytorch import process_groups
@@ -80,6 +80,7 @@ class DecentralizedAggregation(Aggregation):
     ) -> None:
         super().__init__(use_cuda=use_cuda, process_group=process_group)
         self._all_reduce = AllReduceAggregation(None, use_cuda=use_cuda, process_group=process_group)
+        self._kept = KeptMemory()
         self.rank = process_groups.rank(self.group)
         if rank not in (None, self.rank):
             raise ValueError(
@@ -115,7 +116,8 @@ class DecentralizedAggregation(Aggregation):
         if self.world_size > 1:
             mixed = (tensor for name, tensor in tensors.items() if name not in shared and tensor.numel())
             for kind in by_dtype_and_device(mixed):
-                message = pack(kind)
+                numel = sum(tensor.numel() for tensor in kind)
+                message = pack(kind, out=self._kept.flat("own", numel, kind[0].dtype, kind[0].device))
                 self._mix(message)
                 unpack(message, kind)
         self._delegate(self._all_reduce, shared, op, denom)
@@ -137,12 +139,12 @@ class DecentralizedAggregation(Aggregation):
     def _exchange(self, message: Tensor) -> list[Tensor]:
         """Send a flat tensor to the neighbors, and return their tensors in the order of ``neighbors``.
 
-        The tensors of all workers have the same length and dtype.
+        The tensors of all workers have the same length and dtype. The next call overwrites those that were returned.
         """
         sent = process_groups.get_backend_tensor(message, self.group)
         if process_groups.backend(self.group) == "gloo":
             sent = sent.cpu()  # Gloo's send and receive need tensors in host memory
-        received = [torch.empty_like(sent) for _ in self.neighbors]
+        received = [self._kept.flat(rank, sent.numel(), sent.dtype, sent.device) for rank in self.neighbors]
         dist = process_groups.dist
         # torch's send and receive take ranks among all workers, also within a subgroup.
         peers = [process_groups.global_rank(rank, self.group) for rank in self.neighbors]

@@ -2,17 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 
-__all__ = ["as_bytes", "as_real", "by_dtype_and_device", "divide", "from_bytes", "in_blocks", "pack", "unpack"]
+__all__ = [
+    "KeptMemory",
+    "as_bytes",
+    "as_real",
+    "by_dtype_and_device",
+    "divide",
+    "fill",
+    "from_bytes",
+    "in_blocks",
+    "pack",
+    "unpack",
+]
 
 # Elements that a CPU processes at a time, so that intermediate results stay in its cache.
 BLOCK_ELEMENTS = 1 << 18
+
+
+class KeptMemory:
+    """Memory for intermediate results that is kept from call to call.
+
+    The C library returns large tensors to the system when they are freed. On a CPU, the first access to the pages of a
+    new one then takes about eight times as long as a pass over old ones. Copies and pickles are empty.
+
+    Example:
+        >>> memory = KeptMemory()
+        >>> first = memory.like("gradient", torch.zeros(2, 3))
+        >>> memory.like("gradient", torch.zeros(2, 3)) is first
+        True
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[Hashable, Tensor] = {}
+
+    def like(self, key: Hashable, tensor: Tensor) -> Tensor:
+        """Return memory with the shape, dtype and device of a tensor; its values are those of the last use."""
+        kept = self._tensors.get(key)
+        # A model may have moved to another device or dtype since the last call.
+        if kept is None or (kept.shape, kept.dtype, kept.device) != (tensor.shape, tensor.dtype, tensor.device):
+            kept = self._tensors[key] = torch.empty_like(tensor)
+        return kept
+
+    def flat(self, key: Hashable, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return flat memory of ``numel`` elements: the beginning of the longest that was asked for."""
+        key = (key, dtype, device)
+        kept = self._tensors.get(key)
+        if kept is None or len(kept) < numel:
+            kept = self._tensors[key] = torch.empty(numel, dtype=dtype, device=device)
+        return kept[:numel]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KeptMemory, ()
 
 
 def by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -23,9 +71,9 @@ def by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def pack(tensors: Iterable[Tensor]) -> Tensor:
-    """Copy tensors of one dtype and device, each in its logical order, into one flat tensor."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def pack(tensors: Iterable[Tensor], out: Tensor | None = None) -> Tensor:
+    """Copy tensors of one dtype and device, each in its logical order, into one flat tensor: ``out``, or a new one."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors], out=out)
 
 
 def unpack(message: Tensor, tensors: Iterable[Tensor]) -> None:
@@ -50,6 +98,29 @@ def in_blocks(flat: Tensor) -> tuple[Tensor, ...]:
         [262144, 37856]
     """
     return flat.split(BLOCK_ELEMENTS) if flat.device.type == "cpu" else (flat,)
+
+
+def fill(tensor: Tensor, values: Callable[[int, int], Tensor]) -> None:
+    """Write values into a tensor, in its logical order, in blocks that fit into a CPU's cache.
+
+    Args:
+        tensor: The tensor, of any strides.
+        values: Returns the values of the elements from ``start`` to before ``stop``.
+
+    Example:
+        >>> tensor = torch.zeros(2, 2)
+        >>> fill(tensor, lambda start, stop: torch.arange(start, stop))
+        >>> tensor
+        tensor([[0., 1.],
+                [2., 3.]])
+    """
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.new_empty(tensor.numel())
+    start = 0
+    for block in in_blocks(flat):
+        block.copy_(values(start, start + len(block)))
+        start += len(block)
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))
 
 
 def as_real(flat: Tensor) -> Tensor:

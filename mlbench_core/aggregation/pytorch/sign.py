@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,19 @@ from torch import Tensor
 from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
-from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes, in_blocks, unpack
+from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, fill, from_bytes, in_blocks
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
 from mlbench_core.distributed.pytorch import process_groups
 
-__all__ = ["EFSignAggregation", "SignAggregation", "pack_bits", "scaled_signs", "unpack_bits"]
+__all__ = [
+    "EFSignAggregation",
+    "SignAggregation",
+    "pack_bits",
+    "pack_signs",
+    "scaled_signs",
+    "unpack_bits",
+    "unpack_part",
+]
 
 
 class SignAggregation(CompressedAggregation):
@@ -78,16 +87,19 @@ class SignAggregation(CompressedAggregation):
         # Zeros count as positive in one step and as negative in the next. Even ranks begin with positive, odd ranks
         # with negative.
         is_positive = torch.ge if (step + process_groups.rank(self.group)) % 2 == 0 else torch.gt
-        signs = torch.cat([is_positive(tensor.reshape(-1), 0) for tensor in tensors.values()])
-        ballots = self._gather(pack_bits(signs))
-        # int16 takes a quarter of the memory of int64. The counts are doubled below, which fits for 16,383 workers.
-        votes_for = torch.zeros(signs.numel(), dtype=torch.int16, device=signs.device)
-        for ballot in ballots:
-            for part, votes in zip(in_blocks(votes_for), in_blocks(unpack_bits(ballot, signs.numel())), strict=True):
-                part += votes
-        for part in in_blocks(votes_for):
-            part.mul_(2).sub_(self.world_size).sign_()  # votes for minus those against
-        unpack(votes_for, tensors.values())
+        ballots = self._gather(pack_signs(tensors.values(), is_positive))
+
+        def majority(first: int, start: int, stop: int) -> Tensor:
+            # int16 takes a quarter of the memory of int64. The counts are doubled, which fits for 16,383 workers.
+            votes_for = torch.zeros(stop - start, dtype=torch.int16, device=ballots.device)
+            for ballot in ballots:
+                votes_for += unpack_part(ballot, first + start, first + stop)
+            return votes_for.mul_(2).sub_(self.world_size).sign_()  # votes for minus those against
+
+        first = 0
+        for tensor in tensors.values():
+            fill(tensor, partial(majority, first))
+            first += tensor.numel()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters of votes under ``"votes_held"``, by the name of the first tensor of each message."""
@@ -149,33 +161,28 @@ class EFSignAggregation(CompressedAggregation):
         sums = [torch.stack([part.abs().sum() for part in in_blocks(p_n.view(-1))]).sum() for p_n in p]
         scales = torch.stack([size / p_n.numel() for size, p_n in zip(sums, p, strict=True)])
         # A zero counts as positive. A tensor of zeros still gives zeros, because its scale is 0.
-        message = as_bytes(scales, pack_bits(torch.cat([p_n.reshape(-1) >= 0 for p_n in p])))
+        message = as_bytes(scales, pack_signs(p))
         for p_n, scale in zip(p, scales, strict=True):
             for part in in_blocks(p_n.view(-1)):
                 part -= scaled_signs(part >= 0, scale)  # now e
         # On a GPU, reading the flag would make the host wait, so there the values are always replaced.
         if scales.is_cuda or not scales.isfinite().all():
             torch_private.foreach_copy_(p, [p_n.nan_to_num(nan=0, posinf=0, neginf=0) for p_n in p])
-        total = self._sum_of(self._gather(message), [p_n.numel() for p_n in p], scales)
-        unpack(divide(total, divisor), tensors.values())
+        messages = self._gather(message)
+        # One row per tensor, and one column per worker.
+        their_scales = torch.stack([from_bytes(m, 0, len(p), scales.dtype) for m in messages], dim=1)
 
-    def _sum_of(self, messages: Tensor, sizes: list[int], like: Tensor) -> Tensor:
-        """Return the sum of the scaled signs in all messages, as one flat tensor.
+        def average(first: int, scales_n: Tensor, start: int, stop: int) -> Tensor:
+            total = torch.zeros(stop - start, dtype=scales.dtype, device=scales.device)
+            # All workers add in the same order, because sums in different orders differ in their last bits.
+            for signs, scale in zip(messages[:, scales.nbytes :], scales_n, strict=True):
+                total += scaled_signs(unpack_part(signs, first + start, first + stop), scale)
+            return divide(total, divisor)
 
-        Args:
-            messages: One row per worker, in the order of ranks: the scales of all tensors, then their signs.
-            sizes: Number of elements of each tensor.
-            like: A tensor with the dtype, the device and the number of bytes of the scales.
-        """
-        total = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
-        # All workers add in the same order, because sums in different orders differ in their last bits.
-        for message in messages:
-            scales = from_bytes(message, 0, len(sizes), like.dtype)
-            signs = unpack_bits(message[like.nbytes :], sum(sizes))
-            for tensor, positive, scale in zip(total.split(sizes), signs.split(sizes), scales, strict=True):
-                for part, is_positive in zip(in_blocks(tensor), in_blocks(positive), strict=True):
-                    part += scaled_signs(is_positive, scale)
-        return total
+        first = 0
+        for tensor, scales_n in zip(tensors.values(), their_scales, strict=True):
+            fill(tensor, partial(average, first, scales_n))
+            first += tensor.numel()
 
 
 def scaled_signs(positive: Tensor, scale: Tensor) -> Tensor:
@@ -219,6 +226,45 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
     if packed.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=count).view(bool))
     return unpack_with_torch(packed, count)
+
+
+def pack_signs(tensors: Iterable[Tensor], is_positive: Callable[[Tensor, int], Tensor] = torch.ge) -> Tensor:
+    """Return the result of :func:`pack_bits` for the signs of tensors, one after another.
+
+    The booleans, one byte each, stay in a CPU's cache.
+
+    Args:
+        tensors: At least one; each is read in its logical order.
+        is_positive: Compares a tensor with 0.
+
+    Returns:
+        Shape (ceil(n / 8),) for n elements in all, uint8, on the same device.
+
+    Example:
+        >>> pack_signs([torch.tensor([1.0, -1.0]), torch.tensor([2.0])])
+        tensor([160], dtype=torch.uint8)
+    """
+    packed, held = [], None
+    for tensor in tensors:
+        for block in in_blocks(tensor.reshape(-1)):
+            signs = is_positive(block, 0)
+            # Signs that do not fill a byte wait for those of the next block.
+            signs = signs if held is None else torch.cat([held, signs])
+            whole = len(signs) // 8 * 8
+            packed.append(pack_bits(signs[:whole]))
+            held = signs[whole:] if whole < len(signs) else None
+    return torch.cat(packed if held is None else [*packed, pack_bits(held)])
+
+
+def unpack_part(packed: Tensor, start: int, stop: int) -> Tensor:
+    """Return the booleans from ``start`` to before ``stop`` of those that :func:`pack_bits` packed.
+
+    Example:
+        >>> unpack_part(torch.tensor([131, 128], dtype=torch.uint8), 7, 10)
+        tensor([ True,  True, False])
+    """
+    first = start // 8
+    return unpack_bits(packed[first : (stop + 7) // 8], stop - 8 * first)[start - 8 * first :]
 
 
 def pack_with_torch(bits: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
-from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes, unpack
+from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes, in_blocks
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys, check_names, plain_name
 
 __all__ = ["SparsifiedAggregation", "coordinates_sent", "draw_coordinates", "largest_coordinates"]
@@ -133,24 +134,41 @@ class SparsifiedAggregation(CompressedAggregation):
         else:
             picked = [largest_coordinates(m_n, k) for m_n, k in zip(m, counts, strict=True)]
         dtype = next(iter(tensors.values())).dtype
-        sent = torch.cat([_take(m_n, coordinates, dtype) for m_n, coordinates in zip(m, picked, strict=True)])
-        # Coordinates are positions within a tensor, so that they fit into an int32. The start of its tensor turns each
-        # into a position within the whole message.
-        coordinates = torch.cat(picked)
-        lengths = [len(m_n) for m_n in m]
-        starts = torch.from_numpy(np.repeat(np.cumsum(lengths) - lengths, counts)).to(sent.device)
-        total = sent.new_zeros(sum(lengths))
+        sent = torch.cat([self._take(m_n, coordinates, dtype) for m_n, coordinates in zip(m, picked, strict=True)])
         if self.random:
             # All workers have drawn the same coordinates, so an all-reduce can add their values.
             self._delegate(self._uncompressed, {"values": sent}, AVG_CUSTOM, 1)
-            total[starts + coordinates] = sent
+            received = [(sent, torch.cat(picked))]
         else:
-            # Added in the order of ranks, because sums in different orders differ in their last bits.
-            for message in self._gather(as_bytes(sent, coordinates.to(torch.int32))):
-                values = from_bytes(message, 0, len(sent), dtype)
-                theirs = from_bytes(message, sent.nbytes, len(sent), torch.int32)
-                total.index_add_(0, starts + theirs, values)
-        unpack(divide(total, divisor), tensors.values())
+            # Coordinates are positions within a tensor, so that they fit into an int32.
+            messages = self._gather(as_bytes(sent, torch.cat(picked).to(torch.int32)))
+            # Indexing with int32 takes three times as long as with int64.
+            received = [
+                (from_bytes(m, 0, len(sent), dtype), from_bytes(m, sent.nbytes, len(sent), torch.int32).long())
+                for m in messages
+            ]
+        # For each worker, pairs of values and coordinates of each tensor.
+        parts = [zip(values.split(counts), theirs.split(counts), strict=True) for values, theirs in received]
+        # Added in the order of ranks, because sums in different orders differ in their last bits.
+        for tensor, *of_workers in zip(tensors.values(), *parts, strict=True):
+            tensor.zero_()
+            total = tensor.reshape(-1)
+            for values, theirs in of_workers:
+                total.index_add_(0, theirs, values)
+            divide(total, divisor)
+            # The flat tensor is a copy only if the numbers are not in their logical order in memory.
+            if not tensor.is_contiguous():
+                tensor.copy_(total.view(tensor.shape))
+
+    def _take(self, m: Tensor, coordinates: Tensor, dtype: torch.dtype) -> Tensor:
+        """Subtract the values to send from ``m`` and return them in ``dtype``; the rounding error stays in ``m``."""
+        values = m[coordinates].to(dtype)
+        m.index_add_(0, coordinates, values.to(m.dtype), alpha=-1)
+        # Without this, an overflow would stay in the memory and in every later message. The largest values are finite
+        # only if all others are. On a GPU, reading the flag would make the host wait.
+        if self.random or m.is_cuda or not values.isfinite().all():
+            m.nan_to_num_(nan=0, posinf=0, neginf=0)
+        return values
 
 
 def check_size(size: int | float, name: str) -> int | float:
@@ -193,30 +211,58 @@ def largest_coordinates(m: Tensor, k: int) -> Tensor:
     """Find the coordinates with the largest absolute values; nan counts as largest.
 
     On the CPU, :func:`torch.topk` on all values takes most of the time of a step. If ``k`` is small, a sample of every
-    64th value gives a threshold that about ``2 k`` values reach, and only those are searched. If fewer than ``k`` reach
-    the threshold, all values are searched. So the result is always exact.
+    64th value gives two thresholds, of which a few more and a few less than ``k`` values reach one. All values that
+    reach the high one belong to the result. The others of the result are searched for between the thresholds. If the
+    sample misleads, more values are searched. So the result is always exact.
 
     Args:
         m: Shape (n,).
         k: Number of coordinates, at most ``n``.
 
     Returns:
-        Shape (k,), int64, in no order.
+        Shape (k,), int64, ascending.
 
     Example:
-        >>> sorted(largest_coordinates(torch.tensor([1.0, -3.0, 2.0]), 2).tolist())
-        [1, 2]
+        >>> largest_coordinates(torch.tensor([1.0, -3.0, 2.0]), 2)
+        tensor([1, 2])
     """
-    size = m.abs()
-    if m.device.type == "cpu" and len(m) >= max(2**16, 8 * k):
-        # About k / 64 of the sampled values belong to the k largest. A threshold at twice that rank rarely leaves fewer
-        # than k values.
-        threshold = size[::64].topk(k // 32 + 8).values.min()
-        # "size >= threshold" would drop nan, for which every comparison is false.
-        above = torch.nonzero(~(size < threshold)).view(-1)
-        if len(above) >= k:
-            return above[size[above].topk(k, sorted=False).indices]
-    return size.topk(k, sorted=False).indices
+    if m.device.type != "cpu" or len(m) < max(2**16, 8 * k):
+        return m.abs().topk(k, sorted=False).indices.sort().values
+    # About k / 64 of the sampled values belong to the k largest, with a deviation of the square root of it.
+    rank = k / 64
+    margin = 4 * math.sqrt(rank) + 8
+    sample = m[::64].abs().topk(int(rank + margin)).values
+    low, high = sample[-1], sample[max(0, int(rank - margin))]
+    candidates, size = _not_below(m, low)
+    if len(candidates) < k:
+        return m.abs().topk(k, sorted=False).indices.sort().values
+    # "size >= high" would drop nan, for which every comparison is false.
+    is_largest = ~(size < high)
+    missing = k - int(is_largest.sum())
+    if missing < 0:
+        is_largest.zero_()
+        is_largest[size.topk(k, sorted=False).indices] = True
+    elif missing > 0:
+        others = _positions(~is_largest)
+        is_largest[others[size[others].topk(missing, sorted=False).indices]] = True
+    return candidates[_positions(is_largest)]
+
+
+def _not_below(m: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the positions, ascending, and the absolute values of all numbers that are not below a threshold."""
+    positions, sizes, start = [], [], 0
+    for block in in_blocks(m):
+        size = block.abs()
+        found = _positions(~(size < threshold))
+        sizes.append(size[found])
+        positions.append(found.add_(start))
+        start += len(block)
+    return torch.cat(positions), torch.cat(sizes)
+
+
+def _positions(flags: Tensor) -> Tensor:
+    """Return the positions of True on the CPU, ascending. NumPy finds them many times faster than torch."""
+    return torch.from_numpy(np.flatnonzero(flags.numpy()))
 
 
 def draw_coordinates(numel: int, count: int, generator: torch.Generator) -> Tensor:
@@ -248,12 +294,3 @@ def draw_coordinates(numel: int, count: int, generator: torch.Generator) -> Tens
         first = np.unique(drawn.numpy(), return_index=True)[1]
         drawn = drawn[torch.from_numpy(np.sort(first))]
     return drawn[:count]
-
-
-def _take(m: Tensor, coordinates: Tensor, dtype: torch.dtype) -> Tensor:
-    """Subtract the values to send from ``m`` and return them in ``dtype``; the rounding error stays in ``m``."""
-    values = m[coordinates].to(dtype)
-    m.index_add_(0, coordinates, values.to(m.dtype), alpha=-1)
-    # Without this, an overflow would stay in the memory and in every later message.
-    m.nan_to_num_(nan=0, posinf=0, neginf=0)
-    return values

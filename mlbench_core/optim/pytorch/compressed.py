@@ -16,6 +16,7 @@ from torch.optim.optimizer import required
 from mlbench_core.aggregation.pytorch.aggregation import refuse_sparse
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, LossyAggregation
+from mlbench_core.aggregation.pytorch.messages import KeptMemory
 from mlbench_core.aggregation.pytorch.names import check_names, plain_name
 from mlbench_core.aggregation.pytorch.sign import EFSignAggregation, SignAggregation
 from mlbench_core.aggregation.pytorch.sparsified import SparsifiedAggregation, check_size, coordinates_sent
@@ -76,6 +77,7 @@ class CompressedOptimizer(Optimizer):
         self.aggregation = aggregation
         self._aggregate_named = aggregation.agg_grad()
         self._clock = CommunicationClock()
+        self._kept = KeptMemory()
         # Not super().__init__: SignSGD is a torch.optim.SGD too, whose constructor takes other options.
         Optimizer.__init__(self, params, defaults)
 
@@ -127,10 +129,10 @@ class CompressedOptimizer(Optimizer):
 
     @abstractmethod
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Make the new tensor that this worker hands to the aggregation for a parameter with a gradient."""
+        """Compute the tensor that this worker hands to the aggregation for a parameter; the next step may reuse it."""
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        r"""Return the direction of :class:`torch.optim.SGD`, whose step is the learning rate times it; a new tensor.
+        r"""Return the direction of :class:`torch.optim.SGD`, whose step is the learning rate times it.
 
         With gradient :math:`g`, weight decay :math:`\lambda`, momentum :math:`\mu`, dampening :math:`\tau`,
 
@@ -142,18 +144,22 @@ class CompressedOptimizer(Optimizer):
         it is :math:`b`, or :math:`g + \mu b` with Nesterov momentum, or :math:`g` without momentum.
         """
         assert parameter.grad is not None
-        # Out of place, because parameter.grad belongs to the script.
-        g = parameter.grad.add(parameter, alpha=group["weight_decay"])
+        # The aggregation overwrites the result, which is neither the gradient nor the momentum, but memory of its own.
+        direction = self._kept.like(parameter, parameter)
+        g = parameter.grad
+        if group["weight_decay"]:
+            g = torch.add(g, parameter, alpha=group["weight_decay"], out=direction)
         if not group["momentum"]:
-            return g
+            return direction.copy_(g)
         state = self.state[parameter]
         b = state.get("momentum_buffer")
         if b is None:
             b = state["momentum_buffer"] = g.clone()
         else:
             b.mul_(group["momentum"]).add_(g, alpha=1 - group["dampening"])
-        # A copy of b, because the aggregation overwrites the tensors that it is given.
-        return g.add_(b, alpha=group["momentum"]) if group["nesterov"] else b.clone()
+        if group["nesterov"]:
+            return torch.add(g, b, alpha=group["momentum"], out=direction)
+        return direction.copy_(b)
 
     def _rate(self, group: dict[str, Any]) -> float:
         """Return the factor of the aggregated tensors; 1 if they are steps already."""
@@ -533,8 +539,10 @@ class SparsifiedSGD(CompressedOptimizer):
         for x in parameters:
             state = self.state[x]
             t = state["step"] = state.get("step", -1) + 1
-            average = state.setdefault("estimated_weights", x.detach().clone())
-            average.lerp_(x, _newest_share(t, a))
+            if "estimated_weights" in state:
+                state["estimated_weights"].lerp_(x, _newest_share(t, a))
+            else:
+                state["estimated_weights"] = x.detach().clone()
 
 
 class CentralizedSparsifiedSGD(SparsifiedSGD):

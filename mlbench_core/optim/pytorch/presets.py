@@ -620,6 +620,20 @@ class LocalSGD(GenericCentralizedOptimizer):
         )
 
 
+def fused_adamw(model: nn.Module | None) -> bool | None:
+    """Return torch's argument ``fused``: True if the kernel is right for all parameters, None for torch's choice.
+
+    The plain update passes over the memory twice as often, and makes two new tensors of the size of the model.
+    """
+    parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
+    # A fused kernel treats the memory of a parameter as one dense block, gaps included.
+    fits = all(
+        is_dense(p) and p.dtype in (torch.float32, torch.float64) and p.device.type in ("cpu", "cuda")
+        for p in parameters
+    )
+    return True if parameters and fits else None
+
+
 class DiLoCo(GenericCentralizedOptimizer):
     r"""AdamW on every worker, and every H steps an outer step along the average of their changes (DiLoCo).
 
@@ -643,7 +657,7 @@ class DiLoCo(GenericCentralizedOptimizer):
         lr: Inner learning rate.
         betas: Decay of the inner running averages of the gradient and of its square.
         eps: Added to the inner denominator.
-        weight_decay: Inner, decoupled weight decay.
+        weight_decay: Inner, decoupled weight decay. AdamW is torch's fused one if all parameters fit it.
         period: H, the number of inner steps from one outer step to the next.
         outer_lr: Outer learning rate.
         outer_momentum: Outer Nesterov momentum; 0 for none.
@@ -695,7 +709,14 @@ class DiLoCo(GenericCentralizedOptimizer):
         aggregation: DiLoCoAggregation | None = None,
     ) -> None:
         if inner_optimizer is None:
-            inner_optimizer = partial(AdamW, lr=check_lr(lr, "DiLoCo"), betas=betas, eps=eps, weight_decay=weight_decay)
+            inner_optimizer = partial(
+                AdamW,
+                lr=check_lr(lr, "DiLoCo"),
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+                fused=fused_adamw(model),
+            )
         elif lr is not required:
             raise ValueError(f"lr must be left out, not {lr!r}, because inner_optimizer has its own: write it there")
         if outer_optimizer is not None and (outer_lr, outer_momentum) != (0.7, 0.9):

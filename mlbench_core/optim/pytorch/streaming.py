@@ -19,6 +19,7 @@ from mlbench_core.optim.pytorch.distributed import (
     check_aggregation,
     check_lr,
 )
+from mlbench_core.optim.pytorch.presets import fused_adamw
 
 __all__ = ["StreamingDiLoCo"]
 
@@ -89,7 +90,9 @@ class StreamingDiLoCo(GenericCentralizedOptimizer):
     ) -> None:
         if inner_optimizer is None:
             lr = check_lr(lr, "StreamingDiLoCo")
-            inner_optimizer = partial(AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+            inner_optimizer = partial(
+                AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused_adamw(model)
+            )
         elif lr is not required:
             raise ValueError(f"lr must be left out, not {lr!r}, because inner_optimizer has its own: write it there")
         if aggregation is None:

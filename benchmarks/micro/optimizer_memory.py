@@ -1,0 +1,129 @@
+"""Measure the memory that every distributed optimizer needs beyond its wrapped optimizer, in bytes per parameter.
+
+Each variant has worker processes of its own. A worker fills the gradients of the network by hand, because activations
+would hide the optimizer's intermediate results. From then on it counts the memory of its process: the peak while the
+optimizer is made and takes some steps, and the memory that is kept after them. The state of the wrapped optimizer
+(momentum and the moments of Adam) is subtracted from both.
+
+    python benchmarks/micro/optimizer_memory.py [--models mlp] [--workers 2] [--save]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _bench import Row, Subject, finish, make_parser, parse, positive, summarize
+from _variants import VARIANTS, WORKLOADS, Context
+from _workers import WorkerError, Workers, serve
+from torch import nn
+
+STEPS = 3
+WRAPPED_STATE = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+SUBJECT = Subject(
+    "optimizer_memory",
+    "Memory of the distributed optimizers (`optimizer_memory.py`)",
+    "bytes per parameter",
+    (),
+    (
+        "The peak beyond parameters, gradients and the state of the wrapped optimizer; kept: after the steps.",
+        "In float32, a copy of the model is 4 bytes per parameter.",
+    ),
+)
+
+
+def process_bytes(field: str) -> int:
+    """Return a size of this process: ``"VmRSS"`` is its memory now, and ``"VmHWM"`` the peak."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError(f"/proc/self/status has no {field}: run this on Linux")
+
+
+def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Make the network in a worker; the only request measures a variant."""
+    torch.manual_seed(0)
+    model = WORKLOADS[setup["model"]].make()
+    for parameter in model.parameters():
+        parameter.grad = 1e-3 * torch.randn_like(parameter)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+
+    def train(name: str, model: nn.Module) -> Any:
+        trainee = VARIANTS[name].make(Context(model, dist.get_world_size(), dist.get_rank(), STEPS))
+        for _ in range(STEPS):
+            trainee.optimizer.step()
+        return trainee.optimizer
+
+    def handle(request: dict[str, Any]) -> dict[str, Any]:
+        # The first steps import modules and connect the workers, which takes 75 MB.
+        small = nn.Linear(64, 64)
+        small(torch.ones(1, 64)).sum().backward()
+        train(request["variant"], small)
+        gc.collect()
+        before = process_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from the memory now
+        optimizer = train(request["variant"], model)
+        peak, kept = process_bytes("VmHWM"), process_bytes("VmRSS")
+        states = optimizer.state_dict()["state"].values()
+        wrapped = sum(v.nbytes for state in states for key, v in state.items() if key in WRAPPED_STATE)
+        return {
+            name: value / numel
+            for name, value in (
+                ("peak", peak - before - wrapped),
+                ("kept", kept - before - wrapped),
+                ("wrapped", wrapped),
+            )
+        }
+
+    return handle
+
+
+def measure_variant(model: str, count: int, name: str) -> Row:
+    """Measure a variant in processes of its own."""
+    case, title = f"{WORKLOADS[model].title}, {count} workers", VARIANTS[name].title.format(steps=STEPS)
+    try:
+        with Workers(__file__, count, {"model": model}) as workers:
+            replies = workers.ask(variant=name)
+    except WorkerError as error:
+        return {"case": case, "variant": title, "error": str(error)[:200], **summarize([])}
+    largest = max(replies, key=lambda reply: float(reply["peak"]))
+    return {
+        "case": case,
+        "variant": title,
+        **summarize([reply["peak"] for reply in replies], {}),
+        "extra": {"kept": largest["kept"], "wrapped optimizer": largest["wrapped"]},
+    }
+
+
+def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    # The gradients of DistributedDataParallel travel only in a backward pass, which is not measured here.
+    names = [name for name, variant in VARIANTS.items() if variant.is_default and not name.startswith("ddp")]
+    names = [name for name in names if "overlap" not in name and "half" not in name]
+    parser = make_parser(__doc__, blocks=1)
+    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=["mlp"])
+    parser.add_argument("--workers", nargs="+", type=positive, default=[2], help="numbers of workers")
+    parser.add_argument("--variants", nargs="+", choices=names, default=names, metavar="VARIANT", help=", ".join(names))
+    return parse(parser, argv, variants=["ef_sign"])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and report."""
+    arguments = read_arguments(argv)
+    rows = [
+        measure_variant(model, count, name)
+        for model in arguments.models
+        for count in arguments.workers
+        for name in arguments.variants
+    ]
+    finish(SUBJECT, rows, arguments, f"Gloo, {STEPS} steps, gradients set by hand.")
+
+
+if __name__ == "__main__":
+    serve(make_handler) if sys.argv[1:2] == ["--worker"] else main()
