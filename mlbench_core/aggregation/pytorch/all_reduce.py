@@ -27,8 +27,9 @@ from mlbench_core.distributed.pytorch import process_groups
 __all__ = ["AVG_CUSTOM", "AVG_WORLD", "AllReduceAggregation", "Transfer", "check_world_size"]
 
 COMM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# From this size on, a message of its own costs less time than the copies into a common one and back.
-LARGE_BYTES = 1 << 20
+# From this size on, a message of its own costs less time than the copies into a common one and back. It is not smaller,
+# because each message also waits for the round trips of the network.
+LARGE_BYTES = 8 << 20
 
 
 @dataclass
@@ -60,10 +61,10 @@ class AllReduceAggregation(Aggregation):
 
     where :math:`d = k` for ``"avg_world"`` and :math:`d` is ``denom`` for ``"avg_custom"``.
 
-    A tensor of at least 1 MiB travels alone, out of its own memory and back into it, without a copy. The smaller ones
+    A tensor of at least 8 MiB travels alone, out of its own memory and back into it, without a copy. The smaller ones
     of the same dtype and device travel in one flat message, in their own dtype, and are written back into their own
-    memory, whatever their strides. One worker alone sends nothing. After an error
-    in an aggregation, such as a lost worker, the values of its tensors are undefined.
+    memory, whatever their strides. One worker alone sends nothing. After an error in an aggregation, such as a lost
+    worker, the values of its tensors are undefined.
 
     Args:
         world_size: Number of workers; None takes that of the process group.
@@ -240,9 +241,9 @@ def messages_of(tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], Tensor | 
         that can be sent as it is. This view is None if the group must be packed.
 
     Example:
-        >>> groups = messages_of([torch.zeros(3), torch.zeros(512, 512), torch.zeros(512, 1024).t(), torch.zeros(2)])
+        >>> groups = messages_of([torch.zeros(3), torch.zeros(2048, 1024), torch.zeros(2048, 2048).t(), torch.zeros(2)])
         >>> [([tuple(t.shape) for t in group], own is not None) for group, own in groups]
-        [([(512, 512)], True), ([(1024, 512)], False), ([(3,), (2,)], False)]
+        [([(2048, 1024)], True), ([(2048, 2048)], False), ([(3,), (2,)], False)]
     """
     users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
     small: list[Tensor] = []
