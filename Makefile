@@ -42,12 +42,13 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-# These tests wait for masters and browsers most of the time, so two at a time take less time even on two cores. The
-# workers of the others need the cores, and ports of their own.
-WAITING = tests/browser tests/cli tests/client tests/faults tests/master tests/results tests/security
+# Two of these tests run at a time. Some wait for masters and browsers most of the time, and the others need one core only.
+# The workers of the remaining tests need all cores, and ports of their own.
+PAIRED = $(addprefix tests/,browser cli client faults master results security \
+	csrc dataset evaluation lr_scheduler models network ops tools)
 test: lint types
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(WAITING)
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(WAITING))
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PAIRED)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(PAIRED))
 
 docs: $(VENV)/.installed
 	$(PIP) install --quiet -c requirements/development.txt -e '.[docs]'

@@ -213,7 +213,7 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path) -> dict[str, str]:
         "Software": "; ".join(dict.fromkeys(filter(None, map(software_text, groups)))),
         "Date": "" if not dates else dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}",
         "Time of all runs": f"{hours:.1f} h" if hours else "",
-        "Price": " ".join(pricing.remarks),
+        "Price": " ".join(pricing.remarks).removeprefix("Price: "),
     }
     return {name: value for name, value in facts.items() if value}
 

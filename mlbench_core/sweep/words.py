@@ -88,7 +88,7 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
     assert ratio is not None, "both have a median"
     shown = {True: "the intervals overlap", False: "the intervals do not overlap", None: "without two intervals"}
     if second is baseline:
-        return f"{text} It is also the second; {shown[overlap(first, second)]}."
+        return f"{text} {second.algorithm} is also the second; {shown[overlap(first, second)]}."
     return f"{text} Second: {second.algorithm}, {ratio.value:.2f} times as long; {shown[overlap(first, second)]}."
 
 
