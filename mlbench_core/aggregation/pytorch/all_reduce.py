@@ -214,13 +214,12 @@ class AllReduceAggregation(Aggregation):
         if early:
             for message in messages:
                 divide(message, divisor)
-        # One message is in transit at a time, because Gloo is slower with several. While it is, the one before it is
-        # divided and unpacked.
-        transfer = self.start(messages[0])
+        # Two messages are in transit at a time: one is sent while the other waits for the round trips of the network.
+        transfers = [self.start(message) for message in messages[:2]]
         for i, message in enumerate(messages):
-            self.finish(transfer)
-            if i + 1 < len(messages):
-                transfer = self.start(messages[i + 1])
+            self.finish(transfers[i])
+            if i + 2 < len(messages):
+                transfers.append(self.start(messages[i + 2]))
             if not early:
                 divide(message, divisor)
             group, own = groups[i]
