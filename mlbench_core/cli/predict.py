@@ -36,7 +36,7 @@ _HEADERS = ("RUN", "NETWORK", "WORKERS", "FIGURES", "STEP (MS)", "WAITING (MS)",
     "--critical-workers",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Number of workers from which on more of them do not save steps (default: there is none).",
+    help="Number of workers above which more workers save no steps (default: there is none).",
 )
 @price_options
 @json_option

@@ -14,7 +14,8 @@ The states of a metric and its transitions::
 Metrics stay in the queue only until the request before them is answered. If the master is slow, batches become larger,
 not more numerous. If the master does not answer, all queued metrics become rows, and later metrics follow them. A
 background thread then tries again with growing pauses. Rows are sent before the queue, oldest first, by whichever
-process is first, even if the process that inserted them has ended. A killed process loses only its queued metrics.
+process is first, even if the process that inserted them has ended. With a shared outbox, a killed process loses its
+queued metrics, and only those.
 
 If the outbox is not shared, as in the workers of a run, a queued metric is also a row from the beginning: ``put``
 inserts it before anything can send it, and the row is deleted after the master's answer. A process that is killed at

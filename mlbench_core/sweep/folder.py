@@ -9,7 +9,7 @@ Its content::
     unfinished/          where the result folder of a run is put together before it is moved to runs/
 
 A folder in ``runs`` is moved there whole, so it is complete. A run that exceeded the limit has the outcome ``limit``.
-Its folder has the raw lines up to the moment at which it was stopped, if the workers wrote any, but no ``result.json``.
+Its folder has the raw lines that the workers had written until then, if there are any, but no ``result.json``.
 """
 
 from __future__ import annotations

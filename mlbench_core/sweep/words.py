@@ -67,8 +67,8 @@ def map_sentence(found: Map) -> str:
         f"On {close:.0%} of it, the second is within 10 %."
     )
     known = [point for point in found.points if point.measured is not None]
-    same = sum(point.agrees for point in known)
-    return text + (f" The predicted method is the measured one on {same} of {len(known)} networks." if known else "")
+    same, places = sum(point.agrees for point in known), plural(len(known), "network")
+    return text + (f" The predicted method is also the measured fastest on {same} of {places}." if known else "")
 
 
 def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
@@ -95,7 +95,8 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
 def _factor(outcome: Outcome, baseline: Cell, first: Cell) -> str:
     ratio = speed_ratio(baseline, first)
     if ratio is None:
-        return f"while {baseline.algorithm} did {outcome.not_within()} in {baseline.missed} of {baseline.runs} runs"
+        missed = f"{baseline.missed} of {plural(baseline.runs, 'run')}"
+        return f"while {baseline.algorithm} missed the goal in {missed}"
     return f"{_times(ratio)} as fast as {baseline.algorithm}"
 
 
@@ -112,7 +113,8 @@ def seconds(value: float) -> str:
 def _unfinished(outcome: Outcome) -> list[str]:
     if outcome.ended >= outcome.planned:
         return []
-    return [f"{outcome.ended} of {plural(outcome.planned, 'planned run')} have ended: the picture has fewer seeds."]
+    text = f"{outcome.ended} of {plural(outcome.planned, 'planned run')} have ended."
+    return [f"{text} Some configurations have fewer seeds, or no run yet."]
 
 
 def _winners(outcome: Outcome, rows: dict[tuple[str, int], list[Cell]]) -> list[str]:
@@ -179,4 +181,4 @@ def _not_reached(outcome: Outcome) -> list[str]:
 
 
 def _place(cell: Cell) -> str:
-    return plural(cell.workers, "worker") if cell.network is None else f"{cell.network} with {cell.workers}"
+    return plural(cell.workers, "worker") if cell.network is None else f"{cell.network} with {plural(cell.workers, 'worker')}"

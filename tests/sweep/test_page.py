@@ -96,7 +96,7 @@ def test_words_say_what_was_not_reached_and_when_more_workers_do_not_help() -> N
     assert "More workers had a lower median on fast. No algorithm with more workers had a lower median on slow." in text
     late = outcome(lone, cell("centralized_sgd", "slow", 2, 50.0, None, None), cell("x", "slow", 2, 60.0, 61.0, None))
     text = " ".join([*summary(late), *per_network(late, "slow")])
-    assert "centralized_sgd: not within 2 min on slow with 2 (2 of 3)." in text
+    assert "centralized_sgd: not within 2 min on slow with 2 workers (2 of 3)." in text
     assert "x was fastest, 61.0 s (median of 3 runs, 1 not within 2 min), while centralized_sgd did not" in text
     assert "No other algorithm reached the goal in more than half of its runs." in text
     none = outcome(cell("centralized_sgd", "slow", 2, None, None))
@@ -178,7 +178,7 @@ def test_tables_have_the_runs_and_the_words(written: Path) -> None:
     markdown = (written / "index.md").read_text(encoding="utf-8")
     assert (
         "![map 2](map_2.png)" in markdown
-        and "centralized\\_sgd: not within 1 min on mobile-lte with 2 (3 of 3)." in markdown
+        and "centralized\\_sgd: not within 1 min on mobile-lte with 2 workers (3 of 3)." in markdown
     )
 
 
