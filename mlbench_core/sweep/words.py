@@ -181,4 +181,5 @@ def _not_reached(outcome: Outcome) -> list[str]:
 
 
 def _place(cell: Cell) -> str:
-    return plural(cell.workers, "worker") if cell.network is None else f"{cell.network} with {plural(cell.workers, 'worker')}"
+    workers = plural(cell.workers, "worker")
+    return workers if cell.network is None else f"{cell.network} with {workers}"

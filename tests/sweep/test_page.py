@@ -97,7 +97,7 @@ def test_words_say_what_was_not_reached_and_when_more_workers_do_not_help() -> N
     late = outcome(lone, cell("centralized_sgd", "slow", 2, 50.0, None, None), cell("x", "slow", 2, 60.0, 61.0, None))
     text = " ".join([*summary(late), *per_network(late, "slow")])
     assert "centralized_sgd: not within 2 min on slow with 2 workers (2 of 3)." in text
-    assert "x was fastest, 61.0 s (median of 3 runs, 1 not within 2 min), while centralized_sgd did not" in text
+    assert "x was fastest, 61.0 s (median of 3 runs, 1 not within 2 min), while centralized_sgd missed the goal" in text
     assert "No other algorithm reached the goal in more than half of its runs." in text
     none = outcome(cell("centralized_sgd", "slow", 2, None, None))
     assert per_network(none, "slow") == [
