@@ -24,7 +24,7 @@ SOURCES = {
     "sky": "pipx install 'skypilot[gcp,aws,azure]'",
     "ssh": "the package openssh-client",
 }
-"""The address from which each program can be installed."""
+"""How to install each program: an address, a command or a package."""
 
 _STDERR = 2
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +28,7 @@ from mlbench_core.sweep.folder import Done, Failure, SweepFolder
 
 if TYPE_CHECKING:
     from mlbench_core.results.record import RunRecord
+    from mlbench_core.sweep.outcome import Outcome
 
 __all__ = ["sweep"]
 
@@ -61,11 +60,11 @@ def sweep(file: Path, output: Path, dry_run: bool, dashboard_url: str | None, as
     points = described.points()
     folder = SweepFolder(output)
     done, failures = folder.done(described, points), folder.failures(points)
-    pending = [p for p in points if p.name not in done and folder.may_try(failures.get(p.name))]
+    pending = _pending(folder, points, done, failures)
     expected = estimate(pending, points, done, described.limit_s)
     if dry_run:
         if as_json:
-            print_json(_as_json(described, points, done, failures, _records(folder, points, done)))
+            print_json(_as_json(points, done, failures, folder, described))
         else:
             _show_plan(points, done, failures)
             _show_estimate(described, len(points), done, expected)
@@ -75,12 +74,12 @@ def sweep(file: Path, output: Path, dry_run: bool, dashboard_url: str | None, as
     with folder.open(file):
         is_whole = _run(described, folder, points, pending, done, dashboard_url)
     done, failures = folder.done(described, points), folder.failures(points)
-    records = _records(folder, points, done)
-    page = _write_page(output, described) if records else None
+    outcome = _read_outcome(output, described)
+    page = _write_page(output, described) if outcome.groups else None
     if as_json:
-        print_json(_as_json(described, points, done, failures, records))
+        print_json(_as_json(points, done, failures, folder, described))
     else:
-        _show_results(points, records)
+        _show_results(outcome)
         click.echo(f"results: {output.absolute()}")
         if page is not None:
             click.echo(f"page: {page.absolute()}")
@@ -134,19 +133,12 @@ def _show_estimate(described: Sweep, runs: int, done: Mapping[str, Done], expect
         print_field("budget", f"{seconds(described.budget_s)}, after which no run starts")
 
 
-def _show_results(points: Sequence[Point], records: Mapping[str, RunRecord]) -> None:
+def _show_results(outcome: Outcome) -> None:
     """Print one row for each algorithm, number of workers and network."""
-    cells: dict[tuple[str, int, str], list[RunRecord]] = {}
-    for point in points:
-        if point.name in records:
-            key = (point.algorithm, point.workers, point.network or "-")
-            cells.setdefault(key, []).append(records[point.name])
-    rows = []
-    for key, found in cells.items():
-        times = [math.inf if record.time_to_goal_s is None else record.time_to_goal_s for record in found]
-        median_s = statistics.median(times)
-        reached = sum(map(math.isfinite, times))
-        rows.append((*key, len(found), reached, number(median_s if math.isfinite(median_s) else None)))
+    rows = [
+        (cell.algorithm, cell.workers, cell.network or "-", cell.runs, len(cell.reached), number(cell.median_s))
+        for cell in outcome.cells
+    ]
     print_table(("ALGORITHM", "WORKERS", "NETWORK", "RUNS", "REACHED", "MEDIAN S"), rows, right=(1, 3, 4, 5))
 
 
@@ -162,8 +154,14 @@ def _records(folder: SweepFolder, points: Sequence[Point], done: Mapping[str, Do
     return records
 
 
+def _read_outcome(path: Path, described: Sweep) -> Outcome:
+    # Imported here and in _write_page, because --dry-run does not need it.
+    from mlbench_core.sweep.page import read_outcome
+
+    return read_outcome(path, described)
+
+
 def _write_page(path: Path, described: Sweep) -> Path:
-    # Imported here, because --dry-run does not need it.
     from mlbench_core.sweep.page import write_page
 
     write_page(path, sweep=described, report=remark)
@@ -177,15 +175,21 @@ def _state(point: Point, done: Mapping[str, Done], failures: Mapping[str, Failur
     return "to run" if failure is None else f"failed {failure.tries}x: {failure.reason}"
 
 
+def _pending(
+    folder: SweepFolder, points: Sequence[Point], done: Mapping[str, Done], failures: Mapping[str, Failure]
+) -> list[Point]:
+    return [point for point in points if point.name not in done and folder.may_try(failures.get(point.name))]
+
+
 def _as_json(
-    described: Sweep,
     points: Sequence[Point],
     done: Mapping[str, Done],
     failures: Mapping[str, Failure],
-    records: Mapping[str, RunRecord],
+    folder: SweepFolder,
+    described: Sweep,
 ) -> dict[str, Any]:
-    left = [point for point in points if point.name not in done and point.name not in failures]
-    expected = estimate(left, points, done, described.limit_s)
+    expected = estimate(_pending(folder, points, done, failures), points, done, described.limit_s)
+    records = _records(folder, points, done)
     rows = []
     for point in points:
         row: dict[str, Any] = {"name": point.name, "algorithm": point.algorithm, "workers": point.workers}

@@ -125,7 +125,7 @@ def _legend(every: Iterable[Axes]) -> tuple[list[Any], list[str]]:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     # The line of one worker is the last.
-    labels = sorted(found, key=lambda label: (label.startswith("1 worker"), label))
+    labels = sorted(found, key=lambda label: (label.startswith("1 worker"), len(label), label))
     return [found[label] for label in labels], labels
 
 
@@ -252,7 +252,9 @@ def _rows_caption(outcome: Outcome, quantity: Quantity, cells: Sequence[Cell]) -
     if (any(cell.missed for cell in cells) and quantity.sentence) or quantity.name == "price":
         sentences.append(quantity.sentence)
     if quantity.log and any(cell.missed for cell in cells):
-        sentences.append("A median counts a missed run as the longest, and is not given if half of the runs missed.")
+        sentences.append(
+            "The median treats a missed run as the longest. There is none if half of the runs or more did."
+        )
     return " ".join(sentences)
 
 
@@ -292,8 +294,9 @@ def draw_bytes(outcome: Outcome, network: str | None = None) -> canvas.Drawing:
     cells = [cell for name in networks for cell, _, _ in points[name]]
     groups = [cell.group for cell in cells]
     text = (
-        f"{caption(groups).partition(' Missed the goal:')[0]} Numbers at the points: workers. Medians of both. Not "
-        "drawn: algorithms of which half of the runs or more missed the goal."
+        f"{caption(groups).partition(' Missed the goal:')[0]} Numbers at the points: workers. Median of the "
+        "time, and of the bytes of the runs that reached the goal. Not drawn: algorithms of which half of the runs or "
+        "more missed the goal."
     )
     canvas.finish(figure, text, *_legend(every[: len(networks)]))
     table: list[list[Any]] = [["network", "algorithm", "workers", "bytes_per_worker", "time_to_goal_s"]]

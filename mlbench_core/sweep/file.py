@@ -21,6 +21,7 @@ from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import MAX_HOSTS, Network
 from mlbench_core.network.named import get_network
+from mlbench_core.results.prices import Pricing, load_prices
 from mlbench_core.tasks import BACKENDS, Task, get_task, option_value
 
 __all__ = ["Point", "Sweep", "Variant", "load_sweep", "parse_sweep"]
@@ -83,7 +84,7 @@ class Sweep:
         light: True to stop at the light goal.
         limit_s: Seconds after which a run is stopped; None for no limit.
         budget_s: Seconds after which no run starts; None for no budget.
-        price: The table ``price``, see :class:`~mlbench_core.results.prices.Pricing`.
+        price: Price of the machines.
     """
 
     title: str
@@ -98,7 +99,7 @@ class Sweep:
     light: bool = False
     limit_s: float | None = None
     budget_s: float | None = None
-    price: Mapping[str, Any] = field(default_factory=dict)
+    price: Pricing = field(default_factory=Pricing)
 
     def points(self) -> list[Point]:
         """Return all runs in their order: the first seed of all, then the second, and so on.
@@ -208,9 +209,6 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
     light = content.get("light", False)
     if not isinstance(light, bool):
         raise ValueError(f"light must be true or false, not {light!r}: remove the quotes")
-    price = content.get("price", {})
-    if not isinstance(price, Mapping):
-        raise ValueError(f'price must be a table, not {price!r}: write [price], then machine = "aws-c5.xlarge"')
     return Sweep(
         title=_text(content, "title") if "title" in content else title,
         variants=_variants(content, task),
@@ -224,8 +222,23 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
         light=light,
         limit_s=_seconds(content, "limit"),
         budget_s=_seconds(content, "budget"),
-        price=dict(price),
+        price=_pricing(content["price"], folder) if "price" in content else Pricing(),
     )
+
+
+def _pricing(price: Any, folder: Path) -> Pricing:
+    if not isinstance(price, Mapping):
+        raise ValueError(f'price must be a table, not {price!r}: write [price], then machine = "aws-c5.xlarge"')
+    if unknown := set(price) - {"machine", "spot", "prices"}:
+        raise ValueError(f"price must have the keys machine, spot and prices only, not {min(unknown)!r}: remove it")
+    spot = price.get("spot", False)
+    if not isinstance(spot, bool):
+        raise ValueError(f"spot of price must be true or false, not {spot!r}: remove the quotes")
+    machines = load_prices(folder / _text(price, "prices") if "prices" in price else None)
+    name = price.get("machine")
+    if name not in machines:
+        raise ValueError(f"machine of price must be one of {', '.join(machines)}, not {name!r}")
+    return Pricing(machines[name], spot)
 
 
 def _command(text: str, folder: Path) -> str:

@@ -14,7 +14,7 @@ from mlbench_core.prediction import predict_time_to_goal
 from mlbench_core.results.collection import machine_text, software_text
 from mlbench_core.results.load import load
 from mlbench_core.results.pool import plural
-from mlbench_core.results.prices import Pricing, load_prices
+from mlbench_core.results.prices import Pricing
 from mlbench_core.results.record import RunRecord
 from mlbench_core.results.table import cell, escape
 from mlbench_core.sweep.file import Point, Sweep, load_sweep
@@ -59,7 +59,7 @@ def write_page(
         ConfigurationError: The sweep cannot be read, no run has ended, or runs had different goals.
     """
     sweep = sweep or load_sweep(folder / _COPY)
-    pricing = pricing if pricing is not None else _pricing(sweep.price, folder)
+    pricing = pricing if pricing is not None else sweep.price
     outcome = read_outcome(folder, sweep, title)
     if not outcome.groups:
         raise ConfigurationError(f"{folder} must have runs that ended, but it has none: run the sweep first")
@@ -116,16 +116,6 @@ def _record(folder: Path, point: Point) -> RunRecord | None:
         return found[0]
     # A run that was stopped before its workers wrote a line.
     return RunRecord(point.name, state="unfinished", configuration={"workers": point.workers}, reached=False)
-
-
-def _pricing(price: Mapping[str, Any], folder: Path) -> Pricing:
-    if not price:
-        return Pricing()
-    prices, name = price.get("prices"), price.get("machine")
-    machines = load_prices(folder / str(prices) if prices else None)
-    if name not in machines:
-        raise ConfigurationError(f"machine of [price] must be one of {', '.join(machines)}, not {name!r}")
-    return Pricing(machines[name], bool(price.get("spot", False)))
 
 
 def _maps(outcome: Outcome, predict: Predict, report: Callable[[str], None]) -> list[Map]:
@@ -243,7 +233,9 @@ def _markdown(
     rows: Sequence[dict[str, Any]],
 ) -> str:
     lines = [f"# {escape(title)}", "", *(f"- {name}: {escape(value)}" for name, value in facts.items()), ""]
-    lines += ["Command:", "", "```bash", "mlbench sweep sweep.toml --output .", "```", "", "## Which method when", ""]
+    # A relative path in the file belongs to the folder from which the sweep was started.
+    lines += ["Command, in the first folder of the file:", "", "```bash", "mlbench sweep sweep.toml --output FOLDER"]
+    lines += ["```", "", "## Which method when", ""]
     lines += [f"- {escape(sentence)}" for sentence in words[""]]
     for name, sentences in words.items():
         if name and sentences:

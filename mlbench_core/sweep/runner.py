@@ -2,7 +2,7 @@
 
 The steps of one run, each of which can be the last one of a killed process::
 
-    1. write current.json: the name, and the highest id that the master has given so far
+    1. write current.json: the name, and the highest id of the other runs at the master
     2. request the run from the master
     3. wait for its end, or stop it at the limit
     4. put its folder together in unfinished/, and move it to runs/
@@ -125,7 +125,7 @@ class Runner:
             return
         item = self._find(current["name"], current["after"])
         if item is not None and item.get("state") in _OPEN:
-            self._call(lambda master: master.delete(item["id"]))
+            self._delete(item)
         self._folder.set_current(None)
 
     def _run_point(self, point: Point) -> Done | Failure:
@@ -180,7 +180,7 @@ class Runner:
                     f"the name {point.name} must be free at the master, but a run that is not of this sweep has it: "
                     f"wait until it ends, or delete it with 'mlbench delete {point.name}'"
                 )
-            self._call(lambda master, run_id=item["id"]: master.delete(run_id))  # type: ignore[misc]
+            self._delete(item)
         after = max((int(item["id"]) for item in runs if item.get("name") != point.name), default=0)
         self._folder.set_current(point, after)
 
@@ -189,6 +189,14 @@ class Runner:
             return self._find_at(master, point.name, after) or master.create(point.request)
 
         return self._call(create)
+
+    def _delete(self, item: Mapping[str, Any]) -> None:
+        try:
+            self._call(lambda master: master.delete(item["id"]))
+        except MasterRequestError as error:
+            # The first request may have arrived although its answer did not.
+            if error.status != 404:
+                raise
 
     def _wait(self, point: Point, item: dict[str, Any], is_new: bool) -> dict[str, Any]:
         """Watch a run until it ends, and stop it at the limit; return it as the master describes it then."""

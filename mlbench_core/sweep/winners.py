@@ -131,7 +131,8 @@ def predict_map(outcome: Outcome, workers: int, predict: Predict) -> Map | None:
             left_out.append(f"{name} is not on the map: half of its runs or more missed the goal on every network.")
             continue
         try:
-            _median(source, next(iter(outcome.networks.values())), predict)
+            for network in outcome.networks.values():
+                _median(source, network, predict)
         except (MLBenchError, ValueError) as error:
             left_out.append(f"{name} is not on the map: {error}")
         else:
@@ -170,7 +171,9 @@ def _source(outcome: Outcome, algorithm: str, workers: int) -> Cell | None:
 
 
 def _median(cell: Cell, network: Network, predict: Predict) -> float:
-    return statistics.median(predict(record, network, cell.workers) for record in cell.reached)
+    times = [predict(record, network, cell.workers) for record in cell.reached]
+    # As in the measured median, a missed run is longer than all others.
+    return statistics.median([*times, *[math.inf] * cell.missed])
 
 
 def _point(outcome: Outcome, name: str, workers: int, known: dict[str, Cell], predict: Predict) -> MapPoint | None:

@@ -28,7 +28,7 @@ def summary(outcome: Outcome, maps: Sequence[Map] = ()) -> list[str]:
     rows = {case: outcome.row(*case) for case in cases}
     found = _winners(outcome, rows)
     sentences = [*_unfinished(outcome), *found, *_against_one_worker(outcome), *map(map_sentence, maps)]
-    return [*sentences, *_not_reached(outcome)] if any(rows.values()) else [*sentences, "No run has ended yet."]
+    return [*sentences, *_not_reached(outcome)]
 
 
 def per_network(outcome: Outcome, network: str) -> list[str]:
@@ -102,7 +102,10 @@ def _factor(outcome: Outcome, baseline: Cell, first: Cell) -> str:
 
 def _times(ratio: Estimate) -> str:
     text = f"{ratio.value:.2f} times"
-    return text if ratio.low is None or ratio.high is None else f"{text} ({ratio.low:.2f} to {ratio.high:.2f})"
+    if ratio.low is None or ratio.high is None:
+        return text
+    # The ratio is that of the medians, and an interval is only known for that of the means.
+    return f"{text} (ratio of the means: {ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def seconds(value: float) -> str:

@@ -58,8 +58,11 @@ def test_a_sweep_runs_and_is_not_repeated(fake: FakeMaster, call: Call, file: Pa
 
 def test_failed_runs_are_the_error(fake: FakeMaster, call: Call, file: Path, tmp_path: Path) -> None:
     fake.final_state = "failed"
-    result = call("sweep", str(file), "--output", str(tmp_path / "out"), code=1)
+    arguments = ("sweep", str(file), "--output", str(tmp_path / "out"))
+    result = call(*arguments, code=1)
     assert f"mlbench: 4 of 4 runs failed (see {tmp_path}/out/failed): centralized-sgd-1-s42 (failed)" in result.stderr
+    content = json.loads(call(*arguments, "--dry-run", "--json").stdout)
+    assert content["left"]["runs"] == 4, "each is tried again once"
 
 
 def test_ctrl_c_says_how_to_continue(

@@ -73,6 +73,8 @@ class MemoryMaster:
         self._end(self.items[run_id], "stopped by a user")
 
     def delete(self, run_id: Any) -> None:
+        if run_id not in self.items:
+            raise MasterRequestError("there is no such run", 404)
         del self.items[run_id]
 
     def metrics(self, run_id: Any) -> dict[str, list[dict[str, Any]]]:

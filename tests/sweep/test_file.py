@@ -39,6 +39,9 @@ LEAST: dict[str, Any] = {"task": "1a", "workers": [1], "algorithms": ["power_sgd
         ({"limit": 120}, "limit must be a time such as"),
         ({"limit": "0s"}, "limit must be a time such as"),
         ({"price": "aws"}, "price must be a table"),
+        ({"price": {"machine": "m"}}, "machine of price must be one of aws-c5.xlarge, "),
+        ({"price": {"spot": "false"}}, "spot of price must be true or false"),
+        ({"price": {"currency": "EUR"}}, "price must have the keys machine, spot and prices only, not 'currency'"),
         ({"title": 3}, "title must be a text, not 3"),
         ({"backend": "nccl"}, "nccl needs GPUs"),
     ],
@@ -77,10 +80,11 @@ def test_a_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
     path.write_text(
         'command = "python train.py --seed {seed}"\nworkers = [2]\nnetworks = ["slow.toml"]\nlimit = "1.5min"\n'
-        'budget = "3h"\n[[variants]]\nname = "a b"\narguments = ["--x", "a b"]\n[price]\nmachine = "m"\n'
+        'budget = "3h"\n[[variants]]\nname = "a b"\narguments = ["--x", "a b"]\n[price]\nmachine = "aws-c5.xlarge"\n'
     )
     sweep = load_sweep(path)
-    assert (sweep.title, sweep.limit_s, sweep.budget_s, sweep.price) == ("my", 90, 10800, {"machine": "m"})
+    assert (sweep.title, sweep.limit_s, sweep.budget_s) == ("my", 90, 10800)
+    assert sweep.price.machine is not None and sweep.price.machine.name == "aws-c5.xlarge"
     (point,) = sweep.points()
     assert point.name == "a-b-2-slow-s42"
     assert point.request["command"] == f"python {tmp_path}/train.py --seed 42 --x 'a b'"

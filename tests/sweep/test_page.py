@@ -78,7 +78,8 @@ def test_the_bytes_of_a_worker_are_known_only_until_a_goal() -> None:
 def test_words_name_the_fastest_its_factor_and_the_overlap() -> None:
     base, quick = cell("centralized_sgd", "slow", 2, 40.0, 41.0, 42.0), cell("x", "slow", 2, 20.0, 20.5, 21.0)
     (sentence,) = per_network(outcome(base, quick), "slow")
-    assert sentence.startswith("With 2 workers: x was fastest, 20.5 s (median of 3 runs), 2.00 times (1.89 to 2.11)")
+    assert sentence.startswith("With 2 workers: x was fastest, 20.5 s (median of 3 runs), 2.00 times (")
+    assert "2.00 times (ratio of the means: 1.89 to 2.11) as fast as centralized_sgd." in sentence
     assert sentence.endswith("the intervals do not overlap.")
     near = cell("y", "slow", 2, 20.6, 20.7, 20.8)
     (sentence,) = per_network(outcome(base, quick, near), "slow")
@@ -103,6 +104,18 @@ def test_words_say_what_was_not_reached_and_when_more_workers_do_not_help() -> N
     assert per_network(none, "slow") == [
         "With 2 workers: no algorithm reached the goal in more than half of its runs (not within 2 min)."
     ]
+
+
+def test_the_map_counts_a_missed_run_as_the_longest() -> None:
+    """The mean of the two runs that reached the goal would make x the fastest."""
+    found = outcome(cell("centralized_sgd", "slow", 2, 20.0, 20.0, 20.0), cell("x", "slow", 2, 10.0, 28.0, None))
+    drawn = predict_map(found, 2, lambda record, network, workers: record.time_to_goal_s or 0.0)
+    assert drawn is not None and drawn.shares == {"centralized_sgd": 1.0}
+
+
+def test_runs_of_one_worker_have_words_too() -> None:
+    found = outcome(cell("centralized_sgd", None, 1, None, None, 30.0))
+    assert summary(found) == ["centralized_sgd: not within 2 min on 1 worker (2 of 3)."]
 
 
 def test_a_missed_run_is_an_open_mark_with_a_text() -> None:

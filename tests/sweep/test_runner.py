@@ -160,6 +160,21 @@ def test_a_master_that_does_not_answer_is_looked_for_again(tmp_path: Path, maste
     assert len(names(tmp_path / "out")) == len(master.requests) == 4
 
 
+def test_an_older_run_is_deleted_even_if_the_answer_is_lost(tmp_path: Path, master: MemoryMaster) -> None:
+    old = master.create({"name": "centralized-sgd-1-s42"})
+    master.items[old["id"]]["state"] = "finished"
+    calls: list[str] = []
+
+    def lose(name: str) -> None:
+        calls.append(name)
+        if calls.count("delete") == 1 and name == "delete":
+            raise MasterRequestError("the master does not answer")
+
+    master.after = lose
+    start(tmp_path / "out", master)
+    assert old["id"] not in master.items and len(names(tmp_path / "out")) == 4
+
+
 def test_a_refused_request_is_the_failure_of_its_run(tmp_path: Path, master: MemoryMaster) -> None:
     def refuse(name: str) -> None:
         if name == "create" and len(master.requests) == 1:

@@ -368,7 +368,7 @@ class TrainValidation:
         )
         if self.average_models:
             AllReduceAggregation(self.world_size).agg_model()(self.model, "avg_world")
-            # It is no part of a training step, whose collectives the tracker counts.
+            # The result lists the collectives of training steps only, and averaging the models is not one of them.
             forget_collectives()
         is_best = False
         # Without a validation, a scheduler for plateaus can only follow the training loss.
