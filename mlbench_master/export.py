@@ -388,19 +388,19 @@ def _join_lines(archive: zipfile.ZipFile, sink: _Sink, folder: ResultFolder, lef
         return
     with archive.open(_LINES, "w", force_zip64=True) as target:
         for name in names:
+            end = b"\n"
             try:
                 file, left = folder.open(name)
-                end = b"\n"
                 with file:
                     while chunk := file.read(min(left, _CHUNK_BYTES)):
                         target.write(chunk)
                         left, end = left - len(chunk), chunk[-1:]
                         yield sink.take()
-                # A killed worker can leave half a line.
-                if end != b"\n":
-                    target.write(b"\n")
             except (RefusedFileError, OSError) as error:
                 left_out.append(f"{name}: {error}\n")
+            # A killed worker can leave half a line, and so can an error while reading.
+            if end != b"\n":
+                target.write(b"\n")
 
 
 class _Sink:

@@ -90,7 +90,7 @@ def collective_s(op: str, size_bytes: float, workers: int, network: Network) -> 
     Args:
         op: One of :data:`OPS`.
         size_bytes: Payload of one worker: of ``all_gather`` its own part, of ``neighbors`` all its messages together.
-        workers: Number of workers that take part; they are the first hosts of the network.
+        workers: Number of workers that take part, which are the first hosts of the network; of ``neighbors``, all.
         network: The network. Hosts beyond its racks are in further racks of the same size. Its jitter, loss and cuts
             do not count.
 

@@ -90,7 +90,7 @@ def predict(
     if critical_workers is not None:
         check_int("critical_workers", critical_workers)
     measured = _read(record, alone)
-    slowest_cpu = min((host.cpu for rank, host in network.hosts.items() if rank < workers), default=1.0)
+    slowest_cpu = _slowest_cpu(network, workers)
     exposed_s, hidden_s = _communication_s(measured, network, workers, measured.backward_s / slowest_cpu)
     if workers > 1:
         exposed_s += measured.local_s
@@ -140,15 +140,30 @@ def _read(record: RunRecord, alone: RunRecord | None) -> _Measured:
         for e in found
     )
     source = record if alone is None else alone
-    factor = _share_of_core(source)
+    # The measured time of a host that had a part of its processor time only contains that already.
+    factor = _share_of_core(source) * _slowest_cpu(_network_of(source), source.workers or 1)
     compute_s = _compute_s(source) * factor
     backward_s = (source.steps_s.get("backprop") or 0.0) / (source.batches or 1) * factor
     measured = _Measured(workers, compute_s, backward_s, 0.0, collectives)
-    text = record.configuration.get("network")
-    waited_s = (record.communication_exposed_s or 0.0) / _steps_of(record)
-    explained_s, _ = _communication_s(measured, get_network(text) if text else _ONE_MACHINE, workers, backward_s)
+    there = _network_of(record)
+    exposed_s = record.communication_exposed_s
+    if exposed_s is None:
+        # Nothing was hidden, or the version of that run did not tell: compute has been reduced by this time, too.
+        exposed_s = record.phases_s.get("communication") or 0.0
+    waited_s = exposed_s / _steps_of(record)
+    explained_s, _ = _communication_s(measured, there, workers, backward_s / _slowest_cpu(there, workers))
     local_s = max(0.0, waited_s - explained_s) * _share_of_core(record)
     return _Measured(workers, compute_s, backward_s, local_s, collectives)
+
+
+def _network_of(record: RunRecord) -> Network:
+    text = record.configuration.get("network")
+    return get_network(text) if text else _ONE_MACHINE
+
+
+def _slowest_cpu(network: Network, workers: int) -> float:
+    """Return the least share of its processor time that one of the first hosts has."""
+    return min((host.cpu for rank, host in network.hosts.items() if rank < workers), default=1.0)
 
 
 def _steps_of(record: RunRecord) -> int:
@@ -179,7 +194,9 @@ def _communication_s(measured: _Measured, network: Network, workers: int, backwa
     blocking_s = overlapped_s = 0.0
     for entry in measured.collectives if workers > 1 else ():
         scaled = entry.scaled(measured.workers, workers)
-        seconds = scaled.calls * collective_s(scaled.op, scaled.size_bytes, scaled.group, network)
+        # The neighbors of a worker are a part of a ring of all workers.
+        count = workers if scaled.op == "neighbors" else scaled.group
+        seconds = scaled.calls * collective_s(scaled.op, scaled.size_bytes, count, network)
         if scaled.overlapped:
             overlapped_s += seconds
         else:

@@ -22,9 +22,13 @@ class CollectiveCounts(Counter[tuple[str, int, int, bool]]):
         [{'op': 'all_reduce', 'group': 4, 'calls': 2, 'bytes': 2000, 'overlapped': False}]
     """
 
-    def as_list(self) -> list[dict[str, Any]]:
-        """Return one entry for each size, or for each power of two if there are many sizes, as JSON-ready values."""
-        merges = len(self) > _MOST_ENTRIES
+    def as_list(self, *, merged_if_many: bool = True) -> list[dict[str, Any]]:
+        """Return one entry for each size as JSON-ready values.
+
+        Args:
+            merged_if_many: True for one entry for each power of two if there are more than 20 sizes.
+        """
+        merges = merged_if_many and len(self) > _MOST_ENTRIES
         merged: dict[tuple[str, int, int, bool], list[int]] = {}
         for (op, group, size_bytes, overlapped), calls in sorted(self.items()):
             size_class = size_bytes.bit_length() if merges else size_bytes
@@ -38,12 +42,5 @@ class CollectiveCounts(Counter[tuple[str, int, int, bool]]):
 
     @classmethod
     def from_list(cls, entries: Iterable[Mapping[str, Any]]) -> CollectiveCounts:
-        """Return the counts of a list from :meth:`as_list`; calls that were merged get their mean size."""
-        counts = cls()
-        for entry in entries:
-            # Two sizes whose sum the number of calls divides unevenly keep that sum.
-            size_bytes, rest = divmod(entry["bytes"], entry["calls"])
-            for size, calls in ((size_bytes, entry["calls"] - rest), (size_bytes + 1, rest)):
-                if calls:
-                    counts[entry["op"], entry["group"], size, entry["overlapped"]] += calls
-        return counts
+        """Return the counts of a list from :meth:`as_list` that was not merged."""
+        return cls({(e["op"], e["group"], e["bytes"] // e["calls"], e["overlapped"]): e["calls"] for e in entries})

@@ -799,7 +799,7 @@ class Tracker(PhaseTimes):
         state["energy_j"] = self._energy_j()
         state["memory_peak_bytes"] = self._memory_peak_bytes()
         state["batch_times"] = self._batch_times.state()
-        state["collectives"] = None if self._collectives is None else self._collectives.as_list()
+        state["collectives"] = None if self._collectives is None else self._collectives.as_list(merged_if_many=False)
         state["epoch_stats"] = {name: [m.val, m.sum, m.count] for name, m in self.epoch_stats.items() if m.count}
         state["epoch_ends"] = [asdict(totals) for totals in self._epoch_ends]
         state["records"] = {name: [[e, v] for e, v in values.items()] for name, values in self.records.items()}

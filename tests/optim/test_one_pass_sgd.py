@@ -120,6 +120,18 @@ def test_it_keeps_hooks_closures_and_pickles_and_leaves_other_implementations_to
         assert rows.sum().item() == 199 * 200
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_hooks_run_once(foreach: bool) -> None:
+    """Torch adds hooks to SGD's own step when the process makes the first SGD."""
+    SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer, calls = OnePassSGD([parameter], lr=0.5, foreach=foreach), []
+    optimizer.register_step_post_hook(lambda *_: calls.append("hook"))
+    optimizer.step()
+    assert calls == ["hook"] and parameter.tolist() == [0.5, 0.5]
+
+
 def test_overlap_updates_all_elements_in_half_precision() -> None:
     # torch 2.13's fused SGD leaves most of them as they are.
     model = nn.Linear(64, 64).bfloat16()

@@ -101,6 +101,19 @@ def test_a_straggler_slows_the_computation_down() -> None:
     assert predict(record(), network, 1).step_s == pytest.approx(0.04)
 
 
+def test_a_straggler_of_the_measured_run_is_not_counted_twice() -> None:
+    text = "unlimited; host1: 50%-cpu"
+    measured = record(configuration=configured(network=text))
+    assert predict(measured, parse_network(text), 4).step_s == pytest.approx(0.05)
+    assert predict(measured, parse_network("unlimited"), 4).step_s == pytest.approx(0.04 * 0.5 + 0.01)
+
+
+def test_neighbors_wait_for_the_slowest_link_of_the_whole_ring() -> None:
+    entry = {"op": "neighbors", "group": 3, "calls": 200, "bytes": 200 * 10**6, "overlapped": False}
+    run, network = record(collectives=[entry]), parse_network("1gbit; host5: 10mbit")
+    assert predict(run, network, 8).exposed_s > 0.8 > 0.1 > predict(run, network, 4).exposed_s
+
+
 def test_more_workers_than_the_critical_number_save_no_steps() -> None:
     network = parse_network(SLOW)
     assert predict(record(), network, 1024, critical_workers=16).steps == 25

@@ -252,8 +252,10 @@ def messages_of(tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], Tensor | 
             small.append(tensor)
             continue
         # Messages have the logical order of the elements, which is that of the memory only if it is contiguous. A sum
-        # in place would change the values of another tensor in the same memory.
-        is_own = tensor.is_contiguous() and users[tensor.untyped_storage().data_ptr()] == 1
+        # in place would change the values of another tensor in the same memory. Torch conjugates and negates lazily,
+        # so the memory of such a tensor has other numbers.
+        is_lazy = tensor.is_conj() or tensor.is_neg()
+        is_own = tensor.is_contiguous() and not is_lazy and users[tensor.untyped_storage().data_ptr()] == 1
         groups.append(([tensor], tensor.detach().view(-1) if is_own else None))
     return [*groups, (small, None)] if small else groups
 

@@ -21,6 +21,7 @@ from torch.optim import SGD, Optimizer
 from mlbench_core.arguments import check_int
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer
 from mlbench_core.optim.pytorch.distributed import Closure, OptimizerWrapper
+from mlbench_core.optim.pytorch.one_pass_sgd import sgd_step
 
 __all__ = ["NTASGD", "AveragedSGD", "scaled_rate"]
 
@@ -78,18 +79,12 @@ class AveragedSGD(SGD):
         for parameter in averaged:
             if "average" not in self.state[parameter]:
                 self.state[parameter].update(average=parameter.detach().clone(), averaged=1)
-        _plain_step(self)
+        sgd_step(self)
         for parameter in averaged:
             state = self.state[parameter]
             state["averaged"] += 1
             state["average"].lerp_(parameter, 1 / state["averaged"])
         return loss
-
-
-def _plain_step(optimizer: SGD) -> None:
-    """Take SGD's step without hooks; torch adds these to a class with its first object, and they would run twice."""
-    step: Any = SGD.step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 class NTASGD:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.optim.sgd import sgd
 
-__all__ = ["OnePassSGD", "is_dense"]
+__all__ = ["OnePassSGD", "is_dense", "sgd_step"]
 
 _LEAST_ELEMENTS = 1 << 14  # smaller tensors stay in the cache between the passes of the plain update
 _UNIT_ELEMENTS = 64  # a multiple of the elements that a CPU adds up in one instruction
@@ -40,7 +40,7 @@ class OnePassSGD(SGD):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one step; see :meth:`torch.optim.SGD.step`."""
         if not all(map(_is_plain, self.param_groups)):
-            return super().step(closure)
+            return sgd_step(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -50,6 +50,7 @@ class OnePassSGD(SGD):
         return loss
 
     def _update(self, group: dict[str, Any]) -> None:
+        """Update the parameters of a group that have a gradient."""
         # Each row has a parameter, its gradient and its momentum buffer, or parts of all three.
         fused: list[tuple[Any, ...]] = []
         plain: list[tuple[Any, ...]] = []
@@ -78,6 +79,20 @@ class OnePassSGD(SGD):
             sgd(parameters, gradients, buffers, foreach=False, fused=False, **options)
             for parameter, row in new.items():
                 self.state[parameter]["momentum_buffer"] = buffers[row]
+
+
+def sgd_step(optimizer: SGD, closure: Callable[[], Any] | None = None) -> Any:
+    """Take SGD's own step without hooks, for a subclass whose step has run them.
+
+    Torch adds the hooks to the step of a class with its first object. So ``super().step()`` would run them again if the
+    process has made an ``SGD`` before.
+
+    Args:
+        optimizer: The optimizer of the subclass.
+        closure: As for ``step``.
+    """
+    step: Any = SGD.step
+    return (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, closure)
 
 
 def _is_plain(group: dict[str, Any]) -> bool:

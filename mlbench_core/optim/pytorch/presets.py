@@ -624,6 +624,9 @@ def fused_adamw(model: nn.Module | None) -> bool | None:
     """Return torch's argument ``fused``: True if the kernel is right for all parameters, None for torch's choice.
 
     The plain update passes over the memory twice as often, and makes two new tensors of the size of the model.
+
+    Args:
+        model: The model; None stands for parameters that are not known.
     """
     parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
     # A fused kernel treats the memory of a parameter as one dense block, gaps included.
@@ -657,7 +660,7 @@ class DiLoCo(GenericCentralizedOptimizer):
         lr: Inner learning rate.
         betas: Decay of the inner running averages of the gradient and of its square.
         eps: Added to the inner denominator.
-        weight_decay: Inner, decoupled weight decay. AdamW is torch's fused one if all parameters fit it.
+        weight_decay: Inner, decoupled weight decay.
         period: H, the number of inner steps from one outer step to the next.
         outer_lr: Outer learning rate.
         outer_momentum: Outer Nesterov momentum; 0 for none.
