@@ -13,8 +13,8 @@ help:
 	@echo "make docs    build the documentation into docs/_build/html"
 	@echo "make micro   run the timings under benchmarks/micro"
 	@echo "make wheel   build dist/*.whl"
-	@echo "make cuda    compile the CUDA extension (needs nvcc; docs/cuda.md)"
-	@echo "make gpu     compile, test and time everything that needs a GPU (DRY=1 prints the steps; docs/cuda.md)"
+	@echo "make cuda    compile the CUDA extension (needs nvcc; docs/howto/cuda.md)"
+	@echo "make gpu     compile, test and time everything that needs a GPU (DRY=1 prints the steps; docs/howto/cuda.md)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

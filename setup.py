@@ -5,7 +5,7 @@
   installed wheel under this name.
 * In the same way, it contains ``charts/``, the Helm chart, as the package ``mlbench_charts``.
 * ``python setup.py build_cuda`` compiles ``csrc/``. With ``MLBENCH_CUDA=1`` an installation or a wheel does so too and
-  contains the result. Without it, nothing is compiled, and the wheel is the same for every platform (docs/cuda.md).
+  contains the result. Without it, nothing is compiled, and the wheel is for every platform (docs/howto/cuda.md).
 """
 
 import os
@@ -32,7 +32,7 @@ def with_cuda() -> bool:
 class BuildCuda(Command):
     """Compile ``csrc/`` into the library in the operators' folder, and copy it into the wheel or installation."""
 
-    description = "compile the CUDA extension (needs nvcc and torch; docs/cuda.md)"
+    description = "compile the CUDA extension (needs nvcc and torch; docs/howto/cuda.md)"
     user_options: list = []  # noqa: RUF012 (the form that setuptools asks for)
 
     def initialize_options(self) -> None:

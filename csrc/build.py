@@ -7,7 +7,7 @@ build of torch is sufficient::
     nvcc -shared -cudart static *.o ...      libmlbench_cuda.so
 
 The library uses only torch's stable ABI and includes its own CUDA runtime. Therefore one binary works with every Python
-and with every torch from 2.11 on. ``python setup.py build_cuda`` calls :func:`build`; docs/cuda.md is the manual.
+and with every torch from 2.11 on. ``python setup.py build_cuda`` calls :func:`build`; docs/howto/cuda.md is the manual.
 
 Files of a build, in the order in which they are written::
 

@@ -1,7 +1,7 @@
 """Compile the CUDA kernels, under the module name of version 3.0.
 
 ``python -m mlbench_core.install_cuda_extensions`` does the same as ``python setup.py build_cuda`` in the checkout that
-this package is imported from; see docs/cuda.md. The library works without the kernels.
+this package is imported from; see docs/howto/cuda.md. The library works without the kernels.
 """
 
 from __future__ import annotations

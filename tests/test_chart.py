@@ -214,7 +214,7 @@ def test_the_role_has_no_right_for_everything() -> None:
 
 
 def test_the_role_has_exactly_the_rights_of_the_page_on_kubernetes() -> None:
-    page = ROOT / "docs" / "kubernetes.md"
+    page = ROOT / "docs" / "howto" / "kubernetes.md"
     table = page.read_text().partition("| API group | resource | verb |")[2]
     rows = re.findall(r"^\| `?([a-z0-9.]+)`? \| `([a-z/]+)` \| `([a-z]+)` \| ", table, re.MULTILINE)
     assert {("" if group == "core" else group, resource, verb) for group, resource, verb in rows} == rules()

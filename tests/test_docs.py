@@ -58,10 +58,10 @@ def test_getting_started_gives_every_link_of_the_readme_a_page_of_the_documentat
     assert re.findall(r"\]\((?!https?:)[^)]*\)", prose) == []
     used = set(re.findall(r"\]\[([\w-]+)\]", prose))
     assert len(used) >= 10
-    page = definitions((DOCS / "getting_started.md").read_text())
+    page = definitions((DOCS / "start" / "getting_started.md").read_text())
     assert used == set(page) == set(definitions(readme))
     for target in page.values():
-        assert target.removeprefix("#") in labels() or (DOCS / target).is_file(), target
+        assert target.removeprefix("#") in labels() or (DOCS / "start" / target).is_file(), target
 
 
 def test_no_warning_of_dead_links_is_suppressed() -> None:
@@ -73,7 +73,7 @@ def test_every_task_says_how_it_differs_from_version_3_and_is_named_on_the_page_
     differences = page.read_text().partition("\n## Differences from version 3.0\n")[2]
     assert len(re.findall(r"^\| .* \|$", differences, re.MULTILINE)) > 2
     task = page.parent.name.partition("_")[0].removeprefix("task")
-    assert f"(#task-{task})" in (DOCS / "upgrading.md").read_text()
+    assert f"(#task-{task})" in (DOCS / "howto" / "upgrading.md").read_text()
 
 
 def test_the_readme_installs_this_version_and_cpu_builds_that_fit_together() -> None:

@@ -65,7 +65,7 @@ def test_the_figure_leaves_out_arrows_that_follow_from_others_and_puts_importing
 
 def test_every_package_has_a_page_of_the_api_reference_and_every_public_module_is_on_one() -> None:
     pages = page_packages()
-    contents = (DOCS / "api" / "index.md").read_text()
+    contents = (DOCS / "reference" / "api" / "index.md").read_text()
     assert sorted(re.findall(r"^(\w+)$", contents, re.MULTILINE)) == sorted(pages)
     packages = {path.parent for path in ROOT.glob("mlbench_core/*/__init__.py")} - {ROOT / "mlbench_core" / "utils"}
     names = {f"mlbench_core.{path.name}" for path in packages} | {"mlbench_core", "mlbench_master"}
@@ -74,7 +74,7 @@ def test_every_package_has_a_page_of_the_api_reference_and_every_public_module_i
     assert len(modules) > 150
     listed = [name for package in pages.values() for name in modules_of(package, set(pages.values()), modules)]
     assert sorted(listed) == sorted(modules)
-    assert all(MARKER.search((DOCS / "api" / f"{page}.md").read_text()) for page in pages)
+    assert all(MARKER.search((DOCS / "reference" / "api" / f"{page}.md").read_text()) for page in pages)
 
 
 def test_a_page_of_the_api_reference_has_a_section_for_each_module_with_what_it_defines() -> None:

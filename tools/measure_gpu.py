@@ -1,6 +1,6 @@
 """Compile the CUDA kernels, run the tests that need a GPU, and take all timings of a GPU, within ten minutes.
 
-``make gpu`` runs this script; docs/cuda.md describes it. Nothing is installed or downloaded. Each step runs in a
+``make gpu`` runs this script; docs/howto/cuda.md describes it. Nothing is installed or downloaded. Each step runs in a
 process of its own with a time limit, and the steps with the most valuable results come first::
 
     probe -> build -> tests -> timings

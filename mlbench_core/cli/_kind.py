@@ -116,7 +116,7 @@ def create(cluster: Cluster, options: KindOptions) -> Cluster:
     if not any(word.startswith("mlbench/master:") for step in todo for word in step.command):
         remark(
             "no image mlbench/master was found in Docker, so the cluster pulls it from its registry; to build it here, "
-            "see docs/docker.md"
+            "see docs/howto/docker.md"
         )
     # Stored before the first step: whatever happens, delete-cluster then knows the cluster.
     remember_cluster(cluster)

@@ -1,4 +1,4 @@
-"""Check result folders against the rules of a submission, as far as a program can: see ``docs/rules.md``."""
+"""Check result folders against the rules of a submission, as far as a program can: see ``docs/reference/rules.md``."""
 
 from __future__ import annotations
 

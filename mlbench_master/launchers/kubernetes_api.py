@@ -1,7 +1,7 @@
 """Speak to the API of Kubernetes, in one namespace, through the client of Kubernetes.
 
 Answers are dictionaries with the names of the API. The client's own objects take about a millisecond each to build,
-which adds up in a list of a thousand pods. Each method needs one right; ``docs/kubernetes.md`` has them as a table.
+which adds up in a list of a thousand pods. Each method needs one right; ``docs/howto/kubernetes.md`` has the table.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from mlbench_core.aggregation.pytorch import Aggregation, AllReduceAggregation, 
 from mlbench_core.aggregation.pytorch.topology import ring
 from mlbench_core.optim.pytorch import GenericCentralizedOptimizer
 
-PAGE = Path(__file__).parents[2] / "docs" / "ddp_hooks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "ddp_hooks.md"
 STEPS = 6
 SMALL_MB = 0.0005  # a layer of the network is larger
 MAKE_SGD = partial(SGD, lr=0.05, momentum=0.9)

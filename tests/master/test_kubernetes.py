@@ -598,7 +598,7 @@ def test_the_page_has_the_rights_that_the_launcher_uses_and_no_others(
     for method, resource in cluster.requests:
         verb = verbs.get(method) or ("get" if "/" in resource else "list")
         used.add((resource.removesuffix(".metrics.k8s.io"), verb))
-    page = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "kubernetes.md").read_text()
     rows = re.findall(r"^\| \S+ \| `([a-z/]+)` \| `([a-z]+)` \| `([a-z_]+)`", page, re.MULTILINE)
     assert {row[:2] for row in rows} == used and len(rows) == 9
     assert all(hasattr(kubernetes_api.KubernetesApi, row[2]) for row in rows)

@@ -12,7 +12,7 @@ from mlbench_core.network.description import Cut, HostSettings, Link, Network
 from mlbench_core.network.named import NETWORKS, get_network
 from mlbench_core.network.parsing import load_network, parse_network
 
-PAGE = Path(__file__).parents[2] / "docs" / "network_lab.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "network_lab.md"
 TWO_CUTS = HostSettings(None, 1, (Cut(1, 2), Cut(3, 4)))
 RACKS = Network(
     Link(10**10, 0.0002),

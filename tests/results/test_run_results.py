@@ -86,7 +86,7 @@ def test_a_lost_folder_does_not_replace_the_end_of_the_training(
 
 
 def test_the_example_of_the_documentation_leaves_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Path(__file__).parents[2] / "docs" / "result_folder.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "result_folder.md"
     code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
     exec(compile(code, str(page), "exec"), {})

@@ -12,7 +12,7 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.sweep import file
 from mlbench_core.sweep.file import load_sweep, parse_sweep
 
-PAGE = Path(__file__).parents[2] / "docs" / "sweep.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "sweep.md"
 LEAST: dict[str, Any] = {"task": "1a", "workers": [1], "algorithms": ["power_sgd"]}
 
 
