@@ -1,8 +1,9 @@
 """Write the pages of the API reference from the public modules.
 
 A page of ``docs/reference/api`` names a package in the marker ``{modules} mlbench_core.optim``, an empty code block.
-When Sphinx reads the page, the marker becomes a table of the public modules of this package, and a section for each of them. A
-package below it that has a page of its own is left out. No list is kept by hand, so no module can be forgotten.
+When Sphinx reads the page, the marker becomes a table of the public modules of this package, and a section for each
+of them. A package below it that has a page of its own is left out. No list is kept by hand, so no module can be
+forgotten.
 
 A module is public if no part of its name begins with an underscore and if it has or hands on public names. The import
 paths of version 3.0 (``utils`` and ``api``) are not part of the reference.
