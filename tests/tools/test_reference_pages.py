@@ -16,6 +16,7 @@ from api_reference import all_names, find_origin, handed_on, own_names, public_m
 from generated_pages import MARKER, WRITERS, fill_page
 
 from mlbench_core.cli.cli import COMMANDS, cli_group
+from mlbench_core.tasks import TASKS, Task
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -139,6 +140,23 @@ def test_every_field_of_a_result_has_a_meaning_and_is_in_the_table() -> None:
 
     look(result, "")
     assert markers("result_folder.md", "schema") == ["result"]
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.key)
+def test_every_task_has_a_page_with_its_definition_curve_results_and_differences(task: Task) -> None:
+    page = (REFERENCE / "tasks" / f"task{task.key}.md").read_text()
+    readme = task.script.with_name("README.md")
+    included = re.search(r"```\{include\} (\S+)", page)
+    assert page.startswith(f"(task-{task.key})=\n") and included is not None
+    assert (REFERENCE / "tasks" / included[1]).resolve() == readme
+    sections = re.findall(r"^## (.*)$", readme.read_text(), re.MULTILINE)
+    wanted = ["Definition", "Run it", "Expected curve", "Measured results", "Differences from version 3.0"]
+    assert [section for section in sections if section in wanted] == wanted
+    row = re.search(
+        rf"^\| \[{task.key}\]\(task{task.key}\.md\) \|.*$", (REFERENCE / "tasks" / "index.md").read_text(), re.M
+    )
+    assert row is not None
+    assert task.goal is None or re.search(rf"\| {task.goal:g}( %)? \({task.light_goal:g}( %)?\) \|", row[0])
 
 
 def names_in_code() -> set[str]:
