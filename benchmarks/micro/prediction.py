@@ -46,8 +46,8 @@ SUBJECT = Subject(
     "ms",
     (),
     (
-        "Each worker sleeps 30 ms in place of computing. Slow links, all-reduces, 4 and 8 workers: mean error 5.0 %.",
-        "The machine was busy: all predictions had a mean error of 24.8 %, mostly from waiting for processors.",
+        "Each worker sleeps 30 ms in place of computing. All 60 predictions: mean error 5.7 %, without `datacenter` 2.4 %.",
+        "In `datacenter` with 4 and 8 workers, compressing takes longer than sending: the workers share 2 cores.",
     ),
 )
 
