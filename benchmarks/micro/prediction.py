@@ -46,7 +46,7 @@ SUBJECT = Subject(
     "ms",
     (),
     (
-        "Each worker sleeps 30 ms in place of computing. Mean error of 60 predictions 5.7 %, without `datacenter` 2.4 %.",
+        "Each worker sleeps 30 ms and computes little. Mean error of 60 predictions 5.7 %, without `datacenter` 2.4 %.",
         "In `datacenter` with 4 and 8 workers, compressing takes longer than sending: the workers share 2 cores.",
     ),
 )
