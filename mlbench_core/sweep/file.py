@@ -24,10 +24,12 @@ from mlbench_core.network.named import get_network
 from mlbench_core.results.prices import Pricing, load_prices
 from mlbench_core.tasks import BACKENDS, Task, get_task, option_value
 
-__all__ = ["Point", "Sweep", "Variant", "load_sweep", "parse_sweep"]
+__all__ = ["LONGEST_NAME", "Point", "Sweep", "Variant", "load_sweep", "parse_sweep"]
+
+LONGEST_NAME = 63
+"""Most characters of the name of a run, which is a DNS label."""
 
 _MOST_SEEDS = 1000
-_LONGEST_NAME = 63
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h)")
 _KEYS = (
@@ -129,9 +131,8 @@ class Sweep:
     def _point(self, variant: Variant, workers: int, network: str | None, seed: int) -> Point:
         parts = [_slug(variant.name), str(workers), *([_slug(network)] if network else []), f"s{seed}"]
         name = "-".join(part for part in parts if part)
-        if len(name) > _LONGEST_NAME:
-            # The name of a run is a DNS label.
-            name = f"{name[: _LONGEST_NAME - 9].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        if len(name) > LONGEST_NAME:
+            name = f"{name[: LONGEST_NAME - 9].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
         # Runs at the same time would slow down each other.
         request: dict[str, Any] = {"backend": self.backend, "light_target": self.light, "exclusive": True}
         if network is not None:

@@ -176,20 +176,21 @@ class SweepFolder:
         _write(self._failure(point), {**asdict(failure), "request": dict(point.request)})
 
     def current(self) -> dict[str, Any] | None:
-        """Return the run that was requested last: ``name``, ``request`` and ``after``, or None.
-
-        The run has an id above ``after``; another run of its name is not one of this sweep.
-        """
+        """Return ``name``, ``request`` and ``run`` (its name at the master) of the run requested last, or None."""
         path = self.path / _CURRENT
-        return _read(path) if path.exists() else None
+        if not path.exists():
+            return None
+        content = _read(path)
+        # Earlier versions gave a run the same name at the master.
+        return {"run": content["name"], **content}
 
-    def set_current(self, point: Point | None, after: int = 0) -> None:
-        """Note which run is requested next, or that no run goes on."""
+    def set_current(self, point: Point | None, run: str = "") -> None:
+        """Note which run is requested next and its name at the master, or that no run goes on."""
         if point is None:
             (self.path / _CURRENT).unlink(missing_ok=True)
             return
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        _write(self.path / _CURRENT, {"name": point.name, "after": after, "request": dict(point.request), "at": now})
+        _write(self.path / _CURRENT, {"name": point.name, "run": run, "request": dict(point.request), "at": now})
 
     def _failure(self, point: Point) -> Path:
         return self.path / "failed" / f"{point.name}.json"
