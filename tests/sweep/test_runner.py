@@ -56,7 +56,7 @@ def start(folder: Path, master: MemoryMaster, sweep: Sweep | None = None) -> End
     points = sweep.points()
     done, failures = state.done(sweep, points), state.failures(points)
     pending = [point for point in points if point.name not in done and state.may_try(failures.get(point.name))]
-    with state.open(source):
+    with state.open(source, {}):
         Runner(sweep, state, lambda: master, ends).run(pending)
     return ends
 
@@ -236,5 +236,5 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path: Path, master: MemoryMaster) 
     state = SweepFolder(tmp_path / "out")
     source = tmp_path / "a.toml"
     source.write_text("")
-    with state.open(source), pytest.raises(ConfigurationError, match="one sweep at a time"):
+    with state.open(source, {}), pytest.raises(ConfigurationError, match="one sweep at a time"):
         start(tmp_path / "out", master)
