@@ -6,7 +6,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from api_reference import MARKER, find_origin, handed_on, list_members, public_modules, write_reference
+from api_reference import find_origin, handed_on, list_members, public_modules
+from generated_pages import fill_page
 
 from mlbench_core import __version__
 
@@ -26,15 +27,15 @@ napoleon_use_ivar = True
 
 
 def setup(app: Any) -> None:
-    """Fill the pages of the API reference."""
-    app.connect("source-read", fill_reference)
+    """Fill the generated parts of the reference."""
+    app.connect("source-read", fill_markers)
     app.connect("autodoc-process-docstring", add_summary)
     app.connect("missing-reference", resolve_short_path)
 
 
-def fill_reference(app: Any, page: str, source: list[str]) -> None:
-    """Replace the marker of a page of the API reference."""
-    source[0] = MARKER.sub(lambda marker: write_reference(marker[1]), source[0])
+def fill_markers(app: Any, page: str, source: list[str]) -> None:
+    """Replace the markers of a page by generated text."""
+    source[0] = fill_page(source[0])
 
 
 def add_summary(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
