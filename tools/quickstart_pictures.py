@@ -1,9 +1,9 @@
 """Follow the quick start to the letter, and take the pictures that it shows.
 
-``python tools/quickstart_pictures.py FOLDER`` runs the commands of ``docs/start/quickstart.md`` in an empty folder, with
-a master of its own. FOLDER gets a log with the output and the duration of each command, the chart of the runs, and
-pictures of the dashboard. Copy the pictures that the page shows to ``docs/start``. The script needs ``mlbench`` in PATH,
-Playwright and Chromium. It takes about two minutes on two cores if nothing else runs there.
+``python tools/quickstart_pictures.py FOLDER`` runs the commands of ``docs/start/quickstart.md`` in an empty folder,
+with a master of its own. FOLDER gets a log with the output and the duration of each command, the chart of the runs,
+and pictures of the dashboard. Copy the pictures that the page shows to ``docs/start``. The script needs ``mlbench`` in
+PATH, Playwright and Chromium. It takes about two minutes on two cores if nothing else runs there.
 """
 
 from __future__ import annotations
