@@ -153,7 +153,7 @@ def next_steps(version: str) -> str:
     """Return what is left to do for a real release of a version."""
     final = re.sub(r"\.dev\d+$", "", version)
     steps = [
-        f"set the version {final} in mlbench_core/__init__.py, charts/mlbench/Chart.yaml, CITATION.cff and the pages",
+        f"set the version {final} in the files that CONTRIBUTING.md lists",
         f"in CHANGELOG.md, replace [Unreleased] by [{final}] with the date",
         "run make test, make docs and make release",
         f"commit, and tag the commit v{final}",

@@ -6,6 +6,7 @@ import re
 import zipfile
 from pathlib import Path
 
+import check_extras
 import pytest
 import release
 
@@ -33,7 +34,9 @@ def test_both_files_have_everything_and_nothing_else(built: tuple[Path, Path]) -
 def test_the_metadata_are_those_of_the_project(built: tuple[Path, Path]) -> None:
     metadata = release.read_metadata(built[1])
     section = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    assert set(metadata.get_all("Provides-Extra")) == set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
+    extras = set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
+    assert set(metadata.get_all("Provides-Extra")) == extras
+    assert {*check_extras.CHECKS, *check_extras.IF_NAMED} == {"base", *extras}
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
     with zipfile.ZipFile(built[1]) as archive:
