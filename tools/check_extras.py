@@ -86,12 +86,8 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as environment:
                 problem = check(wheel, extra, Path(environment))
             failed += bool(problem)
-            print(
-                f"{extra or 'base':<12} {'failed' if problem else 'ok':<7} {time.monotonic() - start:5.0f} s",
-                flush=True,
-            )
-            if problem:
-                print(problem, flush=True)
+            result = f"failed\n{problem}" if problem else "ok"
+            print(f"{extra:<12} {time.monotonic() - start:5.0f} s  {result}", flush=True)
     return int(failed > 0)
 
 
