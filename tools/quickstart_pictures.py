@@ -68,8 +68,9 @@ def take_pictures(target: Path, environment: dict[str, str]) -> None:
         page.goto(address)
         pages = {"overview": "/", "runs": "/runs/", **{name: f"/runs/{number}/" for name, number in runs.items()}}
         for name, path in pages.items():
-            page.goto(base + path, wait_until="networkidle")
-            page.wait_for_timeout(1000)
+            # A page stays connected to the master, so the network is never idle.
+            page.goto(base + path)
+            page.wait_for_timeout(2000)
             page.screenshot(path=target / f"dashboard-{name}.png")
             page.screenshot(path=target / f"dashboard-{name}-whole.png", full_page=True)
         browser.close()
@@ -92,9 +93,9 @@ def main() -> None:
             for command in read_commands():
                 if command != LAST:
                     run(command, folder, environment, log)
-            take_pictures(target, environment)
             for chart in folder.glob("mlbench-results/*/*.png"):
-                shutil.copy(chart, target)
+                shutil.copy(chart, target / f"{chart.parent.name}-{chart.name}")
+            take_pictures(target, environment)
         finally:
             run(LAST, folder, environment, log)
 
