@@ -14,7 +14,7 @@ from docutils.utils.math.latex2mathml import tex2mathml
 from mlbench_core import __version__
 
 project = "MLBench"
-author = "The MLBench developers"
+author = project_copyright = "The MLBench developers"
 release = __version__
 extensions = [
     "myst_parser",
@@ -34,7 +34,7 @@ html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 html_math_renderer = "mathml"
 if "dev" in release:
-    html_theme_options = {"announcement": f"These pages describe {release}, a version that is not released yet."}
+    html_theme_options = {"announcement": f"Version {release} is not released yet."}
 # Blocks in the language "text" show output, which nobody copies.
 copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
