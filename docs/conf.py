@@ -25,7 +25,8 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-if tags.has("sources"):  # noqa: F821  # Sphinx defines tags; the pages with the source code take a third of the time
+# Sphinx defines tags. A build for the tests needs no pages with source code.
+if tags.has("sources"):  # noqa: F821
     extensions.append("sphinx.ext.viewcode")
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 myst_enable_extensions = ["colon_fence"]
