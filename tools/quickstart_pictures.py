@@ -24,7 +24,7 @@ from typing import Any
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "start" / "quickstart.md"
 LAST = "mlbench master --stop"
-SIZE = {"width": 1200, "height": 860}
+WIDTH, HEIGHT = 1200, 860
 
 
 def read_commands(page: Path = PAGE) -> list[str]:
@@ -64,7 +64,7 @@ def take_pictures(target: Path, environment: dict[str, str]) -> None:
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        page = browser.new_page(viewport=SIZE, color_scheme="light")
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
         page.goto(address)
         pages = {"overview": "/", "runs": "/runs/", **{name: f"/runs/{number}/" for name, number in runs.items()}}
         for name, path in pages.items():
