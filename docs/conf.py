@@ -7,9 +7,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from api_reference import MARKER, find_origin, handed_on, list_members, public_modules, write_reference
+from api_reference import find_origin, handed_on, list_members, public_modules
 from docutils.nodes import SkipNode
 from docutils.utils.math.latex2mathml import tex2mathml
+from generated_pages import fill_page
 
 from mlbench_core import __version__
 
@@ -49,11 +50,11 @@ napoleon_use_ivar = True
 
 
 def setup(app: Any) -> None:
-    """Fill the pages of the API reference, limit the navigation and draw formulas."""
+    """Fill the generated parts of the reference, limit the navigation and draw formulas."""
     app.add_html_math_renderer("mathml", (draw_inline, None), (draw_block, None))
     # Before the theme, which asks for the whole tree.
     app.connect("html-page-context", limit_navigation, priority=400)
-    app.connect("source-read", fill_reference)
+    app.connect("source-read", fill_markers)
     app.connect("autodoc-process-docstring", add_summary)
     app.connect("missing-reference", resolve_short_path)
 
@@ -84,9 +85,9 @@ def limit_navigation(app: Any, page: str, template: str, context: dict[str, Any]
         context["toctree"] = lambda **options: whole_tree(**{**options, "maxdepth": NAVIGATION_DEPTH})
 
 
-def fill_reference(app: Any, page: str, source: list[str]) -> None:
-    """Replace the marker of a page of the API reference."""
-    source[0] = MARKER.sub(lambda marker: write_reference(marker[1]), source[0])
+def fill_markers(app: Any, page: str, source: list[str]) -> None:
+    """Replace the markers of a page by generated text."""
+    source[0] = fill_page(source[0])
 
 
 def add_summary(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
