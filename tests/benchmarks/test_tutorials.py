@@ -73,6 +73,8 @@ def test_slow_network(reader: Reader) -> None:
         small = small.replace(old, new)
     (reader.folder / "slow.toml").write_text(small)
     reader.run("mlbench sweep slow.toml --output slow")
+    reader.follow("slow_network", only=[block for block in page[start:] if block.language == "python"])
+    assert "local-sgd-2-wan-transatlantic-s42" in reader.run("python messages.py")
     assert (reader.folder / "slow" / "runs" / "local-sgd-2-wan-transatlantic-s42" / "result.json").is_file()
     assert (reader.folder / "slow" / "index.html").is_file()
 
