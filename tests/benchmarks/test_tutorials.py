@@ -34,7 +34,8 @@ def reader(tmp_path: Path, home: Path) -> Iterator[Reader]:
 
 
 def test_first_benchmark(reader: Reader) -> None:
-    reader.follow("first_benchmark", changes=[("--channels-last", "--channels-last --epochs 1")])
+    shorter = [("--channels-last", "--channels-last --epochs 1"), ("yes", "no"), ("goal reached", "goal not reached")]
+    reader.follow("first_benchmark", changes=shorter)
     assert (reader.folder / "mlbench-results" / "first" / "overview.svg").is_file()
 
 
@@ -48,8 +49,8 @@ def test_own_aggregation(reader: Reader) -> None:
 
 
 def test_own_task(reader: Reader) -> None:
-    reader.follow("own_task", changes=[("--repeats 3", "--repeats 1"), ("brier-2-r3", "brier-2-r1")])
-    result = json.loads((reader.folder / "mlbench-results" / "brier" / "brier-2-r1" / "result.json").read_text())
+    reader.follow("own_task")
+    result = json.loads((reader.folder / "mlbench-results" / "brier" / "brier-2" / "result.json").read_text())
     assert (result["goal"]["metric"], result["goal"]["reached"]) == ("val_global_Brier", True)
 
 
@@ -66,6 +67,7 @@ def test_slow_network(reader: Reader) -> None:
     for old, new in (
         ('"--channels-last"]', '"--channels-last", "--epochs", "1"]'),
         ("workers = [1, 2]", "workers = [2]"),
+        ('limit = "90s"', 'limit = "10min"'),
         ('["datacenter", "wan-transatlantic"]', '["wan-transatlantic"]'),
         ('["centralized_sgd", "power_sgd", "ef_sign_sgd", "local_sgd"]', '["local_sgd"]'),
     ):

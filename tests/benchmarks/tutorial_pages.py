@@ -108,23 +108,21 @@ class Reader:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not COMPLETE:
-            self.programs.mkdir(exist_ok=True)
-            for name, module in (
-                ("mlbench", "mlbench_core.cli"),
-                ("python", ""),
-                ("torchrun", "torch.distributed.run"),
-            ):
-                program = self.programs / name
-                program.write_text(f'#!/bin/sh\nexec {sys.executable} {f"-m {module} " if module else ""}"$@"\n')
-                program.chmod(0o755)
+        self.programs.mkdir(exist_ok=True)
+        if COMPLETE:
+            return
+        for name, module in (("mlbench", "-m mlbench_core.cli"), ("python", "")):
+            program = self.programs / name
+            program.write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
+            program.chmod(0o755)
 
     def follow(self, page: str, changes: Sequence[tuple[str, str]] = (), only: Iterable[Block] | None = None) -> str:
         """Save the files and run the commands of a page, and compare their output with the printed one.
 
         Args:
             page: The page's name, without ``.md``.
-            changes: Pairs of a text and its replacement, which make commands and files small. Every one is used.
+            changes: Pairs of a text and its replacement, which make commands and files small, and change the printed
+                output accordingly. Every one is used.
             only: The blocks to follow; None for all of the page.
 
         Returns:
@@ -135,17 +133,16 @@ class Reader:
         for block in blocks(page) if only is None else only:
             if block.note:
                 continue
-            if block.language == "text":
-                missing = missing_line(block.text, output)
-                assert missing is None, f"{page}: this line of the page is not in the output: {missing}\n{output}"
-                continue
             text = block.text
             for old, new in () if COMPLETE else changes:
                 if old in text:
                     text = text.replace(old, new)
                     unused = [other for other in unused if other != old]
             changed = Block(block.language, text)
-            if changed.language == "bash":
+            if changed.language == "text":
+                missing = missing_line(text, output)
+                assert missing is None, f"{page}: this line of the page is not in the output: {missing}\n{output}"
+            elif changed.language == "bash":
                 output = "".join(self.run(command) for command in changed.commands())
                 everything.append(output)
             elif changed.file_name is not None:
@@ -160,7 +157,7 @@ class Reader:
             status, output = self._fork(shlex.split(command))
         else:
             shell = subprocess.run(
-                ["bash", "-c", f'set -e\n{command}\npwd > "$READER_FOLDER"'],
+                ["bash", "-c", f'set -eo pipefail\n{command}\npwd > "$READER_FOLDER"'],
                 cwd=self.folder, env=self._environment(), text=True, timeout=LIMIT_S,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
