@@ -34,7 +34,7 @@ def reader(tmp_path: Path, home: Path) -> Iterator[Reader]:
 
 
 def test_first_benchmark(reader: Reader) -> None:
-    shorter = [("--channels-last", "--channels-last --epochs 1"), ("yes", "no"), ("goal reached", "goal not reached")]
+    shorter = [("--dataset digits", "--dataset digits --channels-last --epochs 1"), ("yes", "no"), ("goal reached", "goal not reached")]
     reader.follow("first_benchmark", changes=shorter)
     assert (reader.folder / "mlbench-results" / "first" / "overview.svg").is_file()
 
@@ -69,15 +69,16 @@ def test_slow_network(reader: Reader) -> None:
         ("workers = [1, 2]", "workers = [2]"),
         ('limit = "90s"', 'limit = "10min"'),
         ('["datacenter", "wan-transatlantic"]', '["wan-transatlantic"]'),
-        ('["centralized_sgd", "power_sgd", "ef_sign_sgd", "local_sgd"]', '["local_sgd"]'),
+        ('["centralized_sgd", "power_sgd", "ef_sign_sgd", "local_sgd"]', '["centralized_sgd"]'),
     ):
         assert old in small
         small = small.replace(old, new)
     (reader.folder / "slow.toml").write_text(small)
     reader.run("mlbench sweep slow.toml --output slow")
     reader.follow("slow_network", only=[block for block in page[start:] if block.language == "python"])
-    assert "local-sgd-2-wan-transatlantic-s42" in reader.run("python messages.py")
-    assert (reader.folder / "slow" / "runs" / "local-sgd-2-wan-transatlantic-s42" / "result.json").is_file()
+    # Twelve batches in the epoch of two workers, six for each.
+    assert re.search(r"centralized-sgd-2-wan-transatlantic-s42 +6 +6 ", reader.run("python messages.py"))
+    assert (reader.folder / "slow" / "runs" / "centralized-sgd-2-wan-transatlantic-s42" / "result.json").is_file()
     assert (reader.folder / "slow" / "index.html").is_file()
 
 
