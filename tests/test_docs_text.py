@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -153,9 +154,9 @@ def test_commands_and_options_of_mlbench_exist(page: str) -> None:
         context = click.Context(cli_group)
         command: click.Command | None = cli_group.get_command(context, called[1])
         assert command is not None, line
-        words = called[2].partition(" #")[0].partition(" -- ")[0].split()
+        words = shlex.split(called[2].partition(" -- ")[0], comments=True)
         if isinstance(command, click.Group) and words and (inner := command.get_command(context, words[0])):
             command = inner
         known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-        used = {word.partition("=")[0] for word in re.findall(r"(?<!\S)--[a-z][\w=-]*", " ".join(words))}
+        used = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
         assert used <= known | {"--help"}, line
