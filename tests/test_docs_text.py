@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import click
@@ -145,9 +146,9 @@ def test_every_page_can_be_reached_through_the_navigation() -> None:
 @pytest.mark.parametrize("page", ["../README.md", *FOR_USERS])
 def test_commands_and_options_of_mlbench_exist(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
-    blocks = "\n".join(re.findall(r"^ *`{3}(?:bash|console)?\n(.*?)^ *`{3}", text, re.MULTILINE | re.DOTALL))
-    lines = blocks.replace("\\\n", " ").splitlines()
-    for line in lines:
+    fences = re.findall(r"^ *(`{3,})(\S*)[^\n]*\n(.*?)^ *\1 *$", text, re.MULTILINE | re.DOTALL)
+    blocks = "\n".join(content for _, language, content in fences if language in ("", "bash", "console"))
+    for line in blocks.replace("\\\n", " ").splitlines():
         called = re.match(r"(?:\$ )?mlbench ([a-z][\w-]*)(.*)", line.strip())
         if called is None:
             continue
@@ -155,6 +156,7 @@ def test_commands_and_options_of_mlbench_exist(page: str) -> None:
         command: click.Command | None = cli_group.get_command(context, called[1])
         assert command is not None, line
         words = shlex.split(called[2].partition(" -- ")[0], comments=True)
+        words = list(takewhile(lambda word: word not in ("|", ">", "&", "&&"), words))
         if isinstance(command, click.Group) and words and (inner := command.get_command(context, words[0])):
             command = inner
         # It raises an error for an unknown option.
