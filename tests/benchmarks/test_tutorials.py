@@ -34,7 +34,11 @@ def reader(tmp_path: Path, home: Path) -> Iterator[Reader]:
 
 
 def test_first_benchmark(reader: Reader) -> None:
-    shorter = [("--dataset digits", "--dataset digits --channels-last --epochs 1"), ("yes", "no"), ("goal reached", "goal not reached")]
+    shorter = [
+        ("--dataset digits", "--dataset digits --channels-last --epochs 1"),
+        ("yes", "no"),
+        ("goal reached", "goal not reached"),
+    ]
     reader.follow("first_benchmark", changes=shorter)
     assert (reader.folder / "mlbench-results" / "first" / "overview.svg").is_file()
 
