@@ -196,6 +196,19 @@ def custom(context: Context) -> Trainee:
     return Trainee(context.model, find("CustomCentralizedOptimizer")(context.model, None, inside), is_tracked=True)
 
 
+class NoUpdate(SGD):
+    """An optimizer that leaves the parameters as they are."""
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing."""
+
+
+def only_sums(context: Context) -> Trainee:
+    """Average gradients as CentralizedSGD does, without an update: a bound for every update after the averages."""
+    optimizer = find("GenericCentralizedOptimizer")(None, context.model, optimizer=partial(NoUpdate, lr=LR))
+    return Trainee(context.model, optimizer, is_tracked=True)
+
+
 def ddp_adam(context: Context) -> Trainee:
     """Make DistributedDataParallel with torch's Adam."""
     module = DistributedDataParallel(context.model)
@@ -289,6 +302,7 @@ VARIANTS = {
     "ddp_fp16": Variant("DDP, fp16 hook", partial(ddp, share=0.5, hook=default_hooks.fp16_compress_hook)),
     "ddp_power2": Variant("DDP, PowerSGD hook, rank 2, one bucket", partial(ddp_power, rank=2)),
     "sgd": Variant("CentralizedSGD", sgd),
+    "sgd_no_update": Variant("CentralizedSGD, no update", only_sums, is_default=False),
     "sgd_fused": Variant("CentralizedSGD, fused", partial(sgd, fused=True)),
     "sgd_by_layer": Variant("CentralizedSGD, by layer", partial(sgd, by_layer=True), is_default=False),
     "sgd_weights": Variant("CentralizedSGD, averaged weights", partial(sgd, agg_grad=False), is_default=False),

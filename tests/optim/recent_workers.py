@@ -53,9 +53,9 @@ QSGD_LEVELS, QSGD_BUCKET = 3, 8
 def qsgd_uniform(shape: tuple[int, ...], rank: int, step: int) -> Tensor:
     """The random numbers of a worker for a tensor, which fills whole buckets."""
     numel = math.prod(shape)
-    seed = int(np.random.SeedSequence((0, rank, step)).generate_state(1)[0])
-    drawn = torch.rand(-(-numel // QSGD_BUCKET), QSGD_BUCKET, dtype=torch.float64, generator=_generator(seed))
-    return drawn.view(-1)[:numel].view(shape)
+    bits = np.random.Generator(np.random.SFC64(np.random.SeedSequence((0, rank, step))))
+    words = bits.integers(0, 2**64, -(-numel // 4), dtype=np.uint64)
+    return torch.from_numpy((words.view(np.uint16)[:numel] + 0.5) / 65536).view(shape)
 
 
 def _generator(seed: int) -> torch.Generator:

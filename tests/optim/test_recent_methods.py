@@ -22,7 +22,9 @@ from mlbench_core.aggregation.pytorch import (
     ScaffoldAggregation,
     SparseLoCoAggregation,
     StreamingDiLoCoAggregation,
+    messages,
 )
+from mlbench_core.aggregation.pytorch import qsgd as qsgd_module
 from mlbench_core.aggregation.pytorch.demo import dct_matrix
 from mlbench_core.aggregation.pytorch.packing import pack_codes, packed_bytes, unpack_codes
 from mlbench_core.aggregation.pytorch.streaming import from_float4, to_float4
@@ -63,13 +65,18 @@ def assert_learns_as_well_as(ranks: Ranks, other: str, name: str, fewer_bytes: f
     assert all_bytes > fewer_bytes * size_bytes
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 7, 8, 12])
-def test_codes_survive_packing(bits: int) -> None:
+@pytest.mark.parametrize("bits", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 17, 20])
+def test_codes_are_packed_bit_after_bit(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "BLOCK_ELEMENTS", 16)
     codes = torch.randint(2**bits, (37,), generator=torch.Generator().manual_seed(bits), dtype=torch.int32)
     packed = pack_codes(codes, bits)
     assert packed.dtype == torch.uint8
     assert len(packed) == packed_bytes(37, bits) == math.ceil(37 * bits / 8)
-    assert torch.equal(unpack_codes(packed, 37, bits), codes)
+    text = "".join(format(code, f"0{bits}b") for code in codes.tolist()) if bits else ""
+    assert "".join(format(byte, "08b") for byte in packed.tolist()) == text.ljust(8 * len(packed), "0")
+    for skipped in (0, 1, 8, 21, 37):
+        assert torch.equal(unpack_codes(packed, 37 - skipped, bits, skipped), codes[skipped:])
+    assert torch.equal(unpack_codes(packed, 3, bits, 5), codes[5:8])
 
 
 class TestQSGD:
@@ -119,6 +126,18 @@ class TestQSGD:
         assert not torch.equal(rounded(0, 0), rounded(1, 0))
         uniform = [workers.qsgd_uniform(SHAPE, rank, 0) for rank in range(2)]
         assert not torch.equal(*uniform)  # and the reference, which has these, is met
+
+    def test_values_find_their_places_in_blocks_and_messages(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(qsgd_module, "BLOCK_ELEMENTS", 6)
+        generator = torch.Generator().manual_seed(0)
+        # Values that are levels are not rounded.
+        tensors = {str(n): 2 * torch.randint(-1, 2, (n,), generator=generator).float() for n in (5, 13, 1, 8, 3)}
+        tensors["columns"] = torch.tensor([[2.0, 0.0, -2.0], [-2.0, -2.0, 0.0], [0.0, 0.0, 0.0]]).t()
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        QSGDAggregation(levels=1, norm=math.inf, bucket_size=4).aggregate(tensors, "avg_world")
+        assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+            name: tensor.tolist() for name, tensor in before.items()
+        }
 
     def test_an_overflow_makes_its_bucket_nan(self) -> None:
         x = torch.tensor([1.0, torch.inf, 1.0, 2.0, torch.nan, 0.0])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from mlbench_core.aggregation.pytorch.messages import in_blocks
 from mlbench_core.aggregation.pytorch.sign import pack_bits, unpack_bits
 
 __all__ = ["bits_for", "pack_codes", "packed_bytes", "unpack_codes"]
@@ -39,16 +42,22 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
         >>> pack_codes(torch.tensor([1, 3, 0, 2]), bits=2)
         tensor([114], dtype=torch.uint8)
     """
-    return pack_bits((codes[:, None] >> _places(bits, codes.device) & 1).view(-1).bool())
+    group, size_bytes = _word(bits)
+    if not size_bytes:
+        places = torch.arange(bits - 1, -1, -1, device=codes.device, dtype=torch.int32)
+        return pack_bits((codes[:, None] >> places & 1).view(-1).bool())
+    packed = [_pack_words(block, bits, group, size_bytes) for block in in_blocks(codes)]
+    return torch.cat(packed)[: packed_bytes(len(codes), bits)]
 
 
-def unpack_codes(packed: Tensor, count: int, bits: int) -> Tensor:
-    """Return the integers that :func:`pack_codes` packed.
+def unpack_codes(packed: Tensor, count: int, bits: int, start: int = 0) -> Tensor:
+    """Return integers that :func:`pack_codes` packed.
 
     Args:
-        packed: Shape (ceil(count * bits / 8),), uint8.
-        count: Number of integers.
+        packed: Shape (ceil(n * bits / 8),), uint8.
+        count: Number of integers to return.
         bits: Bits per integer, at most 31.
+        start: Number of integers before the first that is returned.
 
     Returns:
         Shape (count,), int32, on the same device.
@@ -57,13 +66,43 @@ def unpack_codes(packed: Tensor, count: int, bits: int) -> Tensor:
         >>> unpack_codes(torch.tensor([114], dtype=torch.uint8), 4, bits=2)
         tensor([1, 3, 0, 2], dtype=torch.int32)
     """
-    codes = torch.zeros(count, dtype=torch.int32, device=packed.device)
-    # Bit by bit, because a matrix of shifted bits would take four bytes for each of them.
-    for bit in unpack_bits(packed, count * bits).view(count, bits).unbind(dim=1):
-        codes.mul_(2).add_(bit)
-    return codes
+    group, size_bytes = _word(bits)
+    if not size_bytes:
+        codes = torch.zeros(start + count, dtype=torch.int32, device=packed.device)
+        # Bit by bit, because a matrix of shifted bits would take four bytes for each of them.
+        for bit in unpack_bits(packed, len(codes) * bits).view(-1, bits).unbind(dim=1) if bits else ():
+            codes.mul_(2).add_(bit)
+        return codes[start:]
+    first, stop = start // group, -(-(start + count) // group)
+    part = packed[first * size_bytes : stop * size_bytes]
+    part = torch.nn.functional.pad(part, (0, (stop - first) * size_bytes - len(part)))
+    words = _join(part, 8, size_bytes, torch.uint8 if size_bytes == 1 else torch.int64)
+    codes = torch.empty(len(words), group, dtype=torch.int32, device=packed.device)
+    for place, column in enumerate(codes.unbind(dim=1)):
+        column.copy_(words >> bits * (group - 1 - place) & 2**bits - 1)
+    return codes.view(-1)[start - first * group :][:count]
 
 
-def _places(bits: int, device: torch.device) -> Tensor:
-    """Return the shifts of the bits of a code, the highest first."""
-    return torch.arange(bits - 1, -1, -1, device=device, dtype=torch.int32)
+def _word(bits: int) -> tuple[int, int]:
+    """Return the least number of codes that fill whole bytes, and their bytes; 0 bytes if they exceed an integer."""
+    common = math.gcd(bits, 8)
+    group, size_bytes = 8 // common, bits // common
+    # The highest bit of an int64 is its sign.
+    return group, size_bytes if size_bytes <= 7 else 0
+
+
+def _join(parts: Tensor, bits: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Join each ``count`` integers of a few bits to one, the first in its highest bits."""
+    columns = parts.view(-1, count).unbind(dim=1)
+    joined = columns[0].to(dtype, copy=True, memory_format=torch.contiguous_format)
+    for column in columns[1:]:
+        joined.mul_(2**bits).add_(column)
+    return joined
+
+
+def _pack_words(codes: Tensor, bits: int, group: int, size_bytes: int) -> Tensor:
+    """Pack codes, with zeros up to a whole group at the end."""
+    codes = torch.nn.functional.pad(codes, (0, -len(codes) % group))
+    words = _join(codes, bits, group, torch.uint8 if size_bytes == 1 else torch.int64)
+    # The lowest byte of an integer comes first in memory, and last in the message.
+    return words if size_bytes == 1 else words.view(torch.uint8).view(-1, 8)[:, :size_bytes].flip(1).reshape(-1)

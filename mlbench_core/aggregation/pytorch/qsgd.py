@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
-from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes, pack, unpack
+from mlbench_core.aggregation.pytorch.messages import BLOCK_ELEMENTS, as_bytes, divide, from_bytes
 from mlbench_core.aggregation.pytorch.names import check_keys
 from mlbench_core.aggregation.pytorch.packing import bits_for, pack_codes, unpack_codes
 from mlbench_core.arguments import check_int
@@ -33,7 +33,7 @@ class QSGDAggregation(CompressedAggregation):
         \xi_j = \frac{1}{s} \Bigl\lfloor \frac{s |v_j|}{\lVert v \rVert} + u_j \Bigr\rfloor,
 
     with :math:`u_j` uniform in :math:`[0, 1)`, drawn by each worker for itself. So :math:`Q(v)` is :math:`v` on
-    average. With the Euclidean norm, its variance is at most
+    average, on a CPU up to :math:`2^{-17}` of a level. With the Euclidean norm, its variance is at most
     :math:`\min(d / s^2, \sqrt{d} / s) \lVert v \rVert^2` for a bucket of :math:`d` coordinates. Every worker's tensor
     becomes :math:`\frac{1}{k} \sum_i Q(v_i)` (or the sum over ``denom``), summed in the order of ranks, so that all
     workers get the same bits. The error is zero on average, so QSGD needs no error feedback. A worker that trains
@@ -103,44 +103,85 @@ class QSGDAggregation(CompressedAggregation):
         self._draws = 0
 
     def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
-        shapes = [(tensor.numel(), -(-tensor.numel() // self.bucket_size)) for tensor in tensors.values()]
-        numel, buckets = (sum(sizes) for sizes in zip(*shapes, strict=True))
-        generator = self._generator(next(iter(tensors.values())).device)
-        norms, codes = zip(*(self._quantize(tensor, generator) for tensor in tensors.values()), strict=True)
-        own_norms, bits = pack(norms), bits_for(2 * self.levels + 1)
-        messages = self._gather(as_bytes(own_norms, pack_codes(pack(codes), bits)))
-        total = torch.zeros(numel, dtype=own_norms.dtype, device=own_norms.device)
-        # Added in the order of ranks, because sums in different orders differ in their last bits.
-        for message in messages:
-            their_norms = from_bytes(message, 0, buckets, own_norms.dtype)
-            theirs = unpack_codes(message[own_norms.nbytes :], numel, bits).to(own_norms.dtype).sub_(self.levels)
-            start = first = 0
-            for length, count in shapes:
-                scale = their_norms[first : first + count].repeat_interleave(self.bucket_size)[:length]
-                total[start : start + length].addcmul_(theirs[start : start + length], scale, value=1 / self.levels)
-                start, first = start + length, first + count
-        unpack(divide(total, divisor), tensors.values())
+        flats = [tensor.reshape(-1) for tensor in tensors.values()]
+        dtype, device = torch.promote_types(flats[0].dtype, torch.float32), flats[0].device
+        norms = torch.empty(sum(map(self._buckets, flats)), dtype=dtype, device=device)
+        codes = torch.empty(sum(map(len, flats)), dtype=torch.uint8, device=device)
+        draw = self._source(device)
+        for block, start, first in self._in_blocks(flats):
+            own_norms, own_codes = self._quantize(block.to(dtype), draw)
+            norms[first : first + len(own_norms)] = own_norms
+            codes[start : start + len(block)] = own_codes
+        bits = bits_for(2 * self.levels + 1)
+        messages = self._gather(as_bytes(norms, pack_codes(codes, bits)))
+        received = [(from_bytes(message, 0, len(norms), dtype), message[norms.nbytes :]) for message in messages]
+        for block, start, first in self._in_blocks(flats):
+            total = torch.zeros(self._buckets(block), self.bucket_size, dtype=dtype, device=device)
+            # Added in the order of ranks, because sums in different orders differ in their last bits.
+            for their_norms, packed in received:
+                level = unpack_codes(packed, len(block), bits, start).to(dtype).sub_(self.levels)
+                scale = their_norms[first : first + len(total), None]
+                total.addcmul_(self._pad(level), scale, value=1 / self.levels)
+            block.copy_(divide(total, divisor).view(-1)[: len(block)])
+        for tensor, flat in zip(tensors.values(), flats, strict=True):
+            if not tensor.is_contiguous():
+                tensor.copy_(flat.view(tensor.shape))
 
-    def _quantize(self, tensor: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def _buckets(self, flat: Tensor) -> int:
+        """Return the number of buckets of a flat tensor."""
+        return -(-len(flat) // self.bucket_size)
+
+    def _pad(self, flat: Tensor) -> Tensor:
+        """Return a flat tensor as one row for each bucket, with zeros at the end of the last."""
+        missing = -len(flat) % self.bucket_size
+        return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, self.bucket_size)
+
+    def _in_blocks(self, flats: Iterable[Tensor]) -> Iterator[tuple[Tensor, int, int]]:
+        """Split flat tensors into views of whole buckets that fit into a CPU's cache; on a GPU each is one view.
+
+        Yields:
+            The view, the number of elements before it, and the number of buckets before it.
+        """
+        start = first = 0
+        for flat in flats:
+            on_cpu = flat.device.type == "cpu"
+            buckets = max(1, BLOCK_ELEMENTS // self.bucket_size) if on_cpu else self._buckets(flat)
+            for block in flat.split(buckets * self.bucket_size):
+                yield block, start, first
+                start, first = start + len(block), first + self._buckets(block)
+
+    def _quantize(self, flat: Tensor, draw: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Return the norm of each bucket, and for each coordinate a code from 0 to twice the number of levels."""
-        wide = tensor.reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32))
         # Zeros at the end change no norm. The draws for them are not used.
-        v = torch.nn.functional.pad(wide, (0, -len(wide) % self.bucket_size)).view(-1, self.bucket_size)
+        v = self._pad(flat)
         norms = torch.linalg.vector_norm(v, ord=self.norm, dim=1)
-        drawn = torch.rand(v.shape, generator=generator, dtype=v.dtype, device=v.device)
         # A bucket of zeros has the norm 0, and 0 / 0 is nan. After an overflow the norm itself makes the result nan.
-        ratio = (v.abs() * self.levels / norms[:, None]).nan_to_num_(nan=0, posinf=0)
+        level = (v * self.levels).div_(norms[:, None]).abs_().nan_to_num_(nan=0, posinf=0)
         # The sum may round up to the next integer, beyond the highest level.
-        level = ratio.add_(drawn).floor_().clamp_(max=self.levels)
-        codes = level.mul_(v.sign().nan_to_num_(nan=0)).add_(self.levels)
-        return norms, codes.view(-1)[: len(wide)].to(torch.int32)
+        level.add_(draw(v)).floor_().clamp_(max=self.levels)
+        return norms, level.copysign_(v).add_(self.levels).view(-1)[: len(flat)]
 
-    def _generator(self, device: torch.device) -> torch.Generator:
-        """Return a generator for the next draw, which depends on the seed, the rank and the number of draws only."""
-        # A count is enough to resume, on any device, and it is the same on all workers.
-        entropy = (self._seed, process_groups.rank(self.group), self._draws)
+    def _source(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """Return a function that draws a uniform number for each element of a tensor.
+
+        The numbers depend on the seed, the rank and the number of calls of this method. A count is enough to resume,
+        and it is the same on all workers. CPUs and other devices have different numbers.
+        """
+        entropy = np.random.SeedSequence((self._seed, process_groups.rank(self.group), self._draws))
         self._draws += 1
-        return torch.Generator(device).manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+        if device.type != "cpu":
+            generator = torch.Generator(device).manual_seed(int(entropy.generate_state(1)[0]))
+            return lambda like: torch.rand(like.shape, generator=generator, dtype=like.dtype, device=device)
+        bits = np.random.Generator(np.random.SFC64(entropy))
+
+        def draw(like: Tensor) -> Tensor:
+            # Middles of 65,536 intervals: their means differ by at most 2**-17 of a level from those of real numbers,
+            # and they take a tenth of the time of torch.rand.
+            words = bits.integers(0, 2**64, -(-like.numel() // 4), dtype=np.uint64)
+            drawn = torch.from_numpy(words.view(np.uint16))[: like.numel()].to(like.dtype)
+            return drawn.add_(0.5).mul_(2**-16).view(like.shape)
+
+        return draw
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of draws under ``"draws"``; an empty dictionary before the first."""
