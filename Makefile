@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test lint types docs wheel cuda gpu micro clean help
+.PHONY: demo test lint types docs wheel release cuda gpu micro clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make docs    build the documentation into docs/_build/html"
 	@echo "make micro   run the timings under benchmarks/micro"
 	@echo "make wheel   build dist/*.whl"
+	@echo "make release build and check what a release would publish, without publishing it (CONTRIBUTING.md)"
 	@echo "make cuda    compile the CUDA extension (needs nvcc; docs/howto/cuda.md)"
 	@echo "make gpu     compile, test and time everything that needs a GPU (DRY=1 prints the steps; docs/howto/cuda.md)"
 
@@ -52,7 +53,7 @@ test: lint types
 
 docs: $(VENV)/.installed
 	$(PIP) install --quiet -c requirements/development.txt -e '.[docs]'
-	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -t sources -b html docs docs/_build/html
 
 # The other scripts there need a GPU, a data set or MPI. Each saves its figures with --save; report.py writes RESULTS.md from these.
 MICRO = cli_start tracker cifar_batches linear_loading decoding awd_lstm shared_memory collectives task1a_epoch optimizers
@@ -61,6 +62,9 @@ micro: $(VENV)/.installed-dev
 
 wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m build --wheel
+
+release: $(VENV)/.installed-dev
+	$(BIN)/python tools/release.py dist
 
 # Which sources must be compiled again, setup.py finds out by their content.
 cuda: $(VENV)/.installed

@@ -1,22 +1,49 @@
 """Sphinx configuration."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from api_reference import MARKER, find_origin, handed_on, list_members, public_modules, write_reference
+from api_reference import find_origin, handed_on, list_members, public_modules
+from docutils.nodes import SkipNode
+from docutils.utils.math.latex2mathml import tex2mathml
+from generated_pages import fill_page
 
 from mlbench_core import __version__
 
 project = "MLBench"
-author = "The MLBench developers"
+author = project_copyright = "The MLBench developers"
 release = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+# Sphinx defines tags. A build for the tests needs no pages with source code.
+if tags.has("sources"):  # noqa: F821
+    extensions.append("sphinx.ext.viewcode")
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 html_theme = "furo"
+html_title = f"MLBench {release}"
+html_favicon = "../mlbench_master/static/icon.svg"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
+html_math_renderer = "mathml"
+if "dev" in release:
+    html_theme_options = {"announcement": f"Version {release} is not released yet."}
+# Blocks in the language "text" show output, which nobody copies.
+copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+NAVIGATION_DEPTH = 2
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_default_options = {"show-inheritance": True, "no-value": True}
@@ -26,15 +53,44 @@ napoleon_use_ivar = True
 
 
 def setup(app: Any) -> None:
-    """Fill the pages of the API reference."""
-    app.connect("source-read", fill_reference)
+    """Fill the generated parts of the reference, limit the navigation and draw formulas."""
+    app.add_html_math_renderer("mathml", (draw_inline, None), (draw_block, None))
+    # Before the theme, which asks for the whole tree.
+    app.connect("html-page-context", limit_navigation, priority=400)
+    app.connect("source-read", fill_markers)
     app.connect("autodoc-process-docstring", add_summary)
     app.connect("missing-reference", resolve_short_path)
 
 
-def fill_reference(app: Any, page: str, source: list[str]) -> None:
-    """Replace the marker of a page of the API reference."""
-    source[0] = MARKER.sub(lambda marker: write_reference(marker[1]), source[0])
+def draw_inline(translator: Any, node: Any) -> None:
+    """Write a formula of a sentence as MathML, which browsers draw without a script and without a network."""
+    translator.body.append(to_mathml(node.astext(), as_block=False))
+    raise SkipNode
+
+
+def draw_block(translator: Any, node: Any) -> None:
+    """Write a formula of its own paragraph as MathML."""
+    formula = to_mathml(node.astext(), as_block=True)
+    translator.body.append(f"{translator.starttag(node, 'div', CLASS='math')}{formula}</div>\n")
+    raise SkipNode
+
+
+def to_mathml(formula: str, as_block: bool) -> str:
+    r"""Convert LaTeX. docutils knows ``\ldots`` and ``\Bigl``, but not ``\dots`` and ``\Big``."""
+    known = re.sub(r"\\([bB]igg?)(?![a-zA-Z])", r"\\\1l", formula.replace(r"\dots", r"\ldots"))
+    return tex2mathml(known, as_block=as_block)
+
+
+def limit_navigation(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Show at most ``NAVIGATION_DEPTH`` levels of pages in the sidebar, which every page contains."""
+    whole_tree = context.get("toctree")
+    if whole_tree is not None:
+        context["toctree"] = lambda **options: whole_tree(**{**options, "maxdepth": NAVIGATION_DEPTH})
+
+
+def fill_markers(app: Any, page: str, source: list[str]) -> None:
+    """Replace the markers of a page by generated text."""
+    source[0] = fill_page(source[0])
 
 
 def add_summary(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -133,16 +132,6 @@ def test_the_chart_has_the_version_of_the_package() -> None:
     # Helm wants a hyphen before the word of a version that is not final.
     assert chart["version"] == mlbench_core.__version__.replace(".dev", "-dev")
     assert chart_folder() == CHART
-
-
-def test_a_wheel_has_the_chart_without_the_value_files_of_the_tests(tmp_path: Path) -> None:
-    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    built = tmp_path / "mlbench_charts" / "mlbench"
-    carried = {str(path.relative_to(built)) for path in built.rglob("*") if path.is_file()}
-    own = {str(path.relative_to(CHART)) for path in CHART.rglob("*") if path.is_file()}
-    assert carried == {path for path in own if not path.startswith("ci/")}
-    assert len(carried) > 10
 
 
 def test_there_are_value_files_for_a_dozen_uses() -> None:

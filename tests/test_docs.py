@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,8 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
+    ROOT / "CODE_OF_CONDUCT.md",
+    *sorted(ROOT.glob(".github/ISSUE_TEMPLATE/*.md")),
     *sorted(DOCS.rglob("*.md")),
     *sorted(ROOT.glob("benchmarks/*/*.md")),
 ]
@@ -50,20 +53,6 @@ def test_links_within_the_repository_lead_to_something(page: Path) -> None:
             assert anchor in labels(), target
 
 
-def test_getting_started_gives_every_link_of_the_readme_a_page_of_the_documentation() -> None:
-    """The README is included there, where links relative to the README would be dead."""
-    readme = (ROOT / "README.md").read_text()
-    included = readme[readme.index("## Two commands") : readme.index("## Documentation")]
-    prose = re.sub(r"```.*?```", "", included, flags=re.DOTALL)
-    assert re.findall(r"\]\((?!https?:)[^)]*\)", prose) == []
-    used = set(re.findall(r"\]\[([\w-]+)\]", prose))
-    assert len(used) >= 10
-    page = definitions((DOCS / "start" / "getting_started.md").read_text())
-    assert used == set(page) == set(definitions(readme))
-    for target in page.values():
-        assert target.removeprefix("#") in labels() or (DOCS / "start" / target).is_file(), target
-
-
 def test_no_warning_of_dead_links_is_suppressed() -> None:
     assert "xref_missing" not in (DOCS / "conf.py").read_text()
 
@@ -76,17 +65,45 @@ def test_every_task_says_how_it_differs_from_version_3_and_is_named_on_the_page_
     assert f"(#task-{task})" in (DOCS / "howto" / "upgrading.md").read_text()
 
 
-def test_the_readme_installs_this_version_and_cpu_builds_that_fit_together() -> None:
+@pytest.mark.parametrize("name", ["README.md", "docs/start/install.md"])
+def test_a_page_installs_this_version_and_cpu_builds_that_fit_together(name: str) -> None:
     """The package index has version 3.0 until the release, and another index has torchvision for CUDA only."""
-    readme = (ROOT / "README.md").read_text()
-    installs = re.findall(r"^pip install .*$", readme, re.MULTILINE)
+    installs = re.findall(r"^pip install .*$", (ROOT / name).read_text(), re.MULTILINE)
     assert "pip install -e '.[torch,vision,master,charts]'" in installs
     if "dev" in mlbench_core.__version__:
         assert not any(re.search(r"mlbench-core\b", line) for line in installs)
-        assert any(f"mlbench_core-{mlbench_core.__version__}-py3-none-any.whl[" in line for line in installs)
+    wheels = [line for line in installs if ".whl" in line]
+    assert len(wheels) == (name != "README.md")
+    assert all(f"mlbench_core-{mlbench_core.__version__}-py3-none-any.whl[" in line for line in wheels)
     from_an_index = [line for line in installs if "--index-url" in line]
     assert from_an_index
     assert all(" torch torchvision " in line for line in from_an_index)
-    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    extras = extras_of_the_package()
     for names in re.findall(r"\[([\w,]+)\]'", "\n".join(installs)):
-        assert set(names.split(",")) <= set(extras)
+        assert set(names.split(",")) <= extras
+
+
+def test_the_table_of_extras_is_that_of_the_package() -> None:
+    table = (DOCS / "start" / "install.md").read_text().partition("\n## Extras\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(cells))) == extras_of_the_package()
+
+
+def extras_of_the_package() -> set[str]:
+    section = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    return set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
+
+
+def test_the_readme_begins_with_the_two_commands_and_a_picture() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert re.search(r"^```\n(.*?)```", readme, re.MULTILINE | re.DOTALL)[1] == "make demo\nmake test\n"
+    assert len(re.findall(r"^!\[[^\]]+\]\([^)]+\.png\)$", readme, re.MULTILINE)) == 1
+
+
+def test_the_script_of_the_readme_trains_to_its_goal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every module that it imports is loaded by other tests as well, and it trains for a second."""
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(compile(script, "script.py", "exec"), namespace)
+    assert namespace["tracker"].goal_reached
+    assert "Prec@1" in capsys.readouterr().out

@@ -81,6 +81,7 @@ def test_a_page_of_the_api_reference_has_a_section_for_each_module_with_what_it_
     text = write_reference("mlbench_core.lr_scheduler")
     assert "| [pytorch.lr](#mlbench_core.lr_scheduler.pytorch.lr) |" in text
     assert ".. automodule:: mlbench_core.lr_scheduler.pytorch.lr\n   :members: " in text
+    assert "Source: `mlbench_core/lr_scheduler/pytorch/lr.py`" in text
     assert "Can also be imported from here: " in text
     assert "{py:obj}`~mlbench_core.lr_scheduler.pytorch.lr.TimeDecayLR`" in text
     assert "TimeDecayLR" in own_names(public_modules()["mlbench_core.lr_scheduler.pytorch.lr"])

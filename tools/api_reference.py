@@ -31,7 +31,9 @@ def own_names(tree: ast.Module) -> list[str]:
             defined[node.name] = not node.name.startswith("_")
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            defined.update((target.id, False) for target in targets if isinstance(target, ast.Name))
+            # "A, B = 1, 2" has one target, a tuple.
+            names = (name for target in targets for name in getattr(target, "elts", [target]))
+            defined.update((name.id, False) for name in names if isinstance(name, ast.Name))
     exported = all_names(tree)
     return [name for name in defined if (defined[name] if exported is None else name in exported)]
 
@@ -113,7 +115,9 @@ def write_reference(package: str) -> str:
     rows = [f"| [{short(name, package)}](#{name}) | {summary(modules[name])} |" for name in names]
     text = ["| module | contents |", "|---|---|", *rows, ""]
     for name in names:
-        text += [f"({name})=", f"## {short(name, package)}", "", "```{eval-rst}", f".. automodule:: {name}"]
+        source = read_trees(ROOT)[name][0]
+        text += [f"({name})=", f"## {short(name, package)}", "", f"Source: `{source}`", ""]
+        text += ["```{eval-rst}", f".. automodule:: {name}"]
         own = own_names(modules[name])
         text += [f"   :members: {', '.join(own)}" if own else "   :no-members:", "```", ""]
         others = [f"{{py:obj}}`~{find_origin(name, other, modules)}`" for other in sorted(handed_on(modules[name]))]

@@ -3,6 +3,7 @@
 Each worker sleeps in place of the forward and backward pass, so that several workers do not need the processors at the
 same time: the network decides the time of a step. The prediction uses the step of one worker and the collectives of
 each method. The column "predicted" has the prediction, "error %" its difference from the measured time.
+The script prints the table after each block, and writes it then if --save is given.
 
     python benchmarks/micro/prediction.py [--networks home-fibre mobile-lte] [--workers 2 4 8] [--save]
 """
@@ -127,6 +128,20 @@ def predicted_s(network: str, alone_s: float, collectives: list[list[Any]]) -> f
     return alone_s + sum(calls * collective_s(op, size, group, found) for op, group, size, calls in collectives)
 
 
+def compare(turns: dict[tuple[str, int], list[dict[str, Any]]], alone: list[dict[str, Any]]) -> list[Row]:
+    """Make a row for every network, number of workers and method, from the blocks measured so far."""
+    rows = []
+    for (network, workers), blocks in turns.items():
+        for name in METHODS:
+            alone_s = median(block[name]["seconds"] for block in alone)
+            expected_s = predicted_s(network, alone_s, blocks[0][name]["collectives"])
+            row: Row = {"case": f"{network}, {workers} workers", "variant": name}
+            row |= summarize([1e3 * block[name]["seconds"] for block in blocks])
+            row["extra"] = {"predicted": 1e3 * expected_s, "error %": 100 * (1e3 * expected_s / row["value"] - 1)}
+            rows.append(row)
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, predict, and print the table."""
     parser = make_parser(__doc__, blocks=3)
@@ -142,26 +157,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     cases = [(network, workers) for network in arguments.networks for workers in arguments.workers]
     turns: dict[tuple[str, int], list[dict[str, Any]]] = {case: [] for case in cases}
-    alone = []
+    alone: list[dict[str, Any]] = []
     # Interleaved, because the load of a shared machine changes.
     for _ in range(arguments.blocks):
         alone.append(run_workers("unlimited", 1, arguments.rounds))
         for network, workers in cases:
             turns[network, workers].append(run_workers(network, workers, arguments.rounds))
-    rows, errors = [], []
-    for network, workers in cases:
-        for name in METHODS:
-            blocks = [turn[name] for turn in turns[network, workers]]
-            alone_s = median(turn[name]["seconds"] for turn in alone)
-            expected_s = predicted_s(network, alone_s, blocks[0]["collectives"])
-            row: Row = {"case": f"{network}, {workers} workers", "variant": name}
-            row |= summarize([1e3 * block["seconds"] for block in blocks])
-            error = 100 * (1e3 * expected_s / row["value"] - 1)
-            row["extra"] = {"predicted": 1e3 * expected_s, "error %": error}
-            errors.append(abs(error))
-            rows.append(row)
-    finish(SUBJECT, rows, arguments, "a shared machine; the workers sleep, so they do not oversubscribe it")
-    print(f"mean error of {len(errors)} predictions: {fmean(errors):.1f} %, largest {max(errors):.1f} %")
+        rows = compare(turns, alone)
+        errors = [abs(row["extra"]["error %"]) for row in rows]
+        conditions = (
+            f"{len(alone)} of {arguments.blocks} blocks of {arguments.rounds} rounds on a shared machine. "
+            f"Mean error of {len(errors)} predictions: {fmean(errors):.1f} %, largest {max(errors):.1f} %."
+        )
+        # After each block, so that a run that is interrupted keeps its earlier blocks.
+        finish(SUBJECT, rows, arguments, conditions)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import click
 from mlbench_core.cli._networks import NetworkType
 from mlbench_core.cli._output import clean, json_option, number, print_json, print_table, remark
 from mlbench_core.cli._records import price_options
+from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.prices import Pricing, price_of
 from mlbench_core.results.record import RunRecord
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["predict"]
 
 _NUMBERS = ("step_s", "exposed_s", "steps", "time_to_goal_s", "bytes_sent")
-_HEADERS = ("RUN", "NETWORK", "WORKERS", "FIGURES", "STEP (MS)", "WAITING (MS)", "STEPS", "TO GOAL (S)", "SENT (MB)")
+_HEADERS = ("RUN", "NETWORK", "WORKERS", "FIGURES", "STEP (MS)", "WAITING (MS)", "STEPS", "TO GOAL (S)", "TO GOAL (MB)")
 
 
 @click.command()
@@ -52,7 +53,8 @@ def predict(
 
     Each PATH is a result folder, or a folder with results at any depth. Runs of one configuration are one line for each
     network and number of workers. A prediction starts from the runs with the nearest number of workers, at least 2;
-    runs of one worker give the compute time. Measured figures are marked as measured.
+    runs of one worker give the compute time. Measured figures are marked as measured. A configuration that cannot be
+    predicted has a line without figures, and the reason below the table.
     """
     from mlbench_core.results.load import load
 
@@ -60,6 +62,8 @@ def predict(
     for records in _by_configuration(load(map(Path, places))):
         for network in networks:
             rows += [_row(records, network, count, critical_workers) for count in workers]
+    if all(row["error"] for row in rows):
+        raise ConfigurationError(rows[0]["error"])
     for row in rows:
         seconds = row["time_to_goal_s"]
         machine = None if seconds is None else pricing.machine
@@ -69,8 +73,10 @@ def predict(
         return
     headers = [*_HEADERS, f"PRICE ({pricing.machine.currency})"] if pricing.machine else list(_HEADERS)
     print_table(headers, [_cells(row)[: len(headers)] for row in rows], right=(2, 4, 5, 6, 7, 8, 9))
-    for text in dict.fromkeys(f"{row['run']}: {row['assumption']}" for row in rows if row["assumption"]):
-        remark(clean(text))
+    notes = [(row["run"], row["error"] or row["assumption"]) for row in rows]
+    for run, text in dict.fromkeys(notes):
+        if text:
+            remark(clean(f"{run}: {text}"))
 
 
 def _by_configuration(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
@@ -83,15 +89,16 @@ def _by_configuration(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
 
 
 def _row(records: Sequence[RunRecord], network: Network, workers: int, critical_workers: int | None) -> dict[str, Any]:
-    """Return the measured figures of a network and a number of workers, or else the predicted ones."""
+    """Return the measured figures of a network and a number of workers, else the predicted ones, else the reason."""
     from mlbench_core.network.named import get_network
-    from mlbench_core.prediction.model import predict as predict_run
 
     configuration = records[0].configuration
     row = {
         "run": configuration.get("algorithm") or configuration.get("program") or records[0].name,
         "network": str(network),
         "workers": workers,
+        "assumption": "",
+        "error": None,
     }
     same = [record for record in records if record.workers == workers and record.batches]
 
@@ -101,7 +108,19 @@ def _row(records: Sequence[RunRecord], network: Network, workers: int, critical_
 
     measured = [_figures(record) for record in same if has_network(record)]
     if measured:
-        return {**row, "figures": "measured", **_medians(measured), "assumption": ""}
+        return {**row, "figures": "measured", **_medians(measured)}
+    try:
+        return {**row, "figures": "predicted", **_predicted(records, network, workers, critical_workers)}
+    except ConfigurationError as error:
+        return {**row, "figures": "none", **dict.fromkeys(_NUMBERS), "error": str(error)}
+
+
+def _predicted(
+    records: Sequence[RunRecord], network: Network, workers: int, critical_workers: int | None
+) -> dict[str, Any]:
+    """Return the predicted figures and the assumption behind them."""
+    from mlbench_core.prediction.model import predict as predict_run
+
     several = [record for record in records if (record.workers or 0) > 1 and record.collectives is not None]
     nearest = min((abs((record.workers or 0) - workers) for record in several), default=0)
     bases = [record for record in several if abs((record.workers or 0) - workers) == nearest]
@@ -109,19 +128,21 @@ def _row(records: Sequence[RunRecord], network: Network, workers: int, critical_
     # Without a run of several workers, the prediction says what is missing.
     predictions = [predict_run(base, network, workers, alone, critical_workers) for base in bases or records[:1]]
     figures = _medians([dataclasses.asdict(prediction) for prediction in predictions])
-    return {**row, "figures": "predicted", **figures, "assumption": predictions[0].assumption}
+    return {**figures, "assumption": predictions[0].assumption}
 
 
 def _figures(record: RunRecord) -> dict[str, float | None]:
     """Return the figures of a measured run."""
-    steps = (record.steps_to_goal if record.reached else None) or record.batches or 1
+    to_goal = record.steps_to_goal if record.reached else None
+    steps, sent = to_goal or record.batches or 1, record.bytes_sent
     waiting_s = 0.0 if record.workers == 1 else record.communication_exposed_s
     return {
         "step_s": None if record.total_s is None else record.total_s / steps,
         "exposed_s": None if waiting_s is None else waiting_s / steps,
-        "steps": record.steps_to_goal if record.reached else None,
+        "steps": to_goal,
         "time_to_goal_s": record.time_to_goal_s,
-        "bytes_sent": record.bytes_sent,
+        # A record has the bytes of the whole run, which may have gone on after the goal.
+        "bytes_sent": None if to_goal is None or sent is None else sent * to_goal / (record.batches or to_goal),
     }
 
 

@@ -71,7 +71,7 @@ def sweep(file: Path, output: Path, dry_run: bool, dashboard_url: str | None, as
         return
     if not as_json:
         _show_estimate(described, len(points), done, expected)
-    with folder.open(file):
+    with folder.open(file, described.files):
         is_whole = _run(described, folder, points, pending, done, dashboard_url)
     done, failures = folder.done(described, points), folder.failures(points)
     outcome = _read_outcome(output, described)

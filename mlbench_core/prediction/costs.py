@@ -32,13 +32,14 @@ __all__ = ["OPS", "Collective", "collective_s"]
 
 # A full Ethernet frame of 1514 bytes carries 1448 bytes of a TCP connection.
 _PAYLOAD = 1448 / 1514
-# The round trip of two processes without any added delay: two wake-ups and Gloo's own work, measured.
+# An assumed round trip of two processes without any added delay: two wake-ups and Gloo's own work.
 _LEAST_ROUND_TRIP_S = 1e-4
 _SEGMENT_BYTES = 1 << 20
 _NUMBER_BYTES = 4
 # TCP paces a connection that is idle between messages at 2 / ln 2 times the rate of its last round trips (BBR's gain
 # at the start), so sending a message takes at least this share of a round trip. It sends the initial window of 10
-# segments at once. Measured: between two workers, whose connection has messages in both directions, it sends more.
+# segments at once. Between two workers, whose connection has messages in both directions, it sends more: the number
+# was observed in the network lab on 2026-11-23, and no script of the repository repeats the observation.
 _PACED_SHARE = math.log(2) / 2
 _UNPACED_BYTES = 10 * 1448
 _UNPACED_BYTES_OF_A_PAIR = 1 << 16
@@ -120,7 +121,8 @@ def collective_s(op: str, size_bytes: float, workers: int, network: Network) -> 
     part = size_bytes / workers
     segments = max(2, math.ceil(part / _SEGMENT_BYTES))
     # With fewer numbers than segments, most workers have nothing to send and are ready early, which saves up to half of
-    # the latency. Measured: all of it up to a quarter of the segments, and less for more.
+    # the latency: all of it up to a quarter of the segments, and less for more. This was chosen from steps that
+    # benchmarks/micro/prediction.py measured on 2026-11-23.
     filled = min(1.0, size_bytes / _NUMBER_BYTES / (2 * workers))
     phases = 1 if op == "reduce_scatter" else 1 + max(0.0, (4 * filled - 1) / 3)
     return phases * _phase_s(links, workers, part, segments)

@@ -29,7 +29,7 @@ class Prediction:
         hidden_s: Seconds of communication in a step during which training goes on.
         steps: Training steps until the goal; None if the measured run did not reach it.
         time_to_goal_s: Seconds of training until the goal; None likewise.
-        bytes_sent: Bytes that all workers send in these steps, or in those of the measured run.
+        bytes_sent: Bytes that all workers send until the goal; None likewise.
         assumption: The assumption behind ``steps``, one sentence.
     """
 
@@ -40,7 +40,7 @@ class Prediction:
     hidden_s: float
     steps: float | None
     time_to_goal_s: float | None
-    bytes_sent: float
+    bytes_sent: float | None
     assumption: str
 
 
@@ -105,7 +105,7 @@ def predict(
         hidden_s,
         steps,
         None if steps is None else steps * step_s,
-        workers * sum(entry.calls * entry.size_bytes for entry in each) * (steps or record.batches or 0),
+        None if steps is None else steps * workers * sum(entry.calls * entry.size_bytes for entry in each),
         assumption,
     )
 

@@ -43,6 +43,7 @@ class Quantity:
         value: Function that returns the value of a run; None if it has none.
         missed: Function that returns the value of a run that missed its goal; None to draw no mark.
         log: True for a logarithmic axis.
+        to_goal: True if it is measured until the goal, so that a run that missed the goal has more than any other.
         largest_first: True if a larger value is better.
         sentence: Sentence of the caption on the mark of a run that missed its goal.
     """
@@ -53,6 +54,7 @@ class Quantity:
     value: Callable[[RunRecord], float | None]
     missed: Callable[[RunRecord], float | None]
     log: bool = True
+    to_goal: bool = True
     largest_first: bool = False
     sentence: str = ""
 
@@ -68,7 +70,7 @@ def quantities(outcome: Outcome, pricing: Pricing) -> Iterator[Quantity]:
     metric = str(goal.get("metric") or "goal's metric").removeprefix("val_global_")
     yield Quantity(
         "best", f"Best {metric}", f"best {metric} of a run", lambda run: run.best, lambda run: run.best, log=False,
-        largest_first=not goal.get("minimize"),
+        to_goal=False, largest_first=not goal.get("minimize"),
         sentence=f"Open triangle: a run that missed the goal. A run ends when it reaches the goal ({goal_text(goal)}).",
     )  # fmt: skip
     if pricing.per_hour is not None and pricing.machine is not None:
@@ -108,12 +110,10 @@ def draw_rows(outcome: Outcome, quantity: Quantity, network: str | None = None) 
     every = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes in every[len(networks) :]:
         axes.remove()
-    for axes, name in zip(every, networks, strict=False):
-        _panel(axes, outcome, quantity, name, names)
     # All figures of a quantity have the same range, so that networks can be compared.
-    low, high = _range(outcome, quantity)
-    for axes in every[: len(networks)]:
-        axes.set_xlim(low, high)
+    span = _range(outcome, quantity)
+    for axes, name in zip(every, networks, strict=False):
+        _panel(axes, outcome, quantity, name, names, span)
     text = _rows_caption(outcome, quantity, shown)
     canvas.finish(figure, text, *_legend(every[: len(networks)]))
     return canvas.Drawing(figure_name(quantity.name, network), figure, text, _rows_table(quantity, shown))
@@ -129,10 +129,13 @@ def _legend(every: Iterable[Axes]) -> tuple[list[Any], list[str]]:
     return [found[label] for label in labels], labels
 
 
-def _panel(axes: Axes, outcome: Outcome, quantity: Quantity, network: str, names: Sequence[str]) -> None:
-    """Draw the rows of one network, best algorithm at the top."""
+def _panel(
+    axes: Axes, outcome: Outcome, quantity: Quantity, network: str, names: Sequence[str], span: tuple[float, float]
+) -> None:
+    """Draw the rows of one network in a range of values, best algorithm at the top."""
     if quantity.log:
         axes.set_xscale("log")
+    axes.set_xlim(span)
     looks = dict(zip(outcome.several, canvas.series_looks(len(outcome.several)), strict=True))
     middle = {name: _best(outcome, quantity, name, network) for name in names}
     worst = float("inf")
@@ -168,10 +171,10 @@ def _best(outcome: Outcome, quantity: Quantity, name: str, network: str) -> floa
 
 def _median(quantity: Quantity, cell: Cell) -> float | None:
     """Return the median of a quantity; a run that missed its goal counts as longer or more expensive than any other."""
-    if quantity.log and cell.median_s is None:
+    if quantity.to_goal and cell.median_s is None:
         return None
     values = [value for run in cell.group.records if (value := quantity.value(run)) is not None]
-    if quantity.log:
+    if quantity.to_goal:
         values += [float("inf")] * cell.missed
     found = statistics.median(values) if values else float("inf")
     return None if found == float("inf") else found
@@ -199,7 +202,8 @@ def _row(axes: Axes, outcome: Outcome, quantity: Quantity, cell: Cell, y: float,
     if cell.missed:
         text = f"{text}  {outcome.not_within()}: {cell.missed} of {cell.runs}".strip()
     if end is not None or text:
-        at = min(end, _range(outcome, quantity)[1]) if end is not None else _range(outcome, quantity)[0]
+        low, high = axes.get_xlim()
+        at = low if end is None else min(end, high)
         near: canvas.Look = {"textcoords": "offset points", "va": "center", "size": _SMALL_PT, "color": "#222222"}
         axes.annotate(text, (at, y), (3, 0), annotation_clip=False, **near)
 
@@ -251,7 +255,7 @@ def _rows_caption(outcome: Outcome, quantity: Quantity, cells: Sequence[Cell]) -
         sentences.append("Line: 95 % confidence interval of the mean (Student's t), if all runs reached the goal.")
     if (any(cell.missed for cell in cells) and quantity.sentence) or quantity.name == "price":
         sentences.append(quantity.sentence)
-    if quantity.log and any(cell.missed for cell in cells):
+    if quantity.to_goal and any(cell.missed for cell in cells):
         sentences.append(
             "The median treats a missed run as the longest. There is none if half of the runs or more did."
         )

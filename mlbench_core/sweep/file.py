@@ -24,10 +24,15 @@ from mlbench_core.network.named import get_network
 from mlbench_core.results.prices import Pricing, load_prices
 from mlbench_core.tasks import BACKENDS, Task, get_task, option_value
 
-__all__ = ["Point", "Sweep", "Variant", "load_sweep", "parse_sweep"]
+__all__ = ["FILES", "LONGEST_NAME", "Point", "Sweep", "Variant", "copied_name", "load_sweep", "parse_sweep"]
+
+FILES = "sweep-files"
+"""The folder next to the copy of a sweep's file that has copies of the files that it names."""
+
+LONGEST_NAME = 63
+"""Most characters of the name of a run, which is a DNS label."""
 
 _MOST_SEEDS = 1000
-_LONGEST_NAME = 63
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h)")
 _KEYS = (
@@ -85,6 +90,7 @@ class Sweep:
         limit_s: Seconds after which a run is stopped; None for no limit.
         budget_s: Seconds after which no run starts; None for no budget.
         price: Price of the machines.
+        files: The files that it names, by their names in it.
     """
 
     title: str
@@ -100,6 +106,7 @@ class Sweep:
     limit_s: float | None = None
     budget_s: float | None = None
     price: Pricing = field(default_factory=Pricing)
+    files: Mapping[str, Path] = field(default_factory=dict, compare=False)
 
     def points(self) -> list[Point]:
         """Return all runs in their order: the first seed of all, then the second, and so on.
@@ -129,9 +136,8 @@ class Sweep:
     def _point(self, variant: Variant, workers: int, network: str | None, seed: int) -> Point:
         parts = [_slug(variant.name), str(workers), *([_slug(network)] if network else []), f"s{seed}"]
         name = "-".join(part for part in parts if part)
-        if len(name) > _LONGEST_NAME:
-            # The name of a run is a DNS label.
-            name = f"{name[: _LONGEST_NAME - 9].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        if len(name) > LONGEST_NAME:
+            name = f"{name[: LONGEST_NAME - 9].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
         # Runs at the same time would slow down each other.
         request: dict[str, Any] = {"backend": self.backend, "light_target": self.light, "exclusive": True}
         if network is not None:
@@ -153,7 +159,7 @@ def load_sweep(path: Path) -> Sweep:
     """Read a sweep from its TOML file.
 
     Args:
-        path: The file. Files of networks in it are relative to its folder.
+        path: The file. Names of other files in it are relative to its folder.
 
     Raises:
         ConfigurationError: The file cannot be read, or a key is unknown or has a wrong value.
@@ -176,7 +182,7 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
 
     Args:
         content: The tables of the file.
-        folder: The folder to which files of networks are relative.
+        folder: The folder to which names of files are relative. A copy of a file in :data:`FILES` there comes first.
         title: The title without the key ``title``.
 
     Raises:
@@ -209,11 +215,12 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
     light = content.get("light", False)
     if not isinstance(light, bool):
         raise ValueError(f"light must be true or false, not {light!r}: remove the quotes")
+    files: dict[str, Path] = {}
     return Sweep(
         title=_text(content, "title") if "title" in content else title,
         variants=_variants(content, task),
         workers=workers,
-        networks=_networks(content.get("networks", []), workers, folder),
+        networks=_networks(content.get("networks", []), workers, folder, files),
         seeds=seeds,
         task=task,
         command=command,
@@ -222,11 +229,23 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
         light=light,
         limit_s=_seconds(content, "limit"),
         budget_s=_seconds(content, "budget"),
-        price=_pricing(content["price"], folder) if "price" in content else Pricing(),
+        price=_pricing(content["price"], folder, files) if "price" in content else Pricing(),
+        files=files,
     )
 
 
-def _pricing(price: Any, folder: Path) -> Pricing:
+def copied_name(name: str) -> str:
+    """Return the name in :data:`FILES` of the copy of a file: two files of one name in different folders have two."""
+    return f"{hashlib.sha256(name.encode()).hexdigest()[:8]}-{Path(name).name}"
+
+
+def _add_file(name: str, folder: Path, files: dict[str, Path]) -> Path:
+    """Add a file that a sweep names to ``files``, and return its path."""
+    copy = folder / FILES / copied_name(name)
+    return files.setdefault(name, copy if copy.is_file() else folder / name)
+
+
+def _pricing(price: Any, folder: Path, files: dict[str, Path]) -> Pricing:
     if not isinstance(price, Mapping):
         raise ValueError(f'price must be a table, not {price!r}: write [price], then machine = "aws-c5.xlarge"')
     if unknown := set(price) - {"machine", "spot", "prices"}:
@@ -234,7 +253,7 @@ def _pricing(price: Any, folder: Path) -> Pricing:
     spot = price.get("spot", False)
     if not isinstance(spot, bool):
         raise ValueError(f"spot of price must be true or false, not {spot!r}: remove the quotes")
-    machines = load_prices(folder / _text(price, "prices") if "prices" in price else None)
+    machines = load_prices(_add_file(_text(price, "prices"), folder, files) if "prices" in price else None)
     name = price.get("machine")
     if name not in machines:
         raise ValueError(f"machine of price must be one of {', '.join(machines)}, not {name!r}")
@@ -279,13 +298,13 @@ def _variants(content: Mapping[str, Any], task: Task | None) -> tuple[Variant, .
     return tuple(variants)
 
 
-def _networks(value: Any, workers: Sequence[int], folder: Path) -> dict[str, Network]:
+def _networks(value: Any, workers: Sequence[int], folder: Path, files: dict[str, Path]) -> dict[str, Network]:
     names = _words(value, "networks")
     networks: dict[str, Network] = {}
     for name in names:
         if name in networks:
             raise ValueError(f"networks must differ, not {name!r} twice: remove one")
-        networks[name] = get_network(str(folder / name) if name.endswith(".toml") else name)
+        networks[name] = get_network(str(_add_file(name, folder, files)) if name.endswith(".toml") else name)
         for number in workers:
             if number > 1:
                 networks[name].check_hosts(number)

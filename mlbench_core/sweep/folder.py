@@ -3,6 +3,7 @@
 Its content::
 
     sweep.toml           a copy of the file that started the sweep last
+    sweep-files/         copies of the files of networks and prices that it names
     runs/NAME/           a run that ended: its result folder, and run.json with the request and the outcome
     failed/NAME.json     a run that failed: the reason, and how often it was tried
     current.json         the run that was requested last; missing if no run goes on
@@ -25,7 +26,7 @@ from typing import Any, Literal
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import lock, move_into_place, replacing
-from mlbench_core.sweep.file import Point, Sweep
+from mlbench_core.sweep.file import FILES, Point, Sweep, copied_name
 
 __all__ = ["RECORD", "RUNS", "Done", "Failure", "SweepFolder"]
 
@@ -79,11 +80,12 @@ class SweepFolder:
         self.path = path
 
     @contextmanager
-    def open(self, source: Path) -> Iterator[None]:
+    def open(self, source: Path, files: Mapping[str, Path]) -> Iterator[None]:
         """Create the folder, copy the file of the sweep into it, and keep other processes from using it.
 
         Args:
             source: The file of the sweep.
+            files: The files that it names; see :class:`~mlbench_core.sweep.file.Sweep`.
 
         Raises:
             ConfigurationError: Another process runs this sweep.
@@ -92,8 +94,9 @@ class SweepFolder:
         try:
             with lock(self.path / ".lock", wait=False):
                 if source.resolve() != (self.path / _COPY).resolve():
-                    with replacing(self.path / _COPY) as temporary:
-                        temporary.write_bytes(source.read_bytes())
+                    for name, path in files.items():
+                        _copy(path, self.path / FILES / copied_name(name))
+                    _copy(source, self.path / _COPY)
                 yield
         except TimeoutError:
             raise ConfigurationError(
@@ -176,23 +179,29 @@ class SweepFolder:
         _write(self._failure(point), {**asdict(failure), "request": dict(point.request)})
 
     def current(self) -> dict[str, Any] | None:
-        """Return the run that was requested last: ``name``, ``request`` and ``after``, or None.
-
-        The run has an id above ``after``; another run of its name is not one of this sweep.
-        """
+        """Return ``name``, ``request`` and ``run`` (its name at the master) of the run requested last, or None."""
         path = self.path / _CURRENT
-        return _read(path) if path.exists() else None
+        if not path.exists():
+            return None
+        content = _read(path)
+        # Earlier versions gave a run the same name at the master.
+        return {"run": content["name"], **content}
 
-    def set_current(self, point: Point | None, after: int = 0) -> None:
-        """Note which run is requested next, or that no run goes on."""
+    def set_current(self, point: Point | None, run: str = "") -> None:
+        """Note which run is requested next and its name at the master, or that no run goes on."""
         if point is None:
             (self.path / _CURRENT).unlink(missing_ok=True)
             return
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        _write(self.path / _CURRENT, {"name": point.name, "after": after, "request": dict(point.request), "at": now})
+        _write(self.path / _CURRENT, {"name": point.name, "run": run, "request": dict(point.request), "at": now})
 
     def _failure(self, point: Point) -> Path:
         return self.path / "failed" / f"{point.name}.json"
+
+
+def _copy(source: Path, target: Path) -> None:
+    with replacing(target) as temporary:
+        temporary.write_bytes(source.read_bytes())
 
 
 def _differences(record: Mapping[str, Any], point: Point, sweep: Sweep) -> Iterator[tuple[str, Any, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,7 +114,8 @@ def _record(folder: Path, point: Point) -> RunRecord | None:
         return None
     found = load([folder], empty_is_error=False)
     if found:
-        return found[0]
+        # Its name at the master has random digits.
+        return dataclasses.replace(found[0], name=point.name)
     # A run that was stopped before its workers wrote a line.
     return RunRecord(point.name, state="unfinished", configuration={"workers": point.workers}, reached=False)
 

@@ -2,18 +2,20 @@
 
 The steps of one run, each of which can be the last one of a killed process::
 
-    1. write current.json: the name, and the highest id of the other runs at the master
+    1. write current.json: the point, and a new name for the run at the master
     2. request the run from the master
     3. wait for its end, or stop it at the limit
     4. put its folder together in unfinished/, and move it to runs/
     5. remove current.json
 
-The next start continues: a run with the name and a higher id is the run of step 2. A master that does not answer any
-more is looked for again, and started again if it is the embedded one.
+The next start continues: a run with that name is the run of step 2. The name ends with random digits, so that no run of
+another sweep has it. A master that does not answer any more is looked for again, and started again if it is the
+embedded one.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -23,7 +25,7 @@ from typing import Any, Protocol, TypeVar
 from mlbench_core.errors import ConfigurationError, MasterError, MasterRequestError
 from mlbench_core.results.folder import RESULT, read_result
 from mlbench_core.results.load import save
-from mlbench_core.sweep.file import Point, Sweep
+from mlbench_core.sweep.file import LONGEST_NAME, Point, Sweep
 from mlbench_core.sweep.folder import Done, Failure, SweepFolder
 
 __all__ = ["Observer", "Runner"]
@@ -105,7 +107,6 @@ class Runner:
             False if the budget ended before the last run started.
 
         Raises:
-            ConfigurationError: A run of the same name goes on at the master, which is not one of this sweep.
             MasterRequestError: The master did not answer for too long, or refused a request.
         """
         started = time.monotonic()
@@ -123,7 +124,7 @@ class Runner:
         current = self._folder.current()
         if current is None or any(_is_same(current, point) for point in pending):
             return
-        item = self._find(current["name"], current["after"])
+        item = self._find(current["run"])
         if item is not None and item.get("state") in _OPEN:
             self._delete(item)
         self._folder.set_current(None)
@@ -160,33 +161,20 @@ class Runner:
         current = self._folder.current()
         if current is None or not _is_same(current, point):
             return None
-        item = self._find(point.name, current["after"])
+        item = self._find(current["run"])
         if item is None or (item.get("state") not in _OPEN and isinstance(self._judge(item), Failure)):
             return None
         self._observer.note(f"{point.name} was started before: going on with it")
         return item
 
     def _request(self, point: Point) -> dict[str, Any]:
-        """Start a run, after older runs of its name have been deleted."""
-        current = self._folder.current()
-        own_after = current["after"] if current is not None and current["name"] == point.name else None
-        runs = self._call(lambda master: master.runs())
-        for item in runs:
-            if item.get("name") != point.name:
-                continue
-            is_own = own_after is not None and int(item["id"]) > own_after
-            if item.get("state") in _OPEN and not is_own:
-                raise ConfigurationError(
-                    f"the name {point.name} must be free at the master, but a run that is not of this sweep has it: "
-                    f"wait until it ends, or delete it with 'mlbench delete {point.name}'"
-                )
-            self._delete(item)
-        after = max((int(item["id"]) for item in runs if item.get("name") != point.name), default=0)
-        self._folder.set_current(point, after)
+        """Start a run under a name that no other run has."""
+        run = f"{point.name[: LONGEST_NAME - 9].rstrip('-')}-{secrets.token_hex(4)}"
+        self._folder.set_current(point, run)
 
         def create(master: Master) -> dict[str, Any]:
             # A request can arrive although its answer does not.
-            return self._find_at(master, point.name, after) or master.create(point.request)
+            return self._find_at(master, run) or master.create({**point.request, "name": run})
 
         return self._call(create)
 
@@ -267,19 +255,20 @@ class Runner:
     def _stop_current(self) -> None:
         """Stop the run that goes on, because the user ends the sweep."""
         current = self._folder.current()
-        item = None if current is None else self._find(current["name"], current["after"])
+        if current is None:
+            return
+        item = self._find(current["run"])
         if item is not None and item.get("state") in _OPEN:
-            self._observer.note(f"stopping {item['name']}")
+            self._observer.note(f"stopping {current['name']}")
             self._call(lambda master: master.stop(item["id"]))
         self._folder.set_current(None)
 
-    def _find(self, name: str, after: int) -> dict[str, Any] | None:
-        return self._call(lambda master: self._find_at(master, name, after))
+    def _find(self, run: str) -> dict[str, Any] | None:
+        return self._call(lambda master: self._find_at(master, run))
 
     @staticmethod
-    def _find_at(master: Master, name: str, after: int) -> dict[str, Any] | None:
-        """Return the run with a name and an id above another one."""
-        return next((item for item in master.runs() if item.get("name") == name and int(item["id"]) > after), None)
+    def _find_at(master: Master, run: str) -> dict[str, Any] | None:
+        return next((item for item in master.runs() if item.get("name") == run), None)
 
     def _call(self, request: Callable[[Master], T]) -> T:
         """Send a request, again and to a new master if the master does not answer."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from mlbench_core.aggregation.pytorch.consensus import averaged_weights
+from mlbench_core.aggregation.pytorch.consensus import averaged_weights, consensus_distance
+from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from mlbench_core.distributed.pytorch.process_groups import sum_over_workers
 from tests.helpers.ranks import run_ranks
 
@@ -95,6 +97,21 @@ def test_two_workers() -> None:
     for name, mean in results[0]["inside"].items():
         own = [torch.tensor(result["before"][name], dtype=torch.float64) for result in results]
         torch.testing.assert_close(torch.tensor(mean, dtype=torch.float64), sum(own) / 2, rtol=1e-6, atol=1e-7)
+
+
+def average_twice(rank: int, world_size: int) -> list[Any]:
+    recorded: list[Any] = []
+    CommunicationClock().report(None)
+    model = nn.Linear(2, 1)
+    consensus_distance(model)
+    with averaged_weights(model):
+        pass
+    CommunicationClock().report(SimpleNamespace(record_collective=lambda *collective: recorded.append(collective)))
+    return recorded
+
+
+def test_averages_outside_of_training_are_not_recorded() -> None:
+    assert run_ranks(2, average_twice) == [[], []]
 
 
 def test_alone_nothing_changes() -> None:

@@ -161,3 +161,25 @@ def test_text_store_needs_data(tmp_path: Path) -> None:
     done = run_script([str(MICRO / "text_store.py")], timeout_s=120, MLBENCH_TEST_DATA="")
     assert done.returncode == 1
     assert done.stderr == "text_store.py needs the text of Multi30k: give --data FOLDER with train.en and train.de\n"
+
+
+def test_predictions_are_saved_after_each_block(
+    micro: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script, calls = micro("prediction"), 0
+
+    def run_workers(network: str, workers: int, rounds: int) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        if calls > 2:  # a block is one worker alone and one network
+            raise TimeoutError
+        collectives = [] if workers == 1 else [["all_reduce", workers, 1000, 1]]
+        return {name: {"seconds": 0.03 * workers, "collectives": collectives} for name in script.METHODS}
+
+    monkeypatch.setattr(script, "run_workers", run_workers)
+    with pytest.raises(TimeoutError):
+        script.main(["--quick", "--blocks", "3", "--save", str(tmp_path)])
+    found = micro("_bench").read(tmp_path / "prediction.json")
+    (run,) = found["runs"]
+    assert run["conditions"].startswith("1 of 3 blocks of 2 rounds")
+    assert {row["value"] for row in run["rows"]} == {60.0}

@@ -56,3 +56,27 @@ def test_a_run_that_cannot_be_predicted_is_named(tmp_path: Path, call: Call) -> 
     write_run(tmp_path / "ddp", workers=2, algorithm="ddp")
     shown = call("predict", str(tmp_path), "--network", "lan-1g", "--workers", "4", code=1)
     assert "the run ddp must have several workers and a record of its collectives" in shown.stderr
+
+
+def test_a_configuration_without_a_prediction_has_an_empty_line(folder: Path, call: Call) -> None:
+    write_run(folder / "ddp", workers=2, algorithm="ddp")
+    shown = call("predict", str(folder), "--network", "lan-1g", "--workers", "4")
+    lines = sorted(line.split()[:5] for line in shown.stdout.splitlines()[1:])
+    assert lines[1] == ["ddp", "1gbit", "4", "none", "-"]
+    assert lines[0][:4] == ["centralized_sgd", "1gbit", "4", "predicted"]
+    assert "ddp: the run ddp must have several workers" in shown.stderr
+
+
+def test_bytes_are_those_until_the_goal(tmp_path: Path, call: Call) -> None:
+    entry = {"op": "all_reduce", "group": 2, "calls": 40, "bytes": 40_000, "overlapped": False}
+    write_run(tmp_path / "longer", epochs=4, network=SLOW, collectives=[entry])
+    write_run(tmp_path / "missed", epochs=2, network=SLOW, collectives=[entry], algorithm="power_sgd")
+    shown = call("predict", str(tmp_path), "--network", SLOW, "--network", "lan-1g", "--workers", "2", "--json")
+    rows = {(row["run"], row["figures"]): row["bytes_sent"] for row in json.loads(shown.stdout)}
+    # The goal takes 30 steps of 2 workers, and each sends 1000 bytes in a step.
+    assert rows == {
+        ("centralized_sgd", "measured"): 60_000,
+        ("centralized_sgd", "predicted"): 60_000,
+        ("power_sgd", "measured"): None,
+        ("power_sgd", "predicted"): None,
+    }

@@ -193,3 +193,13 @@ def test_the_shortcut_is_the_setting(make: Any) -> None:
     assert long.aggregation.overlap
     assert short.param_groups[0]["fused"] is long.param_groups[0]["fused"] is True
     assert torch.equal(short.param_groups[0]["params"][0], long.param_groups[0]["params"][0])
+
+
+@pytest.mark.parametrize(
+    "make", [partial(CentralizedSGD, overlap=True), partial(CentralizedAdam, overlap=True), DiLoCo, StreamingDiLoCo]
+)
+def test_one_rule_chooses_fused_kernels(make: Any) -> None:
+    gaps = nn.Linear(3, 2)
+    gaps.weight = nn.Parameter(torch.zeros(2, 6)[:, :3])
+    models = (nn.Linear(3, 2), nn.Linear(3, 2, dtype=torch.bfloat16), gaps)
+    assert [make(model=model, lr=0.1).param_groups[0]["fused"] for model in models] == [True, None, None]

@@ -134,6 +134,6 @@ def test_a_run_that_missed_its_goal_has_steps_but_no_time_to_it() -> None:
     run = record(reached=False, steps_to_goal=None, time_to_goal_s=None)
     found = predict(run, parse_network(SLOW), 4)
     assert found.time_to_goal_s is None
-    assert found.bytes_sent == 4 * 4000 * 200
+    assert found.bytes_sent is None
     with pytest.raises(ConfigurationError, match="the run measured must have reached its goal"):
         predict_time_to_goal(run, parse_network(SLOW), 4)

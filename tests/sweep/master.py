@@ -14,6 +14,11 @@ class Killed(BaseException):
     """The process of the sweep is killed."""
 
 
+def plain(run: str) -> str:
+    """Return the name of a run without its random digits."""
+    return run.rpartition("-")[0]
+
+
 class MemoryMaster:
     """A master whose runs end when they are asked for the second time.
 
@@ -21,8 +26,8 @@ class MemoryMaster:
         requests: The requests for runs that arrived.
         calls: Number of requests of any kind.
         before: Called with the name of each request before it is carried out, and ``after`` after it.
-        reasons: Why a run fails, by its name; the others finish.
-        lasting: Names of runs that do not end by themselves.
+        reasons: Why a run fails, by its name without random digits; the others finish.
+        lasting: Such names of runs that do not end by themselves.
     """
 
     def __init__(self) -> None:
@@ -54,8 +59,8 @@ class MemoryMaster:
         item = self.items[run_id]
         if item["state"] == "initialized":
             item["state"] = "started"
-        elif item["state"] == "started" and item["name"] not in self.lasting:
-            reason = self.reasons.get(item["name"], "")
+        elif item["state"] == "started" and plain(item["name"]) not in self.lasting:
+            reason = self.reasons.get(plain(item["name"]), "")
             self._end(item, reason)
         return dict(item)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.network.named import get_network
 from mlbench_core.sweep import file
 from mlbench_core.sweep.file import load_sweep, parse_sweep
+from mlbench_core.sweep.folder import SweepFolder
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "sweep.md"
 LEAST: dict[str, Any] = {"task": "1a", "workers": [1], "algorithms": ["power_sgd"]}
@@ -94,6 +97,29 @@ def test_a_whole_file(tmp_path: Path) -> None:
         load_sweep(path)
     with pytest.raises(ConfigurationError, match="cannot read the sweep"):
         load_sweep(tmp_path / "none.toml")
+
+
+def test_the_folder_of_a_sweep_has_the_files_that_it_names(tmp_path: Path) -> None:
+    named = tmp_path / "named"
+    for folder, bandwidth in (("one", "1mbit"), ("two", "2mbit")):
+        (named / folder).mkdir(parents=True)
+        (named / folder / f"net-{folder}.toml").write_text(f'[link]\nbandwidth = "{bandwidth}"\n')
+    (named / "net-one.toml").write_text(
+        '[[machine]]\nname = "mine"\nprovider = "p"\ncpu = "c"\ncores = 1\nmemory_gib = 1\n'
+    )
+    (named / "lab.toml").write_text(
+        f'title = "Lab"\ntask = "1a"\nworkers = [2]\nalgorithms = ["power_sgd"]\n'
+        f'networks = ["lan-1g", "one/../one/net-one.toml", "{named}/two/net-two.toml"]\n'
+        '[price]\nmachine = "mine"\nprices = "net-one.toml"\n'
+    )
+    sweep, copy = load_sweep(named / "lab.toml"), tmp_path / "out" / "sweep.toml"
+    with SweepFolder(tmp_path / "out").open(named / "lab.toml", sweep.files):
+        pass
+    shutil.rmtree(named)
+    found = load_sweep(copy)
+    assert found == sweep and list(found.networks.values()) == [get_network(n) for n in ("lan-1g", "1mbit", "2mbit")]
+    with SweepFolder(tmp_path / "out").open(copy, found.files):
+        assert load_sweep(copy) == sweep
 
 
 def test_the_file_on_the_page_is_a_sweep(tmp_path: Path) -> None:

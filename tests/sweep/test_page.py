@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 import sys
@@ -217,9 +218,20 @@ def test_a_sweep_without_runs_has_no_page(tmp_path: Path) -> None:
 
 
 def test_an_inline_figure_has_the_colors_of_the_page() -> None:
-    found = outcome(cell("a", "fast", 2, 10.0, 12.0))
+    cells = [cell("a", "fast", workers, 10.0, 12.0, None) for workers in range(2, 9)]
+    found = outcome(cell("a", None, 1, 20.0), *cells)
     (time, *_) = rows_figures.quantities(found, Pricing())
     with figures.style():
-        svg = inline_svg(rows_figures.draw_rows(found, time, "fast"), 'a "label"')
-    assert 'aria-label="a &quot;label&quot;"' in svg and "var(--c1)" in svg and "#0072b2" not in svg
-    assert "width=" not in svg.partition(">")[0] and "Machine" not in svg, "the caption is text of the page"
+        drawing = rows_figures.draw_rows(found, time, "fast")
+        whole = io.StringIO()
+        drawing.figure.savefig(whole, format="svg")
+        svg = inline_svg(drawing, 'a "label"')
+    assert 'aria-label="a &quot;label&quot;"' in svg and "width=" not in svg.partition(">")[0]
+    assert not re.search(r"[:\"] ?#[0-9a-fA-F]{3}", re.sub(r'href="#', "", svg)), "a color that would stay in the dark"
+    used = set(re.findall(r"var\((--[\w-]+)\)", svg))
+    assert used >= {"--ink", "--grid", "--faint", *(f"--c{number}" for number in range(1, 7))}
+    page_style = (Path(page.__file__).with_name("page.css")).read_text(encoding="utf-8")
+    assert all(page_style.count(f"{name}:") == 2 for name in used), "each color is defined for light and for dark"
+    assert "Mark and number: median" in whole.getvalue() and "Mark and number" not in svg
+    _, height = re.findall(r'viewBox="0 0 (\S+) (\S+)"', svg)[0]
+    assert float(height) < 72 * drawing.figure.get_size_inches()[1], "the caption is text of the page"

@@ -14,7 +14,7 @@ from mlbench_core.sweep import runner
 from mlbench_core.sweep.file import Point, Sweep, parse_sweep
 from mlbench_core.sweep.folder import Done, Failure, SweepFolder
 from mlbench_core.sweep.runner import Observer, Runner
-from tests.sweep.master import Killed, MemoryMaster
+from tests.sweep.master import Killed, MemoryMaster, plain
 
 CONTENT: dict[str, Any] = {
     "task": "1a",
@@ -56,7 +56,7 @@ def start(folder: Path, master: MemoryMaster, sweep: Sweep | None = None) -> End
     points = sweep.points()
     done, failures = state.done(sweep, points), state.failures(points)
     pending = [point for point in points if point.name not in done and state.may_try(failures.get(point.name))]
-    with state.open(source):
+    with state.open(source, {}):
         Runner(sweep, state, lambda: master, ends).run(pending)
     return ends
 
@@ -68,12 +68,12 @@ def names(folder: Path) -> list[str]:
 def test_all_runs_in_order_and_once(tmp_path: Path, master: MemoryMaster) -> None:
     start(tmp_path / "out", master)
     expected = [f"{name}-{end}-s42" for end in ("1", "2-lan-1g") for name in ("centralized-sgd", "power-sgd")]
-    assert [request["name"] for request in master.requests] == expected
+    assert [plain(request["name"]) for request in master.requests] == expected
     assert master.requests[3]["network"] == "1gbit" and "network" not in master.requests[0]
     assert master.requests[3]["arguments"] == ["--optimizer", "power_sgd", "--seed", "42"]
     start(tmp_path / "out", master, parse_sweep({**CONTENT, "seeds": 2}))
-    assert [request["name"] for request in master.requests[4:]] == [name[:-1] + "3" for name in expected]
-    assert names(tmp_path / "out") == sorted(request["name"] for request in master.requests)
+    assert [plain(request["name"]) for request in master.requests[4:]] == [name[:-1] + "3" for name in expected]
+    assert names(tmp_path / "out") == sorted(plain(request["name"]) for request in master.requests)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -95,8 +95,8 @@ def test_killed_at_every_request(tmp_path: Path, when: str) -> None:
             return
         except Killed:
             start(folder, master, sweep)
-        requested = [request["name"] for request in master.requests]
-        assert sorted(requested) == names(folder) == sorted(item["name"] for item in master.items.values())
+        requested = [plain(request["name"]) for request in master.requests]
+        assert sorted(requested) == names(folder)
         assert not (folder / "current.json").exists()
 
 
@@ -136,15 +136,33 @@ def test_nothing_starts_after_the_budget(tmp_path: Path, master: MemoryMaster) -
     assert master.requests == []
 
 
-def test_a_run_of_somebody_else_is_left_alone(tmp_path: Path, master: MemoryMaster) -> None:
-    item = master.create({"name": "power-sgd-1-s42"})
-    with pytest.raises(ConfigurationError, match="power-sgd-1-s42 must be free at the master"):
-        start(tmp_path / "out", master)
-    assert item["id"] in master.items
-    # A run that has ended is in the way of nobody.
-    master.stop(item["id"])
-    start(tmp_path / "out", master)
-    assert len(names(tmp_path / "out")) == 4
+@pytest.mark.parametrize("number", range(1, 12))
+def test_sweeps_on_one_master_leave_each_other_alone(tmp_path: Path, master: MemoryMaster, number: int) -> None:
+    """One sweep is killed, another with the same names runs in between, and then the first one continues."""
+    calls = itertools.count(1)
+
+    def kill(name: str) -> None:
+        if next(calls) == number:
+            raise Killed(name)
+
+    master.after = kill
+    with pytest.raises(Killed):
+        start(tmp_path / "first", master)
+    start(tmp_path / "second", master, parse_sweep({**CONTENT, "arguments": ["--lr", "1"]}))
+    start(tmp_path / "first", master)
+    assert names(tmp_path / "first") == names(tmp_path / "second")
+    assert len(master.items) == len(master.requests) == 8
+
+
+def test_a_run_that_an_earlier_version_started_is_taken_over(tmp_path: Path, master: MemoryMaster) -> None:
+    state, point = SweepFolder(tmp_path / "out"), parse_sweep(CONTENT).points()[0]
+    master.create(point.request)
+    state.set_current(point)
+    current = tmp_path / "out" / "current.json"
+    current.write_text(current.read_text().replace('"run"', '"after"'))
+    ends = start(tmp_path / "out", master)
+    assert ends.notes == [f"{point.name} was started before: going on with it"]
+    assert len(master.requests) == 4
 
 
 def test_a_master_that_does_not_answer_is_looked_for_again(tmp_path: Path, master: MemoryMaster) -> None:
@@ -160,9 +178,17 @@ def test_a_master_that_does_not_answer_is_looked_for_again(tmp_path: Path, maste
     assert len(names(tmp_path / "out")) == len(master.requests) == 4
 
 
-def test_an_older_run_is_deleted_even_if_the_answer_is_lost(tmp_path: Path, master: MemoryMaster) -> None:
-    old = master.create({"name": "centralized-sgd-1-s42"})
-    master.items[old["id"]]["state"] = "finished"
+def test_a_run_that_is_not_wanted_any_more_is_deleted_even_if_the_answer_is_lost(
+    tmp_path: Path, master: MemoryMaster
+) -> None:
+    def kill(name: str) -> None:
+        if name == "create":
+            raise Killed(name)
+
+    master.after = kill
+    with pytest.raises(Killed):
+        start(tmp_path / "out", master)
+    (old,) = master.items
     calls: list[str] = []
 
     def lose(name: str) -> None:
@@ -171,8 +197,8 @@ def test_an_older_run_is_deleted_even_if_the_answer_is_lost(tmp_path: Path, mast
             raise MasterRequestError("the master does not answer")
 
     master.after = lose
-    start(tmp_path / "out", master)
-    assert old["id"] not in master.items and len(names(tmp_path / "out")) == 4
+    start(tmp_path / "out", master, parse_sweep({**CONTENT, "algorithms": ["ef_sign_sgd"]}))
+    assert old not in master.items and len(names(tmp_path / "out")) == 2
 
 
 def test_a_refused_request_is_the_failure_of_its_run(tmp_path: Path, master: MemoryMaster) -> None:
@@ -189,7 +215,7 @@ def test_a_refused_request_is_the_failure_of_its_run(tmp_path: Path, master: Mem
 def test_a_lost_run_is_replaced_once(tmp_path: Path, master: MemoryMaster) -> None:
     master.reasons["power-sgd-1-s42"] = "lost: the run is not running, and it left no status"
     assert isinstance(start(tmp_path / "out", master).ends["power-sgd-1-s42"], Failure)
-    assert [request["name"] for request in master.requests].count("power-sgd-1-s42") == 2
+    assert [plain(request["name"]) for request in master.requests].count("power-sgd-1-s42") == 2
 
 
 def test_ctrl_c_stops_the_run(tmp_path: Path, master: MemoryMaster) -> None:
@@ -210,5 +236,5 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path: Path, master: MemoryMaster) 
     state = SweepFolder(tmp_path / "out")
     source = tmp_path / "a.toml"
     source.write_text("")
-    with state.open(source), pytest.raises(ConfigurationError, match="one sweep at a time"):
+    with state.open(source, {}), pytest.raises(ConfigurationError, match="one sweep at a time"):
         start(tmp_path / "out", master)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mlbench_core.aggregation.pytorch.timing import CommunicationClock, count_collective, forget_collectives
+import pytest
+
+from mlbench_core.aggregation.pytorch.timing import CommunicationClock, count_collective, uncounted
 from mlbench_core.tracking import Tracker
 from mlbench_core.tracking.collectives import CollectiveCounts
 from tests.results.helpers import write_run
@@ -39,12 +42,18 @@ def test_a_collective_before_the_first_tracker_belongs_to_none() -> None:
     assert ended(tracker) == []
 
 
-def test_collectives_outside_of_a_step_are_forgotten() -> None:
+def test_collectives_outside_of_a_step_do_not_count() -> None:
     tracker = Tracker([], "run", 0)
     count()
-    forget_collectives()
+    with pytest.raises(ZeroDivisionError), uncounted():
+        count()
+        raise ZeroDivisionError
     CommunicationClock().report(tracker)
-    assert ended(tracker) == []
+    assert ended(tracker) == [ENTRY]
+    with uncounted(), ThreadPoolExecutor() as other:
+        other.submit(count).result()
+    CommunicationClock().report(tracker)
+    assert ended(tracker) == [{**ENTRY, "calls": 6, "bytes": 600}]
 
 
 def test_a_resumed_run_goes_on_counting() -> None:

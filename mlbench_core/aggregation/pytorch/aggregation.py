@@ -161,8 +161,7 @@ class Aggregation(ABC):
         # Gloo needs it in the host's memory, NCCL on the GPU.
         sent = process_groups.get_backend_tensor(flag, self.group)
         process_groups.dist.all_reduce(sent, op=process_groups.dist.ReduceOp.MAX, group=self.group)
-        self._count_bytes(sent)
-        count_collective("all_reduce", self.world_size, sent.nbytes)
+        self._count("all_reduce", self.world_size, sent.nbytes)
         if sent is not flag:
             flag.copy_(sent)
 
@@ -221,9 +220,13 @@ class Aggregation(ABC):
             return check_denominator(denom)
         raise UnknownOperationError(f"op must be '{AVG_WORLD}' or '{AVG_CUSTOM}', not {op!r}")
 
-    def _count_bytes(self, message: Tensor) -> None:
-        """Add a message to the account of bytes sent."""
-        size_bytes = message.numel() * message.element_size()
+    def _count(self, op: str, group: int, size_bytes: int, overlapped: bool = False) -> None:
+        """Count a collective for the tracker, and its bytes as sent; see :func:`count_collective`."""
+        self._count_bytes(size_bytes)
+        count_collective(op, group, size_bytes, overlapped)
+
+    def _count_bytes(self, size_bytes: int) -> None:
+        """Count bytes as sent."""
         self.bytes_sent += size_bytes
         self.last_bytes += size_bytes
 
@@ -234,8 +237,7 @@ class Aggregation(ABC):
         if tensors:
             before = part.bytes_sent
             part.aggregate(tensors, op, denom)
-            self.bytes_sent += part.bytes_sent - before
-            self.last_bytes += part.bytes_sent - before
+            self._count_bytes(part.bytes_sent - before)
 
     @torch.no_grad()
     @naming_lost_workers()

@@ -20,7 +20,6 @@ from mlbench_core.aggregation.pytorch.aggregation import (
 from mlbench_core.aggregation.pytorch.buckets import BUCKET_SIZE_BYTES
 from mlbench_core.aggregation.pytorch.messages import as_real, by_dtype_and_device, divide, pack, unpack
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
-from mlbench_core.aggregation.pytorch.timing import count_collective
 from mlbench_core.arguments import check_int
 from mlbench_core.distributed.pytorch import process_groups
 
@@ -181,9 +180,8 @@ class AllReduceAggregation(Aggregation):
             work: Any = self._shared_sum().start(sent)
         else:
             work = process_groups.dist.all_reduce(sent, group=self.group, async_op=True)
-        self._count_bytes(sent)
         op = "shared_memory_sum" if self.shared_memory else "all_reduce"
-        count_collective(op, self.world_size, sent.nbytes, overlapped)
+        self._count(op, self.world_size, sent.nbytes, overlapped)
         return Transfer(message, sent, work)
 
     def _shared_sum(self) -> SharedMemorySum:

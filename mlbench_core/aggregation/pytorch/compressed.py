@@ -19,7 +19,6 @@ from mlbench_core.aggregation.pytorch.aggregation import (
 )
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
-from mlbench_core.aggregation.pytorch.timing import count_collective
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["CompressedAggregation", "LossyAggregation"]
@@ -195,8 +194,7 @@ class CompressedAggregation(LossyAggregation):
         # The messages arrive in the rows of one tensor, so they need not be copied together afterward.
         gathered = sent.new_empty(self.world_size, sent.numel())
         process_groups.dist.all_gather(list(gathered), sent, group=self.group)
-        self._count_bytes(sent)
-        count_collective("all_gather", self.world_size, sent.nbytes)
+        self._count("all_gather", self.world_size, sent.nbytes)
         return gathered.to(message.device)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
-from mlbench_core.aggregation.pytorch.timing import forget_collectives
+from mlbench_core.aggregation.pytorch.timing import uncounted
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["average_weights", "averaged_weights", "consensus_distance"]
@@ -45,9 +45,9 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: A
         name: weight.detach().to(torch.promote_types(weight.dtype, torch.float64)) for name, weight in trainable(model)
     }
     average = {name: weight.clone() for name, weight in weights.items()}
-    AllReduceAggregation(None, process_group=process_group).aggregate(average, AVG_WORLD)
     # Neither this nor the average below is a part of a training step, whose collectives the tracker counts.
-    forget_collectives()
+    with uncounted():
+        AllReduceAggregation(None, process_group=process_group).aggregate(average, AVG_WORLD)
     # Each worker knows only its own distance, so the mean of the squares needs one more number from every worker.
     squared = sum(float((weights[name] - average[name]).abs().square().sum()) for name in weights)
     return float(process_groups.global_average(squared, 1, process_group).sqrt())
@@ -65,8 +65,8 @@ def average_weights(model: nn.Module, process_group: Any = None) -> None:
     Example:
         >>> average_weights(nn.Linear(2, 1))
     """
-    AllReduceAggregation(None, process_group=process_group).agg_model()(model, AVG_WORLD)
-    forget_collectives()
+    with uncounted():
+        AllReduceAggregation(None, process_group=process_group).agg_model()(model, AVG_WORLD)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from torch import Tensor
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, UnknownOperationError
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.messages import KeptMemory, by_dtype_and_device, in_blocks, pack, unpack
-from mlbench_core.aggregation.pytorch.timing import count_collective
 from mlbench_core.aggregation.pytorch.topology import Topology, from_edges
 from mlbench_core.distributed.pytorch import process_groups
 
@@ -155,10 +154,8 @@ class DecentralizedAggregation(Aggregation):
         # Sends and receives start together. In a blocking order, two neighbors could wait for each other.
         for work in dist.batch_isend_irecv(transfers):
             work.wait()
-        for _ in self.neighbors:
-            self._count_bytes(sent)
         # All neighbors at once: their messages share this worker's link but not their delays.
-        count_collective("neighbors", len(peers) + 1, sent.nbytes * len(peers))
+        self._count("neighbors", len(peers) + 1, sent.nbytes * len(peers))
         return [buffer.to(message.device) for buffer in received]
 
     def _compare_neighbors(self, tag: bytes = bytes(TAG_BYTES)) -> bool:

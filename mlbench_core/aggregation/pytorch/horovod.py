@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation, Transfer
-from mlbench_core.aggregation.pytorch.timing import count_collective
 from mlbench_core.errors import ConfigurationError, require
 
 __all__ = ["AllReduceAggregationHVD"]
@@ -62,14 +61,12 @@ class AllReduceAggregationHVD(AllReduceAggregation):
         """Raise a flag on every worker if one worker raised it, in place."""
         if self.world_size > 1:
             flag.copy_(_horovod().allreduce(flag, op=_horovod().Sum))
-            self._count_bytes(flag)
-            count_collective("all_reduce", self.world_size, flag.nbytes)
+            self._count("all_reduce", self.world_size, flag.nbytes)
 
     def start(self, message: Tensor, overlapped: bool = False) -> Transfer:
         """Sum a flat message over the workers."""
         message.copy_(_horovod().allreduce(message, op=_horovod().Sum))
-        self._count_bytes(message)
-        count_collective("all_reduce", self.world_size, message.nbytes)
+        self._count("all_reduce", self.world_size, message.nbytes)
         return Transfer(message, message, work=None)
 
     def finish(self, transfer: Transfer) -> None:

@@ -27,7 +27,6 @@ from mlbench_core.aggregation.pytorch.messages import as_bytes, by_dtype_and_dev
 from mlbench_core.aggregation.pytorch.names import by_plain_name
 from mlbench_core.aggregation.pytorch.packing import pack_codes, packed_bytes, unpack_codes
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation
-from mlbench_core.aggregation.pytorch.timing import count_collective
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
@@ -229,7 +228,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         """Start to sum tensors; return the function that waits and replaces them by their averages."""
         message = pack(kind)
         transfer = self._all_reduce.start(message, overlapped=self.delay > 0)
-        self._count_bytes(transfer.sent)
+        self._count_bytes(transfer.sent.nbytes)
 
         def receive() -> None:
             self._all_reduce.finish(transfer)
@@ -246,8 +245,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
             message = message.cpu() if is_gloo else process_groups.get_backend_tensor(message, self.group)
             gathered = message.new_empty(self.world_size, len(message))
             work = process_groups.dist.all_gather(list(gathered), message, group=self.group, async_op=True)
-            self._count_bytes(message)
-            count_collective("all_gather", self.world_size, message.nbytes, overlapped=self.delay > 0)
+            self._count("all_gather", self.world_size, message.nbytes, overlapped=self.delay > 0)
             self._bytes_before += sum(tensor.nbytes for tensor in kind)
             self._bytes_after += len(message)
 

@@ -6,14 +6,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-__all__ = ["CommunicationClock", "Interval", "count_collective", "forget_collectives"]
+__all__ = ["CommunicationClock", "Interval", "count_collective", "uncounted"]
 
 # Collectives of this process that no tracker has received yet: (kind, group, bytes, overlapped) and their number.
 _collectives: Counter[tuple[str, int, int, bool]] = Counter()
+# Of each thread, because another one may be training.
+_is_counting = ContextVar("is_counting", default=True)
 
 
 def count_collective(op: str, group: int, size_bytes: int, overlapped: bool = False) -> None:
@@ -25,12 +28,18 @@ def count_collective(op: str, group: int, size_bytes: int, overlapped: bool = Fa
         size_bytes: Payload of this worker in one call.
         overlapped: True if training goes on while the collective runs.
     """
-    _collectives[op, group, size_bytes, overlapped] += 1
+    if _is_counting.get():
+        _collectives[op, group, size_bytes, overlapped] += 1
 
 
-def forget_collectives() -> None:
-    """Forget the collectives since the last report, because they are not those of a training step."""
-    _collectives.clear()
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Count no collective of this thread in the block, because it is not a part of a training step."""
+    token = _is_counting.set(False)
+    try:
+        yield
+    finally:
+        _is_counting.reset(token)
 
 
 class Interval:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
-from mlbench_core.aggregation.pytorch.timing import forget_collectives
+from mlbench_core.aggregation.pytorch.timing import uncounted
 from mlbench_core.arguments import check_at_least
 from mlbench_core.controlflow.pytorch.batches import batch_size, maybe_range, prepare_batch
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer
@@ -367,9 +367,9 @@ class TrainValidation:
             self.tracker,
         )
         if self.average_models:
-            AllReduceAggregation(self.world_size).agg_model()(self.model, "avg_world")
             # The result lists the collectives of training steps only, and averaging the models is not one of them.
-            forget_collectives()
+            with uncounted():
+                AllReduceAggregation(self.world_size).agg_model()(self.model, "avg_world")
         is_best = False
         # Without a validation, a scheduler for plateaus can only follow the training loss.
         plateau_loss = train_loss

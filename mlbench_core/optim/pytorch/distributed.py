@@ -21,7 +21,7 @@ from mlbench_core.aggregation.pytorch.names import check_names
 from mlbench_core.aggregation.pytorch.overlap import OverlappedReduction
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from mlbench_core.arguments import check_finite_at_least_0
-from mlbench_core.optim.pytorch.one_pass_sgd import is_dense
+from mlbench_core.optim.pytorch.fused import is_dense
 
 __all__ = [
     "Closure",

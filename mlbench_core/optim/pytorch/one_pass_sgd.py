@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.optim.sgd import sgd
 
-__all__ = ["OnePassSGD", "is_dense", "sgd_step"]
+from mlbench_core.optim.pytorch.fused import is_dense
+
+__all__ = ["OnePassSGD", "sgd_step"]
 
 _LEAST_ELEMENTS = 1 << 14  # smaller tensors stay in the cache between the passes of the plain update
 _UNIT_ELEMENTS = 64  # a multiple of the elements that a CPU adds up in one instruction
@@ -117,14 +119,3 @@ def _is_alike(parameter: Tensor, gradient: Tensor, buffer: Tensor | None) -> boo
 def _flat(tensor: Tensor) -> Tensor:
     """Return the memory of a dense tensor as a vector."""
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def is_dense(parameter: Tensor) -> bool:
-    """Return whether a parameter's memory holds its own numbers only, in any order.
-
-    Example:
-        >>> table = torch.zeros(4, 6)
-        >>> is_dense(table), is_dense(table.t()), is_dense(table[:2]), is_dense(table[:, :3])
-        (True, True, True, False)
-    """
-    return torch.empty_like(parameter, device="meta").stride() == parameter.stride()

@@ -29,7 +29,8 @@ from mlbench_core.optim.pytorch.distributed import (
     check_denominator_and_clipping,
     check_lr,
 )
-from mlbench_core.optim.pytorch.one_pass_sgd import OnePassSGD, is_dense
+from mlbench_core.optim.pytorch.fused import is_dense, suits_fused
+from mlbench_core.optim.pytorch.one_pass_sgd import OnePassSGD
 
 __all__ = [
     "CentralizedAdam",
@@ -262,21 +263,15 @@ def _fused(fused: bool | None, aggregation: Aggregation | None, model: nn.Module
     overlaps = isinstance(aggregation, Aggregation) and aggregation.overlap
     if fused is False or not isinstance(model, nn.Module) or not (fused or overlaps):
         return fused
-    # A fused kernel treats the memory of a parameter as one dense block, gaps included.
-    with_gaps = [name for name, parameter in model.named_parameters() if not is_dense(parameter)]
-    if fused and with_gaps:
+    if not fused:
+        return suits_fused(model) or None
+    gap = next((name for name, parameter in model.named_parameters() if not is_dense(parameter)), None)
+    if gap is not None:
         raise ValueError(
-            f"fused must be False or None, not True: {with_gaps[0]!r} is a part of a larger tensor, and torch's fused "
-            "kernel would write into the rest of this tensor"
+            f"fused must be False or None, not True: {gap!r} is a part of a larger tensor, and torch's fused kernel "
+            "would write into the rest of this tensor"
         )
-    return True if fused or (not with_gaps and all(map(_has_fused_kernel, model.parameters()))) else None
-
-
-def _has_fused_kernel(parameter: torch.Tensor) -> bool:
-    """Return whether torch's fused SGD and Adam are right for a parameter."""
-    # On CPUs, the fused SGD of torch 2.13 leaves most elements in half precision as they are.
-    is_full = parameter.dtype in (torch.float32, torch.float64)
-    return is_full if parameter.device.type == "cpu" else parameter.is_floating_point() and parameter.is_cuda
+    return True
 
 
 def _sgd(
@@ -620,23 +615,6 @@ class LocalSGD(GenericCentralizedOptimizer):
         )
 
 
-def fused_adamw(model: nn.Module | None) -> bool | None:
-    """Return torch's argument ``fused``: True if the kernel is right for all parameters, None for torch's choice.
-
-    The plain update passes over the memory twice as often, and makes two new tensors of the size of the model.
-
-    Args:
-        model: The model; None stands for parameters that are not known.
-    """
-    parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
-    # A fused kernel treats the memory of a parameter as one dense block, gaps included.
-    fits = all(
-        is_dense(p) and p.dtype in (torch.float32, torch.float64) and p.device.type in ("cpu", "cuda")
-        for p in parameters
-    )
-    return True if parameters and fits else None
-
-
 class DiLoCo(GenericCentralizedOptimizer):
     r"""AdamW on every worker, and every H steps an outer step along the average of their changes (DiLoCo).
 
@@ -718,7 +696,7 @@ class DiLoCo(GenericCentralizedOptimizer):
                 betas=betas,
                 eps=eps,
                 weight_decay=weight_decay,
-                fused=fused_adamw(model),
+                fused=suits_fused(model) or None,
             )
         elif lr is not required:
             raise ValueError(f"lr must be left out, not {lr!r}, because inner_optimizer has its own: write it there")

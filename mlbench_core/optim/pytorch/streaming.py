@@ -19,7 +19,7 @@ from mlbench_core.optim.pytorch.distributed import (
     check_aggregation,
     check_lr,
 )
-from mlbench_core.optim.pytorch.presets import fused_adamw
+from mlbench_core.optim.pytorch.fused import suits_fused
 
 __all__ = ["StreamingDiLoCo"]
 
@@ -91,7 +91,7 @@ class StreamingDiLoCo(GenericCentralizedOptimizer):
         if inner_optimizer is None:
             lr = check_lr(lr, "StreamingDiLoCo")
             inner_optimizer = partial(
-                AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused_adamw(model)
+                AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=suits_fused(model) or None
             )
         elif lr is not required:
             raise ValueError(f"lr must be left out, not {lr!r}, because inner_optimizer has its own: write it there")

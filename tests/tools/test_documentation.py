@@ -1,0 +1,74 @@
+"""The documentation as it is built: no warning, and no link within it that leads nowhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+class Page(HTMLParser):
+    """The places of a page, and the addresses that it uses.
+
+    Attributes:
+        ids: The places.
+        addresses: Of links, pictures, scripts and styles.
+        loaded: Those that a browser fetches by itself.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.addresses: set[str] = set()
+        self.loaded: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if values.get("id"):
+            self.ids.add(str(values["id"]))
+        address = values.get("href") or values.get("src")
+        if address:
+            self.addresses.add(address)
+            if tag != "a":
+                self.loaded.add(address)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the pages; a warning is an error."""
+    folder = tmp_path_factory.mktemp("html")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
+def test_every_link_leads_to_a_place(built: Path) -> None:
+    read = cache(lambda path: Page(path.read_text(encoding="utf-8")))
+    dead = []
+    pages = sorted(built.rglob("*.html"))
+    assert len(pages) > 80
+    for page in pages:
+        for address in read(page).addresses:
+            parts = urlsplit(address)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            is_page = target.suffix == ".html"
+            if not target.exists() or (is_page and parts.fragment and unquote(parts.fragment) not in read(target).ids):
+                dead.append(f"{page.relative_to(built)}: {address}")
+    assert dead == []
+
+
+def test_no_page_needs_another_server(built: Path) -> None:
+    loaded = {address for page in built.rglob("*.html") for address in Page(page.read_text(encoding="utf-8")).loaded}
+    assert any(address.endswith(".css") or ".css?" in address for address in loaded)
+    assert [address for address in loaded if urlsplit(address).netloc] == []

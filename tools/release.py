@@ -1,0 +1,191 @@
+"""Build the files of a release and check them, without publishing anything: ``make release``.
+
+``python tools/release.py FOLDER`` copies the parts of the checkout that a build reads. It builds the source
+distribution and, from this, the wheel, and compares the contents of both with the checkout. It runs ``twine check`` if
+twine is installed. At the end it prints the steps of a real release, which CONTRIBUTING.md explains. The exit status is
+1 if something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import email
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Folders of the checkout, and the packages that they become in the wheel.
+PACKAGES = {
+    "mlbench_core": "mlbench_core",
+    "mlbench_master": "mlbench_master",
+    "benchmarks": "mlbench_benchmarks",
+    "charts": "mlbench_charts",
+}
+# Measured results, the files of experiments, and values with which tests render the chart.
+ONLY_IN_THE_CHECKOUT = re.compile(
+    r"mlbench_benchmarks/(micro/(RESULTS\.md|results/.*)|experiments/.*)|mlbench_charts/mlbench/ci/.*"
+)
+NEVER = re.compile(r"(^|/)(tests|docs|tools)/|\.pyc$|\.so$")
+SOURCES = (
+    "setup.py",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "Makefile",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "CITATION.cff",
+)
+SOURCE_FOLDERS = [*PACKAGES, "csrc", "requirements"]
+
+
+def copy_sources(target: Path) -> None:
+    """Copy the parts of the checkout that a build reads, and some that it must leave out."""
+    skipped = shutil.ignore_patterns("__pycache__", "*.pyc", "*.so", "*.egg-info", "_build", "results")
+    for name in SOURCES:
+        shutil.copy(ROOT / name, target)
+    for name in SOURCE_FOLDERS:
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "*.so"))
+    for name in ("docs", "tools"):
+        shutil.copytree(ROOT / name, target / name, ignore=skipped)
+
+
+def build(folder: Path) -> tuple[Path, Path]:
+    """Build a source distribution and, from its contents, a wheel.
+
+    The packages of the build come from this environment, so that nothing is downloaded.
+
+    Args:
+        folder: Gets both files.
+
+    Returns:
+        The source distribution and the wheel.
+    """
+    environment = {**os.environ, "MLBENCH_CUDA": "0"}
+    environment.pop("PYTHONPATH", None)
+    options = ["--no-isolation", "--skip-dependency-check", "--outdir", str(folder)]
+    with tempfile.TemporaryDirectory() as name:
+        copy_sources(Path(name))
+        command = [sys.executable, "-m", "build", *options, name]
+        done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise SystemExit(f"{done.stdout}\nthe build failed")
+    (source,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    return source, wheel
+
+
+def names_in_source(source: Path) -> set[str]:
+    """Return the files of a source distribution, without the folder that contains all of them."""
+    with tarfile.open(source) as archive:
+        return {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+
+
+def names_in_wheel(wheel: Path) -> set[str]:
+    """Return the files of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def expected_in_wheel() -> set[str]:
+    """Return the files of the checkout that belong into the wheel, by their names there."""
+    found = set()
+    for folder, package in PACKAGES.items():
+        for path in (ROOT / folder).rglob("*"):
+            name = f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
+            if path.is_file() and not NEVER.search(name) and not ONLY_IN_THE_CHECKOUT.fullmatch(name):
+                found.add(name)
+    return found
+
+
+def find_problems(source: Path, wheel: Path) -> list[str]:
+    """Compare a source distribution and a wheel with the checkout.
+
+    Returns:
+        One sentence for each file that is missing or must not be there; an empty list if all is right.
+    """
+    in_source, in_wheel, expected = names_in_source(source), names_in_wheel(wheel), expected_in_wheel()
+    metadata = {name for name in in_wheel if name.split("/")[0].endswith(".dist-info")}
+    sources = {name for folder in ("csrc", "requirements") for name in files_below(folder)} | set(SOURCES)
+    packaged = {name for folder in PACKAGES for name in in_source if name.startswith(f"{folder}/")}
+    as_packaged = {PACKAGES[name.split("/")[0]] + "/" + name.partition("/")[2] for name in packaged}
+    return [
+        *(f"{wheel.name} lacks {name}" for name in sorted(expected - in_wheel)),
+        *(f"{wheel.name} must not have {name}" for name in sorted(in_wheel - metadata - expected)),
+        *(f"{source.name} lacks {name}" for name in sorted(sources - in_source)),
+        *(f"{source.name} lacks {name}" for name in sorted(expected - as_packaged)),
+        *(f"{source.name} must not have {name}" for name in sorted(in_source) if NEVER.search(name)),
+    ]
+
+
+def files_below(folder: str) -> set[str]:
+    """Return the files of a folder of the checkout."""
+    paths = (path for path in (ROOT / folder).rglob("*") if path.is_file())
+    return {name for path in paths if not NEVER.search(name := path.relative_to(ROOT).as_posix())}
+
+
+def read_metadata(wheel: Path) -> email.message.Message:
+    """Return the metadata of a wheel: version, required packages, extras, description."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def describe(source: Path, wheel: Path) -> str:
+    """Return the sizes of both files and the number of files in each top folder."""
+    lines = []
+    for path, names in ((source, names_in_source(source)), (wheel, names_in_wheel(wheel))):
+        lines.append(f"{path.name}: {path.stat().st_size / 2**20:.1f} MiB, {len(names)} files")
+        tops = Counter(name.split("/")[0] + "/" * ("/" in name) for name in names)
+        lines += [f"  {count:>5}  {top}" for top, count in sorted(tops.items())]
+    return "\n".join(lines)
+
+
+def next_steps(version: str) -> str:
+    """Return what is left to do for a real release of a version."""
+    final = re.sub(r"\.dev\d+$", "", version)
+    steps = [
+        f"set the version {final} in the files that CONTRIBUTING.md lists",
+        f"in CHANGELOG.md, replace [Unreleased] by [{final}] with the date",
+        "run make test, make docs and make release",
+        f"commit, and tag the commit v{final}",
+        "upload both files with twine, and publish the built pages",
+    ]
+    return "\n".join(f"  {number}. {step}" for number, step in enumerate(steps, 1))
+
+
+def run_twine(*files: Path) -> bool:
+    """Run ``twine check`` if it is installed, and return False if it found something."""
+    if importlib.util.find_spec("twine") is None:
+        print("twine check: skipped, because twine is not installed (pip install twine)")
+        return True
+    return subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *map(str, files)]).returncode == 0
+
+
+def main() -> int:
+    """Build, check and describe."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "dist", help="folder for both files")
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("*.whl"), *folder.glob("*.tar.gz")):
+        old.unlink()
+    source, wheel = build(folder)
+    print(describe(source, wheel))
+    problems = find_problems(source, wheel)
+    print("\n".join(problems) or "contents: as expected")
+    twine_agrees = run_twine(source, wheel)
+    print(f"Nothing was published. A real release:\n{next_steps(str(read_metadata(wheel)['Version']))}")
+    return int(bool(problems) or not twine_agrees)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
