@@ -10,7 +10,7 @@ import pytest
 
 HOWTO = Path(__file__).parent.parent / "docs" / "howto"
 
-PAGES = ("custom_data", "debug_hanging", "goals", "gpus", "profile", "resume", "sinks")
+PAGES = ("custom_data", "debug_hanging", "goals", "gpus", "own_network", "profile", "resume", "sinks")
 """Pages whose Python blocks are one script from top to bottom."""
 
 # A block, and the text block that follows it directly: what the block prints.
