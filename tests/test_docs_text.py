@@ -35,7 +35,6 @@ WITH_LONG_SENTENCES: set[str] = {
 }
 WITH_OTHER_WORDS: set[str] = {
     "howto/clusters.md",
-    "howto/dashboard.md",
     "howto/docker.md",
     "howto/helm.md",
     "howto/hosts.md",
