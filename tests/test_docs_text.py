@@ -30,7 +30,6 @@ WITH_LONG_SENTENCES: set[str] = {
     "howto/network_lab.md",
     "howto/prediction.md",
     "howto/slurm.md",
-    "howto/sweep.md",
     "howto/text_data.md",
 }
 WITH_OTHER_WORDS: set[str] = {
@@ -41,7 +40,6 @@ WITH_OTHER_WORDS: set[str] = {
     "howto/kubernetes.md",
     "howto/network.md",
     "howto/slurm.md",
-    "howto/sweep.md",
     "howto/upgrading.md",
     "tutorials/porting.md",
 }
