@@ -27,7 +27,6 @@ WITH_LONG_SENTENCES: set[str] = {
     "howto/hosts.md",
     "howto/kubernetes.md",
     "howto/mpi.md",
-    "howto/network_lab.md",
     "howto/prediction.md",
     "howto/slurm.md",
     "howto/text_data.md",
