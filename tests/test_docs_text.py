@@ -39,7 +39,6 @@ WITH_OTHER_WORDS: set[str] = {
     "howto/kubernetes.md",
     "howto/network.md",
     "howto/slurm.md",
-    "howto/upgrading.md",
     "tutorials/porting.md",
 }
 
