@@ -53,7 +53,7 @@ test: lint types
 
 docs: $(VENV)/.installed
 	$(PIP) install --quiet -c requirements/development.txt -e '.[docs]'
-	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -t sources -b html docs docs/_build/html
 
 # The other scripts there need a GPU, a data set or MPI. Each saves its figures with --save; report.py writes RESULTS.md from these.
 MICRO = cli_start tracker cifar_batches linear_loading decoding awd_lstm shared_memory collectives task1a_epoch optimizers
