@@ -60,7 +60,7 @@ def test_the_script_for_the_own_network_turns_measured_times_into_the_text_of_th
 
 
 def test_the_script_that_hangs_with_two_workers_ends_with_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folders = [f"--root-{name}={tmp_path}" for name in ("dataset", "checkpoint", "output")]
     monkeypatch.setattr("sys.argv", ["hang.py", *folders])
@@ -68,4 +68,4 @@ def test_the_script_that_hangs_with_two_workers_ends_with_one(
         exec(script("debug_hanging"), {"__name__": "__main__"})
     finally:
         faulthandler.unregister(signal.SIGUSR1)
-    assert capsys.readouterr().out.splitlines() == [f"rank 0 step {step}" for step in range(3)]
+    assert capfd.readouterr().out.splitlines() == [f"rank 0 step {step}" for step in range(3)]
