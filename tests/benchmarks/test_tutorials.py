@@ -34,7 +34,11 @@ def reader(tmp_path: Path, home: Path) -> Iterator[Reader]:
 
 
 def test_first_benchmark(reader: Reader) -> None:
-    shorter = [("--dataset digits", "--dataset digits --channels-last --epochs 1"), ("yes", "no"), ("goal reached", "goal not reached")]
+    shorter = [
+        ("--dataset digits", "--dataset digits --channels-last --epochs 1"),
+        ("yes", "no"),
+        ("goal reached", "goal not reached"),
+    ]
     reader.follow("first_benchmark", changes=shorter)
     assert (reader.folder / "mlbench-results" / "first" / "overview.svg").is_file()
 
@@ -115,7 +119,7 @@ def test_own_image(reader: Reader, tmp_path: Path) -> None:
 def test_the_pages_begin_with_what_the_reader_gets_and_needs() -> None:
     for page in PAGES.glob("*.md"):
         begin = page.read_text().partition("\n## ")[0]
-        for part in ("What you will have at the end:", "What you need:", "How long it takes:"):
+        for part in ("The result:", "You need:", "Time:"):
             assert f"* **{part}**" in begin, (page.name, part)
 
 
