@@ -103,9 +103,9 @@ def draw_measuring_time() -> str:
         for name, color, width in others:
             figure.bar(x, y, width, name, color)
             x += width
-    for start, width in batches:
-        figure.span(start, y + BAR + 12, width, "train_s")
-        figure.span(start + width, y + BAR + 12, 86, "validation_s")
+    for start, length in batches:
+        figure.span(start, y + BAR + 12, length, "train_s")
+        figure.span(start + length, y + BAR + 12, 86, "validation_s")
     figure.span(LEFT, y + BAR + 48, x - LEFT, "wall_s, from tracker.start()")
     figure.text(
         LEFT, y + BAR + 88, "time to goal = the train_s of both epochs; validation and checkpoints are not part of it"
@@ -117,7 +117,8 @@ def draw_measuring_time() -> str:
         ("backprop", COMPUTE, 158), ("agg", COMMUNICATION, 86), ("opt_step", COMPUTE, 74),
         ("comp_metrics", METRICS, 98),
     ]  # fmt: skip
-    x, y = float(LEFT), 204
+    x = float(LEFT)
+    y = 204
     for name, color, width in steps:
         figure.bar(x, y, width, name, color)
         x += width
