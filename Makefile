@@ -46,14 +46,14 @@ types: $(VENV)/.installed-dev
 # Two of these tests run at a time. Some wait for masters and browsers most of the time, and the others need one core only.
 # The workers of the remaining tests need all cores, and ports of their own.
 PAIRED = $(addprefix tests/,browser cli client faults master results security \
-	csrc dataset evaluation lr_scheduler models network ops tools)
+	csrc dataset evaluation lr_scheduler models network ops prediction sweep tools tracking)
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PAIRED)
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(PAIRED))
 
 docs: $(VENV)/.installed
 	$(PIP) install --quiet -c requirements/development.txt -e '.[docs]'
-	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -t sources -b html docs docs/_build/html
 
 # The other scripts there need a GPU, a data set or MPI. Each saves its figures with --save; report.py writes RESULTS.md from these.
 MICRO = cli_start tracker cifar_batches linear_loading decoding awd_lstm shared_memory collectives task1a_epoch optimizers

@@ -25,6 +25,9 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
+# Sphinx defines tags. A build for the tests needs no pages with source code.
+if tags.has("sources"):  # noqa: F821
+    extensions.append("sphinx.ext.viewcode")
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import draw_architecture
-from api_reference import MARKER, modules_of, own_names, page_packages, public_modules, write_reference
+from api_reference import MARKER, left_out, modules_of, own_names, page_packages, public_modules, write_reference
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -85,6 +85,27 @@ def test_a_page_of_the_api_reference_has_a_section_for_each_module_with_what_it_
     assert "Can also be imported from here: " in text
     assert "{py:obj}`~mlbench_core.lr_scheduler.pytorch.lr.TimeDecayLR`" in text
     assert "TimeDecayLR" in own_names(public_modules()["mlbench_core.lr_scheduler.pytorch.lr"])
+
+
+def test_constants_without_a_docstring_and_commands_of_click_have_entries_with_a_value_or_a_summary() -> None:
+    code = """
+__all__ = ["A", "B", "C", "D", "E", "F", "Own", "shown"]
+A, B = 1, 2
+C = 3
+'''The docstring of C.'''
+class Own: ...
+D = Own
+E: int = compute("%s")
+_F = 5
+@click.command()
+def shown():
+    '''Show runs.'''
+def plain(): ...
+"""
+    tree = ast.parse(code % ("x" * 100))
+    long = [("E", "See the source."), ("shown", "Show runs.")]
+    assert left_out(tree) == [("A", "Value: ``(1, 2)``"), ("B", "Value: ``(1, 2)``"), *long]
+    assert ".. py:data:: MAX_BATCH\n   :module: mlbench_master.schemas\n" in write_reference("mlbench_master")
 
 
 def test_private_modules_and_import_paths_of_version_3_are_not_part_of_the_api_reference() -> None:

@@ -20,6 +20,7 @@ from import_graph import FACES, layer, read_trees
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "reference" / "api"
+LONGEST_VALUE = 100
 MARKER = re.compile(r"^```\{modules\} (\S+)\n```$", re.MULTILINE)
 
 
@@ -119,10 +120,53 @@ def write_reference(package: str) -> str:
         text += [f"({name})=", f"## {short(name, package)}", "", f"Source: `{source}`", ""]
         text += ["```{eval-rst}", f".. automodule:: {name}"]
         own = own_names(modules[name])
-        text += [f"   :members: {', '.join(own)}" if own else "   :no-members:", "```", ""]
+        text += [f"   :members: {', '.join(own)}" if own else "   :no-members:", ""]
+        text += [line for entry in left_out(modules[name]) for line in write_entry(name, *entry)] + ["```", ""]
         others = [f"{{py:obj}}`~{find_origin(name, other, modules)}`" for other in sorted(handed_on(modules[name]))]
         text += ["Can also be imported from here: " + ", ".join(others) + ".", ""] if others else []
     return "\n".join(text)
+
+
+def left_out(tree: ast.Module) -> list[tuple[str, str]]:
+    """Return the public names that autodoc leaves out: constants without a docstring, and commands of click.
+
+    Returns:
+        Pairs of the name and its description in reStructuredText: the value, or the summary of the command.
+    """
+    public, found = own_names(tree), []
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node, after in zip(tree.body, [*tree.body[1:], ast.Pass()], strict=True):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and not is_text(after):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [name for target in targets for name in getattr(target, "elts", [target])]
+            # autodoc has an entry for another name of a class.
+            is_alias = {ast.unparse(value) for value in getattr(node.value, "elts", [node.value]) if value} <= classes
+            listed = [name.id for name in names if isinstance(name, ast.Name) and name.id in public and not is_alias]
+            found += [(name, describe_value(node.value)) for name in listed]
+        elif isinstance(node, ast.FunctionDef) and node.name in public and is_command(node):
+            found.append((node.name, (ast.get_docstring(node) or "").partition("\n")[0]))
+    return found
+
+
+def describe_value(value: ast.expr | None) -> str:
+    """Return the value of a constant in reStructuredText; the place of the code if it is long."""
+    text = "" if value is None else ast.unparse(value)
+    return f"Value: ``{text}``" if 0 < len(text) <= LONGEST_VALUE and "`" not in text else "See the source."
+
+
+def is_command(node: ast.FunctionDef) -> bool:
+    """Return True if click makes a command or a group of a function."""
+    return any(re.match(r"\w+\.(command|group)\b", ast.unparse(decorator)) for decorator in node.decorator_list)
+
+
+def is_text(node: ast.stmt) -> bool:
+    """Return True if a statement is a text, such as the docstring of the constant before it."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def write_entry(module: str, name: str, text: str) -> list[str]:
+    """Return the lines, in reStructuredText, of an entry of a name that autodoc leaves out."""
+    return [f".. py:data:: {name}", f"   :module: {module}", "", f"   {text}", ""]
 
 
 def short(module: str, package: str) -> str:

@@ -65,4 +65,4 @@ def _show_type(field: dict[str, Any]) -> str:
     if "enum" in field:
         return " or ".join(f"`{value}`" for value in field["enum"])
     kinds = field["type"] if isinstance(field["type"], list) else [field["type"]]
-    return " or ".join(_WORDS.get(kind, kind) for kind in kinds)
+    return " or ".join(_WORDS.get(str(kind), str(kind)) for kind in kinds)

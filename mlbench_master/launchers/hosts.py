@@ -180,6 +180,8 @@ class HostsLauncher(FolderLauncher):
         with self._lock:
             run = self._runs.pop(job_id, None)
             self._open = [other for other in self._open if other is not run]
+        if run is not None:
+            run.forget_folder()
         super().remove(job_id)
 
     def close(self) -> None:
@@ -240,8 +242,9 @@ class HostsLauncher(FolderLauncher):
         taken: dict[str, set[int]] = {}
         with self._lock:
             self._open = [run for run in self._open if not run.is_over]
-            # A run that is over is read from its files when somebody asks about it.
-            self._runs = {job_id: run for job_id, run in self._runs.items() if not run.is_over}
+            # Such a run is read from its files when somebody asks about it. A second object for a run whose folders are
+            # still being removed from the hosts would write the same files.
+            self._runs = {job_id: run for job_id, run in self._runs.items() if not run.is_cleared}
             for run in self._open:
                 for name, slots in run.slots.items():
                     taken.setdefault(name, set()).update(slots)

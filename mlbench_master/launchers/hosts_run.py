@@ -136,6 +136,7 @@ class HostRun:
         self._parts = {name: _Part(name, part["root"]) for name, part in self._jobs.items()}
         self._port: int | None = None
         self._is_stopping = False
+        self._is_deleted = False
         self._ended: JobStatus | None = None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             known = json.loads((folder / "progress.json").read_text())
@@ -154,6 +155,16 @@ class HostRun:
     def is_over(self) -> bool:
         """Return whether the run has ended and its results are here."""
         return self._ended is not None
+
+    @property
+    def is_cleared(self) -> bool:
+        """Return whether the run has ended and no host has a folder of it that is to be removed."""
+        return self.is_over and not any(part.is_left for part in self._parts.values())
+
+    def forget_folder(self) -> None:
+        """Write nothing more, because the folder on this machine is deleted, and the next run may get its path."""
+        with self._lock:
+            self._is_deleted = True
 
     def status(self) -> JobStatus:
         """Return the status of the run."""
@@ -272,9 +283,10 @@ class HostRun:
             part.problem = ""
             if self._ended is not None:
                 part.kept.is_removed = True
-                with contextlib.suppress(OSError):  # the run may have been deleted here, too
-                    self._save()
-                    self._mark_left()
+                if not self._is_deleted:
+                    with contextlib.suppress(OSError):  # a full disk
+                        self._save()
+                        self._mark_left()
                 return False
             before = part.state, self._port
             if self._port is None:

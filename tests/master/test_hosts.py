@@ -9,6 +9,7 @@ import os
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -631,6 +632,45 @@ def test_calls_do_not_depend_on_the_number_of_runs(fake: Path, tmp_path: Path, m
     # At most one call for each of the shortest pauses.
     assert len(calls) <= 2 * (time.monotonic() - began) / 0.2 + 4
     launcher.close()
+
+
+def test_a_late_answer_to_a_deleted_run_does_not_change_the_next_run(
+    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host removes its folder of a run slowly. Meanwhile the run is deleted, and another one gets its number."""
+    calls: list[str] = []
+    late, end = threading.Event(), threading.Event()
+    status = json.dumps({"returncode": 0, "reason": "", "finished_at": time.time()})
+    states = {"prepare": {"state": "prepared", "port": 5}, "run": {"state": "ended", "status": status}}
+
+    def answer(self: Any, host: str, command: Any, request: bytes, *_: Any) -> io.BytesIO:
+        asked = json.loads(request)
+        if "fetch" in asked:
+            return archive()
+        wants = {root: step["want"] for root, step in asked["runs"].items()}
+        calls.append(" ".join(wants.values()))
+        if "remove" in wants.values():
+            late.wait(10)
+        elif late.is_set():
+            end.wait(10)
+        told = {root: states.get(want, {"state": "missing"}) for root, want in wants.items()}
+        return io.BytesIO(json.dumps({"version": __version__, "now": time.time(), "runs": told}).encode())
+
+    monkeypatch.setattr(hosts_ssh.Ssh, "call", answer)
+    launcher = HostsLauncher(tmp_path / "runs", interval_s=0.01)
+    wanted = job("true", num_workers=1, options=("--host", "a"))
+    job_id = launcher.start(wanted)
+    assert end_of(launcher, job_id).state == "finished"
+    wait_for(lambda: calls[-1] == "remove", what="the call that removes the folder")
+    assert launcher.has_room(1, ("--host", "a"))
+    assert launcher.start(wanted) == job_id
+    late.set()
+    wait_for(lambda: calls[-1] == "prepare", what="the call after the late answer")
+    try:
+        assert sorted(path.name for path in (tmp_path / "runs/1").iterdir()) == ["job.json", "log.jsonl", "output"]
+    finally:
+        end.set()
+        launcher.close()
 
 
 def halves(hosts: Any, num_workers: int, taken: dict[str, set[int]]) -> list[Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlbench_core.aggregation.pytorch.centralized import EFSignAggregation, SignAggregation, SparsifiedAggregation
 from mlbench_core.aggregation.pytorch.sign import (
@@ -426,6 +427,24 @@ def test_signs_are_packed_across_the_borders_of_tensors_and_blocks() -> None:
     assert torch.equal(packed, pack_bits(bits))
     for start, stop in ((0, 8), (3, 4), (5, 262_149), (299_999, 300_018), (7, 7)):
         assert torch.equal(unpack_part(packed, start, stop), bits[start:stop])
+
+
+def test_a_gpu_packs_the_signs_of_all_tensors_at_once() -> None:
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += "view" not in str(function)
+            return function(*args, **kwargs or {})
+
+    counts = []
+    for number in (1, 11):
+        with Count() as count:
+            # Any device but a CPU.
+            packed = pack_signs([torch.ones(5, 3, device="meta")] * number)
+        assert (packed.shape, packed.dtype) == ((-(-15 * number // 8),), torch.uint8)
+        counts.append(count.calls)
+    assert counts[1] - counts[0] == 10, "one comparison for each tensor"
 
 
 def test_memory_goes_by_the_parameters_names() -> None:

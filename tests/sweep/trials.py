@@ -82,7 +82,8 @@ def _write(folder: Path, point: Point, sweep: Sweep, time_s: float) -> None:
     network = str(sweep.networks[point.network]) if point.network else None
     megabytes, _, steps = KINDS.get(point.algorithm, KINDS["centralized_sgd"])
     trained = time_s if reached else sweep.limit_s or 0.0
-    result["run"].update(name=point.name, state="finished" if reached else "unfinished")
+    # A name at the master, which ends with random digits.
+    result["run"].update(name=f"{point.name}-0a1b2c3d", state="finished" if reached else "unfinished")
     result["configuration"].update(workers=point.workers, algorithm=point.algorithm, network=network, seed=point.seed)
     for rank in ("slowest", "rank_0"):
         result["times"][rank]["train_s"] = trained

@@ -187,7 +187,7 @@ def test_the_page_on_configuration_has_every_variable_that_the_code_uses_and_no_
     found = names_in_code()
     assert {"MLBENCH_HOME", "MLBENCH_NODES", "MLBENCH_SLURM_INTERVAL_S", "MLBENCH_KUBERNETES_MARK"} < found
     rows = re.findall(
-        r"^\| `(MLBENCH_\w+)` \|.*\| ([^|]+) \|$", (REFERENCE / "configuration.md").read_text(), re.MULTILINE
+        r"^\| `(MLBENCH_\w+)` \|.* \(([^()]+)\) \|[^|]*\|$", (REFERENCE / "configuration.md").read_text(), re.MULTILINE
     )
     assert sorted(name for name, _ in rows) == sorted(found)
     places = {place for _, listed in rows for place in listed.split(", ")} - {"the script of the job"}

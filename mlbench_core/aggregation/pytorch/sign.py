@@ -231,7 +231,8 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
 def pack_signs(tensors: Iterable[Tensor], is_positive: Callable[[Tensor, int], Tensor] = torch.ge) -> Tensor:
     """Return the result of :func:`pack_bits` for the signs of tensors, one after another.
 
-    The booleans, one byte each, stay in a CPU's cache.
+    On a CPU, the booleans, one byte each, stay in the cache. A GPU packs all tensors at once, because packing takes
+    several kernels.
 
     Args:
         tensors: At least one; each is read in its logical order.
@@ -244,6 +245,9 @@ def pack_signs(tensors: Iterable[Tensor], is_positive: Callable[[Tensor, int], T
         >>> pack_signs([torch.tensor([1.0, -1.0]), torch.tensor([2.0])])
         tensor([160], dtype=torch.uint8)
     """
+    tensors = [*tensors]
+    if tensors[0].device.type != "cpu":
+        return pack_bits(torch.cat([is_positive(tensor.reshape(-1), 0) for tensor in tensors]))
     packed, held = [], None
     for tensor in tensors:
         for block in in_blocks(tensor.reshape(-1)):
@@ -270,7 +274,7 @@ def unpack_part(packed: Tensor, start: int, stop: int) -> Tensor:
 def pack_with_torch(bits: Tensor) -> Tensor:
     """Return the result of :func:`pack_bits`, on any device."""
     # Every bit has its own place in the byte, so the sum never carries.
-    padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+    padded = torch.nn.functional.pad(bits.view(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
     return (padded << _places(bits.device)).sum(dim=1, dtype=torch.uint8)
 
 

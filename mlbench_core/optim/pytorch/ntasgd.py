@@ -20,7 +20,7 @@ from torch.optim import SGD, Optimizer
 
 from mlbench_core.arguments import check_int
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer
-from mlbench_core.optim.pytorch.distributed import Closure, OptimizerWrapper
+from mlbench_core.optim.pytorch.distributed import Closure, OptimizerWrapper, evaluate
 from mlbench_core.optim.pytorch.one_pass_sgd import sgd_step
 
 __all__ = ["NTASGD", "AveragedSGD", "scaled_rate"]
@@ -69,10 +69,7 @@ class AveragedSGD(SGD):
         Returns:
             The closure's result; None without a closure.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         parameters = [p for group in self.param_groups for p in group["params"]]
         averaged = [p for p in parameters if p.requires_grad or "average" in self.state.get(p, {})]
         # Before the step, because the mean contains the starting point.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.optim.sgd import sgd
 
+from mlbench_core.optim.pytorch.distributed import Closure, evaluate
 from mlbench_core.optim.pytorch.fused import is_dense
 
 __all__ = ["OnePassSGD", "sgd_step"]
@@ -39,14 +39,11 @@ class OnePassSGD(SGD):
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
         """Take one step; see :meth:`torch.optim.SGD.step`."""
         if not all(map(_is_plain, self.param_groups)):
             return sgd_step(self, closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         for group in self.param_groups:
             self._update(group)
         return loss
@@ -83,7 +80,7 @@ class OnePassSGD(SGD):
                 self.state[parameter]["momentum_buffer"] = buffers[row]
 
 
-def sgd_step(optimizer: SGD, closure: Callable[[], Any] | None = None) -> Any:
+def sgd_step(optimizer: SGD, closure: Closure | None = None) -> Any:
     """Take SGD's own step without hooks, for a subclass whose step has run them.
 
     Torch adds the hooks to the step of a class with its first object. So ``super().step()`` would run them again if the

@@ -16,9 +16,9 @@ from mlbench_core.models.pytorch.layers.dropout_layers import (
     embedded_dropout,
 )
 
-__all__ = ["Hidden", "LSTMLanguageModel"]
+__all__ = ["LSTMHidden", "LSTMLanguageModel"]
 
-Hidden: TypeAlias = "list[tuple[Tensor, Tensor]]"
+LSTMHidden: TypeAlias = "list[tuple[Tensor, Tensor]]"
 
 
 class LSTMLanguageModel(nn.Module):
@@ -120,7 +120,7 @@ class LSTMLanguageModel(nn.Module):
         else:
             nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
 
-    def init_hidden(self, bsz: int) -> Hidden:
+    def init_hidden(self, bsz: int) -> LSTMHidden:
         """Return the state before the first word, which is zero.
 
         Args:
@@ -135,16 +135,16 @@ class LSTMLanguageModel(nn.Module):
     @overload
     def forward(
         self, input: Tensor, hidden: Sequence[tuple[Tensor, Tensor]], return_h: Literal[False] = ...
-    ) -> tuple[Tensor, Hidden]: ...
+    ) -> tuple[Tensor, LSTMHidden]: ...
 
     @overload
     def forward(
         self, input: Tensor, hidden: Sequence[tuple[Tensor, Tensor]], return_h: Literal[True]
-    ) -> tuple[Tensor, Hidden, list[Tensor], list[Tensor]]: ...
+    ) -> tuple[Tensor, LSTMHidden, list[Tensor], list[Tensor]]: ...
 
     def forward(
         self, input: Tensor, hidden: Sequence[tuple[Tensor, Tensor]], return_h: bool = False
-    ) -> tuple[Tensor, Hidden] | tuple[Tensor, Hidden, list[Tensor], list[Tensor]]:
+    ) -> tuple[Tensor, LSTMHidden] | tuple[Tensor, LSTMHidden, list[Tensor], list[Tensor]]:
         """Return the scores of the next word after each word.
 
         Args:

@@ -1,9 +1,10 @@
 """Follow the quick start to the letter, and take the pictures that it shows.
 
-``python tools/quickstart_pictures.py FOLDER`` runs the commands of ``docs/start/quickstart.md`` in an empty folder,
-with a master of its own. FOLDER gets a log with the output and the duration of each command, the chart of the runs,
-and pictures of the dashboard. Copy the pictures that the page shows to ``docs/start``. The script needs ``mlbench`` in
-PATH, Playwright and Chromium. It takes about two minutes on two cores if nothing else runs there.
+``python tools/quickstart.py FOLDER`` runs the commands of ``docs/start/quickstart.md`` in an empty folder, with a
+master of its own. FOLDER gets a log with the output and the duration of each command, the chart of the runs, and
+pictures of the dashboard. With ``--update``, the page gets the outputs, and ``docs/start`` the two pictures that it
+shows. The script needs ``mlbench`` in PATH, Playwright and Chromium. It takes about two minutes on two cores. Nothing
+else should run on the machine, because the page shows the times.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "start" / "quickstart.md"
 LAST = "mlbench master --stop"
-SIZE = {"width": 1200, "height": 860}
+WIDTH, HEIGHT = 1200, 860
 
 
 def read_commands(page: Path = PAGE) -> list[str]:
@@ -34,8 +35,8 @@ def read_commands(page: Path = PAGE) -> list[str]:
     return [" ".join(line.split()) for line in lines if line.startswith("mlbench ")]
 
 
-def run(command: str, folder: Path, environment: dict[str, str], log: Path) -> None:
-    """Run a command, and add it with its output and duration to the log."""
+def run(command: str, folder: Path, environment: dict[str, str], log: Path) -> str:
+    """Run a command, add it with its output and duration to the log, and return the output."""
     begin = time.monotonic()
     done = subprocess.run(
         shlex.split(command), cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -45,6 +46,29 @@ def run(command: str, folder: Path, environment: dict[str, str], log: Path) -> N
     print(f"{command}: {time.monotonic() - begin:.1f} s", flush=True)
     if done.returncode:
         raise SystemExit(f"{command!r} failed")
+    return done.stdout.replace(str(folder), "/home/me")
+
+
+def shorten(output: str) -> str:
+    """Leave out the secret of an address, most lines of progress, and all tables of a comparison but the first."""
+    output = re.sub(r"\?code=\S+", "?code=...", output).partition("\n\n")[0].rstrip() + "\n"
+    # Another master may run here. A reader's first one has the default port.
+    output = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:5080", output)
+    # Of each run, the first epoch remains; dots stand for the others.
+    output = re.sub(r"^\[\S+ \S+: started, \d+ epochs done.*\n", "...\n", output, flags=re.MULTILINE)
+    return re.sub(r"(\.\.\.\n)+", "...\n", output)
+
+
+def update_page(outputs: dict[str, str], page: Path = PAGE) -> None:
+    """Replace each output on the page by that of the first command in the block of commands before it."""
+
+    def replace(blocks: re.Match[str]) -> str:
+        command = " ".join(blocks[2].replace("\\\n", " ").partition("\n")[0].split())
+        return f"{blocks[1]}{shorten(outputs[command])}```"
+
+    text = page.read_text(encoding="utf-8")
+    pattern = r"(```bash\n((?:(?!```).)*)```(?:(?!```bash).)*?```text\n)(?:(?!```).)*```"
+    page.write_text(re.sub(pattern, replace, text, flags=re.DOTALL), encoding="utf-8")
 
 
 def ask(*command: str, environment: dict[str, str]) -> Any:
@@ -64,7 +88,7 @@ def take_pictures(target: Path, environment: dict[str, str]) -> None:
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        page = browser.new_page(viewport=SIZE, color_scheme="light")
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
         page.goto(address)
         pages = {"overview": "/", "runs": "/runs/", **{name: f"/runs/{number}/" for name, number in runs.items()}}
         for name, path in pages.items():
@@ -80,7 +104,9 @@ def main() -> None:
     """Follow the page in a folder that is deleted afterwards."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, help="folder for the log and the pictures")
-    target = parser.parse_args().folder.resolve()
+    parser.add_argument("--update", action="store_true", help="put the outputs and two pictures into the documentation")
+    args = parser.parse_args()
+    target = args.folder.resolve()
     target.mkdir(parents=True, exist_ok=True)
     log = target / "commands.txt"
     log.unlink(missing_ok=True)
@@ -89,15 +115,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environment = {**os.environ, "MLBENCH_HOME": str(folder / "home"), "COLUMNS": "100"}
+        outputs = {}
         try:
             for command in read_commands():
                 if command != LAST:
-                    run(command, folder, environment, log)
+                    outputs[command] = run(command, folder, environment, log)
             for chart in folder.glob("mlbench-results/*/*.png"):
                 shutil.copy(chart, target / f"{chart.parent.name}-{chart.name}")
             take_pictures(target, environment)
         finally:
             run(LAST, folder, environment, log)
+    if args.update:
+        update_page(outputs)
+        for picture in ("first-overview.png", "dashboard-first-2.png"):
+            shutil.copy(target / picture, PAGE.parent)
 
 
 if __name__ == "__main__":
