@@ -118,7 +118,10 @@ def test_own_image(reader: Reader, tmp_path: Path) -> None:
 
 def test_the_pages_begin_with_what_the_reader_gets_and_needs() -> None:
     for page in PAGES.glob("*.md"):
-        begin = page.read_text().partition("\n## ")[0]
+        text = page.read_text()
+        # MyST reads such a line as a comment, and a wrapped "90 %" can begin one.
+        assert not re.search(r"^ *%(?! test: )", text, re.MULTILINE), page.name
+        begin = text.partition("\n## ")[0]
         for part in ("The result:", "You need:", "Time:"):
             assert f"* **{part}**" in begin, (page.name, part)
 
