@@ -18,6 +18,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     UnknownOperationError,
 )
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
+from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
 from mlbench_core.distributed.pytorch import process_groups
 
@@ -116,8 +117,9 @@ class LossyAggregation(Aggregation):
 class CompressedAggregation(LossyAggregation):
     r"""Base class of lossy aggregations that compress every tensor.
 
-    It averages bookkeeping without compression. It passes all other tensors to :meth:`_aggregate_kind`, in groups of
-    one dtype and device. Each group is one message. An error memory has the shape of its tensor.
+    It passes all tensors but bookkeeping to :meth:`_aggregate_kind`, in groups of one dtype and device. Each group is
+    one message. Bookkeeping travels uncompressed at the end of the first message, because on a slow network a message
+    of a few bytes costs as much time as a longer one. An error memory has the shape of its tensor.
 
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
@@ -134,6 +136,9 @@ class CompressedAggregation(LossyAggregation):
     def __init__(self, use_cuda: bool = False, *, world_size: int | None = None, process_group: Any = None) -> None:
         uncompressed = AllReduceAggregation(world_size, use_cuda=use_cuda, process_group=process_group)
         super().__init__(uncompressed, use_cuda)
+        # Bookkeeping that waits for the next message, and the divisor of its sum.
+        self._riders: dict[str, Tensor] = {}
+        self._riders_divisor: Denominator = 1
 
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
         """Replace every tensor by the workers' common result, in place.
@@ -159,13 +164,19 @@ class CompressedAggregation(LossyAggregation):
                         f"{name!r} has dtype {tensor.dtype}; only real floating-point tensors can be compressed"
                     )
                 kinds.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
+        bookkeeping = {name: tensor for name, tensor in tensors.items() if name.startswith(BOOKKEEPING)}
+        self._riders = {} if self.world_size == 1 else bookkeeping
+        self._riders_divisor = divisor
         before = self.bytes_sent
         for kind in kinds.values():
             self._aggregate_kind(kind, divisor)
-        original = sum(tensor.nbytes for kind in kinds.values() for tensor in kind.values())
-        self._count_compression(original, self.bytes_sent - before)
-        bookkeeping = {name: tensor for name, tensor in tensors.items() if name.startswith(BOOKKEEPING)}
-        self._delegate(self._uncompressed, bookkeeping, op, denom)
+        sent_bytes = self.bytes_sent - before
+        if self._take_riders() or self.world_size == 1:
+            # There was no message.
+            self._delegate(self._uncompressed, bookkeeping, op, denom)
+        else:
+            sent_bytes -= sum(tensor.nbytes for tensor in bookkeeping.values())
+        self._count_compression(sum(tensor.nbytes for kind in kinds.values() for tensor in kind.values()), sent_bytes)
 
     @abstractmethod
     def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
@@ -185,17 +196,30 @@ class CompressedAggregation(LossyAggregation):
         memory = by_plain_name(state_dict.get("memory", {}))
         self._memory = {name: error.clone() for name, error in memory.items()}
 
+    def _take_riders(self) -> dict[str, Tensor]:
+        """Return the bookkeeping that must travel with the next message, once; nothing for a worker alone."""
+        riders, self._riders = self._riders, {}
+        return riders
+
     def _gather(self, message: Tensor) -> Tensor:
         """Return every worker's message, shape (k, length), in the order of ranks; one worker sends nothing."""
         if self.world_size == 1:
             return message[None]
+        riders = list(self._take_riders().values())
+        whole = as_bytes(message, *riders) if riders else message
         is_gloo = process_groups.backend(self.group) == "gloo"
-        sent = message.cpu() if is_gloo else process_groups.get_backend_tensor(message, self.group)
+        sent = whole.cpu() if is_gloo else process_groups.get_backend_tensor(whole, self.group)
         # The messages arrive in the rows of one tensor, so they need not be copied together afterward.
         gathered = sent.new_empty(self.world_size, sent.numel())
         process_groups.dist.all_gather(list(gathered), sent, group=self.group)
         self._count("all_gather", self.world_size, sent.nbytes)
-        return gathered.to(message.device)
+        gathered = gathered.to(message.device)
+        start = len(message)
+        for rider in riders:
+            theirs = [from_bytes(row, start, rider.numel(), rider.dtype) for row in gathered]
+            rider.copy_(divide(torch.stack(theirs).sum(dim=0), self._riders_divisor).view(rider.shape))
+            start += rider.nbytes
+        return gathered[:, : len(message)]
 
 
 def recall(memory: dict[str, Tensor], name: str, like: Tensor) -> Tensor:

@@ -110,7 +110,8 @@ class OneBitAggregation(EFSignAggregation):
         for name in tensors:
             self._steps[name] = self.steps(name) + 1
         warming = {name: tensor for name, tensor in tensors.items() if self.steps(name) <= self.warmup_steps}
-        self._delegate(self._uncompressed, warming, AVG_CUSTOM, divisor)
+        if warming:
+            self._delegate(self._uncompressed, {**warming, **self._take_riders()}, AVG_CUSTOM, divisor)
         for name, tensor in warming.items():
             m = recall(self._momentum, name, tensor)
             m.lerp_(tensor.to(m.dtype), 1 - self.beta).nan_to_num_(nan=0, posinf=0, neginf=0)

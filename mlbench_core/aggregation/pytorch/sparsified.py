@@ -137,7 +137,10 @@ class SparsifiedAggregation(CompressedAggregation):
         sent = torch.cat([self._take(m_n, coordinates, dtype) for m_n, coordinates in zip(m, picked, strict=True)])
         if self.random:
             # All workers have drawn the same coordinates, so an all-reduce can add their values.
-            self._delegate(self._uncompressed, {"values": sent}, AVG_CUSTOM, 1)
+            riders = self._take_riders()
+            self._delegate(self._uncompressed, {"values": sent, **riders}, AVG_CUSTOM, 1)
+            for rider in riders.values():
+                divide(rider, divisor)
             received = [(sent, torch.cat(picked))]
         else:
             # Coordinates are positions within a tensor, so that they fit into an int32.
