@@ -214,6 +214,15 @@ def test_messages_have_the_documented_number_and_size(ranks: Ranks, aggregation:
         assert report["ratio"] == pytest.approx(original / sum(size for _, size in expected))
 
 
+def test_bookkeeping_travels_with_a_message_on_its_device() -> None:
+    aggregation = SignAggregation()
+    here, elsewhere = torch.ones(1), torch.ones(1, device="meta")
+    aggregation._riders = {":here": here, ":elsewhere": elsewhere}
+    assert aggregation._take_riders(here.device) == {":here": here}
+    assert aggregation._take_riders() == {":elsewhere": elsewhere}
+    assert aggregation._take_riders() == {}
+
+
 @pytest.mark.parametrize("aggregation", workers.AGGREGATIONS)
 def test_one_message_per_parameter_gives_the_same(ranks: Ranks, aggregation: str) -> None:
     for result in ranks:

@@ -118,8 +118,8 @@ class CompressedAggregation(LossyAggregation):
     r"""Base class of lossy aggregations that compress every tensor.
 
     It passes all tensors but bookkeeping to :meth:`_aggregate_kind`, in groups of one dtype and device. Each group is
-    one message. Bookkeeping travels uncompressed at the end of the first message, because on a slow network a message
-    of a few bytes costs as much time as a longer one. An error memory has the shape of its tensor.
+    one message. Bookkeeping travels uncompressed at the end of the first message of its device, because on a slow
+    network a message of a few bytes costs as much time as a longer one. An error memory has the shape of its tensor.
 
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
@@ -165,18 +165,15 @@ class CompressedAggregation(LossyAggregation):
                     )
                 kinds.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
         bookkeeping = {name: tensor for name, tensor in tensors.items() if name.startswith(BOOKKEEPING)}
-        self._riders = {} if self.world_size == 1 else bookkeeping
-        self._riders_divisor = divisor
+        self._riders, self._riders_divisor = bookkeeping, divisor
         before = self.bytes_sent
         for kind in kinds.values():
             self._aggregate_kind(kind, divisor)
-        sent_bytes = self.bytes_sent - before
-        if self._take_riders() or self.world_size == 1:
-            # There was no message.
-            self._delegate(self._uncompressed, bookkeeping, op, denom)
-        else:
-            sent_bytes -= sum(tensor.nbytes for tensor in bookkeeping.values())
-        self._count_compression(sum(tensor.nbytes for kind in kinds.values() for tensor in kind.values()), sent_bytes)
+        original = sum(tensor.nbytes for kind in kinds.values() for tensor in kind.values())
+        left = self._take_riders()
+        ridden_bytes = sum(tensor.nbytes for name, tensor in bookkeeping.items() if name not in left)
+        self._count_compression(original, self.bytes_sent - before - ridden_bytes)
+        self._delegate(self._uncompressed, left, op, denom)
 
     @abstractmethod
     def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
@@ -196,16 +193,21 @@ class CompressedAggregation(LossyAggregation):
         memory = by_plain_name(state_dict.get("memory", {}))
         self._memory = {name: error.clone() for name, error in memory.items()}
 
-    def _take_riders(self) -> dict[str, Tensor]:
-        """Return the bookkeeping that must travel with the next message, once; nothing for a worker alone."""
-        riders, self._riders = self._riders, {}
+    def _take_riders(self, device: torch.device | None = None) -> dict[str, Tensor]:
+        """Remove and return the bookkeeping that travels with the next message, by name.
+
+        Args:
+            device: Take only tensors on this device, because a message is on one device; None for all.
+        """
+        riders = {name: rider for name, rider in self._riders.items() if device in (None, rider.device)}
+        self._riders = {name: rider for name, rider in self._riders.items() if name not in riders}
         return riders
 
     def _gather(self, message: Tensor) -> Tensor:
         """Return every worker's message, shape (k, length), in the order of ranks; one worker sends nothing."""
         if self.world_size == 1:
             return message[None]
-        riders = list(self._take_riders().values())
+        riders = list(self._take_riders(message.device).values())
         whole = as_bytes(message, *riders) if riders else message
         is_gloo = process_groups.backend(self.group) == "gloo"
         sent = whole.cpu() if is_gloo else process_groups.get_backend_tensor(whole, self.group)
