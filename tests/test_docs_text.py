@@ -19,9 +19,6 @@ MOST_WORDS = 30
 FOR_USERS = sorted(
     str(page.relative_to(DOCS)) for folder in ("start", "tutorials", "howto") for page in (DOCS / folder).rglob("*.md")
 )
-# Pages from before these rules. A page that keeps a rule must leave its set, until both are empty.
-WITH_LONG_SENTENCES: set[str] = set()
-WITH_OTHER_WORDS: set[str] = set()
 
 
 def without_code(text: str) -> str:
@@ -81,24 +78,12 @@ def test_a_long_sentence_and_a_word_are_found_in_text_only() -> None:
 
 @pytest.mark.parametrize("page", FOR_USERS)
 def test_sentences_are_short(page: str) -> None:
-    found = long_sentences((DOCS / page).read_text(encoding="utf-8"))
-    if page in WITH_LONG_SENTENCES:
-        assert found, f"take {page} out of WITH_LONG_SENTENCES: it has none any more"
-    else:
-        assert found == []
+    assert long_sentences((DOCS / page).read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("page", FOR_USERS)
 def test_words_are_those_of_the_style_guide(page: str) -> None:
-    found = other_words((DOCS / page).read_text(encoding="utf-8"))
-    if page in WITH_OTHER_WORDS:
-        assert found, f"take {page} out of WITH_OTHER_WORDS: it has none any more"
-    else:
-        assert found == []
-
-
-def test_every_exception_is_a_page() -> None:
-    assert set(FOR_USERS) >= WITH_LONG_SENTENCES | WITH_OTHER_WORDS
+    assert other_words((DOCS / page).read_text(encoding="utf-8")) == []
 
 
 def test_every_page_can_be_reached_through_the_navigation() -> None:
