@@ -24,7 +24,7 @@ SOURCES = {
     "sky": "pipx install 'skypilot[gcp,aws,azure]'",
     "ssh": "the package openssh-client",
 }
-"""How to install each program: an address, a command or a package."""
+"""For each program, the address, command or package that installs it."""
 
 _STDERR = 2
 
