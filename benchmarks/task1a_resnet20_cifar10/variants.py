@@ -213,6 +213,10 @@ def check(args: argparse.Namespace) -> None:
         (halves and args.autocast, f"--autocast keeps weights in float32: it does not go with {precision}"),
         (args.sync_batch_norm and args.compile, "--sync-batch-norm does not go with --compile: it sends messages"),
         (args.partial and args.dataset != "cifar10", f"--partial does not go with --dataset {args.dataset}"),
+        (
+            args.image_size != 32 and args.dataset != "digits",
+            f"--image-size is for the digits: it does not go with --dataset {args.dataset}",
+        ),
         (args.data and args.dataset == "digits", "--data does not go with --dataset digits, which scikit-learn brings"),
     )
     for is_refused, message in refusals:

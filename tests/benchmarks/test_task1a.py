@@ -112,6 +112,7 @@ def test_two_workers_by_torchrun(tmp_path: Path, script: str) -> None:
         (["--backend", "smoke-signals"], 2, "smoke-signals"),
         (["--hosts", "127.0.0.1,127.0.0.1", "--rank", "2"], 2, "2"),
         (["--dataset", "faces"], 2, "faces"),
+        (["--image-size", "16"], 1, "--image-size is for the digits: it does not go with --dataset cifar10"),
         (["--dataset", "digits", "--data", "/my/digits"], 1, "--data does not go with --dataset digits"),
         (["--backend", "nccl", "--dataset", "digits"], 1, "GPU"),
         (["--dataset", "cifar10", "--partial", "--root-dataset", "/nonexistent/folder"], 1, "/nonexistent/folder"),

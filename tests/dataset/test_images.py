@@ -635,6 +635,18 @@ def test_digits() -> None:
         Digits(channels=4)
 
 
+def test_digits_of_another_size() -> None:
+    """At their own size they are scikit-learn's, with gray levels from 0 to 255 instead of 0 to 16."""
+    from sklearn.datasets import load_digits
+
+    own = Digits(channels=1, size=8, augment=False)
+    gray = {tuple(image) for image in np.round(load_digits().data * 255 / 16).astype(int)}
+    assert {tuple(image) for image in own.images.flatten(1).tolist()} <= gray
+    assert Digits(size=16)[0][0].shape == (3, 16, 16)
+    with pytest.raises(ValueError, match="size must be at least 8, the size of the digits themselves, not 4"):
+        Digits(size=4)
+
+
 def test_digits_need_no_folder() -> None:
     """A nearest-centroid rule tells the held-out digits apart, so images and labels belong together."""
     train, validation = Digits("/nowhere", augment=False), Digits("/nowhere", train=False)

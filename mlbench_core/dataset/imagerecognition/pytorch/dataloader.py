@@ -242,7 +242,7 @@ def _read_digits() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 class Digits(ImageDataset):
-    """scikit-learn's handwritten digits, enlarged to 32x32: a data set that needs no download.
+    """scikit-learn's handwritten digits, enlarged: a data set that needs no download.
 
     The 1,797 gray images of 8x8 pixels are enlarged bilinearly and have three equal channels. A fifth of each class,
     the same on every machine, is the validation set. Training images get 2 pixels of zero padding and a random crop.
@@ -252,10 +252,11 @@ class Digits(ImageDataset):
         root: Has no effect: the images come with scikit-learn.
         train: If True, the 1,438 training images, otherwise the 359 validation images.
         channels: 1 or 3.
+        size: Height and width of the enlarged images, at least 8. A network needs a quarter of the time for 16.
         augment: If True, augment; if None, augment training images only.
 
     Raises:
-        ValueError: ``channels`` is not as listed above.
+        ValueError: ``channels`` or ``size`` is not as listed above.
         MissingDependencyError: scikit-learn is not installed.
     """
 
@@ -265,14 +266,17 @@ class Digits(ImageDataset):
         train: bool = True,
         *,
         channels: int = 3,
+        size: int = 32,
         augment: bool | None = None,
     ) -> None:
         if channels not in (1, 3):
             raise ValueError(f"channels must be 1 or 3, not {channels}")
+        if size < 8:
+            raise ValueError(f"size must be at least 8, the size of the digits themselves, not {size}")
         gray, labels = _read_digits()
         self.train = train
         small = torch.from_numpy(gray).float()[:, None] / 16  # gray levels from 0 to 16
-        large = F.interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
+        large = F.interpolate(small, size=(size, size), mode="bilinear", align_corners=False)
         images = large.mul(255).round().to(torch.uint8)
         training, validation = stratified_split(labels)
         # Compute mean and deviation from the training images alone: validation images must not influence the inputs.
