@@ -46,10 +46,11 @@ def load_data(run: Run, batch_size: int) -> tuple[ImageBatches, ImageBatches]:
     if run.gpu and fits_on_gpu(train.size_bytes + validation.size_bytes):
         train, validation = train.to("cuda"), validation.to("cuda")
     # With --repartition, each worker reads the whole set and selects its share of every step in the epoch's order.
+    own_part = train if args.repartition else variants.partition(train, args, rank, world_size)
     memory_format = channels_last if args.channels_last else contiguous_format
     return (
         ImageBatches(
-            train if args.repartition else partition_dataset_by_rank(train, rank, world_size),
+            own_part,
             batch_size,
             augment=not args.no_augment,
             shuffle=True,
@@ -70,7 +71,7 @@ def train(run: Run) -> None:
     args = run.args
     plan = variants.make_plan(args, run.world_size, BATCH_SIZE, BASE_LR)
     batches, validation_batches = load_data(run, plan.batch_size)
-    model = get_resnet_model("resnet20", 1, args.precision, num_classes=10, use_cuda=run.gpu)
+    model = get_resnet_model(args.model, args.model_version, args.precision, num_classes=10, use_cuda=run.gpu)
     variants.prepare_model(model, args)
     network, optimizer = variants.make_network(model, plan.lr, args)
     if args.optimizer == "centralized_sgd" and args.precision == "fp32":
@@ -89,7 +90,7 @@ def train(run: Run) -> None:
             patience=1,  # torch acts one epoch later: after the second in a row without an improvement
             threshold=0.01, threshold_mode="abs", min_lr=plan.lr,
         )  # fmt: skip
-    loss_function, metrics = nn.CrossEntropyLoss(), [TopKAccuracy(topk=1)]
+    loss_function, metrics = nn.CrossEntropyLoss(), [TopKAccuracy(topk=1), TopKAccuracy(topk=5)]
     tracker = run.track(metrics, time_to_accuracy_goal(TASK.goal_on(args.dataset, run.light)))
 
     def validate() -> tuple[dict[TopKAccuracy, float], float]:

@@ -31,10 +31,13 @@ from mlbench_core.aggregation.pytorch import (
 )
 from mlbench_core.aggregation.pytorch.topology import ring
 from mlbench_core.controlflow.task_arguments import count
+from mlbench_core.dataset.imagerecognition.pytorch import ImageDataset
+from mlbench_core.dataset.pytorch import Partition, parse_partition, partition_dataset_by_rank
 from mlbench_core.distributed.pytorch.process_groups import world_size
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.lr_scheduler.pytorch.lr import MultiStepLRLinearWarmUp
 from mlbench_core.models.pytorch.batch_norm import convert_batch_norm
+from mlbench_core.models.pytorch.group_norm import convert_to_group_norm
 from mlbench_core.optim.pytorch import FP16Optimizer, GenericCentralizedOptimizer, MuonAdamW, get_optimizer
 from mlbench_core.tasks import get_task
 
@@ -180,6 +183,19 @@ def add_arguments(parser: argparse.ArgumentParser, optimizer: str) -> None:
         "--optimizer", "--variant", choices=OPTIMIZERS, default=optimizer, metavar="NAME",
         help=f"{', '.join(OPTIMIZERS)} (default: {optimizer})",
     )  # fmt: skip
+    group.add_argument(
+        "--model", choices=("resnet20", "resnet32", "resnet44", "resnet56"), default="resnet20",
+        help="network (default: resnet20)",
+    )  # fmt: skip
+    group.add_argument(
+        "--model-version", type=int, choices=(1, 2), default=1,
+        help="1: batch norm and ReLU after each convolution; 2: before it (default: 1)",
+    )  # fmt: skip
+    group.add_argument("--norm", choices=("batch", "group"), default="batch", help="normalization (default: batch)")
+    group.add_argument(
+        "--partition", default="uniform", metavar="KIND",
+        help="training images of a worker: uniform, dirichlet:ALPHA or label_skew:N (default: uniform)",
+    )  # fmt: skip
     switch("--overlap", help="average gradients during the backward pass")
     switch("--shared-memory", help="sum gradients through memory that the workers of one machine share")
     group.add_argument("--settings", choices=("reference", "2018"), default="reference", help="batch size and schedule")
@@ -200,8 +216,9 @@ def check(args: argparse.Namespace) -> None:
     """Refuse flags that cannot be combined.
 
     Raises:
-        ConfigurationError: Two flags cannot be combined; the message names both.
+        ConfigurationError: Two flags cannot be combined, and the message names both, or ``--partition`` is wrong.
     """
+    parse_partition(args.partition)
     halves, alone = args.precision != "fp32", args.optimizer == REFERENCE
     optimizer, precision = f"--optimizer {args.optimizer}", f"--precision {args.precision}"
     refusals = (
@@ -212,6 +229,14 @@ def check(args: argparse.Namespace) -> None:
         (halves and args.overlap, f"{precision} sends all gradients at once: it does not go with --overlap"),
         (halves and args.autocast, f"--autocast keeps weights in float32: it does not go with {precision}"),
         (args.sync_batch_norm and args.compile, "--sync-batch-norm does not go with --compile: it sends messages"),
+        (
+            args.sync_batch_norm and args.norm == "group",
+            "--sync-batch-norm is a way of batch norm: it does not go with --norm group",
+        ),
+        (
+            args.repartition and args.partition != "uniform",
+            f"--repartition shuffles all images in each epoch: it does not go with --partition {args.partition}",
+        ),
         (args.partial and args.dataset != "cifar10", f"--partial does not go with --dataset {args.dataset}"),
         (
             args.image_size != 32 and args.dataset != "digits",
@@ -222,6 +247,14 @@ def check(args: argparse.Namespace) -> None:
     for is_refused, message in refusals:
         if is_refused:
             raise ConfigurationError(message)
+
+
+def partition(images: ImageDataset, args: argparse.Namespace, rank: int, workers: int) -> Partition:
+    """Return the training images of a worker."""
+    # The uniform parts are those of the reference, the same for every seed. Parts by class differ much from one draw to
+    # the next, so repeats with other seeds get other ones.
+    seed = 0 if args.partition == "uniform" else args.seed
+    return partition_dataset_by_rank(images, rank, workers, seed=seed, **parse_partition(args.partition))
 
 
 def make_exchange(args: argparse.Namespace, use_cuda: bool) -> AllReduceAggregation:
@@ -281,11 +314,13 @@ def make_scheduler_of_2018(optimizer: Optimizer, plan: Plan, batches_per_epoch: 
 
 
 def prepare_model(model: nn.Module, args: argparse.Namespace) -> None:
-    """Change the layout, the batch norm and its precision in place, as the flags require."""
+    """Change the layout, the normalization and its precision in place, as the flags require."""
     if args.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if args.sync_batch_norm:
         convert_batch_norm(model)
+    if args.norm == "group":
+        convert_to_group_norm(model)
     if args.precision != "fp32":
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):  # sums over a batch and small changes need float32

@@ -19,7 +19,8 @@ from mlbench_core.controlflow.pytorch.run import Run, run_task
 from mlbench_core.controlflow.task_arguments import add_run_arguments
 from mlbench_core.dataset.linearmodels.pytorch import LinearBatches
 from mlbench_core.dataset.linearmodels.pytorch.preparation import prepare_stores
-from mlbench_core.dataset.linearmodels.pytorch.subset import train_and_validation
+from mlbench_core.dataset.linearmodels.pytorch.subset import RowSubset, train_and_validation
+from mlbench_core.dataset.pytorch import parse_partition, partition_dataset_by_rank
 from mlbench_core.evaluation.goals import time_to_accuracy_goal
 from mlbench_core.evaluation.pytorch.criterion import BCELossRegularized
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
@@ -64,9 +65,14 @@ def load_data(run: Run, batch_size: int) -> tuple[LinearBatches, LinearBatches, 
     folder = prepare_stores(run.args.dataset, run.dataset_dir, run.args.data)
     training, validation = train_and_validation(run.args.dataset, folder)
     part = {"rank": run.rank, "world_size": run.world_size, "seed": run.args.seed}
+    own_rows, own_part = training, part
+    if run.args.partition != "uniform":
+        # LinearBatches divides by stored blocks. A part by label has rows of all blocks, so it is a set of its own.
+        chosen = partition_dataset_by_rank(training, **part, **parse_partition(run.args.partition))
+        own_rows, own_part = RowSubset(training, sorted(chosen.indices)), {**part, "world_size": 1}
     # Larger batches are faster, and the results of an evaluation do not depend on their size.
     return (
-        LinearBatches(training, batch_size, shuffle=True, **part),
+        LinearBatches(own_rows, batch_size, shuffle=True, **own_part),
         LinearBatches(validation, 8 * batch_size, shuffle=False, **part),
         LinearBatches(training, 8 * batch_size, shuffle=False, **part),
     )
@@ -124,8 +130,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--settings", choices=("reference", "2018"), default="reference", help="rows and rates")
     parser.add_argument("--full-train", action="store_true", help="also evaluate on the whole training set")
     parser.add_argument("--standardize", action="store_true", help="features with mean 0 and deviation 1")
+    parser.add_argument(
+        "--partition", default="uniform", metavar="KIND",
+        help="training rows of a worker: uniform, dirichlet:ALPHA or label_skew:N (default: uniform)",
+    )  # fmt: skip
     parser.add_argument("--overlap", action="store_true", help="average gradients during the backward pass")
 
 
+def check(args: argparse.Namespace) -> None:
+    """Refuse a wrong ``--partition`` before the workers connect."""
+    parse_partition(args.partition)
+
+
 if __name__ == "__main__":
-    run_task(train, "task2a", add_arguments)
+    run_task(train, "task2a", add_arguments, check)

@@ -40,6 +40,8 @@ def train(main: ModuleType, rank: int, world_size: int, arguments: list[str]) ->
         "loss": list(tracker.records["val_global_loss"].values()),
         "train_loss": list(tracker.records["train_loss"].values()),
         "accuracy": list(tracker.records["val_global_Prec@1"].values()),
+        "top5": [list(tracker.records[f"{part}_Prec@5"].values()) for part in ("train", "val_global")],
+        "watched": (tracker.goal.metric, tracker.primary_metric.name),
         "bytes": tracker.summary().communication_size_bytes / tracker.summary().batches,
         "model": last["model"],
     }

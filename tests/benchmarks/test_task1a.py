@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +112,7 @@ def test_two_workers_by_torchrun(tmp_path: Path, script: str) -> None:
         (["--backend", "smoke-signals"], 2, "smoke-signals"),
         (["--hosts", "127.0.0.1,127.0.0.1", "--rank", "2"], 2, "2"),
         (["--dataset", "faces"], 2, "faces"),
+        (["--dataset", "digits", "--partition", "dirichlet:-1"], 1, "partition must be uniform, dirichlet:ALPHA"),
         (["--image-size", "16"], 1, "--image-size is for the digits: it does not go with --dataset cifar10"),
         (["--dataset", "digits", "--data", "/my/digits"], 1, "--data does not go with --dataset digits"),
         (["--backend", "nccl", "--dataset", "digits"], 1, "GPU"),
@@ -178,6 +179,16 @@ def test_every_variant_learns(main: ModuleType, results: list[dict[str, dict[str
         assert results[0][name]["loss"] == results[1][name]["loss"]
 
 
+def test_the_second_metric_is_recorded_and_the_goal_watches_the_first(
+    results: list[dict[str, dict[str, Any]]],
+) -> None:
+    for result in results[0].values():
+        (trained,), (validated,) = result["top5"]
+        assert 30 < trained <= 100
+        assert result["accuracy"][0] < validated <= 100
+        assert result["watched"] == ("val_global_Prec@1", "Prec@1")
+
+
 def test_the_same_seed_gives_the_same_curve_bit_for_bit(results: list[dict[str, dict[str, Any]]]) -> None:
     for worker in results:
         assert_equal(worker["augmented"], worker["augmented again"])
@@ -242,6 +253,68 @@ def test_plan(main: ModuleType, arguments: list[str], workers: int, plan: tuple[
     assert (found.batch_size, found.lr, found.scaled_lr, found.warmup_epochs) == pytest.approx(plan)
 
 
+class EnoughError(Exception):
+    """Ends a training when its network has been made."""
+
+
+def make_model(main: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> torch.nn.Module:
+    """The network that the command line chooses, as the training gets it."""
+
+    def stop(model: torch.nn.Module, *_: Any) -> None:
+        raise EnoughError(model)
+
+    monkeypatch.setattr(main.variants, "make_network", stop)
+    with pytest.raises(EnoughError) as stopped:
+        main.train(alone(parse(main, "--dataset", "digits", *arguments)))
+    return stopped.value.args[0]
+
+
+def alone(args: argparse.Namespace, rank: int = 0, world_size: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(args=args, rank=rank, world_size=world_size, gpu=False, dataset_dir="", light=False)
+
+
+@pytest.mark.parametrize(("size", "published"), [(20, 0.27), (32, 0.46), (44, 0.66), (56, 0.85)])
+def test_networks_have_the_sizes_of_the_paper(
+    main: ModuleType, monkeypatch: pytest.MonkeyPatch, size: int, published: float
+) -> None:
+    n = (size - 2) // 6  # blocks of two 3x3 convolutions in each of three stages, with 16, 32 and 64 channels
+    convolutions = 9 * (3 * 16 + 2 * n * 16**2 + 16 * 32 + (2 * n - 1) * 32**2 + 32 * 64 + (2 * n - 1) * 64**2)
+    projections, classifier = 16 * 32 + 32 * 64, 64 * 10 + 10
+    norms = {  # two numbers for each channel
+        1: 2 * (16 + 2 * n * (16 + 32 + 64)),
+        2: 2 * (2 * n * 16 + 16 + (2 * n - 1) * 32 + 32 + (2 * n - 1) * 64 + 64),
+    }
+    # Table 6 of the paper, whose shortcuts have no parameters.
+    assert round((convolutions + norms[1] + classifier) / 1e6, 2) == published
+    norms[1] += 2 * (32 + 64)  # of the projections
+    for version in (1, 2):
+        model = make_model(main, monkeypatch, "--model", f"resnet{size}", "--model-version", str(version))
+        found = sum(parameter.numel() for parameter in model.parameters())
+        assert found == convolutions + projections + norms[version] + classifier
+
+
+def test_group_norm_has_no_running_statistics(main: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(make_model(main, monkeypatch).buffers())
+    assert not list(make_model(main, monkeypatch, "--norm", "group").buffers())
+
+
+def test_a_partition_by_class_reaches_the_batches(main: ModuleType) -> None:
+    def labels(*arguments: str) -> list[list[int]]:
+        args = parse(main, "--dataset", "digits", "--no-augment", *arguments)
+        workers = [main.load_data(alone(args, rank, 2), 32)[0] for rank in range(2)]
+        return [torch.bincount(torch.cat([y for _, y in batches]), minlength=10).tolist() for batches in workers]
+
+    uniform = labels()
+    assert all(min(counts) > 50 for counts in uniform)
+    assert labels("--seed", "1") == uniform  # the reference's parts
+    skewed = labels("--partition", "label_skew:1")
+    assert all(counts.count(0) >= 4 for counts in skewed)
+    assert [sum(both) for both in zip(*skewed, strict=True)] == [sum(both) for both in zip(*uniform, strict=True)]
+    drawn = labels("--partition", "dirichlet:0.1")
+    assert drawn[0] != drawn[1]
+    assert labels("--partition", "dirichlet:0.1", "--seed", "1") != drawn
+
+
 def test_schedule_of_2018(main: ModuleType) -> None:
     plan = main.variants.make_plan(parse(main, "--settings", "2018"), 4, main.BATCH_SIZE, main.BASE_LR)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=plan.lr)
@@ -261,6 +334,8 @@ def test_schedule_of_2018(main: ModuleType) -> None:
         (["--precision", "fp16", "--overlap"], ("--precision fp16", "--overlap")),
         (["--precision", "bf16", "--autocast", "bf16"], ("--autocast", "--precision")),
         (["--sync-batch-norm", "--compile"], ("--sync-batch-norm", "--compile")),
+        (["--sync-batch-norm", "--norm", "group"], ("--sync-batch-norm", "--norm group")),
+        (["--repartition", "--partition", "label_skew:2"], ("--repartition", "--partition label_skew:2")),
         (["--partial", "--dataset", "mnist"], ("--partial", "mnist")),
     ],
 )
@@ -306,7 +381,14 @@ def test_main_is_short() -> None:
     assert len(Path(SCRIPT).read_text().splitlines()) <= 200
 
 
-def test_choco_resumes_from_the_best_epoch_to_the_bit() -> None:
-    for is_equal, names in run_ranks(2, task1a_workers.resume_from_best, ["--optimizer", "choco_sgd"], timeout_s=300):
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--optimizer", "choco_sgd"],
+        ["--partition", "dirichlet:0.5", "--norm", "group", "--model-version", "2"],
+    ],
+)
+def test_workers_resume_from_the_best_epoch_to_the_bit(arguments: list[str]) -> None:
+    for is_equal, names in run_ranks(2, task1a_workers.resume_from_best, arguments, timeout_s=300):
         assert is_equal
         assert len([name for name in names if name.endswith("1of2.pth.tar")]) == 1

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -184,6 +184,23 @@ def test_sparse_rows_and_the_loss_beside_the_goal(tmp_path: Path) -> None:
     assert epsilon["val_time_to_loss_s"] and not rcv1["val_time_to_loss_s"]
 
 
+def test_a_partition_by_label_reaches_the_batches(tmp_path: Path) -> None:
+    """australian has no validation part, so the rows to divide are themselves a part of its file."""
+    main = load_script("2a")
+
+    def rows(*arguments: str) -> list[list[list[float]]]:
+        """The rows of each worker with their labels at the end."""
+        args = options(main, "--dataset", "australian", "--data", str(test_data("libsvm")), *arguments)
+        runs = [SimpleNamespace(args=args, rank=rank, world_size=2, dataset_dir=str(tmp_path)) for rank in range(2)]
+        return [torch.cat([torch.cat(batch, 1) for batch in main.load_data(run, 32)[0]]).tolist() for run in runs]
+
+    uniform, skewed = rows(), rows("--partition", "label_skew:1")
+    assert sorted(uniform[0] + uniform[1]) == sorted(skewed[0] + skewed[1])
+    shares = [[sum(row[-1] for row in worker) / len(worker) for worker in workers] for workers in (uniform, skewed)]
+    assert abs(shares[0][0] - shares[0][1]) < 0.2
+    assert abs(shares[1][0] - shares[1][1]) > 0.8
+
+
 COMMAND = (str(SCRIPT), "--run_id", "1", "--backend", "gloo")
 
 
@@ -221,6 +238,7 @@ def test_old_command_line_and_a_launcher_give_the_same_run(tmp_path: Path) -> No
     ("arguments", "status", "message"),
     [
         (["--dataset", "omega"], 2, "omega"),
+        (["--partition", "label_skew"], 1, "partition must be uniform, dirichlet:ALPHA"),
         (["--dataset", "rcv1", "--data", "/nonexistent/folder"], 1, "looked for rcv1_train.binary"),
     ],
 )

@@ -23,6 +23,7 @@ from mlbench_core.dataset.linearmodels.pytorch import (
     libsvm,
 )
 from mlbench_core.dataset.linearmodels.pytorch.lmdb_writer import StoreWriter
+from mlbench_core.dataset.linearmodels.pytorch.subset import RowSubset
 from mlbench_core.dataset.pytorch import partition_dataset_by_rank
 from mlbench_core.models.pytorch.linear_models import LogisticRegression
 from tests.helpers.data import test_data
@@ -281,6 +282,17 @@ def test_a_run_goes_on_with_the_very_batches_it_would_have_had(stop: int, tmp_pa
             other.load_state_dict(state)
 
 
+def test_a_worker_with_rows_of_its_own_reads_them_all_in_its_own_order(tmp_path: Path) -> None:
+    dataset = numbered(tmp_path, 60)
+    rows = range(0, 60, 2)
+    parts = [RowSubset(RowSubset(dataset, rows), range(start, start + 15)) for start in (0, 15)]
+    orders = [flat(ids(LinearBatches(part, 15, rank=rank))) for rank, part in enumerate(parts)]
+    assert [sorted(order) for order in orders] == [list(rows[:15]), list(rows[15:])]
+    # A batch of all rows is sorted, so the orders are compared before that.
+    first, second = (LinearBatches(part, 15, rank=rank).rows(0).tolist() for rank, part in enumerate(parts))
+    assert first != second
+
+
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     dataset = numbered(tmp_path, 20)
     for change, says in [
@@ -288,6 +300,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         ({"window_blocks": 0}, "window_blocks must be at least 1, not 0"),
         ({"seed": -1}, "seed must be at least 0, not -1"),
         ({"rank": 2, "world_size": 2}, "rank must be from 0 to 1, not 2"),
+        ({"rank": -1}, "rank must be at least 0, not -1"),
         ({"world_size": 21}, "world_size must be at most 20, the rows of the data set, not 21"),
     ]:
         with pytest.raises(ValueError, match=says):

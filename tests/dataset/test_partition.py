@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from mlbench_core.dataset.pytorch import DataPartitioner, Partition, partition_dataset_by_rank, stratified_split
+from mlbench_core.dataset.pytorch import (
+    DataPartitioner,
+    Partition,
+    parse_partition,
+    partition_dataset_by_rank,
+    stratified_split,
+)
+from mlbench_core.errors import ConfigurationError
 
 DISTRIBUTIONS = ["uniform", "dirichlet", "label_skew"]
 
@@ -175,6 +182,28 @@ def test_classes_may_be_given() -> None:
 def test_bad_arguments(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         partition_dataset_by_rank(**{"dataset": range(9), "rank": 0, "world_size": 4, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("uniform", {}),
+        ("dirichlet:0.3", {"distribution": "dirichlet", "alpha": 0.3}),
+        ("label_skew:3", {"distribution": "label_skew", "classes_per_worker": 3}),
+    ],
+)
+def test_a_text_gives_the_partition_of_its_arguments(text: str, arguments: dict) -> None:
+    assert parts(4, Labelled(100), **parse_partition(text)) == parts(4, Labelled(100), **arguments)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "uniform:", "normal", "dirichlet", "dirichlet:0", "dirichlet:inf", "dirichlet:nan", "label_skew:0",
+     "label_skew:1.5", "label_skew:"],
+)  # fmt: skip
+def test_another_text_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"partition must be uniform, dirichlet:ALPHA .* not '{text}': write"):
+        parse_partition(text)
 
 
 def test_a_rank_is_a_whole_number() -> None:

@@ -4,8 +4,16 @@ from mlbench_core.dataset.pytorch.partition import (
     DataPartitioner,
     Partition,
     Partitioner,
+    parse_partition,
     partition_dataset_by_rank,
     stratified_split,
 )
 
-__all__ = ["DataPartitioner", "Partition", "Partitioner", "partition_dataset_by_rank", "stratified_split"]
+__all__ = [
+    "DataPartitioner",
+    "Partition",
+    "Partitioner",
+    "parse_partition",
+    "partition_dataset_by_rank",
+    "stratified_split",
+]

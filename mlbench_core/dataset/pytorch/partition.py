@@ -7,6 +7,7 @@ differ by at most 1.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 from abc import ABC, abstractmethod
@@ -17,8 +18,16 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from mlbench_core.arguments import check_int, check_positive, check_rank
+from mlbench_core.errors import ConfigurationError
 
-__all__ = ["DataPartitioner", "Partition", "Partitioner", "partition_dataset_by_rank", "stratified_split"]
+__all__ = [
+    "DataPartitioner",
+    "Partition",
+    "Partitioner",
+    "parse_partition",
+    "partition_dataset_by_rank",
+    "stratified_split",
+]
 
 
 class Partition(Dataset):
@@ -229,6 +238,41 @@ def partition_dataset_by_rank(
         mine = generator.permutation(mine) if shuffle else np.sort(mine)
     # The first workers get the remainder of the division, so the last part is the smallest.
     return Partition(dataset, mine.tolist(), smallest_part=sizes[-1])
+
+
+def parse_partition(text: str) -> dict[str, Any]:
+    """Return the arguments of :func:`partition_dataset_by_rank` for a text of a command line.
+
+    Args:
+        text: ``"uniform"``, ``"dirichlet:ALPHA"`` with a finite ALPHA above 0, or ``"label_skew:N"`` with N classes per
+            worker.
+
+    Returns:
+        ``distribution``, and ``alpha`` or ``classes_per_worker`` if the distribution needs it.
+
+    Raises:
+        ConfigurationError: The text is none of these.
+
+    Example:
+        >>> parse_partition("dirichlet:0.1")
+        {'distribution': 'dirichlet', 'alpha': 0.1}
+        >>> parse_partition("label_skew:2")
+        {'distribution': 'label_skew', 'classes_per_worker': 2}
+    """
+    distribution, _, number = text.partition(":")
+    with contextlib.suppress(ValueError):
+        if text == "uniform":
+            return {"distribution": distribution}
+        if distribution == "dirichlet":
+            alpha = float(number)
+            check_positive("alpha", alpha)
+            return {"distribution": distribution, "alpha": alpha}
+        if distribution == "label_skew":
+            return {"distribution": distribution, "classes_per_worker": check_int("classes_per_worker", int(number))}
+    raise ConfigurationError(
+        "partition must be uniform, dirichlet:ALPHA with a finite ALPHA above 0, or label_skew:N with a whole number N "
+        f"of at least 1, not {text!r}: write for example dirichlet:0.1"
+    )
 
 
 def stratified_split(

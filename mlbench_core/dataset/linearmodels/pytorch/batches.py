@@ -12,6 +12,7 @@ from torch.utils.data import Sampler
 
 from mlbench_core.arguments import check_int, check_rank
 from mlbench_core.dataset.linearmodels.pytorch.dataloader import LMDBDataset
+from mlbench_core.dataset.linearmodels.pytorch.subset import RowSubset
 from mlbench_core.dataset.pytorch.resumable import ResumablePasses
 
 __all__ = ["BlockBatchSampler", "LinearBatches"]
@@ -26,7 +27,7 @@ class _BlockOrder(ResumablePasses):
 
     def __init__(
         self,
-        dataset: LMDBDataset,
+        dataset: LMDBDataset | RowSubset,
         batch_size: int,
         *,
         shuffle: bool = True,
@@ -41,7 +42,10 @@ class _BlockOrder(ResumablePasses):
         check_int("batch_size", batch_size)
         check_int("window_blocks", window_blocks)
         check_int("seed", seed, 0)
-        check_rank(rank, world_size)
+        check_int("rank", rank, 0)
+        # With world_size 1 the rows are already this worker's part, and the rank may be any number.
+        if world_size != 1:
+            check_rank(rank, world_size)
         if len(dataset) < world_size:
             raise ValueError(
                 f"world_size must be at most {len(dataset)}, the rows of the data set, not {world_size}: each worker "
@@ -104,8 +108,9 @@ class _BlockOrder(ResumablePasses):
             generator = self._generator(_CUT, epoch if self.repartition else 0)
             pieces = pieces[generator.permutation(len(pieces))]
         share, more = divmod(self._rows, self.world_size)
-        first = self.rank * share + min(self.rank, more)
-        last = first + share + (self.rank < more)
+        part = self.rank if self.world_size > 1 else 0
+        first = part * share + min(part, more)
+        last = first + share + (part < more)
         ends = np.cumsum(pieces[:, 1] - pieces[:, 0])
         begins = ends - (pieces[:, 1] - pieces[:, 0])
         # A worker's share may begin or end inside a piece, which is then cut there.
@@ -167,8 +172,9 @@ class BlockBatchSampler(_BlockOrder, Sampler[list[int]]):
         batch_size: Rows in a batch of one worker, at least 1.
         shuffle: If True, shuffle; otherwise a worker's part is contiguous, in the order of the files.
         seed: Seed of every draw, at least 0; the same on all workers.
-        rank: Rank of this worker.
-        world_size: Number of workers.
+        rank: Rank of this worker, which is part of the seed of its own order.
+        world_size: Number of workers that share the rows, one of which is ``rank``; 1 if the data set is already this
+            worker's part.
         drop_last: If True, leave out a last batch that is not full.
         window_blocks: Blocks whose rows are mixed, at least 1.
         repartition: If True, workers get other parts in each epoch. Otherwise a worker always reads the same part,

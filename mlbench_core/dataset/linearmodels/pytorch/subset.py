@@ -24,14 +24,14 @@ class RowSubset(Dataset[tuple[Tensor, Tensor]]):
     """Some rows of an :class:`LMDBDataset`, which can be fetched as whole batches.
 
     Args:
-        dataset: The data set.
+        dataset: The data set, or some rows of one.
         rows: Positions of the rows in it, from 0 and in increasing order.
 
     Raises:
         ValueError: ``rows`` is empty, not in increasing order, or outside the data set.
     """
 
-    def __init__(self, dataset: LMDBDataset, rows: Sequence[int] | NDArray[np.int64]) -> None:
+    def __init__(self, dataset: LMDBDataset | RowSubset, rows: Sequence[int] | NDArray[np.int64]) -> None:
         self.dataset = dataset
         self.rows = np.asarray(rows, dtype=np.int64)
         if not self.rows.size or self.rows[0] < 0 or self.rows[-1] >= len(dataset) or (np.diff(self.rows) <= 0).any():
