@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import subprocess
@@ -31,6 +32,7 @@ from tests.helpers.tasks import train_task
 SCRIPT = get_task("2a").script
 L2 = 2.5e-6
 ACCURACY, LOSS = "val_global_Prec@1", "val_global_loss"
+F1, DICE = "val_global_F1-Score", "val_global_Dice Coefficient"
 TRAIN_ACCURACY, TRAIN_LOSS = "val_global_full_train_Prec@1", "val_global_full_train_loss"
 
 
@@ -54,7 +56,11 @@ def train(rank: int, world_size: int, folder: str, arguments: tuple[str, ...]) -
         if args.checkpoint
         else None,
         "val_time_to_loss_s": tracker.records.get("val_time_to_loss_s"),
-        **{name: list(tracker.records[name].values()) for name in (ACCURACY, LOSS, TRAIN_ACCURACY, TRAIN_LOSS)},
+        "watched": (tracker.goal.metric, tracker.primary_metric.name),
+        **{
+            name: list(tracker.records[name].values())
+            for name in (ACCURACY, LOSS, TRAIN_ACCURACY, TRAIN_LOSS, F1, DICE, "train_F1-Score")
+        },
     }
 
 
@@ -95,6 +101,21 @@ def joined_batches(folder: Path, epochs: int) -> np.ndarray:
     return torch.cat([model.linear.weight.flatten(), model.linear.bias]).detach().numpy()
 
 
+def assert_f1_and_dice_of_the_last_weights(run: dict[str, Any], stores: Path) -> None:
+    from sklearn.metrics import f1_score
+
+    _, validation = train_and_validation("heart_scale", stores)
+    features, labels = (part.double().numpy() for part in validation.batch(range(len(validation))))
+    logits = features @ run["weights"][:-1] + run["weights"][-1]
+    probabilities, true = 1 / (1 + np.exp(-logits)), labels[:, 0]
+    expected = f1_score(true, logits >= 0)
+    assert 0 < expected < 1
+    assert run[F1][-1] == pytest.approx(expected, rel=1e-6)
+    assert run[DICE][-1] == pytest.approx(2 * probabilities @ true / (probabilities.sum() + true.sum()), rel=1e-5)
+    assert 0 < run["train_F1-Score"][-1] <= 1
+    assert run["watched"] == (ACCURACY, "Prec@1")
+
+
 def test_one_and_two_workers_reach_the_optimum_and_two_are_one_on_joined_batches(tmp_path: Path) -> None:
     check_optimum = load_script("2a", "check_optimum")
     data = str(test_data("libsvm"))
@@ -105,28 +126,30 @@ def test_one_and_two_workers_reach_the_optimum_and_two_are_one_on_joined_batches
     runs = [
         ("--dataset", "australian", "--data", data, "--epochs", "60"),
         ("--dataset", "agaricus", "--data", data, "--epochs", "8"),
+        ("--dataset", "heart_scale", "--data", data, "--epochs", "2", "--checkpoint"),
         joined,
         (*joined, "--overlap"),
     ]
-    alone = train_several(0, 1, str(tmp_path), runs[:2])
+    alone = train_several(0, 1, str(tmp_path), runs[:3])
     workers = run_ranks(2, train_several, str(tmp_path), runs)
 
     stores = prepare_stores("australian", tmp_path, data)
     optimum = check_optimum.find_optimum("australian", stores, standardized=True)
-    for australian, agaricus, *_ in (alone, workers[0]):
+    for australian, agaricus, heart, *_ in (alone, workers[0]):
         assert australian[TRAIN_LOSS][-1] >= optimum.loss - 1e-6
         run = check_optimum.Quality(
             australian[TRAIN_LOSS][-1], australian[TRAIN_ACCURACY][-1], australian[ACCURACY][-1]
         )
         assert run.is_close_to(optimum, "australian")
         assert agaricus[ACCURACY][-1] == agaricus[TRAIN_ACCURACY][-1] == 100.0
+        assert_f1_and_dice_of_the_last_weights(heart, prepare_stores("heart_scale", tmp_path, data))
 
     for first, second in zip(*workers, strict=True):  # values are those of all workers, weights are shared
         assert first[LOSS] == second[LOSS]
         assert first[TRAIN_LOSS] == second[TRAIN_LOSS]
         np.testing.assert_equal(first["weights"], second["weights"])
     expected = joined_batches(prepare_stores("epsilon", tmp_path, tmp_path), epochs=3)
-    for run in workers[0][2:]:
+    for run in workers[0][3:]:
         np.testing.assert_allclose(run["weights"], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -232,6 +255,10 @@ def test_old_command_line_and_a_launcher_give_the_same_run(tmp_path: Path) -> No
     )
     assert launched.returncode == 0, launched.stderr
     assert last_line(by_hosts[0]) == last_line(launched)
+    raw = [json.loads(line) for line in (tmp_path / "output/task2a/1/metrics.jsonl").read_text().splitlines()]
+    recorded = {line["name"]: line["value"] for line in raw if line["kind"] == "stat"}
+    assert 0 < recorded[F1] <= 1
+    assert 0 < recorded[DICE] <= 1
 
 
 @pytest.mark.parametrize(

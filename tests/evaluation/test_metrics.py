@@ -293,6 +293,12 @@ def test_dice_does_not_depend_on_how_the_data_was_cut(batches, expected) -> None
     assert metric.average().item() == pytest.approx(expected)
 
 
+def test_dice_of_logits_is_that_of_their_probabilities() -> None:
+    logits, target = torch.tensor([3.0, -2.0, 0.5]), torch.tensor([1, 1, 0])
+    assert DiceCoefficient(logits=True)(logits, target).item() == DiceCoefficient()(logits.double().sigmoid(), target)
+    assert DiceCoefficient()(target.float(), target.flip(0)).item() == F1Score()(target.float(), target.flip(0)).item()
+
+
 def test_f1_counts_an_output_at_the_threshold_as_positive() -> None:
     output, target = torch.tensor([0.5, 0.75, 0.25]), torch.tensor([1, 1, 0])
     assert F1Score()(output, target).item() == 1.0

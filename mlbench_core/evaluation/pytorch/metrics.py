@@ -376,18 +376,28 @@ class DiceCoefficient(_StatisticsMetric):
 
     .. math:: \frac{2 \sum_i o_i t_i}{\sum_i o_i + \sum_i t_i}
 
-    with the sums over all elements of all batches and workers. If both masks are empty everywhere, it is 1.
+    with the sums over all elements of all batches and workers. If both masks are empty everywhere, it is 1. With
+    predictions of 0 and 1, it is the F1 score.
+
+    Args:
+        logits: True if the outputs are logits, whose sigmoids are the probabilities.
 
     Example:
         >>> round(DiceCoefficient()(torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.tensor([[1, 0], [0, 1]])).item(), 6)
         0.8
+        >>> round(DiceCoefficient(logits=True)(torch.tensor([0.0, 0.0]), torch.tensor([1, 0])).item(), 6)
+        0.5
     """
+
+    def __init__(self, *, logits: bool = False) -> None:
+        super().__init__()
+        self.logits = logits
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         """Compute the Dice coefficient of one batch.
 
         Args:
-            output: Mask or probabilities between 0 and 1, any shape.
+            output: Mask or probabilities between 0 and 1, or with ``logits`` any numbers; any shape.
             target: The true mask, the same number of elements.
 
         Returns:
@@ -397,6 +407,8 @@ class DiceCoefficient(_StatisticsMetric):
             ValueError: The numbers of elements differ.
         """
         predicted, true = _flat_pair(output, target)
+        if self.logits:
+            predicted = predicted.sigmoid()
         elements = predicted.new_full((), predicted.numel())
         return self._value_of(torch.stack([2.0 * (predicted * true).sum(), predicted.sum() + true.sum(), elements]))
 
