@@ -20,6 +20,13 @@ def epoch_name(epoch: int, rank: int) -> str:
     return f"{epoch}_{rank}.pth.tar"
 
 
+def saved_epochs(folder: str | os.PathLike[str], rank: int) -> set[int]:
+    """Return the epochs that a worker can read from a folder, which need not exist: those of its own and of rank 0."""
+    names = os.listdir(folder) if os.path.isdir(folder) else ()
+    matches = [match for name in names if (match := EPOCH_NAME.fullmatch(name))]
+    return {int(match[1]) for match in matches if int(match[2]) in (0, rank)}
+
+
 def statistics_name(epoch: int, rank: int) -> str:
     """Return the name of the file in which a worker saves the statistics of an epoch."""
     return f"{epoch}_{rank}.json"

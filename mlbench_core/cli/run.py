@@ -394,10 +394,11 @@ def _start(client: RunSource, requests: Sequence[Mapping[str, Any]], replace: bo
 
 
 def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goal | None:
-    """Return the goal for the progress display. Its threshold is None if the task has no goal for the data set."""
+    """Return the goal for the progress display. Its threshold is None if there is none, for example on the data set."""
     if task is None or task.metric is None:
         return None
-    return _wait.Goal(task.metric, task.goal_of(arguments, light), task.minimize, _max_epochs(task, arguments))
+    threshold = task.goal_of(arguments, light) if option_value(arguments, "--goal-after") is None else None
+    return _wait.Goal(task.metric, threshold, task.minimize, _max_epochs(task, arguments))
 
 
 def _max_epochs(task: Task, arguments: Sequence[str]) -> int | None:

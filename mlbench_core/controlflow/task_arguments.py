@@ -135,17 +135,25 @@ def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None
     """Add the arguments of every task that trains: epochs, resuming, checkpoints and the seed.
 
     Args:
-        parser: Receives ``--epochs``, ``--past-goal``, ``--resume``, ``--checkpoint``, ``--seed`` and ``--sink``.
+        parser: Receives ``--epochs``, ``--goal-after``, ``--past-goal``, ``--resume``, ``--checkpoint``, ``--seed`` and
+            ``--sink``.
         epochs: The task's budget; None if it depends on other arguments.
 
     Example:
         >>> parser = argparse.ArgumentParser()
         >>> add_run_arguments(parser, epochs=8)
-        >>> sorted(vars(parser.parse_args(["--resume", "--seed", "0"])).items())
-        [('checkpoint', False), ('epochs', 8), ('past_goal', False), ('resume', True), ('seed', 0), ('sink', [])]
+        >>> args = parser.parse_args(["--resume", "--seed", "0", "--goal-after", "600"])
+        >>> args.epochs, args.resume, args.seed, args.goal_after
+        (8, True, 0, 600.0)
     """
     shown = "" if epochs is None else " [%(default)s]"
     parser.add_argument("--epochs", type=count, default=epochs, metavar="N", help="largest number of epochs" + shown)
+    parser.add_argument(
+        "--goal-after",
+        type=seconds,
+        metavar="SECONDS",
+        help="the goal is the best value of the task's metric after this training time",
+    )
     parser.add_argument("--past-goal", action="store_true", help="train all epochs, even after the goal is reached")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint of this run")
     parser.add_argument("--checkpoint", action="store_true", help="save one after every epoch, not only of the best")

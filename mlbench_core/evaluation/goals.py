@@ -154,32 +154,69 @@ class TimeToGoal:
 
 @dataclass(frozen=True)
 class AccuracyAfterTime:
-    """The accuracy after a fixed time of training.
+    """The best value of a metric after a fixed time of training; by default, of the accuracy.
 
-    It is reached at the first validation at or after ``budget_s`` seconds of training. The text gives the training
-    seconds at that validation.
+    It is reached at the first validation at or after ``budget_s`` seconds of training. Its value is the best one up to
+    and including that validation. The text gives the training seconds at that validation.
+
+    The clocks of workers differ, but all of them must stop after the same validation. The tasks' option
+    ``--goal-after`` makes them agree. In a script of your own with several workers, override :meth:`is_over`.
 
     Attributes:
         budget_s: Training time in seconds, without validation.
         metric: Name of the statistic that it reports.
+        minimize: True if smaller values of the metric are better.
+        description: Beginning of the result's text, in which ``{value}`` is replaced by the value. ``after ...
+            seconds`` follows.
 
     Raises:
         TypeError: ``budget_s`` is not a number.
         ValueError: ``budget_s`` is negative or not finite.
+
+    Example:
+        >>> goal = AccuracyAfterTime(600, "val_global_Perplexity", True, "Validation Perplexity of {value}")
+        >>> goal.is_over(599.9), goal.is_over(600.0)
+        (False, True)
     """
 
     budget_s: float
     metric: str = ACCURACY
+    minimize: bool = False
+    description: str = "{value}% Top 1 Validation Accuracy"
 
     def __post_init__(self) -> None:
         check_finite_at_least_0("seconds", self.budget_s)
+
+    def is_over(self, train_time_s: float) -> bool:
+        """Return True if the training is to end; it is called after each validation.
+
+        Args:
+            train_time_s: Seconds of training so far on this worker.
+        """
+        return train_time_s >= self.budget_s
+
+    def best_value(self, value: float, tracker: Any) -> float:
+        """Return the best value of the metric so far.
+
+        Args:
+            value: The latest value.
+            tracker: The tracker. It knows the best value of its primary metric only, so for another metric the result
+                is ``value``.
+        """
+        primary = getattr(getattr(tracker, "primary_metric", None), "name", None)
+        if self.metric != f"val_global_{primary}" or tracker.minimize != self.minimize:
+            return value
+        best = float(tracker.best_metric_value)
+        is_better = value < best if self.minimize else value > best
+        # Before the first value that is a number, the best one is infinite.
+        return value if is_better or not math.isfinite(best) else best
 
     def __call__(self, metric_name: str, value: float, tracker: TrackedTimes) -> str | None:
         """Check one recorded statistic.
 
         Args:
             metric_name: Name of the statistic. All except ``metric`` are ignored.
-            value: Its value, in percent.
+            value: Its value.
             tracker: The tracker, which knows the times of the run.
 
         Returns:
@@ -188,13 +225,15 @@ class AccuracyAfterTime:
         if metric_name != self.metric:
             return None
         train_time_s = tracker.get_total_train_time()
-        if train_time_s < self.budget_s:
+        if not self.is_over(train_time_s):
             return None
-        return f"{value:.3f}% Top 1 Validation Accuracy after {train_time_s:.3f} seconds{_detailed_times(tracker)}"
+        description = self.description.format(value=f"{self.best_value(value, tracker):.3f}")
+        return f"{description} after {train_time_s:.3f} seconds{_detailed_times(tracker)}"
 
     def result(self, tracker: TrackedTimes) -> dict[str, Any]:
-        """Return the result as data: ``metric``, ``budget_s`` and the times of :meth:`TimeToGoal.result`."""
-        return {"metric": self.metric, "budget_s": self.budget_s, **_times(tracker)}
+        """Return the result as data: metric, ``budget_s``, ``minimize`` and the times of :meth:`TimeToGoal.result`."""
+        goal = {"metric": self.metric, "budget_s": self.budget_s, "minimize": self.minimize}
+        return {**goal, **_times(tracker)}
 
 
 def _times(tracker: TrackedTimes) -> dict[str, float]:
@@ -299,7 +338,7 @@ def task4_time_to_bleu_goal(threshold: float = _BLEU_GOAL) -> TimeToGoal:
 
 
 def accuracy_after_time_goal(seconds: float = 7200.0) -> AccuracyAfterTime:
-    """Create the goal of a fixed training time, whose result is the top-1 accuracy at its end.
+    """Create the goal of a fixed training time, whose result is the best top-1 accuracy until its end.
 
     Args:
         seconds: Training time in seconds, without validation; the default is 2 hours.

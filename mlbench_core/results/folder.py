@@ -268,6 +268,8 @@ def _differences(written: Any, computed: Any, place: str = "") -> list[str]:
 def _check_goal(result: Mapping[str, Any], lines: RawLines) -> list[str]:
     """Check that the result has its goal at the first statistic that reaches the threshold."""
     goal = result["goal"]
+    if goal is not None and goal.get("budget_s") is not None:
+        return _check_budget(goal, lines)
     if goal is None or goal["metric"] is None or goal["threshold"] is None:
         return []
     for line in statistics(lines, goal["metric"]):
@@ -283,6 +285,42 @@ def _check_goal(result: Mapping[str, Any], lines: RawLines) -> list[str]:
                 ]
             return []
     return ["the result says that the goal was reached, but no statistic reached it"] if goal["reached"] else []
+
+
+def _check_budget(goal: Mapping[str, Any], lines: RawLines) -> list[str]:
+    """Check the goal of a fixed training time: its moment, and that its value is the best one until then."""
+    budget_s, stats = goal["budget_s"], statistics(lines, goal["metric"])
+    # Another worker may be slower than rank 0 and end the run before. None may end it after rank 0's time was over.
+    is_over = (line["step"] for line in _ends_of_epochs(lines) if line["totals"].get("train_s", 0.0) >= budget_s)
+    over = next(is_over, None)
+    due = next((line["step"] for line in stats if over is not None and line["step"] >= over), None)
+    if not goal["reached"]:
+        return [] if due is None else [f"the training time was over at step {due}, but the result says it was not"]
+    problems = []
+    if due is not None and due < goal["step"]:
+        problems.append(f"the training time was over at step {due}, but the result says at step {goal['step']}")
+    reached_s = goal["time_to_goal_s"]["slowest"]
+    if reached_s < budget_s:
+        problems.append(f"the goal needs {budget_s:g} s of training, but was reached after {reached_s:.3f} s")
+    values = [line["value"] for line in stats if line["step"] <= goal["step"] and line["value"] is not None]
+    best = (min if goal["minimize"] else max)(values, default=None)
+    # Of a metric that is not its primary one, a tracker knows the latest value only.
+    if goal["value"] not in (best, *values[-1:]):
+        problems.append(f"the best value until step {goal['step']} was {best}, but the result says {goal['value']}")
+    return problems
+
+
+def _ends_of_epochs(lines: RawLines) -> list[dict[str, Any]]:
+    """Return rank 0's lines of the kind ``epoch``, without those that a resumed run repeated."""
+    found: list[dict[str, Any]] = []
+    for line in lines:
+        if line["rank"] != 0:
+            continue
+        if line["kind"] == "start":
+            found = [earlier for earlier in found if earlier["step"] <= line.get("step", 0)]
+        elif line["kind"] == "epoch":
+            found.append(dict(line))
+    return found
 
 
 def _check_times(lines: RawLines) -> list[str]:

@@ -7,7 +7,8 @@ it. A submitter adds ``submission_org`` and ``submission_status``.
 key                              value
 ===============================  ============================================================================
 ``submission_benchmark``         ``mlbench_task1a`` and so on, with ``_digits`` if these replace its data set,
-                                 ``_light`` with the light goal; or ``mlbench_`` and the program's name
+                                 ``_light`` with the light goal, ``_after_60s`` with the goal of a fixed
+                                 training time; or ``mlbench_`` and the program's name
 ``submission_division``          ``closed`` or ``open``, by the rules of MLBench
 ``submission_platform``          Hosts, processor and GPUs
 ``cache_clear``                  False: MLBench clears no cache
@@ -153,9 +154,11 @@ class _Log:
         if key is None:
             return f"mlbench_{PurePath(program).stem}" if program else None
         dataset = self._configuration.get("dataset")
-        # A stand-in for the task's data set or the light goal does not count as a result of the task.
+        # A stand-in for the task's data set or another goal does not count as a result of the task.
         stand_in = f"_{dataset}" if dataset not in (None, get_task(key).dataset) else ""
-        return f"mlbench_task{key}{stand_in}{'_light' if self._configuration.get('light') else ''}"
+        budget_s = self._goal.get("budget_s")
+        goal = "_light" if self._configuration.get("light") else "" if budget_s is None else f"_after_{budget_s:g}s"
+        return f"mlbench_task{key}{stand_in}{goal}"
 
     def _platform(self, environment: Mapping[str, Any]) -> str | None:
         machine = {**machine_of(environment), **(self._result.get("machine") or {})}

@@ -77,6 +77,8 @@ def describe_run(run: Mapping[str, Any], workers: int | None = None) -> dict[str
     # The master adds both options to the command line; records of earlier versions lack the fields.
     gpu, light = options.pop("gpu", run.get("gpu_enabled")), options.pop("light", run.get("light_target"))
     seed = number(options.pop("seed", None))
+    # The goal of a task has this option. Of another program, it is an option as any other.
+    after_s = number(options.pop("goal_after", None)) if task else None
     found |= {
         "task": task.key if task else None,
         "program": None if task else program,
@@ -90,7 +92,7 @@ def describe_run(run: Mapping[str, Any], workers: int | None = None) -> dict[str
         "image": None if task or image == _CUSTOM_IMAGE else image,
         "max_bandwidth": None if bandwidth == _NOT_LIMITED else bandwidth,
     }
-    found["goal"] = _goal_of(task, found) if task else None
+    found["goal"] = _goal_of(task, found, after_s) if task else None
     return _known(found)
 
 
@@ -98,8 +100,11 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in (None, "")}
 
 
-def _goal_of(task: Task, found: Mapping[str, Any]) -> dict[str, Any] | None:
+def _goal_of(task: Task, found: Mapping[str, Any], after_s: float | None) -> dict[str, Any] | None:
     """Return the goal of a task on the data set of a run, or None if the task has none on it."""
+    if after_s is not None:
+        aim = {"metric": f"val_global_{task.metric}", "threshold": None, "minimize": task.minimize}
+        return {**aim, "budget_s": after_s}
     try:
         threshold = task.goal_on(str(found["dataset"]), bool(found["light"]), found["preset"])
     except ValueError:
@@ -204,6 +209,7 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         "configuration": configuration,
         "started_at": run.get("started_at") or run.get("created_at"),
         "reached": reached,
+        "goal_value": number(goal.get("value")) if reached else None,
         "time_to_goal_s": _time_to_goal([goal, summary], result, metrics) if reached else None,
         "train_s": number(times.get("train"), _latest(metrics, "TotalCumulativeTrainTime @ 0")),
         "validation_s": number(times.get("validation")),

@@ -52,6 +52,7 @@ class RunRecord:
         machine: The machine, as in a result file; empty if unknown.
         software: Versions of the software, as in a result file; empty if unknown.
         reached: True if the run reached its goal.
+        goal_value: Value of the goal's metric when the goal was reached.
         time_to_goal_s: Training time until the goal was reached.
         train_s: All training time, without validation.
         validation_s: Time spent in validation.
@@ -81,6 +82,7 @@ class RunRecord:
     machine: Mapping[str, Any] = field(default_factory=dict)
     software: Mapping[str, Any] = field(default_factory=dict)
     reached: bool | None = None
+    goal_value: float | None = None
     time_to_goal_s: float | None = None
     train_s: float | None = None
     validation_s: float | None = None
@@ -120,6 +122,11 @@ class RunRecord:
     def goal_text(self) -> str:
         """Return the goal as a text such as ``"Prec@1 >= 95"``, or ``"no goal"``."""
         return goal_text(self.goal)
+
+    @property
+    def has_fixed_time(self) -> bool:
+        """Return True if the goal is the best value after a fixed training time, and not the time to a value."""
+        return (self.goal or {}).get("budget_s") is not None
 
     @property
     def total_s(self) -> float | None:
@@ -198,7 +205,8 @@ class RunRecord:
             # In JSON, 2.0 is an integer, too.
             configuration["workers"] = int(workers)
         if goal and not configuration.get("goal"):
-            configuration["goal"] = {name: goal.get(name) for name in ("metric", "threshold", "minimize")}
+            names = ("metric", "threshold", "minimize", *(["budget_s"] if "budget_s" in goal else []))
+            configuration["goal"] = {name: goal.get(name) for name in names}
         return cls(
             name=str(run.get("name") or run.get("id") or "run"),
             source=source,
@@ -208,6 +216,7 @@ class RunRecord:
             machine=result.get("machine") or {},
             software=result.get("software") or {},
             reached=reached if isinstance(reached, bool) else None,
+            goal_value=number(goal.get("value")) if reached else None,
             time_to_goal_s=number(_slowest(goal.get("time_to_goal_s"))) if reached else None,
             train_s=number(times.get("train_s")),
             validation_s=number(at.get("validation_s")),

@@ -187,6 +187,7 @@ def _goal(ranks: list[_Worker], configuration: Mapping[str, Any]) -> dict[str, A
     seconds = [line["time_to_goal_s"] for line in reached]
     return {
         **{name: first.get(name) for name in names},
+        **_budget(first),
         **(wanted or {}),
         "reached": True,
         "value": first.get("value"),
@@ -197,6 +198,11 @@ def _goal(ranks: list[_Worker], configuration: Mapping[str, Any]) -> dict[str, A
         "time_to_goal_s": {"slowest": max(seconds), "rank_0": seconds[0]},
         "times": _slowest_and_first([line.get("totals", {}) for line in reached]),
     }  # fmt: skip
+
+
+def _budget(goal: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry ``budget_s``, which only the goal of a fixed training time has."""
+    return {"budget_s": goal["budget_s"]} if "budget_s" in goal else {}
 
 
 def _batch_quantiles(ends: list[dict[str, Any]]) -> dict[str, float | None]:
@@ -250,4 +256,5 @@ def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
         return {"time_to_goal_s": None if reached_s is None else reached_s[worker], "phases_s": phases}
 
     names = ("metric", "threshold", "minimize", "reached", "value", "epochs")
-    return {**{name: goal[name] for name in names}, **times_of("slowest"), "rank_0": times_of("rank_0")}
+    own = {name: goal[name] for name in names}
+    return {**own, **_budget(goal), **times_of("slowest"), "rank_0": times_of("rank_0")}

@@ -2,6 +2,9 @@
 
 The times of a row are those of the runs that reached their goal: a run that missed it is counted, and never averaged as
 if it had reached it. Times of a program without a goal are its training times.
+
+Runs whose goal is the best value after a fixed training time are compared by this value. Their times are equal by
+definition, so they have no speed-up, no test and no performance profile.
 """
 
 from __future__ import annotations
@@ -85,6 +88,8 @@ COLUMNS = (
     Column("runs", "N", 0),
     Column("reached", "REACHED", 0),
     Column("missed", "MISSED", 0),
+    Column("goal_value", "VALUE", 2),
+    Column("goal_value_standard_deviation", "VALUE SD", 2),
     Column("mean_s", "MEAN (s)", 2),
     Column("standard_deviation_s", "SD (s)", 2),
     Column("median_s", "MEDIAN (s)", 2),
@@ -169,6 +174,8 @@ class Comparison:
             lines.append(f"The rows differ in {'; '.join(parts)}.")
         goals = list(dict.fromkeys(f"{row['workload']}: {row['goal']}" for row in self.rows))
         lines.append(f"Goal: {'; '.join(goals)}. Times are training times until the goal, of the runs that reached it.")
+        if any(row.get("goal_value") is not None for row in self.rows):
+            lines.append("VALUE is the mean of the best values after the training time, and VALUE SD their deviation.")
         if self.tests:
             lines.append(
                 "Tests: Welch's t test, two-sided at 5 % for each pair. The effect is Hedges' g; 0.8 and more is large."
@@ -271,7 +278,8 @@ def _rows(of: Series, price: Price | None) -> list[dict[str, Any]]:
     """Return the rows of one series."""
     groups = of.groups
     # A group has no time to compare if none of its runs reached the goal.
-    seconds = {group.workers: mean for group in groups if (mean := _mean(group.values("total_s")))}
+    timed = [group for group in groups if not group.records[0].has_fixed_time]
+    seconds = {group.workers: mean for group in timed if (mean := _mean(group.values("total_s")))}
     base = min(seconds, default=0)
     scale: dict[int, dict[str, float | None]] = {}
     for group in groups:
@@ -295,6 +303,7 @@ def _times(group: Group, price: Price | None) -> dict[str, Any]:
     low, high = seconds.interval or (None, None)
     missed = len(group.records) - len(group.reached)
     known = any(record.reached is not None for record in group.records)
+    values = describe(group.values("goal_value") if group.records[0].has_fixed_time else [])
     sent = _mean(group.values("bytes_sent"))
     return {
         "label": group.label,
@@ -305,6 +314,8 @@ def _times(group: Group, price: Price | None) -> dict[str, Any]:
         "runs": len(group.records),
         "reached": len(group.reached) if known else None,
         "missed": missed if known else None,
+        "goal_value": values.mean,
+        "goal_value_standard_deviation": values.standard_deviation,
         "mean_s": seconds.mean,
         "standard_deviation_s": seconds.standard_deviation,
         "median_s": seconds.median,
@@ -339,7 +350,7 @@ def _tests(groups: Sequence[Group], baseline: str | None) -> list[dict[str, Any]
     found = []
     several = len({group.label for group in groups}) > 1
     for a, b in itertools.combinations(groups, 2):
-        if workload(a.records[0]) != workload(b.records[0]):
+        if workload(a.records[0]) != workload(b.records[0]) or a.records[0].has_fixed_time:
             continue
         # Groups of one series are compared only if there is nothing else to compare: their speed-ups are in the table.
         if (a.workers != b.workers) if several else (a.label != b.label):
@@ -386,13 +397,15 @@ def times_to_goal(groups: Sequence[Group]) -> dict[str, dict[str, float | None]]
     than half of its runs reach the goal.
 
     Args:
-        groups: Groups of runs.
+        groups: Groups of runs. Those whose goal has a fixed training time are left out.
 
     Returns:
         Algorithm with its number of workers to workload to seconds; None if the workload is not solved.
     """
     times: dict[str, dict[str, float | None]] = {}
     for group in groups:
+        if group.records[0].has_fixed_time:
+            continue
         algorithm = str(group.configuration.get("algorithm") or "default")
         name = f"{algorithm}, {plural(group.workers, 'worker')}"
         mean = _mean(group.values("total_s")) or None

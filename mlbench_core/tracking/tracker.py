@@ -984,6 +984,9 @@ class Tracker(PhaseTimes):
         self.goal_reached = True
         self.goal_text = str(text)
         self.time_to_goal_s = self.get_total_train_time()
+        # The goal of a fixed training time has the best value so far as its result.
+        best_value = getattr(self._goal, "best_value", None)
+        value = value if best_value is None else best_value(value, self)
         others = {"value": finite(value), "text": self.goal_text, "time_to_goal_s": self.time_to_goal_s}
         self.goal_result = {**self._moment(), **describe_goal(self._goal), **others}
         logger.info("goal reached: %s", text)

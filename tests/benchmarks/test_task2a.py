@@ -21,6 +21,9 @@ from mlbench_core.dataset.linearmodels.pytorch import LinearBatches
 from mlbench_core.dataset.linearmodels.pytorch.preparation import prepare_stores
 from mlbench_core.dataset.linearmodels.pytorch.subset import train_and_validation
 from mlbench_core.models.pytorch.linear_models import LogisticRegression
+from mlbench_core.results.folder import read_result, verify_folder
+from mlbench_core.results.load import load
+from mlbench_core.results.table import compare_runs
 from mlbench_core.tasks import get_task
 from tests.helpers.data import test_data
 from tests.helpers.forked import run_script, run_scripts
@@ -261,10 +264,34 @@ def test_old_command_line_and_a_launcher_give_the_same_run(tmp_path: Path) -> No
     assert 0 < recorded[DICE] <= 1
 
 
+def test_the_best_value_after_a_time_is_the_result_of_a_run(tmp_path: Path) -> None:
+    roots = [f"--root-{name}={tmp_path / name}" for name in ("dataset", "checkpoint", "output")]
+    data = ["--dataset", "heart_scale", "--data", str(test_data("libsvm"))]
+    # Each epoch takes some milliseconds, so the time is over after the first one.
+    done = run_script(
+        [*COMMAND, *data, "--goal-after", "1e-6", *roots], timeout_s=120, MASTER_PORT=str(free_port())
+    )
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "output/task2a/1"
+    assert verify_folder(folder) == []
+    result = read_result(folder)
+    goal, configuration = result["goal"], result["configuration"]
+    assert (goal["reached"], goal["epochs"], goal["budget_s"], goal["threshold"]) == (True, 1, 1e-6, None)
+    assert goal["value"] == result["best"]["value"]
+    assert (result["epochs"], configuration["options"], configuration["division"]) == (1, {}, "closed")
+    assert (folder / "official_result.txt").read_text().startswith(f"{goal['value']:.3f}% Top 1 Validation Accuracy")
+    log = (folder / "mlperf.log").read_text()
+    assert "mlbench_task2a_heart_scale_after_1e-06s" in log and '{"status": "success"}' in log
+    (record,) = load([folder])
+    (row,) = compare_runs([record])[1].rows
+    assert (row["goal"], row["goal_value"]) == ("Prec@1 after 1e-06 s of training", goal["value"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
         (["--dataset", "omega"], 2, "omega"),
+        (["--light", "--goal-after", "5"], 1, "--goal-after gives the run another goal: it does not go with --light"),
         (["--partition", "label_skew"], 1, "partition must be uniform, dirichlet:ALPHA"),
         (["--dataset", "rcv1", "--data", "/nonexistent/folder"], 1, "looked for rcv1_train.binary"),
     ],

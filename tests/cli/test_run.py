@@ -319,6 +319,7 @@ def test_wait_hides_the_goal_of_data_it_does_not_know(fake: FakeMaster, call: Ca
     ("key", "options", "threshold"),
     [
         ("1a", "--dataset digits", 95.0),
+        ("1a", "--dataset digits --goal-after 60", None),
         ("3a", "", 70.0),
         ("3a", "--preset full", 70.0),
         ("3a", "--preset=small", 300.0),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +17,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from mlbench_core.controlflow.pytorch import run as run_module
 from mlbench_core.controlflow.pytorch.run import Run, run_task
 from mlbench_core.controlflow.task_arguments import add_run_arguments
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.evaluation.goals import TimeToGoal
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
 from mlbench_core.results.folder import read_result
 from mlbench_core.tracking.tracker import Tracker
+from tests.helpers.ranks import run_ranks
 
 
 class FakeWorker:
@@ -110,16 +115,18 @@ class Sink:
         self.is_closed = True
 
 
-def start(folder: Path, *argv: str, validation_only: bool = False) -> Run:
+def start(
+    folder: Path, *argv: str, validation_only: bool = False, rank: int = 0, output_dir: str | None = None
+) -> Run:
     parser = argparse.ArgumentParser()
     add_run_arguments(parser, epochs=3)
     args = parser.parse_args(argv)
     args.run_id, args.gpu, args.light_target, args.validation_only = "7", False, False, validation_only
-    return Run(args, 0, 1, str(folder), str(folder))
+    return Run(args, rank, 1, str(folder), str(folder), output_dir=output_dir)
 
 
 class Training:
-    """Trains nothing: each epoch adds 1 to a weight, and its loss is what a list says."""
+    """Trains nothing: each epoch adds 1 to a weight, and its validation loss is what a list says."""
 
     def __init__(self, losses: list[float], goal: Any = None) -> None:
         self.model = torch.nn.Linear(1, 1, bias=False)
@@ -140,6 +147,8 @@ class Training:
         epochs = []
         for epoch in run.epochs(self.model, self.optimizer, self.scheduler, self.validate, budget=budget):
             epochs.append(epoch)
+            run.tracker.train()
+            run.tracker.record_loss(10.0 * epoch)
             if shares and epoch in shares:
                 for part in run.parts(range(4), shares[epoch]):
                     self.model.weight.data += len(part) / 4
@@ -177,12 +186,83 @@ def test_a_run_that_only_validates_trains_and_publishes_nothing(
         Training([3.0, 2.0, 1.0]).train(run)
     assert published == [1]
     assert sorted(path.name for path in tmp_path.glob("*_0.pth.tar")) == ["1_0.pth.tar", "2_0.pth.tar", "3_0.pth.tar"]
-    training = Training([0.5])
+    training = Training([2.5, 1.5, 0.5])
     with start(tmp_path, validation_only=True) as run:
         assert training.train(run) == []
     assert training.model.weight.item() == 3.0
     assert run.tracker.epoch_stats["val_global_loss"].avg == 0.5
     assert (training.losses, published) == ([], [1])
+
+
+def stats_in(folder: Path) -> list[Any]:
+    return [json.loads((folder / f"{part}_stats.json").read_text()) for part in ("val", "train")]
+
+
+def test_every_checkpoint_is_validated_and_its_statistics_are_written(tmp_path: Path) -> None:
+    with start(tmp_path, "--checkpoint") as run:
+        Training([3.0, 2.0, 1.0]).train(run)
+    with start(tmp_path, validation_only=True, output_dir=str(tmp_path / "out")) as run:
+        Training([2.5, float("nan"), 0.5]).train(run)
+    assert stats_in(tmp_path / "out") == [
+        [
+            {"epoch": 1, "loss": 2.5, "Prec@1": -2.5},
+            {"epoch": 2, "loss": None, "Prec@1": None},
+            {"epoch": 3, "loss": 0.5, "Prec@1": -0.5},
+        ],
+        [{"epoch": 1, "loss": 0.0}, {"epoch": 2, "loss": 10.0}, {"epoch": 3, "loss": 20.0}],
+    ]
+
+
+def test_the_best_checkpoint_is_validated_if_no_other_is_kept(tmp_path: Path) -> None:
+    with start(tmp_path) as run:
+        Training([3.0, 1.0, 2.0]).train(run)
+    with start(tmp_path, validation_only=True, output_dir=str(tmp_path)) as run:
+        Training([0.25]).train(run)
+    assert stats_in(tmp_path) == [[{"epoch": 2, "loss": 0.25, "Prec@1": -0.25}], [{"epoch": 2, "loss": 10.0}]]
+
+
+def run_worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Train until the time of the slower worker is over, and validate the checkpoints that both workers have."""
+    own = Path(folder, str(rank))
+    # An epoch takes worker 0 ten seconds and worker 1 twenty.
+    seconds = mock.patch.object(
+        Tracker, "get_total_train_time", lambda tracker: 10.0 * (rank + 1) * (tracker.current_epoch + 1)
+    )
+    goal = TimeToGoal("val_global_Prec@1", -100.0, description="Score of {threshold}")
+    with seconds, start(own, "--checkpoint", "--goal-after", "35", rank=rank) as run:
+        epochs = Training([3.0, 4.0, 2.0], goal).train(run)
+    if rank == 1:
+        (own / "1_1.pth.tar").unlink()  # as if it had been lost
+    validating = Training([0.5], goal)
+    with start(own, validation_only=True, rank=rank, output_dir=str(own / "out")) as validated:
+        validating.train(validated)
+    return {
+        "epochs": epochs,
+        "goal": run.tracker.goal_result,
+        "left": validating.losses,
+        "written": sorted(path.name for path in own.glob("out/*")),
+    }
+
+
+def test_workers_with_other_clocks_and_other_files_do_the_same(tmp_path: Path) -> None:
+    first, second = run_ranks(2, run_worker, str(tmp_path))
+    assert first["epochs"] == second["epochs"] == [0, 1]
+    assert (first["goal"]["value"], second["goal"]["value"]) == (-3.0, -3.0)  # the best, and not the last
+    assert (first["goal"]["time_to_goal_s"], second["goal"]["time_to_goal_s"]) == (20.0, 40.0)
+    assert first["goal"]["text"].startswith("Score of -3.000 after 20.000 seconds")
+    assert first["left"] == second["left"] == []
+    assert (first["written"], second["written"]) == (["train_stats.json", "val_stats.json"], [])
+
+
+def test_a_goal_after_a_time_takes_the_place_of_a_value_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with start(tmp_path, "--goal-after", "5") as run:
+        for goal in (None, lambda name, value, tracker: None):
+            with pytest.raises(ConfigurationError, match="--goal-after needs a task whose goal is a value"):
+                run.track([], goal)
+    fake = FakeWorker(monkeypatch)
+    with pytest.raises(SystemExit):
+        fake.run(tmp_path, "--light", "--goal-after", "5")
+    assert "backend" not in fake.seen
 
 
 @pytest.mark.parametrize("past_goal", [False, True])

@@ -270,6 +270,7 @@ def test_a_timeout_is_a_positive_number_of_seconds(text: str, capsys: pytest.Cap
     [
         (["--epochs", "0"], "must be a whole number of at least 1, not '0'"),
         (["--epochs", "2.5"], "must be a whole number of at least 1, not '2.5'"),
+        (["--goal-after", "0"], "must be a positive number of seconds, not '0'"),
         (["--seed", "-1"], "must be a whole number from 0 to 2^32 - 1, not '-1'"),
         (["--seed", "4294967296"], "must be a whole number from 0 to 2^32 - 1, not '4294967296'"),
     ],

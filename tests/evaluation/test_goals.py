@@ -97,6 +97,22 @@ def test_accuracy_after_a_fixed_time(tracker) -> None:
     assert goal.result(tracker)["budget_s"] == 400
 
 
+def test_the_best_value_after_a_fixed_time_has_a_direction(tracker) -> None:
+    tracker.primary_metric.name, tracker.minimize, tracker.best_metric_value = "Perplexity", True, 71.5
+    goal = goals.AccuracyAfterTime(400, "val_global_Perplexity", True, "Validation Perplexity of {value}")
+    assert goal("val_global_Perplexity", 80.0, tracker) == (
+        f"Validation Perplexity of 71.500 after 407.123 seconds{TIMES}"
+    )
+    assert goal.best_value(70.0, tracker) == 70.0
+    tracker.best_metric_value = float("inf")
+    assert goal.best_value(80.0, tracker) == 80.0
+    # The tracker knows the best value of its primary metric, in its own direction.
+    tracker.best_metric_value = 71.5
+    assert goals.AccuracyAfterTime(400, "val_global_Prec@5", True).best_value(80.0, tracker) == 80.0
+    assert goals.AccuracyAfterTime(400, "val_global_Perplexity").best_value(80.0, tracker) == 80.0
+    assert goals.AccuracyAfterTime(408, "val_global_Perplexity", True)("val_global_Perplexity", 1.0, tracker) is None
+
+
 @pytest.mark.parametrize("threshold", [-1, 100.5, float("nan")])
 def test_an_impossible_accuracy_is_refused(threshold) -> None:
     with pytest.raises(ValueError, match=str(threshold)):

@@ -56,10 +56,14 @@ def write_run(
             sink.record("train_loss", 1 / (epoch + 1), epoch, step - 5, train_s - 1)
             sink.record(GOAL["metric"], value, epoch, step, train_s + 0.5)
             goal = settings["goal"]
-            if goal is not None and value >= goal["threshold"] and not reached:
+            # The goal of a fixed training time has the best value until then.
+            is_timed = goal is not None and "budget_s" in goal
+            is_enough = goal is not None and (train_s >= goal["budget_s"] if is_timed else value >= goal["threshold"])
+            if goal is not None and is_enough and not reached:
                 reached = True
                 text = f"90% reached in {train_s} seconds"
-                sink.event("goal", {**now, **goal, "value": value, "text": text, "time_to_goal_s": train_s + rank / 10})
+                best = max(values[: epoch + 1]) if is_timed else value
+                sink.event("goal", {**now, **goal, "value": best, "text": text, "time_to_goal_s": train_s + rank / 10})
             sink.event("epoch", now)
         last = totals(epoch_s * len(values), rank, 10 * len(values))
         sink.event("end", {

@@ -26,6 +26,7 @@ from mlbench_core.results.lines import LinesSink, read_lines, statistics
 from mlbench_core.results.load import load
 from mlbench_core.results.rules import check_rules
 from mlbench_core.results.schema import check_result
+from mlbench_core.results.summary import goal_message
 from tests.results.helpers import GOAL, change, set_in, totals, write_run
 
 
@@ -340,6 +341,51 @@ def test_a_forged_goal_is_found_though_all_checksums_are_right(
     path.write_text("".join(json.dumps(line) + "\n" for line in changed))
     finish_folder(folder)
     assert verify_folder(folder) == [problem]
+
+
+AFTER_25_S = {"metric": GOAL["metric"], "threshold": None, "minimize": False, "budget_s": 25.0}
+
+
+def test_the_best_value_after_a_fixed_time_is_a_result(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", accuracies=(70.0, 90.0, 80.0, 95.0), goal=AFTER_25_S)
+    assert verify_folder(folder) == []
+    goal = read_result(folder)["goal"]
+    found = [goal[name] for name in ("reached", "value", "epochs", "step", "threshold", "budget_s")]
+    assert found == [True, 90.0, 3, 30, None, 25.0]
+    assert goal_message(read_result(folder))["budget_s"] == 25.0
+    (record,) = load([folder])
+    assert (record.goal_value, record.goal_text) == (90.0, "Prec@1 after 25 s of training")
+    missed = write_run(tmp_path / "missed", epochs=2, goal=AFTER_25_S)
+    assert verify_folder(missed) == []
+    assert (read_result(missed)["goal"]["reached"], load([missed])[0].goal_value) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("change_goal", "problem"),
+    [
+        ({"value": 95.0}, "the best value until step 30 was 90.0, but the result says 95.0"),
+        (
+            {"step": 20, "epoch": 1, "time_to_goal_s": 20.0, "totals": totals(20.0, batches=20)},
+            "the goal needs 25 s of training, but was reached after 20.000 s",
+        ),
+        (
+            {"step": 40, "epoch": 3, "value": 95.0, "time_to_goal_s": 40.0, "totals": totals(40.0, batches=40)},
+            "the training time was over at step 30, but the result says at step 40",
+        ),
+        ({"kind": "forgotten"}, "the training time was over at step 30, but the result says it was not"),
+    ],
+)
+def test_a_forged_goal_of_a_fixed_time_is_found(tmp_path: Path, change_goal: dict[str, Any], problem: str) -> None:
+    folder = write_run(tmp_path / "run", workers=1, accuracies=(70.0, 90.0, 80.0, 95.0), goal=AFTER_25_S)
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    changed = [{**line, **change_goal} if line["kind"] == "goal" else line for line in lines]
+    # A forger keeps the lines in the order of the training.
+    changed = [line for line in changed if line["kind"] != "forgotten"]
+    place = sorted(changed, key=lambda line: (line["kind"] == "end", line.get("step", 0), line["kind"] == "epoch"))
+    path.write_text("".join(json.dumps(line) + "\n" for line in place))
+    finish_folder(folder)
+    assert problem in verify_folder(folder)
 
 
 def test_a_failure_inside_a_batch_is_no_contradiction(tmp_path: Path) -> None:

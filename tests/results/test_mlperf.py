@@ -118,6 +118,7 @@ def test_only_values_that_are_known(parsed: Any) -> None:
     [
         ({"dataset": "digits"}, "mlbench_task1a_digits"),
         ({"light": True}, "mlbench_task1a_light"),
+        ({"goal": {"metric": ACCURACY, "threshold": None, "budget_s": 60.0}}, "mlbench_task1a_after_60s"),
         ({"task": None}, "mlbench_main"),
     ],
 )

@@ -98,7 +98,9 @@ def test_a_published_goal_needs_no_text() -> None:
     assert (record.reached, record.time_to_goal_s, record.epochs_to_goal) == (True, 12.5, 4)
     assert (record.phases_s, record.goal_text) == (goal["phases_s"], "F1 >= 0.5")
     timed = json.dumps({**goal, "threshold": None, "budget_s": 60.0})
-    assert RunRecord.from_metrics({"goal @ 0": [{"value": timed}]}, {"name": "a"}).goal_text.startswith("F1 after 60 s")
+    timed_record = RunRecord.from_metrics({"goal @ 0": [{"value": timed}]}, {"name": "a"})
+    assert timed_record.goal_text.startswith("F1 after 60 s")
+    assert (record.has_fixed_time, timed_record.has_fixed_time) == (False, True)
     missed = {**goal, "reached": False, "time_to_goal_s": None}
     record = RunRecord.from_metrics(
         {"goal @ 0": [{"value": json.dumps(missed)}], "TaskResult @ 0": [entry("text")]}, {"name": "a"}
@@ -215,6 +217,9 @@ def test_a_command_line_tells_the_configuration() -> None:
         "seed": 7,
         "goal": {"metric": "val_global_Prec@1", "threshold": 90.0, "minimize": False},
     }
+    after = RunRecord.from_metrics({}, {**run, "command": command.replace("--light", "--goal-after 60")})
+    assert after.goal == {"metric": "val_global_Prec@1", "threshold": None, "minimize": False, "budget_s": 60.0}
+    assert "goal_after" not in after.configuration["options"]
     run = {"name": "a-2", "num_workers": 2, "command": "python -u own/train.py data --depth 3", "image": "me/own"}
     assert RunRecord.from_metrics({}, run).configuration == {
         "program": "python -u own/train.py",

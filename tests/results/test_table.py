@@ -67,6 +67,25 @@ def test_a_program_without_a_goal_has_its_training_times() -> None:
     assert (row["mean_s"], row["reached"], row["missed"], row["goal"]) == (20.0, None, None, "no goal")
 
 
+def test_values_after_a_fixed_time_are_compared_and_times_are_not() -> None:
+    goal = {"metric": "val_global_Prec@1", "threshold": None, "minimize": False, "budget_s": 60.0}
+    runs = {"sgd": [90.0, 92.0], "adam": [80.0, 81.0]}
+    records = [
+        replace(record, goal_value=value)
+        for name, values in runs.items()
+        for record, value in zip(repeats([61.0, 62.0], algorithm=name, goal=goal), values, strict=True)
+    ]
+    missed = repeats([None], algorithm="lamb", goal=goal)
+    comparison = compare(records, missed)
+    rows = {row["label"]: row for row in comparison.rows}
+    assert [rows[name]["goal_value"] for name in ("sgd", "adam", "lamb")] == [91.0, 80.5, None]
+    assert rows["sgd"]["goal_value_standard_deviation"] == pytest.approx(2**0.5)
+    assert (rows["sgd"]["mean_s"], rows["sgd"]["speedup"], comparison.tests, comparison.profile) == (61.5, None, (), {})
+    text = comparison.as_markdown()
+    assert "| VALUE |" in text and "VALUE is the mean of the best values" in text
+    assert "VALUE" not in compare(repeats([9.0, 11.0])).as_markdown()
+
+
 def test_speed_up_efficiency_and_price() -> None:
     """Two workers take 6 instead of 10 seconds: index (2 / 1) * (6 / 10)^2 = 0.72."""
     comparison = compare(repeats([9.0, 11.0]), repeats([6.0], workers=2), price=lambda seconds, k: seconds * k / 100)

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -211,10 +212,25 @@ def test_a_goal_that_a_script_takes_back_is_missed(clock: Clock, log: MagicMock)
     ]
 
 
+def test_the_goal_of_a_fixed_time_has_the_best_value_until_then(clock: Clock, log: MagicMock) -> None:
+    accuracy = SimpleNamespace(name="Prec@1")
+    # An epoch trains for 31 seconds.
+    with Tracker([accuracy], "7", 0, goal=accuracy_after_time_goal(62.5)) as tracker:
+        for value in (70.0, 90.0, 80.0, 95.0):
+            tracker.update_primary_metric(value)
+            run_epoch(tracker, clock, value)
+    assert tracker.goal_text is not None
+    assert tracker.goal_text.startswith("90.000% Top 1 Validation Accuracy after 93.000 seconds")
+    goal = goals_sent(log)[-1]
+    assert {name: goal[name] for name in ("value", "epochs", "time_to_goal_s", "threshold", "budget_s", "reached")} == {
+        "value": 90.0, "epochs": 3, "time_to_goal_s": 93.0, "threshold": None, "budget_s": 62.5, "reached": True,
+    }  # fmt: skip
+
+
 def test_goals_are_described_by_their_attributes() -> None:
     nothing = {"metric": None, "threshold": None, "minimize": None}
     assert describe_goal(None) == describe_goal(lambda name, value, tracker: None) == nothing
-    described = {"metric": "val_global_Prec@1", "threshold": None, "minimize": None, "budget_s": 60.0}
+    described = {"metric": "val_global_Prec@1", "threshold": None, "minimize": False, "budget_s": 60.0}
     assert describe_goal(accuracy_after_time_goal(60)) == described
 
     class Strange:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from mlbench_core.checkpoint_names import saved_epochs
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.controlflow.pytorch.controlflow import record_validation_stats
 from mlbench_core.controlflow.pytorch.run_results import RunResults, task_results
@@ -19,8 +22,12 @@ from mlbench_core.controlflow.pytorch.translation import EpochPart, epoch_parts
 from mlbench_core.controlflow.task_arguments import task_main
 from mlbench_core.distributed.pytorch.initialize import initialize_backends
 from mlbench_core.distributed.pytorch.memory import keep_freed_memory
+from mlbench_core.distributed.pytorch.process_groups import smallest
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.evaluation.goals import AccuracyAfterTime, TimeToGoal
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
-from mlbench_core.tracking.goal import as_goal
+from mlbench_core.files import replacing
+from mlbench_core.tracking.goal import as_goal, finite
 from mlbench_core.tracking.sinks import make_sink
 from mlbench_core.tracking.tracker import Goal, Tracker
 
@@ -46,7 +53,7 @@ class Run:
         run_id: Id of the run.
         gpu: True to train on the GPU.
         light: True if the light goal ends the run.
-        validation_only: True if the run only validates its last checkpoint.
+        validation_only: True if the run only validates its checkpoints.
         dataset_dir: Folder of the task's data.
         ckpt_run_dir: Folder of the run's checkpoints.
         tracker: The tracker that :meth:`track` made.
@@ -59,6 +66,7 @@ class Run:
         dataset_dir: As above.
         ckpt_run_dir: As above.
         open_results: Return the result folder of a run with the given goal; None for a run that leaves none.
+        output_dir: The result folder, to which a run that only validates writes its statistics; None for no file.
 
     Example:
         >>> import tempfile
@@ -97,6 +105,7 @@ class Run:
         dataset_dir: str,
         ckpt_run_dir: str,
         open_results: Callable[[Any], RunResults] | None = None,
+        output_dir: str | None = None,
     ) -> None:
         self.args = args
         self.rank = rank
@@ -108,6 +117,7 @@ class Run:
         self.dataset_dir = dataset_dir
         self.ckpt_run_dir = ckpt_run_dir
         self._open_results = open_results
+        self._output_dir = output_dir
         self._open = contextlib.ExitStack()
         self._is_best: bool | None = None
 
@@ -126,14 +136,21 @@ class Run:
 
         Args:
             metrics: The run's metrics; the first is the primary one, which decides about the best checkpoint.
-            goal: The goal that ends the run; None for a run that trains all epochs.
+            goal: The goal that ends the run; None for a run that trains all epochs. With ``--goal-after``, the goal is
+                the best value of its metric after that time, and all workers stop after the same validation.
             options: Other arguments of :class:`~mlbench_core.tracking.tracker.Tracker`, such as ``minimize`` and
                 ``sinks``.
 
         Returns:
             The tracker, which is ``run.tracker`` from now on.
+
+        Raises:
+            ConfigurationError: ``--goal-after`` is given, and ``goal`` is not a
+                :class:`~mlbench_core.evaluation.goals.TimeToGoal`.
         """
         sinks, goal = list(options.pop("sinks", ())), as_goal(goal)
+        if self.args.goal_after is not None:
+            goal = _after_time(goal, self.args.goal_after)
         if self.rank == 0:
             sinks += map(make_sink, self.args.sink)
         if self._open_results is not None and not self.validation_only:
@@ -160,7 +177,11 @@ class Run:
 
         * ``--resume`` continues from the last checkpoint of the run, ``--checkpoint`` saves one after every epoch
           instead of the best only.
-        * ``--validation_only`` loads the last checkpoint, validates it, and yields no epoch.
+        * ``--validation_only`` loads every checkpoint of the run, validates it, and yields no epoch. Rank 0 writes
+          ``val_stats.json`` and ``train_stats.json`` to the result folder. Both are lists with an entry for each
+          checkpoint: ``epoch`` (the number of finished epochs), ``loss`` and each metric by its name. The first has the
+          results of the validation. The second has the means of rank 0's training batches in the last epoch, as they
+          were recorded in training.
 
         A scheduler that waits for a plateau steps with the loss of each validation. Other schedulers step if the task
         steps them. At the end rank 0 sends the summary of the run to the master.
@@ -184,10 +205,11 @@ class Run:
         args, tracker = self.args, self.tracker
         frequency = CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST
         checkpointer = Checkpointer(self.ckpt_run_dir, self.rank, frequency)
-        if args.resume or self.validation_only:
-            checkpointer, *_ = Checkpointer.load(
-                self.ckpt_run_dir, self.rank, model, optimizer, scheduler, tracker=tracker, extra=extra
-            )
+        load = partial(
+            Checkpointer.load, self.ckpt_run_dir, self.rank, model, optimizer, scheduler, tracker=tracker, extra=extra
+        )
+        if args.resume and not self.validation_only:
+            checkpointer, *_ = load()
 
         def validate_and_record() -> bool:
             values, loss = validate()
@@ -197,7 +219,7 @@ class Run:
             return record_validation_stats(values, loss, tracker, self.rank)
 
         if self.validation_only:
-            validate_and_record()
+            self._validate_checkpoints(load, validate_and_record)
             return
         # The wall clock starts after the data, the model and a checkpoint are loaded.
         tracker.start()
@@ -236,6 +258,47 @@ class Run:
             # Each part has means of its own.
             self.tracker.reset_epoch_stats()
 
+    def _validate_checkpoints(self, load: Callable[..., object], validate: Callable[[], object]) -> None:
+        """Load and validate every checkpoint of an epoch, or else the best one; rank 0 writes the statistics."""
+        tracker = self.tracker
+        names = ["loss", *(metric.name for metric in tracker.metrics)]
+        stats: dict[str, list[dict[str, Any]]] = {"train": [], "val": []}
+        # Workers may have folders of their own, in which a kill left different files. All must load the same epochs.
+        found = saved_epochs(self.ckpt_run_dir, self.rank)
+        newest = smallest(max(found, default=-1))
+        kept: list[int | None] = [epoch for epoch in range(newest + 1) if smallest(int(epoch in found))]
+        for epoch in kept or [None]:
+            load(epoch=epoch)
+            # A checkpoint from within an epoch has the means of its last validation.
+            tracker.reset_epoch_stats()
+            validate()
+            for part, prefix in (("train", "train_"), ("val", "val_global_")):
+                series = {name: tracker.records.get(prefix + name) for name in names}
+                latest = {name: next(reversed(by_epoch.values())) for name, by_epoch in series.items() if by_epoch}
+                numbers = {name: finite(value) for name, value in latest.items()}
+                stats[part].append({"epoch": tracker.current_epoch, **numbers})
+        if self.rank == 0 and self._output_dir is not None:
+            for part, entries in stats.items():
+                with replacing(Path(self._output_dir, f"{part}_stats.json")) as temporary:
+                    temporary.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+
+
+class _AgreedAfterTime(AccuracyAfterTime):
+    """The goal of ``--goal-after``, for several workers with clocks of their own."""
+
+    def is_over(self, train_time_s: float) -> bool:
+        """Return True on all workers as soon as the time of one is over: the times of a run are the slowest's."""
+        return smallest(int(not super().is_over(train_time_s))) == 0
+
+
+def _after_time(goal: object, seconds: float) -> AccuracyAfterTime:
+    """Return the goal of the best value of the same metric after a training time."""
+    if not isinstance(goal, TimeToGoal):
+        raise ConfigurationError(
+            f"--goal-after needs a task whose goal is a value of a metric (TimeToGoal), not {goal!r}: leave it out"
+        )
+    return _AgreedAfterTime(seconds, goal.metric, goal.minimize, goal.description.replace("{threshold}", "{value}"))
+
 
 def run_task(
     train: Callable[[Run], object],
@@ -272,6 +335,8 @@ def run_task(
         rank: int, backend: str, hosts: str | None, **others: Any,
     ) -> None:  # fmt: skip
         # Before the workers meet: a wrong argument then ends each of them at once.
+        if args.goal_after is not None and args.light_target:
+            raise ConfigurationError("--goal-after gives the run another goal: it does not go with --light")
         if prepare is not None:
             prepare(args)
         if keep_memory:
@@ -288,7 +353,7 @@ def run_task(
             open_results = partial(
                 task_results, args, uid, rank, world_size, backend, output_dir=output_dir, dataset_dir=dataset_dir
             )
-            with Run(args, rank, world_size, dataset_dir, ckpt_run_dir, open_results) as run:
+            with Run(args, rank, world_size, dataset_dir, ckpt_run_dir, open_results, output_dir) as run:
                 train(run)
             if rank == 0 and not args.validation_only:
                 logger.info("%s", "goal reached" if run.tracker.goal_reached else "goal not reached")

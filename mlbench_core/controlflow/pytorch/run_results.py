@@ -46,6 +46,8 @@ _NOT_OPTIONS = frozenset(
     (
         *("run_id", "root_dataset", "root_checkpoint", "root_output", "data", "rank", "hosts", "timeout", "resume"),
         *("checkpoint", "validation_only", "gpu", "backend", "light_target", "seed", "dataset", "preset", "optimizer"),
+        # The goal of the configuration has it.
+        "goal_after",
         "sink",
     )
 )
