@@ -1,7 +1,7 @@
 """Say in words what the figures of a sweep show: which method was fastest where, and what was not reached.
 
-Every sentence is made from numbers of the sweep. A difference is only called shown if Welch's test shows it at the level
-of 95 %.
+Every sentence is made from numbers of the sweep. A difference is only called shown if Welch's test shows it at the
+level of 95 %.
 """
 
 from __future__ import annotations
