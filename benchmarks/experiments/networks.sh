@@ -9,7 +9,6 @@ name=$1
 folder=$2
 cd "$(dirname "$0")/../.."
 mlbench sweep "benchmarks/experiments/$name.toml" --output "$folder"
-mlbench results verify "$folder/runs"
 page=docs/results/$name
 rm -rf "$page"
 mkdir -p "$page"
