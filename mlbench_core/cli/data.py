@@ -40,7 +40,7 @@ def _dataset_options(command: Command) -> Command:
 @data.command("list")
 @json_option
 def list_(as_json: bool) -> None:
-    """List the data sets with their licenses, sizes, sources, checks and folders.
+    """List the data sets with licenses, sizes, sources and folders.
 
     With --json, the list also has all addresses, and the expected checksum or size of each file. A value that nobody
     has verified is 'unknown', or null in JSON.
@@ -73,7 +73,7 @@ def list_(as_json: bool) -> None:
 @data.command()
 @_dataset_options
 def fetch(name: str, folder: Path | None, as_json: bool) -> None:
-    """Download the data set NAME; files that are in the folder already are kept.
+    """Download a data set; existing files are kept.
 
     An interrupted download continues with the next call. A checksum is compared if one is published, otherwise a
     number of lines, rows or words.
@@ -96,7 +96,7 @@ def fetch(name: str, folder: Path | None, as_json: bool) -> None:
 @data.command()
 @_dataset_options
 def prepare(name: str, folder: Path | None, as_json: bool) -> None:
-    """Prepare the data set NAME for training, from files on this machine.
+    """Prepare a data set for training, from local files.
 
     The text of WMT16, WMT17, Multi30k and WikiText-2 becomes numbers of words or sub-words. The text of a linear
     model's data becomes LMDB stores. After an interruption, the same command continues with the first step that is not
@@ -118,7 +118,7 @@ def prepare(name: str, folder: Path | None, as_json: bool) -> None:
 @data.command()
 @_dataset_options
 def verify(name: str, folder: Path | None, as_json: bool) -> None:
-    """Check each file of the data set NAME: ok, missing or damaged.
+    """Check each file: ok, missing or damaged.
 
     A file is compared with its checksum if one is published, otherwise with its number of bytes, lines or words. It may
     be plain or compressed. Exit status 1 if a file is missing or damaged.

@@ -19,7 +19,7 @@ from mlbench_core.tasks import TASKS
 __all__ = ["DATASETS", "DEFAULT_FOLDER", "Archive", "DataFile", "DatasetRecord", "FileForm", "get_dataset"]
 
 DEFAULT_FOLDER = ("datasets", "torch")
-"""Place of all default folders, below the folder of the user: that of the tasks without ``--root-dataset``."""
+"""The folder of all default folders, below that of the user; tasks without ``--root-dataset`` use it too."""
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
