@@ -18,6 +18,8 @@ FRAMEWORK_FREE = [
     "mlbench_core.client.api",
     "mlbench_core.cli",
     "mlbench_core.dataset.download",
+    "mlbench_core.dataset.preparation",
+    "mlbench_core.dataset.verification",
     "mlbench_core.errors",
     "mlbench_core.evaluation.goals",
     "mlbench_core.files",

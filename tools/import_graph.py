@@ -35,7 +35,7 @@ LAYERS: dict[str, set[str]] = {
     # It reads the outboxes of workers that have ended, proves its identity to clients, and emulates networks of runs.
     "mlbench_master": {"client", "results", "network"},
     # `mlbench master` runs the master in its own process.
-    "cli": {"client", "results", "network", "prediction", "sweep", "mlbench_master"},
+    "cli": {"client", "dataset", "results", "network", "prediction", "sweep", "mlbench_master"},
 }
 LAYERS["benchmarks"] = set(LAYERS)
 LAYERS["csrc"] = set()  # the compiler driver, which setup.py runs before anything is installed

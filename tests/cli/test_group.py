@@ -35,7 +35,7 @@ def test_commands_and_their_static_help() -> None:
     assert set(cli_group.list_commands(context)) == {
         *("charts", "compare", "completion", "delete", "download", "env", "get-dashboard-url", "import", "logs"),
         *("master", "network", "predict", "results", "run", "status", "stop", "sweep", "tasks"),
-        *("create-cluster", "delete-cluster", "list-clusters", "set-cluster"),
+        *("create-cluster", "data", "delete-cluster", "list-clusters", "set-cluster"),
     }
     for name in COMMANDS:
         command = cli_group.get_command(context, name)
