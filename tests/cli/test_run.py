@@ -74,6 +74,16 @@ def test_repeats_have_names_and_seeds_of_their_own(fake: FakeMaster, call: Call)
     assert fake.requests[-1]["command"] == "x --seed 42"
 
 
+def test_an_unknown_placeholder_is_refused_with_the_known_ones(fake: FakeMaster, call: Call) -> None:
+    result = call("run", "own", "1", "--command", "train --rank {rank} --size {num_workers}", code=2)
+    assert "must be one of {run_id}, {rank}, {hosts}, {backend}, {seed}, not '{num_workers}'" in " ".join(
+        result.stderr.split()
+    )
+    assert fake.requests == []
+    call("run", "own", "1", "--command", "sh -c 'echo ${HOME}' {run_id}", "--", "--file={epoch}")
+    assert fake.requests[0]["command"] == "sh -c 'echo ${HOME}' '{run_id}' '--file={epoch}'"
+
+
 def test_exclusive_reaches_the_master(fake: FakeMaster, call: Call) -> None:
     call("run", "alone", "1", "--task", "1a", "--exclusive")
     call("run", "beside", "1", "--task", "1a")
