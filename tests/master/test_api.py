@@ -128,6 +128,14 @@ def test_a_task_becomes_its_command(client: Any, monkeypatch: pytest.MonkeyPatch
         assert (made["image"], made["command"].split()[-1]) == (image, "{backend}")
 
 
+def test_a_task_without_torch_is_refused_with_the_extra(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    answer = client.post("/api/runs/", json={"name": "t", "num_workers": 1, "task": "1a"})
+    message = "needs the package 'torch', which is not installed: pip install 'mlbench-core[torch]'"
+    assert (answer.status_code, answer.json()["message"]) == (400, f"task: task 1a {message}")
+    assert client.post("/api/runs/", json={"name": "t", "num_workers": 1, "command": "train"}).status_code == 201
+
+
 @pytest.mark.parametrize("image", ["mlbench/pytorch-cifar10-resnet20-ddp:latest", "PyTorch Cifar-10 ResNet-20 (DDP)"])
 def test_the_image_of_ddp_starts_ddp(client: Any, image: str) -> None:
     body = {"image_name": image, "name": "ddp", "num_workers": 1, "light_target": True}
