@@ -448,7 +448,7 @@ def test_the_zip_holds_safe_names_and_the_official_result(client: Any, run: dict
         "my-run-worker-1_cpu.json",
         "official_result.txt",
     ]
-    assert archive.read("official_result.txt") == b"Reached 80 in 12.5 s"
+    assert archive.read("official_result.txt") == b"Reached 80 in 12.5 s\n"
     assert json.loads(archive.read("result_TaskResult @ 0.json"))[0]["value"] == "Reached 80 in 12.5 s"
     shown = client.get(f"/api/runs/{run['id']}/").json()
     assert shown["goal_result"] == "Reached 80 in 12.5 s"
