@@ -13,6 +13,7 @@ from mlbench_core.errors import MLBenchError
 __all__ = [
     "EVERY_LINE",
     "FROM_THE_START",
+    "STOPPED",
     "Job",
     "JobStatus",
     "Launcher",
@@ -84,6 +85,10 @@ class JobStatus:
     reason: str = ""
     returncode: int | None = None
     finished_at: float | None = None
+
+
+STOPPED = JobStatus("failed", "stopped by a user")
+"""The status of a job that a user stopped. The API has no state of its own for it."""
 
 
 class LogLine(TypedDict):

@@ -615,3 +615,16 @@ def test_a_database_in_memory_works(tmp_path: Path) -> None:
         body = {"name": "x", "num_workers": 1, "command": "true"}
         assert client.post("/api/runs/", json=body).status_code == 201
         assert len(client.get("/api/runs/").json()) == 1
+
+
+def test_a_waiting_run_has_the_reason_in_its_metadata(client: Any, run: dict[str, Any]) -> None:
+    second = client.post("/api/runs/", json={"name": "second", "num_workers": 1, "command": "true"}).json()
+
+    def reason() -> Any:
+        return client.get(f"/api/runs/{second['id']}/").json()["job_metadata"].get("reason")
+
+    assert wait_for(reason, what="the next look at the queue") == "waits for cores: 1 needed, 0 free"
+    first, waiting = client.get("/api/runs/").json()
+    assert "reason" not in first["job_metadata"] and waiting["job_metadata"]["reason"].startswith("waits for cores")
+    client.post(f"/api/runs/{second['id']}/stop/")
+    assert reason() == "stopped by a user"
