@@ -34,15 +34,24 @@ PACKAGES = (
     "kubernetes",
 )
 
-# This runs in another process, because a torch that crashes or hangs while it loads must not break the command.
+# This runs in another process, because a torch that crashes or hangs while it loads must not break the command. A
+# torchvision for another build of torch is installed, but does not load.
 _ASK_TORCH = """
-import json
+import importlib.util, json
 import torch.distributed as dist
 from mlbench_core.distributed.pytorch import mpi
 from mlbench_core.results import environment
+vision = None
+if importlib.util.find_spec("torchvision"):
+    try:
+        import torchvision
+        vision = "loads"
+    except Exception as error:
+        vision = "does not load: " + " ".join(str(error).split())
 gpus, on = environment.describe_gpus(), dist.is_available()
 print(json.dumps({
     **environment.describe_torch(),
+    "torchvision": vision,
     "driver": environment.driver_version(),
     "gpus": gpus,
     "backends": [name for name, there in (
