@@ -34,18 +34,18 @@ PACKAGES = (
     "kubernetes",
 )
 
-# This runs in another process, because a torch that crashes or hangs while it loads must not break the command. A
-# torchvision for another build of torch is installed, but does not load.
+# This runs in another process, because a torch that crashes or hangs while it loads must not break the command.
 _ASK_TORCH = """
 import importlib.util, json
 import torch.distributed as dist
+from mlbench_core import _torchvision
 from mlbench_core.distributed.pytorch import mpi
 from mlbench_core.results import environment
 vision = None
 if importlib.util.find_spec("torchvision"):
     try:
-        import torchvision
-        vision = "loads"
+        _torchvision.load()
+        vision = "loads without its compiled operators" if _torchvision.lacks_operators() else "loads"
     except Exception as error:
         vision = "does not load: " + " ".join(str(error).split())
 gpus, on = environment.describe_gpus(), dist.is_available()
