@@ -8,7 +8,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from api_reference import find_origin, handed_on, list_members, public_modules
-from docutils.nodes import SkipNode
+from docutils.nodes import SkipNode, Text, literal_block
 from docutils.utils.math.latex2mathml import tex2mathml
 from generated_pages import fill_page
 
@@ -53,11 +53,12 @@ napoleon_use_ivar = True
 
 
 def setup(app: Any) -> None:
-    """Fill the generated parts of the reference, limit the navigation and draw formulas."""
+    """Fill the generated parts of the reference, limit the navigation, draw formulas and shorten diffs."""
     app.add_html_math_renderer("mathml", (draw_inline, None), (draw_block, None))
     # Before the theme, which asks for the whole tree.
     app.connect("html-page-context", limit_navigation, priority=400)
     app.connect("source-read", fill_markers)
+    app.connect("doctree-read", shorten_diffs)
     app.connect("autodoc-process-docstring", add_summary)
     app.connect("missing-reference", resolve_short_path)
 
@@ -91,6 +92,14 @@ def limit_navigation(app: Any, page: str, template: str, context: dict[str, Any]
 def fill_markers(app: Any, page: str, source: list[str]) -> None:
     """Replace the markers of a page by generated text."""
     source[0] = fill_page(source[0])
+
+
+def shorten_diffs(app: Any, doctree: Any) -> None:
+    """Leave only the names of the compared files in the head of a diff, not their paths on this machine."""
+    for block in doctree.findall(literal_block):
+        if block.get("language") == "udiff":
+            block.rawsource = re.sub(r"^(---|\+\+\+) .*/", r"\1 ", block.astext(), count=2, flags=re.MULTILINE)
+            block[:] = [Text(block.rawsource)]
 
 
 def add_summary(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

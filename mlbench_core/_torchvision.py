@@ -56,6 +56,11 @@ def load(submodule: str = "") -> ModuleType:
     return importlib.import_module(f"torchvision.{submodule}" if submodule else "torchvision")
 
 
+def lacks_operators() -> bool:
+    """Return True if torchvision was imported without its compiled operators."""
+    return bool(_declared)
+
+
 def _declare_operators() -> None:
     """Declare the operators that the failed import asked for."""
     if _declared:

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 __all__ = ["creating_folder", "digest", "lock", "move_into_place", "replacing"]
 
@@ -118,11 +119,11 @@ def lock(path: Path, *, wait: bool = True) -> Iterator[None]:
         yield
 
 
-def digest(source: Path | bytes, algorithm: str = "sha256") -> str:
-    """Compute the digest of a file, read piece by piece, or of bytes.
+def digest(source: Path | bytes | IO[bytes], algorithm: str = "sha256") -> str:
+    """Compute the digest of a file, which is read piece by piece, or of bytes.
 
     Args:
-        source: A file's path, or the bytes themselves.
+        source: A file's path, a file that is open in binary mode, or the bytes themselves.
         algorithm: Name of the hash function for :func:`hashlib.new`, for example ``"md5"``.
 
     Returns:
@@ -132,14 +133,16 @@ def digest(source: Path | bytes, algorithm: str = "sha256") -> str:
         >>> digest(b"", "md5")
         'd41d8cd98f00b204e9800998ecf8427e'
     """
+    if isinstance(source, Path):
+        with source.open("rb") as file:
+            return digest(file, algorithm)
     # Some systems refuse MD5 unless the caller says that it does not protect anything.
     found = hashlib.new(algorithm, usedforsecurity=False)
     if isinstance(source, bytes):
         found.update(source)
     else:
-        with source.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                found.update(chunk)
+        while chunk := source.read(_CHUNK_BYTES):
+            found.update(chunk)
     return found.hexdigest()
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 from collections.abc import Sequence
 
-from mlbench_core.errors import ConfigurationError
+from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task
 from mlbench_master.launchers.containers import image_problem
 from mlbench_master.launchers.emulated_hosts import check_network
@@ -267,6 +268,11 @@ def _task_command(
     arguments = [shlex.quote(argument) for argument in (*of_image, *run.arguments)]
     arguments += _flags(run, run.arguments)
     try:
+        # Found but not imported, because that takes seconds. Without it, each worker would end with a traceback.
+        if not in_container and importlib.util.find_spec("torch") is None:
+            raise MissingDependencyError(
+                f"task {task.key} needs the package 'torch', which is not installed: pip install 'mlbench-core[torch]'"
+            )
         return task.folder, task.command(*arguments, in_container=in_container)
     except ConfigurationError as error:
         raise ValueError(str(error)) from None

@@ -29,7 +29,7 @@ from mlbench_core.results.lines import read_lines
 from mlbench_core.results.upload import metrics_of
 from mlbench_master.dates import now_us
 from mlbench_master.jobs import make_job, make_run
-from mlbench_master.launchers.interface import LogPage, LogRange
+from mlbench_master.launchers.interface import STOPPED, LogPage, LogRange
 from mlbench_master.launchers.slurm import SlurmLauncher
 from mlbench_master.schemas import RunIn, describe_error
 from mlbench_master.store import Run
@@ -136,7 +136,7 @@ class DirectRuns:
         run = self._runs.get(run_id)
         if run is not None and run.state in ("initialized", "started"):
             run.state, run.finished_at = "failed", now_us()
-            self._record(run, reason="stopped by a user")
+            self._record(run, reason=STOPPED.reason)
 
     def delete(self, run_id: int) -> None:
         """Cancel a run, and delete its folder."""

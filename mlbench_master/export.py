@@ -293,7 +293,7 @@ def metrics_zip(
             yield from _add_results(archive, sink, results)
             written = archive.namelist()
             if _OFFICIAL_RESULT not in written and run.goal_result is not None:
-                archive.writestr(_OFFICIAL_RESULT, run.goal_result)
+                archive.writestr(_OFFICIAL_RESULT, f"{run.goal_result}\n")
             if RESULT_FILE not in written and (sent := _sent_result(store, run)) is not None:
                 archive.writestr(RESULT_FILE, sent)
     yield sink.take()

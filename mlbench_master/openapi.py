@@ -86,7 +86,10 @@ class Pod(BaseModel):
 
 
 class JobMetadata(BaseModel):
-    """Details of a run's job; the output is the last lines, and empty in a list of runs."""
+    """Details of a run's job; the output is the last lines, and empty in a list of runs.
+
+    A run that waits or has failed may have a ``reason``.
+    """
 
     model_config = ConfigDict(extra="allow")
 

@@ -215,7 +215,7 @@ def metrics(owner_id: str, request: Request, store: StorePart, launcher: Launche
     openapi_extra=parameters(RunsQuery),
     **documented(list[RunOut], 400, in_pages=True),
 )
-def runs(request: Request, store: StorePart) -> JSONResponse:
+def runs(request: Request, store: StorePart, scheduler: SchedulerPart) -> JSONResponse:
     query = read_query(RunsQuery, request, "state")
     found = store.runs(*query.state, **query.model_dump(exclude={"state"}))
     follows = query.limit is not None and len(found) == query.limit
@@ -225,7 +225,17 @@ def runs(request: Request, store: StorePart) -> JSONResponse:
     else:
         headers = _link(request, follows, offset=query.offset + len(found))
     # FastAPI would look at every value before it encodes them.
-    return JSONResponse([run.to_json() for run in found], headers=headers)
+    return JSONResponse([_with_reason(run, scheduler) for run in found], headers=headers)
+
+
+def _with_reason(run: Run, scheduler: Scheduler) -> dict[str, Any]:
+    """Return a run as the API shows it; if it waits, with the reason."""
+    shown = run.to_json()
+    reason = scheduler.waits_for(run)
+    # The reason is not in the database, because the start of one run can change it for hundreds of others.
+    if reason:
+        shown["job_metadata"]["reason"] = reason
+    return shown
 
 
 @runs_router.post(
@@ -289,7 +299,7 @@ def import_run(
 @runs_router.get("/{run_id}/", summary="One run", **documented(RunOut, 404))
 def get_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[str, Any]:
     run = run_or_404(store, run_id)
-    shown = run.to_json()
+    shown = _with_reason(run, scheduler)
     # A run's record gets the last lines of its output only at its end.
     if run.state == "started":
         shown["job_metadata"].update(scheduler.tails(run))

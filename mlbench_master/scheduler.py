@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from mlbench_master.commands import check_gpus
 from mlbench_master.dates import now_us
 from mlbench_master.events import EventBus
 from mlbench_master.jobs import make_job
-from mlbench_master.launchers.interface import JobStatus, Launcher, LogRange
+from mlbench_master.launchers.interface import STOPPED, JobStatus, Launcher, LogRange
 from mlbench_master.lease import Lease
 from mlbench_master.leftovers import store_leftovers
 from mlbench_master.load import LoadKeeper
@@ -30,7 +30,6 @@ _log = logging.getLogger(__name__)
 _TAIL_CHARACTERS = 16_384
 _LONGEST_START_S = 2.0
 _OPEN = ("initialized", "started")
-_STOPPED = JobStatus("failed", "stopped by a user")
 
 
 class Scheduler:
@@ -101,6 +100,7 @@ class Scheduler:
         self._load = LoadKeeper(store, launcher, events)
         self._noted: set[tuple[int, str]] = set()
         self._problems: dict[int, str] = {}  # of runs that continue
+        self._waits: dict[int, str] = {}  # why runs did not start at the last poll
 
     def start(self) -> None:
         """Start the thread, which also watches the runs of an earlier master."""
@@ -143,11 +143,11 @@ class Scheduler:
             if run is None or run.state not in _OPEN:
                 return run
             if run.job_id is None:
-                return self._finish(run, _STOPPED)
+                return self._finish(run, STOPPED)
             self._stopping.add(run_id)
         try:
             self._launcher.stop(run.job_id)
-            return self._finish(run, _STOPPED) or self._store.run(run_id)
+            return self._finish(run, STOPPED) or self._store.run(run_id)
         finally:
             self._stopping.discard(run_id)
             self.wake()
@@ -169,19 +169,25 @@ class Scheduler:
             lent = {gpu for run in running for gpu in _lent_gpus(run)}
             waiting = self._store.runs("initialized")
             self.has_runs = bool(running or waiting)
+            waits: dict[int, str] = {}
+            ahead: Run | None = None  # the first run that no later one may pass
             for run in sorted(waiting, key=self._turn):
+                if ahead is not None:
+                    waits[run.id] = f"waits for run {ahead.name}, which comes first"
+                    continue
+                shortage = self._shortage(run, running, used)
+                if shortage:
+                    waits[run.id] = shortage
+                    # The runs are sorted by their cores, so none of the others fits either.
+                    ahead = run
+                    continue
                 free = self._free_gpus(run, lent)
-                has_cores = used + _cores(run) <= self._launcher.capacity
-                # Runs on one machine share its memory bandwidth and its network, so a run that is to be measured runs
-                # alone. While it waits its turn, the runs after it wait, too.
-                alone = any(_is_exclusive(other) for other in (run, *running))
-                # The runs are sorted by their cores, so none of the others fits either.
-                if running and (alone or not has_cores):
-                    break
                 if running and (free is None or not self._has_room(run)):
+                    waits[run.id] = f"waits for {'GPUs' if free is None else 'slots'}: {run.num_workers} needed"
+                    # Larger runs may need fewer GPUs, or other hosts.
                     if self._has_waited_long(run):
-                        break
-                    continue  # larger runs may need fewer GPUs, or other hosts
+                        ahead = run
+                    continue
                 if self._goes_on(partial(self._launch, gpus=free or ()), run):
                     running.append(run)
                     used += _cores(run)
@@ -190,6 +196,23 @@ class Scheduler:
                     # An engine may need a moment for each start. Requests that stop runs do not wait for all of them.
                     self.wake()
                     break
+            self._waits = waits
+
+    def _shortage(self, run: Run, running: Sequence[Run], used: float) -> str:
+        """Return why a run cannot start beside the running ones, or an empty text if it can."""
+        if not running:
+            return ""
+        # Runs on one machine share its memory bandwidth and its network, so a run that is to be measured runs alone.
+        # While it waits its turn, the runs after it wait, too.
+        alone = next((other for other in running if _is_exclusive(other)), None)
+        if alone is not None:
+            return f"waits for run {alone.name}, which is exclusive"
+        if _is_exclusive(run):
+            return f"waits for run {running[0].name}, because this run is exclusive"
+        if used + _cores(run) > self._launcher.capacity:
+            free = max(self._launcher.capacity - used, 0.0)
+            return f"waits for cores: {_cores(run):g} needed, {free:g} free"
+        return ""
 
     def _turn(self, run: Run) -> tuple[bool, float, int]:
         """Return the place of a waiting run in the queue."""
@@ -346,6 +369,10 @@ class Scheduler:
             return None
         self._events.publish("state", {"id": run.id, "name": run.name, "state": state, "reason": status.reason})
         return changed
+
+    def waits_for(self, run: Run) -> str:
+        """Return why a run did not start at the last poll; an empty text if it is not waiting."""
+        return self._waits.get(run.id, "") if run.state == "initialized" else ""
 
     def tails(self, run: Run) -> dict[str, Any]:
         """Return the last lines that a run's workers wrote.

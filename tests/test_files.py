@@ -155,3 +155,5 @@ def test_digests_are_those_of_hashlib(tmp_path: Path) -> None:
     path.write_bytes(content)
     assert files.digest(path) == files.digest(content) == hashlib.sha256(content).hexdigest()
     assert files.digest(path, "md5") == hashlib.md5(content, usedforsecurity=False).hexdigest()
+    with path.open("rb") as file:
+        assert files.digest(file) == files.digest(content)

@@ -18,6 +18,8 @@ FRAMEWORK_FREE = [
     "mlbench_core.client.api",
     "mlbench_core.cli",
     "mlbench_core.dataset.download",
+    "mlbench_core.dataset.preparation",
+    "mlbench_core.dataset.verification",
     "mlbench_core.errors",
     "mlbench_core.evaluation.goals",
     "mlbench_core.files",
@@ -66,6 +68,21 @@ def test_parts_of_utils_load_on_first_use() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "FCGraph"), done.stderr
+
+
+def test_without_torch_every_pytorch_package_names_the_extra() -> None:
+    root = Path(mlbench_core.__file__).parent
+    packages = [".".join(path.relative_to(root.parent).parts) for path in sorted(root.rglob("pytorch"))]
+    assert "mlbench_core.optim.pytorch" in packages
+    code = (
+        "import importlib, sys\nsys.modules['torch'] = None\n"
+        f"for name in {packages!r}:\n"
+        "    try:\n        importlib.import_module(name)\n"
+        "    except ImportError as error:\n        print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    line = "this needs the package 'torch', which is not installed: pip install 'mlbench-core[torch]'"
+    assert done.stdout.splitlines() == [line] * len(packages), done.stderr
 
 
 def test_unknown_attribute_is_an_attribute_error() -> None:

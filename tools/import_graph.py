@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOTS = ("mlbench_core", "mlbench_master", "benchmarks", "csrc")
 GROUND = {"", "addresses", "arguments", "errors", "paths", "files", "tasks", "statistics", "checkpoint_names"}
-GROUND |= {"install_cuda_extensions", "torch_private", "_lazy", "_torchvision", "_tensorflow"}
+GROUND |= {"install_cuda_extensions", "torch_private", "_lazy", "_torch", "_torchvision", "_tensorflow"}
 FACES = {"utils", "api"}  # layers that have faces only; `find_faces` finds the others by their code
 SIDE_BY_SIDE = {"tracking", "client", "dataset", "evaluation", "models", "network", "ops"}
 LAYERS: dict[str, set[str]] = {
@@ -35,7 +35,7 @@ LAYERS: dict[str, set[str]] = {
     # It reads the outboxes of workers that have ended, proves its identity to clients, and emulates networks of runs.
     "mlbench_master": {"client", "results", "network"},
     # `mlbench master` runs the master in its own process.
-    "cli": {"client", "results", "network", "prediction", "sweep", "mlbench_master"},
+    "cli": {"client", "dataset", "results", "network", "prediction", "sweep", "mlbench_master"},
 }
 LAYERS["benchmarks"] = set(LAYERS)
 LAYERS["csrc"] = set()  # the compiler driver, which setup.py runs before anything is installed

@@ -50,9 +50,13 @@ def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
     for epoch in range(epochs):
         epoch_loss = 0.0
         tracker.train()
-        for images, target in train_set:
+        batches = iter(train_set)
+        for _ in range(len(train_set)):
             # The Tracker measures the time between two calls, so each call stands at the end of its part.
+            # A loop over the batches themselves would load each of them before the first call.
             tracker.batch_start()
+            images, target = next(batches)
+            tracker.record_batch_load()
             optimizer.zero_grad()
             tracker.record_batch_init()
             output = model(images)

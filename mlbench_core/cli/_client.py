@@ -9,11 +9,32 @@ from typing import Any, Protocol
 
 from mlbench_core.client.rest import RestClient, path_part
 from mlbench_core.errors import MasterRequestError
+from mlbench_master.launchers.interface import STOPPED
 
-__all__ = ["FINAL_STATES", "MasterClient", "RunSource"]
+__all__ = ["FINAL_STATES", "MasterClient", "RunSource", "reason_of", "state_of"]
 
 FINAL_STATES = frozenset({"finished", "failed", "stopped", "lost"})
 """States that a run never leaves."""
+
+
+def reason_of(run: Mapping[str, Any]) -> str:
+    """Return why a run waits or has failed, or an empty text."""
+    return str((run.get("job_metadata") or {}).get("reason") or "")
+
+
+def state_of(run: Mapping[str, Any]) -> str:
+    """Return the state of a run for people.
+
+    In the API, a run that a user stopped has the state ``failed``, and only its reason tells the difference.
+
+    Example:
+        >>> state_of({"state": "failed", "job_metadata": {"reason": "stopped by a user"}})
+        'stopped'
+    """
+    state = str(run.get("state"))
+    # Lines about missing metrics may follow the reason.
+    is_stopped = state == STOPPED.state and reason_of(run).startswith(STOPPED.reason)
+    return "stopped" if is_stopped else state
 
 
 class RunSource(Protocol):

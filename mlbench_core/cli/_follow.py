@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from mlbench_core.cli import _wait
-from mlbench_core.cli._client import RunSource
+from mlbench_core.cli._client import RunSource, state_of
 from mlbench_core.cli._output import clean, log_line, print_json, remark
 from mlbench_core.cli._records import compare_records, print_comparison, print_records
 from mlbench_core.errors import ConfigurationError, MasterRequestError, MissingDependencyError, MLBenchError
@@ -70,7 +70,7 @@ def follow(
         missing = (item.get("job_metadata") or {}).get("missing_metrics")
         if item.get("state") != "finished":
             _show_log(client, item)
-            problems.append(f"run {item['name']} {item.get('state')}")
+            problems.append(f"run {item['name']} {state_of(item)}")
         if missing:
             problems.append(f"results of run {item['name']} are incomplete: {clean(str(missing))}")
     if problems:

@@ -25,6 +25,7 @@ _COLORS = {"finished": "green", "failed": "red", "stopped": "red", "lost": "red"
 def live_table() -> Iterator[Callable[[Sequence[Progress]], None]]:
     """Show a table on standard error; the function that it yields sets its rows, one for each run."""
     rows: Sequence[Progress] = ()
+    told: dict[str, str] = {}
     # get_renderable draws the table again between two calls, so that the elapsed time goes on.
     console = Console(stderr=True)
 
@@ -36,6 +37,11 @@ def live_table() -> Iterator[Callable[[Sequence[Progress]], None]]:
         def show(runs: Sequence[Progress]) -> None:
             nonlocal rows
             rows = runs
+            # Above the table, whose cells are too narrow for a sentence.
+            for run in runs:
+                if run.waits_for and told.get(run.name) != run.waits_for:
+                    told[run.name] = run.waits_for
+                    console.print(Text(clean(f"{run.name} {run.waits_for}")))
             live.refresh()
 
         yield show

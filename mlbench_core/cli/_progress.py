@@ -37,6 +37,7 @@ class Progress:
     epoch_s: float | None = None
     started_at: float | None = None
     ended_at: float | None = None
+    reason: str = ""
 
     @property
     def elapsed_s(self) -> float:
@@ -74,9 +75,16 @@ class Progress:
             return 1.0
         return goal_fraction(self.value, self.goal.threshold, self.goal.minimize) if self.goal else 0.0
 
+    @property
+    def waits_for(self) -> str:
+        """Return what the run waits for before it starts, or an empty text."""
+        return self.reason if self.state == "initialized" else ""
+
     def describe(self) -> str:
         """Return state, number of epochs and metric in one line."""
         parts = [self.state]
+        if self.waits_for:
+            parts.append(self.waits_for)
         # A number of epochs and not "epoch N", because the logs of the workers count epochs from 0.
         if self.epochs:
             parts.append(f"{self.epochs} epoch{'' if self.epochs == 1 else 's'} done")

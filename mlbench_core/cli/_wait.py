@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from mlbench_core.cli._client import FINAL_STATES, RunSource
+from mlbench_core.cli._client import FINAL_STATES, RunSource, reason_of, state_of
 from mlbench_core.cli._output import clean, remark, seconds
 from mlbench_core.cli._progress import Goal, Progress
 from mlbench_core.errors import MasterRequestError
@@ -20,6 +21,7 @@ __all__ = ["Goal", "Progress", "wait_for"]
 
 POLL_S = 1.0
 _GLOBAL_METRIC = re.compile(r"val_global_(.*) @ 0")
+_PLAN = "plan @ 0"
 LOST_MASTER_S = 120.0
 """Seconds for which requests to the master may fail (a restart, a network failure) before waiting ends."""
 
@@ -82,7 +84,7 @@ def _update(client: RunSource, progress: Progress, run: Mapping[str, Any]) -> No
             progress.epoch_s = _epoch_s(entries)
         if progress.started_at is None:
             progress.started_at = time.monotonic()
-    progress.state = str(run.get("state"))
+    progress.state, progress.reason = state_of(run), reason_of(run)
     if progress.state in FINAL_STATES and progress.ended_at is None:
         progress.ended_at = time.monotonic()
 
@@ -101,12 +103,34 @@ def _epoch_s(entries: Sequence[Mapping[str, Any]]) -> float | None:
 
 def _metric_name(client: RunSource, progress: Progress, run_id: int | str) -> str | None:
     """Return the full name of the metric to show: the goal's, or else the first global validation metric."""
-    if progress.metric is None and progress.goal is not None:
+    if progress.goal is None:
+        progress.goal = _planned_goal(client, run_id)
+    if progress.goal is not None:
         progress.metric = progress.goal.metric
     if progress.metric is None:
         known = sorted(client.metrics(run_id, last_n=1))
         progress.metric = next((found[1] for name in known if (found := _GLOBAL_METRIC.fullmatch(name))), None)
     return None if progress.metric is None else f"val_global_{progress.metric} @ 0"
+
+
+def _planned_goal(client: RunSource, run_id: int | str) -> Goal | None:
+    """Return the goal that a script sends after its first epoch; None before, or if it watches another metric."""
+    try:
+        (entry,) = client.metrics(run_id, metric_filter=_PLAN, last_n=1)[_PLAN]
+        plan = json.loads(entry["value"])
+        metric = _GLOBAL_METRIC.fullmatch(f"{plan['metric']} @ 0")
+        if metric is None:
+            return None
+        threshold, most = plan["threshold"], plan["max_epochs"]
+        return Goal(
+            metric[1],
+            None if threshold is None else float(threshold),
+            bool(plan["minimize"]),
+            None if most is None else int(most),
+        )
+    # Scripts can send anything under this name, or nothing.
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
 
 
 Show = Callable[[Sequence[Progress]], None]

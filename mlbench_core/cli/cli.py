@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("compare", "Compare runs: mean, spread, confidence interval, tests, prices."),
     "completion": ("completion", "Print the completion script of bash, zsh or fish."),
     "create-cluster": ("clusters", "Create a cluster with a master, which the other commands then use."),
+    "data": ("data", "List, download, prepare and verify the data sets of the tasks."),
     "delete": ("runs", "Delete runs and their metrics."),
     "delete-cluster": ("clusters", "Delete a cluster with all runs that are only there."),
     "download": ("runs", "Download the metrics of a run as a zip file."),

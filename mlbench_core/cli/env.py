@@ -36,13 +36,22 @@ PACKAGES = (
 
 # This runs in another process, because a torch that crashes or hangs while it loads must not break the command.
 _ASK_TORCH = """
-import json
+import importlib.util, json
 import torch.distributed as dist
+from mlbench_core import _torchvision
 from mlbench_core.distributed.pytorch import mpi
 from mlbench_core.results import environment
+vision = None
+if importlib.util.find_spec("torchvision"):
+    try:
+        _torchvision.load()
+        vision = "loads without its compiled operators" if _torchvision.lacks_operators() else "loads"
+    except Exception as error:
+        vision = "does not load: " + " ".join(str(error).split())
 gpus, on = environment.describe_gpus(), dist.is_available()
 print(json.dumps({
     **environment.describe_torch(),
+    "torchvision": vision,
     "driver": environment.driver_version(),
     "gpus": gpus,
     "backends": [name for name, there in (

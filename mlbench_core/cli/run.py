@@ -19,7 +19,7 @@ from mlbench_core.cli._engines import EngineType
 from mlbench_core.cli._networks import NetworkType
 from mlbench_core.cli._output import clean, dashboard_option, json_option, print_json, print_table, remark
 from mlbench_core.client import settings
-from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend, parse_workers
+from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend, check_placeholders, parse_workers
 from mlbench_core.errors import MasterRequestError, MLBenchError
 from mlbench_core.network.description import Network
 from mlbench_core.tasks import BACKENDS, TASKS, Task, get_task, is_run_name, option_value
@@ -129,6 +129,13 @@ class _Options:
         if self.task is None and not self.command:
             subject = "the command" if self.image in (None, CUSTOM_IMAGE) else f"the command of image {self.image}"
             self.command = _ask(subject, "--command", last.get("command"))
+        try:
+            check_placeholders(self.command or "")
+        except ValueError as error:
+            # The arguments after -- are not checked, so that a script can get a text in braces.
+            raise click.BadParameter(
+                f"{error}; words that mean something else go after --", param_hint="--command"
+            ) from None
         if self.backend is None and asked:
             default = last.get("backend") or BACKENDS[0]
             self.backend = click.prompt("Backend", type=click.Choice(BACKENDS), default=default, err=True)

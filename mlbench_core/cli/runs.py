@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from mlbench_core.cli._client import FINAL_STATES, MasterClient
+from mlbench_core.cli._client import FINAL_STATES, MasterClient, reason_of, state_of
 from mlbench_core.cli._embedded import connect
 from mlbench_core.cli._output import (
     clean,
@@ -54,8 +54,8 @@ def status(name: str | None, metric: str | None, dashboard_url: str | None, as_j
             if as_json:
                 print_json(runs)
             else:
-                keys = ("name", "id", "state", "num_workers", "backend", "created_at", "finished_at")
-                rows = [[_cell(run.get(key)) for key in keys] for run in runs]
+                keys = ("num_workers", "backend", "created_at", "finished_at")
+                rows = [[run["name"], run["id"], state_of(run), *(_cell(run.get(key)) for key in keys)] for run in runs]
                 print_table(("RUN", "ID", "STATE", "WORKERS", "BACKEND", "CREATED", "FINISHED"), rows, right=(1, 3))
             return
         run = client.find(name)
@@ -70,12 +70,12 @@ def _show_run(run: Mapping[str, Any], metrics: Mapping[str, Sequence[Mapping[str
     if as_json:
         print_json({"run": dict(run), "metrics": latest})
         return
+    shown = {**run, "state": state_of(run)}
     for key in ("name", "id", "state", "num_workers", "backend", "image", "command", "created_at", "finished_at"):
-        if run.get(key) is not None:
-            print_field(key, run[key])
-    reason = (run.get("job_metadata") or {}).get("reason")
-    if reason:
-        print_field("reason", reason)
+        if shown.get(key) is not None:
+            print_field(key, shown[key])
+    if reason_of(run):
+        print_field("reason", reason_of(run))
     if latest:
         click.echo()
         # The value comes last, because a text such as the summary may be longer than a line.
@@ -156,7 +156,7 @@ def stop(names: tuple[str, ...], dashboard_url: str | None, as_json: bool) -> No
                 client.stop(run["id"])
             if not as_json:
                 name = clean(run["name"])
-                click.echo(f"{name} has ended already ({run['state']})" if has_ended else f"stopped {name}")
+                click.echo(f"{name} has ended already ({state_of(run)})" if has_ended else f"stopped {name}")
         if as_json:
             print_json([client.run(run["id"]) for run in runs])
 

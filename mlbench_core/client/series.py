@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,17 @@ from typing import Any
 
 from mlbench_core.tasks import Task
 
-__all__ = ["FIRST_SEED", "SEED", "RunSeries", "check_backend", "parse_workers"]
+__all__ = ["FIRST_SEED", "SEED", "RunSeries", "check_backend", "check_placeholders", "parse_workers"]
 
 SEED = "{seed}"
 """The place in a command that gets the seed of the run."""
 
 FIRST_SEED = 42
 """The seed of every task without ``--seed``."""
+
+_PLACEHOLDERS = ("{run_id}", "{rank}", "{hosts}", "{backend}", SEED)
+# Not the ${NAME} of a shell, and not the braces of JSON or awk.
+_PLACEHOLDER = re.compile(r"(?<!\$)\{[A-Za-z_]\w*\}")
 
 # The fields of a request that hold a command of the user.
 _COMMANDS = ("command", "custom_image_command")
@@ -61,6 +66,26 @@ def check_backend(backend: str, task: Task | None, gpu: bool) -> None:
         raise ValueError(f"the backend of task {task.key} must be one of {known}, not {backend!r}")
     if backend == "nccl" and not gpu:
         raise ValueError("nccl needs GPUs: give each worker a GPU (--gpu), or use the backend gloo")
+
+
+def check_placeholders(command: str) -> None:
+    """Refuse a command with a placeholder that nothing fills in.
+
+    Args:
+        command: A command line of the user.
+
+    Raises:
+        ValueError: It has an unknown ``{name}``; the message lists the known ones.
+
+    Example:
+        >>> check_placeholders("train.py --rank {rank}")
+        >>> check_placeholders("train.py --workers {workers}")
+        Traceback (most recent call last):
+        ValueError: the placeholder must be one of {run_id}, {rank}, {hosts}, {backend}, {seed}, not '{workers}'
+    """
+    for found in _PLACEHOLDER.findall(command):
+        if found not in _PLACEHOLDERS:
+            raise ValueError(f"the placeholder must be one of {', '.join(_PLACEHOLDERS)}, not {found[:80]!r}")
 
 
 @dataclass(frozen=True)

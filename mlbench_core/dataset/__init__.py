@@ -3,5 +3,16 @@
 from mlbench_core._lazy import lazy_subpackages
 
 __getattr__ = lazy_subpackages(
-    __name__, "download", "imagerecognition", "linearmodels", "local_files", "nlp", "pytorch", "util"
+    __name__,
+    "download",
+    "imagerecognition",
+    "libsvm_names",
+    "linearmodels",
+    "local_files",
+    "nlp",
+    "preparation",
+    "pytorch",
+    "registry",
+    "util",
+    "verification",
 )

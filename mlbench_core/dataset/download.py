@@ -310,8 +310,9 @@ def maybe_download_and_extract_tar_gz(
         # Check all members before the first one is unpacked.
         for member in members:
             _check_member(folder, archive, member.name, plain=member.isfile() or member.isdir())
-        for member in members:
-            tar.extract(member, folder, **how)
+        with _unpacking(archive, folder) as scratch:
+            for member in members:
+                tar.extract(member, scratch, **how)
     return folder
 
 
@@ -343,7 +344,8 @@ def maybe_download_and_extract_zip(
             # Unix stores the type of a file in the upper 16 bits; archives of other systems have 0 there.
             kind = stat.S_IFMT(entry.external_attr >> 16)
             _check_member(folder, archive, entry.filename, plain=kind in (0, stat.S_IFREG, stat.S_IFDIR))
-        zipped.extractall(folder)
+        with _unpacking(archive, folder) as scratch:
+            zipped.extractall(scratch)
     return folder
 
 
@@ -369,6 +371,29 @@ def _archive(
             if isinstance(error, OSError) and error.errno is not None:
                 raise DatasetError(f"{path} could not be unpacked: {error}") from error
             raise DatasetError(f"{path} is damaged: {error}; delete it and get it again") from error
+
+
+@contextlib.contextmanager
+def _unpacking(archive: Path, folder: Path) -> Iterator[Path]:
+    """Yield an empty folder to unpack into. When the block ends, move its files to their places below ``folder``.
+
+    So a full disk or a killed process never leaves an incomplete file that looks like a complete one.
+    """
+    # The caller holds the lock of the archive, so a folder of this name is that of a killed process.
+    scratch = archive.with_name(f".{archive.name}.unpacking")
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        scratch.mkdir()
+        yield scratch
+        # Sorted, so that a folder comes before its files.
+        for path in sorted(scratch.rglob("*")):
+            place = folder / path.relative_to(scratch)
+            if path.is_dir():
+                place.mkdir(parents=True, exist_ok=True)
+            else:
+                files.move_into_place(path, place)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _check_member(folder: Path, archive: Path, name: str, plain: bool) -> None:

@@ -136,7 +136,7 @@ def _load_zip(path: Path) -> RunRecord | None:
                 elif name == "official_result.txt":
                     text = archive.read(name).decode("utf-8", errors="replace")
                     # The file of the metric itself, if the archive has one, takes precedence.
-                    metrics.setdefault("TaskResult @ 0", [{"value": text}])
+                    metrics.setdefault("TaskResult @ 0", [{"value": text.strip()}])
                 elif match := _NAME_IN_ZIP.search(name):
                     content = json.loads(archive.read(name))
                     metrics.update(content if isinstance(content, dict) else {match[1]: content})

@@ -15,27 +15,23 @@ from typing import TYPE_CHECKING, Protocol
 from mlbench_core.results.figures.numbers import Estimate, ratio
 from mlbench_core.results.pool import Group, check_comparable
 from mlbench_core.results.record import RunRecord
-from mlbench_core.results.stats import confidence_interval
+from mlbench_core.results.stats import confidence_interval, welch_test
 
 if TYPE_CHECKING:
     from mlbench_core.network.description import Network
 
 __all__ = [
-    "BASELINE",
     "CLOSE",
     "Cell",
     "Outcome",
     "Place",
+    "differ",
     "duration",
     "gather",
     "order",
-    "overlap",
     "sent_per_worker",
     "speed_ratio",
 ]
-
-BASELINE = "centralized_sgd"
-"""Name of the algorithm with which the others are compared."""
 
 CLOSE = 1.1
 """Two times within this factor of each other are not called different."""
@@ -156,9 +152,9 @@ class Outcome:
         return tuple(workers for workers in self.workers if workers > 1)
 
     @property
-    def baseline(self) -> str | None:
-        """Return the name of the algorithm with which others are compared; None if the sweep does not have it."""
-        return BASELINE if BASELINE in self.algorithms else None
+    def baseline(self) -> str:
+        """Return the name of the algorithm with which the others are compared: the first one of the sweep."""
+        return self.algorithms[0]
 
     @property
     def groups(self) -> list[Group]:
@@ -208,11 +204,15 @@ def order(cell: Cell) -> tuple[float, int]:
     return (math.inf if cell.median_s is None else cell.median_s, cell.missed)
 
 
-def overlap(a: Cell, b: Cell) -> bool | None:
-    """Return True if the 95 % intervals of two cells overlap; None if one of them has no interval."""
+def differ(a: Cell, b: Cell) -> bool | None:
+    """Return True if Welch's test shows that the mean times of two cells differ, at the level of 95 %.
+
+    Returns:
+        None if a cell has a single run, or one that missed its goal, so that its mean is unknown.
+    """
     if a.interval_s is None or b.interval_s is None:
         return None
-    return a.interval_s[0] <= b.interval_s[1] and b.interval_s[0] <= a.interval_s[1]
+    return welch_test(a.times_s, b.times_s).p < 0.05
 
 
 def speed_ratio(slower: Cell, faster: Cell) -> Estimate | None:

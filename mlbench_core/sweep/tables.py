@@ -45,7 +45,7 @@ def table_rows(outcome: Outcome, pricing: Pricing) -> list[dict[str, Any]]:
     """Return one row for each cell, with an entry for each of :data:`COLUMNS`; None if a value is unknown.
 
     Rows are in the order of the networks and the numbers of workers, fastest algorithm first. One worker has no
-    network. ``times_as_fast`` is relative to centralized SGD with the same network and number of workers.
+    network. ``times_as_fast`` is relative to the sweep's first algorithm with the same network and number of workers.
 
     Args:
         outcome: The runs.
@@ -62,7 +62,7 @@ def table_rows(outcome: Outcome, pricing: Pricing) -> list[dict[str, Any]]:
 
 def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
     low, high = cell.interval_s or (None, None)
-    baseline = outcome.cell(outcome.baseline, cell.network, cell.workers) if outcome.baseline else None
+    baseline = outcome.cell(outcome.baseline, cell.network, cell.workers)
     ratio = speed_ratio(baseline, cell) if baseline is not None else None
     # A ratio of a cell to itself has no interval.
     own = baseline is cell

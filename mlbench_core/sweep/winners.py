@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mlbench_core.errors import MLBenchError
 from mlbench_core.network.description import Link, Network
 from mlbench_core.results.record import RunRecord
-from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, overlap
+from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ
 
 __all__ = ["BANDWIDTHS", "ROUND_TRIPS_S", "Map", "MapCell", "MapPoint", "Predict", "predict_map"]
 
@@ -58,7 +58,7 @@ class MapPoint:
         bandwidth: Bits per second, within the range of the map.
         round_trip_s: Round trip in seconds, within the range of the map.
         measured: The algorithm that was fastest; None if none reached the goal.
-        second: The second, if it is within 10 %, or if the intervals of the two overlap; else None.
+        second: The second, if it is within 10 %, or if no difference between the two is shown; else None.
         predicted: The algorithm with the least predicted time.
         error: Predicted time of the measured algorithm, divided by its measured time; None if it is not predicted.
     """
@@ -185,7 +185,7 @@ def _point(outcome: Outcome, name: str, workers: int, known: dict[str, Cell], pr
     measured = first.algorithm if first.median_s is not None else None
     close = None
     if first.median_s and second is not None and second.median_s is not None:
-        near = second.median_s < CLOSE * first.median_s or overlap(first, second) is not False
+        near = second.median_s < CLOSE * first.median_s or differ(first, second) is not True
         close = second.algorithm if near else None
     # Two hosts of different racks, if the network has racks: their link is the slowest.
     path = network.path(0, workers - 1)

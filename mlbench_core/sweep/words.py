@@ -1,7 +1,7 @@
 """Say in words what the figures of a sweep show: which method was fastest where, and what was not reached.
 
-Every sentence is made from numbers of the sweep. A difference is only called one if the 95 % intervals of the two
-algorithms do not overlap.
+Every sentence is made from numbers of the sweep. A difference is only called shown if Welch's test shows it at the
+level of 95 %.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from mlbench_core.results.figures.canvas import number
 from mlbench_core.results.figures.numbers import Estimate
 from mlbench_core.results.pool import plural
-from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, overlap, speed_ratio
+from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ, speed_ratio
 from mlbench_core.sweep.winners import Map
 
 __all__ = ["listed", "map_sentence", "per_network", "seconds", "summary"]
@@ -86,10 +86,10 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
     text = f"{', '.join(parts)}."
     ratio = speed_ratio(second, first)
     assert ratio is not None, "both have a median"
-    shown = {True: "the intervals overlap", False: "the intervals do not overlap", None: "without two intervals"}
+    shown = {True: "a difference is shown", False: "no difference is shown", None: "not tested"}[differ(first, second)]
     if second is baseline:
-        return f"{text} {second.algorithm} is also the second; {shown[overlap(first, second)]}."
-    return f"{text} Second: {second.algorithm}, {ratio.value:.2f} times as long; {shown[overlap(first, second)]}."
+        return f"{text} {second.algorithm} is also the second; {shown}."
+    return f"{text} Second: {second.algorithm}, {ratio.value:.2f} times as long; {shown}."
 
 
 def _factor(outcome: Outcome, baseline: Cell, first: Cell) -> str:
@@ -127,14 +127,11 @@ def _winners(outcome: Outcome, rows: dict[tuple[str, int], list[Cell]]) -> list[
         if row and row[0].median_s is not None:
             name = row[0].algorithm
             wins.setdefault(name, []).append(row[0])
-            apart = len(row) > 1 and row[1].median_s is not None and overlap(row[0], row[1]) is False
-            clear[name] = clear.get(name, 0) + apart
+            clear[name] = clear.get(name, 0) + (len(row) > 1 and differ(row[0], row[1]) is True)
     sentences = []
     for name, cells in sorted(wins.items(), key=lambda item: -len(item[1])):
         text = f"{name} had the least median time on {_places(cells)}"
-        sentences.append(
-            f"{text}. Its interval is apart from that of the second in {clear[name]} of {len(cells)} cases."
-        )
+        sentences.append(f"{text}. A difference to the second is shown in {clear[name]} of {len(cells)} cases.")
     return sentences
 
 

@@ -715,8 +715,14 @@ class Tracker(PhaseTimes):
         self._published = self._counters.batches
 
     def __str__(self) -> str:
-        """Return one line: the epoch, the means of its statistics, the best value and the training time."""
-        parts = [f"Epoch {self.current_epoch}"]
+        """Return one line: the epoch, the means of its statistics, the best value and the training time.
+
+        Epochs count from 0, as in the log. Between two epochs, the line has the number of finished epochs instead.
+        """
+        count, meters = self.current_epoch, self.epoch_stats.values()
+        has_begun = self._batches_in_epoch > 0 or any(meter.count for meter in meters)
+        is_between = count > 0 and not has_begun
+        parts = [f"{count} epoch{'' if count == 1 else 's'} done" if is_between else f"Epoch {count}"]
         global_prefix = f"{self.val_prefix}global_"
         for name, meter in self.epoch_stats.items():
             # A statistic of all workers replaces this worker's own, to keep the line short.

@@ -6,15 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
-
-from typing_extensions import TypedDict
+from typing import NamedTuple, TypedDict
 
 from mlbench_core.errors import MLBenchError
 
 __all__ = [
     "EVERY_LINE",
     "FROM_THE_START",
+    "STOPPED",
     "Job",
     "JobStatus",
     "Launcher",
@@ -86,6 +85,10 @@ class JobStatus:
     reason: str = ""
     returncode: int | None = None
     finished_at: float | None = None
+
+
+STOPPED = JobStatus("failed", "stopped by a user")
+"""The status of a job that a user stopped. The API has no state of its own for it."""
 
 
 class LogLine(TypedDict):

@@ -17,5 +17,5 @@ if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     folder = Path(sys.argv[sys.argv.index("--data") + 1])
     for file in folder.glob("MNIST/raw/*"):
-        dataloader._MNIST_MD5[file.name] = hashlib.md5(file.read_bytes()).hexdigest()
+        dataloader.MNIST_MD5[file.name] = hashlib.md5(file.read_bytes()).hexdigest()
     runpy.run_path(sys.argv[0], run_name="__main__")

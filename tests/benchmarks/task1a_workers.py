@@ -53,6 +53,23 @@ def train_all(rank: int, world_size: int, runs: dict[str, list[str]]) -> dict[st
     return {name: train(main, rank, world_size, arguments) for name, arguments in runs.items()}
 
 
+def train_in_float64(rank: int, world_size: int, arguments: list[str]) -> dict[str, Any]:
+    """One run with weights and computation in float64."""
+    main = load_script()
+    make = main.get_resnet_model
+
+    def make_double(*args: Any, **options: Any) -> Any:
+        model = make(*args, **options).double()
+        model.register_forward_pre_hook(lambda module, inputs: tuple(images.double() for images in inputs))
+        return model
+
+    main.get_resnet_model = make_double  # type: ignore[attr-defined]
+    try:
+        return train(main, rank, world_size, arguments)
+    finally:
+        main.get_resnet_model = make  # type: ignore[attr-defined]
+
+
 def resume_from_best(rank: int, world_size: int, arguments: list[str]) -> tuple[bool, list[str]]:
     """Two epochs, and two that are parted by a resume from the best one, which is the first.
 

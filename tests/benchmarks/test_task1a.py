@@ -161,7 +161,6 @@ def results(main: ModuleType) -> list[dict[str, dict[str, Any]]]:
         "overlap": [*SHORT, "--batch-size", "32", "--overlap", "--shared-memory"],
         "autocast": [*SHORT, "--batch-size", "32", "--autocast", "bf16", "--channels-last"],
         "bf16": [*SHORT, "--batch-size", "32", "--precision", "bf16"],
-        "one curve": [*ONE_CURVE, "--batch-size", "32"],
         "augmented": ["--epochs", "1", "--batch-size", "32"],
         "augmented again": ["--epochs", "1", "--batch-size", "32"],
     }
@@ -224,14 +223,15 @@ def test_bytes_of_the_variants(results: list[dict[str, dict[str, Any]]]) -> None
     assert size["sparsified_sgd"] < full / 45
 
 
-def test_one_worker_and_two_give_the_same_curve(results: list[dict[str, dict[str, Any]]]) -> None:
-    alone = run_ranks(1, task1a_workers.train_all, {"alone": [*ONE_CURVE, "--batch-size", "64"]})[0]["alone"]
-    together = [worker["one curve"] for worker in results]
+def test_one_worker_and_two_give_the_same_curve() -> None:
+    """In float64: within an epoch, training makes a rounding error thousands of times larger."""
+    (alone,) = run_ranks(1, task1a_workers.train_in_float64, [*ONE_CURVE, "--batch-size", "64"])
+    together = run_ranks(2, task1a_workers.train_in_float64, [*ONE_CURVE, "--batch-size", "32"], timeout_s=300)
     mean = sum(worker["train_loss"][0] for worker in together) / 2
-    assert mean == pytest.approx(alone["train_loss"][0], rel=1e-5)
-    assert together[0]["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert mean == pytest.approx(alone["train_loss"][0], rel=1e-9)
+    assert together[0]["loss"] == pytest.approx(alone["loss"], rel=1e-9)
     for name, expected in alone["model"].items():
-        torch.testing.assert_close(together[0]["model"][name], expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(together[0]["model"][name], expected, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def test_run_by_a_master_reports_to_it(tmp_path: Path) -> None:
         accuracies = master.metric_values(run["id"], "val_global_Prec@1 @ 0")
         assert float(accuracies[-1]) >= 80
         assert len(master.metric_values(run["id"], "TotalCumulativeTrainTime @ 0")) == 1
+        assert master.metric_values(run["id"], "batch_load @ 0"), "the loading of data counts"
 
 
 @pytest.fixture(scope="module")

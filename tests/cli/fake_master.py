@@ -117,7 +117,7 @@ class FakeMaster:
         if parts[0] == "metrics":
             return self._metrics(run_id, query)
         if parts[2:] == ["stop"]:
-            self.runs[run_id]["state"] = "failed"
+            self.runs[run_id].update(state="failed", job_metadata={"reason": "stopped by a user"})
             return 200, self.runs[run_id]
         if parts[2:] == ["logs"]:
             self.log_queries.append(query)

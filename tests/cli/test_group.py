@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from mlbench_core import __version__
 from mlbench_core.cli import cli_group
@@ -35,13 +39,55 @@ def test_commands_and_their_static_help() -> None:
     assert set(cli_group.list_commands(context)) == {
         *("charts", "compare", "completion", "delete", "download", "env", "get-dashboard-url", "import", "logs"),
         *("master", "network", "predict", "results", "run", "status", "stop", "sweep", "tasks"),
-        *("create-cluster", "delete-cluster", "list-clusters", "set-cluster"),
+        *("create-cluster", "data", "delete-cluster", "list-clusters", "set-cluster"),
     }
     for name in COMMANDS:
         command = cli_group.get_command(context, name)
         assert isinstance(command, click.Command), name
         assert command.name == name
         assert command.help
+
+
+def test_commands_need_the_base_requirements_only() -> None:
+    """A wheel without extras has all commands; only what they do may ask for one."""
+    blocked = sorted(set(_modules_of_packages()) - _modules_of_base_requirements())
+    assert {"torch", "pydantic", "typing_extensions", "matplotlib"} <= set(blocked)
+    code = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({blocked!r}))\n"
+        "from mlbench_core.cli.cli import COMMANDS, cli_group\n"
+        "for name in COMMANDS:\n    assert cli_group.get_command(None, name)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def _modules_of_packages() -> dict[str, set[str]]:
+    """Every importable module of the installed packages, with the packages that have it."""
+    found = importlib.metadata.packages_distributions()
+    ours = ("mlbench_core", "mlbench_master", "mlbench_benchmarks")
+    return {
+        name: {canonicalize_name(package) for package in packages}
+        for name, packages in found.items()
+        if name.isidentifier() and name not in ours and name not in sys.stdlib_module_names
+    }
+
+
+def _modules_of_base_requirements() -> set[str]:
+    """The modules that an installation without extras has."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    wanted = [Requirement(line) for line in project["dependencies"]]
+    packages: set[str] = set()
+    while wanted:
+        requirement = wanted.pop()
+        name = canonicalize_name(requirement.name)
+        # Without an extra, the marker "extra == ..." is false.
+        if name in packages or not (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            continue
+        packages.add(name)
+        wanted += [Requirement(line) for line in importlib.metadata.requires(name) or ()]
+    return {module for module, owners in _modules_of_packages().items() if owners & packages}
 
 
 def test_every_command_has_json() -> None:

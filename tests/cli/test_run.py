@@ -74,6 +74,16 @@ def test_repeats_have_names_and_seeds_of_their_own(fake: FakeMaster, call: Call)
     assert fake.requests[-1]["command"] == "x --seed 42"
 
 
+def test_an_unknown_placeholder_is_refused_with_the_known_ones(fake: FakeMaster, call: Call) -> None:
+    result = call("run", "own", "1", "--command", "train --rank {rank} --size {num_workers}", code=2)
+    assert "must be one of {run_id}, {rank}, {hosts}, {backend}, {seed}, not '{num_workers}'" in " ".join(
+        result.stderr.split()
+    )
+    assert fake.requests == []
+    call("run", "own", "1", "--command", "sh -c 'echo ${HOME}' {run_id}", "--", "--file={epoch}")
+    assert fake.requests[0]["command"] == "sh -c 'echo ${HOME}' '{run_id}' '--file={epoch}'"
+
+
 def test_exclusive_reaches_the_master(fake: FakeMaster, call: Call) -> None:
     call("run", "alone", "1", "--task", "1a", "--exclusive")
     call("run", "beside", "1", "--task", "1a")
@@ -469,3 +479,50 @@ def test_time_left_is_a_bound_of_a_run_that_runs() -> None:
 @pytest.mark.parametrize("entries", [[entry(1.0)], [entry(1.0), {"value": "2"}], [entry(1.0), {"date": "today"}]])
 def test_a_rate_needs_two_dates(entries: list[dict[str, Any]]) -> None:
     assert _wait._epoch_s(entries) is None
+
+
+def test_wait_says_what_a_run_waits_for_and_that_it_was_stopped(
+    fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
+    create = fake._create
+
+    def create_waiting(body: dict[str, Any]) -> tuple[int, Any]:
+        status, made = create(body)
+        fake.states[made["id"]] = ["initialized", "failed"]
+        reason = "waits for run x, which is exclusive" if body["num_workers"] == 1 else "stopped by a user"
+        fake.runs[made["id"]]["job_metadata"] = {"reason": reason}
+        return status, made
+
+    patch.setattr(fake, "_create", create_waiting)
+    text = call("run", "a", "1", "2", "--task", "1a", "--wait", "--output", str(tmp_path), code=1).stderr
+    assert "a-1: initialized, waits for run x, which is exclusive\n" in text
+    assert text.endswith("mlbench: run a-1 failed; run a-2 stopped\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({}, "Brier 0.25 of 0.1"),
+        ({"threshold": None}, "Brier 0.25"),
+        # A goal on a value of one worker, and messages that no tracker sends.
+        ({"metric": "train_loss"}, "Prec@1 60"),
+        ({"threshold": "low"}, "Prec@1 60"),
+        ({"max_epochs": float("inf")}, "Prec@1 60"),
+    ],
+)
+def test_wait_shows_the_goal_of_a_script_of_your_own(
+    change: dict[str, Any], shown: str, fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
+    plan = {"metric": "val_global_Brier", "threshold": 0.1, "minimize": True, "max_epochs": 5, **change}
+    create = fake._create
+
+    def create_with_plan(body: dict[str, Any]) -> tuple[int, Any]:
+        answer = create(body)
+        more = {"val_global_loss @ 0": [entry(1)], "plan @ 0": [entry(json.dumps(plan))]}
+        brier = {"val_global_Brier @ 0": [entry(0.5), entry(0.25)]} if "Brier" in shown else {}
+        fake.metrics[answer[1]["id"]].update({**more, **brier})
+        return answer
+
+    patch.setattr(fake, "_create", create_with_plan)
+    text = call("run", "own", "1", "--command", "true", "--wait", "--output", str(tmp_path)).stderr
+    assert f"own-1: started, 2 epochs done, {shown}\n" in text

@@ -253,3 +253,20 @@ def test_the_address_may_be_that_of_the_api(ending: str, fake: FakeMaster, call:
 def test_no_master_says_what_to_do(call: Call) -> None:
     error = call("status", code=1).stderr
     assert error.startswith("mlbench: no master is running: start one with 'mlbench master'")
+
+
+def test_a_run_that_a_user_stopped_is_shown_as_stopped(fake: FakeMaster, call: Call) -> None:
+    fake.add("a-1", state="started")
+    fake.add("b-1", state="failed")
+    call("stop", "a-1")
+    assert [line.split()[2] for line in call("status").stdout.splitlines()[1:]] == ["stopped", "failed"]
+    shown = call("status", "a-1").stdout.splitlines()
+    assert "state:        stopped" in shown and "reason:       stopped by a user" in shown
+    assert call("stop", "a-1").stdout == "a-1 has ended already (stopped)\n"
+    assert json.loads(call("status", "a-1", "--json").stdout)["run"]["state"] == "failed", "as in the API"
+
+
+def test_status_says_what_a_run_waits_for(fake: FakeMaster, call: Call) -> None:
+    run_id = fake.add("a-1", state="initialized")
+    fake.runs[run_id]["job_metadata"] = {"reason": "waits for run b-1, which is exclusive"}
+    assert "reason:       waits for run b-1, which is exclusive" in call("status", "a-1").stdout.splitlines()

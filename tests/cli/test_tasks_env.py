@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -36,7 +38,7 @@ def test_env_describes_torch() -> None:
     found = env_module._torch()
     assert found["version"].startswith(importlib.metadata.version("torch").partition("+")[0])
     assert "gloo" in found["backends"]
-    assert {"cuda", "cudnn", "nccl", "threads", "driver", "gpus"} < set(found)
+    assert {"cuda", "cudnn", "nccl", "threads", "driver", "gpus", "torchvision"} < set(found)
 
 
 @pytest.mark.parametrize(
@@ -52,3 +54,19 @@ def test_env_says_why_torch_does_not_load(code: str, problem: str, patch: pytest
     patch.setattr(env_module, "_ASK_TORCH", "while True: pass")
     patch.setattr(env_module, "_TORCH_TIMEOUT_S", 0.2)
     assert env_module._torch() == {"problem": "did not load within 0.2 s"}
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("", "loads"),
+        (
+            "raise RuntimeError('operator torchvision::nms\\ndoes not exist')",
+            "does not load: operator torchvision::nms does not exist",
+        ),
+    ],
+)
+def test_env_says_if_torchvision_loads(code: str, shown: str, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torchvision.py").write_text(code)
+    patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    assert env_module._torch()["torchvision"] == shown

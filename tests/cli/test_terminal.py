@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from mlbench_core.cli._live import live_table
+from mlbench_core.cli._progress import Progress
 from tests.cli.fake_master import FakeMaster
 from tests.cli.terminal import CTRL_C, on_terminal
 
@@ -92,3 +94,11 @@ def test_prompts_ask_for_everything_that_is_missing(fake: FakeMaster) -> None:
         ("demo-1", "1a", "gloo"),
         ("demo-2", "1a", "gloo"),
     ]
+
+
+def test_the_reason_of_a_waiting_run_is_above_the_live_table(capsys: pytest.CaptureFixture[str]) -> None:
+    waiting = Progress("a-1", reason="waits for run b-1, which is exclusive")
+    with live_table() as show:
+        show([waiting])
+        show([waiting])
+    assert capsys.readouterr().err.count("a-1 waits for run b-1, which is exclusive\n") == 1

@@ -12,6 +12,6 @@ CIFAR10_RECORDS = 40
 
 if __name__ == "__main__":
     dataloader._CIFAR10_RECORDS = CIFAR10_RECORDS
-    dataloader._CIFAR10_MD5 = {}
+    dataloader.CIFAR10_MD5 = {}
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

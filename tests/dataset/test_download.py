@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import hashlib
 import io
 import multiprocessing
@@ -282,6 +283,28 @@ def test_a_link_that_lies_in_the_folder_is_no_way_out(tmp_path: Path) -> None:
     assert left_over(outside) == []
 
 
+def test_a_disk_that_fills_up_during_unpacking_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file.tar.gz").write_bytes(tar_of((member("first.txt"), BODY), (member("folder/second.txt"), BODY)))
+    copy, copied = tarfile.copyfileobj, []
+
+    def fill(source: io.BytesIO, target: io.BytesIO, *rest: object) -> None:
+        if copied:
+            target.write(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        copied.append(target)
+        copy(source, target, *rest)
+
+    with monkeypatch.context() as inner:
+        inner.setattr(tarfile, "copyfileobj", fill)
+        with pytest.raises(DatasetError, match=r"file.tar.gz could not be unpacked: .*No space left on device"):
+            download.maybe_download_and_extract_tar_gz(tmp_path, "file.tar.gz", "http://127.0.0.1:1/")
+    assert left_over(tmp_path) == [".file.tar.gz.lock", "file.tar.gz"]
+    (tmp_path / ".file.tar.gz.unpacking").mkdir()  # of a process that was killed
+    download.maybe_download_and_extract_tar_gz(tmp_path, "file.tar.gz", "http://127.0.0.1:1/")
+    assert left_over(tmp_path) == [".file.tar.gz.lock", "file.tar.gz", "first.txt", "folder"]
+    assert (tmp_path / "folder" / "second.txt").read_bytes() == BODY
+
+
 def zip_of(name: str, content: bytes = b"x", mode: int = 0) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as zipped:
@@ -363,7 +386,7 @@ def test_cifar_downloads_what_is_missing_once(server: Server, tmp_path: Path, mo
     monkeypatch.setattr(dataloader, "CIFAR10_URL", server.url)
     monkeypatch.setattr(dataloader, "CIFAR10_ARCHIVE_MD5", hashlib.md5(server.body).hexdigest())
     monkeypatch.setattr(dataloader, "_CIFAR10_RECORDS", 2)
-    monkeypatch.setattr(dataloader, "_CIFAR10_MD5", {})
+    monkeypatch.setattr(dataloader, "CIFAR10_MD5", {})
     root = tmp_path / "data"
     for _ in range(2):
         assert len(dataloader.CIFAR10V1(root, download=True)) == 10

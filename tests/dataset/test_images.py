@@ -420,7 +420,7 @@ def test_bad_batches(arguments: dict, error: type[Exception], message: str) -> N
 def small_cifar(monkeypatch: pytest.MonkeyPatch) -> int:
     """Batches of 20 images instead of 10,000, with checksums nobody knows."""
     monkeypatch.setattr(dataloader, "_CIFAR10_RECORDS", 20)
-    monkeypatch.setattr(dataloader, "_CIFAR10_MD5", {})
+    monkeypatch.setattr(dataloader, "CIFAR10_MD5", {})
     return 20
 
 
@@ -506,7 +506,7 @@ def test_cifar_checks_known_checksums(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "test_batch.bin").write_bytes(content)
     with pytest.raises(DatasetError, match=r"test_batch.bin is damaged: .* must be 803d5f7f4d78ea53de84dbe85f74fb6d"):
         CIFAR10V1(tmp_path, train=False)
-    monkeypatch.setitem(dataloader._CIFAR10_MD5, "test_batch.bin", hashlib.md5(content).hexdigest())
+    monkeypatch.setitem(dataloader.CIFAR10_MD5, "test_batch.bin", hashlib.md5(content).hexdigest())
     with pytest.raises(DatasetError, match="must have 10000 images, not 20"):
         CIFAR10V1(tmp_path, train=False)
 

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
+from mlbench_core.dataset.libsvm_names import KNOWN
 from mlbench_core.dataset.linearmodels.pytorch import LMDBDataset, collate_rows, libsvm, libsvm_text
-from mlbench_core.dataset.linearmodels.pytorch.libsvm_names import KNOWN
 from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import LinearStore
 from mlbench_core.dataset.linearmodels.pytorch.lmdb_writer import StoreWriter
 from mlbench_core.dataset.linearmodels.pytorch.synthetic_dense import (

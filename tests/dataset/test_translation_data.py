@@ -36,6 +36,7 @@ from mlbench_core.dataset.nlp.pytorch import (
 )
 from mlbench_core.dataset.nlp.pytorch.pair_part import find_files
 from mlbench_core.dataset.nlp.pytorch.pair_text import Cleaning
+from mlbench_core.dataset.registry import NEWSTEST2014, Archive
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError
 from tests.helpers.data import test_data
 
@@ -475,9 +476,7 @@ def server(tmp_path: Path) -> Iterator[SimpleNamespace]:
         thread.join()
 
 
-def serve(
-    server: SimpleNamespace, archive: wmt16_dataset.Archive, lines: dict[str, list[str]]
-) -> wmt16_dataset.Archive:
+def serve(server: SimpleNamespace, archive: Archive, lines: dict[str, list[str]]) -> Archive:
     """Serve text in an archive with the original's name and layout."""
     name = archive.url.rsplit("/", 1)[1]
     with tarfile.open(server.folder / name, "w:gz") as tar:
@@ -496,12 +495,12 @@ def test_wmt16_is_downloaded_checked_and_kept(
     server: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = {
-        name: tuple(serve(server, a, TEXT) for a in archives) for name, archives in wmt16_dataset._ARCHIVES.items()
+        name: tuple(serve(server, a, TEXT) for a in archives) for name, archives in wmt16_dataset.WMT16_ARCHIVES.items()
     }
-    monkeypatch.setattr(wmt16_dataset, "_ARCHIVES", served)
+    monkeypatch.setattr(wmt16_dataset, "WMT16_ARCHIVES", served)
     root, cache = tmp_path / "root", tmp_path / "cache"
     with pytest.raises(
-        DatasetNotFoundError, match=r"europarl-v7\.de-en\.de does not exist; download=True gets it from http"
+        DatasetNotFoundError, match=r"de-en\.de does not exist; download=True or 'mlbench data fetch' gets it from http"
     ):
         WMT16Dataset(root, ("de", "en"), download=False, train=True)
     train = WMT16Dataset(root, train=True, merges=30, cache_dir=cache)
@@ -519,9 +518,9 @@ def test_wmt16_is_downloaded_checked_and_kept(
 
 def test_wmt17_is_downloaded(server: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = {
-        name: tuple(serve(server, a, TEXT) for a in archives) for name, archives in wmt17_dataset._ARCHIVES.items()
+        name: tuple(serve(server, a, TEXT) for a in archives) for name, archives in wmt17_dataset.WMT17_ARCHIVES.items()
     }
-    monkeypatch.setattr(wmt17_dataset, "_ARCHIVES", served)
+    monkeypatch.setattr(wmt17_dataset, "WMT17_ARCHIVES", served)
     load = functools.partial(
         WMT17Dataset,
         tmp_path / "root",
@@ -540,17 +539,17 @@ def test_an_archive_with_other_text_is_refused_at_every_start(
     server: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """newstest2014 has 3,003 lines; a copy with fewer must not be used silently, not even when it is there already."""
-    archive = serve(server, wmt16_dataset.NEWSTEST2014, TEXT)
+    archive = serve(server, NEWSTEST2014, TEXT)
     served = {"validation": (dataclasses.replace(archive, lines=6),)}
-    monkeypatch.setattr(wmt16_dataset, "_ARCHIVES", served)
+    monkeypatch.setattr(wmt16_dataset, "WMT16_ARCHIVES", served)
     for _ in range(2):
         with pytest.raises(DownloadError, match=r"newstest2014-deen-src\.en\.sgm from .* must have 6 lines, not 5"):
             WMT16Dataset(tmp_path / "root", validation=True)
 
 
 def test_original_archives_add_up_to_the_published_number_of_pairs() -> None:
-    assert sum(archive.lines for archive in wmt16_dataset._ARCHIVES["train"]) == 4_562_102
-    assert sum(archive.lines for archive in wmt17_dataset._ARCHIVES["train"]) == 4_590_101
+    assert sum(archive.lines for archive in wmt16_dataset.WMT16_ARCHIVES["train"]) == 4_562_102
+    assert sum(archive.lines for archive in wmt17_dataset.WMT17_ARCHIVES["train"]) == 4_590_101
 
 
 @pytest.fixture(autouse=True)

@@ -128,6 +128,14 @@ def test_a_task_becomes_its_command(client: Any, monkeypatch: pytest.MonkeyPatch
         assert (made["image"], made["command"].split()[-1]) == (image, "{backend}")
 
 
+def test_a_task_without_torch_is_refused_with_the_extra(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    answer = client.post("/api/runs/", json={"name": "t", "num_workers": 1, "task": "1a"})
+    message = "needs the package 'torch', which is not installed: pip install 'mlbench-core[torch]'"
+    assert (answer.status_code, answer.json()["message"]) == (400, f"task: task 1a {message}")
+    assert client.post("/api/runs/", json={"name": "t", "num_workers": 1, "command": "train"}).status_code == 201
+
+
 @pytest.mark.parametrize("image", ["mlbench/pytorch-cifar10-resnet20-ddp:latest", "PyTorch Cifar-10 ResNet-20 (DDP)"])
 def test_the_image_of_ddp_starts_ddp(client: Any, image: str) -> None:
     body = {"image_name": image, "name": "ddp", "num_workers": 1, "light_target": True}
@@ -440,7 +448,7 @@ def test_the_zip_holds_safe_names_and_the_official_result(client: Any, run: dict
         "my-run-worker-1_cpu.json",
         "official_result.txt",
     ]
-    assert archive.read("official_result.txt") == b"Reached 80 in 12.5 s"
+    assert archive.read("official_result.txt") == b"Reached 80 in 12.5 s\n"
     assert json.loads(archive.read("result_TaskResult @ 0.json"))[0]["value"] == "Reached 80 in 12.5 s"
     shown = client.get(f"/api/runs/{run['id']}/").json()
     assert shown["goal_result"] == "Reached 80 in 12.5 s"
@@ -607,3 +615,16 @@ def test_a_database_in_memory_works(tmp_path: Path) -> None:
         body = {"name": "x", "num_workers": 1, "command": "true"}
         assert client.post("/api/runs/", json=body).status_code == 201
         assert len(client.get("/api/runs/").json()) == 1
+
+
+def test_a_waiting_run_has_the_reason_in_its_metadata(client: Any, run: dict[str, Any]) -> None:
+    second = client.post("/api/runs/", json={"name": "second", "num_workers": 1, "command": "true"}).json()
+
+    def reason() -> Any:
+        return client.get(f"/api/runs/{second['id']}/").json()["job_metadata"].get("reason")
+
+    assert wait_for(reason, what="the next look at the queue") == "waits for cores: 1 needed, 0 free"
+    first, waiting = client.get("/api/runs/").json()
+    assert "reason" not in first["job_metadata"] and waiting["job_metadata"]["reason"].startswith("waits for cores")
+    client.post(f"/api/runs/{second['id']}/stop/")
+    assert reason() == "stopped by a user"

@@ -244,3 +244,29 @@ def test_a_master_that_restarts_with_fewer_gpus_fails_a_run_that_needs_more(empt
     failed = empty.run(run.id)
     assert failed is not None and failed.state == "failed" and "two" not in launcher.jobs
     assert failed.metadata_dict()["reason"].startswith("num_workers: must be at most 1 with gpu_enabled, not 2: each")
+
+
+def test_a_waiting_run_says_what_it_waits_for(empty: Store) -> None:
+    launcher = QueueLauncher(("a",))
+    scheduler = Scheduler(empty, launcher, EventBus(), {})
+
+    def reasons_after(*ended: str) -> dict[str, str]:
+        running_after(scheduler, empty, launcher, *ended)
+        return {run.name: scheduler.waits_for(run) for run in empty.runs() if run.state != "finished"}
+
+    add(empty, "small", 2, gpu_enabled=False)
+    add(empty, "alone", 3, EXCLUSIVE)
+    add(empty, "whole", 4)
+    assert reasons_after() == {
+        "small": "",
+        "alone": "waits for run small, because this run is exclusive",
+        "whole": "waits for run alone, which comes first",
+    }
+    assert reasons_after("small") == {"alone": "", "whole": "waits for run alone, which is exclusive"}
+    assert reasons_after("alone") == {"whole": ""}
+    add(empty, "half", 1, num_cpus=0.5)
+    assert reasons_after() == {"whole": "", "half": "waits for cores: 0.5 needed, 0 free"}
+    add(empty, "gpu", 1, gpu_enabled=True, num_cpus=0.1)
+    add(empty, "gpu-too", 1, gpu_enabled=True, num_cpus=0.2)
+    waits = reasons_after("whole")
+    assert waits == {"half": "", "gpu": "", "gpu-too": "waits for GPUs: 1 needed"}

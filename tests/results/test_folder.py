@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.files import digest
 from mlbench_core.results.configuration import Configuration
 from mlbench_core.results.folder import (
     FILES,
@@ -37,7 +38,20 @@ def test_a_finished_run_has_all_files_and_is_verified(tmp_path: Path) -> None:
     result = read_result(folder)
     assert result["run"]["state"] == "finished"
     assert result["configuration"]["division"] == "closed"
-    assert (folder / "official_result.txt").read_text() == result["goal"]["text"]
+    assert (folder / "official_result.txt").read_text() == result["goal"]["text"] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "problems"), [("", []), (" ", ["official_result.txt does not follow from the raw lines"])]
+)
+def test_the_official_result_of_an_earlier_version_has_no_line_break(
+    tmp_path: Path, end: str, problems: list[str]
+) -> None:
+    folder = write_run(tmp_path / "run")
+    path = folder / "official_result.txt"
+    path.write_text(path.read_text().removesuffix("\n") + end)
+    set_in(folder / RESULT, {"sha256": digest(path), "bytes": path.stat().st_size}, "files", path.name)
+    assert verify_folder(folder) == problems
 
 
 def test_times_are_those_of_the_slowest_worker_in_each_phase(tmp_path: Path) -> None:

@@ -85,3 +85,10 @@ def test_every_public_name_has_an_entry_in_the_api_reference(built: Path) -> Non
     names = set(modules) | {f"{module}.{name}" for module, tree in modules.items() for name in own_names(tree)}
     assert len(names) > 1000
     assert sorted(names - listed) == []
+
+
+def test_no_page_names_the_folder_in_which_it_was_built(built: Path) -> None:
+    page = (built / "tutorials" / "porting.html").read_text(encoding="utf-8")
+    assert "--- step0.py" in page and "+++ step1.py" in page, "the heads of the diffs"
+    named = [page.name for page in built.rglob("*.html") if str(DOCS.parent) in page.read_text(encoding="utf-8")]
+    assert named == []

@@ -423,6 +423,12 @@ def test_one_line_of_status() -> None:
     tracker = make()
     tracker.record_loss(0.25)
     assert "Epoch 0" in str(tracker) and "train_loss 0.25" in str(tracker) and "\n" not in str(tracker)
+    tracker.epoch_end()
+    assert str(tracker) == "1 epoch done | train time 0.0 s", "not epoch 1, which has not begun"
+    tracker.record_loss(0.5)
+    assert str(tracker).startswith("Epoch 1 | train_loss 0.5")
+    tracker.epoch_end()
+    assert str(tracker).startswith("2 epochs done")
 
 
 # ---------------------------------------------------------------------- goals

@@ -1,5 +1,6 @@
 """Reference models for PyTorch."""
 
+from mlbench_core import _torch as _torch
 from mlbench_core._lazy import lazy_subpackages
 
 __getattr__ = lazy_subpackages(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
-
+from mlbench_core import _torch as _torch
 from mlbench_core.optim.pytorch.compressed import EFSignSGD, SignSGD, SparsifiedSGD
 from mlbench_core.optim.pytorch.demo import DeMo
 from mlbench_core.optim.pytorch.dion import Dion
@@ -29,6 +28,9 @@ from mlbench_core.optim.pytorch.qsgd import QSGD
 from mlbench_core.optim.pytorch.scaffold import SCAFFOLD
 from mlbench_core.optim.pytorch.sparse_loco import SparseLoCo
 from mlbench_core.optim.pytorch.streaming import StreamingDiLoCo
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 __all__ = [
     "NTASGD",

@@ -1,5 +1,6 @@
 """Image data sets for PyTorch."""
 
+from mlbench_core import _torch as _torch
 from mlbench_core.dataset.imagerecognition.pytorch.augment import Augmentation
 from mlbench_core.dataset.imagerecognition.pytorch.batches import ImageBatches
 from mlbench_core.dataset.imagerecognition.pytorch.dataloader import CIFAR10V1, MNIST, Digits, Imagenet

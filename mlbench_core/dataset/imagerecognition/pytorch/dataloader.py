@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,17 @@ from mlbench_core.dataset.imagerecognition.pytorch.augment import Augmentation
 from mlbench_core.dataset.imagerecognition.pytorch.images import ImageDataset
 from mlbench_core.dataset.local_files import find_file
 from mlbench_core.dataset.pytorch import stratified_split
+from mlbench_core.dataset.registry import (
+    CIFAR10_ARCHIVE_MD5,
+    CIFAR10_BATCHES,
+    CIFAR10_FOLDERS,
+    CIFAR10_MD5,
+    CIFAR10_URL,
+    MNIST_ARCHIVE_MD5,
+    MNIST_FOLDERS,
+    MNIST_MD5,
+    MNIST_URL,
+)
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
 __all__ = ["CIFAR10V1", "MNIST", "Digits", "Imagenet"]
@@ -27,41 +39,9 @@ __all__ = ["CIFAR10V1", "MNIST", "Digits", "Imagenet"]
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)  # of the 50,000 training images
 CIFAR10_STD = (0.2470, 0.2435, 0.2616)
-CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-CIFAR10_ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 _CIFAR10_RECORDS = 10_000
-# The folders into which the two archives unpack.
-_CIFAR10_FOLDERS = ("", "cifar-10-batches-bin", "cifar-10-batches-py")
-# The published checksums. No verifiable checksum of the other binary batches is published, so their number of records
-# is checked instead.
-_CIFAR10_MD5 = {
-    "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
-    "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
-    "data_batch_1": "c99cafc152244af753f735de768cd75f",
-    "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
-    "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
-    "data_batch_4": "634d18415352ddfa80567beed471001a",
-    "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
-    "test_batch": "40351d587109b95175f43aff81a1287e",
-}
 
 MNIST_MEAN, MNIST_STD = 0.1307, 0.3081  # of the 60,000 training images, 28x28
-MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-_MNIST_FOLDERS = ("", "raw", "MNIST/raw")
-# Each file has two checksums. That of the decompressed content is valid for any compression. That of the archive
-# detects a damaged download before the file gets its final name.
-_MNIST_MD5 = {
-    "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
-    "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
-    "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
-    "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
-}
-_MNIST_ARCHIVE_MD5 = {
-    "train-images-idx3-ubyte": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-    "train-labels-idx1-ubyte": "d53e105ee54ea40749a09fcbcd1e9432",
-    "t10k-images-idx3-ubyte": "9fb629c4189551a2d022fa330f9573f3",
-    "t10k-labels-idx1-ubyte": "ec29112dd5afa0611ce80d1b7f02629c",
-}
 
 
 class CIFAR10V1(ImageDataset):
@@ -106,7 +86,7 @@ class CIFAR10V1(ImageDataset):
     ) -> None:
         self.root = Path(root)
         self.train = train
-        names = [f"data_batch_{number}" for number in range(1, 6)] if train else ["test_batch"]
+        names = CIFAR10_BATCHES[:-1] if train else CIFAR10_BATCHES[-1:]
         # Do not use the network if all files exist.
         if download and any(_find_cifar_batch(self.root, name, False) is None for name in names):
             archive = CIFAR10_URL.rsplit("/", 1)[1]
@@ -128,10 +108,10 @@ def _find_cifar_batch(root: Path, name: str, partial: bool) -> Path | None:
     names = [f"{name}.bin", name]
     if partial and name == "test_batch":
         names.append("test_batch_first1000.bin")
-    return find_file([root / folder for folder in _CIFAR10_FOLDERS], names)
+    return find_file([root / folder for folder in CIFAR10_FOLDERS], names)
 
 
-def _cifar_files(root: Path, names: list[str], partial: bool) -> list[Path]:
+def _cifar_files(root: Path, names: Sequence[str], partial: bool) -> list[Path]:
     """Return the files of a split, after a check that all exist."""
     advice = f"pass download=True, or unpack {CIFAR10_URL} there"
     if not root.is_dir():
@@ -151,7 +131,7 @@ def _cifar_files(root: Path, names: list[str], partial: bool) -> list[Path]:
 def _read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
     """Read and check one file."""
     name = path.name.removesuffix(".xz").removesuffix(".gz")
-    content = readers.read_bytes(path, _CIFAR10_MD5.get(name))
+    content = readers.read_bytes(path, CIFAR10_MD5.get(name))
     parse = readers.parse_cifar_binary if name.endswith(".bin") else readers.parse_cifar_python
     images, labels = parse(path, content)
     # The number of records also detects truncation of a file without a published checksum.
@@ -216,15 +196,15 @@ class MNIST(ImageDataset):
 
 def _read_idx(root: Path, name: str, dimensions: int, download: bool) -> Tensor:
     """Read one of MNIST's files; download it if requested."""
-    folders = [root / folder for folder in _MNIST_FOLDERS]
+    folders = [root / folder for folder in MNIST_FOLDERS]
     path = find_file(folders, [name])
     if path is None and download:
-        path = progress_download(f"{MNIST_URL}{name}.gz", root / f"{name}.gz", md5=_MNIST_ARCHIVE_MD5[name])
+        path = progress_download(f"{MNIST_URL}{name}.gz", root / f"{name}.gz", md5=MNIST_ARCHIVE_MD5[name])
     if path is None:
         raise DatasetNotFoundError(
             f"no MNIST in {root}: missing {name} (also as .gz); pass download=True, or get it from {MNIST_URL}{name}.gz"
         )
-    return readers.parse_idx(path, readers.read_bytes(path, _MNIST_MD5[name]), dimensions)
+    return readers.parse_idx(path, readers.read_bytes(path, MNIST_MD5[name]), dimensions)
 
 
 def _read_digits() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

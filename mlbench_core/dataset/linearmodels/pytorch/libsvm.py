@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlbench_core.dataset.download import check_digest, progress_download, show_progress
+from mlbench_core.dataset.libsvm_names import KNOWN, SYNTHETIC, TextFile, text_names
 from mlbench_core.dataset.linearmodels.pytorch import LMDBDataset, libsvm_text
-from mlbench_core.dataset.linearmodels.pytorch.libsvm_names import KNOWN, TextFile
 from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import LinearStore, find_stores
 from mlbench_core.dataset.linearmodels.pytorch.lmdb_writer import StoreWriter
 from mlbench_core.dataset.linearmodels.pytorch.synthetic_dense import (
@@ -30,13 +30,20 @@ from mlbench_core.dataset.linearmodels.pytorch.synthetic_dense import (
     DEFAULT_ROWS,
     write_synthetic_dense,
 )
-from mlbench_core.dataset.local_files import COMPRESSIONS
+from mlbench_core.dataset.local_files import COMPRESSIONS, find_file
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, MLBenchError
 from mlbench_core.files import replacing
 
-__all__ = ["LIBSVMDataset", "convert", "download", "generate_lmdb_from_libsvm", "main", "store_to_text"]
+__all__ = [
+    "LIBSVMDataset",
+    "convert",
+    "download",
+    "generate_lmdb_from_libsvm",
+    "main",
+    "show_text_progress",
+    "store_to_text",
+]
 
-SYNTHETIC = "synthetic_dense"
 _DENSE_ROW_BYTES = 1 << 14  # text of unknown layout is stored dense if a dense row is at most this large ...
 _DENSE_SHARE = 0.5  # ... or if at least this share of its values is written out
 _ROWS_AT_ONCE = 1024
@@ -148,7 +155,7 @@ def store_to_text(
 
 
 def download(name: str, data_type: str, folder: str | os.PathLike[str]) -> Path:
-    """Download the text of a known data set into a folder, unless it exists.
+    """Download the text of a known data set into a folder, unless it exists there under one of its names.
 
     Args:
         name: A known name.
@@ -156,7 +163,7 @@ def download(name: str, data_type: str, folder: str | os.PathLike[str]) -> Path:
         folder: Destination folder.
 
     Returns:
-        The text, compressed as it is published.
+        The text: compressed as it is published, or the existing one.
 
     Raises:
         ValueError: The name is not known, or it has no such part.
@@ -164,12 +171,13 @@ def download(name: str, data_type: str, folder: str | os.PathLike[str]) -> Path:
         DatasetError: The text exists but has the wrong checksum.
     """
     text = _known_text(name, data_type)
-    path = Path(folder) / text.file_name
     # `progress_download` would download a file again if it has no published checksum.
-    if path.is_file():
-        check_digest(path, sha256=text.sha256)
+    if path := find_file([Path(folder)], text_names(name, data_type)):
+        # The checksum is that of the published file. A text in another compression has another one.
+        if path.name == text.file_name:
+            check_digest(path, sha256=text.sha256)
         return path
-    return progress_download(text.url, path, sha256=text.sha256)
+    return progress_download(text.url, Path(folder) / text.file_name, sha256=text.sha256)
 
 
 def generate_lmdb_from_libsvm(name: str, data_type: str, root: str | os.PathLike[str]) -> list[Path]:
@@ -388,9 +396,7 @@ def _make(options: argparse.Namespace, part: str) -> list[Path]:
             )
         return [dest]
     files = options.file or [download(options.name, part, options.dest_dir)]
-    # The total of the progress bar is the size of the text, which is unknown if a file is compressed.
-    sizes = [path.stat().st_size for path in files if path.is_file() and path.suffix not in COMPRESSIONS[1:]]
-    with show_progress(dest.name, sum(sizes) if len(sizes) == len(files) else None, of_bytes=True) as advance:
+    with show_text_progress(dest.name, files) as advance:
         paths = convert(
             files,
             dest,
@@ -411,6 +417,23 @@ def _make(options: argparse.Namespace, part: str) -> list[Path]:
                 path.unlink()
             raise DatasetError(f"{text.file_name} must have {text.n_rows} rows, not {rows}: delete it and start again")
     return paths
+
+
+@contextlib.contextmanager
+def show_text_progress(name: str, texts: Sequence[Path]) -> Iterator[Advance]:
+    """Show a progress bar for the conversion of texts on standard error if it is a terminal.
+
+    Args:
+        name: Text before the bar.
+        texts: The texts, plain or compressed.
+
+    Yields:
+        The argument ``advance`` of :func:`convert`.
+    """
+    # The total is the size of the text, which is unknown if a file is compressed.
+    sizes = [path.stat().st_size for path in texts if path.is_file() and path.suffix not in COMPRESSIONS[1:]]
+    with show_progress(name, sum(sizes) if len(sizes) == len(texts) else None, of_bytes=True) as advance:
+        yield advance
 
 
 def _labels(text: str) -> Labels:

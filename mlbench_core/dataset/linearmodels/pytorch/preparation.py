@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mlbench_core import files
-from mlbench_core.dataset.linearmodels.pytorch.libsvm import SYNTHETIC, convert, generate_lmdb_from_libsvm
-from mlbench_core.dataset.linearmodels.pytorch.libsvm_names import KNOWN
+from mlbench_core.dataset.libsvm_names import KNOWN, SYNTHETIC, text_names
+from mlbench_core.dataset.linearmodels.pytorch.libsvm import convert, generate_lmdb_from_libsvm, show_text_progress
 from mlbench_core.dataset.linearmodels.pytorch.libsvm_text import scan
 from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import find_stores
 from mlbench_core.dataset.local_files import COMPRESSIONS, find_file
@@ -76,13 +76,10 @@ def find_text(folder: str | os.PathLike[str], name: str, part: str) -> Path:
     Raises:
         DatasetNotFoundError: The file does not exist; the message lists the names that were tried.
     """
-    stems = [name if part == "train" else f"{name}.t"]
-    if name in KNOWN and part in KNOWN[name].files:
-        published = Path(KNOWN[name].files[part].file_name)
-        stems.insert(0, published.stem if published.suffix in COMPRESSIONS[1:] else published.name)
-    if path := find_file([Path(folder)], stems):
+    names = text_names(name, part)
+    if path := find_file([Path(folder)], names):
         return path
-    wanted = [stem + ending for stem in dict.fromkeys(stems) for ending in COMPRESSIONS]
+    wanted = [stem + ending for stem in names for ending in COMPRESSIONS]
     raise DatasetNotFoundError(f"{folder} has no text of {name} {part}; looked for {', '.join(wanted)}")
 
 
@@ -119,9 +116,12 @@ def _make(name: str, part: str, folder: Path, text_folder: Path | None) -> None:
         return
     dest = folder / f"{name}_{part}.lmdb"
     logger.info("converting %s to %s", text, dest)
+    settings: dict[str, Any] = {}
     if known := KNOWN.get(name):
-        convert([text], dest, n_features=known.n_features, layout=known.layout, labels=known.labels)
-        return
-    # Both parts must have the same columns, but the largest index of one part may be smaller.
-    columns = max(scan(find_text(text_folder, name, other)).n_features for other in _parts(name, text_folder))
-    convert([text], dest, n_features=columns)
+        settings = {"n_features": known.n_features, "layout": known.layout, "labels": known.labels}
+    else:
+        # Both parts must have the same columns, but the largest index of one part may be smaller.
+        texts = [find_text(text_folder, name, other) for other in _parts(name, text_folder)]
+        settings["n_features"] = max(scan(path).n_features for path in texts)
+    with show_text_progress(dest.name, [text]) as advance:
+        convert([text], dest, **settings, advance=advance)

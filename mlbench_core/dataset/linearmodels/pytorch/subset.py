@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mlbench_core.dataset.libsvm_names import KNOWN
 from mlbench_core.dataset.linearmodels.pytorch.dataloader import LMDBDataset
-from mlbench_core.dataset.linearmodels.pytorch.libsvm_names import KNOWN
 from mlbench_core.dataset.pytorch.partition import stratified_split
 from mlbench_core.errors import DatasetNotFoundError
 

@@ -7,19 +7,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mlbench_core.dataset.download import progress_download
+from mlbench_core.dataset.local_files import find_file
 from mlbench_core.dataset.nlp.pytorch.pair_datasets import RecurrentPairs, TransformerPairs
 from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part, find_files, load_part
 from mlbench_core.dataset.nlp.pytorch.pair_text import PairFiles, Recipe
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
+from mlbench_core.dataset.registry import MULTI30K_ARCHIVE_SHA256, MULTI30K_NAMES, MULTI30K_SHA256, MULTI30K_URL
 from mlbench_core.errors import DatasetNotFoundError
 
-__all__ = ["Multi30k"]
+__all__ = ["Multi30k", "download_text"]
 
-_NAMES = {
-    "train": ("train",),
-    "validation": ("val", "validation"),
-    "test": ("test_2016_flickr", "test"),
-}
 _TOKENIZERS = {"subwords": "moses", "spacy": "spacy"}
 
 
@@ -112,11 +110,25 @@ class Multi30k(RecurrentPairs):
 
 
 def _files(folder: Path, languages: tuple[str, str], name: str) -> PairFiles:
-    found = find_files(folder, _NAMES[name], languages)
+    found = find_files(folder, MULTI30K_NAMES[name], languages)
     if found is None:
-        names = " and ".join(f"{_NAMES[name][0]}.{lang}" for lang in languages)
+        names = " and ".join(f"{MULTI30K_NAMES[name][0]}.{lang}" for lang in languages)
         raise DatasetNotFoundError(
-            f"{folder} has no {names} (or the same compressed); they are in data/task1/raw of "
-            f"https://github.com/multi30k/dataset"
+            f"{folder} has no {names} (or the same compressed); 'mlbench data fetch multi30k' downloads them from "
+            f"data/task1/raw of https://github.com/multi30k/dataset"
         )
     return found
+
+
+def download_text(folder: Path) -> None:
+    """Download the files of the text that a folder does not have, plain or compressed.
+
+    Args:
+        folder: Destination folder.
+
+    Raises:
+        DownloadError: The download failed.
+    """
+    for name in MULTI30K_SHA256:
+        if find_file([folder], [name]) is None:
+            progress_download(f"{MULTI30K_URL}{name}.gz", folder / f"{name}.gz", sha256=MULTI30K_ARCHIVE_SHA256[name])

@@ -19,13 +19,13 @@ from mlbench_core.dataset.nlp.pytorch.pair_text import (
     prepare_subwords,
 )
 from mlbench_core.dataset.nlp.pytorch.subwords import Subwords
+from mlbench_core.dataset.registry import Archive
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError
 from mlbench_core.files import lock, move_into_place
 from mlbench_core.paths import user_folder
 
 __all__ = [
     "SPECIAL_SYMBOLS",
-    "Archive",
     "Part",
     "choose_part",
     "download_files",
@@ -40,27 +40,6 @@ SPECIAL_SYMBOLS = ("<pad>", "<unk>", "<s>", "</s>")
 
 _NEWSTEST2014_LINES = 3_003
 _NEWSTEST2014_FILTERED_LINES = 2_737
-
-
-@dataclass(frozen=True)
-class Archive:
-    """Text in an archive on a server.
-
-    Attributes:
-        url: Address of a tar archive.
-        member: Path of the text in the archive, with ``{lang}`` for ``en`` or ``de`` and ``{side}`` for ``src`` or
-            ``ref``.
-        lines: Number of lines in each language, which is checked because no checksums are published.
-    """
-
-    url: str
-    member: str
-    lines: int
-
-    def paths(self, folder: Path, languages: Sequence[str]) -> list[Path]:
-        """Return the path of the text in each language after unpacking; English is the source of the original."""
-        sides = {"en": "src", "de": "ref"}
-        return [folder / self.member.format(lang=lang, side=sides.get(lang, "")) for lang in languages]
 
 
 @dataclass(frozen=True)
@@ -163,11 +142,13 @@ def download_files(folder: Path, archives: Sequence[Archive], languages: Sequenc
         raise ValueError(f"lang must be en and de for this data set, not {tuple(languages)}")
     pairs = []
     for archive in archives:
-        paths = archive.paths(folder, languages)
+        paths = [folder / archive.text_path(lang) for lang in languages]
         missing = next((path for path in paths if not path.is_file()), None)
         if missing is not None:
             if not download:
-                raise DatasetNotFoundError(f"{missing} does not exist; download=True gets it from {archive.url}")
+                raise DatasetNotFoundError(
+                    f"{missing} does not exist; download=True or 'mlbench data fetch' gets it from {archive.url}"
+                )
             # One process downloads. The others find the files once they have the lock.
             with lock(folder / ".download.lock"):
                 if not all(path.is_file() for path in paths):
@@ -225,7 +206,8 @@ def _download(folder: Path, archive: Archive, languages: Sequence[str]) -> None:
     file_name = archive.url.rsplit("/", 1)[1]
     unpacked = folder / "downloads" / file_name.partition(".")[0]
     maybe_download_and_extract_tar_gz(unpacked, file_name, archive.url)
-    found = archive.paths(unpacked, languages)
+    texts = [archive.text_path(lang) for lang in languages]
+    found = [unpacked / text for text in texts]
     # Count the lines of all files before the first one gets its place, so that a wrong text is never used.
     for path in found:
         lines = count_lines(path) if path.is_file() else 0
@@ -234,7 +216,8 @@ def _download(folder: Path, archive: Archive, languages: Sequence[str]) -> None:
                 f"{path} from {archive.url} must have {archive.lines} lines, not {lines}: delete {path.parent} and get "
                 f"the archive from another place"
             )
-    for path, place in zip(found, archive.paths(folder, languages), strict=True):
+    for path, text in zip(found, texts, strict=True):
+        place = folder / text
         place.parent.mkdir(parents=True, exist_ok=True)
         move_into_place(path, place)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from mlbench_core.dataset.download import show_progress
 from mlbench_core.dataset.local_files import count_lines, digest_texts, read_lines
-from mlbench_core.dataset.nlp.pytorch.pair_store import PairHeader, PairStore, write_pairs
+from mlbench_core.dataset.nlp.pytorch.pair_store import Numbers, PairHeader, PairStore, write_pairs
 from mlbench_core.dataset.nlp.pytorch.subwords import Subwords, learn_subwords, learn_words
 from mlbench_core.dataset.nlp.pytorch.words import split_words
 from mlbench_core.errors import DatasetError
@@ -110,7 +111,7 @@ def prepare_subwords(files: PairFiles, recipe: Recipe, cache_dir: Path) -> tuple
     with lock(cache_dir / f".{folder.name}.lock"):
         if not folder.is_dir():
             words = _prepare_words(files, recipe, Cleaning(), cache_dir)
-            lines = itertools.chain(read_lines(words / "source.txt"), read_lines(words / "target.txt"))
+            lines = itertools.chain.from_iterable(map(read_lines, (*words.sources, *words.targets)))
             if recipe.tokenizer == "spacy":
                 subwords = learn_words(lines, min_count=recipe.min_count, separator=recipe.separator)
             else:
@@ -161,37 +162,59 @@ def prepare_store(
         except DatasetError as error:
             if folder.exists():
                 _log.warning("%s", error)
-        blocks = _blocks(files, recipe, cleaning, cache_dir)
-        numbers = ((subwords.encode(sources), subwords.encode(targets)) for sources, targets in blocks)
+        # The words come before the progress bar of the store, because a terminal shows one bar at a time.
+        text = files if recipe.tokenizer is None else _prepare_words(files, recipe, cleaning, cache_dir)
         header = PairHeader(recipe.languages, len(subwords) + 1, subwords.checksum, extra={"recipe": how})
-        store = write_pairs(folder, header, numbers)
+        with show_progress("sub-words", None) as advance:
+            blocks = _blocks(text, cleaning if recipe.tokenizer is None else None)
+            store = write_pairs(folder, header, _encode(blocks, subwords, advance))
     return PairStore(folder, in_memory) if in_memory else store
 
 
-def _blocks(
-    files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path
-) -> Iterator[tuple[list[str], list[str]]]:
+def _blocks(text: PairFiles, cleaning: Cleaning | None) -> Iterator[tuple[list[str], list[str]]]:
     """Yield blocks of pairs; spaces separate the words of a side."""
-    if recipe.tokenizer is None:
-        pairs = _read_pairs(files)
-        if cleaning:
-            pairs = (pair for pair in pairs if cleaning.keeps(pair[0].split(), pair[1].split()))
-    else:
-        words = _prepare_words(files, recipe, cleaning, cache_dir)
-        pairs = _read_pairs(PairFiles((words / "source.txt",), (words / "target.txt",)))
+    pairs = _read_pairs(text)
+    if cleaning:
+        pairs = (pair for pair in pairs if cleaning.keeps(pair[0].split(), pair[1].split()))
     while block := list(itertools.islice(pairs, _BLOCK)):
         yield [source for source, _ in block], [target for _, target in block]
 
 
-def _prepare_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path) -> Path:
-    """Return the folder of a text in words, from which both the vocabulary and the store are created."""
+def _encode(
+    blocks: Iterable[tuple[list[str], list[str]]], subwords: Subwords, advance: Callable[[int], None]
+) -> Iterator[tuple[Sequence[Numbers], Sequence[Numbers]]]:
+    """Yield the numbers of the symbols of each block, and report its pairs as done."""
+    for sources, targets in blocks:
+        yield subwords.encode(sources), subwords.encode(targets)
+        advance(len(sources))
+
+
+def _prepare_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path) -> PairFiles:
+    """Return a text in words, from which both the vocabulary and the store are created.
+
+    Each file of the text has a result of its own. After an interruption, finished files are therefore not split again.
+    """
+    folders = [
+        _split_words(PairFiles((source,), (target,)), recipe, cleaning, cache_dir)
+        for source, target in zip(files.sources, files.targets, strict=True)
+    ]
+    return PairFiles(*(tuple(folder / f"{side}.txt" for folder in folders) for side in ("source", "target")))
+
+
+def _split_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path) -> Path:
+    """Split one file of a text and its translation into words, and return the folder of the result."""
     how = [recipe.languages, recipe.tokenizer, asdict(cleaning) if cleaning else None]
     folder = cache_dir / f"words-{_digest(files, how)}"
     with lock(cache_dir / f".{folder.name}.lock"):
         if folder.is_dir():
             return folder
         read = kept = 0
-        with creating_folder(folder) as new, ExitStack() as stack:
+        source = files.sources[0]
+        with (
+            creating_folder(folder) as new,
+            ExitStack() as stack,
+            show_progress(f"words of {source.name}", count_lines(source)) as advance,
+        ):
             sides: list[IO[str]] = [
                 # Do not translate line ends: a text must have the same bytes on every system.
                 stack.enter_context((new / f"{side}.txt").open("w", encoding="utf-8", newline="\n"))
@@ -207,7 +230,10 @@ def _prepare_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, 
                     kept += 1
                     for file, side in zip(sides, words, strict=True):
                         file.write(" ".join(side) + "\n")
-    _log.info("%s: kept %d of %d pairs", ", ".join(map(str, files.sources)), kept, read)
+                # Not for each pair, because an update of the bar takes time.
+                if read % _BLOCK == 0:
+                    advance(_BLOCK)
+    _log.info("%s: kept %d of %d pairs", source, kept, read)
     return folder
 
 

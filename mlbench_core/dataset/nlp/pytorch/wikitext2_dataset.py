@@ -19,21 +19,21 @@ from mlbench_core.dataset.download import maybe_download_and_extract_zip, progre
 from mlbench_core.dataset.local_files import find_file
 from mlbench_core.dataset.nlp.pytorch.corpus import Corpus, Dictionary, Ids, load_corpus
 from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part
+from mlbench_core.dataset.registry import (
+    WIKITEXT2_FOLDERS,
+    WIKITEXT2_HUB_URL,
+    WIKITEXT2_NAMES,
+    WIKITEXT2_TOKENS,
+    WIKITEXT2_URL,
+    WIKITEXT2_WORDS,
+)
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError, MissingDependencyError, require
 from mlbench_core.paths import user_folder
 
-__all__ = ["Dictionary", "Wikitext2Dataset"]
+__all__ = ["Dictionary", "Wikitext2Dataset", "download_text"]
 
 _log = logging.getLogger(__name__)
 
-WIKITEXT2_URL = "https://wikitext.smerity.com/wikitext-2-v1.zip"
-WIKITEXT2_HUB_URL = (
-    "https://huggingface.co/datasets/Salesforce/wikitext/resolve/main/wikitext-2-v1/{name}-00000-of-00001.parquet"
-)
-WIKITEXT2_TOKENS = {"train": 2_088_628, "valid": 217_646, "test": 245_569}
-WIKITEXT2_WORDS = 33_278
-_FOLDERS = ("", "wikitext-2")  # the archive unpacks to the second
-_NAMES = ("wiki.{part}.tokens", "{part}.txt")
 _LENGTH_DEVIATION = 5.0
 
 
@@ -290,25 +290,42 @@ def _share(global_bsz: int, worker_bsz: int | None, rank: int, world_size: int |
 
 def _load(folder: Path, part: str, download: bool, cache_dir: Path) -> Corpus:
     """Load the corpus of a folder, which must contain the training part and the requested part."""
-    if download and not _find_texts(folder):
-        with files.lock(folder / ".download.lock"):
-            # Another process may have downloaded the text while this one waited for the lock.
-            if not _find_texts(folder):
-                _download(folder)
+    if download:
+        download_text(folder)
     texts = _find_texts(folder)
     missing = [name for name in dict.fromkeys(("train", part)) if name not in texts]
     if missing:
-        names = " or ".join(name.format(part=missing[0]) for name in _NAMES)
+        names = " or ".join(name.format(part=missing[0]) for name in WIKITEXT2_NAMES)
         raise DatasetNotFoundError(
-            f"{folder} has no {names} (or the same compressed); put the files of WikiText-2 there, from {WIKITEXT2_URL}"
+            f"{folder} has no {names} (or the same compressed); put the files of WikiText-2 there, from "
+            f"{WIKITEXT2_URL} or by 'mlbench data fetch wikitext2'"
         )
     return load_corpus(texts, cache_dir)
 
 
+def download_text(folder: Path) -> None:
+    """Download the text, unless the folder has a part of it.
+
+    Args:
+        folder: Destination folder.
+
+    Raises:
+        DownloadError: The download failed.
+        DatasetError: The download is damaged.
+    """
+    if _find_texts(folder):
+        return
+    with files.lock(folder / ".download.lock"):
+        # Another process may have downloaded the text while this one waited for the lock.
+        if not _find_texts(folder):
+            _download(folder)
+
+
 def _find_texts(folder: Path) -> dict[str, Path]:
     """Return the file of each part that exists, the training part first."""
-    folders = [folder / below for below in _FOLDERS]
-    found = {part: find_file(folders, [name.format(part=part) for name in _NAMES]) for part in WIKITEXT2_TOKENS}
+    folders = [folder / below for below in WIKITEXT2_FOLDERS]
+    names = {part: [name.format(part=part) for name in WIKITEXT2_NAMES] for part in WIKITEXT2_TOKENS}
+    found = {part: find_file(folders, names[part]) for part in names}
     return {part: path for part, path in found.items() if path is not None}
 
 
@@ -322,7 +339,7 @@ def _download(folder: Path) -> None:
         maybe_download_and_extract_zip(unpacked, WIKITEXT2_URL.rsplit("/", 1)[1], WIKITEXT2_URL)
     except DownloadError as error:
         _log.warning("%s; trying the Hugging Face hub", error)
-        _download_from_hub(unpacked / _FOLDERS[1], error)
+        _download_from_hub(unpacked / WIKITEXT2_FOLDERS[1], error)
     # Do not create a cache, because the files move below.
     corpus = load_corpus(_find_texts(unpacked), cache_dir=None)
     tokens = {part: len(ids) for part, ids in corpus.parts.items()}
@@ -332,7 +349,7 @@ def _download(folder: Path) -> None:
             f"{len(corpus.dictionary)} words instead of {WIKITEXT2_TOKENS} and {WIKITEXT2_WORDS}; delete the folder "
             f"and get the data from another place"
         )
-    files.move_into_place(unpacked / _FOLDERS[1], folder / _FOLDERS[1])
+    files.move_into_place(unpacked / WIKITEXT2_FOLDERS[1], folder / WIKITEXT2_FOLDERS[1])
 
 
 def _download_from_hub(folder: Path, reason: DownloadError) -> None:

@@ -7,27 +7,14 @@ import os
 from pathlib import Path
 
 from mlbench_core.dataset.nlp.pytorch.pair_datasets import RecurrentPairs
-from mlbench_core.dataset.nlp.pytorch.pair_part import Archive, choose_part, download_files, find_files, load_part
+from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part, download_files, find_files, load_part
 from mlbench_core.dataset.nlp.pytorch.pair_text import PairFiles, Recipe
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
+from mlbench_core.dataset.registry import WMT16_ARCHIVES
 from mlbench_core.errors import DatasetError
 
-__all__ = ["COMMON_CRAWL", "EUROPARL", "NEWSTEST2014", "WMT16Dataset"]
+__all__ = ["WMT16Dataset", "download_text"]
 
-# The publishers give no checksums; the last number of each archive is its number of lines, which is checked instead.
-EUROPARL = Archive("https://www.statmt.org/europarl/v7/de-en.tgz", "europarl-v7.de-en.{lang}", 1_920_209)
-COMMON_CRAWL = Archive(
-    "https://www.statmt.org/wmt13/training-parallel-commoncrawl.tgz", "commoncrawl.de-en.{lang}", 2_399_123
-)
-NEWSTEST2014 = Archive(
-    "https://www.statmt.org/wmt14/test-full.tgz", "test-full/newstest2014-deen-{side}.{lang}.sgm", 3_003
-)
-_NEWS = Archive(
-    "https://data.statmt.org/wmt16/translation-task/training-parallel-nc-v11.tgz",
-    "training-parallel-nc-v11/news-commentary-v11.de-en.{lang}",
-    242_770,
-)
-_ARCHIVES = {"train": (EUROPARL, COMMON_CRAWL, _NEWS), "validation": (NEWSTEST2014,)}
 _NAMES = {"train": ("train",), "validation": ("newstest2014", "validation", "val")}
 _DIVIDED_NAMES = {
     "train": ("train.tok.clean.bpe.32000",),
@@ -119,7 +106,7 @@ def _files(folder: Path, languages: tuple[str, str], download: bool, preprocesse
     if found := find_files(folder, names, languages):
         return found
     if not preprocessed:
-        return download_files(folder, _ARCHIVES[name], languages, download)
+        return download_files(folder, WMT16_ARCHIVES[name], languages, download)
     advice = "pass preprocessed=False, which reads raw text"
     if binary := next(folder.glob("*.bin"), None):
         advice = (
@@ -127,3 +114,17 @@ def _files(folder: Path, languages: tuple[str, str], download: bool, preprocesse
             "and vocabulary into the folder, or pass preprocessed=False, which reads raw text"
         )
     raise DatasetError(f"{folder} has no {names[0]}.{languages[0]}: {advice}")
+
+
+def download_text(folder: Path) -> None:
+    """Download the English and German text of all parts that a folder does not have.
+
+    Args:
+        folder: Destination folder.
+
+    Raises:
+        DownloadError: A download failed, or its text does not have the expected number of lines.
+        DatasetError: An archive is damaged.
+    """
+    for name in WMT16_ARCHIVES:
+        _files(folder, ("en", "de"), True, False, name)

@@ -7,24 +7,12 @@ import os
 from pathlib import Path
 
 from mlbench_core.dataset.nlp.pytorch.pair_datasets import TransformerPairs
-from mlbench_core.dataset.nlp.pytorch.pair_part import Archive, choose_part, download_files, find_files, load_part
+from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part, download_files, find_files, load_part
 from mlbench_core.dataset.nlp.pytorch.pair_text import PairFiles, Recipe
-from mlbench_core.dataset.nlp.pytorch.wmt16_dataset import COMMON_CRAWL, EUROPARL, NEWSTEST2014
+from mlbench_core.dataset.registry import WMT17_ARCHIVES
 
-__all__ = ["WMT17Dataset"]
+__all__ = ["WMT17Dataset", "download_text"]
 
-# Europarl, Common Crawl and the test set are the archives of WMT16, so both data sets can share a download.
-_NEWS = Archive(
-    "https://data.statmt.org/wmt17/translation-task/training-parallel-nc-v12.tgz",
-    "training/news-commentary-v12.de-en.{lang}",
-    270_769,
-)
-_NEWSTEST2013 = Archive("https://data.statmt.org/wmt17/translation-task/dev.tgz", "dev/newstest2013.{lang}", 3_000)
-_ARCHIVES = {
-    "train": (EUROPARL, COMMON_CRAWL, _NEWS),
-    "validation": (_NEWSTEST2013,),
-    "test": (NEWSTEST2014,),
-}
 _NAMES = {
     "train": ("train",),
     "validation": ("newstest2013", "validation", "val"),
@@ -110,4 +98,19 @@ class WMT17Dataset(TransformerPairs):
 
 def _files(folder: Path, languages: tuple[str, str], download: bool, name: str) -> PairFiles:
     """Return the text of a part; download it if it is missing."""
-    return find_files(folder, _NAMES[name], languages) or download_files(folder, _ARCHIVES[name], languages, download)
+    found = find_files(folder, _NAMES[name], languages)
+    return found or download_files(folder, WMT17_ARCHIVES[name], languages, download)
+
+
+def download_text(folder: Path) -> None:
+    """Download the English and German text of all parts that a folder does not have.
+
+    Args:
+        folder: Destination folder.
+
+    Raises:
+        DownloadError: A download failed, or its text does not have the expected number of lines.
+        DatasetError: An archive is damaged.
+    """
+    for name in WMT17_ARCHIVES:
+        _files(folder, ("en", "de"), True, name)

@@ -1,0 +1,155 @@
+"""``mlbench data``: the data sets of the tasks: their sources, downloads, preparation and checks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from mlbench_core.cli._output import clean, json_option, print_json, print_table, remark
+from mlbench_core.dataset.registry import DATASETS, DEFAULT_FOLDER
+from mlbench_core.errors import DatasetError
+from mlbench_core.paths import user_folder
+
+__all__ = ["data"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@click.group()
+def data() -> None:
+    """List, download, prepare and verify the data sets of the tasks."""
+
+
+def _dataset_options(command: Command) -> Command:
+    """Give a command the argument NAME and the options ``--data`` and ``--json``."""
+    folder = click.option(
+        "--data",
+        "folder",
+        type=click.Path(file_okay=False, path_type=Path),
+        metavar="FOLDER",
+        help="Folder of the files (default: the one that the first task with this data set reads, see 'list').",
+    )
+    name = click.argument("name", metavar="NAME", type=click.Choice(sorted(DATASETS)))
+    return name(folder(json_option(command)))
+
+
+@data.command("list")
+@json_option
+def list_(as_json: bool) -> None:
+    """List the data sets with licenses, sizes, sources and folders.
+
+    With --json, the list also has all addresses, and the expected checksum or size of each file. A value that nobody
+    has verified is 'unknown', or null in JSON.
+    """
+    records = DATASETS.values()
+    if as_json:
+        print_json(
+            [{**dataclasses.asdict(record), "tasks": record.tasks, "folder": str(record.folder)} for record in records]
+        )
+        return
+    rows = [
+        (
+            record.name,
+            ", ".join(record.tasks) or "-",
+            record.title,
+            record.license,
+            _size(record.download_bytes),
+            ", ".join(record.checks) or "-",
+            record.sources[0] + (f" and {len(record.sources) - 1} more" if record.sources[1:] else ""),
+            record.folder.name,
+        )
+        for record in records
+    ]
+    headers = ("NAME", "TASKS", "DATA SET", "LICENSE", "DOWNLOAD", "CHECKED BY", "SOURCE", "FOLDER")
+    print_table(headers, rows, right=(4,))
+    # The whole paths would need most of the width of a terminal.
+    remark(f"the folders are in {clean(user_folder(*DEFAULT_FOLDER))}")
+
+
+@data.command()
+@_dataset_options
+def fetch(name: str, folder: Path | None, as_json: bool) -> None:
+    """Download a data set; existing files are kept.
+
+    An interrupted download continues with the next call. A checksum is compared if one is published, otherwise a
+    number of lines, rows or words.
+    """
+    from mlbench_core.dataset import preparation
+
+    record = DATASETS[name]
+    paths = preparation.fetch(record, folder)
+    if as_json:
+        print_json({"name": name, "folder": str(folder or record.folder), "files": [str(path) for path in paths]})
+        return
+    for path in paths:
+        click.echo(clean(path))
+    if record.origin == "installed":
+        remark(f"{name} needs no download: it comes with {record.sources[0]}")
+    if record.origin == "generated":
+        remark(f"{name} needs no download: 'mlbench data prepare {name}' generates it")
+
+
+@data.command()
+@_dataset_options
+def prepare(name: str, folder: Path | None, as_json: bool) -> None:
+    """Prepare a data set for training, from local files.
+
+    The text of WMT16, WMT17, Multi30k and WikiText-2 becomes numbers of words or sub-words. The text of a linear
+    model's data becomes LMDB stores. After an interruption, the same command continues with the first step that is not
+    complete. Nothing is downloaded.
+    """
+    from mlbench_core.dataset import preparation
+
+    prepared = preparation.prepare(DATASETS[name], folder)
+    if as_json:
+        print_json(prepared and {"name": name, **dataclasses.asdict(prepared), "folder": str(prepared.folder)})
+    elif prepared is None:
+        remark(f"{name} needs no preparation")
+    else:
+        for part, count in prepared.counts.items():
+            click.echo(f"{part}: {count:,} {prepared.unit}")
+        remark(f"the prepared data is in {clean(prepared.folder)}")
+
+
+@data.command()
+@_dataset_options
+def verify(name: str, folder: Path | None, as_json: bool) -> None:
+    """Check each file: ok, missing or damaged.
+
+    A file is compared with its checksum if one is published, otherwise with its number of bytes, lines or words. It may
+    be plain or compressed. Exit status 1 if a file is missing or damaged.
+    """
+    from mlbench_core.dataset import verification
+
+    record = DATASETS[name]
+    found = verification.verify(record, folder)
+    if as_json:
+        print_json([{"path": str(each.path), "status": each.status, "detail": each.detail} for each in found])
+    else:
+        for each in found:
+            click.echo(clean(f"{each.path}: {each.status} ({each.detail})"))
+    wrong = sum(each.status != "ok" for each in found)
+    if wrong:
+        message = f"{wrong} of {len(found)} files of {name} are missing or damaged"
+        if record.origin == "download":
+            message += f": delete damaged ones; 'mlbench data fetch {name}' downloads missing ones"
+        raise DatasetError(message)
+
+
+def _size(count: int | None) -> str:
+    """Format a number of bytes with three digits.
+
+    Example:
+        >>> _size(162_000_000), _size(27_670), _size(0), _size(None)
+        ('162 MB', '27.7 kB', '-', 'unknown')
+    """
+    if count is None:
+        return "unknown"
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count} B" if count else "-"

@@ -1,0 +1,202 @@
+"""Download a data set, and prepare it so that a task can start at once.
+
+The classes that read the data do both by themselves when a task starts. Here, both are done before, for machines
+without a network or for large data. The results are those of the tasks, so a task with the same folder uses them.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlbench_core.dataset.libsvm_names import KNOWN, SYNTHETIC, has_stores
+from mlbench_core.dataset.registry import DatasetRecord
+from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError, require
+from mlbench_core.paths import user_folder
+
+__all__ = ["Prepared", "fetch", "prepare"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The result of a preparation.
+
+    Attributes:
+        folder: Folder of the prepared data.
+        unit: The things that are counted: ``"rows"``, ``"pairs"`` or ``"tokens"``.
+        counts: Number of them in each part.
+    """
+
+    folder: Path
+    unit: str
+    counts: Mapping[str, int]
+
+
+def fetch(record: DatasetRecord, folder: Path | None = None) -> list[Path]:
+    """Download the files of a data set that a folder does not have.
+
+    An interrupted download is resumed by the next call, and a file gets its name only when it is complete.
+
+    Args:
+        record: The data set.
+        folder: Destination folder; None is the default folder of the data set.
+
+    Returns:
+        The published files that are in the folder now, plain or compressed; none if the data set needs no download.
+
+    Raises:
+        DownloadError: A download failed, the disk is full, or only a person can get the data.
+        DatasetError: An existing file is damaged, or the folder has other text of the same name.
+        MissingDependencyError: torch is not installed.
+    """
+    folder = folder or record.folder
+    if record.origin == "by hand":
+        raise DownloadError(
+            f"{record.name} cannot be downloaded by a program: get it from {record.sources[0]}, and put its folders "
+            f"train and val into {folder}"
+        )
+    if record.origin != "download":
+        return []
+    # The modules that download are those that read the data, and these import torch.
+    require("torch", "torch")
+    _FETCHERS[record.name](folder)
+    found = {file.name: file.find(folder) for file in record.files}
+    # The classes read other text in these folders too, and do not mix it with a download.
+    if missing := [name for name, each in found.items() if each is None]:
+        raise DatasetError(
+            f"{folder} has other text of {record.name}, so {', '.join(missing)} cannot be downloaded into it: move "
+            f"that text away, or use another folder"
+        )
+    return [each[0] for each in found.values() if each is not None]
+
+
+def prepare(record: DatasetRecord, folder: Path | None = None) -> Prepared | None:
+    """Prepare a data set whose files are on this machine; nothing is downloaded.
+
+    Text is split into words and sub-words, and the text of linear models becomes stores. The preparation consists of
+    steps. Each step leaves its complete result or nothing, and a later call continues after the last complete step.
+
+    Args:
+        record: The data set.
+        folder: Folder of its files, the one that a task gets by ``--data``; None is the default folder, which a task
+            without ``--data`` reads.
+
+    Returns:
+        The result; None if the data set is read as it is.
+
+    Raises:
+        DatasetNotFoundError: A file is missing.
+        DatasetError: A file is damaged, or the disk is full.
+        MissingDependencyError: A package is not installed.
+    """
+    if record.name not in _PREPARERS:
+        return None
+    require("torch", "torch")
+    try:
+        return _PREPARERS[record.name](record, folder)
+    except OSError as error:
+        # A DatasetNotFoundError is an OSError too, but has no number.
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DatasetError(
+                f"the disk is full: {record.name} could not be prepared ({error}); free some space and start again"
+            ) from error
+        raise
+
+
+def _fetch_cifar10(folder: Path) -> None:
+    from mlbench_core.dataset.imagerecognition.pytorch.dataloader import CIFAR10V1
+
+    for train in (True, False):
+        CIFAR10V1(folder, train=train, download=True)
+
+
+def _fetch_mnist(folder: Path) -> None:
+    from mlbench_core.dataset.imagerecognition.pytorch.dataloader import MNIST
+
+    for train in (True, False):
+        MNIST(folder, train=train, download=True, pad=0, channels=1)
+
+
+def _fetch_text(name: str, folder: Path) -> None:
+    from mlbench_core.dataset.nlp.pytorch import multi30k, wikitext2_dataset, wmt16_dataset, wmt17_dataset
+
+    modules = {"multi30k": multi30k, "wikitext2": wikitext2_dataset, "wmt16": wmt16_dataset, "wmt17": wmt17_dataset}
+    modules[name].download_text(folder)
+
+
+def _fetch_linear(name: str, folder: Path) -> None:
+    from mlbench_core.dataset.linearmodels.pytorch.libsvm import download
+
+    for part in KNOWN[name].files:
+        download(name, part, folder)
+
+
+_FETCHERS: Mapping[str, Callable[[Path], None]] = {
+    "cifar10": _fetch_cifar10,
+    "mnist": _fetch_mnist,
+    **{name: partial(_fetch_text, name) for name in ("multi30k", "wikitext2", "wmt16", "wmt17")},
+    **{name: partial(_fetch_linear, name) for name in KNOWN},
+}
+
+
+def _prepare_pairs(record: DatasetRecord, folder: Path | None) -> Prepared:
+    """Create the vocabulary, and the store of each part."""
+    from mlbench_core.dataset.nlp.pytorch import Multi30k, WMT16Dataset, WMT17Dataset
+
+    loaders: Mapping[str, Callable[..., Any]] = {
+        "multi30k": Multi30k,
+        "wmt16": partial(WMT16Dataset, download=False, lazy=True),
+        "wmt17": partial(WMT17Dataset, download=False),
+    }
+    parts = ("train", "validation") if record.name == "wmt16" else ("train", "validation", "test")
+    load = partial(loaders[record.name], folder or record.folder)
+    # The stores have all pairs; a data set may leave out long ones.
+    stores = {part: load(**{part: True}).part.store for part in parts}
+    return Prepared(user_folder("cache", "text"), "pairs", {part: len(store) for part, store in stores.items()})
+
+
+def _prepare_wikitext2(record: DatasetRecord, folder: Path | None) -> Prepared:
+    """Create the cache of the words' ids."""
+    from mlbench_core.dataset.nlp.pytorch import Wikitext2Dataset
+
+    parts = ("train", "valid", "test")
+    load: Callable[..., Any] = partial(Wikitext2Dataset, folder or record.folder, 1, download=False)
+    return Prepared(user_folder("cache"), "tokens", {part: len(load(**{part: True}).tokens) for part in parts})
+
+
+def _prepare_linear(record: DatasetRecord, folder: Path | None) -> Prepared:
+    """Create the stores, in the folder in which a task looks for them."""
+    from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import LinearStore, find_stores
+    from mlbench_core.dataset.linearmodels.pytorch.preparation import prepare_stores
+
+    name, home = record.name, record.folder
+    if name == SYNTHETIC:
+        stores, parts = prepare_stores(name, folder or home), ["train", "test"]
+    else:
+        parts = list(KNOWN[name].files)
+        if folder is None:
+            _check_texts(record)
+        stores = prepare_stores(name, home, folder)
+    counts = {part: sum(len(LinearStore(path)) for path in find_stores(stores, name, part)) for part in parts}
+    return Prepared(stores, "rows", counts)
+
+
+def _check_texts(record: DatasetRecord) -> None:
+    """Refuse to prepare a part without text and store, which ``prepare_stores`` would download."""
+    for file in record.files:
+        if not has_stores(record.folder, record.name, file.name) and file.find(record.folder) is None:
+            raise DatasetNotFoundError(
+                f"{record.folder} has no {file.forms[0].path}, plain or compressed: 'mlbench data fetch {record.name}' "
+                f"downloads it"
+            )
+
+
+_PREPARERS: Mapping[str, Callable[[DatasetRecord, Path | None], Prepared]] = {
+    **dict.fromkeys(("multi30k", "wmt16", "wmt17"), _prepare_pairs),
+    "wikitext2": _prepare_wikitext2,
+    **dict.fromkeys((*KNOWN, SYNTHETIC), _prepare_linear),
+}
