@@ -268,9 +268,7 @@ def test_the_best_value_after_a_time_is_the_result_of_a_run(tmp_path: Path) -> N
     roots = [f"--root-{name}={tmp_path / name}" for name in ("dataset", "checkpoint", "output")]
     data = ["--dataset", "heart_scale", "--data", str(test_data("libsvm"))]
     # Each epoch takes some milliseconds, so the time is over after the first one.
-    done = run_script(
-        [*COMMAND, *data, "--goal-after", "1e-6", *roots], timeout_s=120, MASTER_PORT=str(free_port())
-    )
+    done = run_script([*COMMAND, *data, "--goal-after", "1e-6", *roots], timeout_s=120, MASTER_PORT=str(free_port()))
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "output/task2a/1"
     assert verify_folder(folder) == []

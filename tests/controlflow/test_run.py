@@ -115,9 +115,7 @@ class Sink:
         self.is_closed = True
 
 
-def start(
-    folder: Path, *argv: str, validation_only: bool = False, rank: int = 0, output_dir: str | None = None
-) -> Run:
+def start(folder: Path, *argv: str, validation_only: bool = False, rank: int = 0, output_dir: str | None = None) -> Run:
     parser = argparse.ArgumentParser()
     add_run_arguments(parser, epochs=3)
     args = parser.parse_args(argv)
