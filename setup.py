@@ -89,7 +89,8 @@ class MLBenchDistribution(Distribution):
         return with_cuda() or super().has_ext_modules()
 
 
-tasks = sorted(path.parent.name for path in ROOT.glob("benchmarks/*/*.py"))
+# Experiments are made with a checkout, whose state their results name.
+tasks = sorted({path.parent.name for path in ROOT.glob("benchmarks/*/*.py")} - {"experiments"})
 
 setup(
     distclass=MLBenchDistribution,
@@ -97,7 +98,7 @@ setup(
     packages=[
         *find_packages(include=["mlbench_core*", "mlbench_master*"]),
         "mlbench_benchmarks",
-        *(f"mlbench_benchmarks.{name}" for name in dict.fromkeys(tasks)),
+        *(f"mlbench_benchmarks.{name}" for name in tasks),
         # Container images are built from a part of the source tree, without the chart.
         *(["mlbench_charts"] if (ROOT / "charts").is_dir() else []),
     ],
