@@ -28,6 +28,7 @@ from mlbench_core.aggregation.pytorch import AllReduceAggregation, ChocoAggregat
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
 from mlbench_core.optim.pytorch import (
+    LARS,
     QSGD,
     SCAFFOLD,
     CentralizedAdam,
@@ -179,6 +180,7 @@ MEMBERS: dict[str, Member] = {
     "local": Member(lambda m, r, k: LocalSGD(k, m, lr=0.05, momentum=0.9, period=3), period=3),
     "scaffold": Member(lambda m, r, k: SCAFFOLD(k, m, lr=0.05, period=3), period=3),
     "diloco": Member(lambda m, r, k: DiLoCo(k, m, lr=0.01, period=3), period=3),
+    "lars": Member(lambda m, r, k: GenericCentralizedOptimizer(k, m, optimizer=partial(LARS, lr=1.0))),
     "muon": Member(lambda m, r, k: GenericCentralizedOptimizer(k, m, optimizer=partial(MuonAdamW, lr=0.01))),
     "muloco": Member(lambda m, r, k: DiLoCo(k, m, inner_optimizer=partial(MuonAdamW, lr=0.01), period=3), period=3),
     "sparse loco": Member(lambda m, r, k: SparseLoCo(k, m, lr=0.01, period=3), period=3),

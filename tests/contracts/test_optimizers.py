@@ -23,6 +23,7 @@ from torch.optim.optimizer import required
 from mlbench_core.aggregation.pytorch import StreamingDiLoCoAggregation
 from mlbench_core.aggregation.pytorch.centralized import EFSignAggregation, PowerAggregation, SparsifiedAggregation
 from mlbench_core.optim.pytorch import (
+    LARS,
     QSGD,
     SCAFFOLD,
     AveragedSGD,
@@ -107,6 +108,10 @@ MEMBERS: dict[str, Make] = {
     "dion": lambda model: Dion(model.parameters(), lr=0.05, rank=1),
     "streaming": lambda model: StreamingDiLoCo(
         1, model, lr=0.05, aggregation=StreamingDiLoCoAggregation(period=5, fragments=2, delay=3, quantize=True)
+    ),
+    # No momentum: the rate is part of it, so a rate of 0 would not stop the steps at once.
+    "lars": lambda model: GenericCentralizedOptimizer(
+        None, model, optimizer=partial(LARS, lr=0.05, momentum=0, trust_coefficient=0.5)
     ),
     "muon": lambda model: GenericCentralizedOptimizer(None, model, optimizer=partial(MuonAdamW, lr=0.05)),
     "muloco": lambda model: DiLoCo(1, model, inner_optimizer=partial(MuonAdamW, lr=0.05), period=5),

@@ -25,6 +25,7 @@ from mlbench_core.aggregation.pytorch import (
 )
 from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
 from mlbench_core.optim.pytorch import (
+    LARS,
     QSGD,
     SCAFFOLD,
     CentralizedAdam,
@@ -46,6 +47,7 @@ STEPS = 15  # of descend
 DIGITS_STEPS = 160
 SPARSE_LOCO: dict[str, Any] = {"density": 3, "bits": 2, "decay": 0.9, "chunk_size": 16}
 DION_RANK = 2
+LARS_OPTIONS: dict[str, Any] = {"lr": 0.5, "weight_decay": 0.01, "trust_coefficient": 0.1}
 STREAMING: dict[str, Any] = {"period": 5, "fragments": 2, "delay": 2, "mixing": 0.3}
 QSGD_LEVELS, QSGD_BUCKET = 3, 8
 
@@ -237,6 +239,17 @@ def muon(rank: int, world_size: int) -> dict[str, Any]:
     return {**result, "muloco": descend(rank, model, optimizer)}
 
 
+def lars(rank: int, world_size: int) -> dict[str, Any]:
+    """A matrix, and a vector that starts at zero, with averaged gradients."""
+    model = Weights(x=start(), y=torch.zeros_like(start()[0]))
+    optimizer = GenericCentralizedOptimizer(None, model, optimizer=partial(LARS, **LARS_OPTIONS))
+    for step in range(STEPS):
+        for fragment, parameter in enumerate(model.parameters()):
+            parameter.grad = fragment_gradient(rank, fragment, parameter.detach(), step)
+        optimizer.step()
+    return {"x": model.x.detach(), "y": model.y.detach()}
+
+
 def digits_data() -> tuple[Tensor, Tensor, Tensor]:
     """Images, labels and an order of them: the first 1,400 are for training."""
     from sklearn.datasets import load_digits
@@ -287,7 +300,7 @@ def digits(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
     return result
 
 
-SCENARIOS = (qsgd, scaffold, sparse_loco, streaming, demo, one_bit_adam, dion, muon, digits)
+SCENARIOS = (qsgd, scaffold, sparse_loco, streaming, demo, one_bit_adam, dion, muon, lars, digits)
 
 
 def run_all(rank: int, world_size: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ The contract tests cover what all optimizers share: resuming, copies, the order 
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -28,12 +29,13 @@ from mlbench_core.aggregation.pytorch import qsgd as qsgd_module
 from mlbench_core.aggregation.pytorch.demo import dct_matrix
 from mlbench_core.aggregation.pytorch.packing import pack_codes, packed_bytes, unpack_codes
 from mlbench_core.aggregation.pytorch.streaming import from_float4, to_float4
-from mlbench_core.optim.pytorch import SCAFFOLD, DeMo, Dion, MuonAdamW, OneBitAdam
+from mlbench_core.optim.pytorch import LARS, SCAFFOLD, DeMo, Dion, MuonAdamW, OneBitAdam
 from tests.helpers.ranks import run_ranks
 from tests.optim import recent_workers as workers
 from tests.optim.weight_averaging import SHAPE, gradient, start
 from tests.references.demo import demo
 from tests.references.dion import dion
+from tests.references.lars import lars
 from tests.references.muon import muon
 from tests.references.one_bit_adam import one_bit_adam
 from tests.references.qsgd import qsgd
@@ -550,6 +552,100 @@ class TestStreamingDiLoCo:
                 StreamingDiLoCoAggregation(**options)
         with pytest.raises(ValueError, match="by_layer must be False, because each message is a fragment"):
             StreamingDiLoCoAggregation().agg_model(by_layer=True)
+
+
+class TestLARS:
+    def test_is_the_reference_on_average_gradients(self, ranks: Ranks) -> None:
+        options = dict(workers.LARS_OPTIONS)
+        options["trust"] = options.pop("trust_coefficient")
+        x = lars(start(), gradient, len(ranks), workers.STEPS, **options)
+        y = torch.zeros_like(start()[0])
+        y = lars(y, lambda i, y, t: workers.fragment_gradient(i, 1, y, t), len(ranks), workers.STEPS, **options)
+        assert (x - start()).norm() > 0.1
+        assert y.any()
+        for result in ranks:
+            assert_close(result["lars"]["x"], x)
+            assert_close(result["lars"]["y"], y)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_workers_with_average_gradients_are_one_worker_with_the_joined_batch(self, dtype: torch.dtype) -> None:
+        """A mean of the loss over three equal parts of a batch, as three workers have them."""
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(12, 5, generator=generator, dtype=dtype)
+        one = torch.randn(5, 3, generator=generator, dtype=dtype).requires_grad_()
+        several = one.detach().clone().requires_grad_()
+        optimizers = [LARS([parameter], lr=1.0, trust_coefficient=0.1) for parameter in (one, several)]
+        for _ in range(5):
+            one.grad = torch.autograd.grad((inputs @ one).square().mean(), one)[0]
+            parts = [torch.autograd.grad((p @ several).square().mean(), several)[0] for p in inputs.chunk(3)]
+            several.grad = torch.stack(parts).mean(0)
+            for optimizer in optimizers:
+                optimizer.step()
+        tolerance = 1e-6 if dtype == torch.float32 else 1e-12
+        torch.testing.assert_close(several, one, rtol=tolerance, atol=tolerance)
+
+    @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+    def test_the_first_step_has_the_length_of_the_weights_whatever_the_gradient(self, scale: float) -> None:
+        x = start().requires_grad_()
+        x.grad = scale * gradient(0, start(), 0)
+        LARS([x], lr=2.0, weight_decay=0, trust_coefficient=0.05).step()
+        torch.testing.assert_close((x.detach() - start()).norm(), 0.1 * start().norm())
+
+    def test_a_group_without_lars_takes_the_steps_of_sgd_with_its_own_decay(self) -> None:
+        x, y, z = (start().requires_grad_() for _ in range(3))
+        groups = [{"params": [x]}, {"params": [y], "use_lars": False, "weight_decay": 0.3}]
+        optimizers = LARS(groups, lr=0.1), torch.optim.SGD([z], lr=0.1, momentum=0.9, weight_decay=0.3)
+        for step in range(4):
+            for parameter in (x, y, z):
+                parameter.grad = gradient(0, parameter.detach(), step)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert_close(y.detach(), z.detach())
+        assert (x - z).norm() > 0.1
+
+    @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+    def test_a_norm_of_zero_leaves_the_rate_alone(self, weight_decay: float) -> None:
+        no_weights, no_gradient, neither = (torch.full((3,), value, requires_grad=True) for value in (0.0, 2.0, 0.0))
+        for parameter, value in ((no_weights, 1.0), (no_gradient, 0.0), (neither, 0.0)):
+            parameter.grad = torch.full((3,), value)
+        LARS([no_weights, no_gradient, neither], lr=0.5, weight_decay=weight_decay).step()
+        assert no_weights.tolist() == [-0.5] * 3
+        torch.testing.assert_close(no_gradient.detach(), torch.full((3,), 2 - 0.5 * weight_decay * 2))
+        assert neither.tolist() == [0.0] * 3
+
+    def test_norms_do_not_overflow_in_float16(self) -> None:
+        x = torch.full((100_000,), 300.0, dtype=torch.float16, requires_grad=True)
+        x.grad = torch.full_like(x, 300.0)
+        LARS([x], lr=100.0, weight_decay=0).step()
+        torch.testing.assert_close(x.detach(), torch.full_like(x, 270.0))
+
+    def test_resumes_to_the_bit_with_momentum(self) -> None:
+        def make() -> tuple[Tensor, LARS]:
+            x = start().float().requires_grad_()
+            return x, LARS([x], lr=0.7, trust_coefficient=0.1)
+
+        def train(x: Tensor, optimizer: LARS, steps: range) -> None:
+            for step in steps:
+                x.grad = gradient(0, x.detach().double(), step).float()
+                optimizer.step()
+
+        through, (half, first), (resumed, second) = make(), make(), make()
+        train(*through, range(8))
+        train(half, first, range(4))
+        resumed.data.copy_(half.data)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        train(resumed, second, range(4, 8))
+        assert torch.equal(resumed, through[0])
+
+    @pytest.mark.parametrize("name", ["lr", "momentum", "weight_decay", "trust_coefficient"])
+    @pytest.mark.parametrize("value", [-1, math.nan, math.inf])
+    def test_wrong_arguments_are_named(self, name: str, value: float) -> None:
+        with pytest.raises(ValueError, match=f"^{name} must be finite and .*, not {value}$"):
+            LARS([torch.zeros(1)], **{"lr": 1.0, name: value})
+
+    def test_a_trust_coefficient_of_zero_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="trust_coefficient must be finite and positive, not 0"):
+            LARS([torch.zeros(1)], lr=1.0, trust_coefficient=0)
 
 
 class TestMuon:

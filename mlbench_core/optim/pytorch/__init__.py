@@ -9,6 +9,7 @@ from mlbench_core.optim.pytorch.compressed import EFSignSGD, SignSGD, Sparsified
 from mlbench_core.optim.pytorch.demo import DeMo
 from mlbench_core.optim.pytorch.dion import Dion
 from mlbench_core.optim.pytorch.half_precision import DistributedGradScaler, DynamicLossScaler, FP16Optimizer
+from mlbench_core.optim.pytorch.lars import LARS
 from mlbench_core.optim.pytorch.muon import MuonAdamW
 from mlbench_core.optim.pytorch.ntasgd import NTASGD, AveragedSGD, scaled_rate
 from mlbench_core.optim.pytorch.one_bit_adam import OneBitAdam
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = [
+    "LARS",
     "NTASGD",
     "QSGD",
     "SCAFFOLD",
