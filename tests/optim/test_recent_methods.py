@@ -619,6 +619,16 @@ class TestLARS:
         LARS([x], lr=100.0, weight_decay=0).step()
         torch.testing.assert_close(x.detach(), torch.full_like(x, 270.0))
 
+    def test_a_change_of_the_rate_affects_only_later_gradients(self) -> None:
+        x = start().requires_grad_()
+        optimizer = LARS([x], lr=1.0, momentum=0.5, trust_coefficient=0.1)
+        x.grad = gradient(0, start(), 0)
+        optimizer.step()
+        first = x.detach() - start()
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        assert_close(x.detach() - start(), 1.5 * first)
+
     def test_resumes_to_the_bit_with_momentum(self) -> None:
         def make() -> tuple[Tensor, LARS]:
             x = start().float().requires_grad_()
