@@ -653,6 +653,12 @@ class TestLARS:
         with pytest.raises(ValueError, match=f"^{name} must be finite and .*, not {value}$"):
             LARS([torch.zeros(1)], **{"lr": 1.0, name: value})
 
+    def test_a_sparse_gradient_is_refused(self) -> None:
+        x = torch.zeros(3, 2, requires_grad=True)
+        x.grad = torch.ones(3, 2).to_sparse()
+        with pytest.raises(ValueError, match="gradients must be dense, not sparse"):
+            LARS([x], lr=1.0).step()
+
     def test_a_trust_coefficient_of_zero_is_refused(self) -> None:
         with pytest.raises(ValueError, match="trust_coefficient must be finite and positive, not 0"):
             LARS([torch.zeros(1)], lr=1.0, trust_coefficient=0)

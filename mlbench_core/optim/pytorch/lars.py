@@ -89,12 +89,17 @@ class LARS(Optimizer):
 
         Returns:
             The closure's result; None without a closure.
+
+        Raises:
+            ValueError: A gradient is sparse.
         """
         loss = evaluate(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
+                if parameter.grad.is_sparse:
+                    raise ValueError("gradients must be dense, not sparse: make nn.Embedding with sparse=False")
                 state = self.state[parameter]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
