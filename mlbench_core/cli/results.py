@@ -10,7 +10,7 @@ import click
 from mlbench_core.cli._output import clean, json_option, print_json, remark
 from mlbench_core.cli._records import compare_records, price_options, write_texts
 from mlbench_core.errors import ConfigurationError, MLBenchError
-from mlbench_core.results.folder import find_folders, verify_folder
+from mlbench_core.results.folder import RESULT, find_folders, verify_folder
 from mlbench_core.results.load import load
 from mlbench_core.results.prices import Pricing
 
@@ -33,15 +33,18 @@ def verify(folders: Sequence[Path], as_json: bool) -> None:
     """Recompute the result of each run in FOLDER... from its raw lines.
 
     A FOLDER is a result folder, or has result folders at any depth. The schema and the checksums of the files are
-    checked, too. Exit status 1 if something does not match.
+    checked, too. Exit status 1 if something does not match. A run that a sweep stopped at its limit has no result.
     """
+    from mlbench_core.sweep.folder import stopped_at_limit
+
     places = result_folders(folders)
-    problems = {str(place): verify_folder(place) for place in places}
+    stopped = {str(place) for place in places if not (place / RESULT).exists() and stopped_at_limit(place)}
+    problems = {str(place): [] if str(place) in stopped else verify_folder(place) for place in places}
     if as_json:
         print_json(problems)
     else:
         for name, found in problems.items():
-            for problem in found or ["ok"]:
+            for problem in found or ["stopped at the limit, has no result" if name in stopped else "ok"]:
                 click.echo(f"{clean(name)}: {clean(problem)}")
     wrong = sum(bool(found) for found in problems.values())
     if wrong:

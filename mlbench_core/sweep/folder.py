@@ -28,7 +28,7 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import lock, move_into_place, replacing
 from mlbench_core.sweep.file import FILES, Point, Sweep, copied_name
 
-__all__ = ["RECORD", "RUNS", "Done", "Failure", "SweepFolder"]
+__all__ = ["RECORD", "RUNS", "Done", "Failure", "SweepFolder", "stopped_at_limit"]
 
 RUNS = "runs"
 RECORD = "run.json"
@@ -67,6 +67,18 @@ class Failure:
     reason: str
     tries: int = 1
     log: str = ""
+
+
+def stopped_at_limit(folder: Path) -> bool:
+    """Return True if a sweep stopped the run of this folder at its limit, so that the run has no result.
+
+    Args:
+        folder: A folder below ``runs``, or any other folder.
+    """
+    try:
+        return bool(_read(folder / RECORD).get("outcome") == "limit")
+    except ConfigurationError:
+        return False
 
 
 class SweepFolder:

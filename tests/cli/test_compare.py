@@ -150,6 +150,17 @@ def test_verify(folder: Path, call: Call) -> None:
     assert "empty must be a result folder" in call("results", "verify", str(folder / "empty"), code=1).stderr
 
 
+def test_a_run_that_a_sweep_stopped_has_nothing_to_verify(folder: Path, call: Call) -> None:
+    stopped = folder / "sgd-2"
+    (stopped / "result.json").unlink()
+    assert "result.json is missing" in call("results", "verify", str(folder), code=1).stdout
+    (stopped / "run.json").write_text('{"outcome": "finished"}', encoding="utf-8")
+    assert "result.json is missing" in call("results", "verify", str(folder), code=1).stdout
+    (stopped / "run.json").write_text('{"outcome": "limit"}', encoding="utf-8")
+    shown = call("results", "verify", str(folder)).stdout.splitlines()
+    assert shown[2:] == [f"{folder / 'sgd-1'}: ok", f"{stopped}: stopped at the limit, has no result"]
+
+
 def reference(epochs: int) -> Reference:
     seeds = dict.fromkeys(range(10), float(epochs))
     return Reference("1a", "digits", GOAL, "sgd", 1, 32, seeds)
