@@ -87,7 +87,7 @@ def test_a_run_resumes_exactly_although_its_buckets_start_again(results: Results
 def test_aggregations_of_weights_are_refused(results: Results, kind: str) -> None:
     message = results[0]["errors"][kind]
     assert message.startswith("ValueError: aggregation must combine gradients, not weights as ")
-    assert "train without DistributedDataParallel" in message
+    assert "train without a hook" in message
 
 
 def test_wrong_arguments_are_named(results: Results) -> None:

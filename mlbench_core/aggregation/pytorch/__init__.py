@@ -17,6 +17,7 @@ from mlbench_core.aggregation.pytorch.ddp_hooks import DDPHookState, as_ddp_hook
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
 from mlbench_core.aggregation.pytorch.demo import DeMoAggregation
 from mlbench_core.aggregation.pytorch.dion import DionAggregation
+from mlbench_core.aggregation.pytorch.fsdp_hooks import FSDPHookState, set_fsdp_hooks
 from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, PeriodicAggregation
 from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
@@ -37,6 +38,7 @@ __all__ = [
     "DiLoCoAggregation",
     "DionAggregation",
     "EFSignAggregation",
+    "FSDPHookState",
     "OneBitAggregation",
     "PeriodicAggregation",
     "PowerAggregation",
@@ -49,4 +51,5 @@ __all__ = [
     "as_ddp_hook",
     "average_weights",
     "consensus_distance",
+    "set_fsdp_hooks",
 ]

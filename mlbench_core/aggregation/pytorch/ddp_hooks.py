@@ -30,7 +30,7 @@ from mlbench_core.aggregation.pytorch.messages import divide
 from mlbench_core.aggregation.pytorch.names import check_names, plain_name
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 
-__all__ = ["DDPHookState", "as_ddp_hook"]
+__all__ = ["DDPHookState", "as_ddp_hook", "check_combines_gradients"]
 
 
 @dataclass
@@ -191,24 +191,11 @@ def as_ddp_hook(aggregation: Aggregation, ddp_model: DistributedDataParallel) ->
     References:
         S. Li et al.: PyTorch Distributed: Experiences on Accelerating Data Parallel Training, arXiv:2006.15704
     """
-    if not isinstance(aggregation, Aggregation):
-        raise TypeError(f"aggregation must be an Aggregation, not {type(aggregation).__name__}: give its instance")
+    check_combines_gradients(aggregation)
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(
             f"ddp_model must be a DistributedDataParallel, not {type(ddp_model).__name__}: wrap the model first"
         )
-    problem = (
-        f"aggregation must combine gradients, not weights as {type(aggregation).__name__} does: a hook sees only "
-        "gradients, so train without DistributedDataParallel, with the optimizer of this aggregation"
-    )
-    # Its neighbors' averages of gradients would differ, and the copies of the model, which DDP never compares, with
-    # them.
-    if isinstance(aggregation, DecentralizedAggregation):
-        raise ValueError(problem)
-    try:
-        aggregation.agg_grad()
-    except ValueError as error:
-        raise ValueError(problem) from error
     ours, theirs = (dist.get_process_group_ranks(group) for group in (aggregation.group, ddp_model.process_group))
     if ours != theirs:
         raise ValueError(
@@ -216,6 +203,29 @@ def as_ddp_hook(aggregation: Aggregation, ddp_model: DistributedDataParallel) ->
             "same group"
         )
     return DDPHookState(aggregation, ddp_model), _hook
+
+
+def check_combines_gradients(aggregation: Aggregation) -> None:
+    """Raise an error if an aggregation cannot be a hook, which sees only gradients.
+
+    Raises:
+        TypeError: ``aggregation`` is not an aggregation.
+        ValueError: It combines weights.
+    """
+    if not isinstance(aggregation, Aggregation):
+        raise TypeError(f"aggregation must be an Aggregation, not {type(aggregation).__name__}: give its instance")
+    problem = (
+        f"aggregation must combine gradients, not weights as {type(aggregation).__name__} does: a hook sees only "
+        "gradients, so train without a hook, with the optimizer of this aggregation"
+    )
+    # Its neighbors' averages of gradients would differ, and the copies of the model, which a hook never compares, with
+    # them.
+    if isinstance(aggregation, DecentralizedAggregation):
+        raise ValueError(problem)
+    try:
+        aggregation.agg_grad()
+    except ValueError as error:
+        raise ValueError(problem) from error
 
 
 # DDP compares the annotations of a hook with types, which postponed ones are not.
