@@ -117,7 +117,7 @@ class TopK(Compression):
     def compress(self, x: Tensor) -> Compressed:
         """Keep the largest entries of a tensor of shape (n,)."""
         indices = largest_coordinates(x, coordinates_sent(self.ratio, x.numel()))
-        return Compressed((x[indices], indices.to(torch.int32)))
+        return Compressed((x.index_select(0, indices), indices.to(torch.int32)))
 
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
         """Add ``weight`` times the kept entries to ``y``."""
@@ -144,7 +144,7 @@ class RandomK(Compression):
         """Keep random entries of a tensor of shape (n,)."""
         drawn = draw_coordinates(x.numel(), coordinates_sent(self.ratio, x.numel()), self._generator)
         indices = drawn.sort().values.to(x.device)
-        return Compressed((x[indices],), agreed=indices)
+        return Compressed((x.index_select(0, indices),), agreed=indices)
 
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
         """Add ``weight`` times the kept entries to ``y``."""

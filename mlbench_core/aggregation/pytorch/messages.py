@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ __all__ = [
     "as_bytes",
     "as_real",
     "by_dtype_and_device",
+    "compare",
     "divide",
     "fill",
     "from_bytes",
@@ -88,6 +90,28 @@ def unpack(message: Tensor, tensors: Iterable[Tensor]) -> None:
 def divide(tensor: Tensor, divisor: Denominator) -> Tensor:
     """Divide by a number, or by a tensor with one element on any device, in place."""
     return tensor.div_(divisor.to(tensor.device) if isinstance(divisor, Tensor) else divisor)
+
+
+def compare(x: Tensor, op: Literal["less", "greater", "greater_equal"], value: float) -> Tensor:
+    """Compare each element with a number; on a CPU, NumPy is three times as fast as torch.
+
+    Args:
+        x: A tensor.
+        op: The name of the comparison in NumPy and in torch. It is false for nan.
+        value: The number.
+
+    Returns:
+        The shape of ``x``, bool.
+
+    Example:
+        >>> compare(torch.tensor([1.0, 0.0, -1.0]), "greater_equal", 0)
+        tensor([ True,  True, False])
+    """
+    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
+        with np.errstate(invalid="ignore"):
+            return torch.from_numpy(getattr(np, op)(x.detach().numpy(), value))
+    result: Tensor = getattr(torch, op)(x, value)
+    return result
 
 
 def in_blocks(flat: Tensor) -> tuple[Tensor, ...]:

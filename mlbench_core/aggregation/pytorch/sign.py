@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,7 +14,15 @@ from torch import Tensor
 from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
-from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, fill, from_bytes, in_blocks
+from mlbench_core.aggregation.pytorch.messages import (
+    KeptMemory,
+    as_bytes,
+    compare,
+    divide,
+    fill,
+    from_bytes,
+    in_blocks,
+)
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
 from mlbench_core.distributed.pytorch import process_groups
 
@@ -86,8 +95,8 @@ class SignAggregation(CompressedAggregation):
         self._votes_held[first_name] = step + 1
         # Zeros count as positive in one step and as negative in the next. Even ranks begin with positive, odd ranks
         # with negative.
-        is_positive = torch.ge if (step + process_groups.rank(self.group)) % 2 == 0 else torch.gt
-        ballots = self._gather(pack_signs(tensors.values(), is_positive))
+        zero_is_positive = (step + process_groups.rank(self.group)) % 2 == 0
+        ballots = self._gather(pack_signs(tensors.values(), zero_is_positive))
 
         def majority(first: int, start: int, stop: int) -> Tensor:
             # int16 takes a quarter of the memory of int64. The counts are doubled, which fits for 16,383 workers.
@@ -156,33 +165,56 @@ class EFSignAggregation(CompressedAggregation):
 
     def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
         # The error memory is changed in place: it holds p first, and then the new e.
-        p = [recall(self._memory, name, tensor).add_(tensor) for name, tensor in tensors.items()]
-        # Block by block, so that the absolute values stay in the CPU's cache.
-        sums = [torch.stack([part.abs().sum() for part in in_blocks(p_n.view(-1))]).sum() for p_n in p]
-        scales = torch.stack([size / p_n.numel() for size, p_n in zip(sums, p, strict=True)])
+        p = [recall(self._memory, name, tensor) for name, tensor in tensors.items()]
+        scales_of_p, kept = [], KeptMemory()
+
+        def blocks_of_p() -> Iterator[Tensor]:
+            # p, its absolute sum and its signs are computed while a block is in the CPU's cache.
+            for p_n, tensor in zip(p, tensors.values(), strict=True):
+                sums = []
+                for block, part in zip(in_blocks(p_n.view(-1)), in_blocks(tensor.reshape(-1)), strict=True):
+                    block += part
+                    sums.append(torch.abs(block, out=kept.flat("size", len(block), block.dtype, block.device)).sum())
+                    yield block
+                scales_of_p.append(torch.stack(sums).sum() / p_n.numel())
+
         # A zero counts as positive. A tensor of zeros still gives zeros, because its scale is 0.
-        message = as_bytes(scales, pack_signs(p))
+        signs = pack_signs(blocks_of_p())
+        scales = torch.stack(scales_of_p)
+        message = as_bytes(scales, signs)
         for p_n, scale in zip(p, scales, strict=True):
             for part in in_blocks(p_n.view(-1)):
-                part -= scaled_signs(part >= 0, scale)  # now e
+                # Zeros are positive here as well: a sum that started from +0 is never -0.
+                part -= torch.copysign(scale, part, out=kept.flat("size", len(part), part.dtype, part.device))  # now e
         # On a GPU, reading the flag would make the host wait, so there the values are always replaced.
         if scales.is_cuda or not scales.isfinite().all():
             torch_private.foreach_copy_(p, [p_n.nan_to_num(nan=0, posinf=0, neginf=0) for p_n in p])
         messages = self._gather(message)
         # One row per tensor, and one column per worker.
         their_scales = torch.stack([from_bytes(m, 0, len(p), scales.dtype) for m in messages], dim=1)
+        signs_of_bytes = scaled_signs(unpack_bits(_all_bytes(scales.device), 8 * 256), scales.new_ones(())).view(256, 8)
 
-        def average(first: int, scales_n: Tensor, start: int, stop: int) -> Tensor:
-            total = torch.zeros(stop - start, dtype=scales.dtype, device=scales.device)
+        def average(first: int, tables: Tensor, start: int, stop: int) -> Tensor:
+            first_byte, end = (first + start) // 8, (first + stop + 7) // 8
+            total = kept.flat("total", stop - start, scales.dtype, scales.device).zero_()
+            rows = kept.flat("rows", 8 * (end - first_byte), scales.dtype, scales.device)
             # All workers add in the same order, because sums in different orders differ in their last bits.
-            for signs, scale in zip(messages[:, scales.nbytes :], scales_n, strict=True):
-                total += scaled_signs(unpack_part(signs, first + start, first + stop), scale)
+            for table, message in zip(tables, messages, strict=True):
+                packed = message[scales.nbytes + first_byte : scales.nbytes + end]
+                torch.index_select(table, 0, packed.int(), out=rows.view(-1, 8))
+                total += rows[first + start - 8 * first_byte :][: stop - start]
             return divide(total, divisor)
 
         first = 0
         for tensor, scales_n in zip(tensors.values(), their_scales, strict=True):
-            fill(tensor, partial(average, first, scales_n))
+            # For each worker, the eight scaled signs that each value of a byte represents.
+            fill(tensor, partial(average, first, scales_n[:, None, None] * signs_of_bytes))
             first += tensor.numel()
+
+
+def _all_bytes(device: torch.device) -> Tensor:
+    """Return all values of a byte."""
+    return torch.arange(256, dtype=torch.uint8, device=device)
 
 
 def scaled_signs(positive: Tensor, scale: Tensor) -> Tensor:
@@ -228,7 +260,7 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
     return unpack_with_torch(packed, count)
 
 
-def pack_signs(tensors: Iterable[Tensor], is_positive: Callable[[Tensor, int], Tensor] = torch.ge) -> Tensor:
+def pack_signs(tensors: Iterable[Tensor], zero_is_positive: bool = True) -> Tensor:
     """Return the result of :func:`pack_bits` for the signs of tensors, one after another.
 
     On a CPU, the booleans, one byte each, stay in the cache. A GPU packs all tensors at once, because packing takes
@@ -236,7 +268,7 @@ def pack_signs(tensors: Iterable[Tensor], is_positive: Callable[[Tensor, int], T
 
     Args:
         tensors: At least one; each is read in its logical order.
-        is_positive: Compares a tensor with 0.
+        zero_is_positive: If True, a zero counts as positive, otherwise as negative. nan is negative.
 
     Returns:
         Shape (ceil(n / 8),) for n elements in all, uint8, on the same device.
@@ -245,13 +277,16 @@ def pack_signs(tensors: Iterable[Tensor], is_positive: Callable[[Tensor, int], T
         >>> pack_signs([torch.tensor([1.0, -1.0]), torch.tensor([2.0])])
         tensor([160], dtype=torch.uint8)
     """
-    tensors = [*tensors]
-    if tensors[0].device.type != "cpu":
-        return pack_bits(torch.cat([is_positive(tensor.reshape(-1), 0) for tensor in tensors]))
+    op: Literal["greater_equal", "greater"] = "greater_equal" if zero_is_positive else "greater"
+    iterator = iter(tensors)
+    first = next(iterator)
+    tensors = chain([first], iterator)
+    if first.device.type != "cpu":
+        return pack_bits(torch.cat([compare(tensor.reshape(-1), op, 0) for tensor in tensors]))
     packed, held = [], None
     for tensor in tensors:
         for block in in_blocks(tensor.reshape(-1)):
-            signs = is_positive(block, 0)
+            signs = compare(block, op, 0)
             # Signs that do not fill a byte wait for those of the next block.
             signs = signs if held is None else torch.cat([held, signs])
             whole = len(signs) // 8 * 8

@@ -131,8 +131,8 @@ class CompressedOptimizer(Optimizer):
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Compute the tensor that this worker hands to the aggregation for a parameter; the next step may reuse it."""
 
-    def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        r"""Return the direction of :class:`torch.optim.SGD`, whose step is the learning rate times it.
+    def _direction(self, parameter: Tensor, group: dict[str, Any], factor: float = 1.0) -> Tensor:
+        r"""Return a factor times the direction of :class:`torch.optim.SGD`, whose step is the learning rate times it.
 
         With gradient :math:`g`, weight decay :math:`\lambda`, momentum :math:`\mu`, dampening :math:`\tau`,
 
@@ -149,8 +149,9 @@ class CompressedOptimizer(Optimizer):
         g = parameter.grad
         if group["weight_decay"]:
             g = torch.add(g, parameter, alpha=group["weight_decay"], out=direction)
+        # The factor rides with the copy, because another pass over the memory takes as long as the copy.
         if not group["momentum"]:
-            return direction.copy_(g)
+            return torch.mul(g, factor, out=direction)
         state = self.state[parameter]
         b = state.get("momentum_buffer")
         if b is None:
@@ -158,8 +159,8 @@ class CompressedOptimizer(Optimizer):
         else:
             b.mul_(group["momentum"]).add_(g, alpha=1 - group["dampening"])
         if group["nesterov"]:
-            return torch.add(g, b, alpha=group["momentum"], out=direction)
-        return direction.copy_(b)
+            return torch.add(g, b, alpha=group["momentum"], out=direction).mul_(factor)
+        return torch.mul(b, factor, out=direction)
 
     def _rate(self, group: dict[str, Any]) -> float:
         """Return the factor of the aggregated tensors; 1 if they are steps already."""
@@ -423,7 +424,7 @@ class EFSignSGD(_OneBitSGD):
 
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         # The rate goes into the memory, so that a later rate does not rescale errors of earlier steps.
-        return self._direction(parameter, group).mul_(group["lr"])
+        return self._direction(parameter, group, group["lr"])
 
 
 class SparsifiedSGD(CompressedOptimizer):
@@ -470,6 +471,8 @@ class SparsifiedSGD(CompressedOptimizer):
     References:
         Stich, Cordonnier, Jaggi: Sparsified SGD with Memory. arXiv:1809.07599
     """
+
+    aggregation: SparsifiedAggregation
 
     def __init__(
         self,
@@ -529,7 +532,16 @@ class SparsifiedSGD(CompressedOptimizer):
         """
 
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        return self._direction(parameter, group).mul_(group["lr"])
+        return self._direction(parameter, group, group["lr"])
+
+    def _update(self, name: str, parameter: Tensor, agreed: Tensor, group: dict[str, Any]) -> None:
+        changed = self.aggregation.changed(name)
+        if changed is None or not (parameter.is_contiguous() and agreed.is_contiguous()):
+            super()._update(name, parameter, agreed, group)
+            return
+        # Several workers may have sent a coordinate. Each writes the same result.
+        x, steps = parameter.view(-1), agreed.view(-1).index_select(0, changed)
+        x.index_copy_(0, changed, x.index_select(0, changed).sub_(steps))
 
     def _before_step(self) -> None:
         """Add the parameters before a step to the averages."""
