@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +101,21 @@ def test_packages_load_their_modules_on_first_use() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def modules_with_examples() -> list[str]:
+    root = Path(mlbench_core.__file__).parent
+    paths = [path for path in sorted(root.rglob("*.py")) if "tensorflow" in path.parts and ">>> " in path.read_text()]
+    return [".".join(["mlbench_core", *path.relative_to(root).with_suffix("").parts]) for path in paths]
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_examples(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_the_script_of_the_page_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(mlbench_core.__file__).parents[1] / "docs" / "howto" / "tensorflow.md").read_text(encoding="utf-8")
+    ((code, shown),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
+    exec(compile(code, "tensorflow.md", "exec"), {"__name__": "page"})
+    assert capsys.readouterr().out == shown
