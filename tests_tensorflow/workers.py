@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from mlbench_core.controlflow.run_results import RunResults
+from mlbench_core.controlflow.run_results import RunFolder
 from mlbench_core.distributed.environment import detect_environment
 from mlbench_core.distributed.tensorflow.mirrored import MirroredWorkers
 from mlbench_core.results.configuration import Configuration
@@ -22,7 +22,7 @@ if __name__ == "__main__":
     # Each worker has a folder of its own, as on hosts without a shared one.
     folder = Path(sys.argv[1], str(workers.rank))
     with (
-        RunResults(folder, Configuration(workers=workers.size), "7", workers.rank, workers=workers) as results,
+        RunFolder(folder, Configuration(workers=workers.size), "7", workers.rank, workers=workers) as results,
         Tracker([], "7", workers.rank, sinks=[results.sink]) as tracker,
     ):
         tracker.batch_start()

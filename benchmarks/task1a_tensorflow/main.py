@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from mlbench_core.controlflow.run_results import RunResults, task_configuration, task_environment
+from mlbench_core.controlflow.run_results import RunFolder, task_configuration, task_environment
 from mlbench_core.controlflow.task_arguments import count, task_main
 from mlbench_core.controlflow.validation_stats import record_validation_stats
 from mlbench_core.dataset.imagerecognition.arrays import ArrayBatches, cifar10_arrays, digits_arrays, mnist_arrays
@@ -222,7 +222,7 @@ def run(
         BASE_LR, BASE_LR * workers.size, math.log2(workers.size), len(batches),
         factor=0.5, patience=1, threshold=0.01, min_lr=BASE_LR,
     )  # fmt: skip
-    results = RunResults(
+    results = RunFolder(
         Path(output_dir),
         dataclasses.replace(configuration, algorithm="tensorflow_mirrored"),
         run_id,

@@ -33,7 +33,7 @@ from mlbench_core.results.summary import goal_message
 from mlbench_core.tasks import TASKS
 from mlbench_core.tracking.goal import describe_goal
 
-__all__ = ["RunResults", "Workers", "task_configuration", "task_environment"]
+__all__ = ["RunFolder", "Workers", "task_configuration", "task_environment"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Workers:
         return content
 
 
-class RunResults:
+class RunFolder:
     """The result folder of a run; every worker makes one at the same time, after the workers are connected.
 
     Pass :attr:`sink` to the tracker. Use it as a context manager around the tracker: at its end the result is written,
@@ -135,7 +135,7 @@ class RunResults:
             path.replace(path.with_name(f"earlier-{path.name}"))
         self.sink = LinesSink(path, rank, run_id, configuration.to_dict())
 
-    def __enter__(self) -> RunResults:
+    def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 
 from mlbench_core.addresses import is_loopback
-from mlbench_core.distributed.environment import Place
+from mlbench_core.distributed import environment
 from mlbench_core.errors import WorkerError
 
 __all__ = ["worker_addresses"]
@@ -33,7 +33,7 @@ _MOST_ADDRESS_BYTES = 512
 
 
 @contextlib.contextmanager
-def worker_addresses(place: Place, timeout_s: float) -> Iterator[list[str]]:
+def worker_addresses(place: environment.Place, timeout_s: float) -> Iterator[list[str]]:
     """Exchange the addresses of all workers; each calls it at the same time.
 
     Args:
@@ -48,7 +48,7 @@ def worker_addresses(place: Place, timeout_s: float) -> Iterator[list[str]]:
         WorkerError: A worker did not arrive in time, or two workers have the same rank.
 
     Example:
-        >>> with worker_addresses(Place(rank=0, world_size=1), timeout_s=1) as addresses:
+        >>> with worker_addresses(environment.Place(rank=0, world_size=1), timeout_s=1) as addresses:
         ...     addresses[0].partition(":")[0]
         '127.0.0.1'
     """
@@ -65,7 +65,7 @@ def worker_addresses(place: Place, timeout_s: float) -> Iterator[list[str]]:
             yield _ask(place, host, port, timeout_s)
 
 
-def _collect(place: Place, host: str, port: int, timeout_s: float) -> list[str]:
+def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -> list[str]:
     """Wait for the line of every other rank, and send the list to all of them."""
     deadline = time.monotonic() + timeout_s
     found = {0: _join(host, port)}
@@ -113,7 +113,7 @@ def _read_line(connection: socket.socket, world_size: int) -> tuple[int, int] | 
     return rank, port
 
 
-def _ask(place: Place, host: str, port: int, timeout_s: float) -> list[str]:
+def _ask(place: environment.Place, host: str, port: int, timeout_s: float) -> list[str]:
     """Send this worker's port to rank 0, and wait for the list."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -49,7 +49,7 @@ class _ProcessGroup(run_results.Workers):
         return bytes(received)
 
 
-class RunResults(run_results.RunResults):
+class RunResults(run_results.RunFolder):
     """The result folder of a run; every worker makes one at the same time, after the process group exists.
 
     Pass :attr:`sink` to the tracker. Use it as a context manager around the tracker: at its end the result is written,

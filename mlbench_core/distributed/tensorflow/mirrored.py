@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from mlbench_core.distributed.environment import Place
+from mlbench_core.distributed import environment
 from mlbench_core.distributed.worker_addresses import worker_addresses
 from mlbench_core.errors import WorkerError
 
@@ -41,12 +41,12 @@ class MirroredWorkers:
         WorkerError: A worker did not arrive in time. Each message raises it too if a worker was lost.
 
     Example:
-        >>> workers = MirroredWorkers(Place(rank=0, world_size=1), timeout_s=10)
+        >>> workers = MirroredWorkers(environment.Place(rank=0, world_size=1), timeout_s=10)
         >>> workers.sum([1, 2])
         [1, 2]
     """
 
-    def __init__(self, place: Place, timeout_s: float) -> None:
+    def __init__(self, place: environment.Place, timeout_s: float) -> None:
         self.rank, self.size = place.rank, place.world_size
         options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=timeout_s)
         if self.size == 1:

@@ -81,7 +81,7 @@ class PlateauWithWarmup:
         ...         schedule.batch_step()
         ...     schedule.step(loss)
         >>> rates
-        [0.02, 0.03, 0.04, 0.04, 0.04, 0.04, 0.04, 0.04, 0.02, 0.02]
+        [0.02, 0.03, 0.04, 0.04, 0.04, 0.04, 0.02, 0.02, 0.02, 0.02]
     """
 
     def __init__(
