@@ -114,4 +114,7 @@ def _lost_workers() -> Iterator[None]:
     try:
         yield
     except (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError) as error:
-        raise WorkerError(f"another worker was lost: {' '.join(error.message.split())[:500]}") from error
+        # The message of TensorFlow contains a traceback of the graph, so it stays in the cause.
+        raise WorkerError(
+            "another worker was lost during a message of TensorFlow: read the log of the worker that ended first"
+        ) from error
