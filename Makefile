@@ -4,12 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test lint types docs wheel release cuda gpu micro clean help
+.PHONY: demo test test-tensorflow lint types docs wheel release cuda gpu micro clean help
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    install, then train ResNet-20 on handwritten digits with 1 and 2 workers and draw the result"
 	@echo "make test    install with [dev], then ruff, mypy and all tests"
+	@echo "make test-tensorflow   the tests of the TensorFlow modules, in an environment of their own, .venv-tensorflow"
 	@echo "make docs    build the documentation into docs/_build/html"
 	@echo "make micro   run the timings under benchmarks/micro"
 	@echo "make wheel   build dist/*.whl"
@@ -51,6 +52,18 @@ test: lint types
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PAIRED)
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(PAIRED))
 
+# TensorFlow has an environment of its own, so that the library's own one stays small. torch is there to be compared with.
+TF_VENV = .venv-tensorflow
+TF_PIP  = $(TF_VENV)/bin/python -m pip --disable-pip-version-check
+$(TF_VENV)/.installed: pyproject.toml setup.py requirements/development.txt
+	$(PYTHON) -m venv $(TF_VENV)
+	$(TF_PIP) install --quiet -c requirements/development.txt torch
+	$(TF_PIP) install --quiet -c requirements/development.txt -e '.[tensorflow]' 'pytest>=8.0' 'pytest-timeout>=2.3'
+	touch $@
+
+test-tensorflow: $(TF_VENV)/.installed
+	$(TF_VENV)/bin/python -m pytest tests_tensorflow
+
 docs: $(VENV)/.installed
 	$(PIP) install --quiet -c requirements/development.txt -e '.[docs]'
 	$(BIN)/python -m sphinx -W --keep-going -t sources -b html docs docs/_build/html
@@ -78,4 +91,4 @@ gpu:
 	  $(if $(DATA),--data '$(DATA)') $(if $(ONLY),--only $(ONLY))
 
 clean:
-	rm -rf $(VENV) build dist docs/_build demo-results *.egg-info mlbench_core/ops/pytorch/lib
+	rm -rf $(VENV) $(TF_VENV) build dist docs/_build demo-results *.egg-info mlbench_core/ops/pytorch/lib

@@ -48,6 +48,8 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_default_options = {"show-inheritance": True, "no-value": True}
 autosummary_generate = False
+# The documentation is built without TensorFlow, which needs an environment of its own.
+autodoc_mock_imports = ["tensorflow"]
 exclude_patterns = ["_build"]
 napoleon_use_ivar = True
 

@@ -1,7 +1,7 @@
 """MLBench: reference components for benchmarking distributed machine learning.
 
-Importing this package is fast: it loads a subpackage on first use (:pep:`562`), and torch only with a ``pytorch``
-subpackage.
+Importing this package is fast: it loads a subpackage on first use (:pep:`562`), torch only with a ``pytorch``
+subpackage, and TensorFlow only with a ``tensorflow`` one.
 
 Example:
     >>> import mlbench_core
@@ -11,7 +11,6 @@ Example:
 
 from __future__ import annotations
 
-from mlbench_core import _tensorflow
 from mlbench_core._lazy import lazy_subpackages
 
 __version__ = "4.0.0.dev0"
@@ -41,9 +40,6 @@ __all__ = ["__version__", *_SUBPACKAGES]
 
 
 __getattr__ = lazy_subpackages(__name__, *_SUBPACKAGES)
-
-# An import of a removed tensorflow module then fails with the reason.
-_tensorflow.install()
 
 
 # Otherwise dir() and completion would miss the subpackages that are not loaded yet.

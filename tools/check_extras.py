@@ -27,6 +27,7 @@ CHECKS = {
     "text": "import pyarrow, sacrebleu, sacremoses, tokenizers",
     "spacy": "import spacy; assert len(spacy.blank('en')('two words')) == 2",
     "linear": "import lmdb; from sklearn.datasets import load_svmlight_file",
+    "tensorflow": "import mlbench_core.models.tensorflow.resnet_model, mlbench_core.controlflow.tensorflow",
     "mpi": "import mpi4py",
     "master": "from mlbench_master.app import create_app; import mlbench_master.server",
     "postgres": "import psycopg",

@@ -22,8 +22,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from mlbench_core import _torchvision
+from mlbench_core.dataset.imagerecognition.published import CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD
 from mlbench_core.dataset.imagerecognition.pytorch import CIFAR10V1, Augmentation, ImageBatches, ImageDataset
-from mlbench_core.dataset.imagerecognition.pytorch.dataloader import CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD
 
 PLAIN, OURS = "torchvision transforms, DataLoader", "CIFAR10V1, ImageBatches"
 SUBJECT = Subject(

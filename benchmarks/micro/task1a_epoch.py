@@ -86,8 +86,8 @@ def make_task(
     from torch import channels_last, contiguous_format, nn
 
     from mlbench_core.controlflow.pytorch import train_round
+    from mlbench_core.dataset.imagerecognition.published import CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD
     from mlbench_core.dataset.imagerecognition.pytorch import Augmentation, ImageBatches, ImageDataset
-    from mlbench_core.dataset.imagerecognition.pytorch.dataloader import CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD
     from mlbench_core.dataset.pytorch import partition_dataset_by_rank
     from mlbench_core.distributed.pytorch.memory import keep_freed_memory
     from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy

@@ -2,4 +2,4 @@
 
 from mlbench_core._lazy import lazy_subpackages
 
-__getattr__ = lazy_subpackages(__name__, "pytorch", "task_arguments")
+__getattr__ = lazy_subpackages(__name__, "pytorch", "run_results", "task_arguments", "tensorflow", "validation_stats")

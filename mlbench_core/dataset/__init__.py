@@ -10,6 +10,7 @@ __getattr__ = lazy_subpackages(
     "linearmodels",
     "local_files",
     "nlp",
+    "parts",
     "preparation",
     "pytorch",
     "registry",

@@ -1,7 +1,7 @@
 """Describe the machine, the software and the settings of a run, for ``environment.json`` and ``mlbench env``.
 
 Nothing here raises an exception because something cannot be read: the value is then None. Secrets are left out or
-replaced by ``***``. torch is described only if the process has imported it; this module does not import it.
+replaced by ``***``. torch and TensorFlow are described only if the process has imported them; this module does not.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "describe_gpus",
     "describe_packages",
     "describe_system",
+    "describe_tensorflow",
     "describe_torch",
     "driver_version",
     "machine_of",
@@ -57,6 +58,7 @@ _VARIABLE_PREFIXES = (
     "OMP_",
     "OPENBLAS_",
     "PYTORCH_",
+    "TF_",
     "TORCHDYNAMO_",
     "TORCHINDUCTOR_",
     "TORCH_",
@@ -116,6 +118,7 @@ def describe_environment(
         * ``system``: See :func:`describe_system`.
         * ``gpus``, ``driver``: See :func:`describe_gpus` and :func:`driver_version`.
         * ``torch``: See :func:`describe_torch`.
+        * ``tensorflow``: See :func:`describe_tensorflow`; missing without it.
         * ``packages``: All installed distributions with their versions.
         * ``checkouts``: Commit and local changes of ``program`` and of ``mlbench_core``, see
           :func:`~mlbench_core.results.checkout.describe_checkout`.
@@ -140,6 +143,7 @@ def describe_environment(
         "gpus": describe_gpus(),
         "driver": driver_version(),
         "torch": describe_torch(),
+        **({} if (tensorflow := describe_tensorflow()) is None else {"tensorflow": tensorflow}),
         "packages": describe_packages(),
         "checkouts": {
             "program": None if program is None else describe_checkout(program, accept_new=True),
@@ -232,6 +236,21 @@ def describe_torch() -> dict[str, Any] | None:
     }
 
 
+def describe_tensorflow() -> dict[str, Any] | None:
+    """Describe the TensorFlow that this process has imported; None if it has not.
+
+    Returns:
+        ``version`` and ``threads``, the threads of an operator; 0 means as many as the machine has cores.
+    """
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is None:
+        return None
+    return {
+        "version": _read(lambda: str(tensorflow.__version__)),
+        "threads": _read(lambda: int(tensorflow.config.threading.get_intra_op_parallelism_threads())),
+    }
+
+
 def describe_gpus() -> list[dict[str, Any]]:
     """Describe the GPUs that this process can use.
 
@@ -300,12 +319,13 @@ def software_of(environment: Mapping[str, Any]) -> dict[str, Any]:
         environment: The result of :func:`describe_environment`, or of reading ``environment.json``.
 
     Returns:
-        ``mlbench_core``, ``python``, ``torch``, ``os``, ``nccl`` and ``driver``, then ``commit`` and
-        ``difference_sha256``. These two are those of the program's checkout, or of the checkout of ``mlbench_core`` if
-        the program has none. If the checkouts differ, the version of ``mlbench_core`` ends with its own commit and
-        difference: ``4.0+g0123.d4567``.
+        ``mlbench_core``, ``python``, ``torch``, ``tensorflow`` (only if the run used it), ``os``, ``nccl`` and
+        ``driver``, then ``commit`` and ``difference_sha256``. These two are those of the program's checkout, or of the
+        checkout of ``mlbench_core`` if the program has none. If the checkouts differ, the version of ``mlbench_core``
+        ends with its own commit and difference: ``4.0+g0123.d4567``.
     """
     system, torch = environment.get("system") or {}, environment.get("torch") or {}
+    tensorflow = environment.get("tensorflow")
     checkouts = environment.get("checkouts") or {}
     library = checkouts.get("mlbench_core") or {}
     program = checkouts.get("program") or library
@@ -318,6 +338,7 @@ def software_of(environment: Mapping[str, Any]) -> dict[str, Any]:
         "mlbench_core": version,
         "python": system.get("python"),
         "torch": torch.get("version"),
+        **({"tensorflow": tensorflow.get("version")} if tensorflow else {}),
         "os": system.get("os"),
         "nccl": torch.get("nccl"),
         "driver": environment.get("driver"),

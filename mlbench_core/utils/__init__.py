@@ -17,4 +17,6 @@ from mlbench_core.tracking import Tracker
 
 __all__ = ["AverageMeter", "LogMetrics", "Tracker"]
 
-__getattr__ = lazy_subpackages(__name__, "emulated_network", "log_metrics", "pytorch", "task_args", "tracker")
+__getattr__ = lazy_subpackages(
+    __name__, "emulated_network", "log_metrics", "pytorch", "task_args", "tensorflow", "tracker"
+)

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 from mlbench_core import _torchvision
-from mlbench_core.dataset.imagerecognition.pytorch import dataloader
+from mlbench_core.dataset.imagerecognition import published
 
 if __name__ == "__main__":
     _torchvision.load("datasets")
     sys.argv = sys.argv[1:]
     folder = Path(sys.argv[sys.argv.index("--data") + 1])
     for file in folder.glob("MNIST/raw/*"):
-        dataloader.MNIST_MD5[file.name] = hashlib.md5(file.read_bytes()).hexdigest()
+        published.MNIST_MD5[file.name] = hashlib.md5(file.read_bytes()).hexdigest()
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -6,12 +6,12 @@ The library checks the number of images and the checksums of CIFAR-10, and the s
 import runpy
 import sys
 
-from mlbench_core.dataset.imagerecognition.pytorch import dataloader
+from mlbench_core.dataset.imagerecognition import published
 
 CIFAR10_RECORDS = 40
 
 if __name__ == "__main__":
-    dataloader._CIFAR10_RECORDS = CIFAR10_RECORDS
-    dataloader.CIFAR10_MD5 = {}
+    published._CIFAR10_RECORDS = CIFAR10_RECORDS
+    published.CIFAR10_MD5 = {}
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

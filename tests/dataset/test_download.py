@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from mlbench_core.dataset import download
+from mlbench_core.dataset.imagerecognition import published
 from mlbench_core.errors import DatasetError, DownloadError
 
 BODY = bytes(range(256)) * 2000  # 512,000 bytes
@@ -383,10 +384,10 @@ def test_cifar_downloads_what_is_missing_once(server: Server, tmp_path: Path, mo
     record = bytes([3]) + bytes(range(256)) * 12
     names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
     server.body = tar_of(*((member(f"cifar-10-batches-bin/{name}.bin"), record * 2) for name in names))
-    monkeypatch.setattr(dataloader, "CIFAR10_URL", server.url)
-    monkeypatch.setattr(dataloader, "CIFAR10_ARCHIVE_MD5", hashlib.md5(server.body).hexdigest())
-    monkeypatch.setattr(dataloader, "_CIFAR10_RECORDS", 2)
-    monkeypatch.setattr(dataloader, "CIFAR10_MD5", {})
+    monkeypatch.setattr(published, "CIFAR10_URL", server.url)
+    monkeypatch.setattr(published, "CIFAR10_ARCHIVE_MD5", hashlib.md5(server.body).hexdigest())
+    monkeypatch.setattr(published, "_CIFAR10_RECORDS", 2)
+    monkeypatch.setattr(published, "CIFAR10_MD5", {})
     root = tmp_path / "data"
     for _ in range(2):
         assert len(dataloader.CIFAR10V1(root, download=True)) == 10
@@ -396,14 +397,14 @@ def test_cifar_downloads_what_is_missing_once(server: Server, tmp_path: Path, mo
 
 def test_a_wrong_cifar_archive_is_refused(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataloader = pytest.importorskip("mlbench_core.dataset.imagerecognition.pytorch.dataloader", exc_type=ImportError)
-    monkeypatch.setattr(dataloader, "CIFAR10_URL", server.url)
+    monkeypatch.setattr(published, "CIFAR10_URL", server.url)
     with pytest.raises(DownloadError, match="must be c32a1d4ab5d03f1284b67883e8d87530"):
         dataloader.CIFAR10V1(tmp_path, download=True)
 
 
 def test_mnist_downloads_and_checks(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataloader = pytest.importorskip("mlbench_core.dataset.imagerecognition.pytorch.dataloader", exc_type=ImportError)
-    monkeypatch.setattr(dataloader, "MNIST_URL", server.url + "/")
+    monkeypatch.setattr(published, "MNIST_URL", server.url + "/")
     with pytest.raises(DownloadError, match="must be 9fb629c4189551a2d022fa330f9573f3"):
         dataloader.MNIST(tmp_path, train=False, download=True)
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from mlbench_core import _torchvision
+from mlbench_core.dataset.imagerecognition import published
 from mlbench_core.dataset.imagerecognition.pytorch import (
     CIFAR10V1,
     MNIST,
@@ -25,7 +26,6 @@ from mlbench_core.dataset.imagerecognition.pytorch import (
     ImageBatches,
     ImageDataset,
     Imagenet,
-    dataloader,
 )
 from mlbench_core.dataset.imagerecognition.pytorch.augment import (
     Draws,
@@ -419,8 +419,8 @@ def test_bad_batches(arguments: dict, error: type[Exception], message: str) -> N
 @pytest.fixture
 def small_cifar(monkeypatch: pytest.MonkeyPatch) -> int:
     """Batches of 20 images instead of 10,000, with checksums nobody knows."""
-    monkeypatch.setattr(dataloader, "_CIFAR10_RECORDS", 20)
-    monkeypatch.setattr(dataloader, "CIFAR10_MD5", {})
+    monkeypatch.setattr(published, "_CIFAR10_RECORDS", 20)
+    monkeypatch.setattr(published, "CIFAR10_MD5", {})
     return 20
 
 
@@ -506,7 +506,7 @@ def test_cifar_checks_known_checksums(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "test_batch.bin").write_bytes(content)
     with pytest.raises(DatasetError, match=r"test_batch.bin is damaged: .* must be 803d5f7f4d78ea53de84dbe85f74fb6d"):
         CIFAR10V1(tmp_path, train=False)
-    monkeypatch.setitem(dataloader.CIFAR10_MD5, "test_batch.bin", hashlib.md5(content).hexdigest())
+    monkeypatch.setitem(published.CIFAR10_MD5, "test_batch.bin", hashlib.md5(content).hexdigest())
     with pytest.raises(DatasetError, match="must have 10000 images, not 20"):
         CIFAR10V1(tmp_path, train=False)
 
@@ -601,7 +601,7 @@ def test_missing_mnist(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_idx(content: bytes, message: str) -> None:
-    from mlbench_core.dataset.imagerecognition.pytorch.readers import parse_idx
+    from mlbench_core.dataset.imagerecognition.readers import parse_idx
 
     with pytest.raises(DatasetError, match=message):
         parse_idx(Path("labels"), content, 1)

@@ -23,6 +23,7 @@ from mlbench_core.results.environment import (
     describe_gpus,
     describe_packages,
     describe_system,
+    describe_tensorflow,
     describe_torch,
     driver_version,
     machine_of,
@@ -184,6 +185,17 @@ def test_torch_is_described_if_it_is_imported(patch: pytest.MonkeyPatch) -> None
     assert describe_torch() is None
     assert describe_gpus() == [{"name": "GPU 0", "memory_bytes": 7, "capability": "8.6"}]
     assert driver_version() == "1.2"
+
+
+def test_tensorflow_is_described_only_if_it_is_imported(patch: pytest.MonkeyPatch, no_packages: None) -> None:
+    patch.delitem(sys.modules, "tensorflow", raising=False)
+    assert "tensorflow" not in describe_environment()
+    assert "tensorflow" not in software_of(describe_environment())
+    threading = SimpleNamespace(get_intra_op_parallelism_threads=lambda: 2)
+    loaded = SimpleNamespace(__version__="2.21", config=SimpleNamespace(threading=threading))
+    patch.setitem(sys.modules, "tensorflow", loaded)  # type: ignore[arg-type]
+    assert describe_tensorflow() == {"version": "2.21", "threads": 2}
+    assert software_of(describe_environment())["tensorflow"] == "2.21"
 
 
 def test_no_secret_gets_into_the_description(patch: pytest.MonkeyPatch, no_packages: None) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mlbench_core import __version__
 from mlbench_core.controlflow.pytorch.batches import DTYPES, batch_size, iterate_dataloader, prepare_batch
+from mlbench_core.controlflow.validation_stats import record_validation_stats
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
 from mlbench_core.models.pytorch.modes import evaluation_mode
@@ -349,42 +350,3 @@ def _validation_round_of_run(
     )
     record_validation_stats(values, loss, tracker, rank)
     return values, loss
-
-
-def record_validation_stats(
-    metrics_values: Mapping[MLBenchMetric, float] | None,
-    loss: float | Tensor,
-    tracker: Tracker | None = None,
-    rank: int = 0,
-) -> bool:
-    """Record the result of a validation round, and return True if it is the best so far.
-
-    Every worker records ``val_loss``, ``val_global_loss``, ``val_<metric>`` and ``val_global_<metric>``. The values are
-    those of all workers, so only rank 0 sends them to the master. The goal of the tracker receives each value. The
-    tracker also receives the primary metric, to find the best epoch.
-
-    Args:
-        metrics_values: The first result of :func:`validation_round`; may be empty or None.
-        loss: The second result of :func:`validation_round`.
-        tracker: The tracker to record with; None records nothing.
-        rank: This worker's rank.
-
-    Returns:
-        True if the primary metric is better than in all validations before; False without a tracker or that metric.
-    """
-    if tracker is None:
-        return False
-    tracker.validation()
-    for name in ("loss", "global_loss"):
-        tracker.record_stat(name, float(loss), log_to_api=rank == 0)
-    primary = tracker.primary_metric
-    has_primary = False
-    for metric, value in (metrics_values or {}).items():
-        # The best value is updated before the statistic is recorded, because a goal may read it.
-        if primary is not None and metric.name == primary.name:
-            tracker.update_primary_metric(value)
-            has_primary = True
-        for name in (metric.name, f"global_{metric.name}"):
-            tracker.record_stat(name, value, log_to_api=rank == 0)
-    logger.info("rank %d: %s", rank, tracker)
-    return bool(has_primary and tracker.is_best())

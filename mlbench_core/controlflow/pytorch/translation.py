@@ -233,7 +233,7 @@ def translation_round(
 
     Returns:
         The values of the metrics and the mean loss per token, both of all workers. Pass them to
-        :func:`~mlbench_core.controlflow.pytorch.controlflow.record_validation_stats`.
+        :func:`~mlbench_core.controlflow.validation_stats.record_validation_stats`.
     """
     loss_sum: float | Tensor = 0.0
     tokens = 0

@@ -18,6 +18,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from mlbench_core.arguments import check_int, check_positive, check_rank
+from mlbench_core.dataset.parts import part_sizes, sample_order, stratified_split, uniform_part
 from mlbench_core.errors import ConfigurationError
 
 __all__ = [
@@ -137,7 +138,7 @@ class DataPartitioner(Partitioner):
         whole = abs(total - 1) <= 1e-6
         ends = np.cumsum(np.asarray(sizes, dtype=np.float64)) / (total if whole else 1.0)
         bounds = [0, *(round(float(end) * count) for end in ends)]
-        order = _order(count, shuffle, seed)
+        order = sample_order(count, shuffle, seed)
         self.partitions = [order[start:stop] for start, stop in itertools.pairwise(bounds)]
 
     def use(self, partition_ind: int) -> Partition:
@@ -222,10 +223,9 @@ def partition_dataset_by_rank(
     check_int("seed", seed, 0)
     count = len(dataset)
     # Sizes depend on the length alone, so every worker computes all of them without communication.
-    sizes = [count // world_size + (worker < count % world_size) for worker in range(world_size)]
+    sizes = part_sizes(count, world_size)
     if distribution == "uniform":
-        start = sum(sizes[:rank])
-        mine = _order(count, shuffle, seed)[start : start + sizes[rank]]
+        mine = uniform_part(count, rank, world_size, shuffle=shuffle, seed=seed)
     else:
         classes = _classes(dataset, labels)
         generator = np.random.default_rng(seed)
@@ -273,45 +273,6 @@ def parse_partition(text: str) -> dict[str, Any]:
         "partition must be uniform, dirichlet:ALPHA with a finite ALPHA above 0, or label_skew:N with a whole number N "
         f"of at least 1, not {text!r}: write for example dirichlet:0.1"
     )
-
-
-def stratified_split(
-    labels: Sequence[Any] | np.ndarray, held_out: float = 0.2, *, seed: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
-    """Hold out the same fraction of each class for validation, for data sets without a test part.
-
-    The split depends on the seed alone, so it is the same in every worker and every run.
-
-    Args:
-        labels: Class of each sample.
-        held_out: Fraction of each class to hold out, above 0 and below 1; rounded to whole samples.
-        seed: Seed of the draw, at least 0.
-
-    Returns:
-        Positions for training and for validation, both in increasing order.
-
-    Raises:
-        ValueError: ``held_out`` is not between 0 and 1.
-
-    Example:
-        >>> training, validation = stratified_split([0] * 5 + [1] * 10)
-        >>> len(training), len(validation), int((validation < 5).sum())
-        (12, 3, 1)
-    """
-    if not 0 < held_out < 1:
-        raise ValueError(f"held_out must be a fraction above 0 and below 1, not {held_out}")
-    generator = np.random.default_rng(seed)
-    classes = np.asarray(labels)
-    is_validation = np.zeros(len(classes), dtype=bool)
-    for label in np.unique(classes):
-        members = generator.permutation(np.flatnonzero(classes == label))
-        is_validation[members[: round(len(members) * held_out)]] = True
-    return np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
-
-
-def _order(count: int, shuffle: bool, seed: int) -> np.ndarray:
-    """Return the samples in the order in which workers receive them."""
-    return np.random.default_rng(seed).permutation(count) if shuffle else np.arange(count)
 
 
 def _classes(dataset: Any, labels: Sequence[int] | None) -> np.ndarray:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +13,22 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mlbench_core.arguments import check_at_least
-from mlbench_core.dataset.download import maybe_download_and_extract_tar_gz, progress_download
-from mlbench_core.dataset.imagerecognition.pytorch import readers
+from mlbench_core.dataset.imagerecognition.published import (
+    CIFAR10_CLASSES,
+    CIFAR10_MEAN,
+    CIFAR10_STD,
+    MNIST_MEAN,
+    MNIST_STD,
+    read_cifar10,
+    read_digits,
+    read_mnist,
+)
 from mlbench_core.dataset.imagerecognition.pytorch.augment import Augmentation
 from mlbench_core.dataset.imagerecognition.pytorch.images import ImageDataset
-from mlbench_core.dataset.local_files import find_file
-from mlbench_core.dataset.pytorch import stratified_split
-from mlbench_core.dataset.registry import (
-    CIFAR10_ARCHIVE_MD5,
-    CIFAR10_BATCHES,
-    CIFAR10_FOLDERS,
-    CIFAR10_MD5,
-    CIFAR10_URL,
-    MNIST_ARCHIVE_MD5,
-    MNIST_FOLDERS,
-    MNIST_MD5,
-    MNIST_URL,
-)
-from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
+from mlbench_core.dataset.parts import stratified_split
+from mlbench_core.errors import DatasetError, DatasetNotFoundError
 
 __all__ = ["CIFAR10V1", "MNIST", "Digits", "Imagenet"]
-
-CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)  # of the 50,000 training images
-CIFAR10_STD = (0.2470, 0.2435, 0.2616)
-_CIFAR10_RECORDS = 10_000
-
-MNIST_MEAN, MNIST_STD = 0.1307, 0.3081  # of the 60,000 training images, 28x28
 
 
 class CIFAR10V1(ImageDataset):
@@ -86,59 +73,15 @@ class CIFAR10V1(ImageDataset):
     ) -> None:
         self.root = Path(root)
         self.train = train
-        names = CIFAR10_BATCHES[:-1] if train else CIFAR10_BATCHES[-1:]
-        # Do not use the network if all files exist.
-        if download and any(_find_cifar_batch(self.root, name, False) is None for name in names):
-            archive = CIFAR10_URL.rsplit("/", 1)[1]
-            maybe_download_and_extract_tar_gz(self.root, archive, CIFAR10_URL, md5=CIFAR10_ARCHIVE_MD5)
-        paths = _cifar_files(self.root, names, partial)
-        parts = [_read_cifar_batch(path) for path in paths]
+        images, labels = read_cifar10(root, train, download, partial)
         super().__init__(
-            torch.cat([images for images, _ in parts]),
-            torch.cat([labels for _, labels in parts]),
+            torch.from_numpy(images),
+            torch.from_numpy(labels),
             CIFAR10_CLASSES,
             CIFAR10_MEAN,
             CIFAR10_STD,
             Augmentation(padding=4, flip=True) if (train if augment is None else augment) else None,
         )
-
-
-def _find_cifar_batch(root: Path, name: str, partial: bool) -> Path | None:
-    """Return the path of a batch, in either version."""
-    names = [f"{name}.bin", name]
-    if partial and name == "test_batch":
-        names.append("test_batch_first1000.bin")
-    return find_file([root / folder for folder in CIFAR10_FOLDERS], names)
-
-
-def _cifar_files(root: Path, names: Sequence[str], partial: bool) -> list[Path]:
-    """Return the files of a split, after a check that all exist."""
-    advice = f"pass download=True, or unpack {CIFAR10_URL} there"
-    if not root.is_dir():
-        raise DatasetNotFoundError(f"no CIFAR-10 here: the folder {root} does not exist; {advice}")
-    found = {name: _find_cifar_batch(root, name, partial) for name in names}
-    paths = [path for path in found.values() if path is not None]
-    missing = ", ".join(name for name, path in found.items() if path is None)
-    if not paths:
-        raise DatasetNotFoundError(
-            f"no CIFAR-10 in {root}: missing {missing} (also as .bin, .bin.xz, .bin.gz); {advice}"
-        )
-    if missing and not partial:
-        raise DatasetError(f"CIFAR-10 in {root} is not complete: missing {missing}; {advice}, or pass partial=True")
-    return paths
-
-
-def _read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
-    """Read and check one file."""
-    name = path.name.removesuffix(".xz").removesuffix(".gz")
-    content = readers.read_bytes(path, CIFAR10_MD5.get(name))
-    parse = readers.parse_cifar_binary if name.endswith(".bin") else readers.parse_cifar_python
-    images, labels = parse(path, content)
-    # The number of records also detects truncation of a file without a published checksum.
-    expected = 1_000 if "first1000" in name else _CIFAR10_RECORDS
-    if len(images) != expected:
-        raise DatasetError(f"{path} is damaged: it must have {expected} images, not {len(images)}")
-    return images, labels
 
 
 class MNIST(ImageDataset):
@@ -181,44 +124,15 @@ class MNIST(ImageDataset):
             raise ValueError(f"channels must be 1 or 3, not {channels}")
         self.root = Path(root)
         self.train = train
-        split = "train" if train else "t10k"
-        gray = _read_idx(self.root, f"{split}-images-idx3-ubyte", 3, download)
-        labels = _read_idx(self.root, f"{split}-labels-idx1-ubyte", 1, download)
+        gray, labels = read_mnist(root, train, download)
         super().__init__(
-            F.pad(gray[:, None], (pad,) * 4).expand(-1, channels, -1, -1).contiguous(),
-            labels,
+            F.pad(torch.from_numpy(gray)[:, None], (pad,) * 4).expand(-1, channels, -1, -1).contiguous(),
+            torch.from_numpy(labels),
             [str(digit) for digit in range(10)],
             (MNIST_MEAN,) * channels,
             (MNIST_STD,) * channels,
             Augmentation(padding=4, flip=False) if (train if augment is None else augment) else None,
         )
-
-
-def _read_idx(root: Path, name: str, dimensions: int, download: bool) -> Tensor:
-    """Read one of MNIST's files; download it if requested."""
-    folders = [root / folder for folder in MNIST_FOLDERS]
-    path = find_file(folders, [name])
-    if path is None and download:
-        path = progress_download(f"{MNIST_URL}{name}.gz", root / f"{name}.gz", md5=MNIST_ARCHIVE_MD5[name])
-    if path is None:
-        raise DatasetNotFoundError(
-            f"no MNIST in {root}: missing {name} (also as .gz); pass download=True, or get it from {MNIST_URL}{name}.gz"
-        )
-    return readers.parse_idx(path, readers.read_bytes(path, MNIST_MD5[name]), dimensions)
-
-
-def _read_digits() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return scikit-learn's digits and their labels, if possible without its import, which takes a second."""
-    spec = importlib.util.find_spec("sklearn")
-    if spec is not None and spec.origin is not None:
-        path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
-        if path.is_file():
-            table = np.loadtxt(path, delimiter=",")
-            return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(int)
-    # Another version may keep the file elsewhere.
-    source: Any = require("sklearn.datasets", "vision")
-    digits = source.load_digits()
-    return digits.images, digits.target
 
 
 class Digits(ImageDataset):
@@ -253,7 +167,7 @@ class Digits(ImageDataset):
             raise ValueError(f"channels must be 1 or 3, not {channels}")
         if size < 8:
             raise ValueError(f"size must be at least 8, the size of the digits themselves, not {size}")
-        gray, labels = _read_digits()
+        gray, labels = read_digits()
         self.train = train
         small = torch.from_numpy(gray).float()[:, None] / 16  # gray levels from 0 to 16
         large = F.interpolate(small, size=(size, size), mode="bilinear", align_corners=False)

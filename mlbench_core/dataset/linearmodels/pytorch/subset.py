@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from mlbench_core.dataset.libsvm_names import KNOWN
 from mlbench_core.dataset.linearmodels.pytorch.dataloader import LMDBDataset
-from mlbench_core.dataset.pytorch.partition import stratified_split
+from mlbench_core.dataset.parts import stratified_split
 from mlbench_core.errors import DatasetNotFoundError
 
 __all__ = ["RowSubset", "train_and_validation"]
@@ -91,7 +91,7 @@ def train_and_validation(
     """Return the rows for training and the rows for validation.
 
     The rows for validation are the data set's test part. If the data set has none, they are a fifth of each class of
-    the training part, the same in every run (:func:`~mlbench_core.dataset.pytorch.stratified_split`).
+    the training part, the same in every run (:func:`~mlbench_core.dataset.parts.stratified_split`).
 
     Args:
         name: Name of the data set: one of :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`, or the name of a

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from mlbench_core import files
 from mlbench_core.dataset.local_files import open_file
@@ -44,7 +42,7 @@ def read_bytes(path: Path, md5: str | None = None) -> bytes:
     return content
 
 
-def parse_cifar_binary(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
+def parse_cifar_binary(path: Path, content: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Parse CIFAR-10's "binary version": records of one label byte and three planes of 32x32 bytes.
 
     Args:
@@ -65,7 +63,7 @@ def parse_cifar_binary(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
     return _images(path, records[:, 1:], records[:, 0])
 
 
-def parse_cifar_python(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
+def parse_cifar_python(path: Path, content: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Parse CIFAR-10's "python version": a pickle of a dictionary with an array and a list.
 
     An unpickler reads the pickle that allows only plain containers, numbers, text and numpy arrays. It refuses every
@@ -96,7 +94,7 @@ def parse_cifar_python(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
     return _images(path, rows, labels)
 
 
-def _images(path: Path, rows: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
+def _images(path: Path, rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Convert rows of bytes to images."""
     if not len(labels):
         raise DatasetError(f"{path} is damaged: it has no images")
@@ -105,9 +103,9 @@ def _images(path: Path, rows: np.ndarray, labels: np.ndarray) -> tuple[Tensor, T
     if labels.min() < 0 or labels.max() > 9:
         wrong = labels[(labels < 0) | (labels > 9)][0]
         raise DatasetError(f"{path} is damaged: a label is {wrong}, but classes go from 0 to 9")
-    # Copy the rows, because torch must not write to memory that belongs to an immutable bytes object.
-    images = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1, 3, 32, 32).copy())
-    return images, torch.from_numpy(labels.astype(np.int64))
+    # Copy the rows, because a framework must not write to memory that belongs to an immutable bytes object.
+    images = np.ascontiguousarray(rows).reshape(-1, 3, 32, 32).copy()
+    return images, labels.astype(np.int64)
 
 
 def _encode(text: str, encoding: str) -> bytes:
@@ -132,7 +130,7 @@ class _ArrayUnpickler(pickle.Unpickler):
         return allowed[module, name]
 
 
-def parse_idx(path: Path, content: bytes, dimensions: int) -> Tensor:
+def parse_idx(path: Path, content: bytes, dimensions: int) -> np.ndarray:
     """Parse MNIST's idx format: big-endian sizes, then bytes.
 
     Args:
@@ -141,7 +139,7 @@ def parse_idx(path: Path, content: bytes, dimensions: int) -> Tensor:
         dimensions: Required number of dimensions: 3 for images, 1 for labels.
 
     Returns:
-        uint8 tensor with the sizes given in the file.
+        uint8 array with the sizes given in the file.
 
     Raises:
         DatasetError: The file is not in this format, or its length does not match its sizes.
@@ -153,4 +151,4 @@ def parse_idx(path: Path, content: bytes, dimensions: int) -> Tensor:
     # A truncated download has a correct header but too few bytes.
     if len(content) - start != int(np.prod(shape)):
         raise DatasetError(f"{path} is damaged: {len(content) - start} bytes for the sizes {shape}")
-    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape).copy())
+    return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape).copy()

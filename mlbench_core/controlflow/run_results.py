@@ -1,0 +1,261 @@
+"""Write the result folder of a run, together with all of its workers. This module imports no framework.
+
+Each worker writes its raw lines to a file of its own. At the end rank 0 joins them and writes the result. Workers on
+hosts that do not share the folder with rank 0 send their lines to it::
+
+    rank 0: prepare the folder, put a mark into it    other ranks: is the mark there?
+                                ... training ...
+    all: write the last line; ranks that did not see the mark send their file; rank 0 joins the files
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mlbench_core.client.log_metrics import LogMetrics
+from mlbench_core.errors import ConfigurationError, MLBenchError
+from mlbench_core.files import lock
+from mlbench_core.results.configuration import Configuration
+from mlbench_core.results.environment import describe_environment
+from mlbench_core.results.folder import finish_folder, lines_path, prepare_folder, write_environment
+from mlbench_core.results.lines import LinesSink
+from mlbench_core.results.summary import goal_message
+from mlbench_core.tasks import TASKS
+from mlbench_core.tracking.goal import describe_goal
+
+__all__ = ["RunFolder", "Workers", "task_configuration", "task_environment"]
+
+logger = logging.getLogger(__name__)
+
+# Arguments that are not settings of the training, or have a field of their own in the configuration.
+_NOT_OPTIONS = frozenset(
+    (
+        *("run_id", "root_dataset", "root_checkpoint", "root_output", "data", "rank", "hosts", "timeout", "resume"),
+        *("checkpoint", "validation_only", "gpu", "backend", "light_target", "seed", "dataset", "preset", "optimizer"),
+        # The goal of the configuration has it.
+        "goal_after",
+        "sink",
+    )
+)
+# Options that the closed division leaves free. They decide how numbers are computed and sent, when a run ends, and on
+# which further data it is evaluated.
+_FREE_OPTIONS = frozenset(
+    (
+        *("overlap", "shared_memory", "compile", "channels_last", "precision", "autocast", "bf16"),
+        *("epochs", "past_goal", "full_train"),
+    )
+)
+
+_FLUSH_TIMEOUT_S = 5.0
+
+
+class Workers:
+    """What a result folder needs of a framework: messages between the workers. This class is a worker alone."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of workers."""
+        return 1
+
+    def sum(self, numbers: Sequence[int]) -> list[int]:
+        """Return the sums over all workers, one for each of the numbers; every worker calls it."""
+        return list(numbers)
+
+    def broadcast(self, content: bytes, sender: int) -> bytes:
+        """Return the content that the sender passed; every worker calls it, the others with any content."""
+        return content
+
+
+class RunFolder:
+    """The result folder of a run; every worker makes one at the same time, after the workers are connected.
+
+    Pass :attr:`sink` to the tracker. Use it as a context manager around the tracker: at its end the result is written,
+    also after an exception. For workers of PyTorch, use
+    :class:`mlbench_core.controlflow.pytorch.run_results.RunResults`, which needs no ``workers``.
+
+    Args:
+        folder: The result folder. Files of an earlier run in it are moved to ``earlier-1`` and so on.
+        configuration: The program of the run and its settings.
+        run_id: Id of the run.
+        rank: Rank of this worker.
+        environment: Content of ``environment.json``, see
+            :func:`~mlbench_core.results.environment.describe_environment`; used on rank 0.
+        resume: True to continue the run in this folder.
+        workers: Messages between the workers; None for a worker alone.
+
+    Raises:
+        ConfigurationError: Another run writes to this folder at the moment, or it cannot be written to.
+
+    Attributes:
+        sink: Writes the raw lines of this worker.
+        result: On rank 0, the content of ``result.json`` after the end; None before and on other ranks.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        configuration: Configuration,
+        run_id: str,
+        rank: int = 0,
+        *,
+        environment: Mapping[str, Any] | None = None,
+        resume: bool = False,
+        workers: Workers | None = None,
+    ) -> None:
+        self.folder = folder
+        self.result: dict[str, Any] | None = None
+        self._run_id = run_id
+        self._rank = rank
+        self._workers = workers or Workers()
+        self._claimed = contextlib.ExitStack()
+        if rank == 0:
+            try:
+                self._claim()
+                prepare_folder(folder, resume=resume)
+                write_environment(folder, environment or {})
+            except OSError as error:
+                raise ConfigurationError(
+                    f"the result folder must be on a disk with space and be writable, but {folder} is not "
+                    f"({error.strerror or error}): choose another --root-output"
+                ) from error
+        self._sharing = self._who_shares_the_folder()
+        path = lines_path(folder, rank)
+        if not self._sharing[rank] and not resume and path.exists():
+            # Left by a killed run. Only this worker's file is moved, because others of this host write now, too.
+            path.replace(path.with_name(f"earlier-{path.name}"))
+        self.sink = LinesSink(path, rank, run_id, configuration.to_dict())
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        reason = None if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+        try:
+            self.sink.finish("finished" if error is None else "failed", reason)
+            # After an error other workers may be gone, so nothing is received from them.
+            if error is None:
+                self._bring_lines()
+            if self._rank == 0:
+                self.result = finish_folder(self.folder)
+        # An error here, such as a full disk, must not hide how the training itself ended.
+        except (OSError, ValueError, RuntimeError, MLBenchError) as problem:
+            logger.error("the result in %s is incomplete: %s: %s", self.folder, type(problem).__name__, problem)
+        finally:
+            self._claimed.close()
+        if self.result is not None:
+            log = (self._run_id, 0, self.result["epochs"])
+            if self.result["goal"] is not None:
+                # The tracker sent the goal with the times of rank 0; this one has those of the slowest worker.
+                LogMetrics.log(*log, "goal", json.dumps(goal_message(self.result)))
+            LogMetrics.log(*log, "result", json.dumps(self.result))
+            LogMetrics.flush(_FLUSH_TIMEOUT_S)
+
+    def _claim(self) -> None:
+        """Keep other runs out of the folder until this one ends: the lines of two runs must not be mixed."""
+        try:
+            self._claimed.enter_context(lock(self.folder / ".lock", wait=False))
+        except TimeoutError as error:
+            raise ConfigurationError(
+                f"the result folder must belong to one run at a time, and another run is writing to {self.folder}: "
+                "give another --run_id, or wait until it has ended"
+            ) from error
+        except NotImplementedError:
+            logger.debug("%s is on a file system without locks", self.folder)
+
+    def _who_shares_the_folder(self) -> list[bool]:
+        """Return for each rank if its folder is that of rank 0; all workers get the same answer."""
+        if self._workers.size == 1:
+            return [True] * (self._rank + 1)
+        name = f".shared-{os.urandom(8).hex()}"
+        if self._rank == 0:
+            mark = self.folder / name
+            mark.touch()
+        name = self._workers.broadcast(name.encode(), 0).decode()
+        seen = [0] * self._workers.size
+        seen[self._rank] = int((self.folder / name).exists())
+        seen = self._workers.sum(seen)
+        if self._rank == 0:
+            mark.unlink()
+        return [bool(shares) for shares in seen]
+
+    def _bring_lines(self) -> None:
+        """Copy the raw lines of workers on other hosts to rank 0; after the call every worker's file is there."""
+        if self._workers.size == 1:
+            return
+        # Rank 0 must not join the files before every worker has written its last line.
+        self._workers.sum([0])
+        for sender, shares in enumerate(self._sharing):
+            if shares:
+                continue
+            path = lines_path(self.folder, sender)
+            kept, content = path.with_name(f"sent-{path.name}"), b""
+            if self._rank == sender:
+                content = zlib.compress(path.read_bytes())
+                # Out of the way before rank 0 writes its copy: if the folders are the same after all, because a network
+                # file system showed the mark too late, the copy must not be removed below.
+                path.replace(kept)
+            content = self._workers.broadcast(content, sender)
+            if self._rank == 0:
+                path.write_bytes(zlib.decompress(content))
+            elif self._rank == sender:
+                kept.unlink()
+
+
+def task_environment(args: argparse.Namespace, dataset_dir: str) -> dict[str, Any]:
+    """Return the content of ``environment.json`` for a task with this command line.
+
+    Args:
+        args: The command line, as :func:`~mlbench_core.controlflow.task_arguments.task_main` read it.
+        dataset_dir: Folder of the data, unless the command line names another one.
+    """
+    seed = getattr(args, "seed", None)
+    folder = Path(getattr(args, "data", None) or dataset_dir)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    seeds = {} if seed is None else {"seed": seed}
+    return describe_environment(seeds=seeds, data_files=files, program=Path(sys.argv[0]))
+
+
+def task_configuration(
+    args: argparse.Namespace, uid: str, workers: int, backend: str, goal: Any, threads: int
+) -> Configuration:
+    """Return the configuration of a task with this command line.
+
+    Args:
+        args: The command line, as :func:`~mlbench_core.controlflow.task_arguments.task_main` read it.
+        uid: The task's name in paths, such as ``"task1a"``.
+        workers: Number of workers.
+        backend: Communication backend.
+        goal: The goal of the run; None if it has none.
+        threads: Threads of each worker.
+    """
+    task = TASKS.get(uid.removeprefix("task"))
+    options = {name: value for name, value in args.options.items() if name not in _NOT_OPTIONS}
+    return Configuration(
+        workers=workers,
+        task=task.key if task else None,
+        program=Path(sys.argv[0]).name or None,
+        dataset=getattr(args, "dataset", None) or (task.dataset if task else None),
+        preset=getattr(args, "preset", None),
+        algorithm=getattr(args, "optimizer", None),
+        options=options,
+        backend=backend,
+        threads=threads,
+        device="cuda" if args.gpu else "cpu",
+        network=os.environ.get("MLBENCH_NETWORK") or None,
+        light=args.light_target,
+        changed=tuple(sorted(set(options) - _FREE_OPTIONS)),
+        goal=None if goal is None else describe_goal(goal),
+        seed=getattr(args, "seed", None),
+    )

@@ -1,0 +1,148 @@
+"""Let each worker learn the address of every other one, for a framework that needs the whole list at its start.
+
+A launcher gives every worker the address of rank 0 only. The workers meet there once::
+
+    rank 0                                   rank r
+    listen on MASTER_ADDR:MASTER_PORT        choose a free port
+    wait for one line of each rank     <---  {"rank": r, "port": p}
+    send the list to all               --->  ["host0:port0", "host1:port1", ...]
+
+Rank 0 takes the host of a worker from its connection. Lines that are not of this form are ignored, because another
+program may connect to the port. This module imports no framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+from mlbench_core.addresses import is_loopback
+from mlbench_core.distributed import environment
+from mlbench_core.errors import WorkerError
+
+__all__ = ["worker_addresses"]
+
+_RETRY_S = 0.1
+# A connection that sends nothing must not keep the others waiting.
+_LINE_TIMEOUT_S = 5.0
+_MOST_LINE_BYTES = 256
+_MOST_ADDRESS_BYTES = 512
+
+
+@contextlib.contextmanager
+def worker_addresses(place: environment.Place, timeout_s: float) -> Iterator[list[str]]:
+    """Exchange the addresses of all workers; each calls it at the same time.
+
+    Args:
+        place: This worker's place. Rank 0 listens on its ``master_address`` and ``master_port``.
+        timeout_s: Seconds to wait for the other workers.
+
+    Yields:
+        ``host:port`` of each worker by rank. Its own port is reserved for this process until the end of the block. A
+        server that reuses addresses, such as that of TensorFlow, can listen on it.
+
+    Raises:
+        WorkerError: A worker did not arrive in time, or two workers have the same rank.
+
+    Example:
+        >>> with worker_addresses(environment.Place(rank=0, world_size=1), timeout_s=1) as addresses:
+        ...     addresses[0].partition(":")[0]
+        '127.0.0.1'
+    """
+    host = place.master_address or "127.0.0.1"
+    with socket.socket(_family(host)) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        port = int(held.getsockname()[1])
+        if place.world_size == 1:
+            yield [_join(host, port)]
+        elif place.rank == 0:
+            yield _collect(place, host, port, timeout_s)
+        else:
+            yield _ask(place, host, port, timeout_s)
+
+
+def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -> list[str]:
+    """Wait for the line of every other rank, and send the list to all of them."""
+    deadline = time.monotonic() + timeout_s
+    found = {0: _join(host, port)}
+    # Others cannot reach a loopback address, and then nobody else needs to.
+    listen = host if is_loopback(host) else ""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server((listen, place.master_port), family=_family(host)))
+        waiting = []
+        while len(found) < place.world_size:
+            server.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                connection, peer = server.accept()
+            except TimeoutError:
+                missing = [str(rank) for rank in range(place.world_size) if rank not in found]
+                raise WorkerError(
+                    f"no message of rank {', '.join(missing)} arrived at {_join(host, place.master_port)} within "
+                    f"{timeout_s:g} s: check that all {place.world_size} workers were started"
+                ) from None
+            stack.enter_context(connection)
+            line = _read_line(connection, place.world_size)
+            if line is None:
+                continue
+            rank, its_port = line
+            if rank in found:
+                raise WorkerError(f"two workers have the rank {rank}: give each of the workers another rank")
+            found[rank] = _join(str(peer[0]), its_port)
+            waiting.append(connection)
+        addresses = [found[rank] for rank in range(place.world_size)]
+        for connection in waiting:
+            connection.sendall(json.dumps(addresses).encode() + b"\n")
+    return addresses
+
+
+def _read_line(connection: socket.socket, world_size: int) -> tuple[int, int] | None:
+    """Return the rank and the port that a worker sent, or None for anything else."""
+    connection.settimeout(_LINE_TIMEOUT_S)
+    try:
+        with connection.makefile("rb") as file:
+            message = json.loads(file.readline(_MOST_LINE_BYTES))
+        rank, port = message["rank"], message["port"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if type(rank) is not int or type(port) is not int or not (0 < rank < world_size and 0 < port < 65536):
+        return None
+    return rank, port
+
+
+def _ask(place: environment.Place, host: str, port: int, timeout_s: float) -> list[str]:
+    """Send this worker's port to rank 0, and wait for the list."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        # Rank 0 may start later than this worker.
+        try:
+            connection = socket.create_connection((host, place.master_port), max(0.001, deadline - time.monotonic()))
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise WorkerError(
+                    f"rank 0 does not listen on {_join(host, place.master_port)} after {timeout_s:g} s "
+                    f"({error.strerror or error}): check that it was started, and MASTER_ADDR and MASTER_PORT"
+                ) from None
+            time.sleep(_RETRY_S)
+    with connection, connection.makefile("rb") as file:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            connection.sendall(json.dumps({"rank": place.rank, "port": port}).encode() + b"\n")
+            addresses = json.loads(file.readline(_MOST_ADDRESS_BYTES * place.world_size))
+        except (OSError, ValueError):
+            raise WorkerError(
+                f"rank 0 at {_join(host, place.master_port)} sent no list of workers: read the error of rank 0"
+            ) from None
+    return [str(address) for address in addresses]
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,1 @@
+"""Tests of the TensorFlow modules, which `make test-tensorflow` runs in an environment of their own."""
