@@ -5,9 +5,9 @@ A folder of images is one of these. They can be read only: nothing is unpacked o
 * One folder for each class, as in ImageNet's training set: ``n01440764/n01440764_10026.JPEG``.
 * ImageNet's validation set as it is published: images without folders, ``ILSVRC2012_val_00000001.JPEG``. Their classes
   are in ``LOC_val_solution.csv``, the file of the competition's data, in the parent of the folder.
-* Uncompressed tar files (shards). A member's class is the content of the member ``NAME.cls``, as in WebDataset; without
-  one the folder in which the member is; without a folder the solution above, or else the name of the tar file. So
-  ImageNet's tar file for each class, ``n01440764.tar``, can be read, too.
+* Uncompressed tar files (shards). A member's class is the content of the member ``NAME.cls``, as in WebDataset. Without
+  one it is the folder of the member in the tar file. Without a folder it is that of the table above, or else the name
+  of the tar file. So ImageNet's tar file for each class, ``n01440764.tar``, can be read, too.
 
 The order is that of the classes, then of the names, so images have the same positions in folders and in tar files.
 
