@@ -61,6 +61,15 @@ def lacks_operators() -> bool:
     return bool(_declared)
 
 
+def decodes_images() -> bool:
+    """Return True if torchvision's compiled decoders of images can be used."""
+    import torch
+
+    load("io")
+    # torch raises an AttributeError for an operator that no library has defined.
+    return hasattr(torch.ops.image, "decode_image")
+
+
 def _declare_operators() -> None:
     """Declare the operators that the failed import asked for."""
     if _declared:

@@ -331,6 +331,21 @@ TASKS: dict[str, Task] = {
             ),
         ),
         Task(
+            key="1b",
+            folder="task1b_resnet50_imagenet",
+            title="Photo classification",
+            model="ResNet-50",
+            data="ImageNet",
+            metric="Prec@1",
+            # The goal is that of MLPerf's former image classification.
+            goal=75.9,
+            light_goal=70.0,
+            max_epochs=90,
+            # Any JPEG images in one folder for each class; set for those of CIFAR-10's test set.
+            stand_ins={"imagenet-small": (50.0, 40.0)},
+            optimizers=("sgd", "lars"),
+        ),
+        Task(
             key="2a",
             folder="task2a_logistic_epsilon",
             title="Logistic regression",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from ddp import ddp_sgd
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Optimizer
 
 from mlbench_core.aggregation.pytorch import (
@@ -36,6 +36,7 @@ from mlbench_core.dataset.pytorch import Partition, parse_partition, partition_d
 from mlbench_core.distributed.pytorch.process_groups import world_size
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.lr_scheduler.pytorch.lr import MultiStepLRLinearWarmUp
+from mlbench_core.models.pytorch.autocast import Float32Output
 from mlbench_core.models.pytorch.batch_norm import convert_batch_norm
 from mlbench_core.models.pytorch.group_norm import convert_to_group_norm
 from mlbench_core.optim.pytorch import FP16Optimizer, GenericCentralizedOptimizer, MuonAdamW, get_optimizer
@@ -337,27 +338,6 @@ def make_optimizer(model: nn.Module, lr: float, args: argparse.Namespace, gpu: b
     # SGD updates the float32 master weights, which are then copied to the half-precision model.
     optimizer.set_optimizer(SGD([optimizer.fp32_params], lr=lr, **NESTEROV))
     return optimizer
-
-
-class Float32Output(nn.Module):
-    """A network with outputs in float32 for the loss, independent of the type in which it computes.
-
-    Args:
-        network: The network.
-        autocast: The dtype for ``torch.autocast``; None for none.
-    """
-
-    def __init__(self, network: nn.Module, autocast: torch.dtype | None) -> None:
-        super().__init__()
-        self.network = network
-        self.autocast = autocast
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return the class scores of images."""
-        if self.autocast is None:
-            return self.network(images).float()
-        with torch.autocast(images.device.type, dtype=self.autocast):
-            return self.network(images).float()
 
 
 def in_precision(network: nn.Module, args: argparse.Namespace) -> nn.Module:

@@ -211,7 +211,7 @@ class DatasetRecord:
         """Return the keys of the tasks that have a goal on this data set.
 
         Example:
-            >>> get_dataset("multi30k").tasks, get_dataset("imagenet").tasks
+            >>> get_dataset("multi30k").tasks, get_dataset("duke").tasks
             (('4a', '4b'), ())
         """
         return tuple(task.key for task in TASKS.values() if self.name in task.datasets)

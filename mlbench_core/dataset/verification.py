@@ -138,11 +138,13 @@ def _check_scikit_learn() -> FileStatus:
 
 
 def _check_classes(folder: Path) -> FileStatus:
-    """Check that a folder has one folder for each class; no checksums are known for its images."""
+    """Check that a folder has one folder for each class, or tar files; no checksums are known for its images."""
     classes = sum(path.is_dir() for path in folder.iterdir()) if folder.is_dir() else 0
-    if not classes:
-        return FileStatus(folder, "missing", "must have one folder of images for each class")
-    return FileStatus(folder, "ok", f"{classes} classes; images are not checked")
+    archives = [*folder.glob("*.tar"), *folder.parent.glob(f"{folder.name}*.tar")]
+    if not classes and not archives:
+        return FileStatus(folder, "missing", "must have one folder of images for each class, or tar files")
+    found = f"{len(archives)} tar files" if archives else f"{classes} classes"
+    return FileStatus(folder, "ok", f"{found}; images are not checked")
 
 
 def _count_bytes(path: Path) -> int:

@@ -28,8 +28,8 @@ key                              value
 The end of a validation is the time of its last record. It began earlier by the time of validation that the run counted,
 or, if that is not known, with the last record of training.
 
-The names of MLPerf's own benchmarks are not used, because its current suite has none of the tasks. Tasks 4a and 4b have
-the model, the data and the target of its former ``gnmt`` and ``transformer``, but not their rules.
+The names of MLPerf's own benchmarks are not used, because its current suite has none of the tasks. Tasks 1b, 4a and 4b
+have the model, the data and the target of its former ``resnet``, ``gnmt`` and ``transformer``, but not their rules.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _OPTIONS = {
 }
 # In these tasks every batch of a worker has --batch-size samples, and every batch is an update. In others it is an
 # upper bound, or several batches are one update.
-_FIXED_BATCH_TASKS = ("1a", "3a")
+_FIXED_BATCH_TASKS = ("1a", "1b", "3a")
 
 
 def mlperf_lines(

@@ -289,6 +289,11 @@ def test_data_sets_without_a_download(call: Call, tmp_path: Path) -> None:
     for part in ("train", "val"):
         (tmp_path / part / "cat").mkdir(parents=True)
     assert call("data", "verify", "imagenet", "--data", str(tmp_path)).stdout.count(": ok (1 classes; ") == 2
+    (tmp_path / "shards").mkdir()
+    for name in ("train-0.tar", "train-1.tar", "val.tar"):
+        (tmp_path / "shards" / name).touch()
+    lines = call("data", "verify", "imagenet", "--data", str(tmp_path / "shards")).stdout.splitlines()
+    assert [line.partition(": ")[2].partition(";")[0] for line in lines] == ["ok (2 tar files", "ok (1 tar files"]
 
 
 def test_an_unknown_name_is_wrong_use(call: Call) -> None:

@@ -194,7 +194,7 @@ def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pyte
         (["demo", "1"], "the task is missing: give --task TASK (see 'mlbench tasks') or --command COMMAND"),
         (["demo", "0", "--task", "1a"], "0 is not in the range"),
         (["demo", "two", "--task", "1a"], "'two' is not a valid integer"),
-        (["demo", "1", "--task", "9z"], "task must be one of 0, 1a, 2a, 3a, 4a, 4b, not '9z'"),
+        (["demo", "1", "--task", "9z"], "task must be one of 0, 1a, 1b, 2a, 3a, 4a, 4b, not '9z'"),
         (["demo", "1", "--task", "1a", "--image", "x"], "--task cannot be given with --image"),
         (["demo", "1", "--image", "x"], "the command of image x is missing: give --command"),
         (["demo", "1", "--task", "1a", "--backend", "pigeon"], "'pigeon' is not one of 'gloo', 'nccl', 'mpi'"),
@@ -330,6 +330,7 @@ def test_wait_hides_the_goal_of_data_it_does_not_know(fake: FakeMaster, call: Ca
     [
         ("1a", "--dataset digits", 95.0),
         ("1a", "--dataset digits --goal-after 60", None),
+        ("1b", "--preset small", 50.0),
         ("3a", "", 70.0),
         ("3a", "--preset full", 70.0),
         ("3a", "--preset=small", 300.0),
