@@ -258,12 +258,12 @@ def test_the_last_entry_of_the_menu_asks_for_image_and_command(
     fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch
 ) -> None:
     patch.setattr(run_module, "_interactive", lambda: True)
-    assert "[6] a command of your own" in call("run", "demo", "1", input="6\n\nsleep 1\n\n").stderr
+    assert "[7] a command of your own" in call("run", "demo", "1", input="7\n\nsleep 1\n\n").stderr
     assert fake.requests[0]["command"] == "sleep 1"
-    call("run", "image", "1", input="6\nme/img:1\npython x.py\n\n")
+    call("run", "image", "1", input="7\nme/img:1\npython x.py\n\n")
     assert fake.requests[1]["custom_image_name"] == "me/img:1"
     assert fake.requests[1]["custom_image_command"] == "python x.py"
-    assert "3a, 4a, 4b, not '7'" in call("run", "more", "1", input="7\n\n", code=2).stderr
+    assert "3a, 4a, 4b, not '8'" in call("run", "more", "1", input="8\n\n", code=2).stderr
 
 
 def test_damaged_memory_counts_as_empty(fake: FakeMaster, call: Call) -> None:

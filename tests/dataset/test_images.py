@@ -560,7 +560,7 @@ def test_real_cifar_test_records() -> None:
 @pytest.mark.parametrize("shape", [(5, 3, 224, 224), (50, 3, 32, 32), (0, 3, 8, 8)])
 def test_normalizing_in_parts_changes_no_bit(shape: tuple[int, ...]) -> None:
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    given = (dataloader.CIFAR10_MEAN, dataloader.CIFAR10_STD)
+    given = (published.CIFAR10_MEAN, published.CIFAR10_STD)
     mean, std = (torch.tensor(values, dtype=torch.float64) for values in given)
     scale, shift = (1 / (255 * std)).float()[:, None, None], (-mean / std).float()[:, None, None]
     for memory_format in (torch.contiguous_format, torch.channels_last):
