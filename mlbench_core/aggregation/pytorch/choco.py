@@ -333,8 +333,11 @@ class ChocoAggregation(DecentralizedAggregation):
             self.compression.add_to(s_i, q_i, -sum(self._weights))
             for w_ij, q_j in zip(self._weights, received, strict=True):
                 self.compression.add_to(s_i, q_j[name], w_ij)
-            # s_i has at least float32, so a half-precision x_i is rounded only once, when the result is copied.
-            fill(x_i, partial(self._moved, x_i.reshape(-1), s_i))
+            if x_i.dtype == s_i.dtype:
+                x_i.add_(s_i.view(x_i.shape), alpha=self.gamma)
+            else:
+                # s_i has at least float32, so a half-precision x_i is rounded only once, when the result is copied.
+                fill(x_i, partial(self._moved, x_i.reshape(-1), s_i))
 
     def _moved(self, x_i: Tensor, s_i: Tensor, start: int, stop: int) -> Tensor:
         """Return a part of a flat tensor after its step toward the neighbors."""

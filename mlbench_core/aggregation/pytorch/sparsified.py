@@ -274,7 +274,7 @@ def largest_coordinates(m: Tensor, k: int) -> Tensor:
     elif missing > 0:
         others = _positions(~is_largest)
         is_largest[others[size[others].topk(missing, sorted=False).indices]] = True
-    return candidates[_positions(is_largest)]
+    return candidates.index_select(0, _positions(is_largest))
 
 
 def _not_below(m: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,7 +283,7 @@ def _not_below(m: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     for block in in_blocks(m):
         size = torch.abs(block, out=kept.flat("size", len(block), m.dtype, m.device))
         found = _positions(~compare(size, "less", limit))
-        sizes.append(size[found])
+        sizes.append(size.index_select(0, found))
         positions.append(found.add_(start))
         start += len(block)
     return torch.cat(positions), torch.cat(sizes)
