@@ -32,7 +32,7 @@ def test_commands_and_options_are_completed_without_loading_commands() -> None:
     loaded = "print('x,', [m for m in ('requests', 'mlbench_core.cli.runs') if m in sys.modules])"
     assert complete("mlbench st", loaded) == ["status", "stop", " []"]
     assert complete("mlbench status --da") == ["--dashboard-url"]
-    assert complete("mlbench run x 1 --task 1") == ["1a"]
+    assert complete("mlbench run x 1 --task 1") == ["1a", "1b"]
     assert complete("mlbench completion ") == ["bash", "zsh", "fish"]
 
 
