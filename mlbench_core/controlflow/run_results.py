@@ -60,7 +60,7 @@ _FLUSH_TIMEOUT_S = 5.0
 
 
 class Workers:
-    """What a result folder needs of a framework: messages between the workers. This class is a worker alone."""
+    """Messages between the workers, which a result folder needs of a framework. This class is a worker alone."""
 
     @property
     def size(self) -> int:

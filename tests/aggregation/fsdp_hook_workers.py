@@ -1,4 +1,4 @@
-"""What the tests of FSDP2's hooks run in each of four workers: two replicas of two shards each."""
+"""Functions that the tests of FSDP2's hooks run in four workers: two replicas of two shards each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where JPEG images are found, in folders and in tar files, and what is refused."""
+"""JPEG images are found in folders and in tar files, and others are refused."""
 
 from __future__ import annotations
 

@@ -102,8 +102,8 @@ class SparsifiedAggregation(CompressedAggregation):
             name: The tensor's name.
 
         Returns:
-            Shape (n,), int64, positions in the flat tensor. One that several workers sent occurs several times. None if
-            there are so many that an update of the whole tensor is faster, or without an aggregation.
+            Shape (n,), int64, positions in the flat tensor. One that several workers sent occurs several times. None
+            before the first aggregation, or if an update of the whole tensor is faster.
         """
         return self._changed.get(name)
 
