@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -122,6 +124,19 @@ def test_alone() -> None:
     assert dict(os.environ) == before
     config_pytorch(seed=0)
     assert torch.equal(drawn, torch.rand(1))
+
+
+def test_an_optimizer_does_not_keep_the_process_group() -> None:
+    script = """
+import weakref, torch, torch.distributed as dist
+from mlbench_core.distributed.pytorch import initialize_backends
+with initialize_backends("gloo", logging_level="ERROR"):
+    group = weakref.ref(dist.group.WORLD)
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+assert group() is None
+"""
+    # A process that has not imported torch._dynamo yet.
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 @pytest.mark.parametrize("hosts", [None, "127.0.0.1"])

@@ -15,6 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Its functions have the default process group as an argument's default, from the moment of the import. torch imports
+# it with the first optimizer. A group that exists by then is never freed, and its threads can abort the process at its
+# end.
+import torch.distributed.nn.functional
+
 from mlbench_core.arguments import check_positive
 from mlbench_core.distributed.environment import (
     ClusterEnvironment,
