@@ -45,11 +45,14 @@ class _Lines(Observer):
         self._points = points
         self._done = done
         self._ended = len(done)
+        self.total = len(points)
         self._pending: Sequence[Point] = ()
         self._left_s: float | None = None
 
     def begin(self, pending: Sequence[Point]) -> None:
         self._pending = pending
+        # Runs can be left out as the sweep goes on.
+        self.total = self._ended + len(pending)
         self._left_s = self._expected_s(pending)
 
     def left(self, elapsed_s: float) -> str:
@@ -68,7 +71,7 @@ class _Lines(Observer):
         else:
             text = f"failed: {ended.reason}"
         self._left_s = self._expected_s(self._pending[1:])
-        remark(f"[{self._ended}/{len(self._points)}] {clean(point.name)}: {clean(text)}{self.left(0)}")
+        remark(f"[{self._ended}/{self.total}] {clean(point.name)}: {clean(text)}{self.left(0)}")
 
     def note(self, text: str) -> None:
         remark(clean(text))
@@ -87,6 +90,7 @@ class _Bar(Observer):
 
     def begin(self, pending: Sequence[Point]) -> None:
         self._lines.begin(pending)
+        self._bar.update(self._task, total=self._lines.total)
 
     def watch(self, point: Point, state: str, seconds: float) -> None:
         elapsed = f" {int(seconds)} s" if state == "started" else f" {state}"

@@ -54,11 +54,12 @@ def sweep(file: Path, output: Path, dry_run: bool, dashboard_url: str | None, as
     Runs that FOLDER already has are not repeated. More algorithms, networks and seeds in FILE only add runs. A run that
     failed is tried again once at the next start.
 
-    A run that exceeds the limit of FILE is stopped, and counts as one that did not reach its goal within it.
+    A run that exceeds the limit of FILE is stopped, and counts as one that did not reach its goal within it. With
+    repeat_stopped = false in FILE, it is not repeated with other seeds.
     """
     described = load_sweep(file)
-    points = described.points()
     folder = SweepFolder(output)
+    points = folder.planned(described)
     done, failures = folder.done(described, points), folder.failures(points)
     pending = _pending(folder, points, done, failures)
     expected = estimate(pending, points, done, described.limit_s)
@@ -73,6 +74,7 @@ def sweep(file: Path, output: Path, dry_run: bool, dashboard_url: str | None, as
         _show_estimate(described, len(points), done, expected)
     with folder.open(file, described.files):
         is_whole = _run(described, folder, points, pending, done, dashboard_url)
+    points = folder.planned(described)
     done, failures = folder.done(described, points), folder.failures(points)
     outcome = _read_outcome(output, described)
     page = _write_page(output, described) if outcome.groups else None

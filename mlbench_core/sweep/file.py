@@ -37,7 +37,7 @@ _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h)")
 _KEYS = (
     *("title", "task", "command", "backend", "arguments", "light", "workers", "networks", "seeds", "limit", "budget"),
-    *("algorithms", "variants", "price"),
+    *("algorithms", "variants", "price", "repeat_stopped"),
 )
 # Options of the script that the sweep gives itself.
 _OWN_OPTIONS = ("--seed", "--light", "--backend", "--run_id")
@@ -71,6 +71,11 @@ class Point:
     seed: int
     request: Mapping[str, Any] = field(compare=False, repr=False)
 
+    @property
+    def case(self) -> tuple[str, int, str | None]:
+        """Return what the runs of all seeds have in common: algorithm, number of workers and network."""
+        return self.algorithm, self.workers, self.network
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -89,6 +94,7 @@ class Sweep:
         light: True to stop at the light goal.
         limit_s: Seconds after which a run is stopped; None for no limit.
         budget_s: Seconds after which no run starts; None for no budget.
+        repeat_stopped: False if a run that was stopped at the limit with the first seed is not repeated with others.
         price: Price of the machines.
         files: The files that it names, by their names in it.
     """
@@ -105,6 +111,7 @@ class Sweep:
     light: bool = False
     limit_s: float | None = None
     budget_s: float | None = None
+    repeat_stopped: bool = True
     price: Pricing = field(default_factory=Pricing)
     files: Mapping[str, Path] = field(default_factory=dict, compare=False)
 
@@ -212,9 +219,6 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
     seeds = content.get("seeds", 1)
     if not _is_count(seeds) or seeds > _MOST_SEEDS:
         raise ValueError(f"seeds must be a whole number from 1 to {_MOST_SEEDS}, not {seeds!r}: give the repeats")
-    light = content.get("light", False)
-    if not isinstance(light, bool):
-        raise ValueError(f"light must be true or false, not {light!r}: remove the quotes")
     files: dict[str, Path] = {}
     return Sweep(
         title=_text(content, "title") if "title" in content else title,
@@ -226,9 +230,10 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
         command=command,
         backend=backend,
         arguments=arguments,
-        light=light,
+        light=_switch(content, "light", default=False),
         limit_s=_seconds(content, "limit"),
         budget_s=_seconds(content, "budget"),
+        repeat_stopped=_switch(content, "repeat_stopped", default=True),
         price=_pricing(content["price"], folder, files) if "price" in content else Pricing(),
         files=files,
     )
@@ -322,6 +327,13 @@ def _workers(value: Any) -> tuple[int, ...]:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _switch(content: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    value = content.get(key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} must be true or false, not {value!r}: remove the quotes")
+    return value
 
 
 def _text(content: Mapping[str, Any], key: str) -> str:

@@ -24,6 +24,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
+from mlbench_core.client.series import FIRST_SEED
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import lock, move_into_place, replacing
 from mlbench_core.sweep.file import FILES, Point, Sweep, copied_name
@@ -118,6 +119,23 @@ class SweepFolder:
     def run_folder(self, point: Point) -> Path:
         """Return the result folder of a run, which may not exist yet."""
         return self.path / RUNS / point.name
+
+    def planned(self, sweep: Sweep) -> list[Point]:
+        """Return the runs of a sweep, without those that are left out because ``repeat_stopped`` is false.
+
+        Args:
+            sweep: The sweep.
+        """
+        points = sweep.points()
+        if sweep.repeat_stopped:
+            return points
+        first = [point for point in points if point.seed == FIRST_SEED]
+        stopped = {point.case for point in first if stopped_at_limit(self.run_folder(point))}
+        return [
+            point
+            for point in points
+            if point.seed == FIRST_SEED or point.case not in stopped or self.run_folder(point).is_dir()
+        ]
 
     def done(self, sweep: Sweep, points: Iterable[Point]) -> dict[str, Done]:
         """Return the runs that have a folder, by name, after a check that they were asked the same as now.

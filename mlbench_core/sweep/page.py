@@ -68,7 +68,7 @@ def write_page(
     sections, captions, written = _figures(outcome, maps, pricing, folder, report)
     rows = table_rows(outcome, pricing)
     words = {"": summary(outcome, maps), **{name: per_network(outcome, name) for name in outcome.networks}}
-    facts = _facts(outcome, pricing, folder)
+    facts = _facts(outcome, pricing, folder, len(sweep.points()) - outcome.planned)
     columns = known_columns(rows)
     copy = folder / _COPY
     source = copy.read_text(encoding="utf-8") if copy.exists() else ""
@@ -96,13 +96,14 @@ def read_outcome(folder: Path, sweep: Sweep, title: str | None = None) -> Outcom
     Raises:
         ConfigurationError: A result folder is damaged, or runs had different goals.
     """
-    points = sweep.points()
+    state = SweepFolder(folder)
+    points = state.planned(sweep)
     records = {point.name: _record(folder / RUNS / point.name, point) for point in points}
     return gather(
         points,
         {name: record for name, record in records.items() if record is not None},
         sweep.networks,
-        failed=set(SweepFolder(folder).failures(points)) - {name for name, found in records.items() if found},
+        failed=set(state.failures(points)) - {name for name, found in records.items() if found},
         title=title or sweep.title,
         limit_s=sweep.limit_s,
     )
@@ -191,14 +192,16 @@ def _makers(
         yield rows(quantity)
 
 
-def _facts(outcome: Outcome, pricing: Pricing, folder: Path) -> dict[str, str]:
+def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> dict[str, str]:
     groups = outcome.groups
     records = [record for group in groups for record in group.records]
     dates = sorted(str(record.started_at)[:10] for record in records if record.started_at)
     hours = sum(_seconds(folder / RUNS / record.name) for record in records) / 3600
     facts = {
         "Runs": f"{outcome.ended} of {outcome.planned} planned; {plural(sum(c.missed for c in outcome.cells), 'run')} "
-        f"missed the goal" + ("" if outcome.limit_s is None else f", limit {duration(outcome.limit_s)}"),
+        f"missed the goal"
+        + ("" if outcome.limit_s is None else f", limit {duration(outcome.limit_s)}")
+        + (f"; {left_out} left out, because the first seed was stopped at the limit" if left_out else ""),
         "Goal": "; ".join(dict.fromkeys(record.goal_text for record in records if record.goal)),
         "Networks": "; ".join(f"{name} ({network})" for name, network in outcome.networks.items()),
         "Machine": "; ".join(dict.fromkeys(filter(None, map(machine_text, groups)))),

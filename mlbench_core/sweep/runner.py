@@ -111,12 +111,14 @@ class Runner:
         """
         started = time.monotonic()
         self._drop_other_run(pending)
-        for position, point in enumerate(pending):
+        while pending:
             budget_s = self._sweep.budget_s
             if budget_s is not None and time.monotonic() - started >= budget_s:
                 return False
-            self._observer.begin(pending[position:])
-            self._observer.end(point, self._run_point(point))
+            self._observer.begin(pending)
+            self._observer.end(pending[0], self._run_point(pending[0]))
+            planned = {point.name for point in self._folder.planned(self._sweep)}
+            pending = [point for point in pending[1:] if point.name in planned]
         return True
 
     def _drop_other_run(self, pending: Sequence[Point]) -> None:

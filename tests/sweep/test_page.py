@@ -21,6 +21,7 @@ from mlbench_core.results.record import RunRecord
 from mlbench_core.sweep import figures as rows_figures
 from mlbench_core.sweep import page
 from mlbench_core.sweep.figure_map import draw_map
+from mlbench_core.sweep.file import Point, Sweep
 from mlbench_core.sweep.html import inline_svg
 from mlbench_core.sweep.outcome import Cell, Outcome, duration, sent_per_worker
 from mlbench_core.sweep.winners import predict_map
@@ -179,6 +180,20 @@ def test_the_page_is_one_file_that_loads_nothing(written: Path) -> None:
     assert {"time_to_goal.png", "map_2.svg", "bytes_to_goal.csv", "best.png", "price.png"} <= {
         path.name for path in written.iterdir()
     }
+
+
+def test_runs_that_are_left_out_are_counted_apart(tmp_path: Path) -> None:
+    def first_of_the_slow(point: Point, sweep: Sweep) -> float | None:
+        time_s = trials.time_of(point, sweep)
+        return None if time_s > 60 and point.seed > 42 else time_s
+
+    sweep = trials.make(tmp_path, FILE + "repeat_stopped = false\n", first_of_the_slow)
+    found = page.read_outcome(tmp_path, sweep)
+    assert (found.ended, found.planned) == (16, 16)
+    late = found.cell("centralized_sgd", "mobile-lte", 2)
+    assert late is not None and (late.runs, late.missed, late.planned) == (1, 1, 1)
+    text = page._facts(found, Pricing(), tmp_path, 2)["Runs"]
+    assert text.startswith("16 of 16 planned; 1 run missed the goal, limit 1 min; 2 left out, because")
 
 
 def test_tables_have_the_runs_and_the_words(written: Path) -> None:

@@ -53,7 +53,7 @@ def start(folder: Path, master: MemoryMaster, sweep: Sweep | None = None) -> End
     sweep, state, ends = sweep or parse_sweep(CONTENT), SweepFolder(folder), Ends()
     source = folder.with_suffix(".toml")
     source.write_text("")
-    points = sweep.points()
+    points = state.planned(sweep)
     done, failures = state.done(sweep, points), state.failures(points)
     pending = [point for point in points if point.name not in done and state.may_try(failures.get(point.name))]
     with state.open(source, {}):
@@ -129,6 +129,19 @@ def test_the_limit_stops_a_run(tmp_path: Path, master: MemoryMaster) -> None:
     ends = start(tmp_path / "out", master, sweep).ends
     assert ends["power-sgd-1-s42"] == Done("limit", 60.0)
     assert start(tmp_path / "out", master, sweep).ends == {}
+
+
+def test_a_stopped_run_is_not_repeated_if_the_file_says_so(tmp_path: Path, master: MemoryMaster) -> None:
+    content = {**CONTENT, "limit": "0.001s", "seeds": 3}
+    master.lasting = {"power-sgd-1-s42", "centralized-sgd-1-s43"}
+    expected = {point.name for point in parse_sweep(content).points()} - {"power-sgd-1-s43", "power-sgd-1-s44"}
+    sweep = parse_sweep({**content, "repeat_stopped": False})
+    ends = start(tmp_path / "out", master, sweep).ends
+    assert set(ends) == expected, "the first seed decides"
+    assert start(tmp_path / "out", master, sweep).ends == {}
+    rest = start(tmp_path / "out", master, parse_sweep(content)).ends
+    assert set(rest) == {"power-sgd-1-s43", "power-sgd-1-s44"}
+    assert len(SweepFolder(tmp_path / "out").planned(sweep)) == 12, "what has run stays"
 
 
 def test_nothing_starts_after_the_budget(tmp_path: Path, master: MemoryMaster) -> None:
