@@ -10,7 +10,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mlbench_core.tasks import Task, find_image, get_task
+from mlbench_core.results.published import number
+from mlbench_core.tasks import Task, find_image, get_task, option_value
 
 __all__ = [
     "GOAL_METRIC",
@@ -39,6 +40,7 @@ class RunPlan(BaseModel):
         metric: Name of the metric of the goal; None if the goal is a plain function, or without a goal.
         threshold: The value that the metric has to reach.
         minimize: True if the metric has to become as small as the threshold, False if as large.
+        budget_s: Training time of a goal that counts the best value within a fixed time; None for another goal.
         max_epochs: Number of epochs after which the run ends without its goal.
     """
 
@@ -47,12 +49,13 @@ class RunPlan(BaseModel):
     metric: str | None = None
     threshold: float | None = None
     minimize: bool | None = None
+    budget_s: Annotated[float, Field(ge=0)] | None = None
     max_epochs: Annotated[int, Field(ge=0, lt=2**53)] | None = None
 
     @property
     def aim(self) -> str:
         """Return the goal as text, as :attr:`RunGoal.aim` does."""
-        return _aim(self.metric, self.threshold, self.minimize)
+        return _aim(self)
 
     @classmethod
     def read(cls, text: str) -> RunPlan:
@@ -70,7 +73,9 @@ class RunGoal(BaseModel):
         metric: Name of the metric of the goal; None if the goal is a plain function.
         threshold: The value that the metric has to reach.
         minimize: True if the metric has to become as small as the threshold, False if as large.
+        budget_s: Training time of a goal that counts the best value within a fixed time; None for another goal.
         reached: True if the run has reached its goal.
+        value: The metric's value at the goal.
         time_to_goal_s: Training time until the goal was reached.
         epochs: Number of epochs that it took.
         phases_s: Training time by phase: compute, communication, metrics, data.
@@ -81,7 +86,9 @@ class RunGoal(BaseModel):
     metric: str | None = None
     threshold: float | None = None
     minimize: bool | None = None
+    budget_s: Annotated[float, Field(ge=0)] | None = None
     reached: bool
+    value: float | None = None
     time_to_goal_s: Annotated[float, Field(ge=0)] | None = None
     epochs: Annotated[int, Field(ge=0, lt=2**53)] | None = None
     # The remainder of rounded times can be a negative number.
@@ -94,8 +101,10 @@ class RunGoal(BaseModel):
         Example:
             >>> RunGoal(metric="val_global_Prec@1", threshold=95, reached=False).aim
             'Prec@1 >= 95'
+            >>> RunGoal(metric="val_global_Prec@1", budget_s=60, reached=False).aim
+            'Prec@1 after 60 s'
         """
-        return _aim(self.metric, self.threshold, self.minimize)
+        return _aim(self)
 
     @property
     def outcome(self) -> str:
@@ -106,20 +115,26 @@ class RunGoal(BaseModel):
             'reached in 407.1 s (3 epochs)'
             >>> RunGoal(reached=False).outcome
             'not reached'
+            >>> RunGoal(reached=True, budget_s=60, value=91.52, time_to_goal_s=63.4, epochs=3).outcome
+            '91.52 after 63.4 s (3 epochs)'
         """
         if not self.reached:
             return "not reached"
-        time = "" if self.time_to_goal_s is None else f" in {self.time_to_goal_s:.1f} s"
+        is_of_time = self.budget_s is not None and self.value is not None
+        text, word = (f"{self.value:.4g}", "after") if is_of_time else ("reached", "in")
+        time = "" if self.time_to_goal_s is None else f" {word} {self.time_to_goal_s:.1f} s"
         unit = "epoch" if self.epochs == 1 else "epochs"
-        return f"reached{time}" + ("" if self.epochs is None else f" ({self.epochs} {unit})")
+        return f"{text}{time}" + ("" if self.epochs is None else f" ({self.epochs} {unit})")
 
 
-def _aim(metric: str | None, threshold: float | None, minimize: bool | None) -> str:
+def _aim(goal: RunPlan | RunGoal) -> str:
     # The prefix says that the value is one of the validation, over the data of all workers.
-    name = (metric or "").removeprefix("val_").removeprefix("global_")
-    if not name or threshold is None:
+    name = (goal.metric or "").removeprefix("val_").removeprefix("global_")
+    if name and goal.budget_s is not None:
+        return f"{name} after {goal.budget_s:g} s"
+    if not name or goal.threshold is None:
         return name
-    return f"{name} {'<=' if minimize else '>='} {threshold:g}"
+    return f"{name} {'<=' if goal.minimize else '>='} {goal.threshold:g}"
 
 
 def read_goal(text: str | bytes | None) -> RunGoal | None:
@@ -185,7 +200,9 @@ def goal_of_task(image: str, command: str, light: bool) -> RunGoal | None:
     if task is None:
         return None
     words = split_command(command)
+    goal = RunGoal(metric=f"val_global_{task.metric}", minimize=task.minimize, reached=False)
+    budget_s = number(option_value(words, "--goal-after"))
+    if budget_s is not None and budget_s >= 0:
+        return goal.model_copy(update={"budget_s": budget_s})
     threshold = task.goal_of(words, light or "--light" in words)
-    if threshold is None:
-        return None
-    return RunGoal(metric=f"val_global_{task.metric}", threshold=threshold, minimize=task.minimize, reached=False)
+    return None if threshold is None else goal.model_copy(update={"threshold": threshold})

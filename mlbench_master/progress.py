@@ -50,7 +50,7 @@ def progress_of(store: Store, run: Run, latest: Mapping[str, Point]) -> RunProgr
     plan = RunPlan() if sent is None else RunPlan.read(sent.value)
     goal = run.goal_record
     known: Any = goal if goal is not None else plan
-    aim = {name: getattr(known, name) for name in ("metric", "threshold", "minimize")}
+    aim = {name: getattr(known, name) for name in ("metric", "threshold", "minimize", "budget_s")}
     if aim["metric"] is None:
         # A task is known before its first epoch ends: by its command.
         aim |= describe_run(run.to_json()).get("goal") or {}

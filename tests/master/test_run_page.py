@@ -93,6 +93,17 @@ def test_the_goal_of_a_task_is_known_from_the_beginning(client: TestClient) -> N
     assert part(page_of(client, run_id), "goal") == "Goal: Prec@1 &gt;= 80 not reached yet"
 
 
+def test_a_goal_of_a_fixed_time_shows_the_time_and_the_best_value(client: TestClient) -> None:
+    run_id = start(client, command=None, task="1a", arguments=["--goal-after", "60"])
+    assert part(page_of(client, run_id), "goal") == "Goal: Prec@1 after 60 s not reached yet"
+    send(client, run_id, ("val_global_Prec@1 @ 0", 70), ("val_global_Prec@1 @ 0", 45), epoch=1)
+    assert "not reached yet best 70 so far" in part(page_of(client, run_id), "goal")
+    goal = {"metric": "val_global_Prec@1", "threshold": None, "minimize": False, "budget_s": 60.0, "reached": True}
+    goal |= {"value": 91.5, "time_to_goal_s": 63.25, "epochs": 3}
+    send(client, run_id, ("goal @ 0", json.dumps(goal)))
+    assert part(page_of(client, run_id), "goal").startswith("Goal: Prec@1 after 60 s 91.5 after 63.2 s (3 epochs)")
+
+
 def test_a_failed_run_says_why_with_the_last_lines_of_the_failing_worker(client: TestClient) -> None:
     run_id = start(client)
     store = client.app.state.store  # type: ignore[attr-defined]

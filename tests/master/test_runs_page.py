@@ -130,6 +130,7 @@ def test_the_goal_shows_how_close_a_run_is(client: Any) -> None:
     reached = {**recorded, "reached": True, "time_to_goal_s": 61.25}
     add(store, "reached", goal=json.dumps(reached), goal_result="old text")
     add(store, "old", goal_result="reached after a while")
+    timed = add(store, "timed", **{**task, "command": "main.py --goal-after 60"})
     own = add(store, "own", state="started")
     plan = json.dumps({"metric": "val_loss", "threshold": 0.5, "minimize": True, "max_epochs": 9})
     for run, name, values in (
@@ -137,6 +138,7 @@ def test_the_goal_shows_how_close_a_run_is(client: Any) -> None:
         (missed, "val_global_Perplexity @ 0", ("140.0",)),
         (text, "val_global_Prec@1 @ 0", (ATTACK,)),
         (zero, "val_global_Prec@1 @ 0", ("0.0",)),
+        (timed, "val_global_Prec@1 @ 0", ("45.0",)),
         (own, "plan @ 0", ("{", plan)),
         (own, "val_loss @ 0", ("2.0",)),
     ):
@@ -153,6 +155,7 @@ def test_the_goal_shows_how_close_a_run_is(client: Any) -> None:
         rows["own"].startswith('<span title="2.0">2</span> <span class="faint">of loss &lt;= 0.5</span>')
         and 'value="0.25"' in rows["own"]
     )
+    assert rows["timed"].split("\n")[0].endswith('>45</span> <span class="faint">Prec@1 after 60 s</span>')
     assert rows["fresh"] == '<span class="faint">Prec@1 &gt;= 90</span>'
     assert rows["text"].startswith("&lt;script&gt;") and "progress" not in rows["text"]
     assert '<progress max="1" value="0.0"' in rows["zero"]
