@@ -74,9 +74,7 @@ def fetch(record: DatasetRecord, folder: Path | None = None) -> list[Path]:
     return [each[0] for each in found.values() if each is not None]
 
 
-def prepare(
-    record: DatasetRecord, folder: Path | None = None, *, vocabulary: Path | None = None
-) -> Prepared | None:
+def prepare(record: DatasetRecord, folder: Path | None = None, *, vocabulary: Path | None = None) -> Prepared | None:
     """Prepare a data set whose files are on this machine; nothing is downloaded.
 
     Text is split into words and sub-words, and the text of linear models becomes stores. The preparation consists of

@@ -22,7 +22,8 @@ from mlbench_core.errors import DatasetError, DatasetNotFoundError
 from tests.helpers.data import test_data
 from tests.helpers.subtokens import ESCAPES, write_subtokens
 
-# Numbers 0 to 6; then \ 7, _ 8, u 9, ; 10, the digits 11 to 20; then t 21, h 22, e 23, n 24, comma 25, space 26, dot 27.
+# The numbers are 0 to 6 for these lines, \ 7, _ 8, u 9, ; 10, 11 to 20 for the digits, and t 21, h 22, e 23, n 24,
+# comma 25, space 26, dot 27.
 LINES = ["'<pad>'", "'<EOS>'", "', _'", '"the_"', "'the'", "'n_'  ", "'''"]
 LINES += [f"'{c}'" for c in f"{ESCAPES}then, ."]
 
@@ -53,7 +54,10 @@ def file(tmp_path: Path) -> Path:
         ("\\", [7, 7, 8]),
         ("tü", [21, 7, 13, 16, 13, 10, 8]),  # t\252;_
         ("\n", [7, 12, 11, 10, 8]),
-        ("<pad>", [7, 17, 11, 10, 8, *(7, 12, 12, 13, 10), *(7, 20, 18, 10), *(7, 12, 11, 11, 10), 8, 7, 17, 13, 10, 8]),
+        (
+            "<pad>",
+            [7, 17, 11, 10, 8, *(7, 12, 12, 13, 10), *(7, 20, 18, 10), *(7, 12, 11, 11, 10), 8, 7, 17, 13, 10, 8],
+        ),
     ],
 )
 def test_numbers_are_those_that_the_rules_give(file: Path, text: str, numbers: list[int]) -> None:
@@ -70,12 +74,13 @@ def test_a_file_is_read_as_it_is(file: Path) -> None:
     assert not any(" " in symbol for symbol in vocabulary.symbols)
     plain = "".join(f"'{subtoken}'\n" for subtoken in vocabulary.subtokens).encode()
     assert vocabulary.checksum == hashlib.sha256(plain).hexdigest()
+    # Tensor2Tensor's form of the first two.
     packed = file.with_name("vocab.gz")
     packed.write_bytes(gzip.compress(plain.replace(b"<pad>", b"<pad>_").replace(b"<EOS>", b"<EOS>_")))
-    early = SubtokenVocabulary.load(packed)
-    assert early.subtokens[:2] == ["<pad>_", "<EOS>_"] and early.checksum != vocabulary.checksum
-    assert early.encode(["the, then"])[0].tolist() == vocabulary.encode(["the, then"])[0].tolist()
-    assert pickle.loads(pickle.dumps(early)).decode([3, 2, 4, 5]) == "the, then"
+    other = SubtokenVocabulary.load(packed)
+    assert other.subtokens[:2] == ["<pad>_", "<EOS>_"] and other.checksum != vocabulary.checksum
+    assert other.encode(["the, then"])[0].tolist() == vocabulary.encode(["the, then"])[0].tolist()
+    assert pickle.loads(pickle.dumps(other)).decode([3, 2, 4, 5]) == "the, then"
 
 
 def test_numbers_that_no_text_has_become_text_too(file: Path) -> None:
@@ -92,7 +97,7 @@ def test_numbers_that_no_text_has_become_text_too(file: Path) -> None:
 @example([], "\\_ \\u_\\32; \\\\ _")
 @given(st.lists(texts.filter(bool), max_size=30), texts)
 def test_every_text_comes_back_from_any_vocabulary(subtokens: list[str], text: str) -> None:
-    chosen = dict.fromkeys([*ESCAPES, *subtokens])
+    chosen = dict.fromkeys([*ESCAPES, *subtokens, *"".join(subtokens)])
     unique = {subtoken.replace(" ", r"\32;"): subtoken for subtoken in chosen}
     vocabulary = SubtokenVocabulary(["<pad>", "<EOS>", *unique.values()])
     (numbers,) = vocabulary.encode([text])
@@ -120,13 +125,14 @@ def test_letters_and_digits_are_the_categories_l_and_n() -> None:
         ("'<EOS>'\n'<pad>'\n", "line 1 must be the sub-token <pad>, not <EOS>"),
         ("'<pad>'\n'the_'\n", "line 2 must be the sub-token <EOS>, not the_"),
         ("the@@\nof\n", "line 1 must be a sub-token in quotes, not 'the@@'"),
-        ("'<pad>'\n'\n", "line 2 must be a sub-token in quotes, not \"'\""),
+        ("'<pad>'\n'\n", 'line 2 must be a sub-token in quotes, not "\'"'),
         ("'<pad>'\n'<EOS>\"\n", "line 2 must be a sub-token in quotes"),
         ("'<pad>'\n'<EOS>'\n\n", "line 3 must be a sub-token in quotes, not ''"),
         ("'<pad>'\n'<EOS>'\n''\n", "line 3 must be a sub-token, not empty"),
         ("'<pad>'\n'<EOS>'\n'a'\n'b'\n\"a\"\n", "not 'a' in both lines 3 and 5"),
         ("'<pad>'\n'<EOS>'\n'a b'\n'a\\32;b'\n", "in both lines 3 and 4"),
-        ("\n".join(LINES).replace("';'\n", "").replace("'7'\n", ""), "but these are missing: ; 7"),
+        ("\n".join(LINES).replace("';'\n", "").replace("'7'\n", ""), "but 2 are missing: '7' ';'"),
+        ("\n".join([*LINES, "'dogs_'"]), "but 4 are missing: 'd' 'g' 'o' 's'"),
     ],
 )
 def test_files_that_are_no_vocabulary_are_named(tmp_path: Path, content: str, message: str) -> None:
@@ -169,7 +175,7 @@ def root(tmp_path: Path) -> Path:
 def test_wmt17_has_the_numbers_of_the_file(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_text, "split_words", lambda *_: pytest.fail("the vocabulary splits lines itself"))
     (root / "vocab.bpe.1").write_text("a\n")  # the argument is preferred
-    file = write_subtokens(tmp_path / "vocab.ende.32768", "dog_", "Hund_", "._", *"adginot. ")
+    file = write_subtokens(tmp_path / "vocab.ende.32768", "dog_", "Hund_", "._", *"aint ")
     load = functools.partial(WMT17Dataset, root, vocabulary=file, cache_dir=tmp_path / "cache")
     test, train = load(test=True), load(train=True)
     vocabulary = SubtokenVocabulary.load(file)
@@ -198,8 +204,8 @@ def test_prepared_data_belongs_to_its_vocabulary(root: Path, tmp_path: Path) -> 
     first, second = store(one), store(two)
     assert first.folder != second.folder
     assert [each.header.vocabulary_checksum for each in (first, second)] == checksums
-    assert first.header.vocabulary_size == 4 + len(ESCAPES)
-    with pytest.raises(DatasetError, match=f"must have the vocabulary {checksums[0]}, not {checksums[1]}"):
+    assert first.header.vocabulary_size == SubtokenVocabulary.load(one).size
+    with pytest.raises(DatasetError, match=rf"must have the vocabulary {checksums[0]}, not {checksums[1]}"):
         PairStore(second.folder, vocabulary_checksum=checksums[0])
     moved = tmp_path / "moved"
     moved.write_bytes(one.read_bytes().replace(b"'dog_'", b'"dog_"'))
@@ -207,5 +213,5 @@ def test_prepared_data_belongs_to_its_vocabulary(root: Path, tmp_path: Path) -> 
     # The file itself counts, not its name.
     one.write_bytes(two.read_bytes())
     assert store(one).folder == second.folder
-    with pytest.raises(DatasetNotFoundError, match="the vocabulary .*three does not exist"):
+    with pytest.raises(DatasetNotFoundError, match=r"the vocabulary .*three does not exist"):
         store(tmp_path / "three", download=True)

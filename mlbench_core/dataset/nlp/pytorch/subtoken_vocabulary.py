@@ -5,7 +5,7 @@ that of its line, from 0. Text becomes numbers in three steps:
 
 1. Tokens are the longest runs of letters and digits, and of other characters. A space between two tokens of letters and
    digits is left out, because two such tokens in a row always have a space between them.
-2. Escapes: ``\`` becomes ``\\``, ``_`` becomes ``\u``, and a character without a sub-token of its own becomes
+2. Escapes: ``\`` becomes ``\\``, ``_`` becomes ``\u``, and a character that no sub-token has becomes
    ``\NUMBER;`` with its code point. Then ``_`` marks the end of the token.
 3. From left to right, the longest sub-token that fits is cut off.
 
@@ -30,7 +30,7 @@ from mlbench_core.errors import DatasetError, DatasetNotFoundError
 __all__ = ["SubtokenVocabulary"]
 
 _PAD, _EOS = 0, 1
-# Early versions of Tensor2Tensor wrote these two as tokens, with the mark of the end.
+# MLPerf's reference writes the first form, Tensor2Tensor the second one, with the mark of a token's end.
 _SPECIAL = (("<pad>", "<pad>_"), ("<EOS>", "<EOS>_"))
 # Letters and digits: `isalnum` is true for the Unicode categories L and N alone, and `\w` for these and "_".
 _TOKENS = re.compile(r"[^\W_]+|[\W_]+")
@@ -52,15 +52,16 @@ class SubtokenVocabulary:
         symbols: The same, in a form that can be separated by spaces: a space in a sub-token is ``\32;``, its escape.
 
     Args:
-        subtokens: The sub-tokens in their order, each of them once: ``<pad>``, ``<EOS>``, and then all others, among
-            them the characters ``\``, ``_``, ``u``, ``;`` and ``0`` to ``9``, which escapes need.
+        subtokens: The sub-tokens in their order, each of them once: ``<pad>``, ``<EOS>``, and then all others. Among
+            them must be each of their characters by itself, and ``\``, ``_``, ``u``, ``;`` and ``0`` to ``9`` for
+            escapes.
 
     Raises:
-        ValueError: The first two sub-tokens are others, a sub-token occurs twice or is empty, or a character that
-            escapes need is missing.
+        ValueError: The first two sub-tokens are others, a sub-token occurs twice or is empty, or a character is
+            missing.
 
     Example:
-        >>> vocabulary = SubtokenVocabulary(["<pad>", "<EOS>", "dog_", "do", "_", "g", "s", *"\\u;0123456789"])
+        >>> vocabulary = SubtokenVocabulary(["<pad>", "<EOS>", "dog_", "do", *"dogs\\_u;0123456789"])
         >>> (numbers,) = vocabulary.encode(["dog dogs"])
         >>> [vocabulary.symbols[number] for number in numbers], vocabulary.decode(numbers)
         (['dog_', 'do', 'g', 's', '_'], 'dog dogs')
@@ -89,9 +90,14 @@ class SubtokenVocabulary:
                 )
         # The special sub-tokens are not text.
         self._numbers = {subtoken: number for number, subtoken in enumerate(self.subtokens) if number > _EOS}
-        missing = [c for c in _ESCAPE_CHARACTERS if c not in self._numbers]
+        # A character that is in a longer sub-token only could neither be cut off nor escaped.
+        characters = {*_ESCAPE_CHARACTERS}.union(*self._numbers)
+        missing = sorted(characters - self._numbers.keys())
         if missing:
-            raise ValueError(f"sub-tokens must have all characters of escapes, but these are missing: {' '.join(missing)}")
+            raise ValueError(
+                f"each character of sub-tokens and of escapes must be a sub-token of its own, but {len(missing)} are "
+                f"missing: {' '.join(map(repr, missing[:10]))}"
+            )
         self._longest = max(map(len, self._numbers))
         self._cut_tokens: dict[str, list[int]] = {}
 

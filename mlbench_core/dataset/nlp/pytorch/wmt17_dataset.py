@@ -31,9 +31,9 @@ class WMT17Dataset(TransformerPairs):
     stored, and later runs map it into memory. A training pair is left out if a side has fewer than 1 or more than 80
     words, or more than 9 times as many words as the other side.
 
-    With ``vocabulary``, the text is divided into the sub-tokens of MLPerf's reference instead. Lines are encoded as they
-    are, without white space at their ends, and the numbers of the dictionary are those of the file. For the rule that
-    leaves out training pairs, words are then separated by white space.
+    With ``vocabulary``, the text is divided into the sub-tokens of MLPerf's reference instead. Only white space at the
+    ends of lines is removed before. The numbers of the dictionary are those of the file. For the rule that leaves out
+    training pairs, words are then separated by white space.
 
     To use your own text, put ``train.en``, ``validation.en``, ``test.en`` and so on into ``root``, plain or compressed.
     Otherwise the text of the unpacked archives is used.
@@ -69,7 +69,8 @@ class WMT17Dataset(TransformerPairs):
 
     Raises:
         ValueError: Not exactly one part is requested, or an argument is outside the values listed above.
-        DatasetNotFoundError: The text of the part, the training text for a vocabulary, or ``vocabulary`` does not exist.
+        DatasetNotFoundError: The text of the part, the training text for a vocabulary, or the file ``vocabulary`` does
+            not exist.
         DatasetError: The text is damaged, its languages have different numbers of lines, or ``vocabulary`` is not such
             a file.
         DownloadError: The download failed.
