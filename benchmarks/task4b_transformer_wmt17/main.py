@@ -26,6 +26,7 @@ from mlbench_core.controlflow.pytorch.translation import train_round_by_tokens, 
 from mlbench_core.controlflow.task_arguments import add_run_arguments
 from mlbench_core.dataset.nlp.pytorch import Multi30k, WMT17Dataset, get_batches, shard_batches
 from mlbench_core.dataset.nlp.pytorch.pair_datasets import TransformerPairs
+from mlbench_core.errors import ConfigurationError
 from mlbench_core.evaluation.goals import task4_time_to_bleu_goal
 from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
 from mlbench_core.evaluation.pytorch.metrics import BLEUScore, CasedBLEUScore, MLBenchMetric
@@ -59,8 +60,10 @@ def load_data(args: argparse.Namespace, folder: str) -> tuple[TransformerPairs, 
     # One more position than tokens, for the end symbol.
     for_training = {"max_positions": (MAX_LEN_TRAIN + 1, MAX_LEN_TRAIN + 1), **multiple}
     if args.dataset == "wmt17":
-        train = WMT17Dataset(folder, download=True, train=True, **for_training)
-        return train, WMT17Dataset(folder, download=True, **{args.evaluate_on: True}, **multiple)
+        load = partial(WMT17Dataset, folder, download=True, vocabulary=args.vocabulary)
+        return load(train=True, **for_training), load(**{args.evaluate_on: True}, **multiple)
+    if args.vocabulary:
+        raise ConfigurationError(f"--vocabulary needs --dataset wmt17, not {args.dataset}: leave it out")
     parts = (Multi30k(folder, train=True), Multi30k(folder, **{args.evaluate_on: True}))
     return parts[0].for_transformer(**for_training), parts[1].for_transformer(**multiple)
 
@@ -87,9 +90,7 @@ def translate(
 ) -> list[tuple[list[str], list[str]]]:
     """Return translations and references for each metric: sub-words against sub-words, or text against text."""
     divided, targets = generator.translate_batch(batch, remove_bpe=None, ignore_case=False)
-    # "@@ " marks a sub-word that continues in the next one.
-    joined = [f"{text} ".replace("@@ ", "") for text in divided]
-    cased = ([evaluated.detokenize(text) for text in joined], [references[i] for i in batch["id"].tolist()])
+    cased = ([evaluated.detokenize(text) for text in divided], [references[i] for i in batch["id"].tolist()])
     return [(divided, targets) if metric.use_raw else cased for metric in metrics]
 
 
@@ -98,6 +99,9 @@ def train(run: Run) -> None:
     args, rank, world_size = run.args, run.rank, run.world_size
     sizes.take_precision(args, run.gpu)
     pairs, evaluated = load_data(args, args.data or run.dataset_dir)
+    if args.vocabulary:
+        # Results have the checksum, because the path of the file does not show its content.
+        args.options["vocabulary"] = pairs.part.subwords.checksum
     references, metrics = evaluated.references(), scores(args.dataset)
     # drop_last=False, because BLEU needs every sentence; in training, remaining batches (fewer than k) are left out.
     share = shard_batches(get_batches(evaluated, args.max_tokens, shuffle=False), rank, world_size, drop_last=False)
@@ -145,6 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dataset", choices=("wmt17", "multi30k"), default="wmt17", help="data set (default: wmt17)")
     add("--data", metavar="FOLDER", help="folder that holds its text (default: below --root-dataset)")
+    add("--vocabulary", metavar="FILE", help="sub-tokens of MLPerf's reference, for wmt17 (default: learned sub-words)")
     add("--evaluate-on", choices=("test", "validation"), default="test", help="part to translate (default: test)")
     sizes.add_arguments(parser)
 

@@ -95,7 +95,13 @@ def fetch(name: str, folder: Path | None, as_json: bool) -> None:
 
 @data.command()
 @_dataset_options
-def prepare(name: str, folder: Path | None, as_json: bool) -> None:
+@click.option(
+    "--vocabulary",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="For wmt17: use the sub-tokens of MLPerf's reference, for example vocab.ende.32768.",
+)
+def prepare(name: str, folder: Path | None, as_json: bool, vocabulary: Path | None) -> None:
     """Prepare a data set for training, from local files.
 
     The text of WMT16, WMT17, Multi30k and WikiText-2 becomes numbers of words or sub-words. The text of a linear
@@ -104,7 +110,9 @@ def prepare(name: str, folder: Path | None, as_json: bool) -> None:
     """
     from mlbench_core.dataset import preparation
 
-    prepared = preparation.prepare(DATASETS[name], folder)
+    if vocabulary is not None and name != "wmt17":
+        raise click.UsageError(f"--vocabulary is for wmt17, not for {name}: leave it out")
+    prepared = preparation.prepare(DATASETS[name], folder, vocabulary=vocabulary)
     if as_json:
         print_json(prepared and {"name": name, **dataclasses.asdict(prepared), "folder": str(prepared.folder)})
     elif prepared is None:

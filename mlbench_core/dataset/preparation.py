@@ -74,7 +74,7 @@ def fetch(record: DatasetRecord, folder: Path | None = None) -> list[Path]:
     return [each[0] for each in found.values() if each is not None]
 
 
-def prepare(record: DatasetRecord, folder: Path | None = None) -> Prepared | None:
+def prepare(record: DatasetRecord, folder: Path | None = None, *, vocabulary: Path | None = None) -> Prepared | None:
     """Prepare a data set whose files are on this machine; nothing is downloaded.
 
     Text is split into words and sub-words, and the text of linear models becomes stores. The preparation consists of
@@ -84,19 +84,26 @@ def prepare(record: DatasetRecord, folder: Path | None = None) -> Prepared | Non
         record: The data set.
         folder: Folder of its files, the one that a task gets by ``--data``; None is the default folder, which a task
             without ``--data`` reads.
+        vocabulary: File with the sub-tokens of MLPerf's reference, for ``wmt17`` only, as a task gets it by
+            ``--vocabulary``; None for a vocabulary of the task's own.
 
     Returns:
         The result; None if the data set is read as it is.
 
     Raises:
+        ValueError: ``vocabulary`` is given for another data set.
         DatasetNotFoundError: A file is missing.
         DatasetError: A file is damaged, or the disk is full.
         MissingDependencyError: A package is not installed.
     """
+    if vocabulary is not None and record.name != "wmt17":
+        raise ValueError(f"vocabulary must be None for {record.name}: only wmt17 can be prepared with a vocabulary")
     if record.name not in _PREPARERS:
         return None
     require("torch", "torch")
     try:
+        if vocabulary is not None:
+            return _prepare_pairs(record, folder, vocabulary=vocabulary)
         return _PREPARERS[record.name](record, folder)
     except OSError as error:
         # A DatasetNotFoundError is an OSError too, but has no number.
@@ -143,8 +150,8 @@ _FETCHERS: Mapping[str, Callable[[Path], None]] = {
 }
 
 
-def _prepare_pairs(record: DatasetRecord, folder: Path | None) -> Prepared:
-    """Create the vocabulary, and the store of each part."""
+def _prepare_pairs(record: DatasetRecord, folder: Path | None, **options: Any) -> Prepared:
+    """Create the vocabulary, and the store of each part; the options are those of the class."""
     from mlbench_core.dataset.nlp.pytorch import Multi30k, WMT16Dataset, WMT17Dataset
 
     loaders: Mapping[str, Callable[..., Any]] = {
@@ -153,7 +160,7 @@ def _prepare_pairs(record: DatasetRecord, folder: Path | None) -> Prepared:
         "wmt17": partial(WMT17Dataset, download=False),
     }
     parts = ("train", "validation") if record.name == "wmt16" else ("train", "validation", "test")
-    load = partial(loaders[record.name], folder or record.folder)
+    load = partial(loaders[record.name], folder or record.folder, **options)
     # The stores have all pairs; a data set may leave out long ones.
     stores = {part: load(**{part: True}).part.store for part in parts}
     return Prepared(user_folder("cache", "text"), "pairs", {part: len(store) for part, store in stores.items()})

@@ -20,6 +20,8 @@ import torch._dynamo
 
 from mlbench_core.controlflow.pytorch.translation import train_round_by_tokens, translation_round
 from mlbench_core.controlflow.task_arguments import task_main
+from mlbench_core.dataset.nlp.pytorch.subtoken_vocabulary import SubtokenVocabulary
+from mlbench_core.errors import ConfigurationError
 from mlbench_core.evaluation.goals import task4_time_to_bleu_goal
 from mlbench_core.models.pytorch.transformer import TransformerConfig
 from mlbench_core.tasks import get_task
@@ -28,6 +30,7 @@ from tests.benchmarks.test_task1a import assert_equal
 from tests.helpers.forked import run_script
 from tests.helpers.processes import free_port
 from tests.helpers.scripts import load_script
+from tests.helpers.subtokens import write_subtokens
 from tests.helpers.tasks import train_task
 
 SCRIPT = get_task("4b").script
@@ -133,6 +136,45 @@ def test_validation_and_goal_are_as_they_were_defined(
     assert values["val_global_BLEU-Score"] == pytest.approx(raw_score, abs=1e-3)
     cased_score = sacrebleu.corpus_bleu(cased, [references]).score
     assert values["val_global_BLEU-Score-13a-cased"] == pytest.approx(cased_score, abs=1e-3)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_vocabulary_of_mlperfs_reference(
+    script: ModuleType, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "wmt17"
+    root.mkdir()
+    for lang in ("en", "de"):
+        for name, part in (("train", "train"), ("newstest2014", "test_2016_flickr")):
+            (root / f"{name}.{lang}").write_bytes((text / f"{part}.{lang}").read_bytes())
+    monkeypatch.setenv("MLBENCH_HOME", str(tmp_path))
+    monkeypatch.setattr(TransformerConfig, "preset", lambda name: TransformerConfig(**TINY))
+    file = write_subtokens(tmp_path / "vocab.ende.32768", "Hund_", "dog_", *"abeiklmrstwz. ")
+    seen: list[tuple[list[str], list[str]]] = []
+
+    def recorded(loader: Any, model: Any, loss: Any, translate: Any, metrics: Any, **kwargs: Any) -> Any:
+        assert model.decoder.embed_tokens.num_embeddings == SubtokenVocabulary.load(file).size
+        raw, cased = translate(next(iter(loader)))
+        seen.append((raw[1], cased[1]))
+        return translation_round(loader, model, loss, translate, metrics, **kwargs)
+
+    monkeypatch.setattr(script, "translation_round", recorded)
+    parser = argparse.ArgumentParser()
+    script.add_arguments(parser)
+    args = parser.parse_args(["--vocabulary", str(file), "--preset", "small", "--max-tokens", "512",
+                              "--global-tokens", "1024", "--warmup-steps", "2", "--epochs", "1"])  # fmt: skip
+    script.sizes.take_defaults(args)
+    args.options = {"vocabulary": str(file)}
+    tracker = train_task(script, args, root, tmp_path / "run", light=True)
+    assert tracker.current_epoch == 1 and len(seen) == 1
+    for divided, reference in zip(*seen[0], strict=True):
+        assert SubtokenVocabulary.load(file).join(divided) == reference
+    assert any("Hund_" in divided.split(" ") for divided in seen[0][0])
+    # The result has the content of the file, not its place.
+    assert args.options == {"vocabulary": SubtokenVocabulary.load(file).checksum}
+    args.dataset = "multi30k"
+    with pytest.raises(ConfigurationError, match="--vocabulary needs --dataset wmt17, not multi30k: leave it out"):
+        script.load_data(args, str(root))
 
 
 def test_half_precision_is_the_default_on_gpus(script: ModuleType) -> None:

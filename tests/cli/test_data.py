@@ -29,6 +29,7 @@ from mlbench_core.paths import user_folder
 from mlbench_core.tasks import TASKS, get_task
 from tests.cli.conftest import Call
 from tests.helpers.data import test_data
+from tests.helpers.subtokens import write_subtokens
 
 ROWS = {"a9a": "+1 1:1 3:0.5\n-1 2:1\n+1 1:0.25\n-1 3:2\n", "a9a.t": "+1 1:2\n-1 2:3\n"}
 
@@ -350,6 +351,30 @@ def test_text_is_prepared_from_where_it_was_interrupted(tmp_path: Path, patch: p
     patch.setenv("MLBENCH_HOME", str(tmp_path / "other"))
     preparation.prepare(DATASETS["wmt16"], folder)
     assert contents(user_folder("cache", "text")) == found
+
+
+def test_wmt17_is_prepared_with_the_sub_tokens_of_a_file(call: Call, tmp_path: Path) -> None:
+    for name in ("train", "newstest2013", "newstest2014"):
+        for lang in ("en", "de"):
+            (tmp_path / f"{name}.{lang}").write_text("A dog\nruns.\n")
+    file = write_subtokens(tmp_path / "vocab.ende.32768", "dog_")
+    arguments = ("data", "prepare", "wmt17", "--data", str(tmp_path), "--vocabulary", str(file))
+    assert call(*arguments).stdout.splitlines() == ["train: 2 pairs", "validation: 2 pairs", "test: 2 pairs"]
+    cache = user_folder("cache", "text")
+    headers = [json.loads((cache / name / "header.json").read_text()) for name in visible(cache)]
+    checksum = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert [header["vocabulary_checksum"] for header in headers] == [checksum] * 3
+    # A task with the same file finds them.
+    before = contents(cache)
+    assert json.loads(call(*arguments, "--json").stdout)["counts"] == {"train": 2, "validation": 2, "test": 2}
+    assert contents(cache) == before
+    file.write_text("the@@\n")
+    assert "vocab.ende.32768 is not a vocabulary of sub-tokens: line 1 must be" in call(*arguments, code=1).stderr
+    for name in ("multi30k", "cifar10"):
+        stderr = call("data", "prepare", name, "--vocabulary", str(file), code=2).stderr
+        assert f"--vocabulary is for wmt17, not for {name}: leave it out" in stderr
+        with pytest.raises(ValueError, match=f"vocabulary must be None for {name}: only wmt17"):
+            preparation.prepare(DATASETS[name], vocabulary=file)
 
 
 def test_rows_are_prepared_from_where_they_were_interrupted(

@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 from mlbench_core.arguments import check_at_least
 from mlbench_core.dataset.nlp.pytorch.batches import collate_batch
 from mlbench_core.dataset.nlp.pytorch.pair_part import Part
+from mlbench_core.dataset.nlp.pytorch.subtoken_vocabulary import SubtokenVocabulary
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
 from mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary import Dictionary
-from mlbench_core.dataset.nlp.pytorch.words import join_words
 from mlbench_core.errors import DatasetError
 
 __all__ = ["RecurrentPairs", "TransformerPairs"]
@@ -132,7 +132,8 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
     """Pairs for the Transformer: each side ends with the end symbol, and both share one dictionary.
 
     Attributes:
-        dictionary: The dictionary; padding is 0, the end 1, text without a symbol 2.
+        dictionary: The dictionary; padding is 0, the end 1, text without a symbol 2. With a vocabulary of sub-tokens,
+            no text is without a symbol, and all numbers are those of its file.
         src_dict: The same dictionary.
         trg_dict: The same dictionary.
         indices: Numbers of the pairs in the store, in this data set's order.
@@ -170,9 +171,15 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
         self.lang = part.recipe.languages
         self.left_pad, self.max_positions = left_pad, max_positions
         self.seq_len_multiple, self.shuffle = seq_len_multiple, shuffle
-        self.dictionary = Dictionary(symbols=[_UNKNOWN_SYMBOL, *part.subwords.symbols])
+        if isinstance(part.subwords, SubtokenVocabulary):
+            pad, eos, *symbols = part.subwords.symbols
+            self.dictionary, self._shift = Dictionary(pad, eos, symbols=symbols), 0
+        else:
+            self.dictionary = Dictionary(symbols=[_UNKNOWN_SYMBOL, *part.subwords.symbols])
+            # In the store, unknown text has the number 0 and symbols have numbers from 1.
+            self._shift = _FIRST_SYMBOL - 1
         # If a special symbol were in the vocabulary too, the numbers of all later symbols would be wrong.
-        if len(self.dictionary) != _FIRST_SYMBOL + len(part.subwords):
+        if len(self.dictionary) != self._shift + part.subwords.size:
             special = ", ".join(self.dictionary.symbols[:_FIRST_SYMBOL])
             raise DatasetError(f"the vocabulary in {part.vocabulary_folder} has one of {special}; delete that line")
         self.src_dict = self.trg_dict = self.dictionary
@@ -194,15 +201,16 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
         return -(-longest // self.seq_len_multiple) * self.seq_len_multiple
 
     def detokenize(self, text: str) -> str:
-        """Join words to text; a generator with ``remove_bpe="@@ "`` returns such words.
+        """Join sub-words to text; a generator with ``remove_bpe=None`` returns such sub-words.
 
         Args:
-            text: Words with spaces between them.
+            text: Symbols of the dictionary with spaces between them. Whole words, which a generator with
+                ``remove_bpe="@@ "`` returns, are accepted too, except with a vocabulary of sub-tokens.
 
         Returns:
             Text with normal punctuation.
         """
-        return join_words(text.split())
+        return self.part.subwords.join(text)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``id``, the index, and ``source`` and ``target``, int64 of shape (tokens,)."""
@@ -211,11 +219,11 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
         return {"id": index, "source": source, "target": target}
 
     def _symbols(self, numbers: npt.NDArray[Any]) -> Tensor:
-        """Convert a sentence from the store's numbers, with unknown 0 and symbols from 1, to the dictionary's."""
+        """Convert a sentence from the store's numbers to the dictionary's."""
         # The end symbol fills the array; all but its last element are overwritten.
         symbols = np.full(len(numbers) + 1, self.dictionary.eos(), dtype=np.int64)
         symbols[:-1] = numbers
-        symbols[:-1] += _FIRST_SYMBOL - 1
+        symbols[:-1] += self._shift
         return torch.from_numpy(symbols)
 
     def collater(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

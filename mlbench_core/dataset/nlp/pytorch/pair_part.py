@@ -18,6 +18,7 @@ from mlbench_core.dataset.nlp.pytorch.pair_text import (
     prepare_store,
     prepare_subwords,
 )
+from mlbench_core.dataset.nlp.pytorch.subtoken_vocabulary import SubtokenVocabulary
 from mlbench_core.dataset.nlp.pytorch.subwords import Subwords
 from mlbench_core.dataset.registry import Archive
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError
@@ -57,7 +58,7 @@ class Part:
 
     files: PairFiles
     store: PairStore
-    subwords: Subwords
+    subwords: Subwords | SubtokenVocabulary
     vocabulary_folder: Path
     recipe: Recipe
     is_cleaned: bool
@@ -166,6 +167,7 @@ def load_part(
     root: Path,
     cache_dir: str | os.PathLike[str] | None,
     in_memory: bool,
+    vocabulary: Path | None = None,
 ) -> Part:
     """Load vocabulary and store of a part; create both if they do not exist yet.
 
@@ -177,16 +179,25 @@ def load_part(
         root: Folder of the data. If it has a vocabulary ``vocab.bpe.NAME``, this is used instead of a learned one.
         cache_dir: Folder for vocabulary and stores; None for the user's cache folder.
         in_memory: If True, read the store into memory.
+        vocabulary: File with sub-tokens that is used instead of any other vocabulary; None for no such file. The
+            recipe's tokenizer must be ``"lines"`` with a file.
 
     Returns:
         The part.
 
     Raises:
-        DatasetNotFoundError: The text is divided already, and the vocabulary is missing.
+        DatasetNotFoundError: The file with sub-tokens does not exist; or the text is divided already, and the
+            vocabulary is missing.
+        DatasetError: The file is not a vocabulary.
     """
+    # Find an error in the file before a long download.
+    subtokens = None if vocabulary is None else SubtokenVocabulary.load(vocabulary)
     files = find(name)
     cache = Path(cache_dir) if cache_dir else user_folder("cache", "text")
-    if any(root.glob("vocab.bpe.*")):
+    subwords: Subwords | SubtokenVocabulary
+    if vocabulary is not None and subtokens is not None:
+        subwords, folder = subtokens, vocabulary.parent
+    elif any(root.glob("vocab.bpe.*")):
         subwords, folder = Subwords.load(root, recipe.separator, skip=SPECIAL_SYMBOLS), root
     elif recipe.tokenizer is None:
         raise DatasetNotFoundError(f"{root} has no vocabulary vocab.bpe.NAME, which text that is divided already needs")

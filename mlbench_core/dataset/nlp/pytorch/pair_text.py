@@ -13,6 +13,7 @@ from typing import IO, Any
 from mlbench_core.dataset.download import show_progress
 from mlbench_core.dataset.local_files import count_lines, digest_texts, read_lines
 from mlbench_core.dataset.nlp.pytorch.pair_store import Numbers, PairHeader, PairStore, write_pairs
+from mlbench_core.dataset.nlp.pytorch.subtoken_vocabulary import SubtokenVocabulary
 from mlbench_core.dataset.nlp.pytorch.subwords import Subwords, learn_subwords, learn_words
 from mlbench_core.dataset.nlp.pytorch.words import split_words
 from mlbench_core.errors import DatasetError
@@ -66,8 +67,8 @@ class Recipe:
 
     Attributes:
         languages: Languages of source and target.
-        tokenizer: ``"moses"`` for words that are divided into parts, ``"spacy"`` for whole words, None for text that is
-            already split into words and divided.
+        tokenizer: ``"moses"`` for words that are divided into parts, ``"spacy"`` for whole words, ``"lines"`` for lines
+            that the vocabulary itself splits, None for text that is already split into words and divided.
         merges: Number of merges. Pass either this or ``size``.
         size: Number of symbols. Pass either this or ``merges``.
         min_count: Minimum count of a whole word; a rarer one gets no symbol.
@@ -130,7 +131,7 @@ def prepare_subwords(files: PairFiles, recipe: Recipe, cache_dir: Path) -> tuple
 def prepare_store(
     files: PairFiles,
     recipe: Recipe,
-    subwords: Subwords,
+    subwords: Subwords | SubtokenVocabulary,
     cache_dir: Path,
     *,
     cleaning: Cleaning | None = None,
@@ -148,7 +149,7 @@ def prepare_store(
         in_memory: If True, read the store into memory instead of mapping it.
 
     Returns:
-        The store. Its numbers are those of :meth:`Subwords.encode`.
+        The store. Its numbers are those of the vocabulary's ``encode``.
 
     Raises:
         DatasetError: The text is damaged, or its languages have different numbers of lines.
@@ -163,25 +164,28 @@ def prepare_store(
             if folder.exists():
                 _log.warning("%s", error)
         # The words come before the progress bar of the store, because a terminal shows one bar at a time.
-        text = files if recipe.tokenizer is None else _prepare_words(files, recipe, cleaning, cache_dir)
-        header = PairHeader(recipe.languages, len(subwords) + 1, subwords.checksum, extra={"recipe": how})
+        is_split = recipe.tokenizer in ("moses", "spacy")
+        text = _prepare_words(files, recipe, cleaning, cache_dir) if is_split else files
+        header = PairHeader(recipe.languages, subwords.size, subwords.checksum, extra={"recipe": how})
         with show_progress("sub-words", None) as advance:
-            blocks = _blocks(text, cleaning if recipe.tokenizer is None else None)
+            blocks = _blocks(text, None if is_split else cleaning)
             store = write_pairs(folder, header, _encode(blocks, subwords, advance))
     return PairStore(folder, in_memory) if in_memory else store
 
 
 def _blocks(text: PairFiles, cleaning: Cleaning | None) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield blocks of pairs; spaces separate the words of a side."""
+    """Yield blocks of pairs, without white space at the ends of lines."""
     pairs = _read_pairs(text)
     if cleaning:
         pairs = (pair for pair in pairs if cleaning.keeps(pair[0].split(), pair[1].split()))
     while block := list(itertools.islice(pairs, _BLOCK)):
-        yield [source for source, _ in block], [target for _, target in block]
+        yield [source.strip() for source, _ in block], [target.strip() for _, target in block]
 
 
 def _encode(
-    blocks: Iterable[tuple[list[str], list[str]]], subwords: Subwords, advance: Callable[[int], None]
+    blocks: Iterable[tuple[list[str], list[str]]],
+    subwords: Subwords | SubtokenVocabulary,
+    advance: Callable[[int], None],
 ) -> Iterator[tuple[Sequence[Numbers], Sequence[Numbers]]]:
     """Yield the numbers of the symbols of each block, and report its pairs as done."""
     for sources, targets in blocks:

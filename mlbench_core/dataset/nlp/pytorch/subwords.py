@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlbench_core import files
-from mlbench_core.dataset.nlp.pytorch.words import SPACING_MARK
+from mlbench_core.dataset.nlp.pytorch.words import SPACING_MARK, join_words
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
 __all__ = ["UNKNOWN", "Subwords", "join_parts", "learn_subwords", "learn_words"]
@@ -107,6 +107,22 @@ class Subwords:
         for part, number in ids.items():
             table[number] = self._numbers.get(_symbol(part, self.separator), UNKNOWN)
         return encoder, table
+
+    def join(self, text: str) -> str:
+        """Return the text that symbols represent, with normal punctuation.
+
+        Args:
+            text: Symbols, or whole words, with spaces between them.
+
+        Returns:
+            The text.
+        """
+        return join_words(join_parts(text.split(), self.separator))
+
+    @property
+    def size(self) -> int:
+        """Return the number of symbols and :data:`UNKNOWN`; all numbers are below it."""
+        return len(self.symbols) + 1
 
     @property
     def checksum(self) -> str:

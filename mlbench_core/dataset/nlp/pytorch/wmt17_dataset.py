@@ -31,6 +31,10 @@ class WMT17Dataset(TransformerPairs):
     stored, and later runs map it into memory. A training pair is left out if a side has fewer than 1 or more than 80
     words, or more than 9 times as many words as the other side.
 
+    With ``vocabulary``, the text is divided into the sub-tokens of MLPerf's reference instead. Only white space at the
+    ends of lines is removed before. The numbers of the dictionary are those of the file. For the rule that leaves out
+    training pairs, words are then separated by white space.
+
     To use your own text, put ``train.en``, ``validation.en``, ``test.en`` and so on into ``root``, plain or compressed.
     Otherwise the text of the unpacked archives is used.
 
@@ -58,12 +62,17 @@ class WMT17Dataset(TransformerPairs):
         shuffle: If True, ``get_batches`` shuffles pairs of the same length.
         vocab_size: Number of symbols of a learned vocabulary, including padding, end and unknown.
         min_character_count: Minimum count of a character in a learned vocabulary; a rarer one gets no symbol.
+        vocabulary: File with sub-tokens, such as ``vocab.translate_ende_wmt32k.32768.subwords`` or
+            ``vocab.ende.32768``, to use instead of the vocabulary in ``root`` or a learned one; see
+            :class:`~mlbench_core.dataset.nlp.pytorch.subtoken_vocabulary.SubtokenVocabulary`.
         cache_dir: Folder for vocabulary and store; if None, one below the user's MLBench folder.
 
     Raises:
         ValueError: Not exactly one part is requested, or an argument is outside the values listed above.
-        DatasetNotFoundError: The text of the part, or the training text for a vocabulary, does not exist.
-        DatasetError: The text is damaged, or its languages have different numbers of lines.
+        DatasetNotFoundError: The text of the part, the training text for a vocabulary, or the file ``vocabulary`` does
+            not exist.
+        DatasetError: The text is damaged, its languages have different numbers of lines, or ``vocabulary`` is not such
+            a file.
         DownloadError: The download failed.
 
     References:
@@ -85,12 +94,16 @@ class WMT17Dataset(TransformerPairs):
         *,
         vocab_size: int = 32_768,
         min_character_count: int = _RARE,
+        vocabulary: str | os.PathLike[str] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         folder, name = Path(root), choose_part(train=train, validation=validation, test=test)
         recipe = Recipe(lang, size=vocab_size - _SPECIAL, min_character_count=min_character_count)
+        file = None if vocabulary is None else Path(vocabulary)
+        if file is not None:
+            recipe = Recipe(lang, tokenizer="lines")
         find = functools.partial(_files, folder, lang, download)
-        part = load_part(find, name, recipe, root=folder, cache_dir=cache_dir, in_memory=False)
+        part = load_part(find, name, recipe, root=folder, cache_dir=cache_dir, in_memory=False, vocabulary=file)
         super().__init__(
             part, left_pad=left_pad, max_positions=max_positions, seq_len_multiple=seq_len_multiple, shuffle=shuffle
         )
