@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import reprlib
 from typing import Any
 
 __all__ = ["check_at_least", "check_finite_at_least_0", "check_int", "check_number", "check_positive", "check_rank"]
@@ -35,7 +36,8 @@ def check_int(name: str, value: Any, least: int = 1) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise TypeError(f"{name} must be an integer, not {value!r}")
+        # The text of a model or a tensor is long.
+        raise TypeError(f"{name} must be an integer, not {reprlib.repr(value)}")
     check_at_least(name, number, least)
     return number
 

@@ -118,7 +118,7 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
         launcher: The launcher that will start it.
 
     Returns:
-        True if every worker runs the command, False if only the first one does; and sentences for the run's log.
+        True if every worker runs the command, False if only the first one does; and notes for the run's log and page.
 
     Raises:
         ValueError: An option cannot be fulfilled; the message names the field and a remedy.
@@ -153,6 +153,11 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
         )
     if run.network:
         notes += _check_network(run, launcher, all_nodes)
+    if run.num_workers * run.num_cpus > launcher.capacity:
+        notes.append(
+            f"warning: {run.num_workers} workers x {run.num_cpus:g} cores want more than the {launcher.capacity:g} "
+            "cores of this machine; they share them, so times are not comparable"
+        )
     return all_nodes, notes
 
 

@@ -49,13 +49,6 @@ def make_job(run: Run, launcher: Launcher, worker_env: Mapping[str, str], gpus: 
         gpus: The GPUs that are lent to the run.
     """
     facts = run.metadata_dict()
-    notes = list(facts.get("notes", ()))
-    cores, capacity = run.num_workers * run.num_cpus, launcher.capacity
-    if cores > capacity:
-        notes.append(
-            f"warning: {run.num_workers} workers x {run.num_cpus:g} cores want more than the {capacity:g} cores of "
-            "this machine; they share them, so times are not comparable"
-        )
     return Job(
         run_id=run.id,
         name=run.name,
@@ -68,7 +61,7 @@ def make_job(run: Run, launcher: Launcher, worker_env: Mapping[str, str], gpus: 
         all_nodes=run.run_all_nodes,
         image=image_of_record(run.image),
         env={**worker_env, "MLBENCH_RUN_ID": str(run.id), "MLBENCH_RUN_NAME": run.name},
-        notes=tuple(notes),
+        notes=tuple(facts.get("notes", ())),
         options=tuple(facts.get("engine_options", ())),
         network=str(facts.get("network", "")),
     )

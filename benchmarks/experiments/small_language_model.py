@@ -219,7 +219,7 @@ def train(run: Run) -> None:
         minimize=True,
         description="{threshold} bits per byte",
     )
-    tracker = run.track(metrics, goal, minimize=True)
+    tracker = run.track(metrics, goal)
 
     def validate() -> tuple[dict[BitsPerByte, float], float]:
         with averaged_weights(model):  # with some methods, the weights of the workers differ

@@ -131,7 +131,7 @@ def train(run: Run) -> None:
     averaging = NTASGD(optimizer, interval=NON_MONOTONE_INTERVAL)
     metrics = [Perplexity()]
     goal = task3_time_to_perplexity_goal(TASK.goal_on(preset.dataset, run.light))
-    tracker = run.track(metrics, goal, minimize=True)
+    tracker = run.track(metrics, goal)
 
     def validate() -> tuple[dict[Perplexity, float], float]:
         """Return the perplexity of the whole validation text. Each worker reads its own streams."""

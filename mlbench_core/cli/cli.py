@@ -78,6 +78,20 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(module, name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the subcommand; the error for an unknown one names a similar one."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            # Imported here: only an error needs it.
+            import difflib
+
+            for similar in difflib.get_close_matches(args[0], self.list_commands(ctx), 1):
+                error.message += f" Did you mean {similar!r}?"
+            raise
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of subcommands from the static help lines, loading none of them."""
         # click's own list would import the module of every command.

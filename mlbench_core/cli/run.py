@@ -68,7 +68,12 @@ class _RunCommand(click.Command):
         cut = args.index("--") if "--" in args else len(args)
         # ctx.obj carries the words to run(), because click has no parameter for words that it does not parse.
         ctx.obj = list(args[cut + 1 :])
-        return super().parse_args(ctx, args[:cut])
+        try:
+            return super().parse_args(ctx, args[:cut])
+        except click.NoSuchOption as error:
+            if cut == len(args):
+                error.message += " Options of the script come after '--'."
+            raise
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[-- ARGUMENTS...]"]
@@ -203,8 +208,10 @@ class _Options:
             # Workers run in their own folder, so the path of the script must not depend on this one. The script is the
             # first word, or it follows an interpreter. In an image, it is another file.
             for position, word in enumerate(words[:2]):
-                if word.endswith(".py") and Path(word).is_file():
-                    words[position] = str(Path(word).absolute())
+                if word.endswith(".py"):
+                    if not (path := Path(word).absolute()).is_file() and not Path(word).is_absolute():
+                        raise click.UsageError(f"the script of --command does not exist: {path}")
+                    words[position] = str(path)
             return {**request, "command": shlex.join([*words, *self.arguments])}
         line = shlex.join([*words, *self.arguments])
         return {**request, "image_name": CUSTOM_IMAGE, "custom_image_name": self.image, "custom_image_command": line}

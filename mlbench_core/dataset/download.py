@@ -129,7 +129,10 @@ def _fetch(session: requests.Session, url: str, part: Path, attempts: int, timeo
             # Any progress restores the full number of attempts, so that a long download over a bad line completes.
             left = attempts if _size(part) > before else left - 1
             if left <= 0:
-                raise DownloadError(f"could not download {url}: {error} (tried {attempts} times)") from error
+                raise DownloadError(
+                    f"could not download {url}: {error} (tried {attempts} times). Without a network, copy the file to "
+                    f"{part.with_suffix('')}"
+                ) from error
 
 
 def _transfer(session: requests.Session, url: str, part: Path, timeout_s: float) -> None:

@@ -275,7 +275,10 @@ def test_without_a_network_a_download_fails_in_one_line(
     patch.setattr(requests.Session, "get", fail)
     folder = tmp_path / "new"
     stderr = call("data", "fetch", "a9a", "--data", str(folder), code=1).stderr
-    assert stderr == f"mlbench: could not download {served.url}/a9a: no route to host (tried 5 times)\n"
+    assert stderr == (
+        f"mlbench: could not download {served.url}/a9a: no route to host (tried 5 times). Without a network, copy the "
+        f"file to {folder}/a9a\n"
+    )
     assert list(folder.iterdir()) == []
     shutil.copytree(served.folder, folder, dirs_exist_ok=True)
     call("data", "fetch", "a9a", "--data", str(folder))

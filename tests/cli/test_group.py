@@ -107,6 +107,7 @@ def test_module_runs_as_the_command() -> None:
 
 def test_unknown_command_is_wrong_use(call: Call) -> None:
     assert "No such command 'nonsense'" in call("nonsense", code=2).stderr
+    assert "Did you mean 'get-dashboard-url'?" in call("get-dashboard", code=2).stderr
 
 
 def test_the_path_of_3_0() -> None:

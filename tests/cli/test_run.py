@@ -66,8 +66,8 @@ def test_repeats_have_names_and_seeds_of_their_own(fake: FakeMaster, call: Call)
         for workers in (1, 2)
         for repeat in (1, 2, 3)
     ]
-    call("run", "own", "1", "--command", "python x.py", "--repeats", "2", "--seed", "7", "--", "--s={seed}", "{rank}")
-    assert [r["command"] for r in fake.requests[6:]] == [f"python x.py --s={seed} '{{rank}}'" for seed in (7, 8)]
+    call("run", "own", "1", "--command", "python -m x", "--repeats", "2", "--seed", "7", "--", "--s={seed}", "{rank}")
+    assert [r["command"] for r in fake.requests[6:]] == [f"python -m x --s={seed} '{{rank}}'" for seed in (7, 8)]
     call("run", "one", "1", "--task", "1a", "--seed", "5")
     call("run", "bare", "1", "--command", "x --seed {seed}")
     assert (fake.requests[-2]["name"], fake.requests[-2]["arguments"]) == ("one-1", ["--seed", "5"])
@@ -194,6 +194,7 @@ def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pyte
         (["demo", "1"], "the task is missing: give --task TASK (see 'mlbench tasks') or --command COMMAND"),
         (["demo", "0", "--task", "1a"], "0 is not in the range"),
         (["demo", "two", "--task", "1a"], "'two' is not a valid integer"),
+        (["demo", "1", "--task", "1a", "--dataset", "digits"], "Options of the script come after '--'."),
         (["demo", "1", "--task", "9z"], "task must be one of 0, 1a, 1b, 2a, 3a, 4a, 4b, not '9z'"),
         (["demo", "1", "--task", "1a", "--image", "x"], "--task cannot be given with --image"),
         (["demo", "1", "--image", "x"], "the command of image x is missing: give --command"),
@@ -210,8 +211,9 @@ def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pyte
         (["demo", "1", "--task", "1a", "--engine", "lsf"], "'lsf' must be one of local, hosts, kubernetes, slurm"),
         (["demo", "1", "--task", "1a", "--engine-options", "'a"], "the engine options must be quoted as for a shell"),
         (["a" * 60, "1", "--task", "1a", "--repeats", "2"], "the name of a run must be"),
-        (["demo", "1", "--command", "x.py", "--repeats", "2"], "--repeats needs {seed} in the command"),
-        (["demo", "1", "--command", "x.py", "--seed", "2"], "--seed needs {seed} in the command"),
+        (["demo", "1", "--command", "python x.py"], f"the script of --command does not exist: {Path.cwd() / 'x.py'}"),
+        (["demo", "1", "--command", "true", "--repeats", "2"], "--repeats needs {seed} in the command"),
+        (["demo", "1", "--command", "true", "--seed", "2"], "--seed needs {seed} in the command"),
         (
             ["demo", "1", "--task", "1a", "--repeats", "2", "--", "--seed", "3"],
             "--seed among the arguments of the script cannot",

@@ -263,6 +263,26 @@ def test_a_goal_after_a_time_takes_the_place_of_a_value_only(tmp_path: Path, mon
     assert "backend" not in fake.seen
 
 
+def test_a_goal_on_a_statistic_that_is_not_recorded_ends_after_the_first_validation(tmp_path: Path) -> None:
+    training = Training([3.0, 2.0], TimeToGoal("val_global_prec@1", 80))
+    with start(tmp_path) as run, pytest.raises(ConfigurationError) as caught:
+        training.train(run)
+    assert str(caught.value) == (
+        "the goal needs the statistic 'val_global_prec@1', which was not recorded: this run has train_loss, "
+        "val_Prec@1, val_global_Prec@1, val_global_loss, val_loss"
+    )
+    assert training.losses == [2.0]
+
+
+def test_the_goal_says_if_the_primary_metric_shall_become_small(tmp_path: Path) -> None:
+    metric = TopKAccuracy(topk=1)
+    goal = TimeToGoal("val_global_Prec@1", 20, minimize=True)
+    with start(tmp_path) as run:
+        with pytest.raises(ConfigurationError, match=r"minimize must be the same for Prec@1.* that of track"):
+            run.track([metric], goal, minimize=False)
+        assert run.track([metric], goal).minimize
+
+
 @pytest.mark.parametrize("past_goal", [False, True])
 def test_a_goal_ends_the_epoch_after_the_part_that_reaches_it(tmp_path: Path, past_goal: bool) -> None:
     def goal(name: str, value: float, tracker: Tracker) -> str | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -137,6 +139,26 @@ assert group() is None
 """
     # A process that has not imported torch._dynamo yet.
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_worker_that_waits_says_so_and_ends_at_ctrl_c() -> None:
+    script = """
+import signal
+from mlbench_core.distributed.pytorch import initialize, initialize_backends
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in the background of a shell
+initialize._SILENT_S = 0.1
+with initialize_backends("gloo", "127.0.0.1,127.0.0.1", 0):
+    pass
+"""
+    variables = {**os.environ, "MASTER_PORT": str(free_port())}
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, env=variables) as waiting:
+        assert waiting.stderr is not None
+        text = next(line for line in waiting.stderr if "waits" in line)
+        assert re.search(
+            r"rank 0 of 2 waits for the others at 127\.0\.0\.1:\d+, for up to 1800 s; Ctrl-C ends it$", text
+        )
+        waiting.send_signal(signal.SIGINT)
+        assert waiting.wait(30) == -signal.SIGINT
 
 
 @pytest.mark.parametrize("hosts", [None, "127.0.0.1"])

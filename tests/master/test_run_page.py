@@ -104,6 +104,12 @@ def test_a_goal_of_a_fixed_time_shows_the_time_and_the_best_value(client: TestCl
     assert part(page_of(client, run_id), "goal").startswith("Goal: Prec@1 after 60 s 91.5 after 63.2 s (3 epochs)")
 
 
+def test_more_cores_than_the_machine_has_are_a_note(client: TestClient) -> None:
+    body = {"name": "many", "num_workers": 2, "num_cpus": 4096, "command": "python x.py"}
+    (note,) = client.post("/api/runs/", json=body).json()["job_metadata"]["notes"]
+    assert note.startswith("warning: 2 workers x 4096 cores want more than the ")
+
+
 def test_a_failed_run_says_why_with_the_last_lines_of_the_failing_worker(client: TestClient) -> None:
     run_id = start(client)
     store = client.app.state.store  # type: ignore[attr-defined]

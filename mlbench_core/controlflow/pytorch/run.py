@@ -146,9 +146,17 @@ class Run:
 
         Raises:
             ConfigurationError: ``--goal-after`` is given, and ``goal`` is not a
-                :class:`~mlbench_core.evaluation.goals.TimeToGoal`.
+                :class:`~mlbench_core.evaluation.goals.TimeToGoal`. Or the goal is a value of the primary metric, and
+                ``minimize`` is not that of the goal, which is the default then.
         """
-        sinks, goal = list(options.pop("sinks", ())), as_goal(goal)
+        sinks, metrics, goal = list(options.pop("sinks", ())), list(metrics), as_goal(goal)
+        if isinstance(goal, TimeToGoal) and metrics and goal.metric == f"val_global_{metrics[0].name}":
+            minimize = options.setdefault("minimize", goal.minimize)
+            if minimize != goal.minimize:
+                raise ConfigurationError(
+                    f"minimize must be the same for {metrics[0].name} everywhere, but its goal has "
+                    f"minimize={goal.minimize} and track() has minimize={minimize}: remove that of track()"
+                )
         if self.args.goal_after is not None:
             goal = _after_time(goal, self.args.goal_after)
         if self.rank == 0:
@@ -201,6 +209,7 @@ class Run:
         Raises:
             CheckpointNotFoundError: The run is to resume or to validate only, and no checkpoint exists.
             CheckpointError: A checkpoint cannot be read or written, or does not fit the objects given.
+            ConfigurationError: After the first validation, the statistic of the goal has not been recorded.
         """
         args, tracker = self.args, self.tracker
         frequency = CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST
@@ -232,6 +241,12 @@ class Run:
             yield epoch
             # parts() has already validated after the last part.
             is_best = validate_and_record() if self._is_best is None else self._is_best
+            needed = getattr(tracker.goal, "metric", None)
+            if isinstance(needed, str) and needed not in tracker.records:
+                raise ConfigurationError(
+                    f"the goal needs the statistic {needed!r}, which was not recorded: this run has "
+                    f"{', '.join(sorted(tracker.records))}"
+                )
             # The epoch ends before it is saved, so that a resumed run begins with the next one.
             tracker.epoch_end()
             checkpointer.save(tracker, model, optimizer, scheduler, is_best, extra=extra)

@@ -7,7 +7,9 @@ import datetime
 import errno
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -44,6 +46,8 @@ _log = logging.getLogger(__name__)
 
 # Time to wait for the name of rank 0's host: the name of a container resolves only shortly after its start.
 _RESOLVE_S = 20.0
+# Workers that start together meet sooner.
+_SILENT_S = 5.0
 
 
 @contextlib.contextmanager
@@ -209,7 +213,8 @@ def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s
         elif backend != "mpi" and not isinstance(environment, TorchrunEnvironment):
             # torchrun's agent may keep the store itself, and MPI needs none.
             address, port, size, rank = place.master_address, place.master_port, place.world_size, place.rank
-            store = dist.TCPStore(str(address), port, size, is_master=rank == 0, timeout=timeout)
+            with _waiting(place, timeout_s):
+                store = dist.TCPStore(str(address), port, size, is_master=rank == 0, timeout=timeout)
             options = {"store": store, "rank": rank, "world_size": size}
         dist.init_process_group(backend, timeout=timeout, **options)
     except RuntimeError as error:
@@ -233,6 +238,29 @@ def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s
             f"{place.master_address}:{place.master_port} within {timeout_s:g} s: check that all were started, each "
             f"with its own rank and the same hosts, and that they can reach that port. torch says: {reason}"
         ) from error
+
+
+@contextlib.contextmanager
+def _waiting(place: Place, timeout_s: float) -> Iterator[None]:
+    """Say after some seconds that other workers are missing, and let Ctrl-C end the process.
+
+    torch waits without returning to Python, so the usual handler of SIGINT would not run.
+    """
+    message = f"rank {place.rank} of {place.world_size} waits for the others at {place.master_address}:"
+    message += f"{place.master_port}, for up to {timeout_s:g} s; Ctrl-C ends it"
+    timer = threading.Timer(_SILENT_S, _log.info, (message,))
+    timer.daemon = True
+    is_ours = threading.current_thread() is threading.main_thread()
+    is_ours = is_ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _note_failure(kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:

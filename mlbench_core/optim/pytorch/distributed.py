@@ -585,7 +585,8 @@ def check_aggregation(
     """
     name = type(aggregation).__name__
     if not isinstance(aggregation, kind):
-        raise TypeError(f"aggregation must be of the class {kind.__name__}, not {name}")
+        hint = f": write {aggregation.__name__}(...)" if isinstance(aggregation, type) else ""
+        raise TypeError(f"aggregation must be of the class {kind.__name__}, not {name}{hint}")
     if world_size is not None and world_size != aggregation.world_size:
         workers = f"{aggregation.world_size} worker{'s' if aggregation.world_size > 1 else ''}"
         raise ValueError(
