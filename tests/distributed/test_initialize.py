@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mlbench_core.distributed.environment import HostsEnvironment
+from mlbench_core.distributed.pytorch import initialize
 from mlbench_core.distributed.pytorch.settings import config_pytorch
 from mlbench_core.errors import BackendError, ConfigurationError, MLBenchError, WorkerError
 from mlbench_core.utils.pytorch import FCGraph, initialize_backends
@@ -159,6 +161,19 @@ with initialize_backends("gloo", "127.0.0.1,127.0.0.1", 0):
         )
         waiting.send_signal(signal.SIGINT)
         assert waiting.wait(30) == -signal.SIGINT
+
+
+def test_workers_that_take_each_others_cores_are_warned(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        mock.patch("torch.get_num_threads", return_value=8),
+        mock.patch("os.sched_getaffinity", return_value=range(16), create=True),
+    ):
+        for rank in range(4):
+            initialize._warn_of_threads(HostsEnvironment("a,b,b,b", rank, {}))
+    assert [record.getMessage() for record in caplog.records] == [
+        "3 workers on b have 8 threads each, which is more than its 16 cores, so they slow each other down: set "
+        "OMP_NUM_THREADS=5 for each"
+    ]
 
 
 @pytest.mark.parametrize("hosts", [None, "127.0.0.1"])

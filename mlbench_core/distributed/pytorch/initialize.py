@@ -144,6 +144,8 @@ def initialize_backends(
         # After the barrier all workers have joined and have written their records, which the end of the block reads.
         with naming_lost_workers():
             process_groups.barrier()
+        if isinstance(environment, HostsEnvironment) and not use_cuda:
+            _warn_of_threads(environment)
         _log.debug("joined over %s, started by %s: %s", comm_backend, environment.name, world[2])
         yield world
 
@@ -238,6 +240,19 @@ def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s
             f"{place.master_address}:{place.master_port} within {timeout_s:g} s: check that all were started, each "
             f"with its own rank and the same hosts, and that they can reach that port. torch says: {reason}"
         ) from error
+
+
+def _warn_of_threads(environment: HostsEnvironment) -> None:
+    """Warn if workers that were started by hand take each other's cores. Launchers give each worker its threads."""
+    workers = environment.hosts.count(environment.hosts[environment.rank])
+    threads = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if workers > 1 and workers * threads > cores and environment.place().local_rank == 0:
+        _log.warning(
+            "%s workers on %s have %s threads each, which is more than its %s cores, so they slow each other down: set "
+            "OMP_NUM_THREADS=%s for each",
+            workers, environment.hosts[environment.rank], threads, cores, max(1, cores // workers),
+        )  # fmt: skip
 
 
 @contextlib.contextmanager
