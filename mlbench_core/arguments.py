@@ -66,7 +66,7 @@ def check_at_least(name: str, value: Any, least: float) -> None:
 def check_number(name: str, value: Any) -> None:
     """Raise a TypeError if a value is not a real number; numbers of numpy are allowed."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, not {value!r}")
+        raise TypeError(f"{name} must be a number, not {reprlib.repr(value)}")
 
 
 def check_finite_at_least_0(name: str, value: Any) -> None:

@@ -40,7 +40,7 @@ class RunPlan(BaseModel):
         metric: Name of the metric of the goal; None if the goal is a plain function, or without a goal.
         threshold: The value that the metric has to reach.
         minimize: True if the metric has to become as small as the threshold, False if as large.
-        budget_s: Training time of a goal that counts the best value within a fixed time; None for another goal.
+        budget_s: Training time in seconds after which the best value counts; None for another goal.
         max_epochs: Number of epochs after which the run ends without its goal.
     """
 
@@ -73,7 +73,7 @@ class RunGoal(BaseModel):
         metric: Name of the metric of the goal; None if the goal is a plain function.
         threshold: The value that the metric has to reach.
         minimize: True if the metric has to become as small as the threshold, False if as large.
-        budget_s: Training time of a goal that counts the best value within a fixed time; None for another goal.
+        budget_s: Training time in seconds after which the best value counts; None for another goal.
         reached: True if the run has reached its goal.
         value: The metric's value at the goal.
         time_to_goal_s: Training time until the goal was reached.
@@ -120,11 +120,11 @@ class RunGoal(BaseModel):
         """
         if not self.reached:
             return "not reached"
-        is_of_time = self.budget_s is not None and self.value is not None
-        text, word = (f"{self.value:.4g}", "after") if is_of_time else ("reached", "in")
-        time = "" if self.time_to_goal_s is None else f" {word} {self.time_to_goal_s:.1f} s"
+        is_timed = self.budget_s is not None and self.value is not None
+        result, preposition = (f"{self.value:.4g}", "after") if is_timed else ("reached", "in")
+        time = "" if self.time_to_goal_s is None else f" {preposition} {self.time_to_goal_s:.1f} s"
         unit = "epoch" if self.epochs == 1 else "epochs"
-        return f"{text}{time}" + ("" if self.epochs is None else f" ({self.epochs} {unit})")
+        return f"{result}{time}" + ("" if self.epochs is None else f" ({self.epochs} {unit})")
 
 
 def _aim(goal: RunPlan | RunGoal) -> str:

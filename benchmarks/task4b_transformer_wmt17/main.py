@@ -63,7 +63,9 @@ def load_data(args: argparse.Namespace, folder: str) -> tuple[TransformerPairs, 
         load = partial(WMT17Dataset, folder, download=True, vocabulary=args.vocabulary)
         return load(train=True, **for_training), load(**{args.evaluate_on: True}, **multiple)
     if args.vocabulary:
-        raise ConfigurationError(f"--vocabulary needs --dataset wmt17, not {args.dataset}: leave it out")
+        raise ConfigurationError(
+            f"--dataset must be wmt17 with --vocabulary, not {args.dataset}: leave out --vocabulary"
+        )
     parts = (Multi30k(folder, train=True), Multi30k(folder, **{args.evaluate_on: True}))
     return parts[0].for_transformer(**for_training), parts[1].for_transformer(**multiple)
 

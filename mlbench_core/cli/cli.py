@@ -88,8 +88,8 @@ class LazyGroup(click.Group):
             # Imported here: only an error needs it.
             import difflib
 
-            for similar in difflib.get_close_matches(args[0], self.list_commands(ctx), 1):
-                error.message += f" Did you mean {similar!r}?"
+            if similar := difflib.get_close_matches(args[0], self.list_commands(ctx), 1):
+                error.message = f"{error.message.rstrip('.')}. Did you mean {similar[0]!r}?"
             raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class _RunCommand(click.Command):
             return super().parse_args(ctx, args[:cut])
         except click.NoSuchOption as error:
             if cut == len(args):
-                error.message += " Options of the script come after '--'."
+                error.message = f"{error.message.rstrip('.')}. Options of the script come after '--'."
             raise
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
@@ -209,9 +210,14 @@ class _Options:
             # first word, or it follows an interpreter. In an image, it is another file.
             for position, word in enumerate(words[:2]):
                 if word.endswith(".py"):
-                    if not (path := Path(word).absolute()).is_file() and not Path(word).is_absolute():
-                        raise click.UsageError(f"the script of --command does not exist: {path}")
-                    words[position] = str(path)
+                    path = Path(word).absolute()
+                    if path.is_file():
+                        words[position] = str(path)
+                    # The first word can be a program anywhere on the PATH.
+                    elif not Path(word).is_absolute() and (position or not shutil.which(word)):
+                        raise click.UsageError(
+                            f"--command must name a script that exists, not {path}: give its path from this folder"
+                        )
             return {**request, "command": shlex.join([*words, *self.arguments])}
         line = shlex.join([*words, *self.arguments])
         return {**request, "image_name": CUSTOM_IMAGE, "custom_image_name": self.image, "custom_image_command": line}

@@ -130,8 +130,8 @@ def _fetch(session: requests.Session, url: str, part: Path, attempts: int, timeo
             left = attempts if _size(part) > before else left - 1
             if left <= 0:
                 raise DownloadError(
-                    f"could not download {url}: {error} (tried {attempts} times). Without a network, copy the file to "
-                    f"{part.with_suffix('')}"
+                    f"could not download {url}: {error} (tried {attempts} times); on a machine without a network, copy "
+                    f"the file to {part.with_suffix('')}"
                 ) from error
 
 

@@ -97,7 +97,7 @@ def prepare(record: DatasetRecord, folder: Path | None = None, *, vocabulary: Pa
         MissingDependencyError: A package is not installed.
     """
     if vocabulary is not None and record.name != "wmt17":
-        raise ValueError(f"vocabulary must be None for {record.name}: only wmt17 can be prepared with a vocabulary")
+        raise ValueError(f"vocabulary must be None for {record.name}, not {vocabulary}: only wmt17 can use one")
     if record.name not in _PREPARERS:
         return None
     require("torch", "torch")

@@ -72,7 +72,7 @@ class Point:
     request: Mapping[str, Any] = field(compare=False, repr=False)
 
     @property
-    def case(self) -> tuple[str, int, str | None]:
+    def cell(self) -> tuple[str, int, str | None]:
         """Return what the runs of all seeds have in common: algorithm, number of workers and network."""
         return self.algorithm, self.workers, self.network
 
@@ -219,6 +219,9 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
     seeds = content.get("seeds", 1)
     if not _is_count(seeds) or seeds > _MOST_SEEDS:
         raise ValueError(f"seeds must be a whole number from 1 to {_MOST_SEEDS}, not {seeds!r}: give the repeats")
+    limit_s, repeat_stopped = _seconds(content, "limit"), _switch(content, "repeat_stopped", default=True)
+    if limit_s is None and not repeat_stopped:
+        raise ValueError('limit must be given with repeat_stopped = false: write for example limit = "2min"')
     files: dict[str, Path] = {}
     return Sweep(
         title=_text(content, "title") if "title" in content else title,
@@ -231,9 +234,9 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
         backend=backend,
         arguments=arguments,
         light=_switch(content, "light", default=False),
-        limit_s=_seconds(content, "limit"),
+        limit_s=limit_s,
         budget_s=_seconds(content, "budget"),
-        repeat_stopped=_switch(content, "repeat_stopped", default=True),
+        repeat_stopped=repeat_stopped,
         price=_pricing(content["price"], folder, files) if "price" in content else Pricing(),
         files=files,
     )

@@ -123,18 +123,24 @@ class SweepFolder:
     def planned(self, sweep: Sweep) -> list[Point]:
         """Return the runs of a sweep, without those that are left out because ``repeat_stopped`` is false.
 
+        A run is left out if the run of the same algorithm, workers and network with the first seed was stopped at the
+        limit. Runs that have a folder stay.
+
         Args:
             sweep: The sweep.
+
+        Raises:
+            ConfigurationError: Two runs would have the same name, or the seeds cannot be used.
         """
         points = sweep.points()
         if sweep.repeat_stopped:
             return points
         first = [point for point in points if point.seed == FIRST_SEED]
-        stopped = {point.case for point in first if stopped_at_limit(self.run_folder(point))}
+        stopped = {point.cell for point in first if stopped_at_limit(self.run_folder(point))}
         return [
             point
             for point in points
-            if point.seed == FIRST_SEED or point.case not in stopped or self.run_folder(point).is_dir()
+            if point.seed == FIRST_SEED or point.cell not in stopped or self.run_folder(point).is_dir()
         ]
 
     def done(self, sweep: Sweep, points: Iterable[Point]) -> dict[str, Done]:

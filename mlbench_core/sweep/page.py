@@ -201,7 +201,7 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
         "Runs": f"{outcome.ended} of {outcome.planned} planned; {plural(sum(c.missed for c in outcome.cells), 'run')} "
         f"missed the goal"
         + ("" if outcome.limit_s is None else f", limit {duration(outcome.limit_s)}")
-        + (f"; {left_out} left out, because the first seed was stopped at the limit" if left_out else ""),
+        + (f"; {plural(left_out, 'run')} left out, because that with the first seed was stopped" if left_out else ""),
         "Goal": "; ".join(dict.fromkeys(record.goal_text for record in records if record.goal)),
         "Networks": "; ".join(f"{name} ({network})" for name, network in outcome.networks.items()),
         "Machine": "; ".join(dict.fromkeys(filter(None, map(machine_text, groups)))),

@@ -173,7 +173,7 @@ def test_the_vocabulary_of_mlperfs_reference(
     # The result has the content of the file, not its place.
     assert args.options == {"vocabulary": SubtokenVocabulary.load(file).checksum}
     args.dataset = "multi30k"
-    with pytest.raises(ConfigurationError, match="--vocabulary needs --dataset wmt17, not multi30k: leave it out"):
+    with pytest.raises(ConfigurationError, match="--dataset must be wmt17 with --vocabulary, not multi30k"):
         script.load_data(args, str(root))
 
 

@@ -211,7 +211,10 @@ def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pyte
         (["demo", "1", "--task", "1a", "--engine", "lsf"], "'lsf' must be one of local, hosts, kubernetes, slurm"),
         (["demo", "1", "--task", "1a", "--engine-options", "'a"], "the engine options must be quoted as for a shell"),
         (["a" * 60, "1", "--task", "1a", "--repeats", "2"], "the name of a run must be"),
-        (["demo", "1", "--command", "python x.py"], f"the script of --command does not exist: {Path.cwd() / 'x.py'}"),
+        (
+            ["demo", "1", "--command", "python x.py"],
+            f"--command must name a script that exists, not {Path.cwd() / 'x.py'}",
+        ),
         (["demo", "1", "--command", "true", "--repeats", "2"], "--repeats needs {seed} in the command"),
         (["demo", "1", "--command", "true", "--seed", "2"], "--seed needs {seed} in the command"),
         (

@@ -18,7 +18,7 @@ from mlbench_core.controlflow.pytorch import run as run_module
 from mlbench_core.controlflow.pytorch.run import Run, run_task
 from mlbench_core.controlflow.task_arguments import add_run_arguments
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.evaluation.goals import TimeToGoal
+from mlbench_core.evaluation.goals import AccuracyAfterTime, TimeToGoal
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
 from mlbench_core.results.folder import read_result
 from mlbench_core.tracking.tracker import Tracker
@@ -268,7 +268,7 @@ def test_a_goal_on_a_statistic_that_is_not_recorded_ends_after_the_first_validat
     with start(tmp_path) as run, pytest.raises(ConfigurationError) as caught:
         training.train(run)
     assert str(caught.value) == (
-        "the goal needs the statistic 'val_global_prec@1', which was not recorded: this run has train_loss, "
+        "metric of the goal must be a statistic that this run records, not 'val_global_prec@1': use one of train_loss, "
         "val_Prec@1, val_global_Prec@1, val_global_loss, val_loss"
     )
     assert training.losses == [2.0]
@@ -276,11 +276,12 @@ def test_a_goal_on_a_statistic_that_is_not_recorded_ends_after_the_first_validat
 
 def test_the_goal_says_if_the_primary_metric_shall_become_small(tmp_path: Path) -> None:
     metric = TopKAccuracy(topk=1)
-    goal = TimeToGoal("val_global_Prec@1", 20, minimize=True)
-    with start(tmp_path) as run:
-        with pytest.raises(ConfigurationError, match=r"minimize must be the same for Prec@1.* that of track"):
-            run.track([metric], goal, minimize=False)
-        assert run.track([metric], goal).minimize
+    name = "val_global_Prec@1"
+    for goal in (TimeToGoal(name, 20, minimize=True), AccuracyAfterTime(20, name, minimize=True)):
+        with start(tmp_path) as run:
+            with pytest.raises(ConfigurationError, match=r"minimize must be True, as in the goal on val_global_Prec@1"):
+                run.track([metric], goal, minimize=False)
+            assert run.track([metric], goal).minimize
 
 
 @pytest.mark.parametrize("past_goal", [False, True])

@@ -12,6 +12,7 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
+from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.optim.pytorch import CentralizedSGD, CustomCentralizedOptimizer, GenericCentralizedOptimizer
 
 
@@ -121,6 +122,8 @@ def test_wrong_types_are_refused() -> None:
     model = ones_gradient()
     with pytest.raises(TypeError, match="aggregation must be of the class Aggregation, not str"):
         CentralizedSGD(model=model, lr=1.0, aggregation="sum")
+    with pytest.raises(TypeError, match=r"not ABCMeta: write AllReduceAggregation\(\.\.\.\)$"):
+        CentralizedSGD(model=model, lr=1.0, aggregation=AllReduceAggregation)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, not str"):
         CustomCentralizedOptimizer(model, 1, "sgd")
     with pytest.raises(ValueError, match="optimizer is missing"):

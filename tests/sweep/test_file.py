@@ -38,6 +38,7 @@ LEAST: dict[str, Any] = {"task": "1a", "workers": [1], "algorithms": ["power_sgd
         ({"networks": ["lan-1g", "lan-1g"]}, "networks must differ, not 'lan-1g' twice"),
         ({"seeds": 0}, "seeds must be a whole number from 1 to 1000, not 0"),
         ({"light": "yes"}, "light must be true or false, not 'yes'"),
+        ({"repeat_stopped": False}, "limit must be given with repeat_stopped = false"),
         ({"repeat_stopped": 0}, "repeat_stopped must be true or false, not 0"),
         ({"limit": "2 minutes"}, "limit must be a time such as"),
         ({"limit": 120}, "limit must be a time such as"),

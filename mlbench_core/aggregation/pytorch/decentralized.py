@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -12,7 +13,6 @@ from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregatio
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.messages import KeptMemory, by_dtype_and_device, in_blocks, pack, unpack
 from mlbench_core.aggregation.pytorch.topology import Topology, from_edges
-from mlbench_core.arguments import check_int
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["DecentralizedAggregation"]
@@ -82,10 +82,10 @@ class DecentralizedAggregation(Aggregation):
         self._all_reduce = AllReduceAggregation(None, use_cuda=use_cuda, process_group=process_group)
         self._kept = KeptMemory()
         self.rank = process_groups.rank(self.group)
-        if rank is not None and check_int("rank", rank, 0) != self.rank:
+        if rank not in (None, self.rank):
             raise ValueError(
-                f"rank must be {self.rank}, the rank of this process among {self.world_size}, not {rank!r}: enter "
-                "initialize_backends first and give the rank that it yields, or None"
+                f"rank must be {self.rank}, the rank of this process among {self.world_size}, not {reprlib.repr(rank)}"
+                ": enter initialize_backends first and give the rank that it yields, or None"
             )
         self.neighbors = _check_neighbors(neighbors, topology, self.rank, self.world_size)
         self.topology = topology if self.world_size > 1 else from_edges(1, ())

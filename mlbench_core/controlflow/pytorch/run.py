@@ -138,24 +138,24 @@ class Run:
             metrics: The run's metrics; the first is the primary one, which decides about the best checkpoint.
             goal: The goal that ends the run; None for a run that trains all epochs. With ``--goal-after``, the goal is
                 the best value of its metric after that time, and all workers stop after the same validation.
-            options: Other arguments of :class:`~mlbench_core.tracking.tracker.Tracker`, such as ``minimize`` and
-                ``sinks``.
+            options: Other arguments of :class:`~mlbench_core.tracking.tracker.Tracker`, such as ``sinks`` and
+                ``minimize``. For a goal on the primary metric, ``minimize`` is by default that of the goal.
 
         Returns:
             The tracker, which is ``run.tracker`` from now on.
 
         Raises:
             ConfigurationError: ``--goal-after`` is given, and ``goal`` is not a
-                :class:`~mlbench_core.evaluation.goals.TimeToGoal`. Or the goal is a value of the primary metric, and
-                ``minimize`` is not that of the goal, which is the default then.
+                :class:`~mlbench_core.evaluation.goals.TimeToGoal`. Or ``minimize`` contradicts a goal on the primary
+                metric.
         """
         sinks, metrics, goal = list(options.pop("sinks", ())), list(metrics), as_goal(goal)
-        if isinstance(goal, TimeToGoal) and metrics and goal.metric == f"val_global_{metrics[0].name}":
+        primary = f"val_global_{metrics[0].name}" if metrics else None
+        if isinstance(goal, (TimeToGoal, AccuracyAfterTime)) and goal.metric == primary:
             minimize = options.setdefault("minimize", goal.minimize)
             if minimize != goal.minimize:
                 raise ConfigurationError(
-                    f"minimize must be the same for {metrics[0].name} everywhere, but its goal has "
-                    f"minimize={goal.minimize} and track() has minimize={minimize}: remove that of track()"
+                    f"minimize must be {goal.minimize}, as in the goal on {goal.metric}, not {minimize}: leave it out"
                 )
         if self.args.goal_after is not None:
             goal = _after_time(goal, self.args.goal_after)
@@ -209,7 +209,7 @@ class Run:
         Raises:
             CheckpointNotFoundError: The run is to resume or to validate only, and no checkpoint exists.
             CheckpointError: A checkpoint cannot be read or written, or does not fit the objects given.
-            ConfigurationError: After the first validation, the statistic of the goal has not been recorded.
+            ConfigurationError: Nothing has recorded the statistic of the goal until the end of the first validation.
         """
         args, tracker = self.args, self.tracker
         frequency = CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST
@@ -227,6 +227,16 @@ class Run:
                 scheduler.step(loss)
             return record_validation_stats(values, loss, tracker, self.rank)
 
+        def validate_in_training() -> bool:
+            is_best = validate_and_record()
+            needed = getattr(tracker.goal, "metric", None)
+            if isinstance(needed, str) and needed not in tracker.records:
+                raise ConfigurationError(
+                    f"metric of the goal must be a statistic that this run records, not {needed!r}: use one of "
+                    f"{', '.join(sorted(tracker.records))}"
+                )
+            return is_best
+
         if self.validation_only:
             self._validate_checkpoints(load, validate_and_record)
             return
@@ -234,19 +244,13 @@ class Run:
         tracker.start()
         # Within an epoch only the best model is saved, also with --checkpoint: its files are those of whole epochs.
         within_epochs = Checkpointer(self.ckpt_run_dir, self.rank, CheckpointFreq.BEST)
-        self._validate = validate_and_record
+        self._validate = validate_in_training
         self._save_part = partial(within_epochs.save, tracker, model, optimizer, scheduler, extra=extra)
         for epoch in tracker.epochs(budget or args.epochs, args.past_goal):
             self._is_best = None
             yield epoch
             # parts() has already validated after the last part.
-            is_best = validate_and_record() if self._is_best is None else self._is_best
-            needed = getattr(tracker.goal, "metric", None)
-            if isinstance(needed, str) and needed not in tracker.records:
-                raise ConfigurationError(
-                    f"the goal needs the statistic {needed!r}, which was not recorded: this run has "
-                    f"{', '.join(sorted(tracker.records))}"
-                )
+            is_best = validate_in_training() if self._is_best is None else self._is_best
             # The epoch ends before it is saved, so that a resumed run begins with the next one.
             tracker.epoch_end()
             checkpointer.save(tracker, model, optimizer, scheduler, is_best, extra=extra)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Its functions have the default process group as an argument's default, from the moment of the import. torch imports
-# it with the first optimizer. A group that exists by then is never freed, and its threads can abort the process at its
-# end.
+# The functions of this module keep the default process group of the moment of the import, as an argument's default.
+# torch imports the module with the first optimizer. If a group exists by then, it is never freed, and its threads can
+# abort the process at the end.
 import torch.distributed.nn.functional
 
 from mlbench_core.arguments import check_positive
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 # Time to wait for the name of rank 0's host: the name of a container resolves only shortly after its start.
 _RESOLVE_S = 20.0
 # Workers that start together meet sooner.
-_SILENT_S = 5.0
+_NOTICE_AFTER_S = 5.0
 
 
 @contextlib.contextmanager
@@ -70,6 +70,8 @@ def initialize_backends(
     SLURM. A process started by none of them is a world of size 1 (see :mod:`mlbench_core.distributed.environment`).
     With the backend ``mpi`` the workers have to be started by ``mpirun`` (or another starter of MPI programs), which
     gives rank and world size. If ``hosts`` and ``rank`` or torchrun's environment are given too, they must agree.
+
+    A worker that waits for others for more than 5 seconds logs a warning, and Ctrl-C then ends the process at once.
 
     At the end of the block, also after an exception, the process group is destroyed. Environment variables, loggers and
     cuDNN's settings are restored. Random generators and the current CUDA device stay as they are. Over ``mpi`` the
@@ -218,7 +220,8 @@ def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s
             with _waiting(place, timeout_s):
                 store = dist.TCPStore(str(address), port, size, is_master=rank == 0, timeout=timeout)
             options = {"store": store, "rank": rank, "world_size": size}
-        dist.init_process_group(backend, timeout=timeout, **options)
+        with contextlib.nullcontext() if backend == "mpi" else _waiting(place, timeout_s):
+            dist.init_process_group(backend, timeout=timeout, **options)
     except RuntimeError as error:
         # torch raises a plain RuntimeError for all of these causes; only the text distinguishes them.
         text = str(error)
@@ -249,7 +252,7 @@ def _warn_of_threads(environment: HostsEnvironment) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if workers > 1 and workers * threads > cores and environment.place().local_rank == 0:
         _log.warning(
-            "%s workers on %s have %s threads each, which is more than its %s cores, so they slow each other down: set "
+            "%s workers on %s have %s threads each, together more than its %s cores, so they slow each other down: set "
             "OMP_NUM_THREADS=%s for each",
             workers, environment.hosts[environment.rank], threads, cores, max(1, cores // workers),
         )  # fmt: skip
@@ -261,12 +264,12 @@ def _waiting(place: Place, timeout_s: float) -> Iterator[None]:
 
     torch waits without returning to Python, so the usual handler of SIGINT would not run.
     """
-    message = f"rank {place.rank} of {place.world_size} waits for the others at {place.master_address}:"
-    message += f"{place.master_port}, for up to {timeout_s:g} s; Ctrl-C ends it"
-    timer = threading.Timer(_SILENT_S, _log.info, (message,))
-    timer.daemon = True
     is_ours = threading.current_thread() is threading.main_thread()
     is_ours = is_ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    message = f"rank {place.rank} of {place.world_size} waits for the others at {place.master_address}:"
+    message += f"{place.master_port}, for up to {timeout_s:g} s" + ("; Ctrl-C ends it" if is_ours else "")
+    timer = threading.Timer(_NOTICE_AFTER_S, _log.warning, (message,))
+    timer.daemon = True
     if is_ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     timer.start()

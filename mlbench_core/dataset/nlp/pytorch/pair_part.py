@@ -190,13 +190,13 @@ def load_part(
             vocabulary is missing.
         DatasetError: The file is not a vocabulary.
     """
-    # Find an error in the file before a long download.
-    subtokens = None if vocabulary is None else SubtokenVocabulary.load(vocabulary)
+    # Before find(): an error in the file must show before a long download.
+    given = None if vocabulary is None else (SubtokenVocabulary.load(vocabulary), vocabulary.parent)
     files = find(name)
     cache = Path(cache_dir) if cache_dir else user_folder("cache", "text")
     subwords: Subwords | SubtokenVocabulary
-    if vocabulary is not None and subtokens is not None:
-        subwords, folder = subtokens, vocabulary.parent
+    if given is not None:
+        subwords, folder = given
     elif any(root.glob("vocab.bpe.*")):
         subwords, folder = Subwords.load(root, recipe.separator, skip=SPECIAL_SYMBOLS), root
     elif recipe.tokenizer is None:

@@ -36,7 +36,7 @@ _SPECIAL = (("<pad>", "<pad>_"), ("<EOS>", "<EOS>_"))
 _TOKENS = re.compile(r"[^\W_]+|[\W_]+")
 _ESCAPE_CHARACTERS = "\\_u;0123456789"
 _ESCAPES = re.compile(r"\\u|\\\\|\\([0-9]+);")
-_SPACE = r"\32;"
+_WHITE_SPACE = re.compile(r"\s")
 _UNDEFINED = "\u3013"  # Tensor2Tensor's text for a code point that does not exist
 _KEPT_TOKENS = 1 << 16
 
@@ -49,7 +49,8 @@ class SubtokenVocabulary:
 
     Attributes:
         subtokens: The sub-tokens, as given.
-        symbols: The same, in a form that can be separated by spaces: a space in a sub-token is ``\32;``, its escape.
+        symbols: The same, in a form that can be separated by spaces: white space in a sub-token is escaped, for example
+            a space as ``\32;``.
 
     Args:
         subtokens: The sub-tokens in their order, each of them once: ``<pad>``, ``<EOS>``, and then all others. Among
@@ -74,7 +75,7 @@ class SubtokenVocabulary:
 
     def __init__(self, subtokens: Sequence[str]) -> None:
         self.subtokens = list(subtokens)
-        self.symbols = [subtoken.replace(" ", _SPACE) for subtoken in self.subtokens]
+        self.symbols = [_WHITE_SPACE.sub(_escape, subtoken) for subtoken in self.subtokens]
         for number, allowed in enumerate(_SPECIAL):
             found = self.subtokens[number] if number < len(self.subtokens) else "nothing"
             if found not in allowed:
@@ -119,7 +120,7 @@ class SubtokenVocabulary:
             numbers: Numbers of one text. Numbers after the end are ignored, and so is padding.
 
         Returns:
-            The text. Any numbers have one, also those that :meth:`encode` never returns.
+            The text. Sequences that :meth:`encode` never returns have one too.
 
         Raises:
             IndexError: A number is not in the vocabulary.
@@ -229,6 +230,10 @@ def _restore(escaped: str) -> str:
     for before, token in itertools.pairwise(tokens):
         pieces += [" ", token] if before[0].isalnum() and token[0].isalnum() else [token]
     return "".join(pieces)
+
+
+def _escape(character: re.Match[str]) -> str:
+    return f"\\{ord(character[0])};"
 
 
 def _unescape(escape: re.Match[str]) -> str:

@@ -363,7 +363,10 @@ def _download_from_hub(folder: Path, reason: DownloadError) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for part, name in (("train", "train"), ("valid", "validation"), ("test", "test")):
         with tempfile.TemporaryDirectory(prefix=".table-", dir=folder) as scratch:
-            table = progress_download(WIKITEXT2_HUB_URL.format(name=name), Path(scratch, f"{name}.parquet"))
+            try:
+                table = progress_download(WIKITEXT2_HUB_URL.format(name=name), Path(scratch, f"{name}.parquet"))
+            except DownloadError as error:
+                raise reason from error  # it names the file that the user can bring along
             rows = parquet.read_table(table, columns=["text"])["text"].to_pylist()
         # Some rows may end with a line feed; each line of the file needs exactly one.
         lines = (row.removesuffix("\n") + "\n" for row in rows)

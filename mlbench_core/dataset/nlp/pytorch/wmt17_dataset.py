@@ -64,7 +64,8 @@ class WMT17Dataset(TransformerPairs):
         min_character_count: Minimum count of a character in a learned vocabulary; a rarer one gets no symbol.
         vocabulary: File with sub-tokens, such as ``vocab.translate_ende_wmt32k.32768.subwords`` or
             ``vocab.ende.32768``, to use instead of the vocabulary in ``root`` or a learned one; see
-            :class:`~mlbench_core.dataset.nlp.pytorch.subtoken_vocabulary.SubtokenVocabulary`.
+            :class:`~mlbench_core.dataset.nlp.pytorch.subtoken_vocabulary.SubtokenVocabulary`. ``vocab_size`` and
+            ``min_character_count`` are then not used.
         cache_dir: Folder for vocabulary and store; if None, one below the user's MLBench folder.
 
     Raises:
@@ -98,10 +99,10 @@ class WMT17Dataset(TransformerPairs):
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         folder, name = Path(root), choose_part(train=train, validation=validation, test=test)
-        recipe = Recipe(lang, size=vocab_size - _SPECIAL, min_character_count=min_character_count)
-        file = None if vocabulary is None else Path(vocabulary)
-        if file is not None:
-            recipe = Recipe(lang, tokenizer="lines")
+        if vocabulary is None:
+            file, recipe = None, Recipe(lang, size=vocab_size - _SPECIAL, min_character_count=min_character_count)
+        else:
+            file, recipe = Path(vocabulary), Recipe(lang, tokenizer="lines")
         find = functools.partial(_files, folder, lang, download)
         part = load_part(find, name, recipe, root=folder, cache_dir=cache_dir, in_memory=False, vocabulary=file)
         super().__init__(
