@@ -14,7 +14,7 @@ from mlbench_core.results.pool import pool
 from mlbench_core.results.rules import check_rules
 from mlbench_core.results.table import compare_groups, escape
 from mlbench_core.sweep.file import load_sweep
-from mlbench_core.sweep.folder import stopped_at_limit
+from mlbench_core.sweep.folder import SweepFolder, stopped_at_limit
 from mlbench_core.sweep.page import read_outcome
 from mlbench_core.sweep.tables import as_csv, table_rows
 from mlbench_core.sweep.words import per_network
@@ -50,7 +50,7 @@ def test_the_rules_are_kept(collection: Path) -> None:
 def test_a_sweep_is_complete_and_its_page_follows_from_its_runs(page: Path, tmp_path: Path) -> None:
     shutil.unpack_archive(page / "runs.tar.xz", tmp_path, filter="data")
     sweep = load_sweep(page / "sweep.toml")
-    runs = {point.name: tmp_path / "runs" / point.name for point in sweep.points()}
+    runs = {point.name: tmp_path / "runs" / point.name for point in SweepFolder(tmp_path).planned(sweep)}
     assert {path.name for path in (tmp_path / "runs").iterdir()} == set(runs)
     # A run without a result counts as one that missed the goal, so nothing but the limit may be its reason.
     without = {name for name, folder in runs.items() if not (folder / RESULT).exists()}
