@@ -239,7 +239,7 @@ def _markdown(
 ) -> str:
     lines = [f"# {escape(title)}", "", *(f"- {name}: {escape(value)}" for name, value in facts.items()), ""]
     # A relative path in the file belongs to the folder from which the sweep was started.
-    lines += ["Command, in the first folder of the file:", "", "```bash", "mlbench sweep sweep.toml --output FOLDER"]
+    lines += ["Command, in the original folder of the file:", "", "```bash", "mlbench sweep sweep.toml --output FOLDER"]
     lines += ["```", "", "## Which method when", ""]
     lines += [f"- {escape(sentence)}" for sentence in words[""]]
     for name, sentences in words.items():
