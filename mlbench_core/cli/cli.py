@@ -88,9 +88,11 @@ class LazyGroup(click.Group):
             # Imported here: only an error needs it.
             import difflib
 
-            if similar := difflib.get_close_matches(args[0], self.list_commands(ctx), 1):
-                error.message = f"{error.message.rstrip('.')}. Did you mean {similar[0]!r}?"
-            raise
+            similar = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
+            if not similar:
+                raise
+            text = f"{error.format_message().rstrip('.')}. Did you mean {similar[0]!r}?"
+            raise click.UsageError(text, error.ctx) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of subcommands from the static help lines, loading none of them."""

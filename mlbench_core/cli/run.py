@@ -72,9 +72,10 @@ class _RunCommand(click.Command):
         try:
             return super().parse_args(ctx, args[:cut])
         except click.NoSuchOption as error:
-            if cut == len(args):
-                error.message = f"{error.message.rstrip('.')}. Options of the script come after '--'."
-            raise
+            if cut < len(args):
+                raise
+            text = f"{error.format_message().rstrip('.')}. Options of the script come after '--'."
+            raise click.UsageError(text, error.ctx) from error
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[-- ARGUMENTS...]"]
