@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
+from mlbench_core.results.pool import plural
 from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task
 from mlbench_master.launchers.containers import image_problem
 from mlbench_master.launchers.emulated_hosts import check_network
@@ -155,8 +156,8 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
         notes += _check_network(run, launcher, all_nodes)
     if run.num_workers * run.num_cpus > launcher.capacity:
         notes.append(
-            f"warning: {run.num_workers} workers x {run.num_cpus:g} cores want more than the {launcher.capacity:g} "
-            "cores of this machine; they share them, so times are not comparable"
+            f"warning: {plural(run.num_workers, 'worker')} x {plural(run.num_cpus, 'core')} want more than the "
+            f"{plural(launcher.capacity, 'core')} of this machine; they share them, so times are not comparable"
         )
     return all_nodes, notes
 

@@ -61,7 +61,11 @@ def load_data(args: argparse.Namespace, folder: str) -> tuple[TransformerPairs, 
     for_training = {"max_positions": (MAX_LEN_TRAIN + 1, MAX_LEN_TRAIN + 1), **multiple}
     if args.dataset == "wmt17":
         load = partial(WMT17Dataset, folder, download=True, vocabulary=args.vocabulary)
-        return load(train=True, **for_training), load(**{args.evaluate_on: True}, **multiple)
+        train = load(train=True, **for_training)
+        if args.vocabulary:
+            # Results have the checksum, because the path of the file does not show its content.
+            args.options["vocabulary"] = train.part.subwords.checksum
+        return train, load(**{args.evaluate_on: True}, **multiple)
     if args.vocabulary:
         raise ConfigurationError(
             f"--dataset must be wmt17 with --vocabulary, not {args.dataset}: leave out --vocabulary"
@@ -101,9 +105,6 @@ def train(run: Run) -> None:
     args, rank, world_size = run.args, run.rank, run.world_size
     sizes.take_precision(args, run.gpu)
     pairs, evaluated = load_data(args, args.data or run.dataset_dir)
-    if args.vocabulary:
-        # Results have the checksum, because the path of the file does not show its content.
-        args.options["vocabulary"] = pairs.part.subwords.checksum
     references, metrics = evaluated.references(), scores(args.dataset)
     # drop_last=False, because BLEU needs every sentence; in training, remaining batches (fewer than k) are left out.
     share = shard_batches(get_batches(evaluated, args.max_tokens, shuffle=False), rank, world_size, drop_last=False)

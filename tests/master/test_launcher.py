@@ -265,7 +265,7 @@ def test_runs_wait_for_free_workers_smallest_first(tmp_path: Path) -> None:
         done = {name: wait_state(client, run["id"], "finished") for name, run in (("small", small), ("huge", huge))}
         assert wait_state(client, first["id"], "finished")["finished_at"] <= done["small"]["started_at"]
         assert done["small"]["finished_at"] <= done["huge"]["started_at"]
-        assert "warning: 3 workers x 1 cores" in lines(client, huge["id"])[0]["text"]
+        assert "warning: 3 workers x 1 core want" in lines(client, huge["id"])[0]["text"]
 
 
 def test_a_worker_that_writes_into_its_log_and_status_wedges_nothing(client: TestClient, tmp_path: Path) -> None:
