@@ -58,13 +58,13 @@ def _worker(
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
+        store = dist.FileStore(os.path.join(folder, "store"), world_size)
         dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(os.path.join(folder, "store"), world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=timeout_s)
         )
+        # A worker that ends at once would close its connections while another one is still joining.
+        store.set(f"joined {rank}", "")
+        store.wait([f"joined {other}" for other in range(world_size)])
         result = function(rank, world_size, *args)
         channel.send_bytes(pickle.dumps((True, result)))
     except BaseException:
