@@ -73,7 +73,9 @@ def _check(environment: dict[str, str], threads: set[threading.Thread]) -> None:
         left = [
             thread
             for thread in threading.enumerate()
-            if thread not in threads and thread.is_alive() and not thread.name.startswith(("pytest", "asyncio_"))
+            if thread not in threads
+            and thread.is_alive()
+            and not thread.name.startswith(("pytest", "asyncio_", "Dummy-"))
         ]
         if not left:
             return

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -36,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MICRO = ROOT / "benchmarks" / "micro"
 TASK_1A = "benchmarks/task1a_resnet20_cifar10/main.py"
 ONE_PROCESS = ("--run_id", "gpu", "--hosts", "127.0.0.1", "--rank", "0", "--backend", "nccl", "--gpu")
-FAST = ("--channels-last", "--autocast", "bf16")
+FAST, GRAPHS = ("--channels-last", "--autocast", "bf16"), "--cuda-graphs"
 PROBE_LIMIT_S = 40
 LEAST_CAPABILITY = (8, 0)  # of the kernels
 KILLED = 128 + signal.SIGKILL
@@ -73,6 +74,9 @@ def make_steps(data: Path | None) -> list[Step]:
     others = [path for path in find_gpu_tests(ROOT / "tests") if path != kernel_tests]
     # pytest-timeout may be missing: each step has its own limit, and the setting of that plug-in is only a warning.
     options = ("-o", "addopts=", "-W", "default::pytest.PytestConfigWarning", "-p", "no:cacheprovider")
+    if importlib.util.find_spec("xdist"):
+        # pytest-benchmark, if it is installed, warns that it is off in parallel runs.
+        options += ("-n", "4", "-p", "no:benchmark")
     pytest = (
         "-m",
         "pytest",
@@ -86,20 +90,27 @@ def make_steps(data: Path | None) -> list[Step]:
     images = ("--dataset", "cifar10", "--data", str(data), "--partial") if data else ("--dataset", "digits")
     folders = [f"--root-{name}={{results}}/{name}" for name in ("dataset", "checkpoint", "output")]
     task_1a = (TASK_1A, *ONE_PROCESS, *folders, *images)
-    score, losses = "benchmarks/micro/attention_score.py", "benchmarks/micro/transformer_losses.py"
-    attention = ("benchmarks/micro/attention.py", "--blocks", "5", "--save", "{results}", "--parts")
-    language = ("benchmarks/micro/awd_lstm.py", "--gpu", "--blocks", "5", "--steps", "20", "--save", "{results}")
+    saved = ("--save", "{results}")
+    attention = ("benchmarks/micro/attention.py", "--blocks", "3", *saved, "--parts")
+    score = ("benchmarks/micro/attention_score.py", "--blocks", "3", "--lengths", "50", *saved)
+    updates = ("benchmarks/micro/kernel_updates.py", "--blocks", "3", *saved)
+    losses = ("benchmarks/micro/transformer_losses.py", *saved)
+    language = ("benchmarks/micro/awd_lstm.py", "--gpu", "--blocks", "5", "--steps", "20", "--bf16", *saved)
     return [
-        Step("build", "compile csrc/ for this GPU", 90, ("setup.py", "build_cuda")),
-        Step("test-kernels", "tests of the kernels", 90, (*pytest, kernel_tests), True),
-        Step("test-others", "float16, device clocks, NCCL, memory, loaders, models", 80, (*pytest, *others)),
-        Step("attention", "attention core, against torch's", 60, (*attention, "core"), True),
-        Step("score", "GNMT's attention score", 60, (score, "--blocks", "5", "--save", "{results}"), True),
-        Step("task1a", "task 1a on one GPU, channels_last and bfloat16", 35, (*task_1a, *FAST)),
-        Step("task1a-compiled", "the same, compiled", 60, (*task_1a, *FAST, "--compile")),
-        Step("module", "the attention module with projections", 35, (*attention, "module"), True),
-        Step("losses", "loss curves of the Transformer with the kernels", 25, (losses, "--save", "{results}"), True),
-        Step("language", "AWD-LSTM in bfloat16", 25, (*language, "--bf16")),
+        Step("build", "compile csrc/ for this GPU", 70, ("setup.py", "build_cuda")),
+        Step("test-kernels", "tests of the kernels", 60, (*pytest, kernel_tests), True),
+        Step("test-others", "float16, device clocks, NCCL, memory, loaders, models", 60, (*pytest, *others)),
+        Step("updates", "updates of tasks 4a and 4b with the kernels and without", 80, updates, True),
+        Step("attention", "attention core, against torch's", 50, (*attention, "core"), True),
+        Step("score", "GNMT's attention score", 55, score, True),
+        Step(
+            "task1a-graphs", "task 1a on one GPU, channels_last, bfloat16, CUDA graphs", 25, (*task_1a, *FAST, GRAPHS)
+        ),
+        Step("task1a", "the same without graphs", 30, (*task_1a, *FAST)),
+        Step("task1a-compiled", "the same, compiled", 50, (*task_1a, *FAST, "--compile")),
+        Step("module", "the attention module with projections", 30, (*attention, "module"), True),
+        Step("losses", "loss curves of the Transformer with the kernels", 25, losses, True),
+        Step("language", "AWD-LSTM in bfloat16", 25, language),
     ]
 
 
@@ -118,7 +129,7 @@ def find_missing() -> list[str]:
         import tomli as tomllib
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     missing = []
-    for requirement in [*project["dependencies"], "pytest", "pytest-mock", "setuptools", "scikit-learn"]:
+    for requirement in [*project["dependencies"], "freezegun", "pytest", "pytest-mock", "setuptools", "scikit-learn"]:
         name = re.split(r"[<>=; ]", requirement, maxsplit=1)[0]
         try:
             importlib.metadata.version(name)
@@ -292,8 +303,8 @@ def summarize(result: dict[str, Any]) -> str:
     """Return the figures of a task's run, or else the last line of the output, for a cell of a table."""
     for name, content in result["files"].items():
         if name.endswith("/result.json"):
-            seconds = content["goal"]["time_to_goal_s"]
-            goal = "goal not reached" if seconds is None else f"goal after {seconds:.2f} s"
+            found = content["goal"]["time_to_goal_s"]
+            goal = "goal not reached" if found is None else f"goal after {found['slowest']:.2f} s"
             return f"{content['samples_per_s']:,.0f} samples/s, {goal}"
     texts = [line.strip(" =|") for line in result["output"].splitlines()]
     return next((text[:150].replace("|", "/") for text in reversed(texts) if text), "")

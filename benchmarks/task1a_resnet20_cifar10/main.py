@@ -78,6 +78,7 @@ def train(run: Run) -> None:
         optimizer = CentralizedSGD(
             world_size=run.world_size, model=model, lr=plan.lr, momentum=0.9, nesterov=True, weight_decay=1e-4,
             dampening=0, by_layer=False, use_cuda=run.gpu, aggregation=variants.make_exchange(args, run.gpu),
+            fused=True if run.gpu else None,
         )  # fmt: skip
     elif optimizer is None:
         optimizer = variants.make_optimizer(model, plan.lr, args, run.gpu)

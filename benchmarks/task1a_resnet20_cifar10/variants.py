@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from cuda_graphs import GraphedNetwork
 from ddp import ddp_sgd
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -210,6 +211,7 @@ def add_arguments(parser: argparse.ArgumentParser, optimizer: str) -> None:
     )  # fmt: skip
     group.add_argument("--autocast", choices=("bf16",), help="compute in bfloat16 where torch.autocast does")
     switch("--compile", help="train through torch.compile")
+    switch("--cuda-graphs", help="start the passes of a training step as CUDA graphs; needs --gpu")
     switch("--channels-last", help="images and weights in channels-last order")
 
 
@@ -230,6 +232,10 @@ def check(args: argparse.Namespace) -> None:
         (halves and args.overlap, f"{precision} sends all gradients at once: it does not go with --overlap"),
         (halves and args.autocast, f"--autocast keeps weights in float32: it does not go with {precision}"),
         (args.sync_batch_norm and args.compile, "--sync-batch-norm does not go with --compile: it sends messages"),
+        (args.cuda_graphs and not args.gpu, "--cuda-graphs needs a GPU: add --gpu"),
+        (args.cuda_graphs and args.compile, "--cuda-graphs captures the plain network: it does not go with --compile"),
+        (args.cuda_graphs and args.sync_batch_norm, "--cuda-graphs does not go with --sync-batch-norm, which sends"),
+        (args.cuda_graphs and args.optimizer == DDP, f"--cuda-graphs does not go with {optimizer}, which sends"),
         (
             args.sync_batch_norm and args.norm == "group",
             "--sync-batch-norm is a way of batch norm: it does not go with --norm group",
@@ -350,10 +356,12 @@ def in_precision(network: nn.Module, args: argparse.Namespace) -> nn.Module:
 def make_network(model: nn.Module, lr: float, args: argparse.Namespace) -> tuple[nn.Module, Optimizer | None]:
     """Return the network of the forward pass in training, and the optimizer if it is that of DDP.
 
-    The flags decide if the network is compiled or parallel. The validation uses the plain model, because a network
-    compiled for training would be compiled a second time for validation.
+    The flags decide if the network is compiled, captured as graphs, or parallel. The validation uses the plain model,
+    because a network compiled for training would be compiled a second time for validation.
     """
     network: nn.Module = torch.compile(model) if args.compile else model  # type: ignore[assignment]
+    if args.cuda_graphs:
+        network = GraphedNetwork(model)
     optimizer = None
     if args.optimizer == DDP:
         network, optimizer = ddp_sgd(network, lr)

@@ -143,6 +143,7 @@ def main() -> Iterator[ModuleType]:
 
 def parse(main: ModuleType, *arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--gpu", action="store_true")
     main.add_arguments(parser)
     return parser.parse_args(arguments)
 
@@ -335,6 +336,10 @@ def test_schedule_of_2018(main: ModuleType) -> None:
         (["--precision", "bf16", "--autocast", "bf16"], ("--autocast", "--precision")),
         (["--sync-batch-norm", "--compile"], ("--sync-batch-norm", "--compile")),
         (["--sync-batch-norm", "--norm", "group"], ("--sync-batch-norm", "--norm group")),
+        (["--cuda-graphs"], ("--cuda-graphs", "--gpu")),
+        (["--cuda-graphs", "--gpu", "--compile"], ("--cuda-graphs", "--compile")),
+        (["--cuda-graphs", "--gpu", "--sync-batch-norm"], ("--cuda-graphs", "--sync-batch-norm")),
+        (["--cuda-graphs", "--gpu", "--optimizer", "ddp"], ("--cuda-graphs", "--optimizer ddp")),
         (["--repartition", "--partition", "label_skew:2"], ("--repartition", "--partition label_skew:2")),
         (["--partial", "--dataset", "mnist"], ("--partial", "mnist")),
     ],

@@ -314,6 +314,7 @@ def test_a_goal_on_a_validation_statistic_waits_for_no_batch() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_step_of_task_1a_waits_for_the_gpu() -> None:
     """Batches that are augmented on the device, autocast, and CentralizedSGD."""
     images = torch.randint(0, 256, (96, 3, 32, 32), dtype=torch.uint8)

@@ -143,6 +143,22 @@ assert group() is None
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU for NCCL")
+def test_a_world_over_nccl_warns_of_nothing() -> None:
+    """Torch warns on standard error if it must guess the GPU of a collective operation."""
+    script = (
+        "import torch, torch.distributed as dist\n"
+        "from mlbench_core.distributed.pytorch import initialize_backends\n"
+        "with initialize_backends('nccl', use_cuda=True, logging_level='WARNING') as (rank, size, graph):\n"
+        "    x = torch.ones(3, device=graph.current_device)\n"
+        "    dist.all_reduce(x)\n"
+        "    print(dist.get_backend(), x.tolist())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert (ended.stdout, ended.stderr) == ("nccl [1.0, 1.0, 1.0]\n", "")
+
+
 def test_a_worker_that_waits_says_so_and_ends_at_ctrl_c() -> None:
     script = """
 import signal

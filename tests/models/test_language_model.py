@@ -394,6 +394,7 @@ def test_on_a_gpu_like_on_a_cpu_without_the_warning_about_flattening() -> None:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
         patch.setattr(F, "dropout", lambda weight, p: weight * mask.to(weight.device))
+        patch.setattr(torch.backends.cudnn, "allow_tf32", False)
         outputs = [drop(x)[0], on_gpu(x.cuda())[0]]
         for output in outputs:
             output.square().sum().backward()

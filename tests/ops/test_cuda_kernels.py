@@ -356,7 +356,9 @@ def test_tensors_that_the_kernel_refuses_take_the_plain_path() -> None:
         assert why_not_kernel(query, key, value, max_query=28, max_key=28) is not None
         leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in (query, key, value)]
         output = short_attention(query, key, value)
-        expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
+        # Copies, because torch 2.11 gives wrong results for half-precision rows at odd addresses.
+        copies = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+        expected = F.scaled_dot_product_attention(*copies).transpose(1, 2)
         torch.testing.assert_close(output, expected, rtol=1e-2, atol=1e-2)
         assert all(x.isfinite().all() for x in torch.autograd.grad(short_attention(*leaves).sum(), leaves))
 

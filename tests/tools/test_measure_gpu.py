@@ -143,7 +143,7 @@ def test_timings_are_kept_and_shown_as_tables(machine: dict[str, Any], tmp_path:
 
 
 def test_the_table_has_the_figures_of_a_task() -> None:
-    figures = {"samples_per_s": 1234.5, "goal": {"time_to_goal_s": 1.5}}
+    figures = {"samples_per_s": 1234.5, "goal": {"time_to_goal_s": {"slowest": 1.5, "rank_0": 1.4}}}
     result = {"files": {"environment.json": {}, "output/task1a/gpu/result.json": figures}, "output": "the last line"}
     assert measure_gpu.summarize(result) == "1,234 samples/s, goal after 1.50 s"
     figures["goal"] = {"time_to_goal_s": None}

@@ -210,16 +210,19 @@ def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s
     """Create the process group."""
     timeout = datetime.timedelta(seconds=timeout_s)
     options: dict[str, Any] = {}
+    if backend == "nccl":
+        # Otherwise NCCL guesses the GPU from the rank, which is wrong if machines have different numbers of GPUs.
+        options["device_id"] = torch.device("cuda", torch.cuda.current_device())
     try:
         if place.world_size == 1 and backend != "mpi":
             # A store in memory: a worker alone opens no port.
-            options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         elif backend != "mpi" and not isinstance(environment, TorchrunEnvironment):
             # torchrun's agent may keep the store itself, and MPI needs none.
             address, port, size, rank = place.master_address, place.master_port, place.world_size, place.rank
             with _waiting(place, timeout_s):
                 store = dist.TCPStore(str(address), port, size, is_master=rank == 0, timeout=timeout)
-            options = {"store": store, "rank": rank, "world_size": size}
+            options |= {"store": store, "rank": rank, "world_size": size}
         with contextlib.nullcontext() if backend == "mpi" else _waiting(place, timeout_s):
             dist.init_process_group(backend, timeout=timeout, **options)
     except RuntimeError as error:

@@ -257,14 +257,6 @@ def test_nccl_on_two_gpus() -> None:
         assert (found.backend, found.device) == ("nccl", "cuda")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device for NCCL")
-def test_nccl_with_one_process() -> None:
-    (found,) = run_ranks(1, nccl_measurement)
-    assert found.wrong_elements == 0
-    assert (found.backend, found.device) == ("nccl", "cuda")
-
-
 def nccl_measurement(rank: int, world_size: int) -> Measurement:
     torch.cuda.set_device(rank)
     return measure("all_reduce", 1000, device=f"cuda:{rank}", group=dist.new_group(backend="nccl"), repetitions=3)
