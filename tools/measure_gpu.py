@@ -94,7 +94,7 @@ def make_steps(data: Path | None) -> list[Step]:
     attention = ("benchmarks/micro/attention.py", "--blocks", "3", *saved, "--parts")
     score = ("benchmarks/micro/attention_score.py", "--blocks", "3", "--lengths", "50", *saved)
     updates = ("benchmarks/micro/kernel_updates.py", "--blocks", "3", *saved)
-    losses = ("benchmarks/micro/transformer_losses.py", *saved)
+    losses = ("benchmarks/micro/transformer_losses.py", "--steps", "100", *saved)
     language = ("benchmarks/micro/awd_lstm.py", "--gpu", "--blocks", "5", "--steps", "20", "--bf16", *saved)
     return [
         Step("build", "compile csrc/ for this GPU", 70, ("setup.py", "build_cuda")),
