@@ -38,6 +38,7 @@ REFERENCES = [ALONE, DDP]
 PEERS = (DDP, ALONE, "ddp_fused", "ddp_power2", "sgd")
 WARM_UP_STEPS = 4
 COPIES = 6  # weights, gradients, momentum, buckets, an error memory, a message in flight
+PROCESS_BYTES = 400e6  # of a worker before it has a network: torch itself
 SUBJECT = Subject(
     "optimizers",
     "Steps per second of the distributed optimizers (`optimizers.py`)",
@@ -96,10 +97,11 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
     return handle
 
 
-def groups(names: Sequence[str], model: str, workers: int, memory_bytes: float) -> list[list[str]]:
+def groups(names: Sequence[str], model: str, workers: int, memory_bytes: float, apart: bool) -> list[list[str]]:
     """Split the variants so that a launch fits into memory; both references are in each."""
     size = sum(p.numel() * p.element_size() for p in WORKLOADS[model].make().parameters())
-    room = max(1, int(memory_bytes / (workers * COPIES * size)) - len(REFERENCES))
+    of_variant = COPIES * size + (PROCESS_BYTES if apart else 0)
+    room = max(1, int(memory_bytes / (workers * of_variant)) - len(REFERENCES))
     others = [name for name in names if name not in REFERENCES]
     return [[*REFERENCES, *others[i : i + room]] for i in range(0, max(1, len(others)), room)]
 
@@ -139,7 +141,7 @@ def launch(model: str, count: int, names: Sequence[str], arguments: argparse.Nam
 def compare(model: str, count: int, arguments: argparse.Namespace) -> list[Row]:
     """Measure all variants of one network with one number of workers, in as many launches as memory demands."""
     rows: list[Row] = []
-    for names in groups(arguments.variants, model, count, arguments.memory_gb * 1e9):
+    for names in groups(arguments.variants, model, count, arguments.memory_gb * 1e9, arguments.apart):
         print(f"{model}, {count} workers: {', '.join(names)}", file=sys.stderr, flush=True)
         known = {row["variant"] for row in rows}
         rows += [row for row in launch(model, count, names, arguments) if row["variant"] not in known]
