@@ -97,7 +97,7 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
     return handle
 
 
-def groups(names: Sequence[str], model: str, workers: int, memory_bytes: float, apart: bool) -> list[list[str]]:
+def groups(names: Sequence[str], model: str, workers: int, memory_bytes: float, apart: bool = False) -> list[list[str]]:
     """Split the variants so that a launch fits into memory; both references are in each."""
     size = sum(p.numel() * p.element_size() for p in WORKLOADS[model].make().parameters())
     of_variant = COPIES * size + (PROCESS_BYTES if apart else 0)

@@ -20,6 +20,8 @@ def test_variants_are_split_by_memory_with_the_references_in_each_launch(micro: 
     split = script.groups(names, "resnet20", 2, 2 * script.COPIES * size * 4.5)
     assert split == [["alone", "ddp", "sign", "ef_sign"], ["alone", "ddp", "sgd", "ddp_fused"]]
     assert script.groups(["ddp"], "resnet20", 2, 1.0) == [["alone", "ddp"]]
+    # Processes of their own take more memory, so a launch has fewer variants.
+    assert len(script.groups(names, "resnet20", 2, 4 * script.PROCESS_BYTES, apart=True)) == 4
 
 
 def test_variants_that_change_their_process_need_one_of_their_own(
