@@ -62,7 +62,7 @@ NEUTRAL_OPTIONS = frozenset(
         # The configuration has fields of their own for these.
         *("dataset", "light", "light_target", "optimizer", "preset", "variant"),
         # They change the rounding of the arithmetic only.
-        *("channels_last", "compile"),
+        *("channels_last", "compile", "cuda_graphs"),
     )
 )
 """Options of the command line that do not decide how many epochs a run needs."""
