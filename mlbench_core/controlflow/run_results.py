@@ -51,7 +51,7 @@ _NOT_OPTIONS = frozenset(
 # which further data it is evaluated.
 _FREE_OPTIONS = frozenset(
     (
-        *("overlap", "shared_memory", "compile", "channels_last", "precision", "autocast", "bf16"),
+        *("overlap", "shared_memory", "compile", "cuda_graphs", "channels_last", "precision", "autocast", "bf16"),
         *("epochs", "past_goal", "full_train"),
     )
 )
