@@ -10,6 +10,11 @@ beyond a step without communication. Bytes are those that one worker hands to co
     python benchmarks/micro/optimizers.py --models mlp vgg11 --workers 2 [--save]
     python benchmarks/micro/optimizers.py --models mlp --workers 2 --apart --variants sgd_overlap
     python benchmarks/micro/optimizers.py --models vgg11 --workers 2 --network 100mbit --blocks 2 --steps 1
+
+With ``--profile``, it lists instead where the time of a step goes on rank 0, from torch's profiler. Waiting for
+messages and work outside of torch, such as NumPy's, belongs to no operation.
+
+    python benchmarks/micro/optimizers.py --models mlp --workers 2 --profile --variants ef_sign
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import itertools
 import signal
 import sys
 import time
@@ -85,6 +91,8 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
             for _ in range(max(WARM_UP_STEPS, steps)):
                 trainees[name].step(*batch, Recorder())
         trainee, recorder = trainees[name], Recorder()
+        if request.get("profile"):
+            return profile_steps(lambda: trainee.step(*batch, recorder), steps)
         dist.barrier()
         start = time.perf_counter()
         for _ in range(steps):
@@ -95,6 +103,32 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
         return {"seconds": seconds, "bytes": recorder.size_bytes / steps, "exposed_s": recorder.exposed_s}
 
     return handle
+
+
+def profile_steps(step: Callable[[], object], steps: int) -> dict[str, Any]:
+    """Return the milliseconds of a step, and its operations: name, milliseconds, calls; the longest first."""
+    start = time.perf_counter()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        for _ in range(steps):
+            step()
+        step_ms = 1e3 * (time.perf_counter() - start) / steps
+    events = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    operations = [(event.key, event.self_cpu_time_total / 1e3 / steps, event.count / steps) for event in events]
+    return {"step_ms": step_ms, "operations": operations}
+
+
+def print_profile(model: str, count: int, arguments: argparse.Namespace) -> None:
+    """Print a table of operations for each variant."""
+    steps = arguments.steps or WORKLOADS[model].steps
+    for name in arguments.variants:
+        with Workers(__file__, count, {"model": model, "steps": steps}) as workers:
+            found = workers.ask(variant=name, profile=True)[0]
+        title, step_ms = VARIANTS[name].title.format(steps=steps), found["step_ms"]
+        print(f"\n{WORKLOADS[model].title}, {count} workers, {title}: {step_ms:.1f} ms per step\n")
+        print("| operation | ms/step | share % | calls/step |\n|---|---|---|---|")
+        rest = step_ms - sum(ms for _, ms, _ in found["operations"])
+        for operation, ms, calls in [*found["operations"][:15], ("no operation", rest, 0)]:
+            print(f"| {operation} | {ms:.2f} | {100 * ms / step_ms:.1f} | {calls:g} |")
 
 
 def groups(names: Sequence[str], model: str, workers: int, memory_bytes: float, apart: bool = False) -> list[list[str]]:
@@ -158,6 +192,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=default, metavar="VARIANT", help=others)
     parser.add_argument("--steps", type=positive, help="steps of a block (default: by network, 2 to 10)")
     parser.add_argument("--apart", action="store_true", help="give each variant worker processes of its own")
+    parser.add_argument("--profile", action="store_true", help="list the operations of a step instead of timing it")
     parser.add_argument("--network", metavar="BANDWIDTH", help="put each worker on an emulated host, e.g. 100mbit")
     memory_gb = 0.75 * psutil.virtual_memory().total / 1e9
     parser.add_argument("--memory-gb", type=float, default=memory_gb, help="memory that a launch may use")
@@ -180,6 +215,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     if arguments.network:
         EmulatedNetwork.cleanup()
+    if arguments.profile:
+        for model, count in itertools.product(arguments.models, arguments.workers):
+            print_profile(model, count, arguments)
+        return
     rows = [
         row for model in arguments.models for count in arguments.workers for row in compare(model, count, arguments)
     ]

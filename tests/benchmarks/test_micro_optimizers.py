@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -76,3 +77,11 @@ def test_variants_in_processes_of_their_own(micro: Callable[[str], ModuleType], 
     rows = micro("_bench").read(tmp_path / "optimizers.json")["runs"][0]["rows"]
     assert {row["case"] for row in rows} == {"tiny, 2 workers, own processes"}
     assert [row["variant"] for row in rows if "error" in row] == ["gone"]
+
+
+def test_a_profile_lists_the_operations_of_a_step(script: str) -> None:
+    done = run_script([script, *OPTIONS, "--profile", "--variants", "sgd"], timeout_s=250)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^tiny, 2 workers, CentralizedSGD: [\d.]+ ms per step$", done.stdout, re.MULTILINE)
+    assert re.search(r"^\| aten::addmm \| [\d.]+ \| [\d.]+ \| 1 \|$", done.stdout, re.MULTILINE)
+    assert "| no operation | " in done.stdout
