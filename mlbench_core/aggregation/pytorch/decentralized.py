@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, UnknownOperationError
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
-from mlbench_core.aggregation.pytorch.messages import KeptMemory, by_dtype_and_device, in_blocks, pack, unpack
+from mlbench_core.aggregation.pytorch.messages import KeptMemory, by_dtype_and_device, fill, pack
 from mlbench_core.aggregation.pytorch.topology import Topology, from_edges
 from mlbench_core.distributed.pytorch import process_groups
 
@@ -117,24 +118,30 @@ class DecentralizedAggregation(Aggregation):
             mixed = (tensor for name, tensor in tensors.items() if name not in shared and tensor.numel())
             for kind in by_dtype_and_device(mixed):
                 numel = sum(tensor.numel() for tensor in kind)
-                message = pack(kind, out=self._kept.flat("own", numel, kind[0].dtype, kind[0].device))
-                self._mix(message)
-                unpack(message, kind)
+                self._mix(kind, pack(kind, out=self._kept.flat("own", numel, kind[0].dtype, kind[0].device)))
         self._delegate(self._all_reduce, shared, op, denom)
 
-    def _mix(self, x_i: Tensor) -> None:
-        """Replace a flat message by its weighted average with the neighbors', in place."""
+    def _mix(self, tensors: Iterable[Tensor], x_i: Tensor) -> None:
+        """Replace tensors, and not the flat message of their values, by their weighted average with the neighbors'."""
         if not self._weights:
             self._compare_neighbors()
-        messages = self._exchange(x_i)
-        for block, *others in zip(in_blocks(x_i), *map(in_blocks, messages), strict=True):
-            # At least in float32: in half precision each addition would be rounded, and not only the result.
-            own = block.to(torch.promote_types(block.dtype, torch.float32))
-            mixed = own.clone()
-            for w_ij, x_j in zip(self._weights, others, strict=True):
-                # A sum of products W_ij x_j would round equal values. Their differences are exactly 0.
-                mixed.add_(x_j.to(own.dtype) - own, alpha=w_ij)
-            block.copy_(mixed)
+        messages = [x_i, *self._exchange(x_i)]
+        first = 0
+        for tensor in tensors:
+            stop = first + tensor.numel()
+            fill(tensor, partial(self._average, [message[first:stop] for message in messages]))
+            first = stop
+
+    def _average(self, messages: Sequence[Tensor], start: int, stop: int) -> Tensor:
+        """Return a part of the average of this worker's values, the first message, with those of the neighbors."""
+        x_i, *others = (message[start:stop] for message in messages)
+        # At least in float32: in half precision each addition would be rounded, and not only the result.
+        own = x_i.to(torch.promote_types(x_i.dtype, torch.float32))
+        average = own.clone()
+        for w_ij, x_j in zip(self._weights, others, strict=True):
+            # A sum of products W_ij x_j would round equal values. Their differences are exactly 0.
+            average.add_(x_j.to(own.dtype) - own, alpha=w_ij)
+        return average
 
     def _exchange(self, message: Tensor) -> list[Tensor]:
         """Send a flat tensor to the neighbors, and return their tensors in the order of ``neighbors``.
