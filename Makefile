@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-tensorflow lint types docs wheel release cuda gpu micro clean help
+.PHONY: demo test test-tensorflow lint types docs wheel release gpu micro clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -15,8 +15,7 @@ help:
 	@echo "make micro   run the timings under benchmarks/micro"
 	@echo "make wheel   build dist/*.whl"
 	@echo "make release build and check what a release would publish, without publishing it (CONTRIBUTING.md)"
-	@echo "make cuda    compile the CUDA extension (needs nvcc; docs/howto/cuda.md)"
-	@echo "make gpu     compile, test and time everything that needs a GPU (DRY=1 prints the steps; docs/howto/cuda.md)"
+	@echo "make gpu     test and time everything that needs a GPU (DRY=1 prints the steps; docs/howto/gpus.md)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -47,7 +46,7 @@ types: $(VENV)/.installed-dev
 # Two of these tests run at a time. Some wait for masters and browsers most of the time, and the others need one core only.
 # The workers of the remaining tests need all cores, and ports of their own.
 PAIRED = $(addprefix tests/,aggregation browser cli client compat30 contracts controlflow faults master optim references results security \
-	csrc dataset evaluation lr_scheduler models network ops prediction sweep tools tracking) $(wildcard tests/test_*.py)
+	dataset evaluation lr_scheduler models network ops prediction sweep tools tracking) $(wildcard tests/test_*.py)
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PAIRED)
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(PAIRED))
@@ -68,7 +67,7 @@ docs: $(VENV)/.installed
 	$(PIP) install --quiet -c requirements/development.txt -e '.[docs]'
 	$(BIN)/python -m sphinx -W --keep-going -t sources -b html docs docs/_build/html
 
-# The other scripts there need a GPU, a data set or MPI. Each saves its figures with --save; report.py writes RESULTS.md from these.
+# The other scripts there need a data set or MPI, or take long. Each saves its figures with --save; report.py writes RESULTS.md from these.
 MICRO = cli_start tracker cifar_batches linear_loading decoding awd_lstm shared_memory collectives task1a_epoch optimizers
 micro: $(VENV)/.installed-dev
 	for name in $(MICRO); do $(BIN)/python benchmarks/micro/$$name.py || exit 1; done
@@ -79,11 +78,6 @@ wheel: $(VENV)/.installed-dev
 release: $(VENV)/.installed-dev
 	$(BIN)/python tools/release.py dist
 
-# Which sources must be compiled again, setup.py finds out by their content.
-cuda: $(VENV)/.installed
-	$(PIP) install --quiet 'setuptools>=77'
-	$(BIN)/python setup.py build_cuda
-
 # Nothing is installed, because a machine with a GPU may have no network: it takes the environment of the checkout if that
 # exists, and otherwise the Python that has torch.
 gpu:
@@ -91,4 +85,4 @@ gpu:
 	  $(if $(DATA),--data '$(DATA)') $(if $(ONLY),--only $(ONLY))
 
 clean:
-	rm -rf $(VENV) $(TF_VENV) build dist docs/_build demo-results *.egg-info mlbench_core/ops/pytorch/lib
+	rm -rf $(VENV) $(TF_VENV) build dist docs/_build demo-results *.egg-info

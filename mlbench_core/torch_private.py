@@ -165,12 +165,6 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer, kind: str) -> Collection[C
     return hooks.values()
 
 
-def mark_constant(function: Callable[..., Any]) -> None:
-    """Let torch.compile call a function once, and use its result as a constant in the compiled code."""
-    # torch.compiler.assume_constant_result() sets this attribute, but imports the whole compiler.
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 # ---- process groups
 
 
@@ -274,12 +268,6 @@ PARTS = (
         "get_last_lr() during the warm-up before a plateau",
         ("_last_lr",),
         "optim/lr_scheduler.py",
-    ),
-    Part(
-        "ops.pytorch.extension",
-        "compiling a model without a break of the graph at the question if the kernels are usable",
-        ("_dynamo_marked_constant",),
-        "_dynamo/decorators.py",
     ),
     Part(
         "distributed.pytorch.process_groups",

@@ -70,44 +70,6 @@ def test_the_base_installs_this_version_with_what_it_was_tested_with() -> None:
     assert TAG in BASE.read_text()
 
 
-def test_the_base_compiles_cuda_kernels_only_when_asked() -> None:
-    """The stages have fixed names: Buildah and Podman do not find one whose name is an argument."""
-    text = BASE.read_text()
-    assert defaults(BASE)["MLBENCH_WHEEL"] == "plain"
-    assert re.findall(r"^FROM .*", text, re.MULTILINE) == ["FROM ${PYTHON_IMAGE} AS wheel", "FROM ${PYTHON_IMAGE}"]
-    releases = re.findall(r"nvidia-[\w-]+==(\d+\.\d+)", text)
-    assert len(releases) == 5 and len(set(releases)) == 1
-
-
-@pytest.mark.parametrize(("kind", "status"), [("plain", 0), ("with-kernels", 0), ("other", 1)])
-def test_the_steps_of_the_wheel_do_what_the_argument_says(tmp_path: Path, kind: str, status: int) -> None:
-    """The commands themselves run, with programs that only say what they are asked for."""
-    steps = [value for name, value in instructions(BASE) if name == "RUN"][:2]
-    for program in ("python", "apt-get", "rm"):
-        (tmp_path / program).write_text(f'#!/bin/sh\necho {program} "$@" kernels=$MLBENCH_CUDA\n')
-        (tmp_path / program).chmod(0o755)
-    said = []
-    for step in steps:
-        variables = {
-            "PATH": f"{tmp_path}:/usr/bin:/bin",
-            "MLBENCH_WHEEL": kind,
-            "TORCH_VERSION": "1",
-            "TORCH_INDEX_URL": "u",
-        }
-        done = subprocess.run(["sh", "-c", step], env=variables, capture_output=True, text=True, check=False)
-        said.append(done.stdout)
-        if done.returncode:
-            break
-    assert done.returncode == status
-    if status:
-        assert "must be plain or with-kernels, not other" in done.stderr
-        return
-    with_kernels = kind == "with-kernels"
-    assert ("apt-get install" in said[0], "nvcc" in said[0]) == (with_kernels, with_kernels)
-    assert ("--no-build-isolation" in said[1], "kernels=1" in said[1]) == (with_kernels, with_kernels)
-    assert "--wheel-dir /wheels ." in said[1]
-
-
 def test_the_base_asks_for_extras_that_there_are() -> None:
     extras = re.search(r"mlbench-core\[([\w,]+)\]", BASE.read_text())
     assert extras is not None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ROOTS = ("mlbench_core", "mlbench_master", "benchmarks", "csrc")
+ROOTS = ("mlbench_core", "mlbench_master", "benchmarks")
 GROUND = {"", "addresses", "arguments", "errors", "paths", "files", "tasks", "statistics", "checkpoint_names"}
 GROUND |= {"install_cuda_extensions", "torch_private", "_lazy", "_torch", "_torchvision", "_tensorflow"}
 FACES = {"utils", "api"}  # layers that have faces only; `find_faces` finds the others by their code
@@ -38,7 +38,6 @@ LAYERS: dict[str, set[str]] = {
     "cli": {"client", "dataset", "results", "network", "prediction", "sweep", "mlbench_master"},
 }
 LAYERS["benchmarks"] = set(LAYERS)
-LAYERS["csrc"] = set()  # the compiler driver, which setup.py runs before anything is installed
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def read_trees(root: Path) -> dict[str, tuple[str, ast.Module]]:
     """Parse all modules of a tree.
 
     Args:
-        root: The folder that has ``mlbench_core``, ``mlbench_master``, ``benchmarks`` and ``csrc``.
+        root: The folder that has ``mlbench_core``, ``mlbench_master`` and ``benchmarks``.
 
     Returns:
         File, relative to ``root``, and syntax tree of each module, by its full name.

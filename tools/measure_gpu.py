@@ -1,12 +1,12 @@
-"""Compile the CUDA kernels, run the tests that need a GPU, and take all timings of a GPU, within ten minutes.
+"""Run the tests that need a GPU and take all timings of a GPU, within ten minutes.
 
-``make gpu`` runs this script; docs/howto/cuda.md describes it. Nothing is installed or downloaded. Each step runs in a
+``make gpu`` runs this script; docs/howto/gpus.md describes it. Nothing is installed or downloaded. Each step runs in a
 process of its own with a time limit, and the steps with the most valuable results come first::
 
-    probe -> build -> tests -> timings
-      |        |         |        |
-      |        `---------+--------+---> OUTPUT/steps/NAME.json    moved into place whole when the step ends
-      `-> OUTPUT/environment.json       OUTPUT/results.json, table.md    written again after each step
+    probe -> tests -> timings
+      |        |         |
+      |        `---------+---> OUTPUT/steps/NAME.json          moved into place whole when the step ends
+      `-> OUTPUT/environment.json   OUTPUT/results.json, table.md    written again after each step
 
 So a run that is killed keeps all steps that had ended. The next run leaves out the steps that succeeded with the same
 sources, GPU and command.
@@ -39,7 +39,8 @@ TASK_1A = "benchmarks/task1a_resnet20_cifar10/main.py"
 ONE_PROCESS = ("--run_id", "gpu", "--hosts", "127.0.0.1", "--rank", "0", "--backend", "nccl", "--gpu")
 FAST, GRAPHS = ("--channels-last", "--autocast", "bf16"), "--cuda-graphs"
 PROBE_LIMIT_S = 40
-LEAST_CAPABILITY = (8, 0)  # of the kernels
+LEAST_CAPABILITY = (8, 0)  # earlier GPUs only emulate bfloat16
+TEST_PACKAGES = ("freezegun", "pytest", "pytest-mock", "scikit-learn")
 KILLED = 128 + signal.SIGKILL
 OUTPUT_KEPT = 20_000  # characters
 SMI = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw,power.limit,memory.total"
@@ -54,14 +55,12 @@ class Step:
         title: What it does, for people.
         limit_s: Seconds after which it is killed.
         command: Arguments of Python; ``{results}`` stands for a folder whose JSON files are kept.
-        needs_kernels: True if it is left out when the kernels could not be compiled.
     """
 
     name: str
     title: str
     limit_s: int
     command: tuple[str, ...]
-    needs_kernels: bool = False
 
     @property
     def is_test(self) -> bool:
@@ -70,8 +69,6 @@ class Step:
 
 def make_steps(data: Path | None) -> list[Step]:
     """List the steps in their order; ``data`` is the folder of CIFAR-10, or None for the digits."""
-    kernel_tests = "tests/ops/test_cuda_kernels.py"
-    others = [path for path in find_gpu_tests(ROOT / "tests") if path != kernel_tests]
     # pytest-timeout may be missing: each step has its own limit, and the setting of that plug-in is only a warning.
     options = ("-o", "addopts=", "-W", "default::pytest.PytestConfigWarning", "-p", "no:cacheprovider")
     if importlib.util.find_spec("xdist"):
@@ -90,27 +87,20 @@ def make_steps(data: Path | None) -> list[Step]:
     images = ("--dataset", "cifar10", "--data", str(data), "--partial") if data else ("--dataset", "digits")
     folders = [f"--root-{name}={{results}}/{name}" for name in ("dataset", "checkpoint", "output")]
     task_1a = (TASK_1A, *ONE_PROCESS, *folders, *images)
-    saved = ("--save", "{results}")
-    attention = ("benchmarks/micro/attention.py", "--blocks", "3", *saved, "--parts")
-    score = ("benchmarks/micro/attention_score.py", "--blocks", "3", "--lengths", "50", *saved)
-    updates = ("benchmarks/micro/kernel_updates.py", "--blocks", "3", *saved)
-    losses = ("benchmarks/micro/transformer_losses.py", "--steps", "100", *saved)
-    language = ("benchmarks/micro/awd_lstm.py", "--gpu", "--blocks", "5", "--steps", "20", "--bf16", *saved)
+    language = ("benchmarks/micro/awd_lstm.py", "--gpu", "--blocks", "5", "--steps", "20", "--bf16")
     return [
-        Step("build", "compile csrc/ for this GPU", 70, ("setup.py", "build_cuda")),
-        Step("test-kernels", "tests of the kernels", 60, (*pytest, kernel_tests), True),
-        Step("test-others", "float16, device clocks, NCCL, memory, loaders, models", 60, (*pytest, *others)),
-        Step("updates", "updates of tasks 4a and 4b with the kernels and without", 80, updates, True),
-        Step("attention", "attention core, against torch's", 50, (*attention, "core"), True),
-        Step("score", "GNMT's attention score", 55, score, True),
         Step(
-            "task1a-graphs", "task 1a on one GPU, channels_last, bfloat16, CUDA graphs", 25, (*task_1a, *FAST, GRAPHS)
+            "tests",
+            "float16, device clocks, NCCL, memory, loaders, models",
+            150,
+            (*pytest, *find_gpu_tests(ROOT / "tests")),
         ),
-        Step("task1a", "the same without graphs", 30, (*task_1a, *FAST)),
-        Step("task1a-compiled", "the same, compiled", 50, (*task_1a, *FAST, "--compile")),
-        Step("module", "the attention module with projections", 30, (*attention, "module"), True),
-        Step("losses", "loss curves of the Transformer with the kernels", 25, losses, True),
-        Step("language", "AWD-LSTM in bfloat16", 25, language),
+        Step(
+            "task1a-graphs", "task 1a on one GPU, channels_last, bfloat16, CUDA graphs", 60, (*task_1a, *FAST, GRAPHS)
+        ),
+        Step("task1a", "the same without graphs", 60, (*task_1a, *FAST)),
+        Step("task1a-compiled", "the same, compiled", 120, (*task_1a, *FAST, "--compile")),
+        Step("language", "AWD-LSTM in bfloat16", 60, (*language, "--save", "{results}")),
     ]
 
 
@@ -121,37 +111,36 @@ def find_gpu_tests(folder: Path) -> list[str]:
     return [path.relative_to(folder.parent).as_posix() for path in marked]
 
 
-def find_missing() -> list[str]:
-    """Return the requirements that this machine and this Python do not meet, one sentence each."""
+def read_project() -> dict[str, Any]:
+    """Read pyproject.toml."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    return found
+
+
+def list_requirements() -> list[str]:
+    """List what this Python must have besides torch: the requirements of the library, and those of the steps."""
+    return [*read_project()["project"]["dependencies"], *TEST_PACKAGES]
+
+
+def find_missing() -> list[str]:
+    """Return the requirements that this machine and this Python do not meet, one sentence each."""
     missing = []
-    for requirement in [*project["dependencies"], "freezegun", "pytest", "pytest-mock", "setuptools", "scikit-learn"]:
+    for requirement in list_requirements():
         name = re.split(r"[<>=; ]", requirement, maxsplit=1)[0]
         try:
             importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             if ";" not in requirement:  # a package of other versions of Python
                 missing.append(f"the Python package {name} must be installed for {sys.executable}")
-    return [*missing, *find_missing_compiler(), *find_missing_gpu()]
-
-
-def find_missing_compiler() -> list[str]:
-    """Return why the kernels cannot be compiled."""
-    from csrc.build import BuildError, find_nvcc
-
-    try:
-        find_nvcc(os.environ)
-    except BuildError as error:
-        return [str(error)]
-    return []
+    return [*missing, *find_missing_gpu()]
 
 
 def find_missing_gpu() -> list[str]:
-    """Return why torch cannot compute on a GPU that the kernels support."""
+    """Return why torch cannot compute on a GPU, or not on a recent one."""
     try:
         import torch
     except ImportError as error:
@@ -174,17 +163,13 @@ def describe() -> dict[str, Any]:
     from mlbench_core.results.checkout import describe_checkout
     from mlbench_core.results.environment import describe_environment
 
-    major, minor = torch.cuda.get_device_capability()
     smi = subprocess.run(
         ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"], capture_output=True, text=True, timeout=20
     ) if shutil.which("nvidia-smi") else None  # fmt: skip
-    nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True) if shutil.which("nvcc") else None
     return {
         "missing": [],
         "gpu": torch.cuda.get_device_name(),
-        "architecture": f"{major}{minor}",
         "nvidia-smi": smi.stdout.splitlines() if smi else None,
-        "nvcc": nvcc.stdout.strip().splitlines()[-1] if nvcc and nvcc.stdout else None,
         "source": describe_checkout(ROOT),
         "environment": describe_environment(program=Path(__file__)),
     }
@@ -219,13 +204,12 @@ def probe() -> dict[str, Any]:
 
 def run_step(step: Step, machine: dict[str, Any]) -> dict[str, Any]:
     """Run a step; return its result file's content."""
-    settings = {"MLBENCH_CUDA_KERNELS": "1", "MLBENCH_CUDA_ARCHITECTURES": machine["architecture"]}
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory(prefix="mlbench-gpu-") as results:
         command = [sys.executable, *(part.replace("{results}", results) for part in step.command)]
         log = Path(results, "output.txt")
         # A home of its own, so that no master of the user hears of these runs.
-        environment = {**os.environ, **settings, "PYTHONPATH": search, "MLBENCH_HOME": f"{results}/home"}
+        environment = {**os.environ, "PYTHONPATH": search, "MLBENCH_HOME": f"{results}/home"}
         start = time.monotonic()
         with log.open("wb") as file:
             status = run_limited(
@@ -319,15 +303,10 @@ def run_all(steps: Sequence[Step], chosen: Sequence[Step], folder: Path, again: 
     write(folder / "environment.json", machine)
     failed = []
     for step in chosen:
-        result, build = read_result(folder, step), read_result(folder, steps[0])
+        result = read_result(folder, step)
         is_same = result is not None and result.items() >= key_of(step, machine).items()
         if result is not None and is_same and result["ended"] == "done" and not again:
             print(f"{step.name}: done before", flush=True)
-            continue
-        if step.needs_kernels and (build is None or build["ended"] != "done"):
-            # The timings would be those of the plain implementation.
-            print(f"{step.name}: left out, because the kernels are not compiled", flush=True)
-            failed.append(step.name)
             continue
         print(f"{step.name}: {step.title}, at most {step.limit_s} s ...", flush=True)
         result = run_step(step, machine)

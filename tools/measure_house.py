@@ -3,9 +3,9 @@
 ``python tools/measure_house.py`` prints a table, and ``--json`` the same figures with the places that they count.
 Another folder than this repository can be given as an argument.
 
-A code line has a token that is neither a comment nor a docstring. Figures are of the library, the master, the
-benchmarks and the driver in csrc together unless a row says otherwise; those of comments and repeated lines are of
-library and master. The words of the style guide are counted with regular expressions, which know no grammar: read such
+A code line has a token that is neither a comment nor a docstring. Figures are of the library, the master and
+the benchmarks together unless a row says otherwise; those of comments and repeated lines are of the library and the
+master. The words of the style guide are counted with regular expressions, which know no grammar: read such
 a row as a trend, and its places as a list to look through.
 """
 
@@ -31,7 +31,7 @@ from typing import Any
 
 from import_graph import FACES, LAYERS, ROOTS, circles, layer, module_name, read_imports, replaces_itself
 
-PROSE = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "csrc/**/*.md", "docker/**/*.md")
+PROSE = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "docker/**/*.md")
 LONG_FUNCTION, MANY_PARAMETERS, SHORT_BODY, WINDOW = 50, 8, 6, 6
 
 FACE_NAMES = {"util", "utils", "helper", "helpers", "inner", "generic", "wrapper", "base"}
@@ -264,7 +264,7 @@ def measure(root: Path) -> dict[str, Any]:
     """Take all figures of a tree.
 
     Args:
-        root: The folder that has ``mlbench_core``, ``mlbench_master``, ``benchmarks`` and ``csrc``.
+        root: The folder that has ``mlbench_core``, ``mlbench_master`` and ``benchmarks``.
 
     Returns:
         ``figures`` by name (a number, or None if it could not be measured), ``packages`` with their files, code lines
@@ -304,7 +304,6 @@ def measure(root: Path) -> dict[str, Any]:
         "code lines: master": code["mlbench_master"],
         "code lines: library and master": code["mlbench_core"] + code["mlbench_master"],
         "code lines: benchmarks": code["benchmarks"],
-        "code lines: csrc (Python)": code["csrc"],
         "files": len(modules),
         "functions": len(functions),
         "private functions": sum(bool(re.match(r"_[^_]", function.name)) for function in functions),

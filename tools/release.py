@@ -45,7 +45,7 @@ SOURCES = (
     "CHANGELOG.md",
     "CITATION.cff",
 )
-SOURCE_FOLDERS = [*PACKAGES, "csrc", "requirements"]
+SOURCE_FOLDERS = [*PACKAGES, "requirements"]
 
 
 def copy_sources(target: Path) -> None:
@@ -70,8 +70,7 @@ def build(folder: Path) -> tuple[Path, Path]:
     Returns:
         The source distribution and the wheel.
     """
-    environment = {**os.environ, "MLBENCH_CUDA": "0"}
-    environment.pop("PYTHONPATH", None)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     options = ["--no-isolation", "--skip-dependency-check", "--outdir", str(folder)]
     with tempfile.TemporaryDirectory() as name:
         copy_sources(Path(name))
@@ -114,7 +113,7 @@ def find_problems(source: Path, wheel: Path) -> list[str]:
     """
     in_source, in_wheel, expected = names_in_source(source), names_in_wheel(wheel), expected_in_wheel()
     metadata = {name for name in in_wheel if name.split("/")[0].endswith(".dist-info")}
-    sources = {name for folder in ("csrc", "requirements") for name in files_below(folder)} | set(SOURCES)
+    sources = files_below("requirements") | set(SOURCES)
     packaged = {name for folder in PACKAGES for name in in_source if name.startswith(f"{folder}/")}
     as_packaged = {PACKAGES[name.split("/")[0]] + "/" + name.partition("/")[2] for name in packaged}
     return [

@@ -10,9 +10,8 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlbench_core.models.pytorch.gnmt import GNMT, modules
+from mlbench_core.models.pytorch.gnmt import GNMT
 from mlbench_core.models.pytorch.gnmt.modules import NormalizedBahdanauAttention
-from mlbench_core.ops.pytorch import attention_score
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -279,26 +278,6 @@ def test_autocast_trains(fusion: bool) -> None:
     assert (scores.float() - expected).abs().max() < 0.05 * expected.abs().max()
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("is_autocast", [True, False])
-def test_attention_asks_for_scores_in_a_form_that_the_kernels_take(
-    is_autocast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[Tensor, ...]] = []
-
-    def record(*parts: Tensor) -> Tensor:
-        asked.append(parts)
-        return attention_score(*parts)
-
-    monkeypatch.setattr(modules, "attention_score", record)
-    source, target = batch()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
-        tiny().to(torch.float32 if is_autocast else torch.bfloat16)(source, LENGTHS, target)
-    query, keys, bias, v = asked[0]
-    assert query.dtype == keys.dtype == torch.bfloat16
-    assert bias.dtype == v.dtype == (torch.float32 if is_autocast else torch.bfloat16)
-    assert query.stride(-1) == keys.stride(-1) == 1
 
 
 def test_a_source_without_words_is_no_nan() -> None:

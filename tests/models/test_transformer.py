@@ -21,6 +21,7 @@ from mlbench_core.models.pytorch.transformer.modules import (
     SinusoidalPositions,
     multihead_attention,
 )
+from mlbench_core.models.pytorch.transformer.modules.attention import fused_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -127,7 +128,7 @@ def test_both_paths_have_the_same_gradients_and_no_nan_for_padding_only(backend:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("backend", ["reference", "fused", "kernel"])
+@pytest.mark.parametrize("backend", ["reference", "fused"])
 @pytest.mark.parametrize("seed", range(4))
 def test_masked_keys_never_matter(backend: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -185,9 +186,9 @@ def test_attention_refuses_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="softmax_type must be one of default, fast_fill, not 'hard'"):
         MultiheadAttention(8, 4, softmax_type="hard")
     with pytest.raises(
-        ValueError, match="backend must be 'auto' or 'fused' with softmax_type='fast_fill', not 'kernel'"
+        ValueError, match="backend must be 'auto' or 'fused' with softmax_type='fast_fill', not 'reference'"
     ):
-        MultiheadAttention(8, 4, softmax_type="fast_fill", backend="kernel")
+        MultiheadAttention(8, 4, softmax_type="fast_fill", backend="reference")
     with pytest.raises(ValueError, match=r"backend must be one of .*, not 'magic'"):
         MultiheadAttention(8, 4, backend="magic")  # type: ignore[arg-type]
     module, x = MultiheadAttention(8, 4), torch.zeros(3, 2, 8)
@@ -297,7 +298,6 @@ VARIANTS = [
     {"encoder_learned_pos": True, "decoder_learned_pos": True},
     {"encoder_normalize_before": False, "decoder_normalize_before": False},
     {"attention_backend": "reference"},
-    {"attention_backend": "kernel"},
 ]
 
 
@@ -410,7 +410,7 @@ def test_caches_follow_the_rows_and_hypotheses_share_the_source() -> None:
     assert {cache.keys.shape[0] for cache in state.values() if cache.is_static} == {2}
 
 
-@pytest.mark.parametrize("backend", ["reference", "fused", "kernel"])
+@pytest.mark.parametrize("backend", ["reference", "fused"])
 def test_several_new_positions_continue_a_cache(backend: str) -> None:
     torch.manual_seed(0)
     module, state = MultiheadAttention(8, 2, backend=backend).double(), {}
@@ -428,7 +428,7 @@ def test_half_precision_is_finite_and_near(dtype: torch.dtype) -> None:
     model = tiny().float()
     source, target = random_tokens([3, 6], 6, 0, left=True), random_tokens([5, 2], 5, 1, left=False)
     expected = model(source, None, target)[0]
-    for backend in ("reference", "fused", "kernel"):
+    for backend in ("reference", "fused"):
         half = tiny(attention_backend=backend).to(dtype)
         output = half(source, None, target)[0]
         assert output.dtype == dtype
@@ -438,27 +438,25 @@ def test_half_precision_is_finite_and_near(dtype: torch.dtype) -> None:
         assert all(torch.isfinite(p.grad).all() for p in half.parameters())
 
 
-def test_fast_fill_is_the_fused_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
+def test_auto_and_fast_fill_are_torchs_fused_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
 
-    def spy(name: str) -> None:
-        function = getattr(multihead_attention, name)
-        monkeypatch.setattr(multihead_attention, name, lambda *args, **kw: calls.append(name) or function(*args, **kw))
+    def count(*args: Tensor | None) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return fused_attention(*args)
 
-    spy("fused_attention")
-    spy("short_attention_qkv")
-    monkeypatch.setattr(multihead_attention, "uses_kernel", lambda *a, **k: True)  # as on a GPU that has the kernels
+    monkeypatch.setattr(multihead_attention, "fused_attention", count)
     x, outputs = torch.randn(4, 2, 16), []
-    for softmax_type in ("default", "fast_fill"):
+    for choice in ({"backend": "auto"}, {"backend": "fused"}, {"softmax_type": "fast_fill"}):
         torch.manual_seed(0)
-        model = tiny(attention_backend="auto", softmax_type=softmax_type).float()
-        outputs.append(model.encoder.layers[0].self_attn(x, x, x, need_weights=False)[0])
-    torch.testing.assert_close(*outputs)
-    assert calls == ["short_attention_qkv", "fused_attention"]
+        outputs.append(MultiheadAttention(16, 4, **choice)(x, x, x, need_weights=False)[0])
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+    assert calls == 3
 
 
 def test_large_scores_do_not_overflow_in_half_precision() -> None:
-    for backend in ("reference", "fused", "kernel"):
+    for backend in ("reference", "fused"):
         module = MultiheadAttention(8, 2, backend=backend).half().eval()
         x = 200 * torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(0)).half()
         padding = torch.tensor([[True, True, False, False], [True] * 4])

@@ -14,10 +14,9 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mlbench_core.ops.pytorch import attention_score, attention_score_reference, extension, masked_softmax
-from mlbench_core.ops.pytorch.attention_score import _GPU_BLOCK, _blocks, why_not_kernel
+from mlbench_core.ops.pytorch import attention_score, attention_score_reference, masked_softmax
+from mlbench_core.ops.pytorch.attention_score import _blocks
 
 WORDY_BLOCKS = [1, 12, 24, 10**9]
 """For 3 sentences of 4 queries, 2 keys and H = 3: one query, two queries, one sentence, everything at once."""
@@ -155,8 +154,8 @@ def test_operators_keep_torchs_rules(dtype: torch.dtype) -> None:
     query, keys, bias, v = inputs(dtype, requires_grad=False)
     time_first = query.transpose(0, 1).contiguous().transpose(0, 1)
     grad = torch.ones(3, 4, 1, dtype=torch.float64 if dtype == torch.float64 else torch.float32).expand(3, 4, 2)
-    torch.library.opcheck(torch.ops.mlbench.attention_score.default, (time_first, keys, bias, v))
-    torch.library.opcheck(torch.ops.mlbench.attention_score_backward.default, (grad, time_first, keys, bias, v))
+    torch.library.opcheck(torch.ops.mlbench.attention_score.default, (time_first, keys, bias, v, 12))
+    torch.library.opcheck(torch.ops.mlbench.attention_score_backward.default, (grad, time_first, keys, bias, v, 12))
 
 
 def test_mixed_dtypes_give_each_its_own_gradient() -> None:
@@ -206,49 +205,6 @@ def test_importing_it_again_does_no_harm() -> None:
         sys.modules[name] = module
         sys.modules["mlbench_core.ops.pytorch"].attention_score = attention_score
     assert torch.equal(attention_score(*parts), expected)
-
-
-def on_pretended_gpu(features: int = 8, key_dtype: torch.dtype = torch.float16) -> list[Tensor]:
-    """Inputs without data; only in a FakeTensorMode, which needs no GPU."""
-    query = torch.empty(2, 3, features, dtype=torch.float16, device="cuda")
-    keys = torch.empty(2, 5, features, dtype=key_dtype, device="cuda")
-    return [query, keys, *torch.empty(2, features, device="cuda")]
-
-
-@pytest.mark.parametrize(
-    ("reason", "block_elements", "expected"),
-    [(None, None, []), ("the kernels are off", None, [_GPU_BLOCK]), (None, 100, [100])],
-)
-def test_kernels_are_used_where_they_are_available_and_not_otherwise(
-    reason: str | None, block_elements: int | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocks: list[int] = []
-
-    def in_blocks(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int) -> Tensor:
-        blocks.append(block_elements)
-        return query.new_empty(2, 3, 5, dtype=torch.float32)
-
-    monkeypatch.setattr(extension, "why_not", lambda: reason)
-    monkeypatch.setitem(attention_score.__globals__, "_scores_in_blocks", in_blocks)
-    with FakeTensorMode():
-        scores = attention_score(*on_pretended_gpu(), block_elements=block_elements)
-    assert (scores.shape, scores.dtype, scores.device.type) == ((2, 3, 5), torch.float32, "cuda")
-    assert blocks == expected  # the operator calls none here: it is fake
-
-
-def test_why_the_kernels_do_not_take_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extension, "why_not", lambda: None)
-    assert "on cpu; the kernels need all on one CUDA device" in str(why_not_kernel(*inputs()))
-    with FakeTensorMode():
-        parts = on_pretended_gpu()
-        assert why_not_kernel(*parts) is None
-        assert "H is 12; the kernels need a multiple of 8" in str(why_not_kernel(*on_pretended_gpu(features=12)))
-        assert "keys of one dtype" in str(why_not_kernel(*on_pretended_gpu(key_dtype=torch.bfloat16)))
-        assert "float64" in str(why_not_kernel(*(part.double() for part in parts)))
-        assert "keys (2, 0, 8)" in str(why_not_kernel(parts[0], parts[1].new_empty(2, 0, 8), *parts[2:]))
-        assert "cpu and cuda:0" in str(why_not_kernel(parts[0], torch.empty(2, 5, 8), *parts[2:]))
-        monkeypatch.setattr(extension, "why_not", lambda: "they are off")
-        assert why_not_kernel(*parts) == "they are off"
 
 
 @pytest.mark.gpu

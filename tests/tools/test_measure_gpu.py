@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import json
 import re
 import signal
@@ -18,11 +20,11 @@ import pytest
 from measure_gpu import Step
 
 ROOT = Path(__file__).resolve().parents[2]
-MACHINE = {"missing": [], "gpu": "a GPU", "architecture": "90", "source": {"commit": "abc"}}
+MACHINE = {"missing": [], "gpu": "a GPU", "source": {"commit": "abc"}}
 
 
-def python(name: str, code: str, limit_s: int = 20, needs_kernels: bool = False) -> Step:
-    return Step(name, f"the step {name}", limit_s, ("-c", code), needs_kernels)
+def python(name: str, code: str, limit_s: int = 20) -> Step:
+    return Step(name, f"the step {name}", limit_s, ("-c", code))
 
 
 @pytest.fixture
@@ -43,10 +45,10 @@ def run(steps: list[Step], folder: Path, again: bool = False) -> tuple[int, dict
 def test_the_steps_fit_into_ten_minutes_and_their_programs_exist() -> None:
     steps = measure_gpu.make_steps(None)
     assert measure_gpu.PROBE_LIMIT_S + sum(step.limit_s for step in steps) <= 600
-    assert [step.name for step in steps[:3]] == ["build", "test-kernels", "test-others"]
+    assert steps[0].is_test and not any(step.is_test for step in steps[1:])
     assert len({step.name for step in steps}) == len(steps)
     named = {part for step in steps for part in step.command if part.endswith(".py")}
-    assert len(named) > 15 and sorted(part for part in named if not (ROOT / part).is_file()) == []
+    assert len(named) > 10 and sorted(part for part in named if not (ROOT / part).is_file()) == []
 
 
 def test_every_test_that_is_skipped_without_a_gpu_has_the_mark() -> None:
@@ -57,6 +59,43 @@ def test_every_test_that_is_skipped_without_a_gpu_has_the_mark() -> None:
         marks = [number for number, line in enumerate(lines) if line.startswith("@") and needs.search(line)]
         bare += [f"{path.name}:{n + 1}" for n in marks if "@pytest.mark.gpu" not in (lines[n - 1], lines[n + 1])]
     assert bare == []
+
+
+def imported_modules(path: Path) -> set[str]:
+    """The modules that a file imports at its top level, and the names that it takes from them."""
+    found = set()
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_the_tests_for_a_gpu_import_only_what_the_machine_must_have() -> None:
+    """A package that is missing there would fail a whole file, or all of them if a conftest.py imports it."""
+    left = [ROOT / name for name in measure_gpu.find_gpu_tests(ROOT / "tests")]
+    left += {folder / "conftest.py" for path in left for folder in path.parents if (folder / "conftest.py").is_file()}
+    assert len(left) > 10
+    settings = measure_gpu.read_project()["tool"]["pytest"]["ini_options"]
+    own = {"mlbench_core", "benchmarks", "tests"}
+    own |= {path.stem for folder in settings["pythonpath"] for path in (ROOT / folder).glob("*.py")}
+    brought = {re.split(r"[<>=; ]", requirement)[0] for requirement in measure_gpu.list_requirements()}
+    brought |= {"torch", "torchvision", "numpy"}
+    distributions = importlib.metadata.packages_distributions()
+    seen: set[Path] = set()
+    missing = set()
+    while left:
+        path = left.pop()
+        seen.add(path)
+        for module in imported_modules(path):
+            top = module.partition(".")[0]
+            helper = ROOT / f"{module.replace('.', '/')}.py"
+            if top == "tests" and helper.is_file() and helper not in seen:
+                left.append(helper)
+            if top not in {*sys.stdlib_module_names, *own} and brought.isdisjoint(distributions.get(top, [])):
+                missing.add(f"{path.relative_to(ROOT)}: {top}")
+    assert missing == set()
 
 
 def test_a_dry_run_names_the_steps_and_runs_nothing(
@@ -76,9 +115,9 @@ def test_a_machine_that_lacks_something_is_told_all_of_it(
 ) -> None:
     torch = SimpleNamespace(__version__="2.13.0+cpu", version=SimpleNamespace(cuda=None))
     monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setenv("CUDA_HOME", "/no/toolkit")
+    monkeypatch.setattr(measure_gpu, "TEST_PACKAGES", ("pytest", "no-such-package"))
     missing = measure_gpu.find_missing()
-    assert len(missing) == 2 and "/no/toolkit" in missing[0] and "not 2.13.0+cpu" in missing[1]
+    assert len(missing) == 2 and "package no-such-package" in missing[0] and "not 2.13.0+cpu" in missing[1]
     torch.version.cuda, torch.cuda = "13.0", SimpleNamespace(is_available=lambda: False)
     assert "finds none" in measure_gpu.find_missing()[1]
     torch.cuda = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda: (7, 5))
@@ -94,18 +133,16 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_others(machine: dict[str, 
     order, child = tmp_path / "order", f"import time; time.sleep(30)  # {tmp_path}"
     note = f"print('x', file=open({str(order)!r}, 'a'))"
     steps = [
-        python("build", f"{note}; raise SystemExit('no compiler')"),
-        python("kernels", note, needs_kernels=True),
+        python("first", f"{note}; raise SystemExit('no memory')"),
         # The process that it starts holds the GPU as well, so it must end with it.
         python("hangs", f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {child!r}]); {note}", limit_s=1),
         python("last", f"{note}; print('the figures')"),
     ]
     status, ended = run(steps, tmp_path / "out")
-    assert (status, ended) == (1, {"build": "failed", "hangs": "timed out", "last": "done"})
+    assert (status, ended) == (1, {"first": "failed", "hangs": "timed out", "last": "done"})
     assert order.read_text().splitlines() == ["x", "x"]
     table = (tmp_path / "out" / "table.md").read_text()
-    assert "| build: the step build | failed |" in table and "no compiler" in table
-    assert "| kernels: the step kernels | not run |" in table and "the figures" in table
+    assert "| first: the step first | failed |" in table and "no memory" in table and "the figures" in table
     assert not [process for process in psutil.process_iter(["cmdline"]) if child in (process.info["cmdline"] or [])]
     run(steps[:1], tmp_path / "out")  # a step that failed is not done
     assert len(order.read_text().splitlines()) == 3
@@ -113,15 +150,15 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_others(machine: dict[str, 
 
 def test_a_step_is_done_once_for_the_same_sources_and_gpu(machine: dict[str, Any], tmp_path: Path) -> None:
     count = tmp_path / "count"
-    once = [python("build", f"print('x', file=open({str(count)!r}, 'a'))")]
+    once = [python("once", f"print('x', file=open({str(count)!r}, 'a'))")]
     for again, expected in ((False, 1), (False, 1), (True, 2)):
-        assert run(once, tmp_path / "out", again) == (0, {"build": "done"})
+        assert run(once, tmp_path / "out", again) == (0, {"once": "done"})
         assert len(count.read_text().splitlines()) == expected
     for change in ({"source": {"commit": "def"}}, {"gpu": "another"}):
         machine.update(change)
         run(once, tmp_path / "out")
     assert len(count.read_text().splitlines()) == 4
-    (tmp_path / "out" / "steps" / "build.json").write_text('{"half')
+    (tmp_path / "out" / "steps" / "once.json").write_text('{"half')
     run(once, tmp_path / "out")
     assert len(count.read_text().splitlines()) == 5
 
@@ -154,7 +191,7 @@ def test_the_table_has_the_figures_of_a_task() -> None:
 def test_a_killed_run_keeps_what_had_ended_and_the_next_one_goes_on(machine: dict[str, Any], tmp_path: Path) -> None:
     folder, begun = tmp_path / "out", tmp_path / "begun"
     second = f"import pathlib, time; p = pathlib.Path({str(begun)!r}); p.exists() or (p.touch(), time.sleep(30))"
-    steps = [python("build", "print(1)"), python("second", second, limit_s=4)]
+    steps = [python("first", "print(1)"), python("second", second, limit_s=4)]
     driver = (
         "import sys; from pathlib import Path; sys.path[:0] = ['tools', '.']; import measure_gpu as m\n"
         f"m.probe = lambda: {MACHINE!r}\n"
@@ -168,7 +205,7 @@ def test_a_killed_run_keeps_what_had_ended_and_the_next_one_goes_on(machine: dic
     process.send_signal(signal.SIGKILL)
     process.wait()
     report = json.loads((folder / "results.json").read_text())
-    assert [result["step"] for result in report["steps"]] == ["build"]
-    before = (folder / "steps" / "build.json").stat().st_mtime_ns
-    assert run(steps, folder) == (0, {"build": "done", "second": "done"})
-    assert (folder / "steps" / "build.json").stat().st_mtime_ns == before
+    assert [result["step"] for result in report["steps"]] == ["first"]
+    before = (folder / "steps" / "first.json").stat().st_mtime_ns
+    assert run(steps, folder) == (0, {"first": "done", "second": "done"})
+    assert (folder / "steps" / "first.json").stat().st_mtime_ns == before

@@ -6,8 +6,8 @@ The score of query t and key s sums over H features:
 
 A direct implementation in plain torch keeps several tensors of batch x queries x keys x H numbers for the backward
 pass. Each of them takes 1.3 GB in float32 for 128 sentences of 50 words and H = 1024. :func:`attention_score` keeps
-only its inputs and computes the tanh again in the backward pass. It does so in blocks in plain torch, or in CUDA
-kernels that store no tanh at all. With :math:`\delta_{ts}` the gradient of :math:`e_{ts}`:
+only its inputs and computes the tanh again in the backward pass, in blocks. With :math:`\delta_{ts}` the gradient of
+:math:`e_{ts}`:
 
 .. math::
     g_{tsh} = \delta_{ts} (1 - \tanh^2(q_{th} + k_{sh} + b_h)), \qquad
@@ -16,8 +16,9 @@ kernels that store no tanh at all. With :math:`\delta_{ts}` the gradient of :mat
     \partial b_h = v_h \sum_{t,s} g_{tsh}, \quad
     \partial v_h = \sum_{t,s} \delta_{ts} \tanh(q_{th} + k_{sh} + b_h)
 
-This module defines the operators ``mlbench::attention_score`` and ``mlbench::attention_score_backward``. Their default
-implementation computes in blocks; the library of :mod:`~mlbench_core.ops.pytorch.extension` adds the kernels.
+This module defines the operators ``mlbench::attention_score`` and ``mlbench::attention_score_backward``, for
+:func:`torch.compile`. Without them the compiler would trace each block. It would then notice that the forward and the
+backward pass compute the same tanh, and keep all of it.
 """
 
 from __future__ import annotations
@@ -30,18 +31,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mlbench_core.arguments import check_at_least
-from mlbench_core.ops.pytorch import extension
 
-__all__ = ["attention_score", "attention_score_reference", "masked_softmax", "why_not_kernel"]
+__all__ = ["attention_score", "attention_score_reference", "masked_softmax"]
 
 _CPU_BLOCK = 1 << 20
 """Numbers in a block on the CPU: 4 MB of float32, which fits into the caches."""
 _GPU_BLOCK = 1 << 25
 """Numbers in a block on a GPU: 128 MB of float32, which keep a GPU busy and are a small part of its memory."""
-
-_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_KERNEL_FEATURES = 8
-"""The kernels read 16 bytes of features at a time, which are 8 numbers in half precision."""
 
 
 def attention_score_reference(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> Tensor:
@@ -61,9 +57,7 @@ def attention_score(
     r"""Compute :math:`\sum_h v_h \tanh(q_h + k_h + b_h)` of all queries and keys of each sentence, in little memory.
 
     The dtype of the computation is float32, or float64 for float64 inputs. Gradients flow to all four arguments, in the
-    dtype of each. A second derivative is not available. The CUDA kernels compute the scores if :func:`why_not_kernel`
-    returns None. For inputs in half precision their tanh has a relative error of up to :math:`2^{-11}`, that of a
-    number rounded to float16.
+    dtype of each. A second derivative is not available.
 
     Args:
         query: :math:`q`, shape (batch, queries, H), any floating-point dtype.
@@ -71,8 +65,7 @@ def attention_score(
         bias: :math:`b`, shape (H,).
         v: :math:`v`, shape (H,).
         block_elements: The largest number of tanh values held at once; a single query is never divided. It changes only
-            the order of sums. If it is given, the kernels are not used. If None, a default for the device applies if
-            the kernels are not used.
+            the order of sums. If None, a default for the device applies.
 
     Returns:
         Scores, float32 (float64 for float64), of shape (batch, queries, keys).
@@ -90,45 +83,11 @@ def attention_score(
         [[[3.0, 3.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]]
     """
     _check_shapes(query, keys, bias, v)
-    if block_elements is not None:
-        check_at_least("block_elements", block_elements, 1)
-    # Once the kernels are loaded they are the operator's only implementation for CUDA tensors. Tensors that they do not
-    # support must therefore not reach the operator.
-    if block_elements is None and query.is_cuda and why_not_kernel(query, keys, bias, v) is not None:
-        block_elements = _GPU_BLOCK
+    if block_elements is None:
+        block_elements = _CPU_BLOCK if query.device.type == "cpu" else _GPU_BLOCK
+    check_at_least("block_elements", block_elements, 1)
     scores: Tensor = _AttentionScore.apply(query, keys, bias, v, block_elements)
     return scores
-
-
-def why_not_kernel(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> str | None:
-    """Return the reason why the CUDA kernels cannot compute the scores of these tensors.
-
-    Args:
-        query: Shape (batch, queries, H).
-        keys: Shape (batch, keys, H).
-        bias: Shape (H,).
-        v: Shape (H,).
-
-    Returns:
-        One line that names the property of the tensors or of the installation that the kernels do not support; None if
-        :func:`attention_score` uses the kernels.
-
-    Example:
-        >>> why_not_kernel(torch.zeros(2, 3, 8), torch.zeros(2, 5, 8), torch.zeros(8), torch.zeros(8))
-        'the tensors are on cpu; the kernels need all on one CUDA device'
-    """
-    parts = (query, keys, bias, v)
-    if not query.is_cuda or any(part.device != query.device for part in parts):
-        devices = sorted({str(part.device) for part in parts})
-        return f"the tensors are on {' and '.join(devices)}; the kernels need all on one CUDA device"
-    if query.dtype != keys.dtype or any(part.dtype not in _KERNEL_DTYPES for part in parts):
-        found, allowed = ", ".join(str(part.dtype) for part in parts), ", ".join(map(str, _KERNEL_DTYPES))
-        return f"the tensors are of {found}; the kernels need query and keys of one dtype, and all among {allowed}"
-    if query.numel() == 0 or keys.numel() == 0:
-        return f"query has shape {tuple(query.shape)} and keys {tuple(keys.shape)}; the kernels need some of each"
-    if query.shape[2] % _KERNEL_FEATURES != 0:
-        return f"H is {query.shape[2]}; the kernels need a multiple of {_KERNEL_FEATURES}"
-    return extension.why_not()
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
@@ -157,54 +116,44 @@ def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class _AttentionScore(torch.autograd.Function):
-    """Autograd function of the operators (``block_elements`` None), or of the computation in blocks of that size.
+    """Autograd function of the operators, which does not save the tanh.
 
-    Neither saves the tanh. A plain function costs less per call than an autograd formula registered for the operator.
+    A plain function costs less per call than an autograd formula registered for the operator.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int | None) -> Tensor:
+    def forward(ctx: Any, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int) -> Tensor:
         ctx.save_for_backward(query, keys, bias, v)
         ctx.block_elements = block_elements
-        if block_elements is None:
-            scores: Tensor = torch.ops.mlbench.attention_score.default(query, keys, bias, v)
-            return scores
-        return _scores_in_blocks(query, keys, bias, v, block_elements)
+        scores: Tensor = torch.ops.mlbench.attention_score.default(query, keys, bias, v, block_elements)
+        return scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, keys, bias, v = ctx.saved_tensors
-        if ctx.block_elements is None:
-            gradients = torch.ops.mlbench.attention_score_backward.default(grad, query, keys, bias, v)
-        else:
-            gradients = _gradients_in_blocks(grad, query, keys, bias, v, ctx.block_elements)
-        return (*gradients, None)
+        operator = torch.ops.mlbench.attention_score_backward.default
+        return (*operator(grad, *ctx.saved_tensors, ctx.block_elements), None)
 
 
-def _scores_in_blocks(
-    query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int | None = None
-) -> Tensor:
-    """Return the scores, with at most ``block_elements`` tanh values at a time; None for the device's number."""
-    limit = block_elements or _block_elements(query.device)
+def _scores(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int) -> Tensor:
+    """Return the scores, with at most ``block_elements`` tanh values at a time."""
     shifted, wide_keys, wide_v = _widened(query, keys, bias, v)
     scores = shifted.new_empty(query.shape[0], query.shape[1], keys.shape[1])
     # Autocast would compute the product with v in half precision.
     with torch.autocast(query.device.type, enabled=False):
-        for rows, steps in _blocks(scores.shape, query.shape[2], limit):
+        for rows, steps in _blocks(scores.shape, query.shape[2], block_elements):
             scores[rows, steps] = _tanh(shifted[rows, steps], wide_keys[rows]) @ wide_v
     return scores
 
 
-def _gradients_in_blocks(
-    grad: Tensor, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int | None = None
+def _gradients(
+    grad: Tensor, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the contiguous gradients of query, keys, bias and v, with blocks as in :func:`_scores_in_blocks`."""
-    limit = block_elements or _block_elements(query.device)
+    """Return the contiguous gradients of query, keys, bias and v, with blocks as in :func:`_scores`."""
     shifted, wide_keys, wide_v = _widened(query, keys, bias, v)
     grad_query, grad_keys, grad_v = (part.new_zeros(part.shape) for part in (shifted, wide_keys, wide_v))
     with torch.autocast(query.device.type, enabled=False):
-        for rows, steps in _blocks(grad.shape, query.shape[2], limit):
+        for rows, steps in _blocks(grad.shape, query.shape[2], block_elements):
             tanh, delta = _tanh(shifted[rows, steps], wide_keys[rows]), grad[rows, steps]
             grad_v += delta.flatten() @ tanh.flatten(0, 2)
             # g lacks the factor v_h, which is constant over a block. It is applied once to the sums at the end.
@@ -260,19 +209,13 @@ def _check_shapes(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> None:
         )
 
 
-def _block_elements(device: torch.device) -> int:
-    return _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
-
-
-def _forward_fake(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> Tensor:
-    _check_shapes(query, keys, bias, v)
+def _fake_scores(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int) -> Tensor:
     shape = (query.shape[0], query.shape[1], keys.shape[1])
     return query.new_empty(shape, dtype=_working_dtype(query, keys, bias, v))
 
 
-def _backward_fake(grad: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
-    _check_shapes(*parts)
-    return tuple(part.new_empty(part.shape) for part in parts)
+def _fake_gradients(grad: Tensor, *parts: Any) -> tuple[Tensor, ...]:
+    return tuple(part.new_empty(part.shape) for part in parts[:4])
 
 
 def _define_operator(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -284,9 +227,7 @@ def _define_operator(name: str, schema: str, implementation: Callable[..., Any],
     torch.library.register_fake(f"mlbench::{name}", fake)
 
 
-_INPUTS = "Tensor query, Tensor keys, Tensor bias, Tensor v"
+_INPUTS = "Tensor query, Tensor keys, Tensor bias, Tensor v, int block_elements"
 _OUTPUTS = "(Tensor, Tensor, Tensor, Tensor)"
-_define_operator("attention_score", f"({_INPUTS}) -> Tensor", _scores_in_blocks, _forward_fake)
-_define_operator(
-    "attention_score_backward", f"(Tensor grad, {_INPUTS}) -> {_OUTPUTS}", _gradients_in_blocks, _backward_fake
-)
+_define_operator("attention_score", f"({_INPUTS}) -> Tensor", _scores, _fake_scores)
+_define_operator("attention_score_backward", f"(Tensor grad, {_INPUTS}) -> {_OUTPUTS}", _gradients, _fake_gradients)

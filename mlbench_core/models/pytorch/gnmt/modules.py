@@ -52,9 +52,8 @@ class NormalizedBahdanauAttention(nn.Module):
     Args:
         hidden_size: H, width of the queries, the encoder's outputs and the projections.
         fusion: If True, the scores come from
-            :func:`~mlbench_core.ops.pytorch.attention_score.attention_score`, which needs little memory and runs CUDA
-            kernels if they are available. Otherwise they come from the plain formula. The numbers are the same up to
-            rounding.
+            :func:`~mlbench_core.ops.pytorch.attention_score.attention_score`, which needs little memory. Otherwise they
+            come from the plain formula. The numbers are the same up to rounding.
 
     References:
         Bahdanau, Cho and Bengio 2014, arXiv 1409.0473, appendix A.1.2.

@@ -44,7 +44,7 @@ class TransformerConfig:
             no padding mask, because a word never sees the positions after it.
         softmax_type: ``"default"`` or ``"fast_fill"`` (torch's fused kernels), see
             :class:`~mlbench_core.models.pytorch.transformer.modules.multihead_attention.MultiheadAttention`.
-        attention_backend: ``"auto"``, ``"reference"``, ``"fused"`` or ``"kernel"``, see the same class.
+        attention_backend: ``"auto"``, ``"reference"`` or ``"fused"``, see the same class.
 
     Raises:
         ValueError: A value is out of its bounds.
@@ -78,7 +78,7 @@ class TransformerConfig:
     max_target_positions: int = 1024
     left_pad_target: bool = False
     softmax_type: str = "default"
-    attention_backend: Literal["auto", "reference", "fused", "kernel"] = "auto"
+    attention_backend: Literal["auto", "reference", "fused"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("encoder_layers", "decoder_layers", "encoder_ffn_embed_dim", "decoder_ffn_embed_dim"):

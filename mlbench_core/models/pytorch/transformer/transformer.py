@@ -11,10 +11,7 @@ from torch import Tensor, nn
 from mlbench_core.models.pytorch.transformer.config import TransformerConfig
 from mlbench_core.models.pytorch.transformer.modules.incremental import IncrementalState
 from mlbench_core.models.pytorch.transformer.modules.layers import DecoderLayer, EncoderLayer
-from mlbench_core.models.pytorch.transformer.modules.multihead_attention import MultiheadAttention
 from mlbench_core.models.pytorch.transformer.modules.positions import LearnedPositions, SinusoidalPositions
-from mlbench_core.ops.pytorch import extension
-from mlbench_core.ops.pytorch.attention import draw_seed
 
 __all__ = ["TransformerDecoder", "TransformerEncoder", "TransformerModel", "Vocabulary"]
 
@@ -78,10 +75,6 @@ class TransformerModel(nn.Module):
             )
         self.encoder = TransformerEncoder(config, source_embedding)
         self.decoder = TransformerDecoder(config, target_embedding)
-        attentions = [module for module in self.modules() if isinstance(module, MultiheadAttention)]
-        # All attention modules share the seed of a forward pass; their offsets keep the dropout masks apart.
-        for number, attention in enumerate(attentions):
-            attention.dropout_offset = number
 
     def forward(
         self, src_tokens: Tensor, src_lengths: Tensor | None, prev_output_tokens: Tensor
@@ -100,26 +93,13 @@ class TransformerModel(nn.Module):
         Raises:
             ValueError: Sentences are longer than the number of the model's positions.
         """
-        seed = self._draw_dropout_seed(src_tokens)
-        encoder_out, padding_mask = self.encoder(src_tokens, src_lengths, dropout_seed=seed)
-        scores, attention = self.decoder(prev_output_tokens, encoder_out, padding_mask, dropout_seed=seed)
+        encoder_out, padding_mask = self.encoder(src_tokens, src_lengths)
+        scores, attention = self.decoder(prev_output_tokens, encoder_out, padding_mask)
         return scores, attention
 
     def max_decoder_positions(self) -> int:
         """Return the length of the longest target, in tokens."""
         return self.config.max_target_positions
-
-    def _draw_dropout_seed(self, tokens: Tensor) -> Tensor | None:
-        """Draw one seed for the attention of all layers if kernels may drop weights; otherwise return None.
-
-        All layers get the seed as an argument, so that a layer that is recomputed in the backward pass drops the same
-        weights again.
-        """
-        backend = self.config.attention_backend
-        may_use_kernel = backend == "kernel" or (backend == "auto" and tokens.is_cuda and extension.is_available())
-        if self.training and self.config.attention_dropout > 0 and may_use_kernel:
-            return draw_seed(tokens.device)
-        return None
 
 
 class TransformerEncoder(nn.Module):
@@ -140,15 +120,12 @@ class TransformerEncoder(nn.Module):
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
         self.layer_norm = nn.LayerNorm(width) if config.encoder_normalize_before else nn.Identity()
 
-    def forward(
-        self, src_tokens: Tensor, src_lengths: Tensor | None = None, *, dropout_seed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, src_tokens: Tensor, src_lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Encode source sentences.
 
         Args:
             src_tokens: int64 of shape (batch, source).
             src_lengths: Has no effect.
-            dropout_seed: Seed of the attention's dropout, int64 of shape (1,); each layer draws its own if None.
 
         Returns:
             Shape (source, batch, width), and the padding mask, bool of shape (batch, source), True at padding.
@@ -158,7 +135,7 @@ class TransformerEncoder(nn.Module):
         # Padded positions of x hold values too, so every layer gets the mask.
         padding_mask = src_tokens.eq(_padding_idx(self.embed_tokens))
         for layer in self.layers:
-            x = layer(x, padding_mask, dropout_seed=dropout_seed)
+            x = layer(x, padding_mask)
         return self.layer_norm(x), padding_mask
 
 
@@ -195,8 +172,6 @@ class TransformerDecoder(nn.Module):
         incremental_state: IncrementalState | None = None,
         before: int = 0,
         need_weights: bool = False,
-        *,
-        dropout_seed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Score the next token at each position.
 
@@ -207,7 +182,6 @@ class TransformerDecoder(nn.Module):
             incremental_state: The caches of a generation.
             before: Number of positions in the caches.
             need_weights: If True, return the last layer's attention on the source.
-            dropout_seed: Seed of the attention's dropout, int64 of shape (1,); each layer draws its own if None.
 
         Returns:
             Scores before the softmax, shape (rows, target, symbols), and the attention, shape (rows, target, source),
@@ -224,7 +198,7 @@ class TransformerDecoder(nn.Module):
             masks = (encoder_padding_mask, padding_mask)
             # Only the last layer's weights are returned, so the others can use fused kernels.
             needs = need_weights and layer is self.layers[-1]
-            x, weights = layer(x, encoder_out, *masks, incremental_state, needs, dropout_seed=dropout_seed)
+            x, weights = layer(x, encoder_out, *masks, incremental_state, needs)
         return F.linear(self.layer_norm(x).transpose(0, 1), self.output_projection.weight), weights
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -78,13 +77,12 @@ class EncoderLayer(nn.Module):
         self.feed_forward = FeedForward(width, config.encoder_ffn_embed_dim, config.relu_dropout)
         self.feed_forward_residual = Residual(width, config.dropout, before)
 
-    def forward(self, x: Tensor, padding_mask: Tensor | None, *, dropout_seed: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         """Encode the source.
 
         Args:
             x: Shape (source, batch, width).
             padding_mask: bool of shape (batch, source), True at padding.
-            dropout_seed: Seed of the attention's dropout, int64 of shape (1,).
 
         Returns:
             A tensor of the shape of ``x``.
@@ -92,8 +90,7 @@ class EncoderLayer(nn.Module):
 
         def attend(h: Tensor) -> Tensor:
             # Do not request weights, because the fused kernels do not return them.
-            options = {"key_padding_mask": padding_mask, "need_weights": False, "dropout_seed": dropout_seed}
-            return self.self_attn(h, h, h, **options)[0]
+            return self.self_attn(h, h, h, key_padding_mask=padding_mask, need_weights=False)[0]
 
         x = self.self_attn_residual(x, attend)
         return self.feed_forward_residual(x, self.feed_forward)
@@ -124,8 +121,6 @@ class DecoderLayer(nn.Module):
         padding_mask: Tensor | None = None,
         incremental_state: IncrementalState | None = None,
         need_weights: bool = False,
-        *,
-        dropout_seed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Decode the target.
 
@@ -137,23 +132,23 @@ class DecoderLayer(nn.Module):
                 left.
             incremental_state: The caches of a generation; ``x`` then holds only the new positions.
             need_weights: If True, return the attention on the source.
-            dropout_seed: Seed of the attention's dropout, int64 of shape (1,).
 
         Returns:
             A tensor of the shape of ``x``, and the attention, shape (rows, target, source), or None.
         """
         weights: Tensor | None = None
-        shared: dict[str, Any] = {"incremental_state": incremental_state, "dropout_seed": dropout_seed}
 
         def attend(h: Tensor) -> Tensor:
             options = {"mask_future_timesteps": True, "key_padding_mask": padding_mask, "need_weights": False}
-            return self.self_attn(h, h, h, **options, **shared)[0]
+            return self.self_attn(h, h, h, incremental_state=incremental_state, **options)[0]
 
         def attend_to_source(h: Tensor) -> Tensor:
             # A residual block returns one tensor, so the weights leave this function through a variable.
             nonlocal weights
             options = {"key_padding_mask": encoder_padding_mask, "need_weights": need_weights, "static_kv": True}
-            output, weights = self.encoder_attn(h, encoder_out, encoder_out, **options, **shared)
+            output, weights = self.encoder_attn(
+                h, encoder_out, encoder_out, incremental_state=incremental_state, **options
+            )
             return output
 
         x = self.self_attn_residual(x, attend)

@@ -1,21 +1,12 @@
 """Multi-head attention on time-first tensors.
 
-One call takes the first of these paths whose condition holds::
-
-    condition                                             path
-    weights are requested, or backend is "reference"      reference_attention on q, k, v
-    no cache, and short_attention takes the projections   short_attention on (qkv,), (q, kv) or (q, k, v), not split
-    short_attention takes q, k, v                         short_attention on q, k, v
-    otherwise                                             fused_attention on q, k, v
-
-short_attention takes tensors if backend is "kernel" and the sentences are short enough, or if backend is "auto" and its
-CUDA kernels accept the tensors.
+Weights that are requested, and the backend "reference", use reference_attention; everything else uses fused_attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,18 +18,11 @@ from mlbench_core.models.pytorch.transformer.modules.attention import (
     reference_attention,
 )
 from mlbench_core.models.pytorch.transformer.modules.incremental import KeyValueCache
-from mlbench_core.ops.pytorch.attention import (
-    MAX_POSITIONS,
-    short_attention,
-    short_attention_kv,
-    short_attention_qkv,
-    uses_kernel,
-)
 
 __all__ = ["MultiheadAttention"]
 
 _SOFTMAX_TYPES = ("default", "fast_fill")
-_BACKENDS = ("auto", "reference", "fused", "kernel")
+_BACKENDS = ("auto", "reference", "fused")
 
 
 class MultiheadAttention(nn.Module):
@@ -59,13 +43,7 @@ class MultiheadAttention(nn.Module):
             version 3.0, is the same as ``backend="fused"``.
         bias: If True, the projections add a bias.
         backend: ``"reference"`` is the plain formula. ``"fused"`` uses torch's kernels, or the plain formula if weights
-            are requested. ``"kernel"`` uses :func:`~mlbench_core.ops.pytorch.attention.short_attention`, which computes
-            in plain PyTorch if its CUDA kernels are not available. If weights are requested, or a sentence has more
-            than 128 positions, ``"kernel"`` does the same as ``"fused"``. ``"auto"`` is ``"kernel"`` if the CUDA
-            kernels accept the tensors, otherwise ``"fused"``.
-
-    Attributes:
-        dropout_offset: Number of this module among those that share a ``dropout_seed``. It makes their masks differ.
+            are requested. ``"auto"`` is the same as ``"fused"``.
 
     Raises:
         ValueError: An argument is not one of the values listed above.
@@ -89,7 +67,7 @@ class MultiheadAttention(nn.Module):
         softmax_type: str = "default",
         bias: bool = False,
         *,
-        backend: Literal["auto", "reference", "fused", "kernel"] = "auto",
+        backend: Literal["auto", "reference", "fused"] = "auto",
     ) -> None:
         super().__init__()
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
@@ -111,7 +89,6 @@ class MultiheadAttention(nn.Module):
                 "out"
             )
         self.backend = "fused" if softmax_type == "fast_fill" else backend
-        self.dropout_offset = 0
         self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim))
         self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim)) if bias else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
@@ -136,8 +113,6 @@ class MultiheadAttention(nn.Module):
         incremental_state: MutableMapping[nn.Module, KeyValueCache] | None = None,
         need_weights: bool = True,
         static_kv: bool = False,
-        *,
-        dropout_seed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to the keys and values.
 
@@ -146,8 +121,7 @@ class MultiheadAttention(nn.Module):
         arguments. Hypotheses of one sentence may share static keys and values. The batch of the query is then a
         multiple of the batch of the keys, and the hypotheses of a sentence are consecutive rows.
 
-        With ``"kernel"``, padded positions of self-attention are padded queries too. Their output is zero before the
-        output projection. The other backends compute arbitrary values there, which no caller should read.
+        The output of padded positions has arbitrary values, which no caller should read.
 
         Args:
             query: Shape (target, batch, embed_dim).
@@ -160,8 +134,6 @@ class MultiheadAttention(nn.Module):
                 :class:`~mlbench_core.models.pytorch.transformer.modules.incremental.IncrementalState`.
             need_weights: If True, return the weights, which requires the plain formula.
             static_kv: If True, key and value are those of the first call.
-            dropout_seed: int64 of shape (1,), the seed of the dropout of ``"kernel"``: the same seed drops the same
-                weights again. If None, it is drawn when needed. Other backends use torch's random numbers.
 
         Returns:
             The output, shape (target, batch, embed_dim), and the weights averaged over the heads, shape (batch, target,
@@ -176,28 +148,15 @@ class MultiheadAttention(nn.Module):
         # A single new position may see all cached ones.
         is_causal = mask_future_timesteps and target > 1
         p = self.dropout if self.training else 0.0
-        options: dict[str, Any] = {
-            "is_causal": is_causal,
-            "dropout_p": p,
-            "seed": dropout_seed,
-            "offset": self.dropout_offset,
-        }
         if incremental_state is None:
-            parts = self._projections(query, key, value)
-            _check_masks(parts[-1].shape[1], parts[-1].shape[0], rows, is_causal, key_padding_mask)
-            output = None if need_weights else self._whole_sentences(parts, key_padding_mask, options)
-            if output is not None:
-                return self.out_proj(output), None
-            q, k, v = self._split_parts(parts)
+            q, k, v = self._projections(query, key, value)
         else:
             q, k, v = self._with_cache(query, key, value, incremental_state, static_kv)
-            _check_masks(k.shape[0], k.shape[2], rows, is_causal, key_padding_mask)
+        _check_masks(k.shape[0], k.shape[2], rows, is_causal, key_padding_mask)
         weights = None
         if need_weights or self.backend == "reference":
             mask = attention_mask(q.shape[2], k.shape[2], key_padding_mask, is_causal, q.device)
             output, weights = reference_attention(q, k, v, mask, p)
-        elif self._takes_kernel(views := [x.transpose(1, 2) for x in (q, k, v)]):
-            output = short_attention(*views, key_padding=key_padding_mask, **options).transpose(1, 2)
         else:
             output = fused_attention(q, k, v, key_padding_mask, is_causal, p)
         # The inverse of _split_heads.
@@ -211,25 +170,18 @@ class MultiheadAttention(nn.Module):
         """Return the arguments, for ``repr``."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
 
-    def _projections(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
-        """Project queries, keys and values, with one product for inputs that are the same object.
-
-        Returns:
-            (qkv,), (q, kv) or (q, k, v), each of shape (positions, rows, number of fused parts x ``embed_dim``).
-        """
+    def _projections(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v (batch, heads, positions, head features); equal inputs share one product."""
         if key is None or value is None:
             raise ValueError(
                 "key and value must be tensors, not None: only static ones that are cached can be left out"
             )
         if key is query and value is query:
-            return (self._linear(query, 0, 3),)
-        if key is value:
-            return self._linear(query, 0, 1), self._linear(key, 1, 3)
-        return self._linear(query, 0, 1), self._linear(key, 1, 2), self._linear(value, 2, 3)
-
-    def _split_parts(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the result of :meth:`_projections` into q, k and v (batch, heads, positions, head features)."""
-        q, k, v = (projection for part in parts for projection in part.split(self.embed_dim, dim=-1))
+            q, k, v = self._linear(query, 0, 3).chunk(3, dim=-1)
+        elif key is value:
+            q, (k, v) = self._linear(query, 0, 1), self._linear(key, 1, 3).chunk(2, dim=-1)
+        else:
+            q, k, v = self._linear(query, 0, 1), self._linear(key, 1, 2), self._linear(value, 2, 3)
         batch = k.shape[1]
         return self._split_heads(q, batch), self._split_heads(k, batch), self._split_heads(v, batch)
 
@@ -246,45 +198,12 @@ class MultiheadAttention(nn.Module):
         if static_kv and cache is not None:
             q = self._linear(query, 0, 1)
             return self._split_heads(q, cache.keys.shape[0]), cache.keys, cache.values
-        q, k, v = self._split_parts(self._projections(query, key, value))
+        q, k, v = self._projections(query, key, value)
         # Static keys do not come here again: the branch above returned them.
         if cache is not None:
             k, v = torch.cat((cache.keys, k), dim=2), torch.cat((cache.values, v), dim=2)
         state[self] = KeyValueCache(k, v, is_static=static_kv)
         return q, k, v
-
-    def _whole_sentences(
-        self, parts: tuple[Tensor, ...], key_padding_mask: Tensor | None, options: dict[str, Any]
-    ) -> Tensor | None:
-        """Attend on the projections, with the result (target, rows, embed_dim); None if the kernels cannot.
-
-        A fused projection gets its gradient in one piece, and nothing is transposed in memory.
-        """
-        if self.backend in ("reference", "fused"):
-            return None
-        heads = (self.num_heads, self.head_dim)
-        # The operators take the batch first; transposed views need no copy.
-        views = [
-            part.unflatten(-1, heads if part.shape[-1] == self.embed_dim else (-1, *heads)).transpose(0, 1)
-            for part in parts
-        ]
-        # The kernels need one row of keys for each row of queries; shared keys take another path.
-        if views[0].shape[0] != views[-1].shape[0] or not self._takes_kernel(views):
-            return None
-        if len(views) == 1:
-            output = short_attention_qkv(*views, padding=key_padding_mask, **options)
-        elif len(views) == 2:
-            output = short_attention_kv(*views, key_padding=key_padding_mask, **options)
-        else:
-            output = short_attention(*views, key_padding=key_padding_mask, **options)
-        return output.transpose(0, 1).flatten(2)
-
-    def _takes_kernel(self, parts: list[Tensor]) -> bool:
-        """Return True if :func:`short_attention` takes these tensors (batch, positions, ..., head features)."""
-        queries, keys = parts[0].shape[1], parts[-1].shape[1]
-        if self.backend == "kernel":
-            return max(queries, keys) <= MAX_POSITIONS
-        return self.backend == "auto" and uses_kernel(*parts, max_query=queries, max_key=keys)
 
     def _linear(self, x: Tensor, first: int, last: int) -> Tensor:
         """Apply some of the three input projections: 0 for queries, 1 for keys, 2 for values."""

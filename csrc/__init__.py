@@ -1,1 +1,0 @@
-"""Sources of the CUDA extension, and the driver that compiles them; no installation contains it."""
