@@ -38,7 +38,7 @@ SUBJECT = Subject(
     "Training a language model (`awd_lstm.py`)",
     "words/s",
     (CLASSICAL,),
-    ("On a CPU our model is as fast as the classical one. The matrix products for 33,278 words take three quarters.",
+    ("On a CPU our model is as fast as the classical one. The matrix products for 33,278 words take half the time.",
      "Limit: at least as fast as both other models, on a GPU 1.3 times; no model is faster than the bound."),
 )  # fmt: skip
 
