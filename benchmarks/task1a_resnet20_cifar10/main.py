@@ -77,8 +77,7 @@ def train(run: Run) -> None:
     if args.optimizer == "centralized_sgd" and args.precision == "fp32":
         optimizer = CentralizedSGD(
             world_size=run.world_size, model=model, lr=plan.lr, momentum=0.9, nesterov=True, weight_decay=1e-4,
-            dampening=0, by_layer=False, use_cuda=run.gpu, aggregation=variants.make_exchange(args, run.gpu),
-            fused=True if run.gpu else None,
+            by_layer=False, use_cuda=run.gpu, fused=run.gpu or None, aggregation=variants.make_exchange(args, run.gpu),
         )  # fmt: skip
     elif optimizer is None:
         optimizer = variants.make_optimizer(model, plan.lr, args, run.gpu)
