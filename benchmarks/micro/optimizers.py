@@ -51,7 +51,7 @@ SUBJECT = Subject(
     "steps/s",
     tuple(VARIANTS[name].title for name in PEERS),
     ("Runs 8 to 14: CentralizedSGD does 1.05 to 1.26 times the steps of DDP. Limits: 1.0; MLP 1.2 (it has 1.16, 1.26).",
-     "At 100 Mbit/s, PowerSGD, signs and the largest 1 % do 8.8 to 14.6 times the steps of CentralizedSGD. Limit: 8."),
+     "At 100 Mbit/s, PowerSGD, signs and the largest 1 % do 8.6 to 14.6 times the steps of CentralizedSGD. Limit: 8."),
 )  # fmt: skip
 
 
