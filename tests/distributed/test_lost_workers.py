@@ -132,3 +132,18 @@ def test_a_lost_worker_is_a_runtime_error_and_is_named_once() -> None:
     is_named, text = run_ranks(2, nested, timeout_s=30)[0]
     assert is_named
     assert text.count("the backend says: ") == 1
+
+
+def test_a_worker_that_notices_the_loss_and_ends_meanwhile_is_not_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, lost = dist.HashStore(), 2
+
+    def has_ended(rank: int) -> bool:
+        if rank != lost:
+            store.set(lost_workers._key("noticed", rank), "1")
+        return True
+
+    monkeypatch.setattr(lost_workers.process_groups, "store", lambda: store)
+    monkeypatch.setattr(lost_workers.process_groups, "world_size", lambda: 4)
+    monkeypatch.setattr(lost_workers.process_groups, "rank", lambda: 3)
+    monkeypatch.setattr(lost_workers._known, "has_ended", has_ended)
+    assert lost_workers._who_is_lost() == "lost worker 2"

@@ -198,12 +198,14 @@ def _who_is_lost() -> str:
     while True:
         try:
             store.set(_key("noticed", process_groups.rank()), "1")
+            # Before the look at the notices: a worker that writes one and ends in between must not count as lost.
+            ended = [rank for rank in sorted(silent) if _known.has_ended(rank)]
             silent -= {rank for rank in silent if store.check([_key("noticed", rank)])}
         except RuntimeError:
             return f"lost {_name(0)}: the process group's store, which it holds, does not answer"
         # A process of this machine that has ended without a notice is the cause for certain; the rest need not be
         # waited for.
-        gone = [rank for rank in sorted(silent) if _known.has_ended(rank)]
+        gone = [rank for rank in ended if rank in silent]
         if gone:
             return "lost " + ", ".join(_name(rank) for rank in gone)
         if not silent or time.monotonic() > deadline:
