@@ -41,7 +41,7 @@ def capture(network: nn.Module, images: Tensor) -> Callable[[Tensor], Tensor]:
     The network itself is not changed.
     """
 
-    class Copy(nn.Module):
+    class Captured(nn.Module):
         """Capturing replaces the ``forward`` of the captured module: this one's."""
 
         def __init__(self) -> None:
@@ -56,7 +56,7 @@ def capture(network: nn.Module, images: Tensor) -> Callable[[Tensor], Tensor]:
     kept = {name: buffer.clone() for name, buffer in network.named_buffers()}
     # autocast keeps converted weights for a whole step; in a graph, they would be those of the captured step.
     with torch.autocast("cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), False):
-        replay: Callable[[Tensor], Tensor] = torch.cuda.make_graphed_callables(Copy(), (torch.zeros_like(images),))
+        replay: Callable[[Tensor], Tensor] = torch.cuda.make_graphed_callables(Captured(), (torch.zeros_like(images),))
     with torch.no_grad():
         for name, buffer in network.named_buffers():
             buffer.copy_(kept[name])

@@ -234,6 +234,7 @@ def check(args: argparse.Namespace) -> None:
         (args.sync_batch_norm and args.compile, "--sync-batch-norm does not go with --compile: it sends messages"),
         (args.cuda_graphs and not args.gpu, "--cuda-graphs needs a GPU: add --gpu"),
         (args.cuda_graphs and args.compile, "--cuda-graphs captures the plain network: it does not go with --compile"),
+        (args.cuda_graphs and args.overlap, "--cuda-graphs makes the backward pass one piece: leave out --overlap"),
         (args.cuda_graphs and args.sync_batch_norm, "--cuda-graphs does not go with --sync-batch-norm, which sends"),
         (args.cuda_graphs and args.optimizer == DDP, f"--cuda-graphs does not go with {optimizer}, which sends"),
         (

@@ -338,6 +338,7 @@ def test_schedule_of_2018(main: ModuleType) -> None:
         (["--sync-batch-norm", "--norm", "group"], ("--sync-batch-norm", "--norm group")),
         (["--cuda-graphs"], ("--cuda-graphs", "--gpu")),
         (["--cuda-graphs", "--gpu", "--compile"], ("--cuda-graphs", "--compile")),
+        (["--cuda-graphs", "--gpu", "--overlap"], ("--cuda-graphs", "--overlap")),
         (["--cuda-graphs", "--gpu", "--sync-batch-norm"], ("--cuda-graphs", "--sync-batch-norm")),
         (["--cuda-graphs", "--gpu", "--optimizer", "ddp"], ("--cuda-graphs", "--optimizer ddp")),
         (["--repartition", "--partition", "label_skew:2"], ("--repartition", "--partition label_skew:2")),
