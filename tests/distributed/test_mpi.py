@@ -321,6 +321,20 @@ def test_the_thread_works_on_its_own_and_ends_with_the_last_group() -> None:
     assert log.count("finish left") == 2
 
 
+def test_the_thread_never_pauses_without_end() -> None:
+    # As SimpleQueue.get(timeout=...) does now and then.
+    jobs, log = WorkQueue(), list[str]()
+    module = "mlbench_core.distributed.pytorch.mpi.queue"
+    with mock.patch(f"{module}._SPIN_S", 0.0), mock.patch(f"{module}._SHORT_PAUSE_S", 1e-6):
+        for _ in range(20_000):
+            work = _work(jobs, log, "background", Request(2))
+            done = threading.Event()
+            work.get_future().add_done_callback(lambda _, done=done: done.set())  # type: ignore[misc]
+            jobs.submit(work, background=True)
+            assert done.wait(20), "the thread sleeps although a work is under way"
+    jobs.close(drain=True)
+
+
 def test_errors_reach_those_who_wait() -> None:
     jobs, log = WorkQueue(), list[str]()
     work = _work(jobs, log, "all_reduce", Request(0, "message truncated"))

@@ -394,5 +394,8 @@ class WorkQueue:
                 is_running = wake.get()
                 since = time.perf_counter()
             elif self._waiting_threads or time.perf_counter() - since > _SPIN_S:
+                # Not get(timeout=...): Python's SimpleQueue waits without end if a short time limit has passed when
+                # it finds that an earlier put() has been answered already (CPython up to 3.12).
+                time.sleep(_LONG_PAUSE_S if self._waiting_threads else _SHORT_PAUSE_S)
                 with contextlib.suppress(queue.Empty):
-                    is_running = wake.get(timeout=_LONG_PAUSE_S if self._waiting_threads else _SHORT_PAUSE_S)
+                    is_running = wake.get_nowait()
