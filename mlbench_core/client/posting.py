@@ -7,7 +7,7 @@ bad metric delays no other. The states of a list and of a line::
           -- refused, or 500 -> each half is a list
 
     line  -- accepted ------> delivered
-          -- refused (4xx) -> dropped with a warning; after a 404 all other lines of its run, too
+          -- refused (4xx) -> dropped with a warning; if its run is wrong, all other lines of the run, too
           -- 500 -----------> the list of runs lacks its run: dropped with all other lines of the run
                               otherwise SUSPECT, and the next line is posted
           -- anything else, or no answer -> the master is away: every line is kept
@@ -167,7 +167,8 @@ class _Delivery:
             )
             logger.warning("%s", error)
             self.settle(part[0], error)
-            if response.status_code == HTTPStatus.NOT_FOUND:
+            # An id that is no number is wrong in all metrics of its run.
+            if response.status_code == HTTPStatus.NOT_FOUND or "run_id: " in response.text:
                 self.forget_run(_run_of(line))
 
     def accept(self, part: list[int], response: requests.Response) -> None:

@@ -165,19 +165,26 @@ def test_a_refused_metric_does_not_hold_up_the_others(
     assert caplog.text.count("refused a metric") == 2
 
 
-def test_metrics_of_a_deleted_run_are_dropped_together(master: StubMaster, connect: Connect) -> None:
-    def without_run_2(method: str, path: str, body: Any) -> tuple[int, Any] | None:
+@pytest.mark.parametrize(
+    ("run", "answer"),
+    [(2, (404, {"message": "no run 2"})), ("try", (400, {"message": "run_id: Input should be a valid integer"}))],
+)
+def test_metrics_of_a_run_that_does_not_exist_are_dropped_together(
+    run: object, answer: tuple[int, Any], master: StubMaster, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without_run(method: str, path: str, body: Any) -> tuple[int, Any] | None:
         entries = body if isinstance(body, list) else [body]
-        return (404, {"message": "no run 2"}) if any(entry["run_id"] == 2 for entry in entries) else None
+        return answer if any(entry["run_id"] == run for entry in entries) else None
 
-    master.respond = without_run_2
+    master.respond = without_run
     client = connect()
-    future = client.post_metrics([{"run_id": 1 + i % 2, "name": "m", "value": i} for i in range(1000)])
+    future = client.post_metrics([{"run_id": run if i % 2 else 1, "name": "m", "value": i} for i in range(1000)])
     with pytest.raises(MasterRequestError):
         future.result(20)
     assert client.flush(20)
     assert master.values == list(range(0, 1000, 2))
     assert len(master.requests) < 40
+    assert len(caplog.records) == 2, caplog.text  # the metric, and that the others go the same way
 
 
 def test_what_a_closed_client_could_not_deliver_the_next_one_does(
