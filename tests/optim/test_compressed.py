@@ -409,13 +409,26 @@ def test_the_largest_of_many_are_those_of_topk(kind: str, k: int) -> None:
     elif kind == "nan":
         m[33] = torch.nan
     elif kind == "large ones between the samples":
-        m[::64] = 100 + m[::64]
-        m[1:65] *= 1000
+        m[::61] = 100 + m[::61]
+        m[1:62] *= 1000
     found = largest_coordinates(m, k)
     assert len(found) == k
     assert (found.diff() > 0).all()
     expected = m.abs().topk(k).values
     torch.testing.assert_close(m[found].abs().sort(descending=True).values, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("width", [64, 100, 512, 768, 2560])
+def test_columns_that_differ_in_size_mislead_no_sample(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, searched, topk = torch.Generator().manual_seed(width), list[int](), torch.Tensor.topk
+    monkeypatch.setattr(
+        torch.Tensor, "topk", lambda m, *args, **named: searched.append(len(m)) or topk(m, *args, **named)
+    )
+    m = (torch.randn(500, width, generator=generator) * torch.randn(width, generator=generator).exp()).view(-1)
+    m = m.repeat(-(-(2**17) // len(m)))
+    found = largest_coordinates(m, len(m) // 100)
+    assert max(searched) < len(m) // 10, "all values were searched, which takes ten times as long"
+    assert torch.equal(m[found].abs().sort().values, topk(m.abs(), len(found)).values.sort().values)
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 64, 1001])

@@ -23,6 +23,9 @@ __all__ = ["SparsifiedAggregation", "coordinates_sent", "draw_coordinates", "lar
 # On a CPU, reading and writing a value by its index takes about as long as a pass over 16 values.
 _FEW = 16
 
+# A prime: a divisor of the width of a matrix would sample a few of its columns, whose values may be larger than others.
+_STRIDE = 61
+
 
 class SparsifiedAggregation(CompressedAggregation):
     r"""Send a few coordinates of each tensor and remember the rest.
@@ -240,7 +243,7 @@ def largest_coordinates(m: Tensor, k: int) -> Tensor:
     """Find the coordinates with the largest absolute values; nan counts as largest.
 
     On the CPU, :func:`torch.topk` on all values takes most of the time of a step. If ``k`` is small, a sample of every
-    64th value gives two thresholds, of which a few more and a few less than ``k`` values reach one. All values that
+    61st value gives two thresholds, of which a few more and a few less than ``k`` values reach one. All values that
     reach the high one belong to the result. The others of the result are searched for between the thresholds. If the
     sample misleads, more values are searched. So the result is always exact.
 
@@ -257,10 +260,10 @@ def largest_coordinates(m: Tensor, k: int) -> Tensor:
     """
     if m.device.type != "cpu" or len(m) < max(2**16, 8 * k):
         return m.abs().topk(k, sorted=False).indices.sort().values
-    # About k / 64 of the sampled values belong to the k largest, with a deviation of the square root of it.
-    rank = k / 64
+    # About one in _STRIDE of the k largest values is in the sample, with a deviation of the square root of it.
+    rank = k / _STRIDE
     margin = 4 * math.sqrt(rank) + 8
-    sample = m[::64].abs().topk(int(rank + margin)).values
+    sample = m[::_STRIDE].abs().topk(int(rank + margin)).values
     low, high = sample[-1], sample[max(0, int(rank - margin))]
     candidates, size = _not_below(m, low)
     if len(candidates) < k:
