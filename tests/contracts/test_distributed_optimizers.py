@@ -178,6 +178,12 @@ MEMBERS: dict[str, Member] = {
     "one-bit adam": Member(lambda m, r, k: OneBitAdam(m.named_parameters(), lr=0.01, warmup_steps=1, world_size=k)),
     "dion": Member(lambda m, r, k: Dion(m.named_parameters(), lr=0.01, rank=2, world_size=k)),
     "local": Member(lambda m, r, k: LocalSGD(k, m, lr=0.05, momentum=0.9, period=3), period=3),
+    "local delayed": Member(
+        # Saved and copied while a message is on its way.
+        lambda m, r, k: LocalSGD(k, m, lr=0.05, momentum=0.9, period=3, delay=2),
+        period=3,
+        without=lambda m: SGD(m.parameters(), lr=0.05, momentum=0.9),
+    ),
     "scaffold": Member(lambda m, r, k: SCAFFOLD(k, m, lr=0.05, period=3), period=3),
     "diloco": Member(lambda m, r, k: DiLoCo(k, m, lr=0.01, period=3), period=3),
     "lars": Member(lambda m, r, k: GenericCentralizedOptimizer(k, m, optimizer=partial(LARS, lr=1.0))),

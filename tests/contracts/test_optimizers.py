@@ -101,6 +101,7 @@ MEMBERS: dict[str, Make] = {
     "decentralized sgd": lambda model: DecentralizedSGD(0, [], model, lr=0.05, momentum=0.9, weight_decay=0.01),
     "choco sgd": lambda model: ChocoSGD(0, [], model, lr=0.05, momentum=0.9, by_layer=True),
     "local sgd": lambda model: LocalSGD(1, model, lr=0.05, momentum=0.9, period=4),
+    "local sgd delayed": lambda model: LocalSGD(1, model, lr=0.05, momentum=0.9, period=4, delay=2),
     "scaffold": lambda model: SCAFFOLD(1, model, lr=0.05, weight_decay=0.01, period=4),
     "sparse loco": lambda model: SparseLoCo(1, model, lr=0.05, period=5),
     "demo": lambda model: DeMo(model.parameters(), lr=0.05),

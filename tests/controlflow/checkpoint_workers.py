@@ -110,6 +110,7 @@ OPTIMIZERS: dict[str, Make] = {
     "choco random-k": partial(_choco, compression="random_k", ratio=0.4),
     "choco sign": partial(_choco, compression="sign"),
     "local": lambda m, lr: LocalSGD(model=m, lr=lr, momentum=0.9, period=4),
+    "local delayed": lambda m, lr: LocalSGD(model=m, lr=lr, momentum=0.9, period=4, delay=3),
     "scaffold": lambda m, lr: SCAFFOLD(model=m, lr=lr, period=4),
     "diloco sparse": lambda m, lr: SparseLoCo(model=m, lr=lr, period=4),
     "diloco streaming": lambda m, lr: StreamingDiLoCo(
@@ -130,6 +131,7 @@ REMEMBERING = {
     "demo",
     "one-bit adam",
     "dion",
+    "local delayed",
     "scaffold",
     "diloco sparse",
 }

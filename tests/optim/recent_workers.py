@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -13,12 +15,15 @@ import torch
 import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from mlbench_core.aggregation.pytorch import (
+    AllReduceAggregation,
     ChunkedTopKAggregation,
     DeMoAggregation,
     DionAggregation,
+    PeriodicAggregation,
     QSGDAggregation,
     SparseLoCoAggregation,
     StreamingDiLoCoAggregation,
@@ -49,6 +54,7 @@ SPARSE_LOCO: dict[str, Any] = {"density": 3, "bits": 2, "decay": 0.9, "chunk_siz
 DION_RANK = 2
 LARS_OPTIONS: dict[str, Any] = {"lr": 0.5, "weight_decay": 0.01, "trust_coefficient": 0.1}
 STREAMING: dict[str, Any] = {"period": 5, "fragments": 2, "delay": 2, "mixing": 0.3}
+DELAYED = ((4, 0), (4, 1), (4, 3), (5, 2), (2, 1))  # H and tau
 QSGD_LEVELS, QSGD_BUCKET = 3, 8
 
 
@@ -134,13 +140,12 @@ def streaming(rank: int, world_size: int) -> dict[Any, Any]:
     model = Weights(x=start())
     exchange = StreamingDiLoCoAggregation(period=5, fragments=1, delay=0, mixing=0)
     result["plain"] = descend(rank, model, StreamingDiLoCo(model=model, lr=0.05, aggregation=exchange))
-    result["order"] = go_ahead(rank, world_size)
+    result["order"] = go_ahead(rank, world_size, *_streaming(**STREAMING))
     return result
 
 
-def go_ahead(rank: int, world_size: int) -> bool:
+def go_ahead(rank: int, world_size: int, model: Weights, optimizer: Optimizer) -> bool:
     """Worker 0 takes the steps with its message on the way before any other worker takes a step."""
-    model, optimizer = _streaming(**STREAMING)
     flag = torch.zeros(1)
     if rank > 0:
         dist.recv(flag, 0)
@@ -162,10 +167,124 @@ def fragment_gradient(rank: int, fragment: int, x: Tensor, step: int) -> Tensor:
     return gradient(rank, x, step) if fragment == 0 else gradient(rank, x.expand(5, 7), step)[0]
 
 
-def fragment_step(rank: int, model: Weights, optimizer: StreamingDiLoCo, step: int) -> None:
+def fragment_step(rank: int, model: Weights, optimizer: Any, step: int, tracker: Any = None) -> None:
     for fragment, parameter in enumerate(model.parameters()):
         parameter.grad = fragment_gradient(rank, fragment, parameter.detach(), step)
-    optimizer.step()
+    optimizer.step(tracker=tracker)
+
+
+class Collectives:
+    """A tracker that keeps the collectives of every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, bool]] = []
+
+    def record_batch_opt_step(self) -> None:
+        """Not of interest here."""
+
+    def record_batch_agg(self) -> None:
+        """Not of interest here."""
+
+    def record_collective(self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool) -> None:
+        self.seen += calls * [(op, size_bytes, overlapped)]
+
+
+def delayed(rank: int, world_size: int) -> dict[Any, Any]:
+    """Local SGD against the reference, with what it sends; resumed at every step; and other uses of a delay."""
+    result: dict[Any, Any] = {}
+    for (period, delay), by_layer in itertools.product(DELAYED, (False, True)):
+        model, optimizer = _delayed(period=period, delay=delay, by_layer=by_layer)
+        history, sent, collectives = [], [], []
+        for step in range(STEPS):
+            tracker = Collectives()
+            fragment_step(rank, model, optimizer, step, tracker)
+            history.append((model.x.detach().clone(), model.y.detach().clone()))
+            sent.append(optimizer.aggregation.last_bytes)
+            collectives.append(tracker.seen)
+        result[period, delay, by_layer] = {"history": history, "sent": sent, "collectives": collectives}
+    result["resumed"] = [_resumed(rank, cut) for cut in range(3, 10)]
+    half = AllReduceAggregation(comm_dtype=torch.float16)
+    model, optimizer = _delayed(period=4, delay=2, aggregation=half)
+    for step in range(STEPS):
+        fragment_step(rank, model, optimizer, step)
+    result["half"] = model.x.detach(), optimizer.aggregation.bytes_sent
+    result["order"] = go_ahead(rank, world_size, *_delayed(period=3, delay=1))
+    return {**result, "late": _late(rank), "kinds": _kinds(rank), "shorter": _shorter(rank)}
+
+
+def _delayed(lr: float = 0.1, **options: Any) -> tuple[Weights, LocalSGD]:
+    model = Weights(x=start(), y=start()[0])
+    return model, LocalSGD(model=model, lr=lr, **options)
+
+
+def _resumed(rank: int, cut: int) -> dict[str, Any]:
+    """The ends of a run with momentum, of a run from its state at a step, and of a copy of it."""
+    options: dict[str, Any] = {"period": 4, "delay": 3, "momentum": 0.9}
+    model, optimizer = _delayed(**options)
+    for step in range(cut):
+        fragment_step(rank, model, optimizer, step)
+    copied_model, copied = copy.deepcopy((model, optimizer))
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    resumed_model, resumed = _delayed(**options)
+    fragment_step(rank, resumed_model, resumed, 0)
+    resumed_model.load_state_dict(state[0])
+    resumed.load_state_dict(state[1])
+    pairs = {"through": (model, optimizer), "copied": (copied_model, copied), "resumed": (resumed_model, resumed)}
+    for each_model, each in pairs.values():
+        for step in range(cut, STEPS):
+            fragment_step(rank, each_model, each, step)
+    pickle.loads(pickle.dumps(optimizer.aggregation))
+    return {name: (each_model.x.detach(), each_model.y.detach()) for name, (each_model, _) in pairs.items()}
+
+
+def _late(rank: int) -> Tensor:
+    """A parameter outside the model that comes after the first step, so that it is averaged one step later."""
+    model, optimizer = _delayed(period=4, delay=2)
+    late = nn.Parameter(start())
+    fragment_step(rank, model, optimizer, 0)
+    optimizer.add_param_group({"params": [late]})
+    for step in range(STEPS):
+        late.grad = gradient(rank, late.detach(), step)
+        fragment_step(rank, model, optimizer, step)
+    return late.detach()
+
+
+def _kinds(rank: int) -> dict[str, Tensor]:
+    """Tensors of many kinds, with the value 1 + rank, which grow by 3 while their average travels."""
+    tensors = {
+        "f64": torch.full((3,), rank + 1.0, dtype=torch.float64),
+        "bf16": torch.full((2, 2), rank + 1.0, dtype=torch.bfloat16),
+        "scalar": torch.tensor(rank + 1.0),
+        "empty": torch.zeros(0, 3),
+        "complex": torch.full((2,), complex(rank + 1, 0)),
+        "strided": torch.full((2, 3, 4, 5), rank + 1.0).to(memory_format=torch.channels_last),
+        "large": torch.full((1 << 21,), rank + 1.0),
+        ":buffer:mean": torch.full((2,), rank + 1.0),
+    }
+    memory = [tensor.data_ptr() for tensor in tensors.values()]
+    aggregation = PeriodicAggregation(AllReduceAggregation(), period=2, delay=1)
+    for change in (0.0, 0.0, 3.0):
+        for tensor in tensors.values():
+            tensor += change
+        aggregation.aggregate(tensors, "avg_world")
+    assert memory == [tensor.data_ptr() for tensor in tensors.values()]
+    assert tensors["strided"].is_contiguous(memory_format=torch.channels_last)
+    return tensors
+
+
+def _shorter(rank: int) -> list[Tensor]:
+    """A state with a message on its way, loaded by aggregations that have other delays and periods."""
+    x = torch.full((2,), float(rank))
+    first = PeriodicAggregation(AllReduceAggregation(), period=4, delay=3)
+    for _ in range(4):
+        first.aggregate({"x": x}, "avg_world")
+    result = []
+    for period, delay in ((4, 0), (4, 1), (5, 3)):
+        other, y = PeriodicAggregation(AllReduceAggregation(), period, delay), x.clone()
+        other.load_state_dict(first.state_dict())
+        other.aggregate({"x": y}, "avg_world")
+        result.append(y)
+    return result
 
 
 def demo(rank: int, world_size: int) -> dict[Any, Any]:
@@ -261,6 +380,7 @@ def digits_data() -> tuple[Tensor, Tensor, Tensor]:
 
 DIGITS: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda m: CentralizedSGD(2, m, lr=0.2, momentum=0.9),
+    "delayed": lambda m: LocalSGD(2, m, lr=0.2, momentum=0.9, period=8, delay=4),
     "qsgd": lambda m: QSGD(2, m, lr=0.2, momentum=0.9, aggregation=QSGDAggregation(levels=7, norm=math.inf)),
     "demo": lambda m: DeMo(m.named_parameters(), lr=0.02, aggregation=DeMoAggregation(decay=0.99)),
     "adam": lambda m: CentralizedAdam(2, m, lr=0.01),
@@ -300,7 +420,7 @@ def digits(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
     return result
 
 
-SCENARIOS = (qsgd, scaffold, sparse_loco, streaming, demo, one_bit_adam, dion, muon, lars, digits)
+SCENARIOS = (qsgd, scaffold, sparse_loco, streaming, delayed, demo, one_bit_adam, dion, muon, lars, digits)
 
 
 def run_all(rank: int, world_size: int) -> dict[str, Any]:

@@ -6,7 +6,10 @@ The contract tests cover what all optimizers share: resuming, copies, the order 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +18,13 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch import (
+    AllReduceAggregation,
     ChunkedTopKAggregation,
     DeMoAggregation,
+    DiLoCoAggregation,
     DionAggregation,
     OneBitAggregation,
+    PeriodicAggregation,
     QSGDAggregation,
     ScaffoldAggregation,
     SparseLoCoAggregation,
@@ -26,16 +32,18 @@ from mlbench_core.aggregation.pytorch import (
     messages,
 )
 from mlbench_core.aggregation.pytorch import qsgd as qsgd_module
+from mlbench_core.aggregation.pytorch.aggregation import UnknownOperationError
 from mlbench_core.aggregation.pytorch.demo import dct_matrix
 from mlbench_core.aggregation.pytorch.packing import pack_codes, packed_bytes, unpack_codes
 from mlbench_core.aggregation.pytorch.streaming import from_float4, to_float4
-from mlbench_core.optim.pytorch import LARS, SCAFFOLD, DeMo, Dion, MuonAdamW, OneBitAdam
+from mlbench_core.optim.pytorch import LARS, SCAFFOLD, DeMo, Dion, LocalSGD, MuonAdamW, OneBitAdam
 from tests.helpers.ranks import run_ranks
 from tests.optim import recent_workers as workers
 from tests.optim.weight_averaging import SHAPE, gradient, start
 from tests.references.demo import demo
 from tests.references.dion import dion
 from tests.references.lars import lars
+from tests.references.local_sgd import local_sgd
 from tests.references.muon import muon
 from tests.references.one_bit_adam import one_bit_adam
 from tests.references.qsgd import qsgd
@@ -552,6 +560,120 @@ class TestStreamingDiLoCo:
                 StreamingDiLoCoAggregation(**options)
         with pytest.raises(ValueError, match="by_layer must be False, because each message is a fragment"):
             StreamingDiLoCoAggregation().agg_model(by_layer=True)
+
+
+class TestDelayedAverages:
+    """Of local SGD."""
+
+    @pytest.mark.parametrize("by_layer", [False, True])
+    @pytest.mark.parametrize(("period", "delay"), workers.DELAYED)
+    def test_is_the_reference_after_every_step(self, ranks: Ranks, period: int, delay: int, by_layer: bool) -> None:
+        def gradient_of(fragment: int) -> Callable[[int, Tensor, int], Tensor]:
+            return lambda i, x, t: workers.fragment_gradient(i, fragment, x, t)
+
+        for fragment, steps in itertools.product((0, 1), range(1, workers.STEPS + 1)):
+            first = start() if fragment == 0 else start()[0]
+            expected = local_sgd([first for _ in ranks], gradient_of(fragment), 0.1, period, steps, delay)
+            for result, x in zip(ranks, expected, strict=True):
+                assert_close(result["delayed"][period, delay, by_layer]["history"][steps - 1][fragment], x)
+
+    @pytest.mark.parametrize(("period", "delay"), workers.DELAYED)
+    def test_only_the_start_sends_and_a_message_with_a_delay_is_overlapped(
+        self, ranks: Ranks, period: int, delay: int
+    ) -> None:
+        sizes = 35 * 8, 7 * 8
+        for result, (by_layer, messages_) in itertools.product(ranks, ((False, [sum(sizes)]), (True, sizes))):
+            found = result["delayed"][period, delay, by_layer]
+            for step in range(workers.STEPS):
+                is_due = (step + 1) % period == 0
+                assert found["sent"][step] == (sum(sizes) if is_due else 0)
+                expected = [("all_reduce", size, delay > 0) for size in messages_] if is_due else []
+                assert found["collectives"][step] == expected
+
+    def test_it_resumes_and_is_copied_while_a_message_is_on_its_way(self, ranks: Ranks) -> None:
+        for result in ranks:
+            for ends in result["delayed"]["resumed"]:
+                for name in ("copied", "resumed"):
+                    assert all(map(torch.equal, ends[name], ends["through"]))
+
+    def test_workers_do_not_wait_while_a_message_is_on_its_way(self, ranks: Ranks) -> None:
+        assert all(result["delayed"]["order"] for result in ranks)
+
+    def test_a_parameter_that_comes_later_counts_its_own_steps(self, ranks: Ranks) -> None:
+        expected = local_sgd([start() for _ in ranks], gradient, 0.1, H=4, steps=workers.STEPS, tau=2)
+        for result, x in zip(ranks, expected, strict=True):
+            assert_close(result["delayed"]["late"], x)
+
+    def test_tensors_of_every_kind_keep_their_memory(self, ranks: Ranks) -> None:
+        average = (len(ranks) + 1) / 2
+        for result in ranks:
+            for tensor in result["delayed"]["kinds"].values():
+                assert torch.equal(tensor, torch.full_like(tensor, average + 3))
+
+    def test_messages_may_travel_in_half_precision(self, ranks: Ranks) -> None:
+        expected = local_sgd([start() for _ in ranks], gradient, 0.1, H=4, steps=workers.STEPS, tau=2)
+        for result, x in zip(ranks, expected, strict=True):
+            found, size_bytes = result["delayed"]["half"]
+            torch.testing.assert_close(found, x, rtol=0, atol=2e-3)
+            assert size_bytes == 3 * (35 + 7) * 2
+
+    def test_a_state_may_be_loaded_with_another_delay(self, ranks: Ranks) -> None:
+        """A shorter one adds the correction in the next step; one of another period in its own time."""
+        for result in ranks:
+            at_once, *others = result["delayed"]["shorter"]
+            average = torch.full((2,), (len(ranks) - 1) / 2)
+            assert torch.equal(at_once, average)
+            for x in others:
+                assert torch.equal(x, average)
+
+    def test_digits_are_learned_with_an_eighth_of_the_bytes(self, ranks: Ranks) -> None:
+        assert_learns_as_well_as(ranks, "sgd", "delayed", fewer_bytes=7.5)
+
+    def test_one_worker_alone_sends_nothing_and_changes_nothing(self) -> None:
+        model, plain = workers.Weights(x=start()), workers.Weights(x=start())
+        optimizer = LocalSGD(model=model, lr=0.1, momentum=0.9, period=3, delay=2)
+        workers.descend(0, model, optimizer)
+        workers.descend(0, plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+        assert torch.equal(model.x, plain.x)
+        assert optimizer.aggregation.bytes_sent == 0
+        assert optimizer.aggregation.state_dict() == {"counts": {"x": workers.STEPS}}
+
+    def test_a_shared_state_has_no_corrections(self) -> None:
+        aggregation = PeriodicAggregation(AllReduceAggregation(), period=3, delay=2)
+        state = {"counts": {"x": 4}, "corrections": {"x": torch.ones(2)}}
+        aggregation.load_state_dict(state)
+        assert str(aggregation.state_dict()) == str(state)
+        assert aggregation.remembered_names({"corrections": {"y": torch.ones(2)}}) == {"y"}
+        aggregation.load_state_dict(aggregation.shared_state(state))
+        assert aggregation.state_dict() == {"counts": {"x": 4}}
+
+    def test_wrong_arguments_are_named(self) -> None:
+        model = workers.Weights(x=start())
+        make = partial(LocalSGD, model=model, lr=0.1, period=4)
+        for options, error, message in (
+            ({"delay": 4}, ValueError, "delay must be less than period, 4, not 4: a message must arrive before"),
+            ({"delay": -1}, ValueError, "delay must be at least 0, not -1"),
+            ({"delay": 1.5}, TypeError, "delay must be an integer, not 1.5"),
+            (
+                {"delay": 1, "aggregation": DiLoCoAggregation()},
+                TypeError,
+                "aggregation must be an AllReduceAggregation if there is a delay, not DiLoCoAggregation: leave out "
+                r"delay, or for DiLoCo, use StreamingDiLoCoAggregation\(delay=",
+            ),
+            (
+                {"delay": 1, "aggregation": AllReduceAggregation(shared_memory=True)},
+                ValueError,
+                "shared_memory must be False if there is a delay, not True, because no message moves",
+            ),
+        ):
+            with pytest.raises(error, match=message):
+                make(**options)
+        make(aggregation=AllReduceAggregation(shared_memory=True))
+        aggregation = PeriodicAggregation(AllReduceAggregation(), period=4, delay=1)
+        with pytest.raises(UnknownOperationError, match="op must be 'avg_world' if weights are averaged"):
+            aggregation.aggregate({"x": start()}, "avg_custom", 2)
+        with pytest.raises(ValueError, match=r"must have the keys \['corrections', 'counts', 'inside'\]"):
+            aggregation.load_state_dict({"memory": {}})
 
 
 class TestLARS:

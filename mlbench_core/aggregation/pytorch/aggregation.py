@@ -12,6 +12,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
@@ -235,9 +236,15 @@ class Aggregation(ABC):
     ) -> None:
         """Let another aggregation, a part of this one, aggregate tensors; its bytes count as this one's."""
         if tensors:
-            before = part.bytes_sent
-            part.aggregate(tensors, op, denom)
-            self._count_bytes(part.bytes_sent - before)
+            with self._counting_bytes_of(part):
+                part.aggregate(tensors, op, denom)
+
+    @contextmanager
+    def _counting_bytes_of(self, part: Aggregation) -> Iterator[None]:
+        """Count the bytes that another aggregation, a part of this one, sends in the block as this one's."""
+        before = part.bytes_sent
+        yield
+        self._count_bytes(part.bytes_sent - before)
 
     @torch.no_grad()
     @naming_lost_workers()

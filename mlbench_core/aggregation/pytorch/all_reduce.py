@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from mlbench_core.aggregation.pytorch.messages import as_real, by_dtype_and_devi
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
 from mlbench_core.arguments import check_int
 from mlbench_core.distributed.pytorch import process_groups
+from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 
-__all__ = ["AVG_CUSTOM", "AVG_WORLD", "AllReduceAggregation", "Transfer", "check_world_size"]
+__all__ = ["AVG_CUSTOM", "AVG_WORLD", "AllReduceAggregation", "Flight", "Transfer", "check_world_size"]
 
 COMM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # From this size on, a message of its own costs less time than the copies into a common one and back. It is not smaller,
@@ -49,6 +50,24 @@ class Transfer:
     def size_bytes(self) -> int:
         """Return the bytes that this worker handed to the collective."""
         return self.sent.numel() * self.sent.element_size()
+
+
+@dataclass
+class Flight:
+    """Messages that travel while the workers go on training.
+
+    Attributes:
+        pending: Functions that each wait for one message and write its result; empty once all have arrived.
+    """
+
+    pending: list[Callable[[], None]] = field(default_factory=list, kw_only=True)
+
+    @naming_lost_workers()
+    def arrive(self) -> None:
+        """Wait for the messages."""
+        for receive in self.pending:
+            receive()
+        self.pending.clear()
 
 
 class AllReduceAggregation(Aggregation):
@@ -201,6 +220,40 @@ class AllReduceAggregation(Aggregation):
         if transfer.sent is not transfer.message:
             message = transfer.message if transfer.sent.is_complex() else as_real(transfer.message)
             message.copy_(transfer.sent)
+
+    def start_averages(
+        self, tensors: Iterable[Tensor], write: Callable[[Tensor, Tensor], Any], overlapped: bool = False
+    ) -> list[Callable[[], None]]:
+        """Begin to average tensors over the workers, in one message for each dtype and device.
+
+        Args:
+            tensors: Of any shapes and strides. Their values are copied before this returns.
+            write: Gets a tensor and its average, of the same shape and dtype, once the average has arrived.
+            overlapped: See :meth:`start`.
+
+        Returns:
+            Functions for :attr:`Flight.pending`, one for each message. One worker alone sends none.
+        """
+        kinds = by_dtype_and_device(tensors) if self.world_size > 1 else []
+        return [self._start_average(kind, write, overlapped) for kind in kinds]
+
+    def _start_average(
+        self, kind: Sequence[Tensor], write: Callable[[Tensor, Tensor], Any], overlapped: bool
+    ) -> Callable[[], None]:
+        message = pack(kind)
+        early = self.divides_early(message.dtype)
+        if early:
+            divide(message, self.world_size)
+        transfer = self.start(message, overlapped)
+
+        def receive() -> None:
+            self.finish(transfer)
+            if not early:
+                divide(message, self.world_size)
+            for tensor, average in zip(kind, message.split([tensor.numel() for tensor in kind]), strict=True):
+                write(tensor, average.view(tensor.shape))
+
+        return receive
 
     def _average(self, tensors: Sequence[Tensor], divisor: Denominator) -> None:
         """Sum tensors of one dtype and device over the workers and divide them, in place."""

@@ -9,6 +9,14 @@
                     ^                                            |
                     +--------------------------------------------+
 
+With a delay of tau steps, A is an average that does not block::
+
+    LOCAL STEPS --- t mod H = 0: start to average copies of x_i ---------> IN FLIGHT (tau more local steps)
+         ^                                                                    |
+         +--- add (average - copy) to x_i <--- t mod H = tau: wait -----------+
+
+A worker waits for a message only in the step that adds it, or when its state is saved or copied.
+
 :class:`DiLoCoAggregation`, which DiLoCo wraps as A, keeps the weights theta that all workers share::
 
     NOT SHARED --- start(model): theta = weights of the model ------------+
@@ -24,6 +32,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -32,12 +41,23 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, trainable
-from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
+from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Flight
 from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse_gradients
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
 from mlbench_core.arguments import check_int
 
-__all__ = ["DiLoCoAggregation", "PeriodicAggregation"]
+__all__ = ["DiLoCoAggregation", "PeriodicAggregation", "check_delay"]
+
+
+@dataclass
+class _Correction(Flight):
+    """Averages on their way.
+
+    Attributes:
+        values: By name: copies of this worker's tensors, and once the averages have arrived, average minus copy.
+    """
+
+    values: dict[str, Tensor]
 
 
 class PeriodicAggregation(Aggregation):
@@ -52,18 +72,35 @@ class PeriodicAggregation(Aggregation):
     later need no special case. If all tensors take part from the first step on, their counters are equal and all are
     sent in the same step. Every H-th step sends the bytes of the wrapped aggregation, and the others send nothing.
 
+    With a delay :math:`\tau`, the workers do not wait for the average. At a step :math:`t` with :math:`H \mid t`, they
+    start to average copies of their tensors. They take :math:`\tau` more steps, and then
+
+    .. math:: x_i \leftarrow x_i(t + \tau) + \left( \frac{1}{k} \sum_{j=1}^{k} x_j(t) - x_i(t) \right).
+
+    So the progress since step :math:`t` is kept. The changes of all workers add up to zero, so the average of the
+    workers does not change in this step. The workers' weights are never all equal: average them before you evaluate,
+    with :func:`~mlbench_core.aggregation.pytorch.consensus.averaged_weights`. This holds for floating-point buffers,
+    too: a running variance of one worker alone may even become negative. With :math:`\tau = 0` the workers wait.
+
+    While they travel, the copies and the message take twice the memory of the tensors.
+
     Attributes:
         inside: The wrapped aggregation.
         period: H.
+        delay: :math:`\tau`.
 
     Args:
-        aggregation: The aggregation to wrap, which every H-th step uses.
+        aggregation: The aggregation to wrap, which every H-th step uses. With a delay, an
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
         period: H, a positive integer; with 1, every step aggregates.
+        delay: :math:`\tau`, the number of steps during which an average travels; less than H.
 
     Raises:
-        TypeError: ``period`` is not an integer, or ``aggregation`` is not an aggregation.
-        ValueError: ``period`` is not positive, or the aggregation overlaps with the backward pass or takes gradients
-            only.
+        TypeError: ``period`` or ``delay`` is not an integer, or ``aggregation`` is not an aggregation. Or there is a
+            delay, and ``aggregation`` is not an ``AllReduceAggregation``.
+        ValueError: ``period`` is not positive, ``delay`` is negative or not less than ``period``, or the aggregation
+            overlaps with the backward pass or takes gradients only. Or there is a delay, and the aggregation sums
+            through shared memory.
 
     Example:
         >>> aggregation = PeriodicAggregation(AllReduceAggregation(world_size=1), period=8)
@@ -73,11 +110,14 @@ class PeriodicAggregation(Aggregation):
 
     References:
         S. Stich: Local SGD Converges Fast and Communicates Little. arXiv:1805.09767
+        Q. Zhou et al.: DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed
+        Averaging. arXiv:2006.00441
     """
 
-    _named_state = ("counts",)
+    _named_state = ("counts", "corrections")
+    _own_state = ("corrections",)
 
-    def __init__(self, aggregation: Aggregation, period: int) -> None:
+    def __init__(self, aggregation: Aggregation, period: int, delay: int = 0) -> None:
         if not isinstance(aggregation, Aggregation):
             raise TypeError(f"aggregation must be an Aggregation, not {type(aggregation).__name__}")
         if aggregation.overlap:
@@ -90,7 +130,11 @@ class PeriodicAggregation(Aggregation):
         super().__init__(use_cuda=aggregation.use_cuda, process_group=aggregation.group)
         self.inside = aggregation
         self.period = check_int("period", period)
+        self.delay = check_delay(delay, self.period)
+        if self.delay:
+            _check_travels(aggregation)
         self._counts: dict[str, int] = {}
+        self._flights: list[_Correction] = []
 
     @property
     def world_size(self) -> int:
@@ -105,23 +149,69 @@ class PeriodicAggregation(Aggregation):
     # The other workers would never receive the gradients of a step that sends nothing.
     agg_grad = refuse_gradients
 
+    @torch.no_grad()
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
         """Count a step of every tensor. Aggregate the tensors whose count is a multiple of H, in place.
 
+        With a delay, start to average these tensors, and correct those whose average is due.
+
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
-            op: As in the wrapped aggregation.
+            op: As in the wrapped aggregation; with a delay, ``"avg_world"``.
             denom: As in the wrapped aggregation.
+
+        Raises:
+            UnknownOperationError: There is a delay, and ``op`` is another one.
         """
+        if self.delay:
+            check_average(op)
         for name in tensors:
             self._counts[name] = self._counts.get(name, 0) + 1
-        due = {name: tensor for name, tensor in tensors.items() if self._counts[name] % self.period == 0}
-        self._delegate(self.inside, due, op, denom)
+        phases = {name: self._counts[name] % self.period for name in tensors}
+        # A state may come from a run with a longer delay. Its corrections are added as soon as possible.
+        self._land({name: tensors[name] for name, phase in phases.items() if phase == 0 or phase >= self.delay})
+        due = {name: tensors[name] for name, phase in phases.items() if phase == 0}
+        if self.delay:
+            self._send(due)
+        else:
+            self._delegate(self.inside, due, op, denom)
+
+    def _send(self, due: Mapping[str, Tensor]) -> None:
+        """Start to average copies of tensors. A worker alone is its own average."""
+        if due and self.world_size > 1:
+            assert isinstance(self.inside, AllReduceAggregation)
+            copies = {name: tensor.clone() for name, tensor in due.items()}
+            with self._counting_bytes_of(self.inside):
+                pending = self.inside.start_averages(copies.values(), _subtract_from, overlapped=True)
+            self._flights.append(_Correction(copies, pending=pending))
+
+    def _land(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add the corrections of tensors, if there are any, after their arrival."""
+        for flight in self._flights:
+            for name in [name for name in flight.values if name in tensors]:
+                flight.arrive()
+                tensors[name].add_(flight.values.pop(name).to(tensors[name]))
+        self._flights = [flight for flight in self._flights if flight.values]
+
+    def _corrections(self) -> dict[str, Tensor]:
+        """Wait for the averages on their way, and return the corrections, which are added at their time."""
+        for flight in self._flights:
+            flight.arrive()
+        return {name: value for flight in self._flights for name, value in flight.values.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes without messages on their way, which belong to this process."""
+        self._corrections()
+        return super().__getstate__()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters by name, and the state of the wrapped aggregation if it has one."""
-        inside = self.inside.state_dict()
-        return {"counts": dict(self._counts), **({"inside": inside} if inside else {})}
+        """Return the counters by name, and the state of the wrapped aggregation if it has one.
+
+        With a delay, return also the corrections by name that are not added yet, after their arrival. They differ
+        between workers.
+        """
+        own = {"corrections": self._corrections(), "inside": self.inside.state_dict()}
+        return {"counts": dict(self._counts), **{key: value for key, value in own.items() if value}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.
@@ -129,14 +219,17 @@ class PeriodicAggregation(Aggregation):
         Raises:
             ValueError: It is another aggregation's state.
         """
-        check_keys(self, state_dict, (), ("counts", "inside"))
+        check_keys(self, state_dict, (), ("counts", "corrections", "inside"))
         self.inside.load_state_dict(state_dict.get("inside", {}))
+        self._corrections()  # the other workers count on this worker's part of every message
         self._counts = {name: int(count) for name, count in by_plain_name(state_dict.get("counts", {})).items()}
+        corrections = by_plain_name(state_dict.get("corrections", {}))
+        self._flights = [_Correction(corrections)] if corrections else []
 
     def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state without the entries that differ between workers. The counters are the same on all workers."""
         inside = {"inside": self.inside.shared_state(state_dict["inside"])} if "inside" in state_dict else {}
-        return {**state_dict, **inside}
+        return {**super().shared_state(state_dict), **inside}
 
     def remembered_names(self, state_dict: Mapping[str, Any]) -> set[str]:
         """Return the names of the parameters that have an entry in a state."""
@@ -306,6 +399,45 @@ class DiLoCoAggregation(Aggregation):
             # A copy, because the outer optimizer changes its state in place and the caller may still use the
             # checkpoint.
             self.outer_optimizer.state[self._shared[name]] = copy.deepcopy(outer_state[name])
+
+
+def check_delay(delay: int, period: int) -> int:
+    """Return the number of steps during which a message travels, if it is less than the period.
+
+    Raises:
+        TypeError: ``delay`` is not an integer.
+        ValueError: ``delay`` is negative or not less than ``period``.
+
+    Example:
+        >>> check_delay(3, period=4)
+        3
+    """
+    delay = check_int("delay", delay, least=0)
+    if delay >= period:
+        raise ValueError(
+            f"delay must be less than period, {period}, not {delay}: a message must arrive before the next one is sent"
+        )
+    return delay
+
+
+def _check_travels(aggregation: Aggregation) -> None:
+    """Raise an error for an aggregation whose messages cannot travel while training goes on."""
+    # A subclass may aggregate in another way than by an average.
+    if type(aggregation) is not AllReduceAggregation:
+        raise TypeError(
+            f"aggregation must be an AllReduceAggregation if there is a delay, not {type(aggregation).__name__}: leave "
+            "out delay, or for DiLoCo, use StreamingDiLoCoAggregation(delay=...)"
+        )
+    if aggregation.shared_memory:
+        raise ValueError(
+            "shared_memory must be False if there is a delay, not True, because no message moves through it during "
+            "a step: leave it out"
+        )
+
+
+def _subtract_from(copy_: Tensor, average: Tensor) -> None:
+    """Replace a copy by average - copy."""
+    torch.sub(average, copy_, out=copy_)
 
 
 def _make_outer(make: Callable[[Iterable[Tensor]], Optimizer] | None) -> Optimizer:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,40 +22,31 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, AggregationFunction, Denominator
+from mlbench_core.aggregation.pytorch.all_reduce import Flight
 from mlbench_core.aggregation.pytorch.decentralized import check_average
-from mlbench_core.aggregation.pytorch.messages import as_bytes, by_dtype_and_device, divide, from_bytes, pack, unpack
+from mlbench_core.aggregation.pytorch.messages import as_bytes, by_dtype_and_device, from_bytes
 from mlbench_core.aggregation.pytorch.names import by_plain_name
 from mlbench_core.aggregation.pytorch.packing import pack_codes, packed_bytes, unpack_codes
-from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation
+from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, check_delay
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 from mlbench_core.distributed.pytorch import process_groups
-from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 
 __all__ = ["StreamingDiLoCoAggregation", "from_float4", "to_float4"]
 
 
 @dataclass
-class _Flight:
+class _Fragment(Flight):
     """A fragment on its way.
 
     Attributes:
         left: Calls from now until it is merged.
         gradients: Outer gradients by name, and their averages once they have arrived.
         averages: The same for tensors that are only averaged.
-        pending: Functions that each wait for one message and write its result; empty once all have arrived.
     """
 
     left: int
     gradients: dict[str, Tensor]
     averages: dict[str, Tensor]
-    pending: list[Callable[[], None]] = field(default_factory=list)
-
-    @naming_lost_workers()
-    def arrive(self) -> None:
-        """Wait for the averages."""
-        for receive in self.pending:
-            receive()
-        self.pending.clear()
 
 
 class StreamingDiLoCoAggregation(DiLoCoAggregation):
@@ -136,19 +127,14 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         self.fragments = check_int("fragments", fragments)
         if self.fragments > self.period:
             raise ValueError(f"fragments must be at most period, {self.period}, not {fragments}: take longer periods")
-        self.delay = check_int("delay", delay, least=0)
-        if self.delay >= self.period:
-            raise ValueError(
-                f"delay must be less than period, {self.period}, not {delay}: a fragment must arrive before it is sent "
-                "again"
-            )
+        self.delay = check_delay(delay, self.period)
         check_finite_at_least_0("mixing", mixing)
         if mixing > 1:
             raise ValueError(f"mixing must be at most 1, not {mixing}: it is the share of a worker's own weights")
         self.mixing = mixing
         self.quantize = quantize
         self._counts: dict[str, int] = {}
-        self._flights: list[_Flight] = []
+        self._flights: list[_Fragment] = []
         self._bytes_before, self._bytes_after = 0, 0  # of quantized outer gradients
 
     @property
@@ -212,7 +198,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         """Start the messages of tensors."""
         gradients = {name: self._difference(name, theta_i) for name, theta_i in due.items() if name in self._shared}
         averages = {name: tensor.clone() for name, tensor in due.items() if name not in self._shared}
-        flight = _Flight(self.delay, gradients, averages)
+        flight = _Fragment(self.delay, gradients, averages)
         self._flights.append(flight)
         plain = [*gradients.values(), *averages.values()]
         if self.quantize:
@@ -220,21 +206,8 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
             for kind in by_dtype_and_device(tensor for tensor in gradients.values() if tensor.numel()):
                 flight.pending.append(self._start_gather(kind))
             plain = [*averages.values()]
-        if self.world_size > 1:
-            for kind in by_dtype_and_device(plain):
-                flight.pending.append(self._start_sum(kind))
-
-    def _start_sum(self, kind: Sequence[Tensor]) -> Callable[[], None]:
-        """Start to sum tensors; return the function that waits and replaces them by their averages."""
-        message = pack(kind)
-        transfer = self._all_reduce.start(message, overlapped=self.delay > 0)
-        self._count_bytes(transfer.sent.nbytes)
-
-        def receive() -> None:
-            self._all_reduce.finish(transfer)
-            unpack(divide(message, self.world_size), kind)
-
-        return receive
+        with self._counting_bytes_of(self._all_reduce):
+            flight.pending += self._all_reduce.start_averages(plain, Tensor.copy_, overlapped=self.delay > 0)
 
     def _start_gather(self, kind: Sequence[Tensor]) -> Callable[[], None]:
         """Start to gather quantized tensors; return the function that waits and replaces them by their averages."""
@@ -266,7 +239,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
 
         return receive
 
-    def _merge(self, flight: _Flight, tensors: Mapping[str, Tensor]) -> None:
+    def _merge(self, flight: _Fragment, tensors: Mapping[str, Tensor]) -> None:
         """Take the outer steps of a fragment that has arrived, and mix the result into the tensors."""
         for name, gradient in flight.gradients.items():
             self._shared[name].grad = gradient.to(self._shared[name])
@@ -282,7 +255,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
                 own = tensors[name].to(merged)
                 tensors[name].copy_(merged.lerp(own, self.mixing))
 
-    def _arrive_all(self) -> list[_Flight]:
+    def _arrive_all(self) -> list[_Fragment]:
         """Wait for the messages on their way, and return the flights, which are merged at their time."""
         for flight in self._flights:
             flight.arrive()
@@ -316,7 +289,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         self._flights = []
         for flight in copy.deepcopy(state_dict.get("flights", [])):
             gradients, averages = by_plain_name(flight["gradients"]), by_plain_name(flight["averages"])
-            self._flights.append(_Flight(int(flight["left"]), gradients, averages))
+            self._flights.append(_Fragment(int(flight["left"]), gradients, averages))
 
 
 def to_float4(values: Tensor) -> Tensor:

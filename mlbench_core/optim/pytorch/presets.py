@@ -549,6 +549,14 @@ class LocalSGD(GenericCentralizedOptimizer):
     during training, do it right after a multiple of H steps. Otherwise the layer is averaged at other steps than the
     rest, and workers are not all equal after a multiple of H steps.
 
+    With a delay :math:`\tau`, the workers do not wait for the average. They take :math:`\tau` more steps, and then
+
+    .. math:: x_i \leftarrow x_i(t + \tau) + \left( \frac{1}{k} \sum_{j=1}^{k} x_j(t) - x_i(t) \right)
+        \quad \text{if } H \mid t.
+
+    Their weights are never all equal then: average them before you evaluate, with
+    :func:`~mlbench_core.aggregation.pytorch.consensus.averaged_weights`.
+
     Args:
         lr: Learning rate.
         momentum: Momentum factor.
@@ -556,14 +564,18 @@ class LocalSGD(GenericCentralizedOptimizer):
         weight_decay: L2 penalty.
         nesterov: Use Nesterov momentum.
         period: H, the number of steps from one average to the next.
-        aggregation: How weights are averaged every H steps; None for an all-reduce.
+        delay: :math:`\tau`, the number of steps during which an average travels; less than H.
+        aggregation: How weights are averaged every H steps; None for an all-reduce. With a delay, an
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation` without shared memory.
 
     Other arguments: see :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
 
     Raises:
-        TypeError: ``period`` is not an integer.
-        ValueError: ``model`` or ``lr`` is missing, ``period`` is not positive, ``world_size`` is not that of the
-            process group, or the aggregation has a period too, overlaps with the backward pass, or is for gradients.
+        TypeError: ``period`` or ``delay`` is not an integer, or there is a delay and the aggregation is not an
+            ``AllReduceAggregation``.
+        ValueError: ``model`` or ``lr`` is missing, ``period`` is not positive, ``delay`` is negative or not less than
+            ``period``, or ``world_size`` is not that of the process group. Or the aggregation has a period too,
+            overlaps with the backward pass, is for gradients, or with a delay sums through shared memory.
 
     Example:
         >>> import torch
@@ -574,6 +586,8 @@ class LocalSGD(GenericCentralizedOptimizer):
 
     References:
         S. Stich: Local SGD Converges Fast and Communicates Little. arXiv:1805.09767
+        Q. Zhou et al.: DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed
+        Averaging. arXiv:2006.00441
     """
 
     def __init__(
@@ -589,6 +603,7 @@ class LocalSGD(GenericCentralizedOptimizer):
         by_layer: bool = False,
         *,
         period: int = 8,
+        delay: int = 0,
         aggregation: Aggregation | None = None,
     ) -> None:
         if aggregation is None:
@@ -611,7 +626,7 @@ class LocalSGD(GenericCentralizedOptimizer):
             agg_grad=False,
             optimizer=_sgd("LocalSGD", lr, momentum, dampening, weight_decay, nesterov),
             # Counts the steps of each parameter, also of those that are unfrozen later.
-            aggregation=PeriodicAggregation(aggregation, period),
+            aggregation=PeriodicAggregation(aggregation, period, delay),
         )
 
 
