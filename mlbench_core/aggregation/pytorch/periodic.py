@@ -72,17 +72,16 @@ class PeriodicAggregation(Aggregation):
     later need no special case. If all tensors take part from the first step on, their counters are equal and all are
     sent in the same step. Every H-th step sends the bytes of the wrapped aggregation, and the others send nothing.
 
-    With a delay :math:`\tau`, the workers do not wait for the average. At a step :math:`t` with :math:`H \mid t`, they
-    start to average copies of their tensors. They take :math:`\tau` more steps, and then
+    With a delay :math:`\tau > 0`, the workers do not wait for the average. At a step :math:`t` with :math:`H \mid t`,
+    they start to average copies of their tensors. They take :math:`\tau` more steps, and then
 
     .. math:: x_i \leftarrow x_i(t + \tau) + \left( \frac{1}{k} \sum_{j=1}^{k} x_j(t) - x_i(t) \right).
 
-    So the progress since step :math:`t` is kept. The changes of all workers add up to zero, so the average of the
-    workers does not change in this step. The workers' weights are never all equal: average them before you evaluate,
-    with :func:`~mlbench_core.aggregation.pytorch.consensus.averaged_weights`. This holds for floating-point buffers,
-    too: a running variance of one worker alone may even become negative. With :math:`\tau = 0` the workers wait.
-
-    While they travel, the copies and the message take twice the memory of the tensors.
+    So the progress since step :math:`t` is kept. The corrections of all workers add up to zero, so they do not change
+    the average of the workers. The workers' weights are never all equal: average them before you evaluate, with
+    :func:`~mlbench_core.aggregation.pytorch.consensus.averaged_weights`. This holds for floating-point buffers, too: a
+    running variance of one worker alone may even become negative. A copy and a message of all tensors need twice their
+    memory.
 
     Attributes:
         inside: The wrapped aggregation.

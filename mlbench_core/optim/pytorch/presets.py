@@ -549,7 +549,7 @@ class LocalSGD(GenericCentralizedOptimizer):
     during training, do it right after a multiple of H steps. Otherwise the layer is averaged at other steps than the
     rest, and workers are not all equal after a multiple of H steps.
 
-    With a delay :math:`\tau`, the workers do not wait for the average. They take :math:`\tau` more steps, and then
+    With a delay :math:`\tau > 0`, the workers do not wait for the average. They take :math:`\tau` more steps, and then
 
     .. math:: x_i \leftarrow x_i(t + \tau) + \left( \frac{1}{k} \sum_{j=1}^{k} x_j(t) - x_i(t) \right)
         \quad \text{if } H \mid t.
