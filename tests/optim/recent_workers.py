@@ -207,7 +207,11 @@ def delayed(rank: int, world_size: int) -> dict[Any, Any]:
     model, optimizer = _delayed(period=4, delay=2, aggregation=half)
     for step in range(STEPS):
         fragment_step(rank, model, optimizer, step)
-    result["half"] = model.x.detach(), optimizer.aggregation.bytes_sent
+    large = torch.full((2,), 60_000.0)
+    aggregation = PeriodicAggregation(half, period=2, delay=1)
+    for _ in range(3):
+        aggregation.aggregate({"large": large}, "avg_world")
+    result["half"] = model.x.detach(), optimizer.aggregation.bytes_sent, large
     result["order"] = go_ahead(rank, world_size, *_delayed(period=3, delay=1))
     return {**result, "late": _late(rank), "kinds": _kinds(rank), "shorter": _shorter(rank)}
 

@@ -613,9 +613,10 @@ class TestDelayedAverages:
     def test_messages_may_travel_in_half_precision(self, ranks: Ranks) -> None:
         expected = local_sgd([start() for _ in ranks], gradient, 0.1, H=4, steps=workers.STEPS, tau=2)
         for result, x in zip(ranks, expected, strict=True):
-            found, size_bytes = result["delayed"]["half"]
+            found, size_bytes, large = result["delayed"]["half"]
             torch.testing.assert_close(found, x, rtol=0, atol=2e-3)
             assert size_bytes == 3 * (35 + 7) * 2
+            assert large.isfinite().all(), "a sum of large numbers has no room in half precision"
 
     def test_a_state_may_be_loaded_with_another_delay(self, ranks: Ranks) -> None:
         """A shorter one adds the correction in the next step; one of another period in its own time."""
