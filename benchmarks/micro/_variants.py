@@ -267,7 +267,10 @@ def muloco(context: Context) -> Trainee:
 
 
 def streaming(context: Context) -> Trainee:
-    """Make DiLoCo in two fragments of 4 bits, if the steps of a block leave room for two."""
+    """Make DiLoCo in two fragments of 4 bits, if the steps of a block leave room for two.
+
+    The message of a block's last step travels between two blocks, so this row looks a little better than a run.
+    """
     steps = context.steps
     exchange = StreamingDiLoCoAggregation(period=steps, fragments=min(2, steps), delay=min(1, steps - 1), quantize=True)
     return ours("StreamingDiLoCo", context, aggregation=exchange)
