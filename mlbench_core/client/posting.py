@@ -165,11 +165,13 @@ class _Delivery:
                 f"{line[:300]} (answer: {response.text[:300]})",
                 response.status_code,
             )
-            logger.warning("%s", error)
-            self.settle(part[0], error)
             # An id that is no number is wrong in all metrics of its run.
-            if response.status_code == HTTPStatus.NOT_FOUND or "run_id: " in response.text:
-                self.forget_run(_run_of(line))
+            is_run_wrong = response.status_code == HTTPStatus.NOT_FOUND or "run_id: " in response.text
+            run = _run_of(line) if is_run_wrong else None
+            if run is None:
+                logger.warning("%s", error)
+            self.settle(part[0], error)
+            self.forget_run(run)
 
     def accept(self, part: list[int], response: requests.Response) -> None:
         for index in part:
