@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from mlbench_core.client.rest import TOKEN_ADVICE, reason
+from mlbench_core.client.rest import TOKEN_ADVICE, message_of, reason
 from mlbench_core.errors import MasterRequestError
 
 if TYPE_CHECKING:
@@ -165,9 +165,9 @@ class _Delivery:
                 f"{line[:300]} (answer: {response.text[:300]})",
                 response.status_code,
             )
-            # An id that is no number is wrong in all metrics of its run.
-            is_run_wrong = response.status_code == HTTPStatus.NOT_FOUND or "run_id: " in response.text
-            run = _run_of(line) if is_run_wrong else None
+            # The master refuses the id itself, such as a text, and will refuse it with the run's other metrics too.
+            refuses_id = (message_of(response) or "").startswith("run_id: ")
+            run = _run_of(line) if refuses_id or response.status_code == HTTPStatus.NOT_FOUND else None
             if run is None:
                 logger.warning("%s", error)
             self.settle(part[0], error)

@@ -150,7 +150,7 @@ def test_a_refused_metric_does_not_hold_up_the_others(
     def picky(method: str, path: str, body: Any) -> tuple[int, Any] | None:
         entries = body if isinstance(body, list) else [body]
         if any(entry["name"] == "bad" for entry in entries):
-            return 422, {"status": 422, "message": "name: bad"}
+            return 422, {"status": 422, "message": "name: bad (got 'run_id: 1')"}
         return None
 
     master.respond = picky
