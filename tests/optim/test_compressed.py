@@ -11,7 +11,9 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mlbench_core.aggregation.pytorch import sparsified
 from mlbench_core.aggregation.pytorch.centralized import EFSignAggregation, SignAggregation, SparsifiedAggregation
+from mlbench_core.aggregation.pytorch.messages import KeptMemory
 from mlbench_core.aggregation.pytorch.sign import (
     pack_bits,
     pack_signs,
@@ -20,7 +22,7 @@ from mlbench_core.aggregation.pytorch.sign import (
     unpack_part,
     unpack_with_torch,
 )
-from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_coordinates
+from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_entries
 from mlbench_core.lr_scheduler.pytorch.lr import SparsifiedSGDLR
 from mlbench_core.optim.pytorch import (
     NTASGD,
@@ -409,11 +411,13 @@ def test_the_largest_of_many_are_those_of_topk(kind: str, k: int) -> None:
     elif kind == "nan":
         m[33] = torch.nan
     elif kind == "large ones between the samples":
-        m[::61] = 100 + m[::61]
-        m[1:62] *= 1000
-    found = largest_coordinates(m, k)
+        step = sparsified._STRIDE
+        m[::step] = 100 + m[::step]
+        m[1 : step + 1] *= 1000
+    found, values = largest_entries(m.__getitem__, len(m), k, KeptMemory())
     assert len(found) == k
     assert (found.diff() > 0).all()
+    assert torch.equal(values.nan_to_num(), m[found].nan_to_num())
     expected = m.abs().topk(k).values
     torch.testing.assert_close(m[found].abs().sort(descending=True).values, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -426,7 +430,7 @@ def test_columns_that_differ_in_size_mislead_no_sample(width: int, monkeypatch: 
     )
     m = (torch.randn(500, width, generator=generator) * torch.randn(width, generator=generator).exp()).view(-1)
     m = m.repeat(-(-(2**17) // len(m)))
-    found = largest_coordinates(m, len(m) // 100)
+    found, _ = largest_entries(m.__getitem__, len(m), len(m) // 100, KeptMemory())
     assert max(searched) < len(m) // 10, "all values were searched, which takes ten times as long"
     assert torch.equal(m[found].abs().sort().values, topk(m.abs(), len(found)).values.sort().values)
 

@@ -42,10 +42,10 @@ from mlbench_core.aggregation.pytorch.decentralized import (
     check_average,
     refuse_gradients,
 )
-from mlbench_core.aggregation.pytorch.messages import as_bytes, as_real, fill, from_bytes, in_blocks
+from mlbench_core.aggregation.pytorch.messages import KeptMemory, as_bytes, as_real, fill, from_bytes, in_blocks
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
 from mlbench_core.aggregation.pytorch.sign import pack_signs, scaled_signs, unpack_part
-from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_coordinates
+from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_entries
 from mlbench_core.aggregation.pytorch.topology import Topology
 
 __all__ = ["ChocoAggregation", "Compressed", "Compression", "Identity", "RandomK", "ScaledSign", "TopK"]
@@ -75,6 +75,11 @@ class Compression(ABC):
     @abstractmethod
     def compress(self, x: Tensor) -> Compressed:
         """Compress a tensor of shape (n,), with n at least 1."""
+
+    def compress_difference(self, x: Tensor, y: Tensor, kept: KeptMemory) -> Compressed:
+        """Compress x - y, of shape (n,), in the dtype of ``x``; ``kept`` has room for it."""
+        difference = torch.sub(x, y, out=kept.flat("difference", len(x), x.dtype, x.device))
+        return _without_views(self.compress(difference), difference)
 
     @abstractmethod
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
@@ -116,14 +121,25 @@ class TopK(Compression):
 
     def compress(self, x: Tensor) -> Compressed:
         """Keep the largest entries of a tensor of shape (n,)."""
-        indices = largest_coordinates(x, coordinates_sent(self.ratio, x.numel()))
-        return Compressed((x.index_select(0, indices), indices.to(torch.int32)))
+        return self._compress(x.__getitem__, len(x), KeptMemory())
+
+    def compress_difference(self, x: Tensor, y: Tensor, kept: KeptMemory) -> Compressed:
+        """Keep the largest entries of a difference, without writing the others to memory."""
+
+        def part(chosen: slice) -> Tensor:
+            a, b = x[chosen], y[chosen]
+            return torch.sub(a, b, out=kept.flat("difference", len(a), x.dtype, x.device))
+
+        return self._compress(part, len(x), kept)
+
+    def _compress(self, part: Callable[[slice], Tensor], numel: int, kept: KeptMemory) -> Compressed:
+        indices, values = largest_entries(part, numel, coordinates_sent(self.ratio, numel), kept)
+        return Compressed((values, indices))
 
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
         """Add ``weight`` times the kept entries to ``y``."""
         values, indices = q.sent
-        # On a CPU, indexing with int32 takes three times as long as with int64.
-        y.index_add_(0, indices.long(), values.to(y.dtype), alpha=weight)
+        y.index_add_(0, indices, values.to(y.dtype), alpha=weight)
 
 
 class RandomK(Compression):
@@ -315,9 +331,7 @@ class ChocoAggregation(DecentralizedAggregation):
             recall(self._sums, name, flat)
             # q_i = Q(x_i - x_hat_i), in the dtype of x_i. A later difference includes the rounding, as it includes
             # every error of the compression.
-            difference = self._kept.flat("difference", len(flat), flat.dtype, flat.device)
-            torch.sub(flat, recall(self._copies, name, flat), out=difference)
-            own[name] = _without_views(self.compression.compress(difference), difference)
+            own[name] = self.compression.compress_difference(flat, recall(self._copies, name, flat), self._kept)
         # All tensors travel in one message of bytes, because values, indices and bits have different dtypes.
         parts = [part for q_i in own.values() for part in q_i.sent]
         # Parameters on several devices share the message too.

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 # Elements that a CPU processes at a time, so that intermediate results stay in its cache.
-BLOCK_ELEMENTS = 1 << 18
+BLOCK_ELEMENTS = 1 << 17
 
 
 class KeptMemory:
@@ -119,7 +119,7 @@ def in_blocks(flat: Tensor) -> tuple[Tensor, ...]:
 
     Example:
         >>> [len(block) for block in in_blocks(torch.zeros(300_000))]
-        [262144, 37856]
+        [131072, 131072, 37856]
     """
     return flat.split(BLOCK_ELEMENTS) if flat.device.type == "cpu" else (flat,)
 
@@ -163,12 +163,13 @@ def as_bytes(*tensors: Tensor) -> Tensor:
 
 
 def from_bytes(message: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Read ``count`` numbers from a message of bytes, for any alignment of ``start``.
+    """Read ``count`` numbers from a message of bytes; the result may share its memory.
 
     Example:
         >>> message = as_bytes(torch.tensor([7], dtype=torch.uint8), torch.tensor([0.5, 2.0]))
         >>> from_bytes(message, 1, 2, torch.float32)
         tensor([0.5000, 2.0000])
     """
+    part = message[start : start + count * dtype.itemsize]
     # torch views bytes as a wider dtype only at an aligned offset, which a copy always has.
-    return message[start : start + count * dtype.itemsize].clone().view(dtype)
+    return (part.clone() if part.storage_offset() % dtype.itemsize else part).view(dtype)
