@@ -12,7 +12,8 @@ import torch
 import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
 from torch import Tensor
 
-from mlbench_core.aggregation.pytorch.choco import RandomK, ScaledSign, TopK
+from mlbench_core.aggregation.pytorch.choco import Compression, Identity, RandomK, ScaledSign, TopK
+from mlbench_core.aggregation.pytorch.messages import KeptMemory
 from mlbench_core.aggregation.pytorch.sparsified import draw_coordinates
 from mlbench_core.aggregation.pytorch.topology import ring
 from tests.helpers.ranks import run_ranks
@@ -115,6 +116,25 @@ class TestMixing:
             assert torch.equal(tensors["frozen"], torch.full((2,), rank + 1.0))
             assert tensors["counter"] == rank
 
+    def test_large_tensors_travel_in_place_with_the_same_result(self, ranks: Ranks) -> None:
+        k = len(ranks)
+        degree = min(2, k - 1)
+        starts = [result["large_tensors"]["start"] for result in ranks]
+        mixing = torch.linalg.matrix_power(ring(k).mixing_matrix, 3)
+        for rank, result in enumerate(ranks):
+            (alone, alone_bytes, alone_messages), (packed, packed_bytes, packed_messages) = (
+                result["large_tensors"][which] for which in ("alone", "packed")
+            )
+            # Of float32: six large ones and the small one; of float64 and float16 one each.
+            assert (alone_messages, packed_messages) == (7 + 2, 1 + 2)
+            assert alone_bytes == packed_bytes == 3 * degree * sum(tensor.nbytes for tensor in alone.values())
+            for name, tensor in alone.items():
+                assert torch.equal(tensor, packed[name]), name
+                stacked = torch.stack([values[name].double() for values in starts])
+                expected = torch.tensordot(mixing[rank].double(), stacked, dims=1)
+                exact = {torch.float16: 3e-3, torch.float32: 1e-6, torch.float64: 1e-14}[tensor.dtype]
+                torch.testing.assert_close(tensor.double(), expected, rtol=0, atol=exact)
+
     def test_the_distance_to_the_average_and_the_average(self, ranks: Ranks) -> None:
         k = len(ranks)
         x = torch.stack([before for _, before in column(ranks, "consensus", "before")])
@@ -188,6 +208,22 @@ class TestChocoSGD:
             error = x.clone()
             compression.add_to(error, compression.compress(x), -1.0)
             assert error.square().sum() <= (1 - delta) * x.square().sum() * (1 + 1e-9) + 1e-15
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    @pytest.mark.parametrize("compression", [TopK(0.1), ScaledSign(), Identity(), RandomK(0.1)])
+    def test_a_difference_is_compressed_like_its_values(self, compression: Compression, dtype: torch.dtype) -> None:
+        generator, kept = torch.Generator().manual_seed(1), KeptMemory()
+        before = compression.state_dict()
+        for count in (300_001, 100):
+            x, y = torch.randn(count, generator=generator).to(dtype), torch.randn(count, generator=generator)
+            fused = compression.compress_difference(x, y, kept)
+            compression.compress_difference(y.to(dtype), y, kept)  # does not overwrite the first result
+            compression.load_state_dict(before)
+            plain = compression.compress((x - y).to(dtype))
+            compression.load_state_dict(before)
+            assert len(fused.sent) == len(plain.sent)
+            for a, b in zip(fused.sent, plain.sent, strict=True):
+                assert a.dtype == b.dtype and torch.equal(a, b)
 
     def test_random_entries_shrink_the_error_on_average(self) -> None:
         x, compression, errors = torch.ones(50, dtype=torch.float64), RandomK(0.2), []

@@ -20,6 +20,7 @@ from mlbench_core.aggregation.pytorch import (
     DecentralizedAggregation,
     DiLoCoAggregation,
     PeriodicAggregation,
+    all_reduce,
     average_weights,
     consensus_distance,
 )
@@ -263,6 +264,42 @@ def odd_tensors(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
     return result
 
 
+def large_tensors(rank: int, world_size: int) -> dict[str, Any]:
+    """Three rounds with large tensors in messages of their own, and packed.
+
+    Returns:
+        The tensors at the start, and for each kind the tensors, all bytes and the messages of a round.
+    """
+    generator = torch.Generator().manual_seed(rank)
+
+    def draw(*shape: int, **options: Any) -> Tensor:
+        return torch.randn(shape, generator=generator, **options)
+
+    start = {
+        "small": draw(5),
+        "odd size": draw(300_001),  # more than two blocks, and the last is short
+        "second": draw(700),
+        "third": draw(1000),
+        "transposed": draw(40, 30).t(),
+        "left": (left := draw(900)),
+        "right": left.view(30, 30),
+        "f64": draw(400, dtype=torch.float64),
+        "f16": draw(2000).half(),
+    }
+    result: dict[str, Any] = {"start": copy.deepcopy(start)}
+    usual = all_reduce.LARGE_BYTES
+    for which, all_reduce.LARGE_BYTES in (("alone", 1 << 10), ("packed", usual)):
+        tensors = copy.deepcopy(start)
+        addresses = [tensor.data_ptr() for tensor in tensors.values()]
+        aggregation = DecentralizedAggregation(topology=ring(world_size))
+        for _ in range(3):
+            with counted() as calls:
+                aggregation.aggregate(tensors, "avg_world")
+        assert addresses == [tensor.data_ptr() for tensor in tensors.values()]
+        result[which] = tensors, aggregation.bytes_sent, calls["batch_isend_irecv"]
+    return result
+
+
 RESUMED: dict[str, Callable[[int, int, nn.Module], Optimizer]] = {
     "decentralized": lambda r, n, m: DecentralizedSGD(r, ring(n).neighbours(r), m, lr=0.1, momentum=0.9),
     "top_k": lambda r, n, m: ChocoSGD(
@@ -455,6 +492,7 @@ SCENARIOS = (
     bytes_and_messages,
     refusals,
     odd_tensors,
+    large_tensors,
     resume,
     local,
     added_later,

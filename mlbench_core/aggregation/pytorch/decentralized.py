@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, UnknownOperationError
-from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
-from mlbench_core.aggregation.pytorch.messages import KeptMemory, by_dtype_and_device, fill, pack
+from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, messages_of
+from mlbench_core.aggregation.pytorch.messages import KeptMemory, by_dtype_and_device, in_blocks, pack, unpack
 from mlbench_core.aggregation.pytorch.topology import Topology, from_edges
 from mlbench_core.distributed.pytorch import process_groups
 
@@ -38,8 +37,9 @@ class DecentralizedAggregation(Aggregation):
     Each worker knows only its own neighbors. In the first aggregation, the workers exchange their lists once. If only
     one of two workers lists the other, it would wait for messages indefinitely, so all workers raise an error.
 
-    A call sends one flat message per dtype and device to every neighbor, in the tensors' own dtype: ``degree`` times
-    the bytes of the tensors. Half-precision numbers are mixed in float32. Buffers are mixed like weights; other
+    To every neighbor, a call sends a tensor of at least 8 MiB in a message of its own, without a copy, and the smaller
+    ones of the same dtype and device in one message. All travel in their own dtype: ``degree`` times the bytes of the
+    tensors. Half-precision numbers are mixed in float32. Buffers are mixed like weights; other
     bookkeeping, such as a loss, is averaged over all workers. A single worker sends nothing.
 
     Attributes:
@@ -117,41 +117,67 @@ class DecentralizedAggregation(Aggregation):
         if self.world_size > 1:
             mixed = (tensor for name, tensor in tensors.items() if name not in shared and tensor.numel())
             for kind in by_dtype_and_device(mixed):
-                numel = sum(tensor.numel() for tensor in kind)
-                self._mix(kind, pack(kind, out=self._kept.flat("own", numel, kind[0].dtype, kind[0].device)))
+                self._mix(kind)
         self._delegate(self._all_reduce, shared, op, denom)
 
-    def _mix(self, tensors: Iterable[Tensor], x_i: Tensor) -> None:
-        """Replace tensors, and not the flat message of their values, by their weighted average with the neighbors'."""
+    def _mix(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors of one dtype and device by their weighted average with the neighbors', in place."""
         if not self._weights:
             self._compare_neighbors()
-        messages = [x_i, *self._exchange(x_i)]
-        first = 0
-        for tensor in tensors:
-            stop = first + tensor.numel()
-            fill(tensor, partial(self._average, [message[first:stop] for message in messages]))
-            first = stop
+        groups = messages_of(tensors)
+        # All messages are packed before one is changed, because two tensors may share memory.
+        messages = [self._pack(i, group) if own is None else own for i, (group, own) in enumerate(groups)]
+        # Two messages are in transit at a time: one is mixed while the other travels.
+        arrivals = [self._start_exchange(message, i % 2) for i, message in enumerate(messages[:2])]
+        for i, message in enumerate(messages):
+            self._average(message, arrivals[i]())
+            if i + 2 < len(messages):
+                arrivals.append(self._start_exchange(messages[i + 2], i % 2))
+            group, own = groups[i]
+            if own is None:
+                unpack(message, group)
 
-    def _average(self, messages: Sequence[Tensor], start: int, stop: int) -> Tensor:
-        """Return a part of the average of this worker's values, the first message, with those of the neighbors."""
-        x_i, *others = (message[start:stop] for message in messages)
+    def _pack(self, number: int, tensors: Sequence[Tensor]) -> Tensor:
+        """Copy tensors into a flat message, in memory that is kept for the message of this number."""
+        numel, first = sum(tensor.numel() for tensor in tensors), tensors[0]
+        return pack(tensors, out=self._kept.flat(("packed", number), numel, first.dtype, first.device))
+
+    def _average(self, x_i: Tensor, received: Sequence[Tensor]) -> None:
+        """Replace a flat tensor by its weighted average with those of the neighbors, in place."""
         # At least in float32: in half precision each addition would be rounded, and not only the result.
-        own = x_i.to(torch.promote_types(x_i.dtype, torch.float32))
-        average = own.clone()
-        for w_ij, x_j in zip(self._weights, others, strict=True):
+        dtype = torch.promote_types(x_i.dtype, torch.float32)
+        for block, *others in zip(in_blocks(x_i), *map(in_blocks, received), strict=True):
+            own = block.to(dtype)
             # A sum of products W_ij x_j would round equal values. Their differences are exactly 0.
-            average.add_(x_j.to(own.dtype) - own, alpha=w_ij)
-        return average
+            differences = [
+                torch.sub(x_j, own, out=self._kept.flat(("difference", j), len(own), dtype, own.device))
+                for j, x_j in enumerate(others)
+            ]
+            for w_ij, difference in zip(self._weights, differences, strict=True):
+                own.add_(difference, alpha=w_ij)
+            if own is not block:
+                block.copy_(own)
 
     def _exchange(self, message: Tensor) -> list[Tensor]:
-        """Send a flat tensor to the neighbors, and return their tensors in the order of ``neighbors``.
+        """Send a flat tensor to the neighbors, and return theirs; see :meth:`_start_exchange`."""
+        return self._start_exchange(message)()
 
-        The tensors of all workers have the same length and dtype. The next call overwrites those that were returned.
+    def _start_exchange(self, message: Tensor, slot: int = 0) -> Callable[[], list[Tensor]]:
+        """Begin to send a flat tensor to the neighbors and to receive theirs.
+
+        The tensors of all workers have the same length and dtype, and all workers exchange them in the same order.
+
+        Args:
+            message: The tensor; it must not be changed before the returned function was called.
+            slot: Number of the memory for the neighbors' tensors. The next exchange with this number overwrites them.
+
+        Returns:
+            A function that waits, and returns the neighbors' tensors in the order of ``neighbors``.
         """
         sent = process_groups.get_backend_tensor(message, self.group)
         if process_groups.backend(self.group) == "gloo":
             sent = sent.cpu()  # Gloo's send and receive need tensors in host memory
-        received = [self._kept.flat(rank, sent.numel(), sent.dtype, sent.device) for rank in self.neighbors]
+        received = [self._kept.flat((slot, rank), sent.numel(), sent.dtype, sent.device) for rank in self.neighbors]
         dist = process_groups.dist
         # torch's send and receive take ranks among all workers, also within a subgroup.
         peers = [process_groups.global_rank(rank, self.group) for rank in self.neighbors]
@@ -160,11 +186,16 @@ class DecentralizedAggregation(Aggregation):
             dist.P2POp(dist.irecv, buffer, peer, self.group) for buffer, peer in zip(received, peers, strict=True)
         ]
         # Sends and receives start together. In a blocking order, two neighbors could wait for each other.
-        for work in dist.batch_isend_irecv(transfers):
-            work.wait()
+        works = dist.batch_isend_irecv(transfers)
         # All neighbors at once: their messages share this worker's link but not their delays.
         self._count("neighbors", len(peers) + 1, sent.nbytes * len(peers))
-        return [buffer.to(message.device) for buffer in received]
+
+        def arrive() -> list[Tensor]:
+            for work in works:
+                work.wait()
+            return [buffer.to(message.device) for buffer in received]
+
+        return arrive
 
     def _compare_neighbors(self, tag: bytes = bytes(TAG_BYTES)) -> bool:
         """Exchange the lists of neighbors, build the graph from them, and set the mixing weights.
