@@ -92,7 +92,7 @@ def test_one_message_per_dtype_or_per_layer_and_its_bytes_are_counted(ranks: Ran
         whole, layers = result["odd_gradients"][False], result["odd_gradients"][True]
         # unused 3, only_on_rank_0 6, scalar 1, conv 108 + 4 in float32; fine 2 in float64; a flag for each
         assert whole["sizes"] == [4 * (3 + 6 + 1 + 108 + 4 + 5), 8 * (2 + 1)]
-        assert layers["sizes"] == [4 * 4, 4 * 7, 4 * 2, 8 * 3, 4 * 109, 4 * 5]
+        assert layers["sizes"] == [4 * 3, 4 * 6, 4 * 1, 4 * 108, 4 * 4, 4 * 5, 8 * 2, 8 * 1]
         for run in (whole, layers):
             assert run["last_bytes"] == run["bytes_sent"] == sum(run["sizes"])
 

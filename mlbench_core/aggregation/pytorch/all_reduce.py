@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     AVG_WORLD,
     Aggregation,
     Denominator,
+    Parameters,
 )
 from mlbench_core.aggregation.pytorch.buckets import BUCKET_SIZE_BYTES
 from mlbench_core.aggregation.pytorch.messages import as_real, by_dtype_and_device, divide, pack, unpack
@@ -81,8 +83,8 @@ class AllReduceAggregation(Aggregation):
 
     A tensor of at least 8 MiB travels alone, out of its own memory and back into it, without a copy. The smaller ones
     of the same dtype and device travel in one flat message, in their own dtype, and are written back into their own
-    memory, whatever their strides. One worker alone sends nothing. After an error in an aggregation, such as a lost
-    worker, the values of its tensors are undefined.
+    memory, whatever their strides. With ``by_layer=True``, every tensor travels alone. One worker alone sends nothing.
+    After an error in an aggregation, such as a lost worker, the values of its tensors are undefined.
 
     Args:
         world_size: Number of workers; None takes that of the process group.
@@ -142,6 +144,7 @@ class AllReduceAggregation(Aggregation):
         self.comm_dtype = comm_dtype
         self.bucket_size_bytes = check_int("bucket_size_bytes", bucket_size_bytes, least=0)
         self.shared_memory = shared_memory
+        self._is_by_layer = False
         self._shared: SharedMemorySum | None = None
         if shared_memory and self._world_size > 1:
             # Workers meet here and not at the first message, so that a machine without shared memory fails early.
@@ -174,6 +177,27 @@ class AllReduceAggregation(Aggregation):
                         divide(tensor, divisor)
             else:
                 self._average(kind, divisor)
+
+    def _aggregate_gradients(
+        self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
+    ) -> None:
+        with self._sending(by_layer):
+            super()._aggregate_gradients(model, op, denom)
+
+    def _aggregate_weights(
+        self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
+    ) -> None:
+        with self._sending(by_layer):
+            super()._aggregate_weights(model, op, denom)
+
+    @contextmanager
+    def _sending(self, by_layer: bool) -> Iterator[None]:
+        """In the block, send every tensor in a message of its own, or only the large ones."""
+        self._is_by_layer = by_layer
+        try:
+            yield
+        finally:
+            self._is_by_layer = False
 
     def divides_early(self, dtype: torch.dtype) -> bool:
         """Return whether tensors of a dtype are divided before they are sent, on request or because of a conversion.
@@ -259,47 +283,47 @@ class AllReduceAggregation(Aggregation):
         """Sum tensors of one dtype and device over the workers and divide them, in place."""
         # Half precision has room for an average over many workers, but not for their sum.
         early = self.divides_early(tensors[0].dtype)
-        groups = messages_of(tensors)
+        groups = messages_of(tensors, 1 if self._is_by_layer else None)
         # All messages are packed before one is sent, because two tensors may share memory.
         messages = [pack(group) if own is None else own for group, own in groups]
         if early:
             for message in messages:
                 divide(message, divisor)
-        # Two messages are in transit at a time: one is sent while the other waits for the round trips of the network.
-        transfers = [self.start(message) for message in messages[:2]]
-        for i, message in enumerate(messages):
-            self.finish(transfers[i])
-            if i + 2 < len(messages):
-                transfers.append(self.start(messages[i + 2]))
+        # All are in transit together, so that they do not wait for each other's round trips.
+        transfers = [self.start(message) for message in messages]
+        for (group, own), message, transfer in zip(groups, messages, transfers, strict=True):
+            self.finish(transfer)
             if not early:
                 divide(message, divisor)
-            group, own = groups[i]
             if own is None:
                 unpack(message, group)
 
 
-def messages_of(tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], Tensor | None]]:
+def messages_of(tensors: Sequence[Tensor], large_bytes: int | None = None) -> list[tuple[list[Tensor], Tensor | None]]:
     """Distribute tensors of one dtype and device over messages.
 
     The layout depends on the tensors' sizes alone, so that it is the same on all workers.
 
     Args:
         tensors: Of any strides; two of them may share memory.
+        large_bytes: From this size on, a tensor is large; None for ``LARGE_BYTES``.
 
     Returns:
         The large tensors one by one, then the small ones together. Each group comes with the flat view of its memory
         that can be sent as it is. This view is None if the group must be packed.
 
     Example:
-        >>> groups = messages_of([torch.zeros(3), torch.zeros(2048, 1024), torch.zeros(2048, 2048).t(), torch.zeros(2)])
+        >>> tensors = [torch.zeros(3), torch.zeros(20, 10), torch.zeros(20, 30).t(), torch.zeros(2)]
+        >>> groups = messages_of(tensors, large_bytes=800)
         >>> [([tuple(t.shape) for t in group], own is not None) for group, own in groups]
-        [([(2048, 1024)], True), ([(2048, 2048)], False), ([(3,), (2,)], False)]
+        [([(20, 10)], True), ([(30, 20)], False), ([(3,), (2,)], False)]
     """
+    large_bytes = LARGE_BYTES if large_bytes is None else large_bytes
     users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
     small: list[Tensor] = []
     groups: list[tuple[list[Tensor], Tensor | None]] = []
     for tensor in tensors:
-        if tensor.numel() * tensor.element_size() < LARGE_BYTES:
+        if tensor.numel() * tensor.element_size() < large_bytes:
             small.append(tensor)
             continue
         # Messages have the logical order of the elements, which is that of the memory only if it is contiguous. A sum
