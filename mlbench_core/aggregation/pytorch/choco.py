@@ -336,15 +336,18 @@ class ChocoAggregation(DecentralizedAggregation):
         parts = [part for q_i in own.values() for part in q_i.sent]
         # Parameters on several devices share the message too.
         message = as_bytes(*(part.to(parts[0].device) for part in parts))
-        received = [_unpack_like(own, theirs) for theirs in self._exchange(message)]
+        arrive = self._start_exchange(message)
         self._calls += 1
         self._raw_bytes += sum(x_i.numel() * x_i.element_size() for x_i in tensors.values())
         self._compressed_bytes += message.numel()
+        # s_i gains sum_j W_ij (q_j - q_i), so the neighbors' copies themselves need not be stored. Its own part is
+        # added while the messages travel.
+        for name, q_i in own.items():
+            self.compression.add_to(self._copies[name], q_i, 1.0)
+            self.compression.add_to(self._sums[name], q_i, -sum(self._weights))
+        received = [_unpack_like(own, theirs) for theirs in arrive()]
         for name, x_i in tensors.items():
-            x_hat, s_i, q_i = self._copies[name], self._sums[name], own[name]
-            # s_i gains sum_j W_ij (q_j - q_i), so the neighbors' copies themselves need not be stored.
-            self.compression.add_to(x_hat, q_i, 1.0)
-            self.compression.add_to(s_i, q_i, -sum(self._weights))
+            s_i = self._sums[name]
             for w_ij, q_j in zip(self._weights, received, strict=True):
                 self.compression.add_to(s_i, q_j[name], w_ij)
             if x_i.dtype == s_i.dtype:

@@ -158,10 +158,6 @@ class DecentralizedAggregation(Aggregation):
             if own is not block:
                 block.copy_(own)
 
-    def _exchange(self, message: Tensor) -> list[Tensor]:
-        """Send a flat tensor to the neighbors, and return theirs; see :meth:`_start_exchange`."""
-        return self._start_exchange(message)()
-
     def _start_exchange(self, message: Tensor, slot: int = 0) -> Callable[[], list[Tensor]]:
         """Begin to send a flat tensor to the neighbors and to receive theirs.
 
