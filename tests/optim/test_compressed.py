@@ -422,6 +422,14 @@ def test_the_largest_of_many_are_those_of_topk(kind: str, k: int) -> None:
     torch.testing.assert_close(m[found].abs().sort(descending=True).values, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_the_largest_are_found_in_every_dtype(dtype: torch.dtype) -> None:
+    m = torch.randn(300_001, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    found, values = largest_entries(m.__getitem__, len(m), 3000, KeptMemory())
+    assert torch.equal(values, m[found])
+    assert torch.equal(values.abs().sort().values, m.abs().topk(3000).values.sort().values)
+
+
 @pytest.mark.parametrize("width", [64, 100, 512, 768, 2560])
 def test_columns_that_differ_in_size_mislead_no_sample(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     generator, searched, topk = torch.Generator().manual_seed(width), list[int](), torch.Tensor.topk

@@ -264,7 +264,8 @@ def largest_entries(m: Callable[[slice], Tensor], numel: int, k: int, kept: Kept
         >>> largest_entries(torch.tensor([1.0, -3.0, 2.0]).__getitem__, numel=3, k=2, kept=KeptMemory())
         (tensor([1, 2], dtype=torch.int32), tensor([-3.,  2.]))
     """
-    if numel < max(2**16, 8 * k) or m(slice(1)).device.type != "cpu":
+    first = m(slice(1))
+    if numel < max(2**16, 8 * k) or first.device.type != "cpu" or first.is_complex():
         return _topk(m(slice(numel)), k)
     sample = m(slice(0, numel, _STRIDE)).abs()
     # About one in _STRIDE of the k largest values is in the sample, with a deviation of the square root of it.
@@ -281,9 +282,9 @@ def largest_entries(m: Callable[[slice], Tensor], numel: int, k: int, kept: Kept
     if not 0 <= surplus <= len(between):
         return _topk(m(slice(numel)), k)
     smallest = size.index_select(0, between).topk(surplus, largest=False, sorted=False).indices
-    dropped = between.index_select(0, smallest).numpy()
-    coordinates, values = (torch.from_numpy(np.delete(candidate.numpy(), dropped)) for candidate in candidates)
-    return coordinates, values
+    dropped = between.index_select(0, smallest)
+    coordinates, values = candidates
+    return _without(coordinates, dropped), _without(values, dropped)
 
 
 def _largest(sample: Tensor, rank: int) -> float:
@@ -319,6 +320,13 @@ def _not_below(
         torch.add(found, start, out=coordinates[count:stop])
         count = stop
     return coordinates[:count], values[:count]
+
+
+def _without(x: Tensor, dropped: Tensor) -> Tensor:
+    """Return a copy of a flat tensor without the entries at some positions."""
+    # As integers, because NumPy does not know bfloat16.
+    integers = x.view(getattr(torch, f"int{8 * x.element_size()}"))
+    return torch.from_numpy(np.delete(integers.numpy(), dropped.numpy())).view(x.dtype)
 
 
 def _positions(flags: Tensor) -> Tensor:
