@@ -430,15 +430,23 @@ def test_the_largest_are_found_in_every_dtype(dtype: torch.dtype) -> None:
     assert torch.equal(values.abs().sort().values, m.abs().topk(3000).values.sort().values)
 
 
+def test_values_that_are_no_numbers_are_found_where_no_sample_is_taken() -> None:
+    m = torch.randn(1000, 2 * sparsified._STRIDE, generator=torch.Generator().manual_seed(0))
+    m[:, 1] = torch.nan
+    found, _ = largest_entries(m.view(-1).__getitem__, m.numel(), 1000, KeptMemory())
+    assert m.view(-1)[found].isnan().all()
+
+
+@pytest.mark.parametrize("k", [1, 10, 1000])
 @pytest.mark.parametrize("width", [64, 100, 512, 768, 2560])
-def test_columns_that_differ_in_size_mislead_no_sample(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_that_differ_in_size_mislead_no_sample(width: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     generator, searched, topk = torch.Generator().manual_seed(width), list[int](), torch.Tensor.topk
     monkeypatch.setattr(
         torch.Tensor, "topk", lambda m, *args, **named: searched.append(len(m)) or topk(m, *args, **named)
     )
     m = (torch.randn(500, width, generator=generator) * torch.randn(width, generator=generator).exp()).view(-1)
     m = m.repeat(-(-(2**17) // len(m)))
-    found, _ = largest_entries(m.__getitem__, len(m), len(m) // 100, KeptMemory())
+    found, _ = largest_entries(m.__getitem__, len(m), k, KeptMemory())
     assert max(searched) < len(m) // 10, "all values were searched, which takes ten times as long"
     assert torch.equal(m[found].abs().sort().values, topk(m.abs(), len(found)).values.sort().values)
 

@@ -197,6 +197,11 @@ class TestChocoSGD:
         for x in lasts:
             assert (x - average).norm() <= last * len(ranks) ** 0.5 * (1 + 1e-9) + 1e-12
 
+    def test_sums_without_the_part_of_the_neighbors_are_not_saved(self, ranks: Ranks) -> None:
+        for result in ranks:
+            state = result["interrupted"]
+            assert (state["copies"], state["sums"], state["origin"]["calls"]) == ({}, {}, 0)
+
     @pytest.mark.parametrize("count", [1, 7, 8, 1001])
     def test_compressions_are_contractions(self, count: int) -> None:
         x = torch.randn(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64)

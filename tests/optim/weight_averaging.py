@@ -300,6 +300,22 @@ def large_tensors(rank: int, world_size: int) -> dict[str, Any]:
     return result
 
 
+def interrupted(rank: int, world_size: int) -> dict[str, Any]:
+    """The state of ChocoSGD after a call in which no message arrived."""
+    aggregation = ChocoAggregation(topology=ring(world_size))
+    model = Weights(x=target(rank))
+    aggregation.agg_model()(model, "avg_world")
+    assert aggregation.state_dict()["copies"]
+
+    def arrive() -> None:
+        raise RuntimeError("no message arrived")
+
+    aggregation._start_exchange = lambda message: arrive
+    with contextlib.suppress(RuntimeError):
+        aggregation.agg_model()(model, "avg_world")
+    return aggregation.state_dict()
+
+
 RESUMED: dict[str, Callable[[int, int, nn.Module], Optimizer]] = {
     "decentralized": lambda r, n, m: DecentralizedSGD(r, ring(n).neighbours(r), m, lr=0.1, momentum=0.9),
     "top_k": lambda r, n, m: ChocoSGD(
@@ -493,6 +509,7 @@ SCENARIOS = (
     refusals,
     odd_tensors,
     large_tensors,
+    interrupted,
     resume,
     local,
     added_later,

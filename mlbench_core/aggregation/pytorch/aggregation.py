@@ -123,7 +123,7 @@ class Aggregation(ABC):
         for nothing.
 
         Args:
-            by_layer: Aggregate the parameters one after another instead of all together.
+            by_layer: Send each parameter in messages of its own instead of all together.
 
         Returns:
             A function ``(model, op, denom=None)``. ``model`` may also be a mapping from names to parameters.
@@ -138,7 +138,7 @@ class Aggregation(ABC):
         written into the tensors' own memory.
 
         Args:
-            by_layer: Aggregate the tensors one after another instead of all together.
+            by_layer: Send each tensor in messages of its own instead of all together.
 
         Returns:
             A function ``(model, op, denom=None)``. ``model`` may also be a mapping from names to parameters.

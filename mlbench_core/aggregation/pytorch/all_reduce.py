@@ -283,16 +283,22 @@ class AllReduceAggregation(Aggregation):
         """Sum tensors of one dtype and device over the workers and divide them, in place."""
         # Half precision has room for an average over many workers, but not for their sum.
         early = self.divides_early(tensors[0].dtype)
+        # An empty tensor needs no message.
+        tensors = [tensor for tensor in tensors if tensor.numel()]
         groups = messages_of(tensors, 1 if self._is_by_layer else None)
         # All messages are packed before one is sent, because two tensors may share memory.
         messages = [pack(group) if own is None else own for group, own in groups]
         if early:
             for message in messages:
                 divide(message, divisor)
-        # All are in transit together, so that they do not wait for each other's round trips.
-        transfers = [self.start(message) for message in messages]
-        for (group, own), message, transfer in zip(groups, messages, transfers, strict=True):
-            self.finish(transfer)
+        # The backend gets all of them at once, and need not wait for this thread between two. Memory is shared only for
+        # two, so that it does not grow to the size of the model.
+        ahead = 2 if self.shared_memory else len(messages)
+        transfers = [self.start(message) for message in messages[:ahead]]
+        for i, ((group, own), message) in enumerate(zip(groups, messages, strict=True)):
+            self.finish(transfers[i])
+            if i + ahead < len(messages):
+                transfers.append(self.start(messages[i + ahead]))
             if not early:
                 divide(message, divisor)
             if own is None:

@@ -77,7 +77,7 @@ class Compression(ABC):
         """Compress a tensor of shape (n,), with n at least 1."""
 
     def compress_difference(self, x: Tensor, y: Tensor, kept: KeptMemory) -> Compressed:
-        """Compress x - y, of shape (n,), in the dtype of ``x``; ``kept`` has room for it."""
+        """Compress x - y, of shape (n,), in the dtype of ``x``; ``kept`` is memory for the difference."""
         difference = torch.sub(x, y, out=kept.flat("difference", len(x), x.dtype, x.device))
         return _without_views(self.compress(difference), difference)
 
@@ -340,12 +340,17 @@ class ChocoAggregation(DecentralizedAggregation):
         self._calls += 1
         self._raw_bytes += sum(x_i.numel() * x_i.element_size() for x_i in tensors.values())
         self._compressed_bytes += message.numel()
-        # s_i gains sum_j W_ij (q_j - q_i), so the neighbors' copies themselves need not be stored. Its own part is
-        # added while the messages travel.
+        # s_i gains sum_j W_ij (q_j - q_i), so the neighbors' copies themselves need not be stored. The part
+        # with q_i is added while the messages travel.
         for name, q_i in own.items():
             self.compression.add_to(self._copies[name], q_i, 1.0)
             self.compression.add_to(self._sums[name], q_i, -sum(self._weights))
-        received = [_unpack_like(own, theirs) for theirs in arrive()]
+        try:
+            received = [_unpack_like(own, theirs) for theirs in arrive()]
+        except BaseException:
+            # The sums have this worker's part without that of the neighbors, so they must not be saved.
+            self.load_state_dict({})
+            raise
         for name, x_i in tensors.items():
             s_i = self._sums[name]
             for w_ij, q_j in zip(self._weights, received, strict=True):

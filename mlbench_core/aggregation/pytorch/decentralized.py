@@ -39,8 +39,9 @@ class DecentralizedAggregation(Aggregation):
 
     To every neighbor, a call sends a tensor of at least 8 MiB in a message of its own, without a copy, and the smaller
     ones of the same dtype and device in one message. All travel in their own dtype: ``degree`` times the bytes of the
-    tensors. Half-precision numbers are mixed in float32. Buffers are mixed like weights; other
-    bookkeeping, such as a loss, is averaged over all workers. A single worker sends nothing.
+    tensors. After an error in an aggregation, such as a lost worker, their values are undefined. Half-precision numbers
+    are mixed in float32. Buffers are mixed like weights; other bookkeeping, such as a loss, is averaged over all
+    workers. A single worker sends nothing.
 
     Attributes:
         rank: This worker's number in the process group.
@@ -148,11 +149,9 @@ class DecentralizedAggregation(Aggregation):
         dtype = torch.promote_types(x_i.dtype, torch.float32)
         for block, *others in zip(in_blocks(x_i), *map(in_blocks, received), strict=True):
             own = block.to(dtype)
-            # A sum of products W_ij x_j would round equal values. Their differences are exactly 0.
-            differences = [
-                torch.sub(x_j, own, out=self._kept.flat(("difference", j), len(own), dtype, own.device))
-                for j, x_j in enumerate(others)
-            ]
+            # A sum of products W_ij x_j would round equal values. Their differences are exactly 0. They take the place
+            # of the received values.
+            differences = [x_j.to(dtype).sub_(own) for x_j in others]
             for w_ij, difference in zip(self._weights, differences, strict=True):
                 own.add_(difference, alpha=w_ij)
             if own is not block:

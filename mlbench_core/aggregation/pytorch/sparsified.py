@@ -168,7 +168,7 @@ class SparsifiedAggregation(CompressedAggregation):
             received = [(sent, torch.cat(picked))]
         else:
             # Coordinates are positions within a tensor, so that they fit into an int32.
-            messages = self._gather(as_bytes(sent, torch.cat(picked).to(torch.int32)))
+            messages = self._gather(as_bytes(sent, *picked))
             # index_copy_ takes only int64.
             received = [
                 (from_bytes(m, 0, len(sent), dtype), from_bytes(m, sent.nbytes, len(sent), torch.int32).long())
@@ -246,9 +246,9 @@ def largest_entries(m: Callable[[slice], Tensor], numel: int, k: int, kept: Kept
     """Find the entries of a flat tensor with the largest absolute values; nan counts as largest.
 
     On the CPU, :func:`torch.topk` on all values takes most of the time of a step. If ``k`` is small, a sample of every
-    127th value gives two thresholds, of which a few more and a few less than ``k`` values reach one. All values above
-    the high one belong to the result. The others of the result are searched for between the thresholds. If the sample
-    misleads, all values are searched. So the result is always exact.
+    127th value gives two thresholds: a few more than ``k`` values reach the low one, and a few less than ``k`` exceed
+    the high one. The latter belong to the result. The others of the result are searched for between the thresholds. If
+    the sample misleads, all values that reach the low one are searched, or all values. So the result is always exact.
 
     Args:
         m: Returns a part of the tensor, for example ``tensor.__getitem__``. Parts are read in the CPU's cache, so a sum
@@ -264,26 +264,34 @@ def largest_entries(m: Callable[[slice], Tensor], numel: int, k: int, kept: Kept
         >>> largest_entries(torch.tensor([1.0, -3.0, 2.0]).__getitem__, numel=3, k=2, kept=KeptMemory())
         (tensor([1, 2], dtype=torch.int32), tensor([-3.,  2.]))
     """
-    first = m(slice(1))
-    if numel < max(2**16, 8 * k) or first.device.type != "cpu" or first.is_complex():
+    if numel < max(2**16, 8 * k) or (first := m(slice(1))).device.type != "cpu" or first.is_complex():
         return _topk(m(slice(numel)), k)
     sample = m(slice(0, numel, _STRIDE)).abs()
     # About one in _STRIDE of the k largest values is in the sample, with a deviation of the square root of it.
     rank = k / _STRIDE
     margin = 4 * math.sqrt(rank) + 8
     more, fewer = int(rank + margin), max(1, int(rank - margin))
-    candidates = _not_below(m, numel, _largest(sample, more), 2 * more * _STRIDE, kept)
-    if candidates is None:
+    room = 2 * more * _STRIDE
+    candidates = _not_below(
+        m,
+        numel,
+        _largest(sample, more),
+        kept.flat("coordinates", room, torch.int32, first.device),
+        kept.flat("values", room, first.dtype, first.device),
+        kept,
+    )
+    if candidates is None or len(candidates[0]) < k:
         return _topk(m(slice(numel)), k)
-    size = candidates[1].abs()
-    # Values that equal the high threshold may or may not belong to the result.
-    between = _positions(~compare(size, "greater", _largest(sample, fewer)))
+    coordinates, values = candidates
+    size = values.abs()
     surplus = len(size) - k
-    if not 0 <= surplus <= len(between):
-        return _topk(m(slice(numel)), k)
+    # A value that equals the high threshold may or may not belong to the result. nan is above every threshold.
+    between = _positions(compare(size, "less_equal", _largest(sample, fewer)))
+    if len(between) < surplus:
+        # More than k values are above the high threshold, as for a very small k.
+        between = torch.arange(len(size))
     smallest = size.index_select(0, between).topk(surplus, largest=False, sorted=False).indices
     dropped = between.index_select(0, smallest)
-    coordinates, values = candidates
     return _without(coordinates, dropped), _without(values, dropped)
 
 
@@ -300,21 +308,20 @@ def _topk(m: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _not_below(
-    m: Callable[[slice], Tensor], numel: int, limit: float, room: int, kept: KeptMemory
+    m: Callable[[slice], Tensor], numel: int, limit: float, coordinates: Tensor, values: Tensor, kept: KeptMemory
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the coordinates, ascending, and the values of all entries whose absolute value is not below a limit.
+    """Write the coordinates, ascending, and the values of all entries whose absolute value is not below a limit.
 
-    The memory is that of ``kept``. The result is None if there are more entries than there is room for.
+    Returns:
+        The parts of ``coordinates`` and ``values`` that were written; None if there is not room for all entries.
     """
     count = 0
     for start in range(0, numel, BLOCK_ELEMENTS):
         block = m(slice(start, start + BLOCK_ELEMENTS))
-        coordinates = kept.flat("coordinates", room, torch.int32, block.device)
-        values = kept.flat("values", room, block.dtype, block.device)
         size = torch.abs(block, out=kept.flat("size", len(block), block.dtype, block.device))
         found = _positions(~compare(size, "less", limit))
         stop = count + len(found)
-        if stop > room:
+        if stop > len(values):
             return None
         torch.index_select(block, 0, found, out=values[count:stop])
         torch.add(found, start, out=coordinates[count:stop])

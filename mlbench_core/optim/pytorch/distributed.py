@@ -272,7 +272,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         world_size: Number of workers; None takes that of the process group.
         model: The model whose gradients or weights are aggregated.
         use_cuda: True if training runs on GPUs; see the aggregation.
-        by_layer: Aggregate the parameters one after another instead of all together.
+        by_layer: Send each parameter in messages of its own instead of all together.
         divide_before: Divide before the sum instead of after it, for half-precision gradients.
         agg_grad: Average gradients before the step; False averages weights after it.
         optimizer: A torch optimizer, or a function that makes one of an iterable of parameters. If it is left out, set

@@ -210,7 +210,7 @@ class FP16Optimizer(OptimizerWrapper):
         world_size: Number of workers; None takes that of the process group.
         use_cuda: True if training runs on GPUs.
         use_horovod: Communicate through Horovod instead of ``torch.distributed``.
-        by_layer: One message per parameter instead of one for the whole model.
+        by_layer: Send each parameter in a message of its own instead of all together.
         grad_clip: Largest norm of g; larger gradients are scaled down to it. Infinite: no clipping.
         init_scale: First loss scale.
         scale_factor: Factor by which the loss scale shrinks and grows.
