@@ -230,6 +230,10 @@ class TestChocoSGD:
             for a, b in zip(fused.sent, plain.sent, strict=True):
                 assert a.dtype == b.dtype and torch.equal(a, b)
 
+    def test_a_tensor_whose_positions_do_not_fit_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"fewer than 2\*\*31 numbers, not 2147483648: split it"):
+            TopK(0.1).compress(torch.empty(2**31, device="meta"))
+
     def test_random_entries_shrink_the_error_on_average(self) -> None:
         x, compression, errors = torch.ones(50, dtype=torch.float64), RandomK(0.2), []
         kept = torch.zeros(50, dtype=torch.float64)

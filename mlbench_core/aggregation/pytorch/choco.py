@@ -133,6 +133,10 @@ class TopK(Compression):
         return self._compress(part, len(x), kept)
 
     def _compress(self, part: Callable[[slice], Tensor], numel: int, kept: KeptMemory) -> Compressed:
+        if numel > torch.iinfo(torch.int32).max:
+            raise ValueError(
+                f"top_k sends positions as int32, so a tensor must have fewer than 2**31 numbers, not {numel}: split it"
+            )
         indices, values = largest_entries(part, numel, coordinates_sent(self.ratio, numel), kept)
         return Compressed((values, indices))
 
