@@ -317,8 +317,8 @@ class ChocoAggregation(DecentralizedAggregation):
 
         Raises:
             UnknownOperationError: ``op`` is another one.
-            ValueError: A tensor does not have the size of its restored copy, or the workers' lists of neighbors do
-                not fit together.
+            ValueError: A tensor does not have the size of its restored copy, a tensor has 2**31 numbers or more with
+                ``top_k``, or the workers' lists of neighbors do not fit together.
         """
         check_average(op)
         compressed = {n: t for n, t in tensors.items() if not n.startswith(BOOKKEEPING) and t.numel()}
