@@ -73,7 +73,7 @@ def make_steps(data: Path | None) -> list[Step]:
     options = ("-o", "addopts=", "-W", "default::pytest.PytestConfigWarning", "-p", "no:cacheprovider")
     if importlib.util.find_spec("xdist"):
         # pytest-benchmark, if it is installed, warns that it is off in parallel runs.
-        options += ("-n", "4", "-p", "no:benchmark")
+        options += ("-n", "4", "--dist", "loadfile", "-p", "no:benchmark")
     pytest = (
         "-m",
         "pytest",
@@ -84,7 +84,8 @@ def make_steps(data: Path | None) -> list[Step]:
         "-m",
         "gpu",
     )
-    images = ("--dataset", "cifar10", "--data", str(data), "--partial") if data else ("--dataset", "digits")
+    # A part of CIFAR-10 is enough for the light goal only.
+    images = ("--dataset", "cifar10", "--data", str(data), "--partial", "--light") if data else ("--dataset", "digits")
     folders = [f"--root-{name}={{results}}/{name}" for name in ("dataset", "checkpoint", "output")]
     task_1a = (TASK_1A, *ONE_PROCESS, *folders, *images)
     language = ("benchmarks/micro/awd_lstm.py", "--gpu", "--blocks", "5", "--steps", "20", "--bf16")

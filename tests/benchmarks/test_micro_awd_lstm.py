@@ -41,5 +41,5 @@ def test_the_script_has_a_row_for_every_variant(
     script.main(["--quick", "--vocabulary", "9", "--batch-size", "2", "--save", str(tmp_path)])
     (run,) = micro("_bench").read(tmp_path / "awd_lstm.json")["runs"]
     names = [row["variant"] for row in run["rows"]]
-    assert names == [script.CLASSICAL, "ours, copies of weights", "ours", script.BOUND]
+    assert names == [script.CLASSICAL, "ours, copies of weights", "ours", script.PRODUCTS, script.BOUND]
     assert all(row["value"] > 0 for row in run["rows"])

@@ -1,4 +1,4 @@
-"""Run a function in k Gloo processes and bring back what each returned.
+"""Run a function in k processes that communicate, and bring back what each returned.
 
 The processes are forked from a server that has imported torch and done nothing else: importing it anew in each of them
 would take most of the time of most tests. For the same reason it has imported what many tests read digits with, and
@@ -45,6 +45,7 @@ def _worker(
     rank: int,
     world_size: int,
     folder: str,
+    backend: str,
     timeout_s: float,
     args: tuple[Any, ...],
     environment: dict[str, str],
@@ -58,9 +59,13 @@ def _worker(
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
+        if backend == "nccl":
+            # NCCL refuses a GPU that two workers of a machine share, so they appear to be on machines of their own.
+            os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         store = dist.FileStore(os.path.join(folder, "store"), world_size)
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=timeout_s)
+            backend, store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=timeout_s)
         )
         # A worker that ends at once would close its connections while another one is still joining.
         store.set(f"joined {rank}", "")
@@ -75,8 +80,10 @@ def _worker(
         channel.close()
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Call ``function(rank, world_size, *args)`` in ``world_size`` Gloo processes.
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, backend: str = "gloo", timeout_s: float = 120.0
+) -> list[Any]:
+    """Call ``function(rank, world_size, *args)`` in ``world_size`` processes.
 
     ``function`` must be importable (defined at module level), its arguments and result picklable. The processes meet
     through a file, so no port is used; each computes with one thread.
@@ -85,6 +92,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         world_size: Number of processes.
         function: What each process runs.
         args: Further arguments for every process.
+        backend: ``"gloo"``, or ``"nccl"``, with which each worker has a GPU or shares it with others.
         timeout_s: Limit in seconds for the whole run; also the process group's timeout.
 
     Returns:
@@ -98,7 +106,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         channels, processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            given = (function, rank, world_size, folder, timeout_s, args, dict(os.environ), theirs)
+            given = (function, rank, world_size, folder, backend, timeout_s, args, dict(os.environ), theirs)
             process = context.Process(target=_worker, args=given, daemon=True)
             process.start()
             theirs.close()
