@@ -109,8 +109,13 @@ def make_step(network: nn.Module, model: LSTMLanguageModel, words: Tensor, bf16:
         nonlocal hidden
         optimizer.zero_grad()
         with torch.autocast(words.device.type, torch.bfloat16, enabled=bf16):
-            scores, hidden = network(words[:-1], detached(hidden))
-        F.cross_entropy(scores.float(), words[1:].flatten()).backward()
+            if isinstance(network, LSTMLanguageModel):
+                _, outputs, hidden = network.encode(words[:-1], detached(hidden))
+                loss = network.loss(outputs[-1], words[1:].flatten())
+            else:
+                scores, hidden = network(words[:-1], detached(hidden))
+                loss = F.cross_entropy(scores.float(), words[1:].flatten())
+        loss.backward()
         nn.utils.clip_grad_norm_(network.parameters(), 0.25)
         optimizer.step()
 

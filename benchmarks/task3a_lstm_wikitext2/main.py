@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -65,7 +64,7 @@ def base_rate(preset_sequences: int, sequences: int | None) -> float:
 
 
 def train_epoch(
-    text: Wikitext2Dataset, model: nn.Module, optimizer: Optimizer, tracker: Tracker, gpu: bool, bf16: bool
+    text: Wikitext2Dataset, model: LSTMLanguageModel, optimizer: Optimizer, tracker: Tracker, gpu: bool, bf16: bool
 ) -> None:
     """Train on this worker's part of the text once; the state continues, back-propagation stops at each batch."""
     regularization = ActivationRegularization(alpha=2.0, beta=1.0)
@@ -83,10 +82,10 @@ def train_epoch(
             hidden = model.init_hidden(words.shape[1]) if hidden is None else detached(hidden)
             tracker.record_batch_init()
             with torch.autocast(words.device.type, torch.bfloat16, enabled=bf16):
-                scores, hidden, raw, dropped = model(words, hidden, return_h=True)
-            tracker.record_batch_fwd_pass()
+                raw, dropped, hidden = model.encode(words, hidden)
+                tracker.record_batch_fwd_pass()
+                loss = model.loss(dropped[-1], next_words)
             # The penalty is added to the gradient only: the recorded loss gives the perplexity.
-            loss = F.cross_entropy(scores.float(), next_words)
             penalty = regularization(dropped[-1].float(), raw[-1].float())
             tracker.record_batch_comp_loss()
             (loss + penalty).backward()
@@ -96,7 +95,7 @@ def train_epoch(
                 optimizer.step(tracker=tracker)
             tracker.batch_end(samples=words.shape[1], tokens=words.numel())
             # The mean loss of the epoch is that of its tokens, so each batch weighs as much as it has tokens.
-            records.add(i, loss, len(scores))
+            records.add(i, loss, len(next_words))
 
 
 def load_data(run: Run, preset: Preset) -> tuple[Wikitext2Dataset, Wikitext2Dataset]:

@@ -534,7 +534,7 @@ def test_the_rules_hold_on_a_gpu(name: str) -> None:
 def assert_close_to_the_cpu(ranks: list[dict[str, Any]], name: str) -> None:
     """Up to the first agreement: later, a rounding can decide about a sign or about which values are the largest."""
     member = MEMBERS[name]
-    rtol, atol = (1e-3, 1e-4) if member.dtype == torch.float32 else (0.05, 0.02)
+    rtol, atol = (0.01, 1e-3) if member.dtype == torch.float32 else (0.05, 0.02)
     # Batch norm takes away what the bias before it adds: its gradient is zero but for roundings, which Adam enlarges.
     compared = [n != "first.bias" for n, _ in member.model().named_parameters()]
     for on_gpu, on_cpu in zip(results(ranks, name), results(trained(2), name), strict=True):

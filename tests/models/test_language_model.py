@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mlbench_core.evaluation.pytorch.criterion import ActivationRegularization
 from mlbench_core.models.pytorch.language_models import LSTMLanguageModel
+from mlbench_core.models.pytorch.language_models import lstm as lstm_module
 from mlbench_core.models.pytorch.layers import dropout_layers
 from mlbench_core.models.pytorch.layers.dropout_layers import LockedDropout, WeightDrop, embedded_dropout
 
@@ -94,6 +95,28 @@ def test_training_with_all_dropouts_equals_the_formula_with_the_masks_it_drew(mo
         torch.testing.assert_close(outputs[layer], x, atol=1e-5, rtol=0)
     expected = x @ state["encoder.weight"].T + state["decoder.bias"]
     torch.testing.assert_close(scores, expected.flatten(0, 1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("tie_weights", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 100])
+def test_the_loss_is_the_cross_entropy_of_the_scores(
+    rows: int, tie_weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether computed in pieces, also with a shorter last one, or at once."""
+    monkeypatch.setattr(lstm_module, "SCORES_AT_ONCE", 11 * rows)
+    model = LSTMLanguageModel(11, 4, 6, 2, 0, 0, 0, 0, tie_weights=tie_weights)
+    words, targets = torch.randint(11, (5, 3)), torch.randint(11, (15,))
+    scores, _ = model(words, model.init_hidden(3))
+    (3 * F.cross_entropy(scores, targets)).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    _, outputs, _ = model.encode(words, model.init_hidden(3))
+    loss = model.loss(outputs[-1], targets)
+    (3 * loss).backward()
+    torch.testing.assert_close(loss, F.cross_entropy(scores, targets))
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model.loss(outputs[-1], targets), loss, rtol=0.02, atol=0)
 
 
 def test_full_size_has_33_6_million_parameters() -> None:

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal, TypeAlias, overload
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mlbench_core.arguments import check_at_least
@@ -19,6 +21,9 @@ from mlbench_core.models.pytorch.layers.dropout_layers import (
 __all__ = ["LSTMHidden", "LSTMLanguageModel"]
 
 LSTMHidden: TypeAlias = "list[tuple[Tensor, Tensor]]"
+
+SCORES_AT_ONCE = 2**22
+"""Scores that :meth:`LSTMLanguageModel.loss` computes at a time: 16 MiB."""
 
 
 class LSTMLanguageModel(nn.Module):
@@ -159,6 +164,24 @@ class LSTMLanguageModel(nn.Module):
             two more lists for activation regularization: the layers' outputs :math:`y^l` before and :math:`x^l` after
             dropout, each of shape (time, batch, width).
         """
+        raw_outputs, outputs, new_hidden = self.encode(input, hidden)
+        # Compute the scores of all time steps in one matrix product, not in one for each step.
+        scores = self.decoder(outputs[-1].flatten(0, 1))
+        return (scores, new_hidden, raw_outputs, outputs) if return_h else (scores, new_hidden)
+
+    def encode(
+        self, input: Tensor, hidden: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[list[Tensor], list[Tensor], LSTMHidden]:
+        """Return what :meth:`forward` computes before the scores.
+
+        Args:
+            input: As in :meth:`forward`.
+            hidden: As in :meth:`forward`.
+
+        Returns:
+            The layers' outputs before and after dropout, each of shape (time, batch, width), and the state after the
+            last word. The last output after dropout is what :meth:`loss` takes.
+        """
         x = embedded_dropout(self.encoder, input, dropout=self.dropoute if self.training else 0)
         x = self.drop_input(x)
         raw_outputs, outputs, new_hidden = [], [], []
@@ -168,6 +191,33 @@ class LSTMLanguageModel(nn.Module):
             raw_outputs.append(raw)
             outputs.append(x)
             new_hidden.append(state)
-        # Compute the scores of all time steps in one matrix product, not in one for each step.
-        scores = self.decoder(x.flatten(0, 1))
-        return (scores, new_hidden, raw_outputs, outputs) if return_h else (scores, new_hidden)
+        return raw_outputs, outputs, new_hidden
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of the next words.
+
+        On a CPU in float32, with torch 2.13 or later, it computes the scores of some hundred words at a time, and
+        their gradients with them, so that they stay in the processor's cache: the scores of all words are a large
+        tensor, of which the classical way makes several passes. Only ``backward`` works on such a loss, and once.
+
+        Args:
+            output: The last layer's output of shape (time, batch, width), from :meth:`encode`.
+            targets: Ids of the next words, shape (time * batch,).
+
+        Returns:
+            The loss, a float32 tensor without dimensions. It is that of :func:`torch.nn.functional.cross_entropy` for
+            the scores of :meth:`forward`, up to rounding.
+        """
+        x = output.flatten(0, 1)
+        rows = max(1, SCORES_AT_ONCE // self.ntoken)
+        if len(x) <= rows or not hasattr(nn, "LinearCrossEntropyOptions") or not _is_float32_on_cpu(x):
+            return F.cross_entropy(self.decoder(x).float(), targets)
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
+        weight, bias = self.decoder.weight, self.decoder.bias
+        loss: Tensor = F.linear_cross_entropy(x, weight, targets, linear_bias=bias, options=options)
+        return loss
+
+
+def _is_float32_on_cpu(x: Tensor) -> bool:
+    """Return True unless x is elsewhere, or products are computed in another dtype."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
