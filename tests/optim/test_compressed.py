@@ -18,6 +18,7 @@ from mlbench_core.aggregation.pytorch.sign import (
     pack_bits,
     pack_signs,
     pack_with_torch,
+    sum_scaled_signs,
     unpack_bits,
     unpack_part,
     unpack_with_torch,
@@ -470,6 +471,17 @@ def test_signs_are_packed_across_the_borders_of_tensors_and_blocks() -> None:
     assert torch.equal(packed, pack_bits(bits))
     for start, stop in ((0, 8), (3, 4), (5, 262_149), (299_999, 300_018), (7, 7)):
         assert torch.equal(unpack_part(packed, start, stop), bits[start:stop])
+
+
+def test_scaled_signs_of_all_tensors_are_summed_at_once() -> None:
+    generator, sizes = torch.Generator().manual_seed(1), [3, 70, 0, 1, 8, 5]
+    bits = torch.rand(3, sum(sizes), generator=generator) < 0.5
+    scales = torch.rand(len(sizes), 3, generator=generator)
+    found = sum_scaled_signs(torch.stack([pack_bits(row) for row in bits]), scales, sizes)
+    expected = torch.zeros(sum(sizes))
+    for signs, scale in zip(torch.where(bits, 1.0, -1.0), scales.T, strict=True):
+        expected += signs * scale.repeat_interleave(torch.tensor(sizes))
+    assert torch.equal(found, expected)
 
 
 def test_a_gpu_packs_the_signs_of_all_tensors_at_once() -> None:

