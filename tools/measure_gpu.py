@@ -72,6 +72,7 @@ def make_steps(data: Path | None) -> list[Step]:
     # pytest-timeout may be missing: each step has its own limit, and the setting of that plug-in is only a warning.
     options = ("-o", "addopts=", "-W", "default::pytest.PytestConfigWarning", "-p", "no:cacheprovider")
     if importlib.util.find_spec("xdist"):
+        # All tests of a file run in one process, because they share what its workers computed.
         # pytest-benchmark, if it is installed, warns that it is off in parallel runs.
         options += ("-n", "4", "--dist", "loadfile", "-p", "no:benchmark")
     pytest = (

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 from mlbench_core.models.pytorch.language_models import LSTMLanguageModel, detached
+from mlbench_core.models.pytorch.language_models.lstm import SCORES_AT_ONCE
 
 CLASSICAL = "classical: copies of weights, whole-matrix masks"
 PRODUCTS = "bound: the matrix products of the scores alone"
@@ -128,23 +129,28 @@ def make_step(network: nn.Module, model: LSTMLanguageModel, words: Tensor, bf16:
 
 
 def make_products(model: LSTMLanguageModel, words: Tensor, bf16: bool) -> Callable[[], None]:
-    """Make a function that computes only the matrix products of the decoder, forward and backward."""
+    """Make a function that computes only the matrix products of the decoder, forward and backward.
+
+    On a CPU, they are computed in pieces, as in ``LSTMLanguageModel.loss``.
+    """
     dtype = torch.bfloat16 if bf16 else torch.float32
     weight = model.decoder.weight.detach().to(words.device, dtype)
     hidden = torch.randn(words[1:].numel(), weight.shape[1], device=words.device, dtype=dtype)
-    gradient = torch.randn(words[1:].numel(), weight.shape[0], device=words.device, dtype=dtype)
-    outputs = torch.empty_like(gradient), torch.empty_like(hidden), torch.empty_like(weight)
+    rows = len(hidden) if words.is_cuda else max(1, SCORES_AT_ONCE // len(weight))
+    gradient = torch.randn(rows, len(weight), device=words.device, dtype=dtype)
+    scores, of_hidden, of_weight = torch.empty_like(gradient), torch.empty_like(hidden), torch.zeros_like(weight)
 
     def products() -> None:
-        torch.mm(hidden, weight.t(), out=outputs[0])
-        torch.mm(gradient, weight, out=outputs[1])
-        torch.mm(gradient.t(), hidden, out=outputs[2])
+        for piece, of_piece in zip(hidden.split(rows), of_hidden.split(rows), strict=True):
+            torch.mm(piece, weight.t(), out=scores[: len(piece)])
+            torch.mm(gradient[: len(piece)], weight, out=of_piece)
+            of_weight.addmm_(gradient[: len(piece)].t(), piece)
 
     return products
 
 
 def make_bound(model: LSTMLanguageModel, words: Tensor, bf16: bool) -> Callable[[], None]:
-    """Make a function that computes these products, and the LSTM layers, forward and backward."""
+    """Make a function that computes the decoder's products, and the LSTM layers, forward and backward."""
     products = make_products(model, words, bf16)
     dtype = torch.bfloat16 if bf16 else torch.float32
     sizes = [(drop.module.input_size, drop.module.hidden_size) for drop in model.rnns]
@@ -157,7 +163,7 @@ def make_bound(model: LSTMLanguageModel, words: Tensor, bf16: bool) -> Callable[
         outputs = inputs
         for layer in layers:
             outputs, _ = layer(outputs)
-        outputs.backward(gradient)
+        torch.autograd.grad(outputs, [inputs, *layers.parameters()], gradient)
 
     return bound
 

@@ -84,6 +84,7 @@ def train_epoch(
             with torch.autocast(words.device.type, torch.bfloat16, enabled=bf16):
                 raw, dropped, hidden = model.encode(words, hidden)
                 tracker.record_batch_fwd_pass()
+                # comp_loss includes the scores and, if computed in pieces on a CPU, their gradients.
                 loss = model.loss(dropped[-1], next_words)
             # The penalty is added to the gradient only: the recorded loss gives the perplexity.
             penalty = regularization(dropped[-1].float(), raw[-1].float())

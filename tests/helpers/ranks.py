@@ -92,7 +92,7 @@ def run_ranks(
         world_size: Number of processes.
         function: What each process runs.
         args: Further arguments for every process.
-        backend: ``"gloo"``, or ``"nccl"``, with which each worker has a GPU or shares it with others.
+        backend: ``"gloo"`` or ``"nccl"``. With NCCL, each worker uses a GPU, which it may share with others.
         timeout_s: Limit in seconds for the whole run; also the process group's timeout.
 
     Returns:

@@ -23,7 +23,7 @@ __all__ = ["LSTMHidden", "LSTMLanguageModel"]
 LSTMHidden: TypeAlias = "list[tuple[Tensor, Tensor]]"
 
 SCORES_AT_ONCE = 2**22
-"""Scores that :meth:`LSTMLanguageModel.loss` computes at a time: 16 MiB."""
+"""Number of scores that :meth:`LSTMLanguageModel.loss` computes at a time; 16 MiB in float32."""
 
 
 class LSTMLanguageModel(nn.Module):
@@ -172,7 +172,7 @@ class LSTMLanguageModel(nn.Module):
     def encode(
         self, input: Tensor, hidden: Sequence[tuple[Tensor, Tensor]]
     ) -> tuple[list[Tensor], list[Tensor], LSTMHidden]:
-        """Return what :meth:`forward` computes before the scores.
+        """Return the layers' outputs and the new state, without the scores.
 
         Args:
             input: As in :meth:`forward`.
@@ -196,9 +196,9 @@ class LSTMLanguageModel(nn.Module):
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy of the next words.
 
-        On a CPU in float32, with torch 2.13 or later, it computes the scores of some hundred words at a time, and
-        their gradients with them, so that they stay in the processor's cache: the scores of all words are a large
-        tensor, of which the classical way makes several passes. Only ``backward`` works on such a loss, and once.
+        On a CPU in float32, with torch 2.13 or later, compute the scores in pieces of about four million, and their
+        gradients with them. A piece stays in the processor's cache, while the usual way makes several passes over all
+        scores. Such a loss has first derivatives only, and they can be computed once.
 
         Args:
             output: The last layer's output of shape (time, batch, width), from :meth:`encode`.
@@ -210,7 +210,8 @@ class LSTMLanguageModel(nn.Module):
         """
         x = output.flatten(0, 1)
         rows = max(1, SCORES_AT_ONCE // self.ntoken)
-        if len(x) <= rows or not hasattr(nn, "LinearCrossEntropyOptions") or not _is_float32_on_cpu(x):
+        in_pieces = hasattr(nn, "LinearCrossEntropyOptions") and len(x) > rows and targets.dtype == torch.int64
+        if not (in_pieces and _is_float32_on_cpu(x)):
             return F.cross_entropy(self.decoder(x).float(), targets)
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
         weight, bias = self.decoder.weight, self.decoder.bias
