@@ -41,11 +41,12 @@ SUBJECT = Subject(
     "words/s",
     (CLASSICAL,),
     (
-        "On a CPU, with the loss computed in pieces, our model is 1.16 times as fast as the classical one in the small "
-        "preset; in the full preset, and on a GPU, it is as fast. torch's LSTM layers and the matrix products of the "
-        "scores, which all models need, allow at most 1.42 times in the small preset and 1.20 in the full one.",
-        "Limit: as fast as the classical model within the ranges; no model is faster than the bounds. 1.3 times, the "
-        "original limit, is beyond the bound of the full preset on a CPU.",
+        "On a CPU with torch 2.13, our model computes the loss in pieces. It is 1.19 times as fast as the classical "
+        "one in the small preset, and as fast in the full preset. On a GPU it is as fast in both. All models need the "
+        "products for the scores and torch's LSTM layers. These alone allow 1.44 times (small) and 1.22 times (full) "
+        "on a CPU, and 1.45 and 1.31 on a GPU.",
+        "Limit: the range of the ratio includes 1 or is above it, and no model is faster than the bounds. The earlier "
+        "limit of 1.3 times on a GPU was not reached.",
     ),
 )
 
