@@ -5,7 +5,7 @@ The variants start from the same weights and run in one process:
 * the classical model, of which this file has its own copy: a wrapper that makes a dropped copy of each recurrent weight
   before every call, a mask over the whole embedding matrix, and masks expanded over time;
 * our model with that wrapper around its LSTMs, which shows the share of the wrapper;
-* our model;
+* our model, whose loss is computed in pieces on a CPU;
 * the three matrix products that give the scores of all words and their gradients, and nothing else: a bound, because
   every model of this vocabulary needs them;
 * these products and torch's LSTM layers, forward and backward without dropout: a closer bound.

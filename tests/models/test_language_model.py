@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 
@@ -102,7 +103,7 @@ def test_training_with_all_dropouts_equals_the_formula_with_the_masks_it_drew(mo
 def test_the_loss_is_the_cross_entropy_of_the_scores(
     rows: int, tie_weights: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether computed in pieces, also with a shorter last one, or at once."""
+    """Compute the loss in pieces, with and without a shorter last one, and at once."""
     monkeypatch.setattr(lstm_module, "SCORES_AT_ONCE", 11 * rows)
     model = LSTMLanguageModel(11, 4, 6, 2, 0, 0, 0, 0, tie_weights=tie_weights)
     words, targets = torch.randint(11, (5, 3)), torch.randint(11, (15,))
@@ -121,6 +122,13 @@ def test_the_loss_is_the_cross_entropy_of_the_scores(
     torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(model.loss(outputs[-1], targets), loss, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (14,), (15, 11)])
+def test_targets_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    model = LSTMLanguageModel(11, 4, 6, 2)
+    with pytest.raises(ValueError, match=rf"targets must have shape \(15,\), .*, not {re.escape(str(shape))}: flatten"):
+        model.loss(torch.zeros(5, 3, 6), torch.zeros(shape, dtype=torch.int64))
 
 
 def test_full_size_has_33_6_million_parameters() -> None:

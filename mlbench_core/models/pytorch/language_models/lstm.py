@@ -202,13 +202,21 @@ class LSTMLanguageModel(nn.Module):
 
         Args:
             output: The last layer's output of shape (time, batch, width), from :meth:`encode`.
-            targets: Ids of the next words, shape (time * batch,).
+            targets: Ids of the next words, shape (time * batch,), integers.
 
         Returns:
             The loss, a float32 tensor without dimensions. It is that of :func:`torch.nn.functional.cross_entropy` for
             the scores of :meth:`forward`, up to rounding.
+
+        Raises:
+            ValueError: ``targets`` has another shape.
         """
         x = output.flatten(0, 1)
+        if targets.shape != x.shape[:1]:
+            raise ValueError(
+                f"targets must have shape ({len(x)},), one word for each of the outputs, not {tuple(targets.shape)}: "
+                "flatten the words in the order of time"
+            )
         rows = max(1, SCORES_AT_ONCE // self.ntoken)
         in_pieces = hasattr(nn, "LinearCrossEntropyOptions") and len(x) > rows and targets.dtype == torch.int64
         if not (in_pieces and _is_float32_on_cpu(x)):
