@@ -53,6 +53,16 @@ def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch, rank: 
             torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_half_precision_is_rounded_once(dtype: torch.dtype, error_feedback: bool) -> None:
+    gradient = draw(10, 8, dtype=torch.float32).to(dtype)
+    half, wide = {"weight": gradient.clone()}, {"weight": gradient.float()}
+    for tensors in (half, wide):
+        PowerAggregation(make_model(), rank=2, error_feedback=error_feedback).aggregate(tensors, AVG_WORLD)
+    assert torch.equal(half["weight"], wide["weight"].to(dtype))
+
+
 def test_a_better_rank_leaves_less_out() -> None:
     errors = []
     for rank in (1, 2, 3, 4):

@@ -41,8 +41,8 @@ class PowerAggregation(LossyAggregation):
         g_i &\leftarrow P Q^\top \\
         e_i &\leftarrow \Delta_i - P Q^\top.
 
-    Nothing is lost: :math:`\frac{1}{k} \sum_i \Delta_i = P Q^\top + \frac{1}{k} \sum_i e_i` after every step. If the
-    average of the :math:`\Delta_i` has rank :math:`r` or less, :math:`P Q^\top` is that average.
+    Up to rounding, nothing is lost: :math:`\frac{1}{k} \sum_i \Delta_i = P Q^\top + \frac{1}{k} \sum_i e_i` after every
+    step. If the average of the :math:`\Delta_i` has rank :math:`r` or less, :math:`P Q^\top` is that average.
 
     A tensor is compressed if that makes it smaller, :math:`r (n + m) < n m`. All others (vectors, numbers, small
     matrices) are averaged as they are. A call sends two messages for any number of tensors: all :math:`P` together
@@ -312,7 +312,7 @@ class _Matrix:
             for gradient, _, part in self._blocks(left):
                 gradient.copy_(part.t() @ right)
         if self.has_memory:
-            # Multiplying again is faster on a CPU than reading the product from memory.
+            # Multiplying again is faster on a CPU than reading the product from memory. Both may differ by rounding.
             self.delta.addmm_(left.t(), right, alpha=-1)
             is_finite = right.isfinite().all()
             # On a GPU reading the flag would make the host wait, so there masked_fill_ always runs.
