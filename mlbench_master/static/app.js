@@ -5,6 +5,16 @@
 const live = document.getElementById("live");
 const listeners = { open: [], closed: [], lost: [], deleted: [], state: [], metric: [], log: [] };
 
+let isLeaving = false;
+addEventListener("pageshow", () => { isLeaving = false; }); // also after the user has come back
+
+/** Go to another page. Several signs of a deletion ask for it, and a second navigation would abort the first. */
+export function leaveFor(address) {
+  if (isLeaving) return;
+  isLeaving = true;
+  location.href = address;
+}
+
 /** Call a function with the data of every event of a kind: open, closed, lost, deleted, state, metric or log. */
 export function on(kind, listener) {
   listeners[kind].push(listener);
@@ -56,7 +66,7 @@ document.addEventListener("htmx:sendError", () => { again = true; }); // the mas
 document.addEventListener("htmx:responseError", (event) => {
   const { status } = event.detail.xhr;
   if (status === 401) location.reload(); // to the login page
-  else if (status === 404 && event.detail.target.id === "main") location.href = "/runs/";
+  else if (status === 404 && event.detail.target.id === "main") leaveFor("/runs/");
   else again = status >= 500;
 });
 
@@ -115,6 +125,6 @@ document.addEventListener("click", async (event) => {
   button.disabled = false;
   live.textContent = problem;
   if (problem) return;
-  if (button.dataset.then) location.href = button.dataset.then;
+  if (button.dataset.then) leaveFor(button.dataset.then);
   else refresh();
 });

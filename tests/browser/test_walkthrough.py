@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,12 @@ def saved(watched: Watched, link: str) -> bytes:
     return Path(download.value.path()).read_bytes()
 
 
+def answer_late(route: Any) -> None:
+    """Let a request of the browser wait."""
+    time.sleep(0.5)
+    route.continue_()
+
+
 def test_a_user_starts_watches_compares_stops_and_deletes_runs(watched: Watched) -> None:
     page, base = watched.page, watched.base
     # An empty master says what to do, and the way is one click.
@@ -114,8 +121,13 @@ def test_a_user_starts_watches_compares_stops_and_deletes_runs(watched: Watched)
     assert page.locator(".tables tbody").first.locator("tr").count() == 2
     watched.open(f"/runs/{runs['walk-2']}/")
     page.wait_for_selector("#charts canvas")  # a reading of the curves would not find the deleted run
+    # The answer and an event tell of the deletion. While the next page is slow, a second navigation would abort it.
+    navigations: list[str] = []
+    page.route(f"{base}/runs/", answer_late, times=1)
+    page.on("request", lambda request: navigations.append(request.url) if request.is_navigation_request() else None)
     page.click("button:has-text('Delete')")
     page.wait_for_url(f"{base}/runs/")
+    assert navigations == [f"{base}/runs/"]
     assert state_of(base, "walk-2") == ""
     assert page.locator("#runs a:text-is('walk-2')").count() == 0
     # The deletion may overtake the page's last questions about the run, and htmx reports each with a second line.
