@@ -207,19 +207,21 @@ class EFSignAggregation(CompressedAggregation):
 
         def average(first: int, tables: Tensor, start: int, stop: int) -> Tensor:
             first_byte, end = (first + start) // 8, (first + stop + 7) // 8
-            total = kept.flat("total", stop - start, scales.dtype, scales.device).zero_()
-            rows = kept.flat("rows", 8 * (end - first_byte), scales.dtype, scales.device)
+            total, other = (kept.flat(key, 8 * (end - first_byte), scales.dtype, scales.device) for key in range(2))
             # All workers add in the same order, because sums in different orders differ in their last bits.
-            for table, message in zip(tables, messages, strict=True):
+            for i, (table, message) in enumerate(zip(tables, messages, strict=True)):
                 packed = message[scales.nbytes + first_byte : scales.nbytes + end]
-                torch.index_select(table, 0, packed.int(), out=rows.view(-1, 8))
-                total += rows[first + start - 8 * first_byte :][: stop - start]
-            return divide(total, divisor)
+                rows = (other if i else total).view(-1, 8)
+                # NumPy finds rows in a table twice as fast as torch. "clip" lets it write them without a buffer.
+                np.take(table.numpy(), packed.numpy(), axis=0, out=rows.numpy(), mode="clip")
+                if i:
+                    total += other
+            return divide(total[first + start - 8 * first_byte :][: stop - start], divisor)
 
         first = 0
         for tensor, scales_n in zip(tensors.values(), their_scales, strict=True):
-            # For each worker, the eight scaled signs that each value of a byte represents.
-            fill(tensor, partial(average, first, scales_n[:, None, None] * signs_of_bytes))
+            # For each worker, the eight scaled signs that each value of a byte represents. Adding 0 turns -0 into 0.
+            fill(tensor, partial(average, first, scales_n[:, None, None] * signs_of_bytes + 0))
             first += tensor.numel()
 
 
