@@ -287,12 +287,16 @@ def largest_entries(m: Callable[[slice], Tensor], numel: int, k: int, kept: Kept
     surplus = len(size) - k
     # A value that equals the high threshold may or may not belong to the result. nan is above every threshold.
     between = _positions(compare(size, "less_equal", _largest(sample, fewer)))
-    if len(between) < surplus:
-        # More than k values are above the high threshold, as for a very small k.
+    if len(between) <= surplus:
+        # At least k values are above the high threshold, as for a very small k.
         between = torch.arange(len(size))
-    smallest = size.index_select(0, between).topk(surplus, largest=False, sorted=False).indices
-    dropped = between.index_select(0, smallest)
-    return _without(coordinates, dropped), _without(values, dropped)
+    # NumPy finds the smallest five times faster than torch's topk, but does not know bfloat16.
+    searched = size.index_select(0, between).to(torch.promote_types(size.dtype, torch.float32))
+    smallest = np.argpartition(searched.numpy(), surplus)[:surplus]
+    stays = np.ones(len(size), dtype=bool)
+    stays[between.numpy()[smallest]] = False
+    chosen = _positions(torch.from_numpy(stays))
+    return coordinates.index_select(0, chosen), values.index_select(0, chosen)
 
 
 def _largest(sample: Tensor, rank: int) -> float:
@@ -329,16 +333,15 @@ def _not_below(
     return coordinates[:count], values[:count]
 
 
-def _without(x: Tensor, dropped: Tensor) -> Tensor:
-    """Return a copy of a flat tensor without the entries at some positions."""
-    # As integers, because NumPy does not know bfloat16.
-    integers = x.view(getattr(torch, f"int{8 * x.element_size()}"))
-    return torch.from_numpy(np.delete(integers.numpy(), dropped.numpy())).view(x.dtype)
-
-
 def _positions(flags: Tensor) -> Tensor:
     """Return the positions of True on the CPU, ascending. NumPy finds them many times faster than torch."""
-    return torch.from_numpy(np.flatnonzero(flags.numpy()))
+    searched = flags.numpy()
+    n, count = len(searched), np.count_nonzero(searched)
+    # If more than a tenth are True, NumPy searches without branches, in a third of the time that it needs for a tenth.
+    # Below a fiftieth, its search with branches is faster.
+    if n < 50 * count and 10 * count <= n:
+        searched = np.append(searched, np.ones((n - 10 * count) // 9 + 1, dtype=bool))
+    return torch.from_numpy(np.flatnonzero(searched)[:count])
 
 
 def draw_coordinates(numel: int, count: int, generator: torch.Generator) -> Tensor:
