@@ -264,7 +264,7 @@ def largest_entries(m: Callable[[slice], Tensor], numel: int, k: int, kept: Kept
         >>> largest_entries(torch.tensor([1.0, -3.0, 2.0]).__getitem__, numel=3, k=2, kept=KeptMemory())
         (tensor([1, 2], dtype=torch.int32), tensor([-3.,  2.]))
     """
-    if numel < max(2**16, 8 * k) or (first := m(slice(1))).device.type != "cpu" or first.is_complex():
+    if numel < max(2**15, 8 * k) or (first := m(slice(1))).device.type != "cpu" or first.is_complex():
         return _topk(m(slice(numel)), k)
     sample = m(slice(0, numel, _STRIDE)).abs()
     # About one in _STRIDE of the k largest values is in the sample, with a deviation of the square root of it.
