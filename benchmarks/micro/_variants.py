@@ -333,7 +333,9 @@ VARIANTS = {
         f"{name}_kept": Variant(f"{title}, freed memory kept", kept(make), is_default=False, needs_own_process=True)
         for name, title, make in (
             ("ddp", "DDP + SGD", ddp),
+            ("sgd", "CentralizedSGD", sgd),
             ("sgd_overlap", "CentralizedSGD, overlap", overlapping),
+            ("power2", "PowerSGD, rank 2", partial(power, rank=2)),
             ("shared_overlap", f"{SHARED}, overlap", partial(overlapping, shared_memory=True)),
         )
     },

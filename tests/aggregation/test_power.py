@@ -53,6 +53,32 @@ def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch, rank: 
             torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_the_product_does_not_depend_on_the_number_of_threads(rank: int) -> None:
+    left, right, threads = draw(rank, 10).float(), draw(rank, 2048).float(), torch.get_num_threads()
+    products = []
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            products.append(torch.empty(10, 2048))
+            power._multiply(left, right, products[-1])
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(products[0], left.t() @ right)
+    assert torch.equal(products[0], products[1])
+    assert torch.equal(products[0], products[2])
+
+
+@pytest.mark.parametrize("rank", [4, 5])
+def test_every_rank_gives_the_same_product_and_the_rest_of_it(rank: int) -> None:
+    exact = draw(40, 30)
+    aggregation = PowerAggregation(nn.Linear(30, 40, bias=False).double(), rank=rank)
+    tensors = {"weight": exact.clone()}
+    aggregation.aggregate(tensors, AVG_WORLD)
+    assert torch.linalg.matrix_rank(tensors["weight"]) == rank
+    torch.testing.assert_close(tensors["weight"] + aggregation.memory("weight"), exact, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("error_feedback", [True, False])
 def test_half_precision_is_rounded_once(dtype: torch.dtype, error_feedback: bool) -> None:

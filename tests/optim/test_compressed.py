@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlbench_core.aggregation.pytorch import sparsified
 from mlbench_core.aggregation.pytorch.centralized import EFSignAggregation, SignAggregation, SparsifiedAggregation
-from mlbench_core.aggregation.pytorch.messages import KeptMemory
+from mlbench_core.aggregation.pytorch.messages import KeptMemory, as_bytes
 from mlbench_core.aggregation.pytorch.sign import (
     pack_bits,
     pack_signs,
@@ -423,6 +423,29 @@ def test_the_largest_of_many_are_those_of_topk(kind: str, k: int) -> None:
     torch.testing.assert_close(m[found].abs().sort(descending=True).values, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(("numel", "k"), [(2**15 - 1, 1), (2**15, 1), (2**15, 2**12), (2**16 + 1, 2**13)])
+def test_the_largest_are_found_on_both_sides_of_the_least_size_that_is_sampled(numel: int, k: int) -> None:
+    m = torch.randn(numel, generator=torch.Generator().manual_seed(k))
+    found, values = largest_entries(m.__getitem__, numel, k, KeptMemory())
+    assert torch.equal(found.long(), m.abs().topk(k).indices.sort().values)
+    assert torch.equal(values, m[found])
+
+
+def test_the_largest_are_found_if_as_many_values_as_are_dropped_are_below_the_largest_of_the_sample() -> None:
+    # The largest value of the sample is the last but one of all, so all values but one are below the high threshold.
+    m = torch.arange(400.0 * sparsified._STRIDE + 2)
+    found, values = largest_entries(m.__getitem__, len(m), 1, KeptMemory())
+    assert (found.tolist(), values.tolist()) == ([len(m) - 1], [len(m) - 1])
+
+
+@pytest.mark.parametrize("numel", [0, 1, 9, 10, 100, 1000, 5003])
+def test_positions_are_those_of_true(numel: int) -> None:
+    for count in {0, 1, numel // 50, numel // 50 + 1, numel // 10, numel // 10 + 1, numel}:
+        chosen = torch.randperm(numel, generator=torch.Generator().manual_seed(count))[:count]
+        flags = torch.zeros(numel, dtype=torch.bool).index_fill(0, chosen, True)
+        assert torch.equal(sparsified._positions(flags), chosen.sort().values)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
 def test_the_largest_are_found_in_every_dtype(dtype: torch.dtype) -> None:
     m = torch.randn(300_001, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
@@ -448,7 +471,7 @@ def test_columns_that_differ_in_size_mislead_no_sample(width: int, k: int, monke
     m = (torch.randn(500, width, generator=generator) * torch.randn(width, generator=generator).exp()).view(-1)
     m = m.repeat(-(-(2**17) // len(m)))
     found, _ = largest_entries(m.__getitem__, len(m), k, KeptMemory())
-    assert max(searched) < len(m) // 10, "all values were searched, which takes ten times as long"
+    assert not searched, "all values were searched, which takes ten times as long"
     assert torch.equal(m[found].abs().sort().values, topk(m.abs(), len(found)).values.sort().values)
 
 
@@ -482,6 +505,37 @@ def test_scaled_signs_of_all_tensors_are_summed_at_once() -> None:
     for signs, scale in zip(torch.where(bits, 1.0, -1.0), scales.T, strict=True):
         expected += signs * scale.repeat_interleave(torch.tensor(sizes))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_cpu_sums_the_scaled_signs_of_three_workers_as_a_gpu_does(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, sizes = torch.Generator().manual_seed(2), [3, 131_080, 5]
+    theirs = torch.randn(2, sum(sizes), generator=generator, dtype=dtype) >= 0
+    their_scales = torch.rand(2, len(sizes), generator=generator, dtype=dtype)
+    gathered = list[Tensor]()
+
+    def gather(message: Tensor) -> Tensor:
+        others = [as_bytes(s, pack_bits(bits)) for s, bits in zip(their_scales, theirs, strict=True)]
+        gathered.append(torch.stack([message, *others]))
+        return gathered[0]
+
+    aggregation = EFSignAggregation()
+    monkeypatch.setattr(aggregation, "_gather", gather)
+    tensors = {str(n): torch.randn(n, generator=generator, dtype=dtype) for n in sizes}
+    aggregation.aggregate(tensors, "avg_custom", 2.0)
+    scale_bytes = len(sizes) * dtype.itemsize
+    scales = torch.stack([row[:scale_bytes].clone().view(dtype) for row in gathered[0]], dim=1)
+    expected = sum_scaled_signs(gathered[0][:, scale_bytes:], scales, sizes) / 2
+    assert torch.equal(torch.cat(list(tensors.values())), expected)
+
+
+def test_a_mean_that_is_rounded_to_zero_gives_no_negative_zeros() -> None:
+    tensor = torch.tensor([-1e-45, 0.0, 0.0, 0.0])  # the smallest number of float32
+    EFSignAggregation().aggregate({"w": tensor}, "avg_world")
+    assert torch.equal(tensor, torch.zeros(4))
+    assert not tensor.signbit().any()
 
 
 def test_a_gpu_packs_the_signs_of_all_tensors_at_once() -> None:

@@ -198,7 +198,7 @@ class EFSignAggregation(CompressedAggregation):
         messages = self._gather(message)
         # One row per tensor, and one column per worker.
         their_scales = torch.stack([from_bytes(m, 0, len(p), scales.dtype) for m in messages], dim=1)
-        if scales.is_cuda:
+        if scales.device.type != "cpu":
             sizes = [tensor.numel() for tensor in tensors.values()]
             total = sum_scaled_signs(messages[:, scales.nbytes :], their_scales, sizes)
             unpack(divide(total, divisor), tensors.values())
@@ -207,7 +207,8 @@ class EFSignAggregation(CompressedAggregation):
 
         def average(first: int, tables: Tensor, start: int, stop: int) -> Tensor:
             first_byte, end = (first + start) // 8, (first + stop + 7) // 8
-            total, other = (kept.flat(key, 8 * (end - first_byte), scales.dtype, scales.device) for key in range(2))
+            size = 8 * (end - first_byte)
+            total, other = (kept.flat(key, size, scales.dtype, scales.device) for key in ("total", "other"))
             # All workers add in the same order, because sums in different orders differ in their last bits.
             for i, (table, message) in enumerate(zip(tables, messages, strict=True)):
                 packed = message[scales.nbytes + first_byte : scales.nbytes + end]
@@ -220,7 +221,8 @@ class EFSignAggregation(CompressedAggregation):
 
         first = 0
         for tensor, scales_n in zip(tensors.values(), their_scales, strict=True):
-            # For each worker, the eight scaled signs that each value of a byte represents. Adding 0 turns -0 into 0.
+            # For each worker, the eight scaled signs that each value of a byte represents. A mean can be too small for
+            # its dtype. Adding 0 turns the -0 that its signs then have into 0.
             fill(tensor, partial(average, first, scales_n[:, None, None] * signs_of_bytes + 0))
             first += tensor.numel()
 

@@ -254,7 +254,7 @@ def largest_entries(m: Callable[[slice], Tensor], numel: int, k: int, kept: Kept
         m: Returns a part of the tensor, for example ``tensor.__getitem__``. Parts are read in the CPU's cache, so a sum
             or a difference need not be written to memory. The next call may overwrite a part.
         numel: Size of the tensor.
-        k: Number of entries, at most ``numel``.
+        k: Number of entries, from 1 to ``numel``.
         kept: Memory for intermediate results.
 
     Returns:
@@ -337,8 +337,8 @@ def _positions(flags: Tensor) -> Tensor:
     """Return the positions of True on the CPU, ascending. NumPy finds them many times faster than torch."""
     searched = flags.numpy()
     n, count = len(searched), np.count_nonzero(searched)
-    # If more than a tenth are True, NumPy searches without branches, in a third of the time that it needs for a tenth.
-    # Below a fiftieth, its search with branches is faster.
+    # NumPy searches without branches if more than a tenth are True, and otherwise with branches. These are faster below a
+    # fiftieth, and take up to three times as long above it. So True is appended until it is more than a tenth.
     if n < 50 * count and 10 * count <= n:
         searched = np.append(searched, np.ones((n - 10 * count) // 9 + 1, dtype=bool))
     return torch.from_numpy(np.flatnonzero(searched)[:count])
