@@ -345,8 +345,9 @@ class _Matrix:
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     """Write the product of the transpose of ``left``, shape (r, n), and ``right``, shape (r, m), into ``out``."""
-    # A product of a column and a row is fast on every CPU, and has the same bits for any number of threads. On an AMD EPYC,
-    # the sum of two or four of them takes less than half as long as MKL's product of matrices (2048 rows and columns).
+    # A product of a column and a row is fast on every CPU, and has the same bits for any number of threads. On an AMD
+    # EPYC, the sum of two or four of them takes less than half as long as MKL's product of matrices (2048 rows and
+    # columns).
     if len(left) > 4 or out.device.type != "cpu":
         torch.mm(left.t(), right, out=out)
         return

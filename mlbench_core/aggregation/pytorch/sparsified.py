@@ -337,8 +337,8 @@ def _positions(flags: Tensor) -> Tensor:
     """Return the positions of True on the CPU, ascending. NumPy finds them many times faster than torch."""
     searched = flags.numpy()
     n, count = len(searched), np.count_nonzero(searched)
-    # NumPy searches without branches if more than a tenth are True, and otherwise with branches. These are faster below a
-    # fiftieth, and take up to three times as long above it. So True is appended until it is more than a tenth.
+    # NumPy searches without branches if more than a tenth are True, and otherwise with branches. The latter is faster
+    # below a fiftieth, and takes up to three times as long above it. So True is appended until it is more than a tenth.
     if n < 50 * count and 10 * count <= n:
         searched = np.append(searched, np.ones((n - 10 * count) // 9 + 1, dtype=bool))
     return torch.from_numpy(np.flatnonzero(searched)[:count])
