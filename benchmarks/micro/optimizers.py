@@ -145,6 +145,8 @@ def launch(model: str, count: int, names: Sequence[str], arguments: argparse.Nam
     steps = arguments.steps or WORKLOADS[model].steps
     case = f"{WORKLOADS[model].title}, {count} workers" + (f", {arguments.network}" if arguments.network else "")
     case += ", own processes" if arguments.apart else ""
+    # A case of its own, so that saving these rows does not drop those of the usual case.
+    case += ", freed memory kept by some" if any(name.endswith("_kept") for name in arguments.variants) else ""
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(EmulatedNetwork(count, arguments.network)) if arguments.network else None
 
