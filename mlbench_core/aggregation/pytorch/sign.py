@@ -221,8 +221,8 @@ class EFSignAggregation(CompressedAggregation):
 
         first = 0
         for tensor, scales_n in zip(tensors.values(), their_scales, strict=True):
-            # For each worker, the eight scaled signs that each value of a byte represents. A mean can be too small for
-            # its dtype. Adding 0 turns the -0 that its signs then have into 0.
+            # For each worker, the eight scaled signs that each value of a byte represents. If a scale underflows to 0,
+            # its negative signs give -0. Adding 0 makes them +0.
             fill(tensor, partial(average, first, scales_n[:, None, None] * signs_of_bytes + 0))
             first += tensor.numel()
 
