@@ -338,8 +338,8 @@ def _positions(flags: Tensor) -> Tensor:
     searched = flags.numpy()
     n, count = len(searched), np.count_nonzero(searched)
     # NumPy searches without branches if more than a tenth are True, and otherwise with branches. The latter is faster
-    # below a fiftieth, and takes up to three times as long above it. So the code appends True until more than a tenth of
-    # the flags are True.
+    # below a fiftieth, and takes up to three times as long above it. So the code appends True until more than a tenth
+    # of the flags are True.
     if n < 50 * count and 10 * count <= n:
         searched = np.append(searched, np.ones((n - 10 * count) // 9 + 1, dtype=bool))
     return torch.from_numpy(np.flatnonzero(searched)[:count])
