@@ -17,7 +17,6 @@ from torch.optim import SGD, Adam
 
 from mlbench_core.aggregation.pytorch import AllReduceAggregation, StreamingDiLoCoAggregation
 from mlbench_core.aggregation.pytorch.topology import ring
-from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 from mlbench_core.models.pytorch.resnet import get_resnet_model, resnet18_32x32
 from mlbench_core.models.pytorch.vgg import VGG
 from mlbench_core.optim.pytorch import FP16Optimizer
@@ -126,13 +125,13 @@ class Variant:
         title: For tables; ``{steps}`` becomes the steps of a block.
         make: Makes it.
         is_default: True if it runs without being named. (Convolutions in fp16 take many seconds on a CPU.)
-        needs_own_process: True if it changes the whole process, and so cannot share one with other variants.
+        keeps_memory: True to keep freed memory, as ``initialize_backends`` does. False needs processes of its own.
     """
 
     title: str
     make: Callable[[Context], Trainee]
     is_default: bool = True
-    needs_own_process: bool = False
+    keeps_memory: bool = True
 
 
 def alone(context: Context, fused: bool | None = None) -> Trainee:
@@ -276,16 +275,6 @@ def streaming(context: Context) -> Trainee:
     return ours("StreamingDiLoCo", context, aggregation=exchange)
 
 
-def kept(make: Callable[[Context], Trainee]) -> Callable[[Context], Trainee]:
-    """Keep the memory that tensors free, in the whole process, as the library's tasks do."""
-
-    def make_kept(context: Context) -> Trainee:
-        keep_freed_memory()
-        return make(context)
-
-    return make_kept
-
-
 def half(context: Context, dtype: torch.dtype) -> Trainee:
     """Train in half precision with float32 master weights."""
     model = context.model.to(dtype)
@@ -330,14 +319,8 @@ VARIANTS = {
         for size_mb in (1, 4, 25, 1000)
     },
     **{
-        f"{name}_kept": Variant(f"{title}, freed memory kept", kept(make), is_default=False, needs_own_process=True)
-        for name, title, make in (
-            ("ddp", "DDP + SGD", ddp),
-            ("sgd", "CentralizedSGD", sgd),
-            ("sgd_overlap", "CentralizedSGD, overlap", overlapping),
-            ("power2", "PowerSGD, rank 2", partial(power, rank=2)),
-            ("shared_overlap", f"{SHARED}, overlap", partial(overlapping, shared_memory=True)),
-        )
+        f"{name}_returned": Variant(f"{title}, freed memory returned", make, is_default=False, keeps_memory=False)
+        for name, title, make in (("ddp", "DDP + SGD", ddp), ("sgd", "CentralizedSGD", sgd))
     },
     "power1": Variant("PowerSGD, rank 1", partial(power, rank=1)),
     "power2": Variant("PowerSGD, rank 2", partial(power, rank=2)),

@@ -2,7 +2,8 @@
 
 By default all variants share the same worker processes. If they need more memory than there is, they are split into
 several launches, each with both references. With ``--apart`` each variant has worker processes of its own, as in a
-training run; then the heap's growth in each step is due to the variant alone, and not to the ones before it.
+training run; then the heap's growth in each step is due to the variant alone, and not to the ones before it. As in
+``initialize_backends``, freed memory is kept, except by the variants whose name ends with ``_returned``.
 
 Exposed communication is the time that the optimizer reports to the Tracker. Variants without a tracker have the time
 beyond a step without communication. Bytes are those that one worker hands to collectives in a step.
@@ -38,10 +39,11 @@ from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, pos
 from _variants import ALONE, DDP, VARIANTS, WORKLOADS, Context, Trainee
 from _workers import Workers, serve
 
+from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 from mlbench_core.network.emulated import EmulatedNetwork
 
 REFERENCES = [ALONE, DDP]
-PEERS = (DDP, ALONE, "ddp_fused", "ddp_power2", "sgd")
+PEERS = (DDP, "ddp_returned", ALONE, "ddp_power2", "sgd")
 WARM_UP_STEPS = 4
 COPIES = 6  # weights, gradients, momentum, buckets, an error memory, a message in flight
 PROCESS_BYTES = 400e6  # of a worker before it has a network: torch itself
@@ -76,6 +78,8 @@ class Recorder:
 
 def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Make the network in a worker; a request then takes some steps with one variant."""
+    if setup["keeps_memory"]:
+        keep_freed_memory()
     workload, steps, rank = WORKLOADS[setup["model"]], setup["steps"], dist.get_rank()
     torch.manual_seed(0)
     model = workload.make()
@@ -121,7 +125,8 @@ def print_profile(model: str, count: int, arguments: argparse.Namespace) -> None
     """Print a table of operations for each variant."""
     steps = arguments.steps or WORKLOADS[model].steps
     for name in arguments.variants:
-        with Workers(__file__, count, {"model": model, "steps": steps}) as workers:
+        setup = {"model": model, "steps": steps, "keeps_memory": VARIANTS[name].keeps_memory}
+        with Workers(__file__, count, setup) as workers:
             found = workers.ask(variant=name, profile=True)[0]
         title, step_ms = VARIANTS[name].title.format(steps=steps), found["step_ms"]
         print(f"\n{WORKLOADS[model].title}, {count} workers, {title}: {step_ms:.1f} ms per step\n")
@@ -145,16 +150,14 @@ def launch(model: str, count: int, names: Sequence[str], arguments: argparse.Nam
     steps = arguments.steps or WORKLOADS[model].steps
     case = f"{WORKLOADS[model].title}, {count} workers" + (f", {arguments.network}" if arguments.network else "")
     case += ", own processes" if arguments.apart else ""
-    # A case of its own, so that saving these rows does not drop those of the usual case.
-    case += ", freed memory kept by some" if any(name.endswith("_kept") for name in arguments.variants) else ""
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(EmulatedNetwork(count, arguments.network)) if arguments.network else None
 
-        def start() -> Workers:
-            setup = {"model": model, "steps": steps}
+        def start(keeps_memory: bool) -> Workers:
+            setup = {"model": model, "steps": steps, "keeps_memory": keeps_memory}
             return stack.enter_context(Workers(__file__, count, setup, network=network))
 
-        shared = None if arguments.apart else start()
+        shared = None if arguments.apart else start(keeps_memory=True)
 
         def block(workers: Workers, name: str) -> Timed:
             replies = workers.ask(variant=name)
@@ -164,7 +167,10 @@ def launch(model: str, count: int, names: Sequence[str], arguments: argparse.Nam
             extra["MB/step"] = max(reply["bytes"] for reply in replies) / 1e6
             return Timed(max(reply["seconds"] for reply in replies), extra)
 
-        variants = {VARIANTS[name].title.format(steps=steps): partial(block, shared or start(), name) for name in names}
+        variants = {
+            VARIANTS[name].title.format(steps=steps): partial(block, shared or start(VARIANTS[name].keeps_memory), name)
+            for name in names
+        }
         rows = measure(SUBJECT, case, variants, arguments.blocks, amount=steps)
     alone_ms = rows[0]["extra"].get("ms/step")
     for row in rows:
@@ -202,7 +208,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parse(parser, argv, **quick)
     if min(arguments.workers) < 2:
         parser.error(f"argument --workers: must be at least 2, not {min(arguments.workers)}")
-    apart = [name for name in arguments.variants if VARIANTS[name].needs_own_process]
+    apart = [name for name in arguments.variants if not VARIANTS[name].keeps_memory]
     if apart and not arguments.apart:
         parser.error(f"argument --variants: {', '.join(apart)} must run in processes of their own: add --apart")
     if arguments.network and (reason := EmulatedNetwork.why_not()):
@@ -224,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [
         row for model in arguments.models for count in arguments.workers for row in compare(model, count, arguments)
     ]
-    finish(SUBJECT, rows, arguments, f"Gloo, {arguments.blocks} blocks, one thread per worker.")
+    finish(SUBJECT, rows, arguments, f"Gloo, {arguments.blocks} blocks, one thread per worker, freed memory kept.")
 
 
 if __name__ == "__main__":

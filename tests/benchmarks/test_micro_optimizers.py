@@ -25,13 +25,13 @@ def test_variants_are_split_by_memory_with_the_references_in_each_launch(micro: 
     assert len(script.groups(names, "resnet20", 2, 4 * script.PROCESS_BYTES, apart=True)) == 4
 
 
-def test_variants_that_change_their_process_need_one_of_their_own(
+def test_variants_that_return_memory_need_processes_of_their_own(
     micro: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        micro("optimizers").read_arguments(["--variants", "ddp_kept"])
-    assert "ddp_kept must run in processes of their own: add --apart" in capsys.readouterr().err
-    assert micro("optimizers").read_arguments(["--variants", "ddp_kept", "--apart"]).apart
+        micro("optimizers").read_arguments(["--variants", "ddp_returned"])
+    assert "ddp_returned must run in processes of their own: add --apart" in capsys.readouterr().err
+    assert micro("optimizers").read_arguments(["--variants", "ddp_returned", "--apart"]).apart
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 
@@ -10,33 +11,41 @@ import pytest
 from mlbench_core.distributed.pytorch.memory import fits_on_gpu
 from tests.helpers.processes import environment
 
+# Prints the page faults of some steps within the block, then the memory of the process in bytes within and after it.
 PROGRAM = """
 import resource, sys, torch
-from mlbench_core.distributed.pytorch.memory import keep_freed_memory
-if sys.argv[1] == "keep" and not keep_freed_memory():
-    sys.exit(3)
+from mlbench_core.distributed.pytorch import initialize_backends
 def step():
-    kept = [torch.ones(2_000_000) for _ in range(8)]
-step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
+    kept = [torch.ones(2_000_000) for _ in range(16)]
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+with initialize_backends("gloo", logging_level="WARNING", keep_memory=sys.argv[1] == "keep"):
     step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    print(faults(), resident())
+print(resident(), faults())
 """
 
 
-def page_faults(how: str) -> int:
+def run_program(how: str) -> list[int]:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, env=environment(), timeout=100
     )
-    if done.returncode == 3:
-        pytest.skip("needs the GNU C library")
     assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    return [int(number) for number in done.stdout.split()]
 
 
-def test_memory_that_was_freed_is_there_for_the_next_step() -> None:
-    assert page_faults("keep") < page_faults("default") / 3
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs the GNU C library")
+def test_memory_that_was_freed_is_there_for_the_next_step_and_returned_at_the_end() -> None:
+    faults, within, after, later_faults = run_program("keep")
+    assert faults < run_program("default")[0] / 3
+    assert within - after > 0.9 * 16 * 4 * 2_000_000
+    assert later_faults > 3 * faults  # memory is returned again
 
 
 def test_nothing_fits_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from mlbench_core.controlflow.pytorch.run_results import RunResults, task_result
 from mlbench_core.controlflow.pytorch.translation import EpochPart, epoch_parts
 from mlbench_core.controlflow.task_arguments import task_main
 from mlbench_core.distributed.pytorch.initialize import initialize_backends
-from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 from mlbench_core.distributed.pytorch.process_groups import smallest
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.evaluation.goals import AccuracyAfterTime, TimeToGoal
@@ -335,17 +334,13 @@ def run_task(
     After the training, rank 0 logs if the goal was reached. For folders, launchers and errors see
     :func:`~mlbench_core.controlflow.task_arguments.task_main`, for an example see :class:`Run`.
 
-    By default, settings of the C library's ``malloc`` are changed for the whole process, for its whole life: freed
-    memory is kept for the next step instead of being returned to the system, so the process stays at its peak size
-    (:func:`~mlbench_core.distributed.pytorch.memory.keep_freed_memory`).
-
     Args:
         train: Train with a :class:`Run`, once the workers are connected.
         uid: The task's name in paths, such as ``"task1a"``.
         add_arguments: Add the task's arguments to the parser, and those of
             :func:`~mlbench_core.controlflow.task_arguments.add_run_arguments`.
         prepare: Check or complete the arguments, before the workers are connected; may be None.
-        keep_memory: False leaves the settings of ``malloc`` as they are.
+        keep_memory: See :func:`~mlbench_core.distributed.pytorch.initialize_backends`.
         argv: Arguments to read instead of those of the process.
     """
 
@@ -358,8 +353,6 @@ def run_task(
             raise ConfigurationError("--goal-after gives the run another goal: it does not go with --light")
         if prepare is not None:
             prepare(args)
-        if keep_memory:
-            keep_freed_memory()
         with initialize_backends(
             comm_backend=backend,
             hosts=hosts,
@@ -368,6 +361,7 @@ def run_task(
             seed=args.seed,
             ckpt_run_dir=ckpt_run_dir,
             timeout_s=args.timeout,
+            keep_memory=keep_memory,
         ) as (rank, world_size, _):
             open_results = partial(
                 task_results, args, uid, rank, world_size, backend, output_dir=output_dir, dataset_dir=dataset_dir
