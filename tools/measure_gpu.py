@@ -90,6 +90,8 @@ def make_steps(data: Path | None) -> list[Step]:
     folders = [f"--root-{name}={{results}}/{name}" for name in ("dataset", "checkpoint", "output")]
     task_1a = (TASK_1A, *ONE_PROCESS, *folders, *images)
     language = ("benchmarks/micro/awd_lstm.py", "--gpu", "--blocks", "5", "--steps", "20", "--bf16")
+    optimizers = ("benchmarks/micro/optimizers.py", "--gpu", "--models", "mlp", "--workers", "2", "--blocks", "5")
+    variants = ("sgd", "sgd_overlap", "power2", "sign", "ef_sign", "top1", "choco", "qsgd")
     return [
         Step(
             "tests",
@@ -103,6 +105,12 @@ def make_steps(data: Path | None) -> list[Step]:
         Step("task1a", "the same without graphs", 60, (*task_1a, *FAST)),
         Step("task1a-compiled", "the same, compiled", 120, (*task_1a, *FAST, "--compile")),
         Step("language", "AWD-LSTM in bfloat16", 60, (*language, "--save", "{results}")),
+        Step(
+            "optimizers",
+            "optimizers of two workers on one GPU, over Gloo",
+            90,
+            (*optimizers, "--variants", *variants, "--save", "{results}"),
+        ),
     ]
 
 

@@ -125,7 +125,7 @@ class Variant:
         title: For tables; ``{steps}`` becomes the steps of a block.
         make: Makes it.
         is_default: True if it runs without being named. (Convolutions in fp16 take many seconds on a CPU.)
-        keeps_memory: True to keep freed memory, as ``initialize_backends`` does. False needs processes of its own.
+        keeps_memory: True to keep freed memory, as ``initialize_backends`` does. If False, ``--apart`` is needed.
     """
 
     title: str
@@ -248,6 +248,11 @@ def periodic(name: str, **options: Any) -> Callable[[Context], Trainee]:
     return lambda context: ours(name, context, period=context.steps, **options)
 
 
+def local4(context: Context, delay: int = 0) -> Trainee:
+    """Average every fourth step. For a delay, a block needs several periods, because its last message meets no step."""
+    return ours("LocalSGD", context, momentum=MOMENTUM, period=4, delay=delay)
+
+
 def muon(context: Context) -> Trainee:
     """Average gradients for Muon, whose matrices include the kernels."""
     optimizer = find("GenericCentralizedOptimizer")(None, context.model, optimizer=make_muon)
@@ -332,6 +337,8 @@ VARIANTS = {
     "ring": Variant("DecentralizedSGD, ring", partial(gossip, "DecentralizedSGD")),
     "choco": Variant("ChocoSGD, ring, largest 10 %", partial(gossip, "ChocoSGD")),
     "local": Variant("LocalSGD, every {steps} steps", periodic("LocalSGD", momentum=MOMENTUM)),
+    "local4": Variant("LocalSGD, every 4 steps", local4, is_default=False),
+    "local4_delay": Variant("LocalSGD, every 4 steps, delay of 3", partial(local4, delay=3), is_default=False),
     "diloco": Variant("DiLoCo (AdamW), every {steps} steps", periodic("DiLoCo")),
     "qsgd": Variant("QSGD, 4 bits", partial(ours, "QSGD", momentum=MOMENTUM, levels=7)),
     "demo": Variant("DeMo", partial(compressed, name="DeMo")),

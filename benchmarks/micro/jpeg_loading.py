@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=positive, default=2, help="loader processes of each variant")
     arguments = parse(parser, argv, images=8, batch_size=4, processes=1)
     torch.set_num_threads(1)
-    keep_freed_memory()  # as the tasks do
+    keep_freed_memory()  # as initialize_backends does
     count = arguments.images // arguments.batch_size * arguments.batch_size
     with tempfile.TemporaryDirectory(prefix="jpegs-") as folder:
         path, archive = Path(folder, "files"), Path(folder, "tar", "train.tar")

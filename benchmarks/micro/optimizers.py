@@ -2,8 +2,8 @@
 
 By default all variants share the same worker processes. If they need more memory than there is, they are split into
 several launches, each with both references. With ``--apart`` each variant has worker processes of its own, as in a
-training run; then the heap's growth in each step is due to the variant alone, and not to the ones before it. As in
-``initialize_backends``, freed memory is kept, except by the variants whose name ends with ``_returned``.
+training run, and so does not use memory that other variants freed. As in ``initialize_backends``, freed memory is kept,
+except by the variants whose name ends with ``_returned``.
 
 Exposed communication is the time that the optimizer reports to the Tracker. Variants without a tracker have the time
 beyond a step without communication. Bytes are those that one worker hands to collectives in a step.
@@ -11,6 +11,8 @@ beyond a step without communication. Bytes are those that one worker hands to co
     python benchmarks/micro/optimizers.py --models mlp vgg11 --workers 2 [--save]
     python benchmarks/micro/optimizers.py --models mlp --workers 2 --apart --variants sgd_overlap
     python benchmarks/micro/optimizers.py --models vgg11 --workers 2 --network 100mbit --blocks 2 --steps 1
+
+With ``--gpu``, all workers compute on one GPU. Their messages travel over Gloo, by way of the host.
 
 With ``--profile``, it lists instead where the time of a step goes on rank 0, from torch's profiler. Waiting for
 messages and work outside of torch, such as NumPy's, belongs to no operation.
@@ -80,10 +82,10 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
     """Make the network in a worker; a request then takes some steps with one variant."""
     if setup["keeps_memory"]:
         keep_freed_memory()
-    workload, steps, rank = WORKLOADS[setup["model"]], setup["steps"], dist.get_rank()
+    workload, steps, rank, device = WORKLOADS[setup["model"]], setup["steps"], dist.get_rank(), setup["device"]
     torch.manual_seed(0)
-    model = workload.make()
-    batch = workload.batch(rank)
+    model = workload.make().to(device)
+    batch = tuple(tensor.to(device) for tensor in workload.batch(rank))
     trainees: dict[str, Trainee] = {}
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
@@ -101,6 +103,8 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
         start = time.perf_counter()
         for _ in range(steps):
             trainee.step(*batch, recorder)
+        if device == "cuda":
+            torch.cuda.synchronize()  # calls return before the device has done the work
         seconds = time.perf_counter() - start
         if not trainee.is_tracked:
             return {"seconds": seconds, "bytes": trainee.bytes_per_step()}
@@ -121,12 +125,18 @@ def profile_steps(step: Callable[[], object], steps: int) -> dict[str, Any]:
     return {"step_ms": step_ms, "operations": operations}
 
 
+def make_setup(model: str, arguments: argparse.Namespace, keeps_memory: bool) -> dict[str, Any]:
+    """Describe to workers what they measure."""
+    steps = arguments.steps or WORKLOADS[model].steps
+    device = "cuda" if arguments.gpu else "cpu"
+    return {"model": model, "steps": steps, "device": device, "keeps_memory": keeps_memory}
+
+
 def print_profile(model: str, count: int, arguments: argparse.Namespace) -> None:
     """Print a table of operations for each variant."""
     steps = arguments.steps or WORKLOADS[model].steps
     for name in arguments.variants:
-        setup = {"model": model, "steps": steps, "keeps_memory": VARIANTS[name].keeps_memory}
-        with Workers(__file__, count, setup) as workers:
+        with Workers(__file__, count, make_setup(model, arguments, VARIANTS[name].keeps_memory)) as workers:
             found = workers.ask(variant=name, profile=True)[0]
         title, step_ms = VARIANTS[name].title.format(steps=steps), found["step_ms"]
         print(f"\n{WORKLOADS[model].title}, {count} workers, {title}: {step_ms:.1f} ms per step\n")
@@ -149,12 +159,12 @@ def launch(model: str, count: int, names: Sequence[str], arguments: argparse.Nam
     """Measure some variants of one network with one number of workers."""
     steps = arguments.steps or WORKLOADS[model].steps
     case = f"{WORKLOADS[model].title}, {count} workers" + (f", {arguments.network}" if arguments.network else "")
-    case += ", own processes" if arguments.apart else ""
+    case += (", own processes" if arguments.apart else "") + (", on one GPU" if arguments.gpu else "")
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(EmulatedNetwork(count, arguments.network)) if arguments.network else None
 
         def start(keeps_memory: bool) -> Workers:
-            setup = {"model": model, "steps": steps, "keeps_memory": keeps_memory}
+            setup = make_setup(model, arguments, keeps_memory)
             return stack.enter_context(Workers(__file__, count, setup, network=network))
 
         shared = None if arguments.apart else start(keeps_memory=True)
@@ -202,10 +212,13 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--apart", action="store_true", help="give each variant worker processes of its own")
     parser.add_argument("--profile", action="store_true", help="list the operations of a step instead of timing it")
     parser.add_argument("--network", metavar="BANDWIDTH", help="put each worker on an emulated host, e.g. 100mbit")
+    parser.add_argument("--gpu", action="store_true", help="compute on the current GPU")
     memory_gb = 0.75 * psutil.virtual_memory().total / 1e9
     parser.add_argument("--memory-gb", type=float, default=memory_gb, help="memory that a launch may use")
     quick = {"models": ["mlp"], "workers": [2], "steps": 1, "variants": ["sgd_overlap", "power2"]}
     arguments = parse(parser, argv, **quick)
+    if arguments.gpu and not torch.cuda.is_available():
+        parser.error("argument --gpu: torch finds no CUDA GPU on this machine")
     if min(arguments.workers) < 2:
         parser.error(f"argument --workers: must be at least 2, not {min(arguments.workers)}")
     apart = [name for name in arguments.variants if not VARIANTS[name].keeps_memory]

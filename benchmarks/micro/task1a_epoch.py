@@ -101,8 +101,7 @@ def make_task(
     parser = argparse.ArgumentParser()
     variants.add_arguments(parser, "centralized_sgd")
     args = parser.parse_args(flags)
-    # As run_task does for every task.
-    keep_freed_memory()
+    keep_freed_memory()  # as initialize_backends does
     torch.manual_seed(42)
     rank, workers = dist.get_rank(), dist.get_world_size()
     # The task stores images as planes, while the plain loop needs them as PIL does.

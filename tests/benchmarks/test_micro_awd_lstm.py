@@ -37,7 +37,7 @@ def test_the_script_has_a_row_for_every_variant(
     micro: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script = micro("awd_lstm")
-    monkeypatch.setattr(script, "keep_freed_memory", lambda: True)  # it cannot be undone in this process
+    monkeypatch.setattr(script, "keep_freed_memory", lambda: True)  # it would stay on for other tests
     script.main(["--quick", "--vocabulary", "9", "--batch-size", "2", "--save", str(tmp_path)])
     (run,) = micro("_bench").read(tmp_path / "awd_lstm.json")["runs"]
     names = [row["variant"] for row in run["rows"]]

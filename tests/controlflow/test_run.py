@@ -94,14 +94,6 @@ def test_rank_0_writes_to_the_sinks_of_the_command_line(tmp_path: Path, monkeypa
         FakeWorker(monkeypatch, rank=0).run(tmp_path, "--sink", "paper")
 
 
-def test_malloc_is_left_alone_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeWorker(monkeypatch)
-    fake.run(tmp_path, keep_memory=False)
-    assert not fake.seen["backend"]["keep_memory"]
-    fake.run(tmp_path)
-    assert fake.seen["backend"]["keep_memory"]
-
-
 class Sink:
     """Notes whether it was closed."""
 

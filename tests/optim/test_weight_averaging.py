@@ -372,6 +372,7 @@ class TestBytes:
             steps, _, ratio = result["bytes_and_messages"][name]
             assert [step for step, _ in steps] == [len(graph.neighbours(rank)) * (size_bytes + 4 * 8)] * 7
             assert ratio == pytest.approx(38 * 4 / size_bytes)
+            # One batch for the differences of the weights, and one for the buffers.
             assert all(calls["batch_isend_irecv"] == 2 and calls["all_reduce"] == 0 for _, calls in steps)
 
 

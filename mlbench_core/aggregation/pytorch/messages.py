@@ -33,8 +33,9 @@ BLOCK_ELEMENTS = 1 << 17
 class KeptMemory:
     """Memory for intermediate results that is kept from call to call.
 
-    The C library returns large tensors to the system when they are freed. On a CPU, the first access to the pages of a
-    new one then takes about eight times as long as a pass over old ones. Copies and pickles are empty.
+    Outside of :func:`~mlbench_core.distributed.pytorch.initialize_backends`, the C library returns large tensors to
+    the system when they are freed. On a CPU, the first access to the pages of a new one then takes about eight times as
+    long as a pass over old ones. Copies and pickles are empty.
 
     Example:
         >>> memory = KeptMemory()

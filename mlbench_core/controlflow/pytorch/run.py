@@ -90,7 +90,7 @@ class Run:
         ...     print(tracker.current_epoch, tracker.best_metric_value)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     roots = [f"--root-{name}={folder}" for name in ("dataset", "checkpoint", "output")]
-        ...     run_task(train, "my_task", partial(add_run_arguments, epochs=5), keep_memory=False, argv=roots)
+        ...     run_task(train, "my_task", partial(add_run_arguments, epochs=5), argv=roots)
         5 100.0
     """
 
@@ -324,7 +324,6 @@ def run_task(
     add_arguments: Callable[[argparse.ArgumentParser], Any],
     prepare: Callable[[argparse.Namespace], object] | None = None,
     *,
-    keep_memory: bool = True,
     argv: Sequence[str] | None = None,
 ) -> None:
     """Read a task's command line, connect the workers and train.
@@ -340,7 +339,6 @@ def run_task(
         add_arguments: Add the task's arguments to the parser, and those of
             :func:`~mlbench_core.controlflow.task_arguments.add_run_arguments`.
         prepare: Check or complete the arguments, before the workers are connected; may be None.
-        keep_memory: See :func:`~mlbench_core.distributed.pytorch.initialize_backends`.
         argv: Arguments to read instead of those of the process.
     """
 
@@ -361,7 +359,6 @@ def run_task(
             seed=args.seed,
             ckpt_run_dir=ckpt_run_dir,
             timeout_s=args.timeout,
-            keep_memory=keep_memory,
         ) as (rank, world_size, _):
             open_results = partial(
                 task_results, args, uid, rank, world_size, backend, output_dir=output_dir, dataset_dir=dataset_dir

@@ -74,8 +74,8 @@ def initialize_backends(
     With the backend ``mpi`` the workers have to be started by ``mpirun`` (or another starter of MPI programs), which
     gives rank and world size. If ``hosts`` and ``rank`` or torchrun's environment are given too, they must agree.
 
-    Within the block, the GNU C library keeps the memory that CPU tensors free for the next step, instead of returning
-    it to the system (:func:`~mlbench_core.distributed.pytorch.memory.keep_freed_memory`). Results stay the same.
+    Within the block, the process keeps the memory of freed CPU tensors for the next step, so it stays at its peak size
+    (:func:`~mlbench_core.distributed.pytorch.memory.keep_freed_memory`). Results stay the same.
 
     A worker that waits for others for more than 5 seconds logs a warning, and Ctrl-C then ends the process at once.
 
@@ -99,7 +99,7 @@ def initialize_backends(
         ckpt_run_dir: Folder of the checkpoints, which is made; None is ``checkpoints`` in the user's data folder.
         delete_existing_ckpts: True to delete checkpoints that lie there.
         timeout_s: Seconds to wait for the other workers, here and in every later collective operation.
-        keep_memory: False leaves the settings of ``malloc`` as they are.
+        keep_memory: False leaves the settings of the C library's ``malloc`` as they are.
 
     Yields:
         ``(rank, world_size, graph)``.

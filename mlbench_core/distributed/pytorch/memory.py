@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from typing import Any
 
@@ -12,56 +13,65 @@ __all__ = ["fits_on_gpu", "keep_freed_memory", "return_freed_memory"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LARGEST_THRESHOLDS_BYTES = (1 << 30, 32 << 20)  # one of them is the largest that the C library accepts
-_NEVER = 2**31 - 1
+_NEVER = -1
 _ADAPTED_BYTES = 32 << 20  # up to which glibc adapts its own threshold
+_SETTINGS = ("mmap_max", "mmap_threshold", "top_pad", "trim_threshold")
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep the memory that CPU tensors free, instead of giving it back to the system each time.
+    """Let glibc keep the memory of freed CPU tensors for the next step, in the whole process.
 
-    By default the GNU C library maps memory for every large tensor and unmaps it when the tensor is freed. A training
-    step then pays tens of thousands of page faults for memory that it had a step before. Computations and their results
-    stay the same. The process's memory stays at its peak. :func:`~mlbench_core.distributed.pytorch.initialize_backends`
-    calls this, and :func:`return_freed_memory` at its end.
+    By default, glibc takes memory from the system for a large tensor, and returns it when the tensor is freed. A
+    training step then has thousands of page faults for memory that it had a step before. Results stay the same,
+    and the process stays at its peak size. Blocks of 1 GiB and more (with some versions of glibc, of more than 32 MiB)
+    are returned as before.
+
+    :func:`~mlbench_core.distributed.pytorch.initialize_backends` calls this at the start of its block, and
+    :func:`return_freed_memory` at the end.
 
     Returns:
-        True if the C library accepted the setting; False if it is not GNU's.
+        True if glibc accepted the setting. False if the process has another C library, or if the environment already
+        has such settings, for example ``MALLOC_TRIM_THRESHOLD_``.
 
     Example:
-        >>> keep_freed_memory() in (True, False)
-        True
+        >>> if keep_freed_memory():
+        ...     return_freed_memory()
     """
-    library = _gnu_library()
-    if library is None:
+    library = _glibc()
+    if library is None or _is_set_by_environment():
         return False
-    mallopt = library.mallopt
     # mallopt refuses a threshold above the largest that the library was built for, so the smaller one is tried next.
-    is_mapping_off = any(mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in _LARGEST_THRESHOLDS_BYTES)
-    return is_mapping_off and mallopt(_M_TRIM_THRESHOLD, _NEVER) == 1
+    is_mapping_off = any(library.mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in _LARGEST_THRESHOLDS_BYTES)
+    return is_mapping_off and library.mallopt(_M_TRIM_THRESHOLD, _NEVER) == 1
 
 
 def return_freed_memory() -> None:
-    """Undo :func:`keep_freed_memory`, and return the memory that is free now.
+    """Return the memory that is free now to the system, and let glibc return more of it later.
 
-    By itself, the GNU C library adapts its thresholds to the blocks that a program frees, up to 32 MiB. After
-    :func:`keep_freed_memory` it does not, so this function sets the values to which it would adapt them at most.
+    By itself, glibc raises its thresholds to at most 32 and 64 MiB. :func:`keep_freed_memory` ends this, so these
+    values are set here. Settings that were made before are not restored.
 
     Example:
         >>> return_freed_memory()
     """
-    library = _gnu_library()
+    library = _glibc()
     if library is not None:
         library.mallopt(_M_MMAP_THRESHOLD, _ADAPTED_BYTES)
         library.mallopt(_M_TRIM_THRESHOLD, 2 * _ADAPTED_BYTES)
-        library.malloc_trim(0)
+        library.malloc_trim(ctypes.c_size_t(0))
 
 
-def _gnu_library() -> Any:
+def _glibc() -> Any:
     """Return the GNU C library of this process, or None if it has another one."""
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None)
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
+
+
+def _is_set_by_environment() -> bool:
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    return any(f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}=" in tunables for name in _SETTINGS)
 
 
 def fits_on_gpu(size_bytes: int, share: float = 0.25) -> bool:

@@ -210,9 +210,10 @@ class LinearBatches(_BlockOrder):
     """
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        # glibc keeps freed memory up to twice the size of the largest mapped block that was ever freed, and returns
-        # the rest to the system. It would return a batch of a megabyte each time, and creating the pages again costs as
-        # much as filling them. After this large block is freed, glibc keeps the memory of one batch for the next.
+        # Outside of initialize_backends, glibc keeps freed memory up to twice the size of the largest mapped block that
+        # was ever freed, and returns the rest to the system. It would return a batch of a megabyte each time, and
+        # creating the pages again costs as much as filling them. After this large block is freed, glibc keeps the
+        # memory of one batch for the next.
         torch.empty(_LARGE_BYTES, dtype=torch.uint8)
         return map(self.dataset.fetch, self.row_batches())
 
