@@ -249,7 +249,10 @@ def periodic(name: str, **options: Any) -> Callable[[Context], Trainee]:
 
 
 def local4(context: Context, delay: int = 0) -> Trainee:
-    """Average every fourth step. For a delay, a block needs several periods, because its last message meets no step."""
+    """Average every fourth step.
+
+    With a delay, a block needs several periods: its last message travels between two blocks, and so costs no time.
+    """
     return ours("LocalSGD", context, momentum=MOMENTUM, period=4, delay=delay)
 
 

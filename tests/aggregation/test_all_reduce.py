@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mlbench_core.aggregation.pytorch import AVG_CUSTOM, AVG_WORLD, Aggregation, AllReduceAggregation, all_reduce
+from mlbench_core.aggregation.pytorch.all_reduce import Transfer
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from tests.helpers.ranks import run_ranks
 
@@ -193,6 +194,35 @@ def average_large_tensors(rank: int, world_size: int) -> dict[str, Any]:
     aggregation.agg_model()(weights, AVG_WORLD)
     results["weights"] = weights.weight.detach().unique().tolist(), memory == weights.weight.data_ptr()
     return results
+
+
+class Recording(AllReduceAggregation):
+    """Notes the bytes of each message."""
+
+    def start(self, message: torch.Tensor, overlapped: bool = False) -> Transfer:
+        vars(self).setdefault("sizes", []).append(message.nbytes)
+        return super().start(message, overlapped)
+
+
+def record_sizes_of_messages(rank: int, world_size: int) -> dict[int, list[int]]:
+    """Bytes of each message of an average, by the least bytes of a tensor that travels alone."""
+    found = {}
+    for least in (1 << 10, 1 << 20):
+        all_reduce.LARGE_BYTES = least
+        aggregation, model = Recording(world_size), Large()
+        model.set_gradients(rank)
+        aggregation.agg_grad()(model, AVG_WORLD)
+        found[least] = vars(aggregation)["sizes"]
+    return found
+
+
+def test_each_large_tensor_is_a_message_and_all_small_ones_are_another() -> None:
+    large = [4 * 600, 4 * 600, 4 * 400, 4 * 400, 4 * 500, 4 * 500]
+    small = 4 * (3 + 7)  # three numbers, and a flag for each of seven parameters
+    fine, wave, flag = 8 * 300, 8 * 300, 8  # of other dtypes, each with its flag
+    for found in run_ranks(2, record_sizes_of_messages):
+        assert found[1 << 10] == [*large, small, fine, flag, wave, flag]
+        assert found[1 << 20] == [sum(large) + small, fine + flag, wave + flag]
 
 
 def test_large_tensors_travel_in_place_with_the_same_result() -> None:

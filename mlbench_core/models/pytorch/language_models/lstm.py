@@ -198,7 +198,8 @@ class LSTMLanguageModel(nn.Module):
 
         On a CPU in float32, with torch 2.13 or later, compute the scores in pieces of about four million, and their
         gradients with them. A piece stays in the processor's cache, while the usual way makes several passes over all
-        scores. Such a loss has first derivatives only, and they can be computed once.
+        scores. (``benchmarks/micro/awd_lstm.py`` is faster for it on an Intel Xeon, and slower on an AMD EPYC, whose
+        products of small matrices take longer.) Such a loss has first derivatives only, and they can be computed once.
 
         Args:
             output: The last layer's output of shape (time, batch, width), from :meth:`encode`.
