@@ -62,6 +62,11 @@ def ended(launcher: LocalLauncher, job_id: str) -> Any:
     return wait_for(status, 60, "the end of the run")
 
 
+def output(launcher: LocalLauncher, job_id: str) -> str:
+    """All lines in one text, which pytest shows whole."""
+    return "\n".join(x["text"] for x in launcher.logs(job_id).lines)
+
+
 def said(launcher: LocalLauncher, job_id: str, start: str) -> dict[int, str]:
     return {x["rank"]: x["text"] for x in launcher.logs(job_id).lines if x["text"].startswith(start)}
 
@@ -69,7 +74,7 @@ def said(launcher: LocalLauncher, job_id: str, start: str) -> dict[int, str]:
 @needs_mpirun
 def test_workers_know_their_place_and_each_ones_lines_are_told_apart(launcher: LocalLauncher, script: Path) -> None:
     job_id = start(launcher, f"{script} 0 {{run_id}} {{backend}}")
-    assert ended(launcher, job_id).state == "finished", launcher.logs(job_id).lines
+    assert ended(launcher, job_id).state == "finished", output(launcher, job_id)
     lines = said(launcher, job_id, "worker")
     assert lines == {rank: f"worker ['0', '1', 'mpi'] ['{rank}', '2', '127.0.0.1'] yes" for rank in (0, 1)}
     errors = [(x["rank"], x["stream"]) for x in launcher.logs(job_id).lines if x["text"] == "to stderr"]
@@ -79,7 +84,7 @@ def test_workers_know_their_place_and_each_ones_lines_are_told_apart(launcher: L
 @needs_mpirun
 def test_a_command_that_asks_for_ranks_gets_those_of_mpi(launcher: LocalLauncher, script: Path) -> None:
     job_id = start(launcher, f"python {script} 0 --rank {{rank}} --hosts {{hosts}}")
-    assert ended(launcher, job_id).state == "finished", launcher.logs(job_id).lines
+    assert ended(launcher, job_id).state == "finished", output(launcher, job_id)
     hosts = "127.0.0.1,127.0.0.1"
     for rank, line in said(launcher, job_id, "worker").items():
         assert line.startswith(f"worker ['0', '--rank', '{rank}', '--hosts', '{hosts}'] ['{rank}', '2'")
