@@ -100,21 +100,24 @@ def test_training_with_all_dropouts_equals_the_formula_with_the_masks_it_drew(mo
 
 @pytest.mark.parametrize("tie_weights", [False, True])
 @pytest.mark.parametrize("rows", [1, 4, 100])
+@pytest.mark.parametrize("onednn", [False, True])
 def test_the_loss_is_the_cross_entropy_of_the_scores(
-    rows: int, tie_weights: bool, monkeypatch: pytest.MonkeyPatch
+    onednn: bool, rows: int, tie_weights: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compute the loss in pieces, with and without a shorter last one, and at once."""
+    """Compute the loss in pieces, with and without a shorter last one, and at once. Two words are ignored."""
+    if onednn and not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
     monkeypatch.setattr(lstm_module, "SCORES_AT_ONCE", 11 * rows)
     model = LSTMLanguageModel(11, 4, 6, 2, 0, 0, 0, 0, tie_weights=tie_weights)
     words, targets = torch.randint(11, (5, 3)), torch.randint(11, (15,))
+    targets[[2, 9]] = -100
     scores, _ = model(words, model.init_hidden(3))
     (3 * F.cross_entropy(scores, targets)).backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     _, outputs, _ = model.encode(words, model.init_hidden(3))
     loss = model.loss(outputs[-1], targets)
-    if hasattr(nn, "LinearCrossEntropyOptions"):
-        assert ("linear_cross_entropy" in type(loss.grad_fn).__name__) == (rows < 15)
     with torch.no_grad():
         torch.testing.assert_close(model.loss(outputs[-1], targets), loss)
     (3 * loss).backward()
@@ -122,6 +125,22 @@ def test_the_loss_is_the_cross_entropy_of_the_scores(
     torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(model.loss(outputs[-1], targets), loss, rtol=0.02, atol=0)
+
+
+def test_the_loss_keeps_the_scores_of_a_piece_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    monkeypatch.setattr(lstm_module, "SCORES_AT_ONCE", 11 * 4)
+    monkeypatch.setattr(F, "cross_entropy", lambda *args, **kwargs: sizes.append(args[0].shape) or args[0].sum())
+    model = LSTMLanguageModel(11, 4, 6, 2)
+    model.loss(torch.zeros(5, 3, 6), torch.zeros(15, dtype=torch.int64))
+    assert sizes == [(4, 11), (4, 11), (4, 11), (3, 11)]
+
+
+def test_the_loss_refuses_second_derivatives() -> None:
+    model = LSTMLanguageModel(11, 4, 6, 2)
+    loss = model.loss(torch.zeros(5, 3, 6), torch.zeros(15, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match=r"first derivatives only .*, compute cross_entropy from the scores"):
+        loss.backward(create_graph=True)
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (14,), (15, 11)])

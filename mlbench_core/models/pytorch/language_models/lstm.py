@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,8 @@ __all__ = ["LSTMHidden", "LSTMLanguageModel"]
 
 LSTMHidden: TypeAlias = "list[tuple[Tensor, Tensor]]"
 
-SCORES_AT_ONCE = 2**22
-"""Number of scores that :meth:`LSTMLanguageModel.loss` computes at a time; 16 MiB in float32."""
+SCORES_AT_ONCE = 2**23
+"""Number of scores that :meth:`LSTMLanguageModel.loss` computes at a time; 32 MiB in float32."""
 
 
 class LSTMLanguageModel(nn.Module):
@@ -196,10 +196,11 @@ class LSTMLanguageModel(nn.Module):
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy of the next words.
 
-        On a CPU in float32, with torch 2.13 or later, compute the scores in pieces of about four million, and their
-        gradients with them. A piece stays in the processor's cache, while the usual way makes several passes over all
-        scores. (``benchmarks/micro/awd_lstm.py`` is faster for it on an Intel Xeon, and slower on an AMD EPYC, whose
-        products of small matrices take longer.) Such a loss has first derivatives only, and they can be computed once.
+        On a CPU in float32, compute the scores in pieces of about eight million, and their gradients with them. The
+        scores of all words are then never in memory at once. The matrix products are those of oneDNN, where torch has
+        it: on some processors they take half the time of the products that torch uses elsewhere
+        (``benchmarks/micro/awd_lstm.py``). Such a loss has first derivatives only: ``create_graph=True`` raises a
+        RuntimeError in the backward pass.
 
         Args:
             output: The last layer's output of shape (time, batch, width), from :meth:`encode`.
@@ -218,16 +219,64 @@ class LSTMLanguageModel(nn.Module):
                 f"targets must have shape ({len(x)},), one word for each of the outputs, not {tuple(targets.shape)}: "
                 "flatten the words in the order of time"
             )
-        rows = max(1, SCORES_AT_ONCE // self.ntoken)
-        in_pieces = hasattr(nn, "LinearCrossEntropyOptions") and len(x) > rows and targets.dtype == torch.int64
-        if not (in_pieces and _is_float32_on_cpu(x)):
+        if not _is_float32_on_cpu(x):
             return F.cross_entropy(self.decoder(x).float(), targets)
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
+        rows = max(1, SCORES_AT_ONCE // self.ntoken)
         weight, bias = self.decoder.weight, self.decoder.bias
-        loss: Tensor = F.linear_cross_entropy(x, weight, targets, linear_bias=bias, options=options)
-        return loss
+        if torch.is_grad_enabled():
+            loss: Tensor = _LossInPieces.apply(x, weight, bias, targets, rows)
+            return loss
+        pieces = zip(x.split(rows), targets.split(rows), strict=True)
+        return torch.stack([_sum_of_losses(*piece, weight, bias) for piece in pieces]).sum() / _count(targets)
 
 
 def _is_float32_on_cpu(x: Tensor) -> bool:
     """Return True unless x is elsewhere, or products are computed in another dtype."""
     return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+
+
+def _sum_of_losses(x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return the sum of the cross-entropies of some words."""
+    if torch.backends.mkldnn.is_available():
+        # torch has oneDNN multiply tensors of this layout only. Its other products come from MKL.
+        scores = F.linear(x.to_mkldnn(), weight, bias).to_dense()
+    else:
+        scores = F.linear(x, weight, bias)
+    return F.cross_entropy(scores, targets, reduction="sum")
+
+
+def _count(targets: Tensor) -> Tensor:
+    """Return the number of words that count, which are those that cross_entropy does not ignore."""
+    return (targets != -100).sum()
+
+
+class _LossInPieces(torch.autograd.Function):
+    """The mean cross-entropy, which computes the gradients of a few rows of x right after their scores."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, rows: int) -> Tensor:
+        count = _count(targets)
+        losses, of_x = [], []
+        of_parameters: list[Tensor] = []
+        for piece, its_targets in zip(x.split(rows), targets.split(rows), strict=True):
+            with torch.enable_grad():
+                inputs = [tensor.detach().requires_grad_() for tensor in (piece, weight, bias)]
+                loss = _sum_of_losses(inputs[0], its_targets, *inputs[1:]) / count
+            of_piece, *further = torch.autograd.grad(loss, inputs)
+            losses.append(loss.detach())
+            of_x.append(of_piece)
+            of_parameters = of_parameters or [torch.zeros_like(tensor) for tensor in further]
+            for total, gradient in zip(of_parameters, further, strict=True):
+                total += gradient
+        ctx.save_for_backward(torch.cat(of_x), *of_parameters)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # Gradients are recorded here only with create_graph=True. Without the error, they would count as constants.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "LSTMLanguageModel.loss has first derivatives only on a CPU: to have others, compute "
+                "cross_entropy from the scores of forward"
+            )
+        return *(gradient * saved for saved in ctx.saved_tensors), None, None
