@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mlbench_core.aggregation.pytorch import shared_memory
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
 from mlbench_core.distributed.pytorch import process_groups
@@ -273,15 +272,15 @@ def files_stay_open(rank: int, world_size: int) -> int:
 
 def other_machine(rank: int, world_size: int) -> str:
     """The last worker runs elsewhere."""
-    original = shared_memory._machine
+    original = process_groups.machine
     if rank == world_size - 1:
-        shared_memory._machine = lambda: "elsewhere"
+        process_groups.machine = lambda: "elsewhere"
     try:
         SharedMemorySum()
     except BackendError as error:
         return str(error)
     finally:
-        shared_memory._machine = original
+        process_groups.machine = original
     return "no error"
 
 

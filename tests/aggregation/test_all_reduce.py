@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from mlbench_core.aggregation.pytorch import AVG_CUSTOM, AVG_WORLD, Aggregation, AllReduceAggregation, all_reduce
-from mlbench_core.aggregation.pytorch.all_reduce import Transfer
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from tests.helpers.ranks import run_ranks
 
@@ -199,9 +198,9 @@ def average_large_tensors(rank: int, world_size: int) -> dict[str, Any]:
 class Recording(AllReduceAggregation):
     """Notes the bytes of each message."""
 
-    def start(self, message: torch.Tensor, overlapped: bool = False) -> Transfer:
-        vars(self).setdefault("sizes", []).append(message.nbytes)
-        return super().start(message, overlapped)
+    def _count(self, op: str, group: int, size_bytes: int, overlapped: bool = False) -> None:
+        vars(self).setdefault("sizes", []).append(size_bytes)
+        super()._count(op, group, size_bytes, overlapped)
 
 
 def record_sizes_of_messages(rank: int, world_size: int) -> dict[int, list[int]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.centralized import AVG_CUSTOM, AVG_WORLD, AllReduceAggregationHVD
@@ -62,6 +64,16 @@ class _NoHorovod:
     def find_spec(self, name: str, *args: object) -> None:
         if name.split(".")[0] == "horovod":
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_a_process_group_of_gloo_sends_nothing(horovod: FakeHorovod, tmp_path: Path) -> None:
+    aggregation = AllReduceAggregationHVD(4)
+    dist.init_process_group("gloo", init_method=(tmp_path / "meeting").as_uri(), rank=0, world_size=1)
+    try:
+        aggregation.aggregate({"x": torch.ones(3)}, AVG_WORLD)
+    finally:
+        dist.destroy_process_group()
+    assert len(horovod.sent) == 1
 
 
 @pytest.mark.parametrize(("op", "denom", "divisor"), [(AVG_WORLD, None, 4), (AVG_CUSTOM, torch.tensor([10.0]), 10)])

@@ -35,6 +35,7 @@ from mlbench_core.optim.pytorch import (
     SparsifiedSGD,
 )
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer
+from tests.helpers.averages import hearing_averages
 
 STEPS = 12
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (3, 7), "vector": (5,), "scalar": (), "kernel": (2, 3, 2, 2)}
@@ -123,13 +124,14 @@ def counted_collectives() -> Iterator[list[tuple[str, int]]]:
 
         return call
 
-    for name in originals:
-        setattr(dist, name, counted(name))
-    try:
-        yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+    with hearing_averages(lambda message: calls.append(("all_reduce", message.nbytes))):
+        for name in originals:
+            setattr(dist, name, counted(name))
+        try:
+            yield calls
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
 
 
 def trajectories(rank: int, world_size: int) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from mlbench_core.optim.pytorch import (
     GenericCentralizedOptimizer,
     LocalSGD,
 )
+from tests.helpers.averages import hearing_averages
 
 STEPS = 15
 SHAPE = (5, 7)
@@ -103,13 +104,14 @@ def counted() -> Iterator[dict[str, int]]:
 
         return call
 
-    for name in calls:
-        setattr(dist, name, count(name))
-    try:
-        yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+    with hearing_averages(lambda message: calls.update(all_reduce=calls["all_reduce"] + 1)):
+        for name in calls:
+            setattr(dist, name, count(name))
+        try:
+            yield calls
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
 
 
 # -- scenarios: each runs in every worker and returns what the tests look at ---------------------------------------

@@ -18,6 +18,7 @@ from mlbench_core.optim.pytorch import (
     CustomCentralizedOptimizer,
     GenericCentralizedOptimizer,
 )
+from tests.helpers.averages import hearing_averages
 
 STEPS = 20
 SAMPLES = 8
@@ -73,11 +74,12 @@ def counted_all_reduces() -> Iterator[list[int]]:
         sizes.append(tensor.numel() * tensor.element_size())
         return original(tensor, *args, **kwargs)
 
-    dist.all_reduce = all_reduce
-    try:
-        yield sizes
-    finally:
-        dist.all_reduce = original
+    with hearing_averages(lambda message: sizes.append(message.nbytes)):
+        dist.all_reduce = all_reduce
+        try:
+            yield sizes
+        finally:
+            dist.all_reduce = original
 
 
 # -- scenarios: each runs in every worker and returns what the tests look at ---------------------------------------

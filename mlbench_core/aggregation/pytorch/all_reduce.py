@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mlbench_core.aggregation.pytorch import direct
 from mlbench_core.aggregation.pytorch.aggregation import (
     AVG_CUSTOM,
     AVG_WORLD,
@@ -20,7 +21,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     Parameters,
 )
 from mlbench_core.aggregation.pytorch.buckets import BUCKET_SIZE_BYTES
-from mlbench_core.aggregation.pytorch.messages import as_real, by_dtype_and_device, divide, pack, unpack
+from mlbench_core.aggregation.pytorch.messages import KeptMemory, as_real, by_dtype_and_device, divide, pack, unpack
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
 from mlbench_core.arguments import check_int
 from mlbench_core.distributed.pytorch import process_groups
@@ -84,6 +85,10 @@ class AllReduceAggregation(Aggregation):
     A tensor of at least 8 MiB travels alone, out of its own memory and back into it, without a copy. The smaller ones
     of the same dtype and device travel in one flat message, in their own dtype, and are written back into their own
     memory, whatever their strides. With ``by_layer=True``, every tensor travels alone. One worker alone sends nothing.
+    If all workers run on one machine and use Gloo, messages travel by sends and receives, with the bits and bytes of
+    Gloo's all-reduce, and up to 64 MiB are kept for received parts
+    (:mod:`mlbench_core.aggregation.pytorch.direct`). Either all workers have their tensors in the host's memory, or
+    none has.
     After an error in an aggregation, such as a lost worker, the values of its tensors are undefined.
 
     Args:
@@ -145,6 +150,7 @@ class AllReduceAggregation(Aggregation):
         self.bucket_size_bytes = check_int("bucket_size_bytes", bucket_size_bytes, least=0)
         self.shared_memory = shared_memory
         self._is_by_layer = False
+        self._received = KeptMemory()
         self._shared: SharedMemorySum | None = None
         if shared_memory and self._world_size > 1:
             # Workers meet here and not at the first message, so that a machine without shared memory fails early.
@@ -214,11 +220,7 @@ class AllReduceAggregation(Aggregation):
             message: The message.
             overlapped: True if training goes on before :meth:`finish`; for the record of collectives only.
         """
-        sent = message
-        # Complex numbers travel as pairs of real ones, because comm_dtype is a real type.
-        if self.comm_dtype is not None:
-            sent = as_real(message).to(self.comm_dtype)
-        sent = process_groups.get_backend_tensor(sent, self.group)
+        sent = process_groups.get_backend_tensor(self._converted(message), self.group)
         if self.shared_memory:
             work: Any = self._shared_sum().start(sent)
         else:
@@ -226,6 +228,11 @@ class AllReduceAggregation(Aggregation):
         op = "shared_memory_sum" if self.shared_memory else "all_reduce"
         self._count(op, self.world_size, sent.nbytes, overlapped)
         return Transfer(message, sent, work)
+
+    def _converted(self, message: Tensor) -> Tensor:
+        """Return a message in the dtype in which it travels, without a copy if that is its own."""
+        # Complex numbers travel as pairs of real ones, because comm_dtype is a real type.
+        return message if self.comm_dtype is None else as_real(message).to(self.comm_dtype)
 
     def _shared_sum(self) -> SharedMemorySum:
         """Return the sum through shared memory; make a new one in a copy or in a new process group."""
@@ -240,10 +247,12 @@ class AllReduceAggregation(Aggregation):
     def finish(self, transfer: Transfer) -> None:
         """Wait until the sum is in the message. On a GPU the stream waits, not the host."""
         transfer.work.wait()
-        # A message that was converted, or copied to the device of the backend, comes back here.
-        if transfer.sent is not transfer.message:
-            message = transfer.message if transfer.sent.is_complex() else as_real(transfer.message)
-            message.copy_(transfer.sent)
+        self._write_back(transfer.sent, transfer.message)
+
+    def _write_back(self, sent: Tensor, message: Tensor) -> None:
+        """Copy a message back that was converted, or copied to the device of the backend."""
+        if sent.data_ptr() != message.data_ptr():
+            (message if sent.is_complex() else as_real(message)).copy_(sent)
 
     def start_averages(
         self, tensors: Iterable[Tensor], write: Callable[[Tensor, Tensor], Any], overlapped: bool = False
@@ -285,24 +294,52 @@ class AllReduceAggregation(Aggregation):
         early = self.divides_early(tensors[0].dtype)
         # An empty tensor needs no message.
         tensors = [tensor for tensor in tensors if tensor.numel()]
+        if not tensors:
+            return
         groups = messages_of(tensors, 1 if self._is_by_layer else None)
         # All messages are packed before one is sent, because two tensors may share memory.
         messages = [pack(group) if own is None else own for group, own in groups]
         if early:
             for message in messages:
                 divide(message, divisor)
+        average = self._average_directly if self._goes_directly(tensors[0]) else self._average_by_backend
+        average(messages, None if early else divisor)
+        for (group, own), message in zip(groups, messages, strict=True):
+            if own is None:
+                unpack(message, group)
+
+    def _goes_directly(self, tensor: Tensor) -> bool:
+        """Return whether the workers average by sends and receives. The answer is the same on all workers."""
+        dist = process_groups.dist
+        return (
+            tensor.device.type == "cpu"
+            and (tensor.is_floating_point() or tensor.is_complex())
+            and not self.shared_memory
+            and process_groups.backend(self.group) == dist.Backend.GLOO
+            # At this level, torch compares the shapes of all workers in each collective operation, to find errors.
+            and dist.get_debug_level() != dist.DebugLevel.DETAIL
+            and process_groups.is_on_one_machine(self.group)
+        )
+
+    def _average_directly(self, messages: Sequence[Tensor], divisor: Denominator | None) -> None:
+        sent = [self._converted(as_real(message)) for message in messages]
+        for tensor in sent:
+            self._count("all_reduce", self.world_size, tensor.nbytes)
+        direct.average(sent, divisor, self.group, self._received)
+        for message, tensor in zip(messages, sent, strict=True):
+            self._write_back(tensor, message)
+
+    def _average_by_backend(self, messages: Sequence[Tensor], divisor: Denominator | None) -> None:
         # The backend gets all of them at once, and need not wait for this thread between two. Memory is shared only for
         # two, so that it does not grow to the size of the model.
         ahead = 2 if self.shared_memory else len(messages)
         transfers = [self.start(message) for message in messages[:ahead]]
-        for i, ((group, own), message) in enumerate(zip(groups, messages, strict=True)):
+        for i, message in enumerate(messages):
             self.finish(transfers[i])
             if i + ahead < len(messages):
                 transfers.append(self.start(messages[i + ahead]))
-            if not early:
-                divide(message, divisor)
-            if own is None:
-                unpack(message, group)
+            if divisor is not None:
+                divide(as_real(message), divisor)
 
 
 def messages_of(tensors: Sequence[Tensor], large_bytes: int | None = None) -> list[tuple[list[Tensor], Tensor | None]]:

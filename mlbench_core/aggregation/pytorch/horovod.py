@@ -63,6 +63,10 @@ class AllReduceAggregationHVD(AllReduceAggregation):
             flag.copy_(_horovod().allreduce(flag, op=_horovod().Sum))
             self._count("all_reduce", self.world_size, flag.nbytes)
 
+    def _goes_directly(self, tensor: Tensor) -> bool:
+        """Return False, because Horovod sends all messages."""
+        return False
+
     def start(self, message: Tensor, overlapped: bool = False) -> Transfer:
         """Sum a flat message over the workers."""
         message.copy_(_horovod().allreduce(message, op=_horovod().Sum))

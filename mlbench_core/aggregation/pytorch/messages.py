@@ -52,7 +52,9 @@ class KeptMemory:
         kept = self._tensors.get(key)
         # A model may have moved to another device or dtype since the last call.
         if kept is None or (kept.shape, kept.dtype, kept.device) != (tensor.shape, tensor.dtype, tensor.device):
-            kept = self._tensors[key] = torch.empty_like(tensor)
+            # A tensor made in inference mode could not be changed outside of it.
+            with torch.inference_mode(False):
+                kept = self._tensors[key] = torch.empty_like(tensor)
         return kept
 
     def flat(self, key: Hashable, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -60,7 +62,8 @@ class KeptMemory:
         key = (key, dtype, device)
         kept = self._tensors.get(key)
         if kept is None or len(kept) < numel:
-            kept = self._tensors[key] = torch.empty(numel, dtype=dtype, device=device)
+            with torch.inference_mode(False):
+                kept = self._tensors[key] = torch.empty(numel, dtype=dtype, device=device)
         return kept[:numel]
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -462,25 +462,12 @@ def _ranks_of(peers: Iterable[_Peer]) -> str:
 
 
 def _check_system() -> None:
-    if not hasattr(os, "memfd_create") or not _machine():
+    if not hasattr(os, "memfd_create") or not process_groups.machine():
         raise BackendError("sums through shared memory need Linux: leave shared_memory out")
     try:
         process_groups.store()
     except RuntimeError as error:
         raise BackendError(f"{error}, through which workers could meet: leave shared_memory out") from error
-
-
-def _machine() -> str:
-    """Return a name of the running kernel, network namespace and user; empty if the system does not show them.
-
-    Two hosts that are emulated on one machine have their own network namespaces. Messages between them must cross the
-    emulated network, so they do not count as one machine.
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
-    except (FileNotFoundError, PermissionError):
-        return ""
 
 
 def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
@@ -494,7 +481,7 @@ def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
         address = f"\0mlbench-{secrets.token_hex(16)}"
         listener.bind(address)
         listener.listen(world_size)
-        store.set(f"{key}/{rank}", json.dumps({"machine": _machine(), "address": address}))
+        store.set(f"{key}/{rank}", json.dumps({"machine": process_groups.machine(), "address": address}))
         records = [json.loads(store.get(f"{key}/{other}")) for other in range(world_size)]
         elsewhere = [str(i) for i, record in enumerate(records) if record["machine"] != records[0]["machine"]]
         if elsewhere:

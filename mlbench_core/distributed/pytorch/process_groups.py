@@ -6,6 +6,10 @@ collectives do nothing.
 
 from __future__ import annotations
 
+import hashlib
+import os
+import secrets
+import weakref
 from typing import Any
 
 import torch
@@ -22,6 +26,8 @@ __all__ = [
     "global_average",
     "global_rank",
     "is_distributed",
+    "is_on_one_machine",
+    "machine",
     "rank",
     "smallest",
     "store",
@@ -113,6 +119,46 @@ def backend(group: Any = None) -> str | None:
         True
     """
     return dist.get_backend(group) if is_distributed() else None
+
+
+def machine() -> str:
+    """Return a name of the running kernel, network namespace and user; empty if the system does not show them.
+
+    Two hosts that are emulated on one machine have their own network namespaces. Messages between them must cross the
+    emulated network, so they do not count as one machine.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
+    except (FileNotFoundError, PermissionError):
+        return ""
+
+
+# By group. A weak reference, because a process group keeps its store and the port of its rendezvous.
+_is_on_one_machine: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def is_on_one_machine(group: Any = None) -> bool:
+    """Return True if all workers of a group have the same :func:`machine`, or if there is only one.
+
+    The first call for a group is a collective operation.
+
+    Example:
+        >>> is_on_one_machine()
+        True
+    """
+    if world_size(group) == 1:
+        return True
+    key = dist.group.WORLD if group is None else group
+    if key not in _is_on_one_machine:
+        # A worker without a name gets a random one, which equals no other.
+        name = machine() or secrets.token_hex()
+        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+        # The maximum of the negated numbers is the negated minimum.
+        largest = get_backend_tensor(torch.tensor([number, -number]), group)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        _is_on_one_machine[key] = int(largest.sum()) == 0
+    return _is_on_one_machine[key]
 
 
 def store() -> Any:

@@ -196,11 +196,10 @@ class LSTMLanguageModel(nn.Module):
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy of the next words.
 
-        On a CPU in float32, compute the scores in pieces of about eight million, and their gradients with them. The
-        scores of all words are then never in memory at once. The matrix products are those of oneDNN, where torch has
-        it: on some processors they take half the time of the products that torch uses elsewhere
-        (``benchmarks/micro/awd_lstm.py``). Such a loss has first derivatives only: ``create_graph=True`` raises a
-        RuntimeError in the backward pass.
+        On a CPU in float32, compute the scores in pieces of about eight million, and their gradients with them. Only
+        those of one piece are in memory at once. The matrix products are those of oneDNN, if torch has it. On an AMD
+        EPYC, they take half the time of those that torch uses otherwise (``benchmarks/micro/awd_lstm.py``). Such a loss
+        has first derivatives only: ``create_graph=True`` raises a RuntimeError in the backward pass.
 
         Args:
             output: The last layer's output of shape (time, batch, width), from :meth:`encode`.
@@ -237,8 +236,8 @@ def _is_float32_on_cpu(x: Tensor) -> bool:
 
 def _sum_of_losses(x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return the sum of the cross-entropies of some words."""
-    if torch.backends.mkldnn.is_available():
-        # torch has oneDNN multiply tensors of this layout only. Its other products come from MKL.
+    if torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
+        # In float32, torch takes oneDNN for tensors of this layout only, and another library for the others.
         scores = F.linear(x.to_mkldnn(), weight, bias).to_dense()
     else:
         scores = F.linear(x, weight, bias)
@@ -247,7 +246,7 @@ def _sum_of_losses(x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor) -> 
 
 def _count(targets: Tensor) -> Tensor:
     """Return the number of words that count, which are those that cross_entropy does not ignore."""
-    return (targets != -100).sum()
+    return (targets.long() != -100).sum()
 
 
 class _LossInPieces(torch.autograd.Function):
@@ -273,7 +272,8 @@ class _LossInPieces(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # Gradients are recorded here only with create_graph=True. Without the error, they would count as constants.
+        # Operations are recorded here only with create_graph=True. Without the error, the saved gradients would count
+        # as constants in a second derivative.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "LSTMLanguageModel.loss has first derivatives only on a CPU: to have others, compute "

@@ -1,0 +1,157 @@
+"""Averages over the workers of one machine, by sends and receives, with the bits of Gloo's all-reduce.
+
+With k workers, a message is cut into k parts. Every worker sends part j to worker j, which averages the k versions of
+its part and sends the result to all others. For a message of n bytes, a worker sends 2 n (k - 1) / k bytes, as in a
+ring, but in two steps for any k. (It is a reduce-scatter and an all-gather, as for long messages in R. Thakur,
+R. Rabenseifner and W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005,
+doi:10.1177/1094342005051521.)
+
+Parts are cut into pieces, so that the received versions need little memory. A batch of pieces is on its way at a time::
+
+    of a batch:    send and receive versions -> average, send averages -> (next batch)
+    at the end:    receive the averages of all batches
+
+Gloo's all-reduce is a ring of 2 (k - 1) steps. Two threads of each worker take them, and wait for the neighbor in every
+step. Between workers of one machine, the processors limit the speed, and each step switches between threads. Here the
+calling thread adds and divides numbers, block by block in the cache, and only transfers need another thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlbench_core.aggregation.pytorch.aggregation import Denominator
+from mlbench_core.aggregation.pytorch.messages import KeptMemory, in_blocks
+from mlbench_core.distributed.pytorch import process_groups
+
+__all__ = ["average"]
+
+# Bytes of one piece of all parts. Smaller ones take longer with four workers, and larger ones need more room.
+_PIECE_BYTES = 16 << 20
+# Room for the received parts of the pieces that are on their way.
+_ROOM_BYTES = 64 << 20
+# Sends of this process with other tags are not mistaken for parts of a message.
+_VERSION_TAG, _AVERAGE_TAG = 0x6D6C01, 0x6D6C02
+_SEGMENT_BYTES = 1 << 20  # of Gloo's ring
+
+
+def average(messages: Sequence[Tensor], divisor: Denominator | None, group: Any, memory: KeptMemory) -> None:
+    """Replace messages by their sum over the workers of a group divided by a number, in place.
+
+    The sums are those of Gloo's all-reduce to the last bit. All workers get the same.
+
+    Args:
+        messages: One-dimensional, contiguous, real, of one dtype, in the host's memory; on every worker of the same
+            lengths.
+        divisor: The number; None to keep the sum.
+        group: The process group, of the backend Gloo and more than one worker; None for that of all workers.
+        memory: For the received versions, at most 64 MiB.
+
+    Raises:
+        RuntimeError: A worker was lost.
+    """
+    rank, size = process_groups.rank(group), process_groups.world_size(group)
+    first = messages[0]
+    if isinstance(divisor, Tensor):
+        divisor = divisor.cpu()
+    exchanges: list[_Exchange] = []
+    for batch in _batches(messages, size):
+        counts = [(size - 1) * len(parts[rank]) for parts in batch]
+        received = memory.flat("received", sum(counts), first.dtype, first.device).split(counts)
+        started = [_Exchange(*exchange, group) for exchange in zip(batch, received, strict=True)]
+        for exchange in started:
+            exchange.reduce(divisor)
+        exchanges += started
+    for exchange in exchanges:
+        exchange.finish()
+
+
+def _batches(messages: Sequence[Tensor], world_size: int) -> Iterator[list[list[Tensor]]]:
+    """Cut messages into pieces of one part for each worker; yield as many at a time as there is room for."""
+    batch: list[list[Tensor]] = []
+    used_bytes = 0
+    for message in messages:
+        for parts in _pieces(message, world_size):
+            received_bytes = (world_size - 1) * parts[0].nbytes
+            if batch and used_bytes + received_bytes > _ROOM_BYTES:
+                yield batch
+                batch, used_bytes = [], 0
+            batch.append(parts)
+            used_bytes += received_bytes
+    if batch:
+        yield batch
+
+
+def _pieces(message: Tensor, world_size: int) -> Iterator[list[Tensor]]:
+    """Cut a message into the parts that Gloo's workers sum up, and these into pieces."""
+    count = _part_elements(message, world_size)
+    most = max(1, _PIECE_BYTES // message.element_size() // world_size)
+    for start in range(0, count, most):
+        stop = min(start + most, count)
+        yield [message[rank * count + start : rank * count + stop] for rank in range(world_size)]
+
+
+def _part_elements(message: Tensor, world_size: int) -> int:
+    """Return the number of elements of each part but the last ones, as in ``gloo/allreduce.cc``.
+
+    Gloo cuts a message into equal segments: at least two for each worker, and the same number for all.
+    """
+    segments = max(-(-message.nbytes // _SEGMENT_BYTES), 2 * world_size)
+    of_worker = -(-segments // world_size)
+    return of_worker * -(-message.numel() // (of_worker * world_size))
+
+
+class _Exchange:
+    """A piece of a message on its way.
+
+    The constructor sends and receives the versions of the parts. :meth:`reduce` waits for those of this worker's part,
+    and sends and receives the averages. :meth:`finish` waits for them. Every worker takes the steps of all pieces in
+    the same order.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], received: Tensor, group: Any) -> None:
+        self._group, self._parts = group, parts
+        rank, size = process_groups.rank(group), process_groups.world_size(group)
+        # The order of Gloo's ring, in which part j is added up from worker j - 1 down to worker j.
+        self._others = [(rank - distance) % size for distance in range(1, size)]
+        self._own = parts[rank]
+        self._versions = received.view(size - 1, len(self._own))
+        receives = [self._receive(v, rank, _VERSION_TAG) for rank, v in zip(self._others, self._versions, strict=True)]
+        sends = [self._send(parts[rank], rank, _VERSION_TAG) for rank in self._others]
+        self._receives, self._sends = list(filter(None, receives)), list(filter(None, sends))
+
+    def reduce(self, divisor: Denominator | None) -> None:
+        """Average this worker's part, send it, and begin to receive the averages of the other parts."""
+        for work in self._receives:
+            work.wait()
+        for own, total, *others in zip(*map(in_blocks, (self._own, *self._versions)), strict=True):
+            for other in others:
+                total.add_(other)
+            total.add_(own)
+            if divisor is None:
+                own.copy_(total)
+            else:
+                torch.div(total, divisor, out=own)
+        sends = [self._send(self._own, rank, _AVERAGE_TAG) for rank in self._others]
+        # Averages replace the other parts, once these have left.
+        for work in self._sends:
+            work.wait()
+        receives = [self._receive(self._parts[rank], rank, _AVERAGE_TAG) for rank in self._others]
+        self._sends, self._receives = list(filter(None, sends)), list(filter(None, receives))
+
+    def finish(self) -> None:
+        """Wait for the averages of the other parts, and until that of this one has left."""
+        for work in (*self._receives, *self._sends):
+            work.wait()
+
+    def _send(self, part: Tensor, rank: int, tag: int) -> Any:
+        """Begin to send a part; an empty one is not sent."""
+        return process_groups.dist.isend(part, group=self._group, tag=tag, group_dst=rank) if len(part) else None
+
+    def _receive(self, part: Tensor, rank: int, tag: int) -> Any:
+        """Begin to receive a part; an empty one is not sent."""
+        return process_groups.dist.irecv(part, group=self._group, tag=tag, group_src=rank) if len(part) else None
