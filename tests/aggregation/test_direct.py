@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation, direct
-from mlbench_core.aggregation.pytorch.messages import KeptMemory
 from mlbench_core.distributed.pytorch import process_groups
 from tests.helpers.ranks import run_ranks
 
@@ -29,8 +28,8 @@ def average(rank: int, world_size: int, piece_bytes: int, room_bytes: int) -> li
     for dtype in DTYPES:
         messages = [torch.randn(length, generator=generator, dtype=torch.float64).to(dtype) for length in LENGTHS]
         averages, sums, of_gloo = ([message.clone() for message in messages] for _ in range(3))
-        direct.average(averages, world_size, None, KeptMemory())
-        direct.average(sums, None, None, KeptMemory())
+        direct.average(averages, world_size)
+        direct.average(sums, None)
         for message in of_gloo:
             dist.all_reduce(message)
         results.append((averages + sums, [message / world_size for message in of_gloo] + of_gloo))
@@ -62,7 +61,7 @@ def beside_another_message(rank: int, world_size: int) -> tuple[float, float]:
     """Worker 0 sends a number before an average, and worker 1 receives it afterwards."""
     number, message = torch.tensor([7.0 if rank == 0 else 0.0]), torch.full((100,), float(rank))
     work = dist.isend(number, 1) if rank == 0 else None
-    direct.average([message], world_size, None, KeptMemory())
+    direct.average([message], world_size)
     if work is None:
         dist.recv(number, 0)
     else:
@@ -115,12 +114,16 @@ def average_in_odd_ways(rank: int, world_size: int, meeting: Path) -> dict[str, 
 
     def average(name: str, *, op: str = AVG_WORLD, denom: Any = None, of: AllReduceAggregation = aggregation) -> None:
         tensors = {"x": torch.arange(5.0) + rank, "z": torch.full((3,), complex(3 * rank, rank))}
+        tensors["w"] = torch.full((2,), complex(float("inf"), 2.0))
         of.aggregate(tensors, op, denom)
         found[name] = [tensor.tolist() for tensor in tensors.values()]
 
     with torch.inference_mode():
         average("in inference mode")
     average("outside of it")
+    tensor = torch.ones(3, requires_grad=True) * rank
+    aggregation.aggregate({"x": tensor}, AVG_WORLD)
+    assert tensor.tolist() == [0.5] * 3
     average("by a tensor", op=AVG_CUSTOM, denom=torch.tensor([2.0], dtype=torch.float64))
     average("converted", of=AllReduceAggregation(world_size, comm_dtype=torch.float64))
     average("divided before", of=AllReduceAggregation(world_size, divide_before=True))
@@ -136,7 +139,7 @@ def test_kinds_of_numbers_and_divisors(tmp_path: Path) -> None:
     for found in run_ranks(2, average_in_odd_ways, tmp_path / "meeting"):
         assert len(found) == 6
         for name, averages in found.items():
-            assert averages == [[0.5, 1.5, 2.5, 3.5, 4.5], [1.5 + 0.5j] * 3], name
+            assert averages == [[0.5, 1.5, 2.5, 3.5, 4.5], [1.5 + 0.5j] * 3, [complex("inf+2j")] * 2], name
 
 
 def test_one_process_is_on_one_machine() -> None:

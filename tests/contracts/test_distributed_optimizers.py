@@ -54,7 +54,7 @@ from mlbench_core.optim.pytorch import (
     SparsifiedSGD,
     StreamingDiLoCo,
 )
-from tests.helpers.averages import hearing_averages
+from tests.helpers.averages import recording_averages
 from tests.helpers.ranks import run_ranks
 
 STEPS, HALF = 9, 4  # half the way is in the middle of a period
@@ -253,7 +253,7 @@ class Recorder:
         def hear(message: Tensor) -> None:
             self.events.append(("all_reduce", message.nbytes, str(message.dtype)))
 
-        with hearing_averages(hear), pytest.MonkeyPatch.context() as patch:
+        with recording_averages(hear), pytest.MonkeyPatch.context() as patch:
             for name, position in SENT.items():
                 patch.setattr(dist, name, self._listen(name, getattr(dist, name), position))
             start = SharedMemorySum.start
@@ -564,5 +564,5 @@ def test_every_collective_that_the_library_calls_is_heard() -> None:
         "get_rank",
         "get_process_group_ranks",
     }
-    of_averages = {"isend", "irecv"}  # they are heard as a whole
+    of_averages = {"isend", "irecv"}  # of averages, which are recorded as a whole
     assert names <= {*SENT, *questions, *of_averages, "P2POp"}

@@ -35,7 +35,7 @@ from mlbench_core.optim.pytorch import (
     SparsifiedSGD,
 )
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer
-from tests.helpers.averages import hearing_averages
+from tests.helpers.averages import recording_averages
 
 STEPS = 12
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (3, 7), "vector": (5,), "scalar": (), "kernel": (2, 3, 2, 2)}
@@ -124,7 +124,7 @@ def counted_collectives() -> Iterator[list[tuple[str, int]]]:
 
         return call
 
-    with hearing_averages(lambda message: calls.append(("all_reduce", message.nbytes))):
+    with recording_averages(lambda message: calls.append(("all_reduce", message.nbytes))):
         for name in originals:
             setattr(dist, name, counted(name))
         try:

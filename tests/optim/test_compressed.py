@@ -742,3 +742,12 @@ def test_accumulated_gradients_are_sent_once(ranks: Ranks) -> None:
         for name, (accumulated, summed, calls) in result["accumulation"].items():
             assert calls == [], name
             assert all(torch.equal(accumulated[key], summed[key]) for key in summed), name
+
+
+def test_memory_kept_in_inference_mode_can_be_changed_outside_of_it() -> None:
+    memory = KeptMemory()
+    with torch.inference_mode():
+        memory.like("a", torch.zeros(3))
+        memory.flat("b", 3, torch.float32, torch.device("cpu"))
+    memory.like("a", torch.zeros(3)).zero_()
+    memory.flat("b", 3, torch.float32, torch.device("cpu")).zero_()

@@ -33,7 +33,7 @@ from mlbench_core.optim.pytorch import (
     GenericCentralizedOptimizer,
     LocalSGD,
 )
-from tests.helpers.averages import hearing_averages
+from tests.helpers.averages import recording_averages
 
 STEPS = 15
 SHAPE = (5, 7)
@@ -104,7 +104,7 @@ def counted() -> Iterator[dict[str, int]]:
 
         return call
 
-    with hearing_averages(lambda message: calls.update(all_reduce=calls["all_reduce"] + 1)):
+    with recording_averages(lambda message: calls.update(all_reduce=calls["all_reduce"] + 1)):
         for name in calls:
             setattr(dist, name, count(name))
         try:

@@ -18,7 +18,7 @@ from mlbench_core.optim.pytorch import (
     CustomCentralizedOptimizer,
     GenericCentralizedOptimizer,
 )
-from tests.helpers.averages import hearing_averages
+from tests.helpers.averages import recording_averages
 
 STEPS = 20
 SAMPLES = 8
@@ -74,7 +74,7 @@ def counted_all_reduces() -> Iterator[list[int]]:
         sizes.append(tensor.numel() * tensor.element_size())
         return original(tensor, *args, **kwargs)
 
-    with hearing_averages(lambda message: sizes.append(message.nbytes)):
+    with recording_averages(lambda message: sizes.append(message.nbytes)):
         dist.all_reduce = all_reduce
         try:
             yield sizes

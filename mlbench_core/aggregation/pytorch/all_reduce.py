@@ -21,7 +21,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     Parameters,
 )
 from mlbench_core.aggregation.pytorch.buckets import BUCKET_SIZE_BYTES
-from mlbench_core.aggregation.pytorch.messages import KeptMemory, as_real, by_dtype_and_device, divide, pack, unpack
+from mlbench_core.aggregation.pytorch.messages import as_real, by_dtype_and_device, divide, pack, unpack
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
 from mlbench_core.arguments import check_int
 from mlbench_core.distributed.pytorch import process_groups
@@ -85,10 +85,10 @@ class AllReduceAggregation(Aggregation):
     A tensor of at least 8 MiB travels alone, out of its own memory and back into it, without a copy. The smaller ones
     of the same dtype and device travel in one flat message, in their own dtype, and are written back into their own
     memory, whatever their strides. With ``by_layer=True``, every tensor travels alone. One worker alone sends nothing.
-    If all workers run on one machine and use Gloo, messages travel by sends and receives, with the bits and bytes of
-    Gloo's all-reduce, and up to 64 MiB are kept for received parts
-    (:mod:`mlbench_core.aggregation.pytorch.direct`). Either all workers have their tensors in the host's memory, or
-    none has.
+    If all workers run on one machine and use Gloo, averages of CPU tensors travel by sends and receives instead of
+    Gloo's all-reduce, unless ``overlap`` or ``shared_memory`` is True. The result is the same bit for bit. Received
+    parts need up to 64 MiB during the call; see :mod:`mlbench_core.aggregation.pytorch.direct`. Tensors must be on a
+    CPU on all workers, or on a GPU on all workers.
     After an error in an aggregation, such as a lost worker, the values of its tensors are undefined.
 
     Args:
@@ -150,7 +150,6 @@ class AllReduceAggregation(Aggregation):
         self.bucket_size_bytes = check_int("bucket_size_bytes", bucket_size_bytes, least=0)
         self.shared_memory = shared_memory
         self._is_by_layer = False
-        self._received = KeptMemory()
         self._shared: SharedMemorySum | None = None
         if shared_memory and self._world_size > 1:
             # Workers meet here and not at the first message, so that a machine without shared memory fails early.
@@ -250,7 +249,7 @@ class AllReduceAggregation(Aggregation):
         self._write_back(transfer.sent, transfer.message)
 
     def _write_back(self, sent: Tensor, message: Tensor) -> None:
-        """Copy a message back that was converted, or copied to the device of the backend."""
+        """Copy the result into the message, if a converted or moved copy of it was sent."""
         if sent.data_ptr() != message.data_ptr():
             (message if sent.is_complex() else as_real(message)).copy_(sent)
 
@@ -276,13 +275,13 @@ class AllReduceAggregation(Aggregation):
         message = pack(kind)
         early = self.divides_early(message.dtype)
         if early:
-            divide(message, self.world_size)
+            divide(as_real(message), self.world_size)
         transfer = self.start(message, overlapped)
 
         def receive() -> None:
             self.finish(transfer)
             if not early:
-                divide(message, self.world_size)
+                divide(as_real(message), self.world_size)
             for tensor, average in zip(kind, message.split([tensor.numel() for tensor in kind]), strict=True):
                 write(tensor, average.view(tensor.shape))
 
@@ -299,11 +298,13 @@ class AllReduceAggregation(Aggregation):
         groups = messages_of(tensors, 1 if self._is_by_layer else None)
         # All messages are packed before one is sent, because two tensors may share memory.
         messages = [pack(group) if own is None else own for group, own in groups]
+        # Complex numbers are divided as pairs of real ones. A complex division would turn infinite numbers into nan.
+        numbers = [as_real(message) for message in messages]
         if early:
-            for message in messages:
-                divide(message, divisor)
+            for flat in numbers:
+                divide(flat, divisor)
         average = self._average_directly if self._goes_directly(tensors[0]) else self._average_by_backend
-        average(messages, None if early else divisor)
+        average(numbers, None if early else divisor)
         for (group, own), message in zip(groups, messages, strict=True):
             if own is None:
                 unpack(message, group)
@@ -316,16 +317,17 @@ class AllReduceAggregation(Aggregation):
             and (tensor.is_floating_point() or tensor.is_complex())
             and not self.shared_memory
             and process_groups.backend(self.group) == dist.Backend.GLOO
-            # At this level, torch compares the shapes of all workers in each collective operation, to find errors.
+            # At this level, torch checks that all workers call the same collective operation with the same shapes.
+            # Sends and receives would bypass this check.
             and dist.get_debug_level() != dist.DebugLevel.DETAIL
             and process_groups.is_on_one_machine(self.group)
         )
 
     def _average_directly(self, messages: Sequence[Tensor], divisor: Denominator | None) -> None:
-        sent = [self._converted(as_real(message)) for message in messages]
+        sent = [self._converted(message) for message in messages]
         for tensor in sent:
             self._count("all_reduce", self.world_size, tensor.nbytes)
-        direct.average(sent, divisor, self.group, self._received)
+        direct.average(sent, divisor, self.group)
         for message, tensor in zip(messages, sent, strict=True):
             self._write_back(tensor, message)
 
@@ -339,7 +341,7 @@ class AllReduceAggregation(Aggregation):
             if i + ahead < len(messages):
                 transfers.append(self.start(messages[i + ahead]))
             if divisor is not None:
-                divide(as_real(message), divisor)
+                divide(message, divisor)
 
 
 def messages_of(tensors: Sequence[Tensor], large_bytes: int | None = None) -> list[tuple[list[Tensor], Tensor | None]]:

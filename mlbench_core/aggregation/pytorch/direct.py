@@ -1,4 +1,4 @@
-"""Averages over the workers of one machine, by sends and receives, with the bits of Gloo's all-reduce.
+"""Average over the workers of one machine by sends and receives, bit for bit as Gloo's all-reduce.
 
 With k workers, a message is cut into k parts. Every worker sends part j to worker j, which averages the k versions of
 its part and sends the result to all others. For a message of n bytes, a worker sends 2 n (k - 1) / k bytes, as in a
@@ -8,48 +8,50 @@ doi:10.1177/1094342005051521.)
 
 Parts are cut into pieces, so that the received versions need little memory. A batch of pieces is on its way at a time::
 
-    of a batch:    send and receive versions -> average, send averages -> (next batch)
-    at the end:    receive the averages of all batches
+    each batch:    exchange versions -> average -> start to send and receive averages -> (next batch)
+    at the end:    wait for the averages of all batches
 
-Gloo's all-reduce is a ring of 2 (k - 1) steps. Two threads of each worker take them, and wait for the neighbor in every
-step. Between workers of one machine, the processors limit the speed, and each step switches between threads. Here the
-calling thread adds and divides numbers, block by block in the cache, and only transfers need another thread.
+Gloo's all-reduce is a ring of 2 (k - 1) steps. A thread of the process group runs the ring of one message, and waits
+for the neighbor in every step. Between workers of one machine, the processors limit the speed, and each step switches
+between threads. Here, torch adds and divides block by block in the cache, and only transfers need another thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.messages import KeptMemory, in_blocks
+from mlbench_core.aggregation.pytorch.messages import in_blocks
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["average"]
 
-# Bytes of one piece of all parts. Smaller ones take longer with four workers, and larger ones need more room.
+# Bytes of a piece, over all its parts. With four workers, smaller pieces take longer. Larger ones need more memory for
+# received versions.
 _PIECE_BYTES = 16 << 20
-# Room for the received parts of the pieces that are on their way.
+# Bytes of the received versions of one batch.
 _ROOM_BYTES = 64 << 20
 # Sends of this process with other tags are not mistaken for parts of a message.
 _VERSION_TAG, _AVERAGE_TAG = 0x6D6C01, 0x6D6C02
 _SEGMENT_BYTES = 1 << 20  # of Gloo's ring
 
 
-def average(messages: Sequence[Tensor], divisor: Denominator | None, group: Any, memory: KeptMemory) -> None:
+@torch.no_grad()
+def average(messages: Sequence[Tensor], divisor: Denominator | None, group: Any = None) -> None:
     """Replace messages by their sum over the workers of a group divided by a number, in place.
 
-    The sums are those of Gloo's all-reduce to the last bit. All workers get the same.
+    The sums are those of Gloo's all-reduce to the last bit. All workers get the same. Received versions need up to
+    64 MiB until this returns.
 
     Args:
         messages: One-dimensional, contiguous, real, of one dtype, in the host's memory; on every worker of the same
             lengths.
         divisor: The number; None to keep the sum.
         group: The process group, of the backend Gloo and more than one worker; None for that of all workers.
-        memory: For the received versions, at most 64 MiB.
 
     Raises:
         RuntimeError: A worker was lost.
@@ -58,10 +60,12 @@ def average(messages: Sequence[Tensor], divisor: Denominator | None, group: Any,
     first = messages[0]
     if isinstance(divisor, Tensor):
         divisor = divisor.cpu()
+    batches = list(_batches(messages, size))
+    counts_of = [[(size - 1) * len(parts[rank]) for parts in batch] for batch in batches]
+    memory = first.new_empty(max(map(sum, counts_of)))  # each batch overwrites the versions of the one before
     exchanges: list[_Exchange] = []
-    for batch in _batches(messages, size):
-        counts = [(size - 1) * len(parts[rank]) for parts in batch]
-        received = memory.flat("received", sum(counts), first.dtype, first.device).split(counts)
+    for batch, counts in zip(batches, counts_of, strict=True):
+        received = memory[: sum(counts)].split(counts)
         started = [_Exchange(*exchange, group) for exchange in zip(batch, received, strict=True)]
         for exchange in started:
             exchange.reduce(divisor)
@@ -96,9 +100,10 @@ def _pieces(message: Tensor, world_size: int) -> Iterator[list[Tensor]]:
 
 
 def _part_elements(message: Tensor, world_size: int) -> int:
-    """Return the number of elements of each part but the last ones, as in ``gloo/allreduce.cc``.
+    """Return the number of elements of each part; the last parts may be shorter or empty.
 
-    Gloo cuts a message into equal segments: at least two for each worker, and the same number for all.
+    As in ``gloo/allreduce.cc``, a message is cut into segments of equal size, at most 1 MiB. Each worker gets the same
+    number of them, at least two.
     """
     segments = max(-(-message.nbytes // _SEGMENT_BYTES), 2 * world_size)
     of_worker = -(-segments // world_size)
@@ -108,21 +113,20 @@ def _part_elements(message: Tensor, world_size: int) -> int:
 class _Exchange:
     """A piece of a message on its way.
 
-    The constructor sends and receives the versions of the parts. :meth:`reduce` waits for those of this worker's part,
-    and sends and receives the averages. :meth:`finish` waits for them. Every worker takes the steps of all pieces in
-    the same order.
+    The constructor starts to send and receive versions. :meth:`reduce` waits for the versions of this worker's part,
+    averages them, and starts to send and receive averages. :meth:`finish` waits for these. Every worker takes the steps
+    of all pieces in the same order.
     """
 
     def __init__(self, parts: Sequence[Tensor], received: Tensor, group: Any) -> None:
-        self._group, self._parts = group, parts
+        self._group = group
         rank, size = process_groups.rank(group), process_groups.world_size(group)
         # The order of Gloo's ring, in which part j is added up from worker j - 1 down to worker j.
         self._others = [(rank - distance) % size for distance in range(1, size)]
-        self._own = parts[rank]
+        self._own, self._other_parts = parts[rank], [parts[other] for other in self._others]
         self._versions = received.view(size - 1, len(self._own))
-        receives = [self._receive(v, rank, _VERSION_TAG) for rank, v in zip(self._others, self._versions, strict=True)]
-        sends = [self._send(parts[rank], rank, _VERSION_TAG) for rank in self._others]
-        self._receives, self._sends = list(filter(None, receives)), list(filter(None, sends))
+        self._receives = self._start(process_groups.dist.irecv, self._versions, _VERSION_TAG)
+        self._sends = self._start(process_groups.dist.isend, self._other_parts, _VERSION_TAG)
 
     def reduce(self, divisor: Denominator | None) -> None:
         """Average this worker's part, send it, and begin to receive the averages of the other parts."""
@@ -136,22 +140,19 @@ class _Exchange:
                 own.copy_(total)
             else:
                 torch.div(total, divisor, out=own)
-        sends = [self._send(self._own, rank, _AVERAGE_TAG) for rank in self._others]
-        # Averages replace the other parts, once these have left.
+        sends = self._start(process_groups.dist.isend, [self._own] * len(self._others), _AVERAGE_TAG)
+        # The averages overwrite the other parts, so the versions must have been sent.
         for work in self._sends:
             work.wait()
-        receives = [self._receive(self._parts[rank], rank, _AVERAGE_TAG) for rank in self._others]
-        self._sends, self._receives = list(filter(None, sends)), list(filter(None, receives))
+        self._receives = self._start(process_groups.dist.irecv, self._other_parts, _AVERAGE_TAG)
+        self._sends = sends
 
     def finish(self) -> None:
         """Wait for the averages of the other parts, and until that of this one has left."""
         for work in (*self._receives, *self._sends):
             work.wait()
 
-    def _send(self, part: Tensor, rank: int, tag: int) -> Any:
-        """Begin to send a part; an empty one is not sent."""
-        return process_groups.dist.isend(part, group=self._group, tag=tag, group_dst=rank) if len(part) else None
-
-    def _receive(self, part: Tensor, rank: int, tag: int) -> Any:
-        """Begin to receive a part; an empty one is not sent."""
-        return process_groups.dist.irecv(part, group=self._group, tag=tag, group_src=rank) if len(part) else None
+    def _start(self, transfer: Callable[..., Any], parts: Iterable[Tensor], tag: int) -> list[Any]:
+        """Start to send or receive a part for each other worker; empty parts are not sent."""
+        pairs = zip(self._others, parts, strict=True)
+        return [transfer(part, None, self._group, tag, rank) for rank, part in pairs if len(part)]

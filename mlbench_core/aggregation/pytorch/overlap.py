@@ -40,6 +40,7 @@ from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import refuse_sparse, trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation, Transfer
 from mlbench_core.aggregation.pytorch.buckets import Bucket, Signature, plan_buckets, signature
+from mlbench_core.aggregation.pytorch.messages import as_real, divide
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock, Interval
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 
@@ -242,7 +243,7 @@ class OverlappedReduction:
             with current.interval.exposed():
                 self._aggregation.finish(transfer)
                 if not self._divides_early(bucket):
-                    transfer.message.div_(self._aggregation.world_size)
+                    divide(as_real(transfer.message), self._aggregation.world_size)
                 bucket.deliver()
             if position >= current.received:
                 current.interval.finish_message()
