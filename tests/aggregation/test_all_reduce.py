@@ -12,6 +12,7 @@ from torch import nn
 
 from mlbench_core.aggregation.pytorch import AVG_CUSTOM, AVG_WORLD, Aggregation, AllReduceAggregation, all_reduce
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
+from mlbench_core.distributed.pytorch import process_groups
 from tests.helpers.ranks import run_ranks
 
 
@@ -166,14 +167,18 @@ class Large(nn.Module):
 def average_large_tensors(rank: int, world_size: int) -> dict[str, Any]:
     """Gradients by settings of the aggregation, if tensors travel together and if those of 1 KiB travel alone."""
     results: dict[str, Any] = {}
+    on_one_machine, on_several_machines = process_groups.is_on_one_machine, lambda group=None: False
     settings: dict[str, dict[str, Any]] = {
         "plain": {},
+        "by the backend": {},
         "divided before": {"divide_before": True},
         "converted": {"comm_dtype": torch.float64},
         "through shared memory": {"shared_memory": True},
     }
     for name, options in settings.items():
         aggregation = AllReduceAggregation(world_size, **options)
+        # Between machines, messages go through the backend's all-reduce.
+        process_groups.is_on_one_machine = on_several_machines if name == "by the backend" else on_one_machine
         for least in (1 << 10, 1 << 20):
             all_reduce.LARGE_BYTES = least
             for by_layer, denominator in ((False, None), (True, None), (False, 3)):
@@ -236,6 +241,10 @@ def test_large_tensors_travel_in_place_with_the_same_result() -> None:
                 else:
                     assert torch.equal(gradient, expected) and torch.equal(gradient, other), name
             assert is_kept
+        for (name, least), (gradients, _) in result.items():
+            if name.startswith("by the backend"):
+                direct, _ = result[name.replace("by the backend", "plain"), least]
+                assert all(a is b is None or torch.equal(a, b) for a, b in zip(gradients, direct, strict=True)), name
         by_hand = []
         for worker in range(2):
             model = Large()

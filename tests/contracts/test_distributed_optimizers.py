@@ -54,7 +54,7 @@ from mlbench_core.optim.pytorch import (
     SparsifiedSGD,
     StreamingDiLoCo,
 )
-from tests.helpers.averages import recording_averages
+from tests.helpers.collectives import recording_averages
 from tests.helpers.ranks import run_ranks
 
 STEPS, HALF = 9, 4  # half the way is in the middle of a period

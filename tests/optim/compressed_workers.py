@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -35,7 +34,7 @@ from mlbench_core.optim.pytorch import (
     SparsifiedSGD,
 )
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer
-from tests.helpers.averages import recording_averages
+from tests.helpers.collectives import recording_collectives
 
 STEPS = 12
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (3, 7), "vector": (5,), "scalar": (), "kernel": (2, 3, 2, 2)}
@@ -115,23 +114,8 @@ def values(params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 def counted_collectives() -> Iterator[list[tuple[str, int]]]:
     """Record name and bytes of every collective."""
     calls: list[tuple[str, int]] = []
-    originals = {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}
-
-    def counted(name: str) -> Callable[..., Any]:
-        def call(*tensors: Any, **kwargs: Any) -> Any:
-            calls.append((name, tensors[-1].nbytes))
-            return originals[name](*tensors, **kwargs)
-
-        return call
-
-    with recording_averages(lambda message: calls.append(("all_reduce", message.nbytes))):
-        for name in originals:
-            setattr(dist, name, counted(name))
-        try:
-            yield calls
-        finally:
-            for name, original in originals.items():
-                setattr(dist, name, original)
+    with recording_collectives(lambda name, size_bytes: calls.append((name, size_bytes))):
+        yield calls
 
 
 def trajectories(rank: int, world_size: int) -> dict[str, Any]:

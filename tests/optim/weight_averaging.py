@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -33,7 +32,7 @@ from mlbench_core.optim.pytorch import (
     GenericCentralizedOptimizer,
     LocalSGD,
 )
-from tests.helpers.averages import recording_averages
+from tests.helpers.collectives import recording_collectives
 
 STEPS = 15
 SHAPE = (5, 7)
@@ -95,23 +94,8 @@ def descend(rank: int, model: Weights, optimizer: Optimizer, steps: range = rang
 def counted() -> Iterator[dict[str, int]]:
     """Count the calls of what workers communicate with."""
     calls = dict.fromkeys(("all_reduce", "all_gather", "batch_isend_irecv"), 0)
-    originals = {name: getattr(dist, name) for name in calls}
-
-    def count(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    with recording_averages(lambda message: calls.update(all_reduce=calls["all_reduce"] + 1)):
-        for name in calls:
-            setattr(dist, name, count(name))
-        try:
-            yield calls
-        finally:
-            for name, original in originals.items():
-                setattr(dist, name, original)
+    with recording_collectives(lambda name, _: calls.update({name: calls[name] + 1})):
+        yield calls
 
 
 # -- scenarios: each runs in every worker and returns what the tests look at ---------------------------------------

@@ -18,7 +18,7 @@ from mlbench_core.optim.pytorch import (
     CustomCentralizedOptimizer,
     GenericCentralizedOptimizer,
 )
-from tests.helpers.averages import recording_averages
+from tests.helpers.collectives import recording_collectives
 
 STEPS = 20
 SAMPLES = 8
@@ -68,18 +68,9 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def counted_all_reduces() -> Iterator[list[int]]:
     """Count what goes through all_reduce, in bytes per call."""
-    original, sizes = dist.all_reduce, []
-
-    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(tensor.numel() * tensor.element_size())
-        return original(tensor, *args, **kwargs)
-
-    with recording_averages(lambda message: sizes.append(message.nbytes)):
-        dist.all_reduce = all_reduce
-        try:
-            yield sizes
-        finally:
-            dist.all_reduce = original
+    sizes: list[int] = []
+    with recording_collectives(lambda name, size_bytes: sizes.append(size_bytes) if name == "all_reduce" else None):
+        yield sizes
 
 
 # -- scenarios: each runs in every worker and returns what the tests look at ---------------------------------------
