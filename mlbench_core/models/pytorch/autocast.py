@@ -1,11 +1,18 @@
-"""Compute a network in another precision than that of its weights."""
+"""Compute a network, or its LSTMs, in another precision than that of its weights."""
 
 from __future__ import annotations
 
+import functools
+import logging
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Float32Output"]
+__all__ = ["AutocastLSTM", "Float32Output"]
+
+_log = logging.getLogger(__name__)
 
 
 class Float32Output(nn.Module):
@@ -39,3 +46,62 @@ class Float32Output(nn.Module):
             return self.network(images).float()
         with torch.autocast(images.device.type, dtype=self.autocast):
             return self.network(images).float()
+
+
+class AutocastLSTM(nn.LSTM):
+    """An LSTM that :func:`torch.autocast` can run on every CPU.
+
+    Within autocast, torch hands the LSTM to oneDNN in the dtype of autocast. oneDNN raises an error if the processor
+    lacks the instructions for it: it has no LSTM in bfloat16 without AVX-512. This class then computes in float32,
+    and logs that once. Its outputs and its state are float32 in this case. Without autocast, on a GPU, and on a CPU
+    with the instructions, it is :class:`torch.nn.LSTM`, with the same arguments.
+
+    Example:
+        >>> lstm = AutocastLSTM(3, 4)
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     output, (hidden, cell) = lstm(torch.ones(5, 2, 3))
+        >>> output.shape, hidden.shape
+        (torch.Size([5, 2, 4]), torch.Size([1, 2, 4]))
+    """
+
+    def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:
+        """Return the outputs and the new state, as :meth:`torch.nn.LSTM.forward` does.
+
+        Args:
+            input: A tensor or a packed sequence, as torch.nn.LSTM takes it.
+            hx: The state before the first step; None for zeros.
+        """
+        if not self._needs_float32(input):
+            return super().forward(input, hx)
+        state = None if hx is None else (hx[0].float(), hx[1].float())
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(input.float(), state)
+
+    def _needs_float32(self, input: Tensor | PackedSequence) -> bool:
+        if not torch.is_autocast_enabled("cpu"):
+            return False
+        data = input.data if isinstance(input, PackedSequence) else input
+        # torch computes LSTMs with weights of another dtype without oneDNN.
+        if data.device.type != "cpu" or self.weight_ih_l0.dtype != torch.float32:
+            return False
+        return not _autocast_has_lstm(torch.get_autocast_dtype("cpu"), self.training, torch.is_grad_enabled())
+
+
+@functools.cache
+def _autocast_has_lstm(dtype: torch.dtype, training: bool, with_gradients: bool) -> bool:
+    """Try a tiny LSTM, because torch has no function that tells which ones oneDNN supports."""
+    # Weights that are drawn on the CPU would change the random numbers of the run. Their values do not matter here.
+    lstm = nn.LSTM(1, 1, device="meta").to_empty(device="cpu").train(training)
+    try:
+        with torch.autocast("cpu", dtype), torch.set_grad_enabled(with_gradients):
+            lstm(torch.zeros(1, 1, 1))
+    except RuntimeError as error:
+        _log_once(dtype, str(error).split(".")[0])
+        return False
+    return True
+
+
+@functools.cache
+def _log_once(dtype: torch.dtype, reason: str) -> None:
+    name = str(dtype).removeprefix("torch.")
+    _log.warning("LSTMs are computed in float32, not in %s, which this processor does not support: %s", name, reason)

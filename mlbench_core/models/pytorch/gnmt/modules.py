@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from mlbench_core.models.pytorch.autocast import AutocastLSTM
 from mlbench_core.ops.pytorch.attention_score import attention_score, attention_score_reference, masked_softmax
 
 __all__ = ["Decoder", "EncodedSource", "Encoder", "Hidden", "NormalizedBahdanauAttention", "init_uniform"]
@@ -248,7 +249,7 @@ def init_uniform(module: nn.Module, bound: float = 0.1) -> None:
 
 def _lstm(input_size: int, hidden_size: int, bidirectional: bool = False) -> nn.LSTM:
     """Create one LSTM layer whose weights, and the sum of whose two biases, start uniform."""
-    lstm = nn.LSTM(input_size, hidden_size, bidirectional=bidirectional)
+    lstm = AutocastLSTM(input_size, hidden_size, bidirectional=bidirectional)
     init_uniform(lstm)
     # The layer uses only the sum of bias_ih and bias_hh. With two uniform ones, the sum would not be uniform.
     for name, parameter in lstm.named_parameters():

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mlbench_core.arguments import check_at_least
+from mlbench_core.models.pytorch.autocast import AutocastLSTM
 from mlbench_core.models.pytorch.layers.dropout_layers import (
     LockedDropout,
     WeightDrop,
@@ -110,7 +111,7 @@ class LSTMLanguageModel(nn.Module):
         self.encoder = nn.Embedding(ntoken, ninp)
         # weight_hh_l0 are a layer's recurrent weights, from hidden state to hidden state.
         self.rnns = nn.ModuleList(
-            WeightDrop(nn.LSTM(width, next_width), ["weight_hh_l0"], check_probability("wdrop", wdrop))
+            WeightDrop(AutocastLSTM(width, next_width), ["weight_hh_l0"], check_probability("wdrop", wdrop))
             for width, next_width in itertools.pairwise([ninp, *self.widths])
         )
         self.decoder = nn.Linear(last, ntoken)
