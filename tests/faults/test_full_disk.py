@@ -202,3 +202,43 @@ def test_files_of_the_wrong_kind_block_no_master(tmp_path: Path) -> None:
     thread.start()
     thread.join(10)
     assert states == [("failed", [], [])]
+
+
+TRAINS = """
+import pathlib, sys, time
+from mlbench_core.controlflow.task_arguments import task_main
+from mlbench_core.controlflow.run_results import RunFolder
+from mlbench_core.results.configuration import Configuration
+from mlbench_core.tracking.tracker import Tracker
+
+def main(run_id, rank, output_dir, **others):
+    with RunFolder(pathlib.Path(output_dir), Configuration(workers=1), run_id) as results:
+        with Tracker([], run_id, rank, sinks=[results.sink]) as tracker:
+            tracker.start()
+            print("trains", flush=True)
+            while not pathlib.Path(sys.argv[1]).exists():
+                time.sleep(0.01)
+            for _ in range(2000):
+                tracker.record_loss(1.0)
+
+task_main(main, "task9z", argv=["--root-output", sys.argv[2], "--root-checkpoint", sys.argv[2],
+                                "--root-dataset", sys.argv[2]])
+"""
+
+
+def test_a_result_that_is_lost_on_a_full_disk_fails_the_run(small_disk: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TRAINS)
+    launcher = LocalLauncher(tmp_path / "runs")
+    job = launcher.start(
+        Job(run_id=1, name="a", command=f"{script} {tmp_path / 'go-on'} {small_disk}", num_workers=1)
+    )
+    wait_for(lambda: any(line["text"] == "trains" for line in launcher.log_tail(job)), 60)
+    with full(small_disk):
+        (tmp_path / "go-on").touch()
+        wait_for(lambda: launcher.poll(job).state != "running", 60)
+    status = launcher.poll(job)
+    assert (status.state, status.returncode) == ("failed", 1)
+    texts = [line["text"] for line in launcher.log_tail(job)]
+    assert any("error: the result in" in text and "No space left on device" in text for text in texts), texts
+    assert not list(small_disk.rglob("result.json"))
