@@ -14,6 +14,7 @@ from mlbench_core.cli._engines import EngineType
 from mlbench_core.cli._output import dashboard_option, json_option, print_json
 from mlbench_core.client.masters import check_token, forget_master, remember_master
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.paths import user_folder
 from mlbench_master.launchers import LAUNCHERS
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ def master(
 
     # Called when the server listens: only then is the port known if --port is 0.
     def started(url: str, access: Access) -> None:
-        remember_master(url, os.getpid(), access.token, access.key)
+        folder = (data_dir or user_folder("master")).expanduser().absolute()
+        remember_master(url, os.getpid(), access.token, access.key, str(folder), launcher)
 
     try:
         listen = Listen(host, port, certificate, key)

@@ -33,7 +33,14 @@ from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.files import lock
 from mlbench_core.results.configuration import Configuration
 from mlbench_core.results.environment import describe_environment
-from mlbench_core.results.folder import RESULT, finish_folder, lines_path, prepare_folder, read_result, write_environment
+from mlbench_core.results.folder import (
+    RESULT,
+    finish_folder,
+    lines_path,
+    prepare_folder,
+    read_result,
+    write_environment,
+)
 from mlbench_core.results.lines import LinesSink
 from mlbench_core.results.summary import goal_message
 from mlbench_core.tasks import TASKS

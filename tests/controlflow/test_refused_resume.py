@@ -65,7 +65,12 @@ def delete(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "options", "before", "words"),
     [
-        ((), {"optimizer": "adam"}, None, r"does not fit the optimizer .* another optimizer, with the settings .*momen"),
+        (
+            (),
+            {"optimizer": "adam"},
+            None,
+            r"does not fit the optimizer .* another optimizer, with the settings .*momen",
+        ),
         ((), {"optimizer": "rprop"}, None, r"does not fit the optimizer .* and without capturable, etas, step_sizes"),
         ((), {"width": 3}, None, r"does not fit the model .* size mismatch"),
         (("--optimizer", "adam"), {}, None, r"algorithm was 'sgd' and is 'adam': "),

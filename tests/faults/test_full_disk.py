@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +16,8 @@ from mlbench_master.launchers.local import LocalLauncher
 from mlbench_master.launchers.logs import LogReader, LogWriter, append_log
 from mlbench_master.scheduler import Scheduler
 from mlbench_master.store import Store
-from tests.faults.helpers import add_run
+from tests.faults.helpers import add_run, full
 from tests.master.helpers import processes_of, wait_for
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True) if os.geteuid() == 0 else None
-    if done is None or done.returncode != 0:
-        pytest.skip(f"may not mount a tmpfs: {done.stderr.strip() if done else 'needs root'}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@contextlib.contextmanager
-def full(folder: Path) -> Iterator[None]:
-    """Fill a file system to the last byte."""
-    ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        for size in (65_536, 4096, 1):
-            with contextlib.suppress(OSError):
-                while file.write(b"x" * size):
-                    pass
-    yield
-    ballast.unlink()
 
 
 CHATTY = """
@@ -230,9 +201,7 @@ def test_a_result_that_is_lost_on_a_full_disk_fails_the_run(small_disk: Path, tm
     script = tmp_path / "script.py"
     script.write_text(TRAINS)
     launcher = LocalLauncher(tmp_path / "runs")
-    job = launcher.start(
-        Job(run_id=1, name="a", command=f"{script} {tmp_path / 'go-on'} {small_disk}", num_workers=1)
-    )
+    job = launcher.start(Job(run_id=1, name="a", command=f"{script} {tmp_path / 'go-on'} {small_disk}", num_workers=1))
     wait_for(lambda: any(line["text"] == "trains" for line in launcher.log_tail(job)), 60)
     with full(small_disk):
         (tmp_path / "go-on").touch()

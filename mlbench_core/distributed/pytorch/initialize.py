@@ -229,9 +229,7 @@ def _agent_has_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-def _join(
-    backend: str, environment: ClusterEnvironment, place: Place, timeout_s: float, files: list[Path]
-) -> None:
+def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s: float, files: list[Path]) -> None:
     """Create the process group; ``files`` receives the path of its store, if that is a file."""
     timeout = datetime.timedelta(seconds=timeout_s)
     options: dict[str, Any] = {}
