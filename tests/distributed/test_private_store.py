@@ -169,7 +169,7 @@ def test_a_path_of_another_program_is_refused(tmp_path: Path) -> None:
         pytest.raises(WorkerError, match="private to their user"),
     ):
         private_store.meet(_port_store(path), 1, 2, LIMIT)
-    with pytest.raises(WorkerError, match="cannot open .*set TMPDIR of rank 0"):
+    with pytest.raises(WorkerError, match=r"cannot open .*set TMPDIR of rank 0"):
         private_store.meet(_port_store(tmp_path / "none"), 1, 2, LIMIT)
     with pytest.raises(WorkerError, match="private to their user"):
         private_store.meet(_port_store(path.parent), 1, 2, LIMIT)

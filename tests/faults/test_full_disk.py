@@ -19,7 +19,6 @@ from mlbench_master.store import Store
 from tests.faults.helpers import add_run, full
 from tests.master.helpers import processes_of, wait_for
 
-
 CHATTY = """
 import pathlib, sys, time
 goes_on = pathlib.Path(sys.argv[1])
