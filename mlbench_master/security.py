@@ -262,7 +262,7 @@ class GuardMiddleware:
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401, 403 or 429."""
+        """Pass the request on, or answer 400, 401, 403 or 429."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -286,6 +286,10 @@ class GuardMiddleware:
     def _refusal(self, scope: Scope) -> ASGIApp | None:
         headers = Headers(scope=scope)
         path = scope["path"]
+        # A proxy in front of the master may believe the other one of the two, and see another request in the body.
+        if "content-length" in headers and "transfer-encoding" in headers:
+            message = "Content-Length: must be left out with Transfer-Encoding"
+            return _refuse(400, "Bad Request", message, {"Connection": "close"})
         if self._access.token is None:
             if not _is_loopback_host(headers.get("host", "")):
                 return _refuse(
