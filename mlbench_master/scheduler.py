@@ -287,7 +287,6 @@ class Scheduler:
         assert run.job_id is not None
         if run.id in self._unrecorded:
             self._finish(run, STOPPED)
-            self._unrecorded.discard(run.id)
             return False
         status = self._launcher.poll(run.job_id)
         self._publish_logs(run)
@@ -379,6 +378,8 @@ class Scheduler:
         if status.finished_at is not None:
             finished_at = min(max(int(status.finished_at * 1e6), run.started_at or 0), finished_at)
         changed = self._store.update_run(run.id, details, only_in=_OPEN, state=state, finished_at=finished_at)
+        self._unrecorded.discard(run.id)
+        self._noted = {note for note in self._noted if note[0] != run.id}
         if changed is None:  # deleted, or ended by another thread
             return None
         self._events.publish("state", {"id": run.id, "name": run.name, "state": state, "reason": status.reason})

@@ -12,6 +12,7 @@ Exit status 1: the memory has grown by more than 5 % after the warm-up.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import itertools
 import json
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -93,7 +95,13 @@ class Soak:
 
     def _read(self) -> None:
         connection = self._connection()
-        paths = ("/api/runs/", f"/api/metrics/{self.run_id}/?metric_type=run&last_n=1", "/api/pods/", "/", "/api/health/")
+        paths = (
+            "/api/runs/",
+            f"/api/metrics/{self.run_id}/?metric_type=run&last_n=1",
+            "/api/pods/",
+            "/",
+            "/api/health/",
+        )
         for path in itertools.cycle((*paths, f"/api/runs/{self.run_id}/curves/", f"/runs/{self.run_id}/")):
             if self._end.wait(_READ_EVERY_S):
                 return
@@ -143,13 +151,13 @@ def growth(samples: list[tuple[float, float]], warm_up_s: float) -> float:
     return statistics.median(after[-part:]) / statistics.median(after[:part]) - 1
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the soak."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--rate", type=float, default=200.0, help="posts per second [%(default)g]")
     parser.add_argument("--warm-up", type=float, default=5.0, help="minutes [%(default)g]")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         process, port = _start_master(Path(folder))
         try:
@@ -171,7 +179,8 @@ def main() -> None:
             soak.stop()
         finally:
             for child in psutil.Process().children(recursive=True):
-                child.terminate()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.terminate()
             process.wait(30)
     share = growth(samples, min(args.warm_up, args.minutes / 2) * 60)
     print(f"growth after the warm-up: {100 * share:+.1f} %")

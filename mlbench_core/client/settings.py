@@ -1,7 +1,7 @@
 """Store the state of this user: settings, the last answers to the command, the running masters.
 
-Each file is JSON in :func:`mlbench_core.paths.user_folder`, written atomically and readable by its owner only. A file or
-folder that other users may write is refused: they could send a user's token to their own server.
+Each file is JSON in :func:`mlbench_core.paths.user_folder`, written atomically and readable by its owner only. A file
+or folder that other users may write is refused: they could send a user's token to their own server.
 """
 
 from __future__ import annotations

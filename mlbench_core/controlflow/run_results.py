@@ -294,7 +294,9 @@ def _check_same_settings(folder: Path, configuration: Mapping[str, Any]) -> None
     differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if differing:
         values = [["not set" if of.get(name) is None else repr(of[name]) for of in (before, now)] for name in differing]
-        listed = "; ".join(f"{name} was {then} and is {here}" for name, (then, here) in zip(differing, values, strict=True))
+        listed = "; ".join(
+            f"{name} was {then} and is {here}" for name, (then, here) in zip(differing, values, strict=True)
+        )
         raise ConfigurationError(
             f"a resumed run must have the settings of its first part in {folder}, but {listed}: give the same "
             "settings, or start a new run without --resume"

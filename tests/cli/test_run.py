@@ -152,9 +152,7 @@ def test_wait_pools_repeats_and_keeps_their_result_folders(
     assert [result["folder"] for result in content["results"]] == [str(out / f"demo-1-r{k}") for k in (1, 2)]
 
 
-def test_a_result_folder_that_is_lost_is_an_error_after_the_table(
-    fake: FakeMaster, call: Call, tmp_path: Path
-) -> None:
+def test_a_result_folder_that_is_lost_is_an_error_after_the_table(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
     fake.cut_download = True
     result = call("run", "demo", "1", "--task", "1a", "--repeats", "2", "--wait", "--output", str(tmp_path), code=1)
     assert "no result folder of demo-1-r1: " in result.stderr
@@ -281,9 +279,7 @@ def test_damaged_memory_counts_as_empty(fake: FakeMaster, call: Call) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_a_request_that_is_refused_replaces_nothing(
-    fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_is_refused_replaces_nothing(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
     call("run", "demo", "1", "2", "--task", "1a")
     before = {run["name"]: run["id"] for run in fake.runs.values()}
     real = fake._create

@@ -245,7 +245,10 @@ ENDLESS = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELEC
             "metrics BEGIN INSERT INTO metrics VALUES (old.key || 'x', '{}'); END",
             "other tables than an outbox",
         ),
-        ("CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT AS (hex(zeroblob(1e8)))) WITHOUT ROWID", "other tables"),
+        (
+            "CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT AS (hex(zeroblob(1e8)))) WITHOUT ROWID",
+            "other tables",
+        ),
         ("CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT, more TEXT) WITHOUT ROWID", "other tables"),
         ("CREATE VIRTUAL TABLE metrics USING fts5(key, line)", "other tables"),
     ],

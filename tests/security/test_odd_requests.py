@@ -20,7 +20,17 @@ from tests.faults.helpers import add_run
 from tests.master.helpers import IdleLauncher, TestClient, server
 
 TOKEN = "t" * 32
-UNSEEN = [0x00, 0x1B, 0x85, 0xAD, 0x061C, *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF]
+UNSEEN = [
+    0x00,
+    0x1B,
+    0x85,
+    0xAD,
+    0x061C,
+    *range(0x200B, 0x2010),
+    *range(0x2028, 0x202F),
+    *range(0x2066, 0x206A),
+    0xFEFF,
+]
 
 
 @pytest.fixture
@@ -98,6 +108,8 @@ def test_a_stop_that_the_database_cannot_record_is_no_failure(tmp_path: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(store, "update_run", full)
         answer = scheduler.stop_run(run.id).to_json()
+        with pytest.raises(OperationalError):
+            scheduler.tick()
     assert stopped == [f"{Launcher().name}-{run.id}"]
     assert (answer["state"], answer["job_metadata"]["reason"]) == ("failed", "stopped by a user")
     assert store.run(run.id).state == "started"
