@@ -45,7 +45,8 @@ with initialize_backends(sys.argv[2], hosts, int(os.environ.get("BY_HAND", -1)),
     path = getattr(store, "path", "") or getattr(store.underlying_store, "path", "")
     del store  # its last user removes the file
     part = out / f"{rank}.part"
-    part.write_text(json.dumps({"pid": os.getpid(), "store": path}))
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    part.write_text(json.dumps({"pid": os.getpid(), "store": path, "interface": interface}))
     part.rename(out / f"{rank}.json")
     while not (out / "end").exists():
         time.sleep(0.01)
@@ -127,6 +128,10 @@ def test_no_other_machine_reaches_a_worker_of_one_machine(start: object, host: s
         ports = [entry for worker in workers for entry in listening(int(worker["pid"]))]
         # Open MPI's own sockets come from Open MPI.
         if start is not _by_mpi:
+            # On another machine, the name of the host may lead Gloo to an address that others can reach.
+            addresses = psutil.net_if_addrs()
+            for worker in workers:
+                assert "127.0.0.1" in [entry.address for entry in addresses[str(worker["interface"])]]
             assert ports, "Gloo listens somewhere"
             assert {address for address, _ in ports} <= {"127.0.0.1", "::1"}
             for _, port in ports:
@@ -138,6 +143,21 @@ def test_no_other_machine_reaches_a_worker_of_one_machine(start: object, host: s
         assert store.parent.stat().st_mode & 0o777 == 0o700
         assert store.parent.parent == spool
     assert list(spool.iterdir()) == []
+
+
+@pytest.mark.parametrize("start", [_by_hand, _by_the_launcher])
+def test_rank_0_waits_for_the_others_where_no_other_machine_reaches_it(start: object, tmp_path: Path) -> None:
+    assert callable(start)
+    argv, variables = start(_script(tmp_path), outside_address())[0]
+    with subprocess.Popen(argv, env=environment(**variables)) as waiting:
+        try:
+            deadline = time.monotonic() + 60
+            while not (found := listening(waiting.pid)):
+                assert time.monotonic() < deadline and waiting.poll() is None
+                time.sleep(0.05)
+            assert found == [("127.0.0.1", int(variables["MASTER_PORT"]))]
+        finally:
+            waiting.kill()
 
 
 def test_two_workers_by_torchrun_use_a_private_file(tmp_path: Path) -> None:
