@@ -6,6 +6,7 @@ or folder that other users may write is refused: they could send a user's token 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -65,8 +66,12 @@ def remember(name: str, value: dict[str, Any]) -> None:
         ConfigurationError: Other users may write the folder.
     """
     folder = user_folder()
-    if not folder.exists():
-        folder.mkdir(parents=True, mode=0o700)
+    folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+    # Data sets or a lock came first, and the umask allows others to write. Nothing in the folder was trusted so far.
+    # The setgid bit marks a folder that is shared on purpose.
+    if os.name == "posix" and not any(folder.glob("*.json")) and not folder.stat().st_mode & stat.S_ISGID:
+        with contextlib.suppress(PermissionError):
+            folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o022)
     files.check_only_own(folder)
     with files.replacing(user_folder(name)) as temporary:
         # Set the mode before the content, so that no other user can read a token in between.

@@ -41,6 +41,28 @@ def test_a_folder_that_others_can_write_is_refused(home: Path) -> None:
     assert not (home / "master.json").exists()
 
 
+def test_a_umask_that_lets_others_write_locks_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLBENCH_HOME", str(tmp_path / "home"))
+    before = os.umask(0)
+    try:
+        (tmp_path / "home" / "datasets").mkdir(parents=True)
+        settings.remember(settings.LAST_RUN, {"task": "1a"})
+        assert settings.read(settings.LAST_RUN) == {"task": "1a"}
+    finally:
+        os.umask(before)
+    assert (tmp_path / "home").stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "home" / "last-run.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_that_is_shared_on_purpose_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLBENCH_HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home").chmod(0o2777)
+    with pytest.raises(ConfigurationError, match="chmod go-w"):
+        settings.remember(settings.LAST_RUN, {"task": "1a"})
+    assert (tmp_path / "home").stat().st_mode & 0o7777 == 0o2777
+
+
 def test_files_of_another_user_are_refused(home: Path) -> None:
     found = os.stat_result((0o100600, 0, 0, 1, os.geteuid() + 54321, 0, 0, 0, 0, 0))
     with pytest.raises(ConfigurationError, match=f"must belong to this user, not to user {found.st_uid}, who could"):

@@ -73,7 +73,7 @@ def create(world_size: int, timeout: datetime.timedelta) -> tuple[dist.Store, Pa
     shared = os.environ.get("MLBENCH_SPOOL") or None
     if shared is not None:
         with contextlib.suppress(OSError):
-            Path(shared).mkdir(parents=True, exist_ok=True)
+            Path(shared).mkdir(mode=0o700, parents=True, exist_ok=True)
         shared = shared if os.access(shared, os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="mlbench-store-", dir=shared)).absolute()
     path = folder / secrets.token_hex(16)
