@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from mlbench_core.cli import _wait
-from mlbench_core.cli._client import RunSource, state_of
+from mlbench_core.cli._client import RunSource, reason_of, state_of
 from mlbench_core.cli._output import clean, log_line, print_json, remark
 from mlbench_core.cli._records import compare_records, print_comparison, print_records
 from mlbench_core.errors import ConfigurationError, MasterRequestError, MissingDependencyError, MLBenchError
@@ -43,8 +43,8 @@ def follow(
         pooled: Show one row for the repeats of a configuration, instead of one for each run.
 
     Raises:
-        MLBenchError: A run failed, its metrics are incomplete, its result folder could not be fetched, or Ctrl-C ended
-            the waiting.
+        MLBenchError: A run failed, its metrics or its output are incomplete, its result folder could not be fetched, or
+            Ctrl-C ended the waiting.
     """
     try:
         ended = _wait.wait_for(client, started, goal)
@@ -74,6 +74,9 @@ def follow(
             problems.append(f"run {item['name']} {state_of(item)}")
         if missing:
             problems.append(f"results of run {item['name']} are incomplete: {clean(str(missing))}")
+        elif item.get("state") == "finished" and reason_of(item):
+            # A run that has finished has a reason only if something of it was lost, such as lines of its output.
+            problems.append(f"run {item['name']} finished, but {clean(reason_of(item))}")
     if problems:
         raise MLBenchError("; ".join(problems))
 

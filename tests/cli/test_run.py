@@ -420,6 +420,19 @@ def test_wait_fails_if_metrics_are_missing(
     )
 
 
+def test_wait_fails_if_output_is_lost(fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+    add, lost = fake.add, "7 lines of output could not be written: No space left on device"
+
+    def add_incomplete(*arguments: Any, **metrics: Any) -> int:
+        run_id = add(*arguments, **metrics)
+        fake.runs[run_id]["job_metadata"] = {"reason": lost}
+        return run_id
+
+    patch.setattr(fake, "add", add_incomplete)
+    error = call("run", "x", "1", "--command", "true", "--wait", "--output", str(tmp_path), code=1).stderr
+    assert error.endswith(f"mlbench: run x-1 finished, but {lost}\n")
+
+
 def test_wait_survives_a_master_that_is_away_for_a_while(
     fake: FakeMaster, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
