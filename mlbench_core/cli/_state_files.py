@@ -15,6 +15,7 @@ from typing import Any
 from mlbench_core.cli import _embedded
 from mlbench_core.cli._client import FINAL_STATES, MasterClient
 from mlbench_core.cli._output import clean, remark
+from mlbench_core.client.masters import read_record
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.paths import user_folder
 
@@ -117,7 +118,12 @@ def connect_or_read(dashboard_url: str | None) -> Iterator[MasterClient | StateF
         dashboard_url: Value of ``--dashboard-url``.
     """
     try:
-        client = _embedded.connect(dashboard_url)
+        location = _embedded.find(dashboard_url)
+        record = read_record()
+        if record is not None and record.url == location.url:
+            # The user may have named it. This raises an error if it does not answer.
+            _embedded.embedded()
+        client = MasterClient(location.url, location.token)
     except _embedded.SilentMasterError as error:
         remark(f"{clean(str(error))}; reading its files instead")
         folder = Path(error.record.folder) if error.record.folder else user_folder("master")

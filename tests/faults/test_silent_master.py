@@ -58,6 +58,7 @@ def test_a_stopped_master_is_named_and_its_runs_are_stopped_without_it(home: Pat
         assert "no master is running" not in error
     logs = mlbench("logs", "a-1", "--rank", "0")
     assert "[0] hello" in logs.stdout and "reading its files instead" in logs.stderr
+    assert "[0] hello" in mlbench("logs", "a-1", "--dashboard-url", record.url).stdout
     assert json.loads(mlbench("env", "--json").stdout)["mlbench"]["master"]["problem"].startswith("the master at")
     assert processes_of(home)
     assert "stopped a-1" in mlbench("stop", "a-1").stdout
