@@ -11,11 +11,14 @@ import contextlib
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-__all__ = ["creating_folder", "digest", "lock", "move_into_place", "replacing"]
+from mlbench_core.errors import ConfigurationError
+
+__all__ = ["check_only_own", "creating_folder", "digest", "lock", "move_into_place", "replacing"]
 
 _CHUNK_BYTES = 1 << 20
 
@@ -117,6 +120,45 @@ def lock(path: Path, *, wait: bool = True) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(path, timeout=-1 if wait else 0, thread_local=False):
         yield
+
+
+def check_only_own(path: Path, found: os.stat_result | None = None) -> None:
+    """Refuse a file or folder that other users may change, as ssh does with its own files.
+
+    A group that has only this user as its member, which many systems give to each user, may write.
+
+    Args:
+        path: The file or folder.
+        found: Its status, if it is known; a file that is open cannot be replaced in between.
+
+    Raises:
+        ConfigurationError: It belongs to another user, or others may write it.
+        FileNotFoundError: It does not exist.
+    """
+    found = found or path.stat()
+    if not hasattr(os, "geteuid"):
+        return
+    if found.st_uid not in (os.geteuid(), 0):
+        raise ConfigurationError(
+            f"{path} must belong to this user, not to user {found.st_uid}, who could change it: delete it, or choose "
+            "another folder with MLBENCH_HOME"
+        )
+    writes = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if writes == stat.S_IWGRP and _is_private_group(found.st_gid):
+        return
+    if writes:
+        raise ConfigurationError(f"{path} must be writable by its owner only, because it is trusted: chmod go-w {path}")
+
+
+def _is_private_group(number: int) -> bool:
+    import grp
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and number == user.pw_gid and set(group.gr_mem) <= {user.pw_name}
 
 
 def digest(source: Path | bytes | IO[bytes], algorithm: str = "sha256") -> str:

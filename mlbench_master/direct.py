@@ -90,12 +90,7 @@ class DirectRuns:
             ConfigurationError: The request cannot be fulfilled.
             LauncherError: Slurm refuses the job, or does not answer.
         """
-        try:
-            run = make_run(RunIn.model_validate(request), self._launcher)
-        except ValidationError as error:
-            raise ConfigurationError(describe_error(error)) from None
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from None
+        run = self._made(request)
         with lock(self.folder / ".lock"):
             run.id = max(self._numbers(), default=0) + 1
             job_id = _job_id(run.id)
@@ -108,6 +103,22 @@ class DirectRuns:
             self._runs[run.id] = run
             self._record(run, slurm_job=self._launcher.slurm_id(job_id), folder=str(self.run_folder(run.id)))
         return run.to_json()
+
+    def check(self, request: Mapping[str, Any]) -> None:
+        """Raise an error if a run would be refused.
+
+        Raises:
+            ConfigurationError: The request cannot be fulfilled.
+        """
+        self._made(request)
+
+    def _made(self, request: Mapping[str, Any]) -> Run:
+        try:
+            return make_run(RunIn.model_validate(request), self._launcher)
+        except ValidationError as error:
+            raise ConfigurationError(describe_error(error)) from None
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
 
     def run(self, run_id: int) -> dict[str, Any]:
         """Return a run that was created here, with its present state."""

@@ -104,12 +104,12 @@ def _version(connection: sa.Connection, metadata: sa.MetaData, names: set[str]) 
 
 def _upgrade(connection: sa.Connection) -> None:
     """Run the revisions that are missing, in the transaction of the connection."""
+    # At the level INFO, Alembic lists its plugins, some of them already when it is imported.
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     # The import takes longer than everything else here, and few starts need it.
     from alembic import command
     from alembic.config import Config
 
-    # At the level INFO, Alembic lists its plugins.
-    logging.getLogger("alembic").setLevel(logging.WARNING)
     # Python's own way to read the configuration gives a % a meaning, and a folder's name may have one.
     config = Config()
     config.set_main_option("script_location", str(_SCRIPTS).replace("%", "%%"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 import time
@@ -93,6 +94,7 @@ class Scheduler:
         self._lock = threading.RLock()
         self.has_runs = True  # at the last poll, waiting or running; True while it is unknown
         self._stopping: set[int] = set()  # runs that stop_run is ending, so that no poll records another reason
+        self._unrecorded: set[int] = set()  # runs that a user stopped while the database could not be written
         self._wake = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -147,7 +149,15 @@ class Scheduler:
             self._stopping.add(run_id)
         try:
             self._launcher.stop(run.job_id)
-            return self._finish(run, STOPPED) or self._store.run(run_id)
+            try:
+                return self._finish(run, STOPPED) or self._store.run(run_id)
+            except SQLAlchemyError as error:
+                # The run has ended, which the answer must say. The next polls try to record it.
+                self._unrecorded.add(run_id)
+                _log.warning("run %s is stopped, but the database cannot record it yet: %s", run_id, error)
+                run.state = STOPPED.state
+                run.job_metadata = json.dumps({**run.metadata_dict(), "reason": STOPPED.reason})
+                return run
         finally:
             self._stopping.discard(run_id)
             self.wake()
@@ -275,6 +285,9 @@ class Scheduler:
         if run.id in self._stopping:
             return True
         assert run.job_id is not None
+        if run.id in self._unrecorded:
+            self._finish(run, STOPPED)
+            return False
         status = self._launcher.poll(run.job_id)
         self._publish_logs(run)
         if status.state in ("waiting", "running"):
@@ -365,6 +378,8 @@ class Scheduler:
         if status.finished_at is not None:
             finished_at = min(max(int(status.finished_at * 1e6), run.started_at or 0), finished_at)
         changed = self._store.update_run(run.id, details, only_in=_OPEN, state=state, finished_at=finished_at)
+        self._unrecorded.discard(run.id)
+        self._noted = {note for note in self._noted if note[0] != run.id}
         if changed is None:  # deleted, or ended by another thread
             return None
         self._events.publish("state", {"id": run.id, "name": run.name, "state": state, "reason": status.reason})

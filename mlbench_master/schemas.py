@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import unicodedata
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -49,7 +50,9 @@ DEFAULT_BANDWIDTH = 1000.0
 _POD_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _RANK = re.compile(r"master|[0-9]{1,9}")
 _MAY_BE_EMPTY = ("value", "metadata")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+# Control characters, and those that nobody sees: marks that turn the direction of the text, separators of lines, and
+# characters without width. A name with them looks like another one.
+_UNSEEN = ("Cc", "Cf", "Zl", "Zp")
 
 
 def _plain_text(text: str) -> str:
@@ -65,8 +68,10 @@ def _plain_text(text: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    if _CONTROL.search(text):
-        raise ValueError("must not contain control characters")
+    if not text.isprintable():
+        unseen = next((character for character in text if unicodedata.category(character) in _UNSEEN), None)
+        if unseen is not None:
+            raise ValueError(f"must not contain control characters or invisible ones, such as U+{ord(unseen):04X}")
     if not text.strip():
         raise ValueError("must not be empty")
     return text

@@ -19,6 +19,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import logging
 import os
 import re
 import secrets
@@ -39,6 +40,8 @@ from mlbench_core.client.masters import NONCE_HEADER, PROOF_HEADER, check_token,
 from mlbench_core.errors import ConfigurationError
 
 __all__ = ["CODE_S", "TOO_MANY_GUESSES", "Access", "GuardMiddleware", "make_private", "random_token", "wants_page"]
+
+_log = logging.getLogger("mlbench_master")
 
 CODE_S = 600.0
 """Time in which a code of an address must be used, in seconds."""
@@ -187,10 +190,16 @@ class Access:
         return end is not None and time.time() < end
 
     def close_session(self, headers: Headers) -> None:
-        """Forget the session of a browser."""
+        """Forget the session of a browser, also after a restart."""
         with self._lock:
-            if self._sessions.pop(_digest(self._cookie_of(headers)), None) is not None:
-                self._save()
+            if self._sessions.pop(_digest(self._cookie_of(headers)), None) is None or self._save():
+                return
+            # A full disk takes no new file, but gives up the old one. The other browsers stay logged in until a
+            # restart.
+            try:
+                self._path.unlink(missing_ok=True)
+            except OSError as error:
+                _log.error("a logout ends with this master, because %s cannot be deleted: %s", self._path, error)
 
     def must_wait(self, address: str) -> bool:
         """Return True if a client has guessed wrongly too often within a minute."""
@@ -227,11 +236,17 @@ class Access:
             return ""
         return "" if morsel is None else morsel.value
 
-    def _save(self) -> None:
-        # Only digests: who reads the file, such as a backup, cannot log in with them.
-        with files.replacing(self._path) as temporary:
-            temporary.touch(mode=0o600)
-            temporary.write_text(json.dumps(self._sessions))
+    def _save(self) -> bool:
+        """Write the sessions; return False if the disk does not take them. They are valid until the master ends."""
+        try:
+            # Only digests: who reads the file, such as a backup, cannot log in with them.
+            with files.replacing(self._path) as temporary:
+                temporary.touch(mode=0o600)
+                temporary.write_text(json.dumps(self._sessions))
+        except OSError as error:
+            _log.warning("logins are lost when the master ends, because %s cannot be written: %s", self._path, error)
+            return False
+        return True
 
 
 class GuardMiddleware:
@@ -247,7 +262,7 @@ class GuardMiddleware:
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401, 403 or 429."""
+        """Pass the request on, or answer 400, 401, 403 or 429."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -271,6 +286,10 @@ class GuardMiddleware:
     def _refusal(self, scope: Scope) -> ASGIApp | None:
         headers = Headers(scope=scope)
         path = scope["path"]
+        # A proxy in front of the master may believe the other one of the two, and see another request in the body.
+        if "content-length" in headers and "transfer-encoding" in headers:
+            message = "Content-Length: must be left out with Transfer-Encoding"
+            return _refuse(400, "Bad Request", message, {"Connection": "close"})
         if self._access.token is None:
             if not _is_loopback_host(headers.get("host", "")):
                 return _refuse(
@@ -323,8 +342,9 @@ def _is_loopback_host(host: str) -> bool:
 
 
 def _same_origin(origin: str, headers: Headers) -> bool:
-    _, separator, place = origin.partition("://")
-    return bool(separator) and place.lower() == headers.get("host", "").lower()
+    # Not any scheme: the page of an extension of the browser is no page of the master, whatever its host.
+    scheme, separator, place = origin.partition("://")
+    return bool(separator) and scheme.lower() in ("http", "https") and place.lower() == headers.get("host", "").lower()
 
 
 def _network(address: str) -> str:

@@ -67,6 +67,8 @@ _MAX_RUN_ID = 2**31 - 1
 _FINGERPRINT = "fingerprint"
 # Packed pages that are read at once: 2 MB.
 _PACKED = 16
+# Metrics whose entries are counted, in about 10 MB.
+_MOST_LOOSE = 50_000
 # SQLite's number for auto_vacuum=INCREMENTAL.
 _INCREMENTAL = 2
 # One step moves 4 MB, in which other threads cannot write.
@@ -626,6 +628,9 @@ class Store:
                         if metric.name in (GOAL_METRIC, GOAL_TEXT_METRIC) and metric.owner.startswith("run:"):
                             _record_goal(session, metric)
                     session.commit()
+        if len(self._loose) > _MOST_LOOSE:
+            # Metrics of runs that ended long ago, too. Those that go on are counted again from now on.
+            self._loose.clear()
         self._loose.update(counts)
         for owner, name in counts:
             self.pack_loose(owner, [name])
@@ -1044,7 +1049,8 @@ def _make_engine(database_url: str) -> sa.Engine:
         engine = sa.create_engine(url, poolclass=StaticPool, connect_args=arguments)
     else:
         Path(url.database or "").expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
-        engine = sa.create_engine(url, connect_args=arguments, **pool)
+        # The last connection returned is lent first. Each has a cache of 2 MB, and those of the others stay empty.
+        engine = sa.create_engine(url, connect_args=arguments, pool_use_lifo=True, **pool)
     event.listen(engine, "connect", _prepare_sqlite)
     return engine
 

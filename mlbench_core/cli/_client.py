@@ -46,6 +46,9 @@ class RunSource(Protocol):
     def create(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Start a run and return it."""
 
+    def check(self, request: Mapping[str, Any]) -> None:
+        """Raise an error if a run with the name of an existing one would be refused for another reason."""
+
     def run(self, run_id: Any) -> dict[str, Any]:
         """Return the run with an id."""
 
@@ -106,6 +109,15 @@ class MasterClient(RestClient):
     def create(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Start a run and return it."""
         return self.json(dict, "POST", "runs/", json=dict(request))
+
+    def check(self, request: Mapping[str, Any]) -> None:
+        """Raise an error if a run with the name of an existing one would be refused for another reason."""
+        try:
+            self.create(request)
+        except MasterRequestError as error:
+            # The master looks at the name last.
+            if error.status != 409:
+                raise
 
     def import_run(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Add the record of a run that ended without the master, and return the run."""

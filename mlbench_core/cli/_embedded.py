@@ -6,6 +6,7 @@ settings file, the embedded master that this user started last.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -17,6 +18,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from mlbench_core import files
 from mlbench_core.cli._client import MasterClient
@@ -24,12 +26,21 @@ from mlbench_core.cli._cloud import open_tunnel
 from mlbench_core.cli._output import remark
 from mlbench_core.client import settings
 from mlbench_core.client.clusters import current_cluster
-from mlbench_core.client.masters import find_credentials, forget_master, read_record, start_mark
+from mlbench_core.client.masters import MasterRecord, find_credentials, forget_master, read_record
 from mlbench_core.client.rest import base_url
 from mlbench_core.errors import ConfigurationError, MasterError, MasterNotFoundError, MissingDependencyError
 from mlbench_core.paths import user_folder
 
-__all__ = ["DEFAULT_HOST", "DEFAULT_PORT", "Location", "connect", "find", "find_or_start", "stop_embedded"]
+__all__ = [
+    "DEFAULT_HOST",
+    "DEFAULT_PORT",
+    "Location",
+    "SilentMasterError",
+    "connect",
+    "find",
+    "find_or_start",
+    "stop_embedded",
+]
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 5080
@@ -38,6 +49,7 @@ STOP_TIMEOUT_S = 15.0
 # Nobody looks after a master that a command started, so it must not run indefinitely.
 END_WHEN_IDLE_S = 1800.0
 _LOCK = "master.lock"
+_ANSWER_S = 5.0
 _PORTS_TRIED = 50
 
 
@@ -47,6 +59,14 @@ class Location(NamedTuple):
     url: str
     token: str | None
     source: str
+
+
+class SilentMasterError(MasterError):
+    """The embedded master runs, but does not answer; ``record`` is its record."""
+
+    def __init__(self, record: MasterRecord, reason: str) -> None:
+        super().__init__(f"the master at {record.url} (process {record.pid}) does not answer: {reason}")
+        self.record = record
 
 
 def configured(dashboard_url: str | None = None) -> Location | None:
@@ -77,14 +97,48 @@ def configured(dashboard_url: str | None = None) -> Location | None:
 
 
 def embedded() -> Location | None:
-    """Return the embedded master if it is running, else None."""
+    """Return the embedded master if it is running, else None.
+
+    Raises:
+        SilentMasterError: Its process is running, but it does not answer in time.
+    """
     record = read_record()
     # A killed master leaves its record behind, and another program may have its process id or its port by now.
     if record is None or not record.is_alive():
         return None
     # MLBENCH_TOKEN may be that of another master.
     location = Location(record.url, record.token, "the embedded master")
-    return location if _healthy(location) else None
+    try:
+        return location if _answers(location) else None
+    except TimeoutError as error:
+        if not _listens(record):
+            return None
+        raise SilentMasterError(record, _why_silent(record, str(error))) from None
+
+
+def _why_silent(record: MasterRecord, reason: str) -> str:
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        if psutil.Process(record.pid).status() == psutil.STATUS_STOPPED:
+            return f"its process is stopped ('kill -CONT {record.pid}' continues it, 'mlbench master --stop' ends it)"
+    return f"{reason} (is its disk or its machine overloaded? 'mlbench master --stop' ends it)"
+
+
+def _listens(record: MasterRecord) -> bool:
+    """Return True if the process of a record is one of this user's and listens on the port of the record."""
+    import psutil
+
+    try:
+        process = psutil.Process(record.pid)
+        if hasattr(os, "getuid") and process.uids().real != os.getuid():
+            return False
+        # The name of the method before psutil 6.
+        sockets = getattr(process, "net_connections", None) or process.connections
+        ports = {entry.laddr.port for entry in sockets("tcp") if entry.status == psutil.CONN_LISTEN}
+    except psutil.Error:
+        return False
+    return urlsplit(record.url).port in ports
 
 
 def find(dashboard_url: str | None = None) -> Location:
@@ -98,6 +152,7 @@ def find(dashboard_url: str | None = None) -> Location:
 
     Raises:
         MasterNotFoundError: No master is named, and the embedded master is not running.
+        SilentMasterError: The embedded master is running, but does not answer.
     """
     location = configured(dashboard_url) or embedded()
     if location is None:
@@ -269,58 +324,109 @@ def _await_health(process: subprocess.Popen[bytes], location: Location, log: Pat
 
 
 def _healthy(location: Location) -> bool:
+    try:
+        return _answers(location, only_healthy=True)
+    except TimeoutError:
+        return False
+
+
+def _answers(location: Location, only_healthy: bool = False) -> bool:
+    """Return True if the server at an address proves to be the master of this user.
+
+    Args:
+        location: The address.
+        only_healthy: False to accept a master that says that its database fails, as on a full disk. It still answers
+            most requests.
+
+    Raises:
+        TimeoutError: It does not answer in time.
+    """
+    import requests
+
     # Without a record, another user's program could answer, and it would get the token.
     if find_credentials(location.url).key is None:
         return False
-    with MasterClient(location.url, location.token, timeout_s=5.0) as client:
+    with MasterClient(location.url, location.token, timeout_s=_ANSWER_S) as client:
         try:
-            return client.health().get("status") == "ok"
-        except MasterError:
+            response = client.request("GET", "health/")
+        except requests.RequestException as error:
+            # The proof is demanded before the request, and its error is not one of requests.
+            if isinstance(error, requests.Timeout) or "(TimeoutError)" in str(error):
+                raise TimeoutError(f"no answer within {_ANSWER_S:g} s") from None
             return False
+        if response.status_code == 503:
+            return not only_healthy
+        with contextlib.suppress(ValueError):
+            answer = response.json()
+            return response.ok and isinstance(answer, dict) and answer.get("status") == "ok"
+    return False
 
 
 def stop_embedded() -> Mapping[str, Any]:
-    """Stop the embedded master; its runs continue, and the next master takes them over.
+    """Stop the embedded master, even if it does not answer; its runs continue, and the next master takes them over.
 
     Returns:
         The ``url`` and the ``pid`` of the stopped master.
 
     Raises:
         MasterNotFoundError: No embedded master is running.
-        MasterError: The master did not end in time.
+        MasterError: The master did not end in time, or its record names another process.
     """
     with files.lock(user_folder(_LOCK)):
         record = read_record()
-        location = embedded()
-        if record is None or location is None:
+        is_silent = False
+        try:
+            location = embedded()
+        except SilentMasterError:
+            location, is_silent = None, True
+        if record is None or (location is None and not is_silent):
             # A master that was killed leaves its record behind.
             if record is not None and not record.is_alive():
                 forget_master(record.pid)
             raise MasterNotFoundError("no embedded master is running")
+        # The record may have been replaced, and then the process of its id is another one.
+        if not _listens(record):
+            raise MasterError(
+                f"the record {user_folder(settings.MASTER)} must name the process of the master at {record.url}, but "
+                f"process {record.pid} does not listen there: find the process, end it, and delete the record"
+            )
         # The lock keeps other commands from starting a master while this one ends.
-        _terminate(record.pid, record.started)
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        pause = threading.Event()
-        while record.is_alive():
-            if time.monotonic() > deadline:
+        _send(record, signal.SIGTERM)
+        if is_silent and hasattr(signal, "SIGCONT"):
+            # A process that is stopped ends only when it continues.
+            _send(record, signal.SIGCONT)
+        if not _has_ended(record, STOP_TIMEOUT_S):
+            if not is_silent:
                 raise MasterError(f"the master (process {record.pid}) did not end within {STOP_TIMEOUT_S:g} s")
-            pause.wait(0.05)
+            _send(record, getattr(signal, "SIGKILL", signal.SIGTERM))
+            if not _has_ended(record, STOP_TIMEOUT_S):
+                raise MasterError(f"the master (process {record.pid}) cannot be ended: its system call does not return")
         forget_master(record.pid)
-        return {"url": location.url, "pid": record.pid}
+        return {"url": record.url, "pid": record.pid}
 
 
-def _terminate(pid: int, started: str) -> None:
-    """Send SIGTERM to a process, but not to another one that got its id a moment ago."""
+def _has_ended(record: MasterRecord, limit_s: float) -> bool:
+    deadline = time.monotonic() + limit_s
+    pause = threading.Event()
+    while record.is_alive():
+        if time.monotonic() > deadline:
+            return False
+        pause.wait(0.05)
+    return True
+
+
+def _send(record: MasterRecord, number: signal.Signals) -> None:
+    """Send a signal to the process of a record, but not to another one that got its id a moment ago."""
     if not hasattr(signal, "pidfd_send_signal"):
-        os.kill(pid, signal.SIGTERM)
+        os.kill(record.pid, number)
         return
     try:
         # The descriptor stays that of one process, so no other one can take the id between the check and the signal.
-        descriptor = os.pidfd_open(pid)
+        descriptor = os.pidfd_open(record.pid)
     except ProcessLookupError:
         return
     try:
-        if start_mark(pid) == started:
-            signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        if record.is_alive():
+            signal.pidfd_send_signal(descriptor, number)
     finally:
         os.close(descriptor)

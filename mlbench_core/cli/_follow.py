@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from mlbench_core.cli import _wait
-from mlbench_core.cli._client import RunSource, state_of
+from mlbench_core.cli._client import RunSource, reason_of, state_of
 from mlbench_core.cli._output import clean, log_line, print_json, remark
 from mlbench_core.cli._records import compare_records, print_comparison, print_records
 from mlbench_core.errors import ConfigurationError, MasterRequestError, MissingDependencyError, MLBenchError
@@ -43,14 +43,16 @@ def follow(
         pooled: Show one row for the repeats of a configuration, instead of one for each run.
 
     Raises:
-        MLBenchError: A run failed, its metrics are incomplete, or Ctrl-C ended the waiting.
+        MLBenchError: A run failed, its metrics or its output are incomplete, its result folder could not be fetched, or
+            Ctrl-C ended the waiting.
     """
     try:
         ended = _wait.wait_for(client, started, goal)
     except KeyboardInterrupt:
         raise MLBenchError(_interrupted(client, started)) from None
     # A failed run is saved, too, because its metrics show how far it came.
-    records = [_save(client, item, folder) for item in ended]
+    problems: list[str] = []
+    records = [_save(client, item, folder, problems) for item in ended]
     chart = _draw(folder, records)
     if as_json:
         places = {"folder": str(folder.absolute()), "chart": str(chart.absolute()) if chart else None}
@@ -64,7 +66,6 @@ def follow(
         click.echo(f"results: {folder.absolute()}")
         if chart:
             click.echo(f"chart: {chart.absolute()}")
-    problems = []
     for item in ended:
         # A comparison must not mistake a run without some of its metrics for a complete one.
         missing = (item.get("job_metadata") or {}).get("missing_metrics")
@@ -73,6 +74,9 @@ def follow(
             problems.append(f"run {item['name']} {state_of(item)}")
         if missing:
             problems.append(f"results of run {item['name']} are incomplete: {clean(str(missing))}")
+        elif item.get("state") == "finished" and reason_of(item):
+            # A run that has finished has a reason only if something of it was lost, such as lines of its output.
+            problems.append(f"run {item['name']} finished, but {clean(reason_of(item))}")
     if problems:
         raise MLBenchError("; ".join(problems))
 
@@ -99,17 +103,20 @@ def _interrupted(client: RunSource, started: Sequence[Mapping[str, Any]]) -> str
     return f"stopped the runs {names}; their metrics are kept"
 
 
-def _save(client: RunSource, item: Mapping[str, Any], folder: Path) -> RunRecord:
-    """Save the metrics of a run as ``NAME.json``, and its result folder beside it if there is one."""
+def _save(client: RunSource, item: Mapping[str, Any], folder: Path, problems: list[str]) -> RunRecord:
+    """Save the metrics of a run as ``NAME.json``, and its result folder beside it if there is one.
+
+    A result folder that exists and cannot be fetched is added to the problems.
+    """
     metrics = client.metrics(item["id"])
     name = str(item["name"])
     save(folder / f"{name}.json", item, metrics)
     try:
         if client.fetch_result(item["id"], folder / name):
             return load([folder / name])[0]
-    # The metrics are saved already, so the result folder is not worth a failure.
-    except (ConfigurationError, MasterRequestError) as error:
-        remark(f"no result folder of {clean(name)}: {clean(error)}")
+    # The metrics are saved already, and shown. But a result is lost, which the exit status must say.
+    except (ConfigurationError, MasterRequestError, OSError) as error:
+        problems.append(f"no result folder of {clean(name)}: {clean(error)}")
     return RunRecord.from_metrics(metrics, item, str(folder / f"{name}.json"))
 
 

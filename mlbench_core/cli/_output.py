@@ -31,8 +31,10 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 # A column of a table is not cut below this width.
 _NARROWEST = 8
-# Escape sequences of a terminal, then single control characters except tab and newline.
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")
+# Escape sequences of a terminal, then single control characters except tab and newline, marks that turn the direction
+# of text, and characters without width except the joiners of emoji and some scripts.
+_UNSEEN = r"\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+_CONTROL = re.compile(rf"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f\x80-\x9f{_UNSEEN}]")
 
 
 def json_option(command: Command) -> Command:

@@ -11,6 +11,7 @@ import click
 
 from mlbench_core.cli import _embedded
 from mlbench_core.cli._output import clean, json_option, print_json
+from mlbench_core.errors import MLBenchError
 from mlbench_core.paths import user_folder
 from mlbench_core.results.environment import describe_packages, describe_system
 
@@ -66,13 +67,17 @@ _TORCH_TIMEOUT_S = 120.0
 
 def describe() -> dict[str, Any]:
     """Return everything that ``mlbench env`` prints, as values that can be written as JSON."""
-    master = _embedded.configured() or _embedded.embedded()
+    try:
+        found = _embedded.configured() or _embedded.embedded()
+        master = found and {"url": found.url, "source": found.source}
+    except MLBenchError as error:
+        master = {"problem": str(error)}
     installed = describe_packages()
     return {
         "system": describe_system(),
         "packages": {name: installed.get(name) for name in PACKAGES},
         "torch": _torch() if "torch" in installed else {"problem": "not installed: pip install 'mlbench-core[torch]'"},
-        "mlbench": {"folder": str(user_folder()), "master": master and {"url": master.url, "source": master.source}},
+        "mlbench": {"folder": str(user_folder()), "master": master},
     }
 
 

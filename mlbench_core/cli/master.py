@@ -14,6 +14,8 @@ from mlbench_core.cli._engines import EngineType
 from mlbench_core.cli._output import dashboard_option, json_option, print_json
 from mlbench_core.client.masters import check_token, forget_master, remember_master
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.files import check_only_own
+from mlbench_core.paths import user_folder
 from mlbench_master.launchers import LAUNCHERS
 
 if TYPE_CHECKING:
@@ -126,7 +128,8 @@ def master(
 
     # Called when the server listens: only then is the port known if --port is 0.
     def started(url: str, access: Access) -> None:
-        remember_master(url, os.getpid(), access.token, access.key)
+        folder = (data_dir or user_folder("master")).expanduser().absolute()
+        remember_master(url, os.getpid(), access.token, access.key, str(folder), launcher)
 
     try:
         listen = Listen(host, port, certificate, key)
@@ -143,6 +146,7 @@ def _token(ctx: click.Context, token: str | None, token_file: Path | None, no_to
     if sum((token is not None, token_file is not None, no_token)) > 1:
         raise click.UsageError("--token, --token-file and --no-token exclude each other: give one of them")
     if token_file is not None:
+        check_only_own(token_file)
         # Editors end a file with a line break.
         token = token_file.read_text(encoding="utf-8", errors="replace").strip()
     return None if token is None else check_token(token)

@@ -389,15 +389,19 @@ def _check_name(name: str) -> None:
 
 def _start(client: RunSource, requests: Sequence[Mapping[str, Any]], replace: bool) -> list[dict[str, Any]]:
     """Start all runs, after a check of all names; with ``replace``, delete earlier runs of the same names."""
-    names = {request["name"] for request in requests}
-    for item in client.runs():
-        if item.get("name") in names:
-            if not replace:
-                raise MasterRequestError(
-                    f"run {item['name']} exists already: choose another NAME, or give --replace to delete it first",
-                    409,
-                )
-            client.delete(item["id"])
+    earlier = {item.get("name"): item for item in client.runs()}
+    for request in requests:
+        if request["name"] not in earlier:
+            continue
+        if not replace:
+            raise MasterRequestError(
+                f"run {request['name']} exists already: choose another NAME, or give --replace to delete it first", 409
+            )
+        client.check(request)
+    # Nothing is deleted for requests that would be refused.
+    for request in requests:
+        if request["name"] in earlier:
+            client.delete(earlier[request["name"]]["id"])
     started: list[dict[str, Any]] = []
     for request in requests:
         try:

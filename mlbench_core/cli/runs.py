@@ -25,6 +25,7 @@ from mlbench_core.cli._output import (
     print_table,
     remark,
 )
+from mlbench_core.cli._state_files import connect_or_read
 from mlbench_core.cli.completion import complete_runs
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.files import replacing
@@ -126,7 +127,7 @@ def _cell(value: object) -> str:
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object per line.")
 def logs(name: str, follow: bool, dashboard_url: str | None, as_json: bool, **filters: str | None) -> None:
     """Show the output of the workers of the run NAME."""
-    with connect(dashboard_url) as client:
+    with connect_or_read(dashboard_url) as client:
         run_id = client.find(name)["id"]
         pause = threading.Event()
         position = 0
@@ -147,7 +148,7 @@ def logs(name: str, follow: bool, dashboard_url: str | None, as_json: bool, **fi
 @json_option
 def stop(names: tuple[str, ...], dashboard_url: str | None, as_json: bool) -> None:
     """Stop the runs NAME... and keep their metrics."""
-    with connect(dashboard_url) as client:
+    with connect_or_read(dashboard_url) as client:
         # All names are looked up first, so that a wrong one stops nothing.
         runs = [client.find(name) for name in names]
         for run in runs:

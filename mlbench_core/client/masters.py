@@ -71,6 +71,8 @@ class MasterRecord(NamedTuple):
         started: The mark of its start, see :func:`start_mark`.
         token: The token that it demands, or None.
         key: The key with which it proves its identity.
+        folder: Its data folder; None in records of earlier versions.
+        engine: The name of its launcher.
     """
 
     url: str
@@ -78,6 +80,8 @@ class MasterRecord(NamedTuple):
     started: str
     token: str | None
     key: str
+    folder: str | None = None
+    engine: str = "local"
 
     def is_alive(self) -> bool:
         """Return True if the process that wrote the record is running on this machine."""
@@ -123,19 +127,22 @@ def find_credentials(url: str, token: str | None = None) -> Credentials:
 def read_record(name: str = settings.MASTER) -> MasterRecord | None:
     """Return the record in a file of the user's folder, or None if it is missing or damaged."""
     known = settings.read(name)
-    url, pid, started, token, key = (known.get(field) for field in MasterRecord._fields)
+    url, pid, started, token, key, folder, engine = (known.get(field) for field in MasterRecord._fields)
     if not (isinstance(url, str) and isinstance(pid, int) and isinstance(started, str) and isinstance(key, str)):
         return None
-    return MasterRecord(url, pid, started, token if isinstance(token, str) else None, key)
+    given = [value if isinstance(value, str) else None for value in (token, folder, engine)]
+    return MasterRecord(url, pid, started, given[0], key, given[1], given[2] or "local")
 
 
-def remember_master(url: str, pid: int, token: str | None, key: str) -> None:
+def remember_master(
+    url: str, pid: int, token: str | None, key: str, folder: str | None = None, engine: str = "local"
+) -> None:
     """Write the record of a master that has started."""
     # The first running master is the one that the command uses. Others are found by their addresses.
     first = read_record()
     is_first = first is None or not first.is_alive() or first.pid == pid
     name = settings.MASTER if is_first else f"master-{_place(url)[2]}.json"
-    settings.remember(name, MasterRecord(url, pid, start_mark(pid) or "", token, key)._asdict())
+    settings.remember(name, MasterRecord(url, pid, start_mark(pid) or "", token, key, folder, engine)._asdict())
 
 
 def forget_master(pid: int) -> None:

@@ -1,14 +1,19 @@
 """Store the state of this user: settings, the last answers to the command, the running masters.
 
-Each file is JSON in :func:`mlbench_core.paths.user_folder`, written atomically and readable by its owner only.
+Each file is JSON in :func:`mlbench_core.paths.user_folder`, written atomically and readable by its owner only. A file
+or folder that other users may write is refused: they could send a user's token to their own server.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import stat
 from typing import Any
 
 from mlbench_core import files
+from mlbench_core.errors import ConfigurationError
 from mlbench_core.paths import user_folder
 
 __all__ = ["LAST_RUN", "MASTER", "SETTINGS", "forget", "read", "remember"]
@@ -22,18 +27,52 @@ LAST_RUN = "last-run.json"
 MASTER = "master.json"
 """The embedded master; see :class:`~mlbench_core.client.masters.MasterRecord`."""
 
+# Such a file has some kilobytes.
+_MOST_BYTES = 1 << 20
+
 
 def read(name: str) -> dict[str, Any]:
-    """Read one of the files; a missing or damaged file counts as empty."""
+    """Read one of the files; a missing or damaged file counts as empty.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or other users may write it or its folder.
+    """
+    path = user_folder(name)
     try:
-        value = json.loads(user_folder(name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        # A pipe of this name must not block.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with open(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise ConfigurationError(f"{path} must be a file: delete it")
+            files.check_only_own(path, found)
+            files.check_only_own(path.parent)
+            text = file.read(_MOST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise ConfigurationError(f"{path} must be readable for this user: {error.strerror or error}") from error
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
 def remember(name: str, value: dict[str, Any]) -> None:
-    """Write one of the files so that only its owner can read it, because it may hold a token."""
+    """Write one of the files so that only its owner can read it, because it may hold a token.
+
+    Raises:
+        ConfigurationError: Other users may write the folder.
+    """
+    folder = user_folder()
+    folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+    # Data sets or a lock came first, and the umask allows others to write. Nothing in the folder was trusted so far.
+    # The setgid bit marks a folder that is shared on purpose.
+    if os.name == "posix" and not any(folder.glob("*.json")) and not folder.stat().st_mode & stat.S_ISGID:
+        with contextlib.suppress(PermissionError):
+            folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o022)
+    files.check_only_own(folder)
     with files.replacing(user_folder(name)) as temporary:
         # Set the mode before the content, so that no other user can read a token in between.
         temporary.touch(mode=0o600)

@@ -6,6 +6,12 @@ hosts that do not share the folder with rank 0 send their lines to it::
     rank 0: prepare the folder, put a mark into it    other ranks: is the mark there?
                                 ... training ...
     all: write the last line; ranks that did not see the mark send their file; rank 0 joins the files
+
+A resumed run changes nothing in the folder before its training starts. So if its checkpoint is refused, the result of
+the earlier run stays.
+
+After an error, rank 0 does not wait for the others. A worker that ends later finds the lock of the folder free, and
+computes the result again with its own lines.
 """
 
 from __future__ import annotations
@@ -27,7 +33,14 @@ from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.files import lock
 from mlbench_core.results.configuration import Configuration
 from mlbench_core.results.environment import describe_environment
-from mlbench_core.results.folder import finish_folder, lines_path, prepare_folder, write_environment
+from mlbench_core.results.folder import (
+    RESULT,
+    finish_folder,
+    lines_path,
+    prepare_folder,
+    read_result,
+    write_environment,
+)
 from mlbench_core.results.lines import LinesSink
 from mlbench_core.results.summary import goal_message
 from mlbench_core.tasks import TASKS
@@ -55,6 +68,9 @@ _FREE_OPTIONS = frozenset(
         *("epochs", "past_goal", "full_train"),
     )
 )
+
+# Settings that have a field of their own and that a resumed run keeps.
+_FIXED_SETTINGS = ("task", "dataset", "preset", "algorithm", "workers", "seed")
 
 _FLUSH_TIMEOUT_S = 5.0
 
@@ -90,11 +106,14 @@ class RunFolder:
         rank: Rank of this worker.
         environment: Content of ``environment.json``, see
             :func:`~mlbench_core.results.environment.describe_environment`; used on rank 0.
-        resume: True to continue the run in this folder.
+        resume: True to continue the run in this folder. Its files stay as they are until the training starts.
         workers: Messages between the workers; None for a worker alone.
 
     Raises:
-        ConfigurationError: Another run writes to this folder at the moment, or it cannot be written to.
+        ConfigurationError: Another run writes to this folder at the moment, or it cannot be written to. Or a resumed
+            run has other settings than its first part: another algorithm, data set, seed or number of workers, or
+            another option that the closed division fixes.
+        MLBenchError: At the end of the block, the training has finished, but its result could not be written whole.
 
     Attributes:
         sink: Writes the raw lines of this worker.
@@ -118,22 +137,34 @@ class RunFolder:
         self._rank = rank
         self._workers = workers or Workers()
         self._claimed = contextlib.ExitStack()
+        self._resume = resume
+
+        def prepare() -> None:
+            prepare_folder(folder, resume=resume)
+            write_environment(folder, environment or {})
+
         if rank == 0:
             try:
                 self._claim()
-                prepare_folder(folder, resume=resume)
-                write_environment(folder, environment or {})
+                if resume:
+                    _check_same_settings(folder, configuration.to_dict())
+                else:
+                    prepare()
             except OSError as error:
                 raise ConfigurationError(
                     f"the result folder must be on a disk with space and be writable, but {folder} is not "
                     f"({error.strerror or error}): choose another --root-output"
                 ) from error
+            except ConfigurationError:
+                self._claimed.close()
+                raise
         self._sharing = self._who_shares_the_folder()
         path = lines_path(folder, rank)
         if not self._sharing[rank] and not resume and path.exists():
             # Left by a killed run. Only this worker's file is moved, because others of this host write now, too.
             path.replace(path.with_name(f"earlier-{path.name}"))
-        self.sink = LinesSink(path, rank, run_id, configuration.to_dict())
+        before_start = prepare if resume and rank == 0 else None
+        self.sink = LinesSink(path, rank, run_id, configuration.to_dict(), before_start)
 
     def __enter__(self) -> RunFolder:
         return self
@@ -141,7 +172,12 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._resume and not self.sink.has_started:
+            # Nothing was trained, so the folder keeps the result of the earlier run.
+            self._claimed.close()
+            return
         reason = None if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+        problem: Exception | None = None
         try:
             self.sink.finish("finished" if error is None else "failed", reason)
             # After an error other workers may be gone, so nothing is received from them.
@@ -149,11 +185,12 @@ class RunFolder:
                 self._bring_lines()
             if self._rank == 0:
                 self.result = finish_folder(self.folder)
-        # An error here, such as a full disk, must not hide how the training itself ended.
-        except (OSError, ValueError, RuntimeError, MLBenchError) as problem:
-            logger.error("the result in %s is incomplete: %s: %s", self.folder, type(problem).__name__, problem)
+        except (OSError, ValueError, RuntimeError, MLBenchError) as caught:
+            problem = caught
         finally:
             self._claimed.close()
+        if error is not None and self._sharing[self._rank]:
+            self._join_late_lines()
         if self.result is not None:
             log = (self._run_id, 0, self.result["epochs"])
             if self.result["goal"] is not None:
@@ -161,6 +198,30 @@ class RunFolder:
                 LogMetrics.log(*log, "goal", json.dumps(goal_message(self.result)))
             LogMetrics.log(*log, "result", json.dumps(self.result))
             LogMetrics.flush(_FLUSH_TIMEOUT_S)
+        loss = None if problem is None else f"{type(problem).__name__}: {problem}"
+        if loss is None and error is None and self.result is not None and self.result["run"]["state"] == "failed":
+            loss = self.result["run"]["reason"]
+        if loss is not None:
+            text = f"the result in {self.folder} is incomplete: {loss}"
+            # An error here must not hide how the training itself failed.
+            if error is not None:
+                logger.error("%s", text)
+            else:
+                raise MLBenchError(f"{text}: free space, or choose another --root-output, and run it again")
+
+    def _join_late_lines(self) -> None:
+        """Compute the result again while the folder has lines that it does not contain; call it after an error.
+
+        Whoever has the lock looks again after releasing it. So a worker that finds it taken may leave.
+        """
+        try:
+            while (self.folder / RESULT).exists() and any(self.folder.glob("metrics.rank-*.jsonl")):
+                with lock(self.folder / ".lock", wait=False):
+                    finish_folder(self.folder)
+        except TimeoutError:
+            return
+        except (NotImplementedError, OSError, ValueError, MLBenchError) as problem:
+            logger.error("the result in %s lacks lines of other workers: %s", self.folder, problem)
 
     def _claim(self) -> None:
         """Keep other runs out of the folder until this one ends: the lines of two runs must not be mixed."""
@@ -211,6 +272,35 @@ class RunFolder:
                 path.write_bytes(zlib.decompress(content))
             elif self._rank == sender:
                 kept.unlink()
+
+
+def _check_same_settings(folder: Path, configuration: Mapping[str, Any]) -> None:
+    """Refuse to continue a run with other settings: one result is that of one training.
+
+    Raises:
+        ConfigurationError: A setting differs.
+    """
+    try:
+        earlier = read_result(folder)["configuration"]
+    except ConfigurationError:  # nothing is left of the first part, and so there is nothing to mix with
+        return
+
+    def settings(of: Mapping[str, Any]) -> dict[str, Any]:
+        options = {name: value for name, value in (of.get("options") or {}).items() if name not in _FREE_OPTIONS}
+        return {**options, **{name: of.get(name) for name in _FIXED_SETTINGS}}
+
+    # As JSON has them: a tuple of the command line is a list in the file.
+    before, now = (json.loads(json.dumps(settings(of), default=str)) for of in (earlier, configuration))
+    differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if differing:
+        values = [["not set" if of.get(name) is None else repr(of[name]) for of in (before, now)] for name in differing]
+        listed = "; ".join(
+            f"{name} was {then} and is {here}" for name, (then, here) in zip(differing, values, strict=True)
+        )
+        raise ConfigurationError(
+            f"a resumed run must have the settings of its first part in {folder}, but {listed}: give the same "
+            "settings, or start a new run without --resume"
+        )
 
 
 def task_environment(args: argparse.Namespace, dataset_dir: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from mlbench_core.addresses import is_loopback
 from mlbench_core.distributed.interfaces import resolves
 from mlbench_core.errors import ConfigurationError
 
@@ -101,6 +102,19 @@ class ClusterEnvironment(ABC):
         """
         return self.place().rank
 
+    def is_on_one_machine(self, place: Place) -> bool:
+        """Return True if all workers are known to run on this machine, so that nobody else needs to reach them.
+
+        Args:
+            place: This worker's place, from :meth:`place`.
+        """
+        loopback = place.master_address is not None and is_loopback(place.master_address)
+        return place.world_size == 1 or loopback or self._num_local() == place.world_size
+
+    def _num_local(self) -> int:
+        """Return the number of workers on this machine; 0 if it is not known."""
+        return 0
+
     def _has(self, *names: str) -> bool:
         # A variable that is set to nothing counts as missing.
         return all(self.environment.get(name) for name in names)
@@ -171,6 +185,9 @@ class HostsEnvironment(ClusterEnvironment):
         local_rank = self.hosts[: self.rank].count(self.hosts[self.rank])
         return Place(self.rank, len(self.hosts), local_rank, self.hosts[0], self._port())
 
+    def _num_local(self) -> int:
+        return self.hosts.count(self.hosts[self.rank])
+
 
 class TorchrunEnvironment(ClusterEnvironment):
     """Workers started by ``torchrun``, or by anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
@@ -198,6 +215,9 @@ class TorchrunEnvironment(ClusterEnvironment):
                 f"0, start the workers with torchrun, or unset RANK and WORLD_SIZE to run alone"
             )
         return self._checked(Place(rank, world_size, self._integer("LOCAL_RANK", 0), address or None, self._port()))
+
+    def _num_local(self) -> int:
+        return self._integer("LOCAL_WORLD_SIZE", 0)
 
 
 class _MPIEnvironment(ClusterEnvironment):
@@ -227,6 +247,9 @@ class _MPIEnvironment(ClusterEnvironment):
                 )
             address = "127.0.0.1"
         return self._checked(Place(rank, size, self._integer(self.local_rank_name, 0), address or None, self._port()))
+
+    def _num_local(self) -> int:
+        return self._integer(self.local_size_name, 0)
 
 
 class OpenMPIEnvironment(_MPIEnvironment):
@@ -336,6 +359,11 @@ class SlurmEnvironment(ClusterEnvironment):
         port = self._port(15000 + self._integer("SLURM_JOB_ID", DEFAULT_PORT - 15000) % 20000)
         rank, local_rank = self._integer("SLURM_PROCID"), self._integer("SLURM_LOCALID", 0)
         return self._checked(Place(rank, size, local_rank, address or None, port))
+
+    def _num_local(self) -> int:
+        # A step may use fewer nodes than its job. Tasks on one node are all of the step's.
+        nodes = self._integer("SLURM_STEP_NUM_NODES", self._integer("SLURM_NNODES", 0))
+        return self._integer("SLURM_STEP_NUM_TASKS", self._integer("SLURM_NTASKS", 0)) if nodes == 1 else 0
 
     _node_lists: ClassVar[tuple[str, ...]] = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 

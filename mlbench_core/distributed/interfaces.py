@@ -30,11 +30,11 @@ def interface_variables(address: str | None, environment: Mapping[str, str] | No
         environment: The environment variables; by default those of this process. Variables set there stay.
 
     Returns:
-        The variables to set. There are none if the interface is unknown, and none for workers of one machine that meet
-        on the loopback interface.
+        The variables to set. There are none if the interface is unknown. Workers of one machine that meet on the
+        loopback interface stay on it, so no other machine can connect to them.
 
     Example:
-        >>> interface_variables("127.0.0.1", {})
+        >>> interface_variables(None)
         {}
     """
     environment = os.environ if environment is None else environment
@@ -52,7 +52,7 @@ def interface_towards(address: str) -> str | None:
         address: Host name or IP address; one of this machine's own is reached through the interface that has it.
 
     Returns:
-        The interface's name, for example ``"eth0"``; None for the loopback interface and for an unknown host.
+        The interface's name, for example ``"eth0"``; None for an unknown host.
     """
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, target in socket.getaddrinfo(address, _DISCARD_PORT, type=socket.SOCK_DGRAM):
@@ -60,8 +60,6 @@ def interface_towards(address: str) -> str | None:
                 # The kernel chooses the route here and with it the local address.
                 probe.connect(target)
                 local = probe.getsockname()[0]
-                if is_loopback(local):
-                    return None
                 import psutil
 
                 interfaces = psutil.net_if_addrs().items()

@@ -17,12 +17,13 @@ A killed worker can leave half a line at the end of its file. :class:`RawLines` 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
@@ -54,14 +55,25 @@ class LinesSink:
         rank: Rank of this worker.
         run_id: Id of the run.
         configuration: The program of the run and its settings, see :mod:`mlbench_core.results.configuration`.
+        before_start: Called before the first line is written; None for nothing.
 
+    Attributes:
+        has_started: True as soon as the line ``start`` is written.
     """
 
-    def __init__(self, path: Path, rank: int, run_id: str, configuration: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        rank: int,
+        run_id: str,
+        configuration: Mapping[str, Any],
+        before_start: Callable[[], object] | None = None,
+    ) -> None:
         self.path = path
+        self._before_start = before_start
         self._rank = rank
         self._start = {"run_id": run_id, "host": socket.gethostname(), "configuration": dict(configuration)}
-        self._has_started = False
+        self.has_started = False
         self._end: Mapping[str, Any] = {}
         self._lost: str | None = None
         self._pending: list[tuple[float, int, int, float, str, float | str]] = []
@@ -84,7 +96,10 @@ class LinesSink:
         added = {}
         if kind == "start":
             added = {"schema_version": SCHEMA_VERSION, **self._start}
-            self._has_started = True
+            self.has_started = True
+            if self._before_start is not None:
+                with self._noting_loss():
+                    self._before_start()
         self._write([self._line(kind, {**added, **content})])
 
     def finish(self, state: str, reason: str | None = None) -> None:
@@ -100,7 +115,7 @@ class LinesSink:
         if self._lost is not None and state == "finished":
             state, reason = "failed", f"raw lines are missing, because they could not be written: {self._lost}"
         # A run that fails before its first batch has not started its tracker.
-        if not self._has_started:
+        if not self.has_started:
             self.event("start", {"resumed": False, "epoch": 0, "step": 0})
         self._write([self._line("end", {"state": state, "reason": reason, **self._end})])
 
@@ -123,13 +138,18 @@ class LinesSink:
         text = records + "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
         if not text:
             return
-        try:
+        with self._noting_loss():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a+b") as file:
                 # A killed process may have left half a line, which must not swallow the next one.
                 if not ends_line(file):
                     file.write(b"\n")
                 file.write(text.encode())
+
+    @contextlib.contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             self._lost = error.strerror or str(error)
             raise

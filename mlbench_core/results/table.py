@@ -57,8 +57,9 @@ RATIOS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Factors of the best time at which performance profiles are given."""
 
 _MEGA = 1e6
-# All except tab and line feed: a name with such characters could change the reader's terminal.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# All except tab and line feed: a name with such characters could change the reader's terminal. Marks that turn the
+# direction of text, and characters without width, make it look like another name.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 
 
 @dataclass(frozen=True)

@@ -57,20 +57,28 @@ def start_supervisor(folder: Path, held: socket.socket) -> subprocess.Popen[byte
 
 
 def find_supervisor(folder: Path) -> int | None:
-    """Return the process id of a run's supervisor if it is alive and not a child that has ended."""
-    try:
+    """Return the process id of a run's supervisor if it is alive and not a child that has ended.
+
+    A worker can write the file that names it. So the process itself must be the supervisor of this folder.
+    """
+    with contextlib.suppress(OSError, ValueError, OverflowError, KeyError, TypeError, RecursionError, psutil.Error):
         known = json.loads(read_state(folder / "supervisor.json"))
         pid = int(known["pid"])
-        return pid if start_mark(pid) == known["started"] else None
-    except FileNotFoundError:
-        # A supervisor that has just started has not written the file yet.
+        if start_mark(pid) == known["started"] and _supervises(psutil.Process(pid), folder):
+            return pid
+    # A supervisor that has just started has not written the file yet, and a worker may have replaced it.
+    for process in processes_with(FOLDER_VARIABLE, str(folder)) if folder.exists() else ():
         with contextlib.suppress(psutil.Error):
-            for process in processes_with(FOLDER_VARIABLE, str(folder)) if folder.exists() else ():
-                if _SUPERVISOR in process.cmdline():
-                    return int(process.pid)
-        return None
-    except (OSError, ValueError, OverflowError, KeyError, TypeError, RecursionError):
-        return None
+            if _supervises(process, folder):
+                return int(process.pid)
+    return None
+
+
+def _supervises(process: psutil.Process, folder: Path) -> bool:
+    """Return True if a process is the supervisor of a run: its command line ends with the module and the folder."""
+    module, of = ["", "", *process.cmdline()][-2:]
+    same = module == _SUPERVISOR and os.path.realpath(of) == os.path.realpath(folder)
+    return same and process.status() != psutil.STATUS_ZOMBIE
 
 
 def end_marked(folder: Path, grace_s: float) -> None:

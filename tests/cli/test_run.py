@@ -152,9 +152,9 @@ def test_wait_pools_repeats_and_keeps_their_result_folders(
     assert [result["folder"] for result in content["results"]] == [str(out / f"demo-1-r{k}") for k in (1, 2)]
 
 
-def test_wait_needs_no_result_folder(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
+def test_a_result_folder_that_is_lost_is_an_error_after_the_table(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
     fake.cut_download = True
-    result = call("run", "demo", "1", "--task", "1a", "--repeats", "2", "--wait", "--output", str(tmp_path))
+    result = call("run", "demo", "1", "--task", "1a", "--repeats", "2", "--wait", "--output", str(tmp_path), code=1)
     assert "no result folder of demo-1-r1: " in result.stderr
     assert [path.name for path in sorted(tmp_path.glob("demo*"))] == ["demo-1-r1.json", "demo-1-r2.json"]
     assert "81.50" in result.stdout
@@ -277,6 +277,19 @@ def test_damaged_memory_counts_as_empty(fake: FakeMaster, call: Call) -> None:
     call("run", "demo", "1", "--task", "1a")
     assert json.loads(path.read_text())["name"] == "demo"
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_request_that_is_refused_replaces_nothing(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
+    call("run", "demo", "1", "2", "--task", "1a")
+    before = {run["name"]: run["id"] for run in fake.runs.values()}
+    real = fake._create
+
+    def refuse_two(body: Any) -> Any:
+        return (400, {"message": "num_workers: too many"}) if body["num_workers"] == 2 else real(body)
+
+    patch.setattr(fake, "_create", refuse_two)
+    assert "too many" in call("run", "demo", "1", "2", "--task", "1a", "--replace", code=1).stderr
+    assert {run["name"]: run["id"] for run in fake.runs.values()} == before
 
 
 def test_name_in_use_starts_nothing_unless_replaced(fake: FakeMaster, call: Call) -> None:
@@ -405,6 +418,19 @@ def test_wait_fails_if_metrics_are_missing(
     assert error.endswith(
         "mlbench: results of run x-1 are incomplete: metrics are missing: 3 that a worker could not keep\n"
     )
+
+
+def test_wait_fails_if_output_is_lost(fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+    add, lost = fake.add, "7 lines of output could not be written: No space left on device"
+
+    def add_incomplete(*arguments: Any, **metrics: Any) -> int:
+        run_id = add(*arguments, **metrics)
+        fake.runs[run_id]["job_metadata"] = {"reason": lost}
+        return run_id
+
+    patch.setattr(fake, "add", add_incomplete)
+    error = call("run", "x", "1", "--command", "true", "--wait", "--output", str(tmp_path), code=1).stderr
+    assert error.endswith(f"mlbench: run x-1 finished, but {lost}\n")
 
 
 def test_wait_survives_a_master_that_is_away_for_a_while(

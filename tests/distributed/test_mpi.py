@@ -250,13 +250,16 @@ def test_a_blocking_call_that_does_not_return_ends_the_process_with_its_name() -
 
 
 class Comm:
-    """Rank 0's communicator, which keeps what it broadcasts."""
+    """Rank 0's communicator with a worker of another machine; it keeps what it broadcasts."""
 
     def __init__(self) -> None:
         self.said: tuple[str, list[str], int] = ("", [], 0)
 
     def Get_rank(self) -> int:
         return 0
+
+    def allgather(self, machine: str) -> list[str]:
+        return [machine, "another"]
 
     def bcast(self, said: tuple[str, list[str], int], root: int) -> tuple[str, list[str], int]:
         self.said = said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,3 +21,16 @@ def client(tmp_path: Path) -> Iterator[TestClient]:
     """A client of a master in this process, with the local launcher."""
     with TestClient(create_app(data_dir=tmp_path / "data"), base_url="http://127.0.0.1:5080") as test_client:
         yield test_client
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True) if os.geteuid() == 0 else None
+    if done is None or done.returncode != 0:
+        pytest.skip(f"may not mount a tmpfs: {done.stderr.strip() if done else 'needs root'}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -103,6 +103,17 @@ def test_an_upgrade_is_one_line_of_the_master(tmp_path: Path, caplog: pytest.Log
     ]
 
 
+def test_an_upgrade_is_one_line_in_a_process_that_has_not_loaded_alembic(tmp_path: Path) -> None:
+    path = tmp_path / "master.db"
+    run_sql(path, *old_tables(3, "sqlite"))
+    code = "import logging, sys; logging.basicConfig(level=logging.INFO); from mlbench_master.store import Store; "
+    code += "Store(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, f"sqlite:///{path}"], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert len(done.stderr.splitlines()) == 1 and "brought from 0003" in done.stderr
+
+
 def test_a_kill_in_an_upgrade_leaves_the_old_tables(tmp_path: Path) -> None:
     path = tmp_path / "master.db"
     run_sql(path, *old_tables(1, "sqlite"))

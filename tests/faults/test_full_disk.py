@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +16,8 @@ from mlbench_master.launchers.local import LocalLauncher
 from mlbench_master.launchers.logs import LogReader, LogWriter, append_log
 from mlbench_master.scheduler import Scheduler
 from mlbench_master.store import Store
-from tests.faults.helpers import add_run
+from tests.faults.helpers import add_run, full
 from tests.master.helpers import processes_of, wait_for
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True) if os.geteuid() == 0 else None
-    if done is None or done.returncode != 0:
-        pytest.skip(f"may not mount a tmpfs: {done.stderr.strip() if done else 'needs root'}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@contextlib.contextmanager
-def full(folder: Path) -> Iterator[None]:
-    """Fill a file system to the last byte."""
-    ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        for size in (65_536, 4096, 1):
-            with contextlib.suppress(OSError):
-                while file.write(b"x" * size):
-                    pass
-    yield
-    ballast.unlink()
-
 
 CHATTY = """
 import pathlib, sys, time
@@ -202,3 +172,41 @@ def test_files_of_the_wrong_kind_block_no_master(tmp_path: Path) -> None:
     thread.start()
     thread.join(10)
     assert states == [("failed", [], [])]
+
+
+TRAINS = """
+import pathlib, sys, time
+from mlbench_core.controlflow.task_arguments import task_main
+from mlbench_core.controlflow.run_results import RunFolder
+from mlbench_core.results.configuration import Configuration
+from mlbench_core.tracking.tracker import Tracker
+
+def main(run_id, rank, output_dir, **others):
+    with RunFolder(pathlib.Path(output_dir), Configuration(workers=1), run_id) as results:
+        with Tracker([], run_id, rank, sinks=[results.sink]) as tracker:
+            tracker.start()
+            print("trains", flush=True)
+            while not pathlib.Path(sys.argv[1]).exists():
+                time.sleep(0.01)
+            for _ in range(2000):
+                tracker.record_loss(1.0)
+
+task_main(main, "task9z", argv=["--root-output", sys.argv[2], "--root-checkpoint", sys.argv[2],
+                                "--root-dataset", sys.argv[2]])
+"""
+
+
+def test_a_result_that_is_lost_on_a_full_disk_fails_the_run(small_disk: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TRAINS)
+    launcher = LocalLauncher(tmp_path / "runs")
+    job = launcher.start(Job(run_id=1, name="a", command=f"{script} {tmp_path / 'go-on'} {small_disk}", num_workers=1))
+    wait_for(lambda: any(line["text"] == "trains" for line in launcher.log_tail(job)), 60)
+    with full(small_disk):
+        (tmp_path / "go-on").touch()
+        wait_for(lambda: launcher.poll(job).state != "running", 60)
+    status = launcher.poll(job)
+    assert (status.state, status.returncode) == ("failed", 1)
+    texts = [line["text"] for line in launcher.log_tail(job)]
+    assert any("error: the result in" in text and "No space left on device" in text for text in texts), texts
+    assert not list(small_disk.rglob("result.json"))

@@ -224,11 +224,71 @@ def test_what_is_lost_is_stated(tmp_path: Path) -> None:
     missing = ended["run"].metadata_dict()["missing_metrics"]
     assert missing == ended["run"].metadata_dict()["reason"]
     assert missing.startswith("metrics are missing: an unknown number in ")
-    assert ", 2 that are not valid, 5 that a worker could not keep on disk, " in missing
-    assert "damaged" in missing and "foreign.sqlite3, which cannot be read" in missing
+    assert missing.endswith(", 2 that are not valid, 5 that a worker could not keep on disk")
+    for name in ("foreign", "other"):
+        assert f"{name}.sqlite3, which cannot be read" in missing
     assert "pipe.sqlite3" not in missing, "it was not opened"
     assert store.metric_counts([run_owner(run.id)]) == {(run_owner(run.id), "loss @ 0"): 1}
     assert "5 that a worker could not keep on disk" in store_leftovers(spool, store)
+
+
+ENDLESS = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT n, n AS line FROM t"
+
+
+@pytest.mark.parametrize(
+    ("statements", "problem"),
+    [
+        (f"CREATE VIEW metrics AS {ENDLESS.replace('n, n', 'n AS key, n')}", "other tables than an outbox"),
+        ("CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT) WITHOUT ROWID; CREATE TABLE more (a)", "other tables"),
+        (
+            "CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT) WITHOUT ROWID; CREATE TRIGGER t AFTER DELETE ON "
+            "metrics BEGIN INSERT INTO metrics VALUES (old.key || 'x', '{}'); END",
+            "other tables than an outbox",
+        ),
+        (
+            "CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT AS (hex(zeroblob(1e8)))) WITHOUT ROWID",
+            "other tables",
+        ),
+        ("CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT, more TEXT) WITHOUT ROWID", "other tables"),
+        ("CREATE VIRTUAL TABLE metrics USING fts5(key, line)", "other tables"),
+    ],
+)
+def test_only_the_table_of_an_outbox_is_read(statements: str, problem: str, tmp_path: Path) -> None:
+    store, spool = Store(f"sqlite:///{tmp_path / 'master.db'}"), tmp_path / "spool"
+    spool.mkdir()
+    with closing(sqlite3.connect(spool / "a.sqlite3")) as connection, connection:
+        connection.executescript(statements)
+    missing = store_leftovers(spool, store)
+    assert "a.sqlite3, which cannot be read" in missing and problem in missing
+    assert (spool / "a.sqlite3").exists()
+
+
+def test_files_that_hold_up_the_master_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, spool = Store(f"sqlite:///{tmp_path / 'master.db'}"), tmp_path / "spool"
+    run = add_run(store, "a")
+    for name, count in (("1", 3), ("2", 200_000)):
+        line = f'{{"run_id": {run.id}, "name": "loss @ 0", "value": 1}}'
+        Outbox(spool, name).insert([(f"{number:09d}", line) for number in range(count)])
+    # Of absurd size, though it takes no room on the disk.
+    with (spool / "3.sqlite3").open("wb") as file:
+        file.truncate(2**40)
+    # A link must not lead to a database that is not of the worker.
+    (spool / "4.sqlite3").symlink_to(tmp_path / "master.db")
+    with monkeypatch.context() as patch:
+        patch.setattr("mlbench_master.leftovers._LONGEST_S", 0.0)
+        missing = store_leftovers(spool, store)
+    assert "2.sqlite3, which cannot be read (" in missing
+    for name in ("3", "4"):
+        assert f"{name}.sqlite3 is not a regular file of at most 1024 MiB" in missing
+    assert (spool / "2.sqlite3").exists() and (tmp_path / "master.db").exists()
+
+
+def test_a_line_that_does_not_fit_into_memory_is_not_read(tmp_path: Path) -> None:
+    if sys.version_info < (3, 11):
+        pytest.skip("needs the limits of SQLite from Python 3.11")
+    store, spool = Store(f"sqlite:///{tmp_path / 'master.db'}"), tmp_path / "spool"
+    Outbox(spool, "1").insert([("1", "x" * 20_000_000)])
+    assert "1.sqlite3, which cannot be read (string or blob too big)" in store_leftovers(spool, store)
 
 
 def test_metrics_for_another_master_stay_out_of_the_folder_of_the_run(tmp_path: Path, monkeypatch: Any) -> None:

@@ -16,6 +16,7 @@ from mlbench_master.events import EventBus
 from mlbench_master.launchers import Job
 from mlbench_master.launchers import local as local_launcher
 from mlbench_master.launchers.local import LocalLauncher
+from mlbench_master.processes import start_mark
 from mlbench_master.scheduler import Scheduler
 from mlbench_master.store import Run, Store
 from tests.faults.helpers import add_run
@@ -53,6 +54,25 @@ def test_another_process_with_the_same_id_is_not_the_supervisor(tmp_path: Path) 
         (tmp_path / "1" / "supervisor.json").write_text(damaged)
         assert launcher.poll("local-1").state == "lost"
         launcher.stop("local-1")
+
+
+def test_a_worker_that_replaces_the_state_of_its_run_ends_no_other_process(tmp_path: Path) -> None:
+    """The next master, which reads the file, still finds the supervisor."""
+    launcher = LocalLauncher(tmp_path)
+    job = launcher.start(Job(run_id=1, name="a", command="sleep 1000", num_workers=1))
+    wait_for(lambda: len(processes_of(tmp_path)) == 2)
+    with subprocess.Popen(["sleep", "1000"]) as innocent:
+        try:
+            replaced = {"pid": innocent.pid, "started": start_mark(innocent.pid)}
+            (tmp_path / "1" / "supervisor.json").write_text(json.dumps(replaced))
+            supervisor = local_launcher._children.pop(tmp_path / "1")
+            assert launcher.poll(job).state == "running"
+            launcher.stop(job)
+            assert innocent.poll() is None
+        finally:
+            innocent.kill()
+    supervisor.wait(10)
+    assert processes_of(tmp_path) == []
 
 
 def test_a_run_has_not_ended_before_its_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from mlbench_core.controlflow.pytorch.run_results import RunResults
-from mlbench_core.errors import ConfigurationError
+from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.results.configuration import Configuration
-from mlbench_core.results.folder import RESULT, read_result, verify_folder
+from mlbench_core.results.folder import read_result, verify_folder
 from mlbench_core.results.lines import read_lines
 from mlbench_core.tracking.tracker import Tracker
 from tests.helpers.ranks import run_ranks
@@ -70,19 +70,24 @@ def test_a_failed_run_says_why(tmp_path: Path) -> None:
     assert (run["state"], run["reason"]) == ("failed", "KeyError: 'the data\\nset'")
 
 
-def test_a_lost_folder_does_not_replace_the_end_of_the_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_lost_result_is_an_error_unless_the_training_failed(
+    fails: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.ERROR), RunResults(tmp_path / "run", Configuration(workers=1), "7") as results:
+    text = f"the result in {tmp_path / 'run'} is incomplete: "
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(ZeroDivisionError if fails else MLBenchError, match=None if fails else text),
+        RunResults(tmp_path / "run", Configuration(workers=1), "7") as results,
+    ):
         with Tracker([], "7", 0, sinks=[results.sink]) as tracker:
             tracker.start()
         shutil.rmtree(tmp_path / "run")
         (tmp_path / "run").touch()
+        if fails:
+            raise ZeroDivisionError
     assert results.result is None
-    assert [record.message.partition(":")[0] for record in caplog.records] == [
-        f"the result in {tmp_path / 'run'} is incomplete"
-    ]
-    assert not (tmp_path / "run" / RESULT).exists()
+    assert [record.message.startswith(text) for record in caplog.records] == [True] * fails
 
 
 def test_the_example_of_the_documentation_leaves_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,11 +56,39 @@ def restore(path: Path, name: str, target: Any, state: Any) -> None:
         if isinstance(target, torch.Generator):
             target.set_state(state["generator"])
         elif hasattr(target, "load_state_dict"):
+            _check_settings(target, state)
             target.load_state_dict(state)
         else:
             target.set_epoch(state["epoch"])
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the checkpoint {path} does not fit the {name} it is loaded into: {error}") from error
+        # A KeyError has only the name of the entry as its text.
+        reason = f"it has no entry {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(
+            f"the checkpoint {path} does not fit the {name} it is loaded into, which is of the class "
+            f"{type(target).__name__}: {reason}"
+        ) from error
+
+
+def _check_settings(target: Any, state: Any) -> None:
+    """Refuse the state of another kind of optimizer, which torch takes, and fails in the first step.
+
+    A newer torch may have settings that an older state lacks. So only those count that each side has alone.
+
+    Raises:
+        ValueError: Both have settings that the other one lacks.
+    """
+    groups = getattr(target, "param_groups", None)
+    saved = state.get("param_groups") if isinstance(state, Mapping) else None
+    if not (isinstance(groups, list) and isinstance(saved, list) and groups and saved):
+        return
+    if not (isinstance(groups[0], Mapping) and isinstance(saved[0], Mapping)):
+        return
+    missing, unknown = sorted(groups[0].keys() - saved[0].keys()), sorted(saved[0].keys() - groups[0].keys())
+    if missing and unknown:
+        raise ValueError(
+            f"it is the state of another optimizer, with the settings {', '.join(map(str, unknown))} and without "
+            f"{', '.join(missing)}"
+        )
 
 
 def own_part(state: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from mlbench_core.controlflow.pytorch.translation import EpochPart, epoch_parts
 from mlbench_core.controlflow.task_arguments import task_main
 from mlbench_core.distributed.pytorch.initialize import initialize_backends
 from mlbench_core.distributed.pytorch.process_groups import smallest
-from mlbench_core.errors import ConfigurationError
+from mlbench_core.errors import CheckpointError, ConfigurationError
 from mlbench_core.evaluation.goals import AccuracyAfterTime, TimeToGoal
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
 from mlbench_core.files import replacing
@@ -217,7 +217,7 @@ class Run:
             Checkpointer.load, self.ckpt_run_dir, self.rank, model, optimizer, scheduler, tracker=tracker, extra=extra
         )
         if args.resume and not self.validation_only:
-            checkpointer, *_ = load()
+            checkpointer, *_ = self._load_together(load)
 
         def validate_and_record() -> bool:
             values, loss = validate()
@@ -275,6 +275,17 @@ class Run:
             self._save_part(self._is_best)
             # Each part has means of its own.
             self.tracker.reset_epoch_stats()
+
+    def _load_together(self, load: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Load the checkpoint on all workers; if one of them cannot continue from it, none does."""
+        refused: CheckpointError | None = None
+        try:
+            loaded = load()
+        except CheckpointError as error:
+            refused = error
+        if not smallest(int(refused is None)):
+            raise refused or CheckpointError("another worker cannot continue from its checkpoint: see its error")
+        return loaded
 
     def _validate_checkpoints(self, load: Callable[..., object], validate: Callable[[], object]) -> None:
         """Load and validate every checkpoint of an epoch, or else the best one; rank 0 writes the statistics."""

@@ -62,10 +62,12 @@ class RunResults(run_results.RunFolder):
         rank: Rank of this worker.
         environment: Content of ``environment.json``, see
             :func:`~mlbench_core.results.environment.describe_environment`; used on rank 0.
-        resume: True to continue the run in this folder.
+        resume: True to continue the run in this folder. Its files stay as they are until the training starts.
 
     Raises:
-        ConfigurationError: Another run writes to this folder at the moment, or it cannot be written to.
+        ConfigurationError: Another run writes to this folder at the moment, or it cannot be written to. Or a resumed
+            run has other settings than its first part.
+        MLBenchError: At the end of the block, the training has finished, but its result could not be written whole.
 
     Attributes:
         sink: Writes the raw lines of this worker.

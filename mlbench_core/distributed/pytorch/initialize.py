@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import errno
 import logging
@@ -12,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from mlbench_core.distributed.environment import (
     detect_environment,
 )
 from mlbench_core.distributed.interfaces import interface_variables, resolves
-from mlbench_core.distributed.pytorch import mpi, process_groups
+from mlbench_core.distributed.pytorch import mpi, private_store, process_groups
 from mlbench_core.distributed.pytorch.devices import FCGraph
 from mlbench_core.distributed.pytorch.lost_workers import forget, introduce, naming_lost_workers
 from mlbench_core.distributed.pytorch.memory import keep_freed_memory, return_freed_memory
@@ -47,6 +49,7 @@ _log = logging.getLogger(__name__)
 
 # Time to wait for the name of rank 0's host: the name of a container resolves only shortly after its start.
 _RESOLVE_S = 20.0
+_LOOPBACK = "127.0.0.1"
 # Workers that start together meet sooner.
 _NOTICE_AFTER_S = 5.0
 
@@ -131,6 +134,9 @@ def initialize_backends(
         given = isinstance(environment, (HostsEnvironment, SlurmEnvironment, TorchrunEnvironment))
         environment = MPIWorldEnvironment(environment if given else None, hosts)
     place = environment.place()
+    if environment.is_on_one_machine(place) and not _agent_has_store():
+        # Nobody else needs to reach the workers, so they listen where nobody else can.
+        place = dataclasses.replace(place, master_address=_LOOPBACK)
     # Workers of MPI know each other from mpirun, so they do not look for rank 0's host.
     if comm_backend != "mpi":
         _await_address(environment, place, min(timeout_s, _RESOLVE_S))
@@ -138,16 +144,19 @@ def initialize_backends(
     with contextlib.ExitStack() as stack:
         if keep_memory and keep_freed_memory():
             stack.callback(return_freed_memory)
-        stack.enter_context(_variables({**place.variables(), **interface_variables(place.master_address)}))
+        # The address of torchrun's agent may be that of another interface.
+        meeting = _LOOPBACK if environment.is_on_one_machine(place) else place.master_address
+        stack.enter_context(_variables({**place.variables(), **interface_variables(meeting)}))
         for setting in ("benchmark", "deterministic"):
             stack.callback(setattr, torch.backends.cudnn, setting, getattr(torch.backends.cudnn, setting))
         stack.callback(config_logging(logging_level, logging_file))
-        stack.callback(_leave)
+        files: list[Path] = []
+        stack.callback(_leave, files)
         stack.push(_note_failure)
         if use_cuda or comm_backend == "nccl":
             # Before joining: NCCL ties its communicator to the GPU that is current then.
             FCGraph(place.rank, place.world_size, use_cuda=True).assigned_gpu_id()
-        _join(comm_backend, environment, place, timeout_s)
+        _join(comm_backend, environment, place, timeout_s, files)
         introduce()
         stack.enter_context(naming_lost_workers())
         world = config_pytorch(use_cuda, seed, cudnn_deterministic)
@@ -215,22 +224,26 @@ def _await_address(environment: ClusterEnvironment, place: Place, limit_s: float
         time.sleep(0.5)
 
 
-def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s: float) -> None:
-    """Create the process group."""
+def _agent_has_store() -> bool:
+    """Return True if torchrun's agent keeps the store, so that this process cannot choose where it listens."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s: float, files: list[Path]) -> None:
+    """Create the process group; ``files`` receives the path of its store, if that is a file."""
     timeout = datetime.timedelta(seconds=timeout_s)
     options: dict[str, Any] = {}
     if backend == "nccl":
         # Otherwise NCCL guesses the GPU from the rank, which is wrong if machines have different numbers of GPUs.
         options["device_id"] = torch.device("cuda", torch.cuda.current_device())
     try:
-        if place.world_size == 1 and backend != "mpi":
-            # A store in memory: a worker alone opens no port.
-            options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        elif backend != "mpi" and not isinstance(environment, TorchrunEnvironment):
-            # torchrun's agent may keep the store itself, and MPI needs none.
-            address, port, size, rank = place.master_address, place.master_port, place.world_size, place.rank
+        if backend != "mpi":  # MPI needs no store
+            rank, size = place.rank, place.world_size
             with _waiting(place, timeout_s):
-                store = dist.TCPStore(str(address), port, size, is_master=rank == 0, timeout=timeout)
+                store: dist.Store = _store(place, timeout)
+                if size > 1 and environment.is_on_one_machine(place):
+                    store, path = private_store.meet(store, rank, size, timeout)
+                    files.append(path)
             options |= {"store": store, "rank": rank, "world_size": size}
         with contextlib.nullcontext() if backend == "mpi" else _waiting(place, timeout_s):
             dist.init_process_group(backend, timeout=timeout, **options)
@@ -255,6 +268,26 @@ def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s
             f"{place.master_address}:{place.master_port} within {timeout_s:g} s: check that all were started, each "
             f"with its own rank and the same hosts, and that they can reach that port. torch says: {reason}"
         ) from error
+
+
+def _store(place: Place, timeout: datetime.timedelta) -> dist.Store:
+    """Return the store at the rendezvous' port; one in memory for a worker alone, who opens no port."""
+    rank, size, address, port = place.rank, place.world_size, str(place.master_address), place.master_port
+    if size == 1:
+        return dist.HashStore()
+    if _agent_has_store():
+        return next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))[0]
+    listener: dict[str, Any] = {}
+    if rank == 0 and address == _LOOPBACK:
+        # By itself, torch's store listens on all interfaces.
+        with socket.socket() as bound:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                bound.bind((address, port))
+            except OSError as error:
+                raise RuntimeError(error.strerror) from error
+            listener["master_listen_fd"] = bound.detach()
+    return dist.TCPStore(address, port, size, is_master=rank == 0, timeout=timeout, **listener)
 
 
 def _warn_of_threads(environment: HostsEnvironment) -> None:
@@ -300,7 +333,9 @@ def _note_failure(kind: type[BaseException] | None, error: BaseException | None,
         mpi.fail_at_exit(f"{type(error).__name__}: {error}")
 
 
-def _leave() -> None:
+def _leave(files: list[Path]) -> None:
     forget()
     if dist.is_initialized():
         dist.destroy_process_group()
+    for path in files:
+        private_store.remove_folder(path)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from mlbench_core.distributed.pytorch import private_store
 from mlbench_core.distributed.pytorch.mpi.buffers import Buffer, flat
 from mlbench_core.distributed.pytorch.mpi.queue import Test, Work
 from mlbench_core.distributed.pytorch.mpi.transfers import MAX_ELEMENTS, Transfers, chunks
@@ -349,7 +351,10 @@ class MPIProcessGroup(dist.ProcessGroup):
         # Free() is a collective: a worker that failed, or whose MPI is stuck, must not wait in it.
         if self._world.works.broken is None and not self._world.failed:
             self._comm.Free()
+        file = getattr(self.notices, "path", None)  # a store on a port has none
         self._comm = self.notices = None
+        if file is not None:
+            private_store.remove_folder(Path(file))
 
     def abort(self) -> None:
         """End all workers of the run at once."""

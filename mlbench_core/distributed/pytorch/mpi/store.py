@@ -10,11 +10,14 @@ import contextlib
 import datetime
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from mlbench_core.distributed.interfaces import own_addresses
+from mlbench_core.distributed.pytorch import private_store, process_groups
+from mlbench_core.errors import WorkerError
 
 __all__ = ["connect", "serve"]
 
@@ -32,14 +35,30 @@ def serve(comm: Any) -> tuple[dist.Store | None, tuple[str, list[str], int]]:
 
     Returns:
         The store on rank 0, None elsewhere; and rank 0's host, addresses and port. The port is 0 if rank 0 could not
-        open one.
+        open one. If all workers run on one machine, every one has the store, which is a file, and no port is opened.
     """
+    machines = comm.allgather(process_groups.machine())
+    if machines[0] and len(set(machines)) == 1:
+        return _share_file(comm), ("", [], 0)
     store: dist.TCPStore | None = None
     if comm.Get_rank() == 0:
         with contextlib.suppress(RuntimeError, OSError):
             store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
     port = 0 if store is None else store.port
     return store, comm.bcast((socket.gethostname(), own_addresses(), port), 0)
+
+
+def _share_file(comm: Any) -> dist.Store | None:
+    store, path = None, ""
+    if comm.Get_rank() == 0:
+        with contextlib.suppress(RuntimeError, OSError):
+            store, created = private_store.create(comm.Get_size(), _TIMEOUT)
+            path = str(created)
+    path = comm.bcast(path, 0)
+    if store is None and path:
+        with contextlib.suppress(RuntimeError, WorkerError):
+            store = private_store.open_existing(Path(path), comm.Get_size(), _TIMEOUT)
+    return store
 
 
 def connect(host: str, addresses: list[str], port: int) -> dist.Store | None:

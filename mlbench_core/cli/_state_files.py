@@ -1,0 +1,133 @@
+"""Read the logs of runs and stop runs without the master, while it does not answer.
+
+A run does not need the master: a supervisor, or the queue of an engine, looks after it. So its files are enough. The
+master finds out about a stopped run when it answers again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlbench_core.cli import _embedded
+from mlbench_core.cli._client import FINAL_STATES, MasterClient
+from mlbench_core.cli._output import clean, remark
+from mlbench_core.client.masters import read_record
+from mlbench_core.errors import MasterRequestError
+from mlbench_core.paths import user_folder
+
+__all__ = ["StateFiles", "connect_or_read"]
+
+_COLUMNS = ("id", "name", "state", "job_id", "num_workers", "backend", "command")
+# SQLite waits this long for a master that holds a lock.
+_BUSY_S = 5.0
+
+
+class StateFiles:
+    """The runs in a master's data folder, with the methods of :class:`MasterClient` that need no master.
+
+    Args:
+        folder: The data folder.
+        engine: The name of the master's launcher.
+        problem: The reason why the master cannot be asked.
+    """
+
+    def __init__(self, folder: Path, engine: str, problem: str) -> None:
+        _embedded.check_installed()
+        # After the check, because this import fails if a package of the master is missing.
+        from mlbench_master.launchers import make_launcher
+
+        self._database = folder / "master.db"
+        self._problem = problem
+        if not self._database.is_file():
+            raise MasterRequestError(f"{problem}; its runs are in a database that only the master knows")
+        self._launcher = make_launcher(engine, folder)
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Return all runs, as they were when the master answered last."""
+        try:
+            with contextlib.closing(
+                sqlite3.connect(f"{self._database.as_uri()}?mode=ro", uri=True, timeout=_BUSY_S)
+            ) as database:
+                rows = database.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY id").fetchall()
+        except sqlite3.Error as error:
+            raise MasterRequestError(f"{self._problem}; its database cannot be read either: {error}") from error
+        return [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
+
+    def find(self, name: str) -> dict[str, Any]:
+        """Return the run with a name, or with an id if no run has the name."""
+        runs = self.runs()
+        for key in ("name", "id"):
+            found = [run for run in runs if str(run[key]) == name]
+            if found:
+                return found[-1]
+        raise MasterRequestError(f"no run {name!r} in {self._database}", 404)
+
+    def run(self, run_id: int) -> dict[str, Any]:
+        """Return the run with an id; its state is that of its engine if it has started."""
+        (run,) = [run for run in self.runs() if run["id"] == run_id]
+        if run["state"] == "started" and run["job_id"]:
+            status = self._launcher.poll(run["job_id"])
+            if status.state not in ("waiting", "running"):
+                run["state"] = "finished" if status.state == "finished" else "failed"
+                run["job_metadata"] = {"reason": status.reason}
+        return run
+
+    def logs(
+        self, run_id: int, since_line: int = 0, filters: Mapping[str, Any] | None = None
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Return all lines of a run's log; see :meth:`MasterClient.logs`."""
+        from mlbench_master.launchers.interface import LogFilter, LogRange
+
+        job_id = self.run(run_id)["job_id"]
+        wanted = {name: value for name, value in (filters or {}).items() if value is not None}
+        rank = wanted.get("rank")
+        if rank is not None:
+            wanted["rank"] = int(rank) if str(rank).isdecimal() else rank
+        lines: list[dict[str, Any]] = []
+        while job_id is not None:
+            page = self._launcher.logs(job_id, LogRange(since_line, wanted=LogFilter(**wanted)))
+            lines += [dict(line) for line in page.lines]
+            if page.next <= since_line:
+                break
+            since_line = page.next
+        return lines, since_line
+
+    def stop(self, run_id: int) -> None:
+        """Stop a run."""
+        run = self.run(run_id)
+        if run["state"] in FINAL_STATES:
+            return
+        if run["job_id"] is None:
+            raise MasterRequestError(
+                f"{self._problem}; run {run['name']} waits for its start, and only the master can remove it: try again "
+                "when it answers, or end it with 'mlbench master --stop'"
+            )
+        self._launcher.note(run["job_id"], "stopped by a user, while the master did not answer")
+        self._launcher.stop(run["job_id"])
+
+
+@contextlib.contextmanager
+def connect_or_read(dashboard_url: str | None) -> Iterator[MasterClient | StateFiles]:
+    """Yield a client of the master; if this user's master runs and does not answer, what its files say.
+
+    Args:
+        dashboard_url: Value of ``--dashboard-url``.
+    """
+    try:
+        location = _embedded.find(dashboard_url)
+        record = read_record()
+        if record is not None and record.url == location.url:
+            # The user may have named it. This raises an error if it does not answer.
+            _embedded.embedded()
+        client = MasterClient(location.url, location.token)
+    except _embedded.SilentMasterError as error:
+        remark(f"{clean(str(error))}; reading its files instead")
+        folder = Path(error.record.folder) if error.record.folder else user_folder("master")
+        yield StateFiles(folder, error.record.engine, str(error))
+        return
+    with client:
+        yield client
