@@ -1,17 +1,26 @@
 """SparseLoCo (Sarfi et al. 2025, arXiv:2508.15706) with AdamW, k workers in one process; bits of a value as here."""
 
+import math
+
 import torch
 
 
 def compress(e, kept, bits, chunk):
-    """Keep the largest coordinates of each chunk of a flat tensor, as sign and middle of an interval of sizes."""
+    """Keep the largest coordinates of each chunk of a flat tensor, as sign and mean of their interval of sizes."""
     sent = torch.zeros_like(e)
     for start in range(0, len(e), chunk):
         part = e[start : start + chunk]
-        for j in (top := part.abs().topk(min(kept, len(part)))).indices:
-            low, high, n = top.values.min(), top.values.max(), 2 ** (bits - 1)
-            interval = min(int((part[j].abs() - low) / (high - low) * n), n - 1) if high > low else 0
-            sent[start + j] = part[j].sign() * (low + (interval + 0.5) * (high - low) / n)
+        top = [j for j in part.abs().topk(min(kept, len(part))).indices.tolist() if part[j] != 0]
+        n = min(2 ** (bits - 1), kept, len(part))
+        low, high = (f([abs(float(part[j])) for j in top], default=0.0) for f in (min, max))
+        members = {}
+        for j in top:
+            interval = min(int((abs(float(part[j])) - low) / (high - low) * n), n - 1) if high > low else 0
+            members.setdefault(interval, []).append(j)
+        for group in members.values():
+            mean = sum(abs(float(part[j])) for j in group) / len(group)
+            for j in group:
+                sent[start + j] = math.copysign(mean, part[j])
     return sent
 
 
