@@ -45,10 +45,10 @@ class ChunkedTopKAggregation(CompressedAggregation):
     every :math:`e`. Zeros are not sent: if a chunk has fewer than :math:`k` other values, all of its zeros stay zero.
 
     For :math:`n` chunks of :math:`c` coordinates of which :math:`k` are sent, a worker sends
-    :math:`n k \lceil \log_2 c \rceil` bits of positions, :math:`n k b` bits of values, and for each chunk the
-    :math:`\min(2^{b - 1}, k)` means, of 4 bytes each (8 for float64). Without quantization it sends the positions and the
-    values in the dtype of the tensor, at least in float32. More than 4 bits seldom pay. Positions and values of a
-    tensor's equal chunks are each filled up to whole bytes. Tensors of one dtype share one all-gather.
+    :math:`n k \lceil \log_2 c \rceil` bits of positions, :math:`n k b` bits of values, and for each chunk
+    :math:`\min(2^{b - 1}, k)` means of 4 bytes (8 for float64). Without quantization it sends the positions, and the
+    values in the dtype of the tensor, at least in float32. Positions and values of a tensor's equal chunks are each
+    filled up to whole bytes. Tensors of one dtype share one all-gather.
 
     If a value is infinite or nan on one worker, the values of its interval are infinite or nan on all workers.
 

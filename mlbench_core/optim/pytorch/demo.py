@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.demo import DeMoAggregation
+from mlbench_core.aggregation.pytorch.sign import signs_or_nan
 from mlbench_core.arguments import check_finite_at_least_0
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer, Params
 from mlbench_core.optim.pytorch.distributed import check_aggregation
@@ -93,6 +94,6 @@ class DeMo(CompressedOptimizer):
     def _update(self, name: str, parameter: Tensor, agreed: Tensor, group: dict[str, Any]) -> None:
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         if group["sign"]:
-            parameter.add_(agreed.sign_(), alpha=-float(group["lr"]))
+            parameter.add_(signs_or_nan(agreed), alpha=-float(group["lr"]))
         else:
             parameter.sub_(agreed)

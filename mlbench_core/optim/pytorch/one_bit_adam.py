@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
+from mlbench_core.aggregation.pytorch.messages import all_finite
 from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
 from mlbench_core.arguments import check_int
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer, Params, adam_defaults
@@ -101,8 +102,12 @@ class OneBitAdam(CompressedOptimizer):
         beta2 = group["betas"][1]
         if t <= warmup_steps:
             v.mul_(beta2).addcmul_(agreed, agreed, value=1 - beta2)
-        m = self.aggregation.momentum(name).to(v.dtype)
+        m = self.aggregation.momentum(name).to(v.dtype).masked_fill(v == 0, 0)
+        # The momentum forgets values that are not finite, but this step must show them.
+        is_finite = all_finite(agreed)
+        if agreed.is_cuda or not is_finite:
+            m.masked_fill_(~is_finite, torch.nan)
         # As torch computes it, so that the warm-up is Adam in its last bits too.
         step_size = float(group["lr"]) / (1 - self.aggregation.beta**t)
         size = (v.sqrt() / math.sqrt(1 - beta2 ** min(t, warmup_steps))).add_(group["eps"])
-        parameter.addcdiv_(m.masked_fill(v == 0, 0), size, value=-step_size)
+        parameter.addcdiv_(m, size, value=-step_size)
