@@ -176,7 +176,7 @@ def run_all(rank: int, world_size: int) -> dict[Any, bool]:
     found = {}
     for function, names in ((train, ALL), (train_with_hook, HOOKS)):
         for name, case in itertools.product(names, [*CASES, FINITE]):
-            found[function.__name__, name, *case] = function(name, rank, world_size, *case)
+            found[(function.__name__, name, *case)] = function(name, rank, world_size, *case)
     return found
 
 
@@ -190,8 +190,8 @@ def trained() -> list[dict[Any, bool]]:
 )
 def test_all_workers_see_what_is_not_finite_on_one(kind: str, name: str) -> None:
     for rank, found in enumerate(trained()):
-        assert found[kind, name, *FINITE], "the training itself is finite"
-        hidden = [case for case in CASES if found[kind, name, *case]]
+        assert found[(kind, name, *FINITE)], "the training itself is finite"
+        hidden = [case for case in CASES if found[(kind, name, *case)]]
         assert not hidden, f"rank {rank} does not see it in the cases {hidden}"
 
 

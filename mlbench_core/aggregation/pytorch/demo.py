@@ -14,6 +14,7 @@ from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
 from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.tensors import flush_tiny_
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 
 __all__ = ["DeMoAggregation", "dct_matrix"]
@@ -91,7 +92,7 @@ class DeMoAggregation(CompressedAggregation):
             m = recall(self._memory, name, tensor).mul_(self.decay).add_(tensor)
             coefficients = self._transform(m)
             picked = coefficients.abs().topk(min(self.top_k, coefficients.shape[1]), dim=1, sorted=False).indices
-            values.append(coefficients.gather(1, picked))
+            values.append(flush_tiny_(coefficients.gather(1, picked)))
             positions.append(picked)
             totals.append(torch.zeros_like(coefficients))
             m -= self._invert(totals[-1].scatter(1, picked, values[-1]), m.shape)

@@ -155,8 +155,13 @@ class QSGDAggregation(CompressedAggregation):
         # Zeros at the end change no norm. The draws for them are not used.
         v = self._pad(flat)
         norms = torch.linalg.vector_norm(v, ord=self.norm, dim=1)
+        # Squares of large numbers overflow. On a GPU, reading the flag would make the host wait.
+        if not v.is_cuda and not norms.isfinite().all():
+            peak = v.abs().amax(1)
+            scaled = torch.linalg.vector_norm(v / peak[:, None], ord=self.norm, dim=1)
+            norms = torch.where(norms.isfinite(), norms, peak * scaled)
         # A bucket of zeros has the norm 0, and 0 / 0 is nan. After an overflow the norm itself makes the result nan.
-        level = (v * self.levels).div_(norms[:, None]).abs_().nan_to_num_(nan=0, posinf=0)
+        level = (v * self.levels).div_(norms[:, None]).abs_().nan_to_num_(nan=0, posinf=self.levels)
         # The sum may round up to the next integer, beyond the highest level.
         level.add_(draw(v)).floor_().clamp_(max=self.levels)
         return norms, level.copysign_(v).add_(self.levels).view(-1)[: len(flat)]
