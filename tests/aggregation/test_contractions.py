@@ -189,3 +189,25 @@ def test_qsgd_keeps_large_numbers(norm: float) -> None:
         x = torch.tensor([value, 0.0])
         QSGDAggregation(norm=norm, levels=127).aggregate({"x": x}, "avg_world")
         torch.testing.assert_close(x, torch.tensor([value, 0.0]))
+
+
+@pytest.mark.parametrize(
+    ("make_one", "shape", "share"),
+    [
+        (lambda: DeMoAggregation(decay=0.0, top_k=4096), (64, 64), 1.0),
+        (lambda: PowerAggregation(torch.nn.Linear(1, 1)), (64, 64), 0.1),
+        (lambda: DionAggregation(rank=4, momentum=0.0), (128, 96), 0.1),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_denormal_products_do_not_add_up(
+    make_one: Callable[[], Any], shape: tuple[int, int], share: float, dtype: torch.dtype
+) -> None:
+    """Each product of a matrix with the smallest numbers may be rounded to twice its value."""
+    for seed in range(6):
+        g = torch.Generator().manual_seed(seed)
+        x = torch.randint(-3, 4, shape, generator=g) * (torch.rand(shape, generator=g) < share)
+        x = (x.double() * 2.0 ** SMALLEST[dtype]).to(dtype)
+        aggregation = make_one()
+        aggregation.aggregate({"x": x.clone()}, "avg_world")
+        assert_contracts(x, aggregation.memory("x"))

@@ -212,11 +212,11 @@ class SparsifiedAggregation(CompressedAggregation):
         m.index_add_(0, coordinates, values.to(m.dtype), alpha=-1)
         # The largest values are finite only if all others are. Random ones would hide the others.
         is_finite = all_finite(m) if self.random else values.isfinite().all()
-        if self.random:
-            values.masked_fill_(~is_finite, torch.nan)
-        # Without this, an overflow would stay in the memory and in every later message. On a GPU, reading the flag
-        # would make the host wait.
+        # On a GPU, reading the flag would make the host wait.
         if m.is_cuda or not is_finite:
+            if self.random:
+                values.masked_fill_(~is_finite, torch.nan)
+            # Without this, an overflow would stay in the memory and in every later message.
             m.nan_to_num_(nan=0, posinf=0, neginf=0)
         return values
 
