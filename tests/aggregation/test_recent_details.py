@@ -76,10 +76,10 @@ class Weights:
                 self.aggregation.count(name, 0.1 + 0.1 * t)
         if t % 2 or not isinstance(self.aggregation, ScaffoldAggregation):
             self.aggregation.aggregate(self.tensors, "avg_world")
-        corrections = (
-            [self.aggregation.correction(n) for n in self.tensors] if hasattr(self.aggregation, "count") else []
-        )
-        return [x.clone() for x in (*self.tensors.values(), *corrections) if x is not None]
+        results = [*self.tensors.values()]
+        if isinstance(self.aggregation, ScaffoldAggregation):
+            results += [c for name in self.tensors if (c := self.aggregation.correction(name)) is not None]
+        return [x.clone() for x in results]
 
     def resumed(self, aggregation: Any, state: Any) -> Weights:
         tensors = {name: x.clone() for name, x in self.tensors.items()}
@@ -394,7 +394,7 @@ class TestOneBit:
         aggregation = OneBitAggregation(beta=0.8, warmup_steps=2)
 
         def signs(p: Tensor) -> Tensor:
-            return p.abs().mean() * torch.where(p >= 0, 1.0, -1.0)
+            return p.abs().mean() * torch.where(p >= 0, 1.0, -1.0).double()
 
         m = e = delta = torch.zeros(SHAPE, dtype=torch.float64)
         for t in range(6):
@@ -527,7 +527,7 @@ class TestStreaming:
     def test_calls_with_other_tensors_do_not_move_a_message_on(self) -> None:
         aggregation, x, other = self.make(period=3, delay=2), torch.zeros(2), torch.zeros(2)
         aggregation.start({"x": nn.Parameter(x)})
-        for t in range(3):
+        for _ in range(3):
             x += 1
             aggregation.aggregate({"x": x}, "avg_world")
         for _ in range(2):
@@ -555,7 +555,7 @@ class TestStreaming:
                 arrived = sent.get(t - delay, [math.nan] * 7)[j]
                 assert weights[str(j)].item() == (before[str(j)] if math.isnan(arrived) else arrived)
 
-    def test_buffers_and_late_parameters_are_averaged_with_the_first_fragment_and_only_the_latter_are_shared(
+    def test_buffers_and_late_parameters_are_averaged_with_the_first_fragment(
         self,
     ) -> None:
         aggregation = self.make(period=2, mixing=0.5, delay=1)
@@ -571,7 +571,7 @@ class TestStreaming:
         assert sorted(aggregation.state_dict()["shared"]) == ["late", "x"]
 
     def test_half_precision_is_mixed_in_float32(self) -> None:
-        aggregation, x = self.make(period=1, mixing=0.5), torch.zeros(1, dtype=torch.bfloat16)
+        aggregation, x = self.make(period=1, delay=0, mixing=0.5), torch.zeros(1, dtype=torch.bfloat16)
         aggregation.start({"x": nn.Parameter(x)})
         x += 3
         aggregation.aggregate({"x": x}, "avg_world")
