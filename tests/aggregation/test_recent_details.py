@@ -367,6 +367,24 @@ class TestDeMo:
         assert x.isfinite().tolist() == [False, False, True, True]
         assert aggregation.memory("x").isfinite().all()
 
+    @pytest.mark.parametrize("mean_of_senders", [False, True])
+    def test_a_coefficient_is_divided_by_the_workers_or_by_its_senders(
+        self, mean_of_senders: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two workers send a coefficient each: the same one of the first block, others of the second."""
+        first, second = (DeMoAggregation(top_k=1, block_size=2, mean_of_senders=mean_of_senders) for _ in range(2))
+        dct = dct_matrix(2, torch.float64)
+        coefficients = torch.tensor([[[4.0, 1.0], [3.0, 0.0]], [[8.0, 1.0], [0.0, 5.0]]], dtype=torch.float64)
+        tensors = [(blocks @ dct).view(4) for blocks in coefficients]
+        sent: list[Tensor] = []
+        monkeypatch.setattr(second, "_gather", lambda message: sent.append(message) or message[None])
+        second.aggregate({"x": tensors[1].clone()}, "avg_world")
+        monkeypatch.setattr(first, "_gather", lambda message: torch.stack([message, *sent]))
+        x = tensors[0].clone()
+        first.aggregate({"x": x}, "avg_custom", 2)
+        expected = [[6.0, 0.0], [3.0, 5.0]] if mean_of_senders else [[6.0, 0.0], [1.5, 2.5]]
+        assert_close(x.view(2, 2) @ dct.T, torch.tensor(expected, dtype=torch.float64))
+
     def test_the_sum_is_divided_by_the_given_number(self) -> None:
         x = torch.tensor([8.0, 4.0])
         DeMoAggregation().aggregate({"x": x}, "avg_custom", 4)

@@ -35,8 +35,10 @@ class DeMo(CompressedOptimizer):
     :class:`torch.optim.lr_scheduler.OneCycleLR` may change; at first it is the ``decay`` of the aggregation.
 
     Implementations differ. The sign is that of the authors' code; every weight then moves by :math:`\eta`, so good
-    rates are those of Adam. With ``sign=False``, :math:`x` moves by the transformed average itself, which contains the
-    rate already.
+    rates are those of Adam. This includes weights whose gradient is 0, if their block has others, because a cosine
+    covers the whole block. With ``sign=False``, :math:`x` moves by the transformed average itself, which contains the
+    rate already. The authors' code divides each coefficient by the number of workers that sent it, as
+    ``DeMoAggregation(mean_of_senders=True)`` does.
 
     Args:
         params: Parameters, groups of them, or ``model.named_parameters()``.

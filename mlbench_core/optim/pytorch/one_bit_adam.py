@@ -29,9 +29,11 @@ class OneBitAdam(CompressedOptimizer):
     .. math:: x \leftarrow x - \eta \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^{\min(t, T)})} + \epsilon}.
 
     Implementations differ. The paper leaves the corrections :math:`1 - \beta^t` out; here they are those of Adam, so
-    that the warm-up is Adam. A weight whose :math:`v` is 0 at the end of the warm-up, because it never had a gradient,
-    does not move afterward: one bit cannot represent the zeros of its momentum, and the division by :math:`\epsilon`
-    would make steps of any size from them. :math:`\beta_1` is that of the first parameter group.
+    that the warm-up is Adam. Some scale the signs by :math:`\lVert p \rVert_2 / \sqrt{d}`, with which the error of a
+    sparse :math:`p` is larger than :math:`p`; here the scale is :math:`\lVert p \rVert_1 / d`. A weight whose
+    :math:`v` is 0 at the end of the warm-up, because it never had a gradient, does not move afterward: one bit cannot
+    represent the zeros of its momentum, and the division by :math:`\epsilon` would make steps of any size from them.
+    :math:`\beta_1` is that of the first parameter group.
 
     Args:
         params: Parameters, groups of them, or ``model.named_parameters()``.
