@@ -31,7 +31,7 @@ from mlbench_core.aggregation.pytorch import (
     qsgd as qsgd_module,
 )
 from mlbench_core.aggregation.pytorch.demo import dct_matrix
-from mlbench_core.optim.pytorch import DeMo
+from mlbench_core.optim.pytorch import SCAFFOLD, DeMo, Dion, EFSignSGD, OneBitAdam, SignSGD, SparsifiedSGD
 from tests.references.sparse_loco import compress
 
 SHAPE = (6, 10)
@@ -141,6 +141,54 @@ def test_half_precision_is_remembered_in_float32_and_results_keep_their_dtype(na
         check(run.aggregation.state_dict())
 
 
+OWN = {"DeMo": "momentum", "Dion": "momentum", "one bit": "errors", "chunked top-k": "memory", "scaffold": "own"}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_only_what_differs_between_workers_is_left_out_of_a_shared_state(name: str) -> None:
+    run = MAKERS[name]()
+    for t in range(4):
+        run.step(t)
+    state = run.aggregation.state_dict()
+    shared = run.aggregation.shared_state(state)
+    own = [key for key in state if str(shared[key]) != str(state[key])]
+    assert own == (["compressed"] if name == "sparse loco" else [OWN[name]] if name in OWN else [])
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "sign": partial(SignSGD, lr=0.1, momentum=0.9),
+    "EF-sign": partial(EFSignSGD, lr=0.1),
+    "top-k": partial(SparsifiedSGD, lr=0.1),
+    "DeMo": partial(DeMo, lr=0.1),
+    "one-bit Adam": partial(OneBitAdam, lr=0.1, warmup_steps=1),
+    "Dion": partial(Dion, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_leaves_the_gradients_to_the_script(name: str) -> None:
+    parameters = [nn.Parameter(randn(50)), nn.Parameter(randn(51, 7))]
+    optimizer = OPTIMIZERS[name](parameters)
+    for t in range(3):
+        gradients = [randn(t, *parameter.shape) for parameter in parameters]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            assert torch.equal(parameter.grad, gradient)
+
+
+def test_one_bit_adam_follows_a_schedule_of_its_betas() -> None:
+    x, y = nn.Parameter(randn(50)), nn.Parameter(randn(50))
+    optimizers = OneBitAdam([x], lr=0.1, warmup_steps=9), torch.optim.Adam([y], lr=0.1)
+    for t in range(6):
+        for parameter, optimizer in zip((x, y), optimizers, strict=True):
+            optimizer.param_groups[0]["betas"] = (0.5 + 0.05 * t, 0.9 + 0.01 * t)
+            parameter.grad = randn(t)
+            optimizer.step()
+        assert_close(x.detach(), y.detach())
+
+
 class TestQSGD:
     @pytest.mark.parametrize("bucket_size", [3, 1000])
     def test_a_bucket_may_be_larger_than_a_block_or_than_the_tensor(
@@ -163,6 +211,20 @@ class TestQSGD:
         torch.testing.assert_close(level, level.round(), rtol=0, atol=1e-12)
         assert (level - exact).abs().max() < 1
         assert (level.abs() <= 5).all()
+
+    def test_a_sum_that_rounds_up_stays_at_the_highest_level(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        aggregation, x = QSGDAggregation(levels=127, norm=math.inf), torch.tensor([2.0, -2.0])
+        monkeypatch.setattr(aggregation, "_source", lambda device: torch.ones_like)  # a draw next to 1, rounded up
+        aggregation.aggregate({"x": x}, "avg_world")
+        assert x.tolist() == [2, -2]
+
+    def test_draws_are_middles_of_65536_intervals(self) -> None:
+        drawn = QSGDAggregation()._source(torch.device("cpu"))(torch.zeros(5, 1000, dtype=torch.float64)) * 65536
+        assert drawn.shape == (5, 1000)
+        assert set((drawn % 1).flatten().tolist()) == {0.5}
+        assert drawn.min() < 500
+        assert drawn.max() > 65_000
+        assert drawn.max() < 65_536
 
     def test_127_levels_fit_into_eight_bits(self) -> None:
         x = torch.arange(-127.0, 128.0)
@@ -231,6 +293,20 @@ class TestScaffold:
         aggregation.aggregate(tensors, "avg_world")
         assert sorted(aggregation.state_dict()["common"]) == ["late", "x"]
 
+    def test_parameters_outside_the_model_have_control_variates_too(self) -> None:
+        model, extra = nn.Linear(1, 1, bias=False), nn.Parameter(torch.zeros(2))
+        optimizer = SCAFFOLD(model=model, lr=0.5, period=2)
+        optimizer.add_param_group({"params": [extra], "lr": 0.25})
+        for _ in range(2):
+            extra.grad = torch.tensor([4.0, 0.0])
+            optimizer.step()
+        aggregation = optimizer.aggregation.inside
+        assert "group1.0" not in aggregation.state_dict()["common"]  # it was averaged for the first time
+        for _ in range(2):
+            optimizer.step()
+        assert aggregation.state_dict()["common"]["group1.0"].tolist() == [4, 0]
+        assert extra.tolist() == [-4, 0]
+
     def test_a_loaded_state_is_not_that_of_the_checkpoint_and_only_control_variates_are_own(self) -> None:
         aggregation = ScaffoldAggregation()
         aggregation.start({"x": nn.Parameter(torch.ones(2))})
@@ -254,7 +330,7 @@ class TestChunkedTopK:
         for t in range(5):
             x = randn(t, 43)
             if t == 2:
-                x[torch.rand(43, generator=torch.Generator().manual_seed(t)) < 0.9] = 0
+                x[torch.rand(43, generator=torch.Generator().manual_seed(t)) < 0.6] = 0
                 memory.zero_()
                 aggregation.load_state_dict({})
             memory = 0.8 * memory + x
@@ -312,6 +388,11 @@ class TestSparseLoCo:
         assert run.aggregation.shared_state({}) == {}
         run.aggregation.load_state_dict(shared)
         assert run.aggregation.compressed.memory("x") is None
+
+    def test_its_ratio_is_that_of_the_changes(self) -> None:
+        aggregation = SparseLoCoAggregation()
+        aggregation.compressed._original_bytes, aggregation.compressed._compressed_bytes = 600, 30
+        assert aggregation.compression_ratio == 20
 
     def test_buffers_are_averaged_and_the_outer_rate_is_that_of_the_optimizer(self) -> None:
         aggregation = SparseLoCoAggregation(ChunkedTopKAggregation(density=1.0, bits=None), outer_lr=0.5)
@@ -457,6 +538,14 @@ class TestOneBit:
         assert x.tolist() == [1, 1]
         assert aggregation.memory("x").tolist() == [1, -1]
 
+    def test_a_zero_of_the_average_counts_as_positive_too(self) -> None:
+        aggregation, x = OneBitAggregation(beta=0.0, warmup_steps=0), torch.tensor([3.0, 1.0])
+        state = {"errors": {}, "average_errors": {"x": torch.tensor([-2.0, 2.0])}, "momentum": {}, "steps": {"x": 1}}
+        aggregation.load_state_dict(state)
+        aggregation.aggregate({"x": x}, "avg_world")  # the signs are 2, 2, and with the errors 0, 4
+        assert x.tolist() == [2, 2]
+        assert aggregation.state_dict()["average_errors"]["x"].tolist() == [-2, 2]
+
     def test_only_the_errors_of_the_worker_are_its_own(self) -> None:
         aggregation = OneBitAggregation(warmup_steps=0)
         aggregation.aggregate({"x": randn(0)}, "avg_world")
@@ -528,6 +617,19 @@ class TestDion:
         assert torch.equal(aggregation.state_dict()["queries"]["x"], queries)
         assert not aggregation.memory("x").any()
         assert momentum.any()
+
+    def test_an_overflow_of_a_product_keeps_the_queries(self) -> None:
+        aggregation, x = DionAggregation(rank=1), torch.full((16, 1), 3e38)
+        for _ in range(2):
+            y = x.clone()
+            aggregation.aggregate({"x": y}, "avg_world")
+            assert not y.isfinite().any()
+            assert aggregation.state_dict()["queries"]["x"].abs().tolist() == [[1.0]]
+
+    def test_bookkeeping_is_averaged_even_if_it_is_a_matrix(self) -> None:
+        x = torch.full((2, 2), 3.0)
+        DionAggregation().aggregate({":buffer:x": x}, "avg_custom", 3)
+        assert x.tolist() == [[1, 1], [1, 1]]
 
     def test_others_than_matrices_of_real_numbers_are_averaged(self) -> None:
         aggregation = DionAggregation()

@@ -1,26 +1,20 @@
 """SparseLoCo (Sarfi et al. 2025, arXiv:2508.15706) with AdamW, k workers in one process; bits of a value as here."""
 
-import math
-
 import torch
 
 
 def compress(e, kept, bits, chunk):
     """Keep the largest coordinates of each chunk of a flat tensor, as sign and mean of their interval of sizes."""
     sent = torch.zeros_like(e)
-    for start in range(0, len(e), chunk):
-        part = e[start : start + chunk]
-        top = [j for j in part.abs().topk(min(kept, len(part))).indices.tolist() if part[j] != 0]
-        n = min(2 ** (bits - 1), kept, len(part))
-        low, high = (f([abs(float(part[j])) for j in top], default=0.0) for f in (min, max))
-        members = {}
-        for j in top:
-            interval = min(int((abs(float(part[j])) - low) / (high - low) * n), n - 1) if high > low else 0
-            members.setdefault(interval, []).append(j)
-        for group in members.values():
-            mean = sum(abs(float(part[j])) for j in group) / len(group)
-            for j in group:
-                sent[start + j] = math.copysign(mean, part[j])
+    for part, result in zip(e.split(chunk), sent.split(chunk), strict=True):
+        top = part.abs().topk(min(kept, len(part)))
+        n, top = min(2 ** (bits - 1), len(top.values)), top.indices[top.values > 0]
+        if len(top):
+            sizes = part[top].abs()
+            width = (sizes.max() - sizes.min()) / n
+            interval = ((sizes - sizes.min()) / width if width > 0 else 0 * sizes).floor().clamp(max=n - 1)
+            mean = torch.stack([sizes[interval == i].mean() for i in interval])
+            result[top] = part[top].sign() * mean
     return sent
 
 
