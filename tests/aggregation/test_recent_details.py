@@ -31,6 +31,7 @@ from mlbench_core.aggregation.pytorch import (
     qsgd as qsgd_module,
 )
 from mlbench_core.aggregation.pytorch.demo import dct_matrix
+from mlbench_core.aggregation.pytorch.streaming import _Fragment
 from mlbench_core.optim.pytorch import SCAFFOLD, DeMo, Dion, EFSignSGD, OneBitAdam, SignSGD, SparsifiedSGD
 from tests.references.sparse_loco import compress
 
@@ -681,13 +682,14 @@ class TestStreaming:
         aggregation = self.make(period=2, mixing=0.5, delay=1)
         weights = {"x": torch.zeros(1), "late": torch.full((1,), 8.0), ":buffer:mean": torch.full((1,), 4.0)}
         aggregation.start({"x": nn.Parameter(weights["x"])})
+        seen = []
         for _ in range(3):
             aggregation.aggregate(weights, "avg_world")
+            seen.append([x.item() for x in weights.values()][1:])
             for x in weights.values():
                 x += 1
-        # Sent after the second step, merged after the third: the mean of 9 and 10, and of 5 and 6; then 1 is added.
-        assert weights["late"].item() == 10.5
-        assert weights[":buffer:mean"].item() == 6.5
+        # Sent after the second step, merged after the third: the means of 9 and 10, and of 5 and 6.
+        assert seen == [[8, 4], [9, 5], [9.5, 5.5]]
         assert sorted(aggregation.state_dict()["shared"]) == ["late", "x"]
 
     def test_half_precision_is_mixed_in_float32(self) -> None:
@@ -710,6 +712,13 @@ class TestStreaming:
         aggregation.aggregate({"x": x}, "avg_world")
         assert (x.item(), y.item()) == (2, 3)
         assert aggregation.state_dict()["shared"]["y"].item() == 2  # the outer step was taken
+
+    def test_a_worker_waits_for_its_messages_before_it_loads_another_state(self) -> None:
+        aggregation, waited = self.make(period=2, delay=1), []
+        aggregation._flights = [_Fragment(1, {}, {}, pending=[lambda: waited.append("arrived")])]
+        aggregation.load_state_dict({})
+        assert waited == ["arrived"]
+        assert aggregation.state_dict() == {}
 
     def test_each_outer_step_is_that_of_its_own_fragment(self) -> None:
         aggregation = StreamingDiLoCoAggregation(

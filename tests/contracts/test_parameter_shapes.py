@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import traceback
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,9 +58,9 @@ class Net(nn.Module):
         return total
 
 
-def streaming(model: Any, rank: int, world_size: int) -> StreamingDiLoCo:
+def streaming(quantize: bool, model: Any, rank: int, world_size: int) -> StreamingDiLoCo:
     """Fragments of one parameter each, so some have no element."""
-    exchange = StreamingDiLoCoAggregation(period=11, fragments=11, delay=1, quantize=rank < 0)
+    exchange = StreamingDiLoCoAggregation(period=11, fragments=11, delay=1, quantize=quantize)
     return StreamingDiLoCo(world_size, model, lr=0.1, aggregation=exchange)
 
 
@@ -72,14 +73,15 @@ ALL = {
             k, m, lr=0.05, aggregation=AllReduceAggregation(overlap=True, bucket_size_bytes=100)
         )
     ),
-    "streaming one by one": Member(streaming, period=11),
+    "streaming one by one": Member(partial(streaming, False), period=11),
+    "streaming one by one in 4 bits": Member(partial(streaming, True), period=11),
     "local by layer, delayed": Member(
         lambda m, r, k: LocalSGD(k, m, lr=0.05, period=3, delay=1, by_layer=True), period=3, without=lambda m: None
     ),
     "qsgd by layer": Member(lambda m, r, k: QSGD(k, m, lr=0.05, by_layer=True)),
 }
 # Their fragments follow from the positions of all parameters, or their random numbers from the number of messages.
-COUNTS_ALL = {"streaming one by one", "qsgd by layer"}
+COUNTS_ALL = {"streaming one by one", "streaming one by one in 4 bits", "qsgd by layer"}
 
 
 def train(name: str, rank: int, world_size: int, has_empty: bool) -> dict[str, Tensor]:
