@@ -713,6 +713,14 @@ class TestStreaming:
         assert (x.item(), y.item()) == (2, 3)
         assert aggregation.state_dict()["shared"]["y"].item() == 2  # the outer step was taken
 
+    def test_with_a_mixing_of_1_workers_keep_their_weights_and_the_shared_ones_follow(self) -> None:
+        aggregation, x = self.make(period=1, delay=0, mixing=1), torch.zeros(1)
+        aggregation.start({"x": nn.Parameter(x)})
+        for t in range(3):
+            x += 1
+            aggregation.aggregate({"x": x}, "avg_world")
+            assert x.item() == aggregation.state_dict()["shared"]["x"].item() == t + 1
+
     def test_a_worker_waits_for_its_messages_before_it_loads_another_state(self) -> None:
         aggregation, waited = self.make(period=2, delay=1), []
         aggregation._flights = [_Fragment(1, {}, {}, pending=[lambda: waited.append("arrived")])]
