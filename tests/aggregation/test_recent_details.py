@@ -156,6 +156,17 @@ def test_only_what_differs_between_workers_is_left_out_of_a_shared_state(name: s
     assert own == (["compressed"] if name == "sparse loco" else [OWN[name]] if name in OWN else [])
 
 
+@pytest.mark.parametrize("name", [name for name, make in MAKERS.items() if isinstance(make(), Gradients)])
+def test_strides_do_not_matter(name: str) -> None:
+    one, other = (MAKERS[name]().aggregation for _ in range(2))
+    for t in range(4):
+        x, y = randn(t), randn(t).t().contiguous().t()
+        assert not y.is_contiguous()
+        one.aggregate({"x": x}, "avg_world")
+        other.aggregate({"x": y}, "avg_world")
+        assert torch.equal(x, y)
+
+
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "sign": partial(SignSGD, lr=0.1, momentum=0.9),
     "EF-sign": partial(EFSignSGD, lr=0.1),
