@@ -401,6 +401,13 @@ class TestSparseLoCo:
         run.aggregation.load_state_dict(shared)
         assert run.aggregation.compressed.memory("x") is None
 
+    def test_buffers_and_late_parameters_are_averaged_as_they_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        aggregation, calls = SparseLoCoAggregation(), []
+        monkeypatch.setattr(aggregation._all_reduce, "aggregate", lambda tensors, *op: calls.append(list(tensors)))
+        aggregation.start({"x": nn.Parameter(torch.zeros(2))})
+        aggregation.aggregate({name: torch.zeros(2) for name in ("x", "late", ":buffer:mean")}, "avg_world")
+        assert calls == [["late", ":buffer:mean"]]
+
     def test_its_ratio_is_that_of_the_changes(self) -> None:
         aggregation = SparseLoCoAggregation()
         aggregation.compressed._original_bytes, aggregation.compressed._compressed_bytes = 600, 30
@@ -550,6 +557,12 @@ class TestOneBit:
         assert x.tolist() == [1, 1]
         assert aggregation.memory("x").tolist() == [1, -1]
 
+    def test_bookkeeping_shares_the_message_of_the_warm_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        aggregation, calls = OneBitAggregation(warmup_steps=1), []
+        monkeypatch.setattr(aggregation._uncompressed, "aggregate", lambda tensors, *op: calls.append(list(tensors)))
+        aggregation.aggregate({"x": torch.zeros(2), ":flag": torch.zeros(1)}, "avg_world")
+        assert calls == [["x", ":flag"]]
+
     def test_a_zero_of_the_average_counts_as_positive_too(self) -> None:
         aggregation, x = OneBitAggregation(beta=0.0, warmup_steps=0), torch.tensor([3.0, 1.0])
         state = {"errors": {}, "average_errors": {"x": torch.tensor([-2.0, 2.0])}, "momentum": {}, "steps": {"x": 1}}
@@ -637,6 +650,12 @@ class TestDion:
             aggregation.aggregate({"x": y}, "avg_world")
             assert not y.isfinite().any()
             assert aggregation.state_dict()["queries"]["x"].abs().tolist() == [[1.0]]
+
+    def test_bookkeeping_does_not_count_as_compressed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        aggregation, counted = DionAggregation(), []
+        monkeypatch.setattr(aggregation, "_count_compression", lambda *sizes: counted.append(sizes))
+        aggregation.aggregate({"x": randn(0), ":flag": torch.zeros(3)}, "avg_world")
+        assert counted == [(8 * 60, -4 * 3)]  # one worker alone sends nothing
 
     def test_bookkeeping_is_averaged_even_if_it_is_a_matrix(self) -> None:
         x = torch.full((2, 2), 3.0)
