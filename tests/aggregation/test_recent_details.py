@@ -752,7 +752,7 @@ class TestStreaming:
             assert x.item() == aggregation.state_dict()["shared"]["x"].item() == t + 1
 
     def test_names_of_a_state_include_those_that_are_only_counted(self) -> None:
-        state = {"shared": {"x": 0}, "outer_state": {"x": {}}, "counts": {"x": 1, "module.late": 1, ":buffer:m": 1}}
+        state = {"shared": {"x": 0}, "outer_state": {"x": {}}, "counts": {"x": 1, "late": 1, ":buffer:m": 1}}
         assert self.make(period=2, delay=0).remembered_names(state) == {"x", "late"}
 
     def test_a_worker_waits_for_its_messages_before_it_loads_another_state(self) -> None:
