@@ -44,11 +44,11 @@ def test_a_run_resumes_exactly(results: Results, kind: str) -> None:
 
 
 def test_every_module_sends_its_shard(results: Results) -> None:
-    """The shards have 24 and 16 numbers; a scale has 8 bytes."""
+    """The shards have 24 and 16 numbers; a scale has 8 bytes, and a sign message one more bit."""
     sent = {kind: result["bytes"] for result in results for kind, result in result["runs"].items()}
     assert sent["all-reduce"] == workers.STEPS * (24 + 16) * 8
     assert sent["EF-sign"] == workers.STEPS * (3 + 8 + 2 + 8)
-    assert sent["sign"] == workers.STEPS * (3 + 2)
+    assert sent["sign"] == workers.STEPS * (4 + 3)
     assert sent["top-k"] == workers.STEPS * 2 * 3 * (8 + 4)
 
 

@@ -141,6 +141,12 @@ def streaming(rank: int, world_size: int) -> dict[Any, Any]:
     exchange = StreamingDiLoCoAggregation(period=5, fragments=1, delay=0, mixing=0)
     result["plain"] = descend(rank, model, StreamingDiLoCo(model=model, lr=0.05, aggregation=exchange))
     result["order"] = go_ahead(rank, world_size, *_streaming(**STREAMING))
+    for quantize, delay in itertools.product((False, True), (0, 2)):
+        model, optimizer = _streaming(quantize=quantize, **{**STREAMING, "delay": delay})
+        tracker = Collectives()
+        for step in range(6):
+            fragment_step(rank, model, optimizer, step, tracker)
+        result["collectives", quantize, delay] = tracker.seen, optimizer.aggregation.compression_ratio
     return result
 
 

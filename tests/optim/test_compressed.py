@@ -178,11 +178,11 @@ KINDS = ("float32", "float64", "float16", "bfloat16")  # in the order of each on
 
 
 def chunked_top_k_bytes(numel: int, b: int) -> int:
-    """Of two coordinates of each chunk of four: two sizes, positions of two bits (fewer in a last chunk), codes."""
+    """Of two coordinates of each chunk of four: two means, positions of two bits (fewer in a last chunk), codes."""
     size_bytes = 0
     for chunks, length in ((numel // 4, 4), (numel % 4 > 0, numel % 4)):
         kept, bits = chunks * min(2, length), (0, 0, 1, 2, 2)[length]
-        size_bytes += 2 * b * chunks + (kept * bits + 7) // 8 + (kept * 2 + 7) // 8
+        size_bytes += kept * b + (kept * bits + 7) // 8 + (kept * 2 + 7) // 8
     return size_bytes
 
 
@@ -192,7 +192,7 @@ def message_bytes(aggregation: str, dtype: str) -> tuple[str, int]:
     bits = (sum(numels) + 7) // 8
     K = sum(min(3, numel) for numel in numels)
     return {
-        "sign": ("all_gather", bits),
+        "sign": ("all_gather", (sum(numels) + 1 + 7) // 8),
         "ef sign": ("all_gather", bits + max(4, b) * len(numels)),
         "qsgd": ("all_gather", (4 * sum(numels) + 7) // 8 + max(4, b) * sum(-(-n // 4) for n in numels)),
         "chunked top-k": ("all_gather", sum(chunked_top_k_bytes(n, max(4, b)) for n in numels)),

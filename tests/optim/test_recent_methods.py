@@ -535,6 +535,18 @@ class TestStreamingDiLoCo:
             assert result["streaming"][False]["sent"] == [0, 7 * 8, 0, 0, 35 * 8] * 3
             assert result["streaming"][True]["sent"] == [0, 8 + 4, 0, 0, 8 + 18] * 3
 
+    @pytest.mark.parametrize("delay", [0, 2])
+    def test_a_message_with_a_delay_is_overlapped_and_the_ratio_is_that_of_four_bits(
+        self, ranks: Ranks, delay: int
+    ) -> None:
+        for result in ranks:
+            whole, ratio = result["streaming"]["collectives", False, delay]
+            assert whole == [("all_reduce", size, delay > 0) for size in (7 * 8, 35 * 8)]
+            assert ratio == 1
+            quantized, ratio = result["streaming"]["collectives", True, delay]
+            assert quantized == [("all_gather", size, delay > 0) for size in (8 + 4, 8 + 18)]
+            assert ratio == (7 + 35) * 8 / (8 + 4 + 8 + 18)
+
     def test_workers_do_not_wait_while_messages_are_on_their_way(self, ranks: Ranks) -> None:
         assert all(result["streaming"]["order"] for result in ranks)
 

@@ -4,14 +4,17 @@ import torch
 
 
 def compress(e, kept, bits, chunk):
-    """Keep the largest coordinates of each chunk of a flat tensor, as sign and middle of an interval of sizes."""
+    """Keep the largest coordinates of each chunk of a flat tensor, as sign and mean of their interval of sizes."""
     sent = torch.zeros_like(e)
-    for start in range(0, len(e), chunk):
-        part = e[start : start + chunk]
-        for j in (top := part.abs().topk(min(kept, len(part)))).indices:
-            low, high, n = top.values.min(), top.values.max(), 2 ** (bits - 1)
-            interval = min(int((part[j].abs() - low) / (high - low) * n), n - 1) if high > low else 0
-            sent[start + j] = part[j].sign() * (low + (interval + 0.5) * (high - low) / n)
+    for part, result in zip(e.split(chunk), sent.split(chunk), strict=True):
+        top = part.abs().topk(min(kept, len(part)))
+        n, top = min(2 ** (bits - 1), len(top.values)), top.indices[top.values > 0]
+        if len(top):
+            sizes = part[top].abs()
+            width = (sizes.max() - sizes.min()) / n
+            interval = ((sizes - sizes.min()) / width if width > 0 else 0 * sizes).floor().clamp(max=n - 1)
+            mean = torch.stack([sizes[interval == i].mean() for i in interval])
+            result[top] = part[top].sign() * mean
     return sent
 
 

@@ -42,9 +42,17 @@ from mlbench_core.aggregation.pytorch.decentralized import (
     check_average,
     refuse_gradients,
 )
-from mlbench_core.aggregation.pytorch.messages import KeptMemory, as_bytes, as_real, fill, from_bytes, in_blocks
+from mlbench_core.aggregation.pytorch.messages import (
+    KeptMemory,
+    all_finite,
+    as_bytes,
+    as_real,
+    fill,
+    from_bytes,
+    in_blocks,
+)
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
-from mlbench_core.aggregation.pytorch.sign import pack_signs, scaled_signs, unpack_part
+from mlbench_core.aggregation.pytorch.sign import mean_in_range, pack_signs, scaled_signs, unpack_part
 from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_entries
 from mlbench_core.aggregation.pytorch.topology import Topology
 
@@ -164,7 +172,9 @@ class RandomK(Compression):
         """Keep random entries of a tensor of shape (n,)."""
         drawn = draw_coordinates(x.numel(), coordinates_sent(self.ratio, x.numel()), self._generator)
         indices = drawn.sort().values.to(x.device)
-        return Compressed((x.index_select(0, indices),), agreed=indices)
+        # An infinity or nan at another coordinate would stay unknown to the neighbors.
+        values = x.index_select(0, indices).masked_fill_(~all_finite(x), torch.nan)
+        return Compressed((values,), agreed=indices)
 
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
         """Add ``weight`` times the kept entries to ``y``."""
@@ -191,7 +201,7 @@ class ScaledSign(Compression):
         """Keep the signs of a tensor of shape (n,), eight per byte, and the mean magnitude."""
         x = as_real(x)
         # A sum of many half-precision magnitudes would be too coarse, so only the mean has the dtype of the message.
-        scale = x.abs().to(torch.promote_types(x.dtype, torch.float32)).mean().to(x.dtype)
+        scale = mean_in_range(x.abs().to(torch.promote_types(x.dtype, torch.float32)).mean(), x).to(x.dtype)
         return Compressed((pack_signs([x]), scale.view(1)))
 
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
@@ -228,6 +238,9 @@ class ChocoAggregation(DecentralizedAggregation):
     plus n / 8 rounded up, and for ``identity`` n b. Half-precision tensors are sent in half precision; copies and sums
     are kept in float32. Buffers and other bookkeeping are not compressed. They are averaged as in
     :class:`~mlbench_core.aggregation.pytorch.decentralized.DecentralizedAggregation`.
+
+    If a number of a worker is infinite or nan, its message is not finite either. So all neighbors see it in the same
+    call, and every other worker after as many calls as it is edges away.
 
     The sums are correct only together with the copies of all neighbors. An error in them would move the weights in
     every call, indefinitely. So a saved state names its worker, graph and call, and the workers compare these in the

@@ -43,6 +43,9 @@ class DecentralizedAggregation(Aggregation):
     are mixed in float32. Buffers are mixed like weights; other bookkeeping, such as a loss, is averaged over all
     workers. A single worker sends nothing.
 
+    An infinity or nan of a worker reaches its neighbors in the same call, and every other worker after as many calls as
+    it is edges away.
+
     Attributes:
         rank: This worker's number in the process group.
         neighbors: The ranks of its neighbors, ascending.

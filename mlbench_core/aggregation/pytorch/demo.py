@@ -14,6 +14,7 @@ from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
 from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.tensors import flush_tiny_
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 
 __all__ = ["DeMoAggregation", "dct_matrix"]
@@ -34,8 +35,11 @@ class DeMoAggregation(CompressedAggregation):
         m_i &\leftarrow m_i - \operatorname{DCT}^{-1}(q_i)
 
     Every worker's tensor becomes :math:`\operatorname{DCT}^{-1}(\frac{1}{k} \sum_i q_i)` (or with the sum over
-    ``denom``), summed in the order of ranks, so that all workers get the same bits. Values that are not finite are not
-    remembered.
+    ``denom``), summed in the order of ranks, so that all workers get the same bits. If a value is infinite or nan on
+    one worker, its block is not finite on all workers. Such values are not remembered.
+
+    Implementations differ. The authors' code divides each coefficient by the number of workers that sent it, not by
+    :math:`k`; ``mean_of_senders`` does the same.
 
     In each step, a worker sends for each coefficient 2 bytes of its position and 4 bytes of its value (8 for float64),
     in one all-gather for the tensors of one dtype.
@@ -45,6 +49,8 @@ class DeMoAggregation(CompressedAggregation):
         decay: :math:`\beta`, below 1.
         top_k: Coefficients sent per block; a block with fewer is sent whole.
         block_size: Largest side of a block, at most 181, so that a position fits into 2 bytes.
+        mean_of_senders: Divide each coefficient by the number of workers that sent it, whatever the divisor of the
+            operation is.
         world_size: Number of workers; None takes that of the process group.
         process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
@@ -72,6 +78,7 @@ class DeMoAggregation(CompressedAggregation):
         decay: float = 0.999,
         top_k: int = 32,
         block_size: int = 64,
+        mean_of_senders: bool = False,
         world_size: int | None = None,
         process_group: Any = None,
     ) -> None:
@@ -80,6 +87,7 @@ class DeMoAggregation(CompressedAggregation):
         if decay >= 1:
             raise ValueError(f"decay must be below 1, not {decay}: the momentum would grow without end")
         self.decay = decay
+        self.mean_of_senders = mean_of_senders
         self.top_k = check_int("top_k", top_k)
         self.block_size = check_int("block_size", block_size)
         if self.block_size > 181:
@@ -91,12 +99,13 @@ class DeMoAggregation(CompressedAggregation):
             m = recall(self._memory, name, tensor).mul_(self.decay).add_(tensor)
             coefficients = self._transform(m)
             picked = coefficients.abs().topk(min(self.top_k, coefficients.shape[1]), dim=1, sorted=False).indices
-            values.append(coefficients.gather(1, picked))
+            values.append(flush_tiny_(coefficients.gather(1, picked)))
             positions.append(picked)
             totals.append(torch.zeros_like(coefficients))
             m -= self._invert(totals[-1].scatter(1, picked, values[-1]), m.shape)
             # Without this, an overflow would stay in the momentum and in every later message.
             m.nan_to_num_(nan=0, posinf=0, neginf=0)
+        counts = [torch.zeros_like(total) if self.mean_of_senders else None for total in totals]
         own = torch.cat([part.view(-1) for part in values])
         own_positions = torch.cat([part.view(-1) for part in positions]).to(torch.int16)
         # Added in the order of ranks, because sums in different orders differ in their last bits.
@@ -104,10 +113,13 @@ class DeMoAggregation(CompressedAggregation):
             sizes = [part.numel() for part in values]
             theirs = from_bytes(message, 0, len(own), own.dtype).split(sizes)
             places = from_bytes(message, own.nbytes, len(own), torch.int16).long().split(sizes)
-            for total, part, place, like in zip(totals, theirs, places, values, strict=True):
+            for total, count, part, place, like in zip(totals, counts, theirs, places, values, strict=True):
                 total.scatter_add_(1, place.view_as(like), part.view_as(like))
-        for total, tensor in zip(totals, tensors.values(), strict=True):
-            tensor.copy_(self._invert(divide(total, divisor), tensor.shape))
+                if count is not None:
+                    count.scatter_add_(1, place.view_as(like), torch.ones_like(like))
+        for total, count, tensor in zip(totals, counts, tensors.values(), strict=True):
+            mean = divide(total, divisor) if count is None else total.div_(count.clamp_(min=1))
+            tensor.copy_(self._invert(mean, tensor.shape))
 
     def _sides(self, shape: torch.Size) -> tuple[int, int, int, int]:
         """Return the number of blocks and the side of a block, along the rows and along the columns of a matrix."""

@@ -13,7 +13,7 @@ from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Denominato
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation, recall
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
-from mlbench_core.aggregation.pytorch.tensors import orthonormal_rows
+from mlbench_core.aggregation.pytorch.tensors import flush_tiny_, orthonormal_rows
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 
 __all__ = ["DionAggregation"]
@@ -124,11 +124,12 @@ class DionAggregation(LossyAggregation):
         r = {name: p[name] @ b_n for name, b_n in b.items()}
         self._delegate(self._uncompressed, r, AVG_WORLD)
         for name, b_n in b.items():
-            b_n.addmm_(p[name].t(), r[name], alpha=self.momentum - 1).nan_to_num_(nan=0, posinf=0, neginf=0)
             length = torch.linalg.vector_norm(r[name], dim=1, keepdim=True)
             # A direction that the momentum does not have has length 0. It takes no part in this update.
             q = torch.where(length == 0, 0, r[name] / length)
             tensors[name].copy_((p[name].t() @ q).view(tensors[name].shape))
+            b_n.addmm_(p[name].t(), flush_tiny_(r[name]), alpha=self.momentum - 1)
+            b_n.nan_to_num_(nan=0, posinf=0, neginf=0)
             self._queries[name] = torch.where((length > 0) & length.isfinite(), q, self._queries[name])
         bookkeeping = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith(BOOKKEEPING))
         original = sum(tensor.nbytes for tensor in tensors.values())

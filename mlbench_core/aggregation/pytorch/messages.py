@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from mlbench_core.aggregation.pytorch.aggregation import Denominator
 
 __all__ = [
     "KeptMemory",
+    "all_finite",
     "as_bytes",
     "as_real",
     "by_dtype_and_device",
@@ -117,6 +119,20 @@ def compare(x: Tensor, op: Literal["less", "less_equal", "greater", "greater_equ
             return torch.from_numpy(getattr(np, op)(x.detach().numpy(), value))
     result: Tensor = getattr(torch, op)(x, value)
     return result
+
+
+def all_finite(tensor: Tensor) -> Tensor:
+    """Return a flag, without dimensions: True if no element is infinite or nan.
+
+    Example:
+        >>> all_finite(torch.tensor([1.0, torch.inf]))
+        tensor(False)
+    """
+    # On a CPU, a sum takes a fiftieth of the time. That of finite numbers may overflow, so it only proves them finite.
+    # On a GPU, reading it would make the host wait.
+    if tensor.device.type == "cpu" and cmath.isfinite(tensor.sum().item()):
+        return torch.tensor(True)
+    return tensor.isfinite().all()
 
 
 def in_blocks(flat: Tensor) -> tuple[Tensor, ...]:

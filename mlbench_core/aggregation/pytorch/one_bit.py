@@ -11,7 +11,7 @@ from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM
 from mlbench_core.aggregation.pytorch.compressed import recall
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
-from mlbench_core.aggregation.pytorch.sign import EFSignAggregation, scaled_signs
+from mlbench_core.aggregation.pytorch.sign import EFSignAggregation, mean_in_range, scaled_signs
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 
 __all__ = ["OneBitAggregation"]
@@ -33,7 +33,8 @@ class OneBitAggregation(EFSignAggregation):
         m &\leftarrow C(p)
 
     and the tensor becomes :math:`m`. With ``denom`` instead of :math:`k`, the sum of gradients is divided by it. The
-    sign of zero is 1. Values that are not finite are not remembered.
+    sign of zero is 1. If a value is infinite or nan on one worker, the tensor has values that are not finite on all
+    workers. They are not remembered, neither in the errors nor in :math:`m`.
 
     Implementations differ. Some give each worker a part of the coordinates to average, and send :math:`C(p)` in a
     second message. Here every worker computes :math:`p`, :math:`\delta` and :math:`C(p)` itself, in the same bits, from
@@ -134,7 +135,7 @@ class OneBitAggregation(EFSignAggregation):
         super()._aggregate_kind(tensors, divisor)
         for name, average in tensors.items():
             p = recall(self._average_errors, name, average).add_(average)
-            average.copy_(scaled_signs(p >= 0, p.abs().mean()))
+            average.copy_(scaled_signs(p >= 0, mean_in_range(p.abs().mean(), p)))
             p.sub_(average).nan_to_num_(nan=0, posinf=0, neginf=0)
 
     def _remembered_by_name(self) -> list[dict[str, Any]]:

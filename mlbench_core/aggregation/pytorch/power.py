@@ -16,7 +16,7 @@ from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggr
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation, recall
 from mlbench_core.aggregation.pytorch.messages import BLOCK_ELEMENTS
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys, check_names, plain_name
-from mlbench_core.aggregation.pytorch.tensors import orthonormal_rows
+from mlbench_core.aggregation.pytorch.tensors import flush_tiny_, orthonormal_rows
 from mlbench_core.arguments import check_int
 
 __all__ = ["PowerAggregation"]
@@ -163,7 +163,7 @@ class PowerAggregation(LossyAggregation):
 
         # Every worker computes the same P Q^T, because it has the same averages as the others.
         for matrix, p in zip(matrices, bases, strict=True):
-            q = right[matrix.name].to(matrix.delta.dtype)
+            q = flush_tiny_(right[matrix.name].to(matrix.delta.dtype))
             matrix.replace(p, q, None if op == AVG_WORLD else scale)
             if self.reuse_query:
                 self._queries[matrix.name] = q

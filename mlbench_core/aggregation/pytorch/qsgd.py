@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
-from mlbench_core.aggregation.pytorch.messages import BLOCK_ELEMENTS, as_bytes, divide, from_bytes
+from mlbench_core.aggregation.pytorch.messages import BLOCK_ELEMENTS, all_finite, as_bytes, divide, from_bytes
 from mlbench_core.aggregation.pytorch.names import check_keys
 from mlbench_core.aggregation.pytorch.packing import bits_for, pack_codes, unpack_codes
 from mlbench_core.arguments import check_int
@@ -155,8 +155,13 @@ class QSGDAggregation(CompressedAggregation):
         # Zeros at the end change no norm. The draws for them are not used.
         v = self._pad(flat)
         norms = torch.linalg.vector_norm(v, ord=self.norm, dim=1)
+        # Squares of large numbers overflow. On a GPU, reading the flag would make the host wait.
+        if not v.is_cuda and not all_finite(norms):
+            peak = v.abs().amax(1)
+            scaled = torch.linalg.vector_norm(v / peak[:, None], ord=self.norm, dim=1)
+            norms = torch.where(norms.isfinite(), norms, peak * scaled)
         # A bucket of zeros has the norm 0, and 0 / 0 is nan. After an overflow the norm itself makes the result nan.
-        level = (v * self.levels).div_(norms[:, None]).abs_().nan_to_num_(nan=0, posinf=0)
+        level = (v * self.levels).div_(norms[:, None]).abs_().nan_to_num_(nan=0, posinf=self.levels)
         # The sum may round up to the next integer, beyond the highest level.
         level.add_(draw(v)).floor_().clamp_(max=self.levels)
         return norms, level.copysign_(v).add_(self.levels).view(-1)[: len(flat)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -16,6 +17,7 @@ from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
 from mlbench_core.aggregation.pytorch.messages import (
     KeptMemory,
+    all_finite,
     as_bytes,
     compare,
     divide,
@@ -33,6 +35,7 @@ __all__ = [
     "pack_bits",
     "pack_signs",
     "scaled_signs",
+    "signs_or_nan",
     "sum_scaled_signs",
     "unpack_bits",
     "unpack_part",
@@ -50,11 +53,14 @@ class SignAggregation(CompressedAggregation):
 
     One bit cannot represent a zero, so worker :math:`i` sends a zero in step :math:`t` as :math:`(-1)^{t + i}`. If all
     of an even number of workers have a zero, their votes cancel and give 0. Otherwise the votes for the zeros of one
-    worker cancel from step to step. A missing gradient of this worker counts as zeros, and nan as -1. A single worker
-    sends nothing and keeps its zeros.
+    worker cancel from step to step. A missing gradient of this worker counts as zeros. A single worker sends nothing
+    and keeps its zeros.
 
-    In each step, a worker sends :math:`\lceil d / 8 \rceil` bytes for the :math:`d` coordinates of one dtype, in one
-    all-gather. With ``by_layer=True`` this holds for each parameter.
+    A sign cannot represent an infinity or nan, so one more bit says if all numbers of the message are finite. If they
+    are not on one worker, all tensors of the message become nan on all workers.
+
+    In each step, a worker sends :math:`\lceil (d + 1) / 8 \rceil` bytes for the :math:`d` coordinates of one dtype, in
+    one all-gather. With ``by_layer=True`` this holds for each parameter.
 
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
@@ -88,7 +94,7 @@ class SignAggregation(CompressedAggregation):
     def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
         if self.world_size == 1:
             for tensor in tensors.values():
-                tensor.sign_()
+                tensor.copy_(signs_or_nan(tensor))
             return
         # With by_layer=True or several dtypes, a step has several votes. Each has its own counter, under the name of
         # its first tensor.
@@ -98,7 +104,18 @@ class SignAggregation(CompressedAggregation):
         # Zeros count as positive in one step and as negative in the next. Even ranks begin with positive, odd ranks
         # with negative.
         zero_is_positive = (step + process_groups.rank(self.group)) % 2 == 0
-        ballots = self._gather(pack_signs(tensors.values(), zero_is_positive))
+        flags: list[Tensor] = []
+
+        def signed() -> Iterator[Tensor]:
+            for tensor in tensors.values():
+                for block in in_blocks(tensor.reshape(-1)):
+                    flags.append(all_finite(block))
+                    yield block
+            yield scaled_signs(torch.stack(flags).all(), block.new_ones(())).view(1)
+
+        ballots = self._gather(pack_signs(signed(), zero_is_positive))
+        end = sum(tensor.numel() for tensor in tensors.values())
+        is_finite = torch.cat([unpack_part(ballot, end, end + 1) for ballot in ballots]).all()
 
         def majority(first: int, start: int, stop: int) -> Tensor:
             # int16 takes a quarter of the memory of int64. The counts are doubled, which fits for 16,383 workers.
@@ -109,11 +126,15 @@ class SignAggregation(CompressedAggregation):
 
         if ballots.is_cuda:
             # A GPU counts the votes for all tensors at once, because counting takes several kernels.
-            unpack(majority(0, 0, sum(tensor.numel() for tensor in tensors.values())), tensors.values())
+            result = majority(0, 0, end).float().masked_fill_(~is_finite, torch.nan)
+            unpack(result, tensors.values())
             return
         first = 0
         for tensor in tensors.values():
-            fill(tensor, partial(majority, first))
+            if is_finite:
+                fill(tensor, partial(majority, first))
+            else:
+                tensor.fill_(torch.nan)
             first += tensor.numel()
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,8 +165,9 @@ class EFSignAggregation(CompressedAggregation):
         e_i &\leftarrow p_i - \Delta_i
 
     Every worker's tensor becomes :math:`\frac{1}{k} \sum_i \Delta_i` (or the sum over ``denom``), summed in the order
-    of ranks, so that all workers get the same bits. The sign of zero is 1. Values that are not finite are not
-    remembered, so that a step that overflowed can be skipped.
+    of ranks, so that all workers get the same bits. The sign of zero is 1. If a value is infinite or nan on one worker,
+    its scale is too, and the whole tensor on all workers. Values that are not finite are not remembered, so that a step
+    that overflowed can be skipped.
 
     In each step, a worker sends :math:`\lceil d / 8 \rceil` bytes for the :math:`d` coordinates of one dtype, and 4
     bytes for each tensor (8 for float64), in one all-gather.
@@ -186,7 +208,7 @@ class EFSignAggregation(CompressedAggregation):
 
         # A zero counts as positive. A tensor of zeros still gives zeros, because its scale is 0.
         signs = pack_signs(blocks_of_p())
-        scales = torch.stack(scales_of_p)
+        scales = torch.stack([mean_in_range(scale, p_n) for scale, p_n in zip(scales_of_p, p, strict=True)])
         message = as_bytes(scales, signs)
         for p_n, scale in zip(p, scales, strict=True):
             for part in in_blocks(p_n.view(-1)):
@@ -257,6 +279,29 @@ def sum_scaled_signs(packed: Tensor, scales: Tensor, sizes: Sequence[int]) -> Te
 def scaled_signs(positive: Tensor, scale: Tensor) -> Tensor:
     """Return ``scale`` for True and ``-scale`` for False; on a CPU many times faster than ``torch.where``."""
     return positive.to(scale.dtype).mul_(2).sub_(1).mul_(scale)
+
+
+def mean_in_range(mean: Tensor, values: Tensor) -> Tensor:
+    """Return the mean absolute value of a tensor as given; on a CPU compute it again if its sum overflowed.
+
+    Args:
+        mean: The mean of the absolute values, without dimensions.
+        values: The values.
+    """
+    if values.device.type == "cpu" and not math.isfinite(mean.item()):
+        return (values.double() / values.numel()).abs().sum().to(mean.dtype)
+    return mean
+
+
+def signs_or_nan(tensor: Tensor) -> Tensor:
+    """Return the signs of a tensor, and nan for infinity and nan, of which :func:`torch.sign` makes 1 and 0.
+
+    Example:
+        >>> signs_or_nan(torch.tensor([-2.0, 0.0, torch.inf, torch.nan]))
+        tensor([-1.,  0., nan, nan])
+    """
+    # 0 times a number that is not finite is nan.
+    return tensor.sign().add_(tensor, alpha=0)
 
 
 def pack_bits(bits: Tensor) -> Tensor:

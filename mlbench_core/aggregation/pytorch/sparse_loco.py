@@ -40,12 +40,17 @@ class ChunkedTopKAggregation(CompressedAggregation):
     not remembered.
 
     With :math:`b` bits, :math:`Q` keeps the sign of a value and puts its size into one of :math:`2^{b - 1}` equal
-    intervals between the smallest and the largest size that the chunk sends. The middle of the interval stands for it.
+    intervals between the smallest and the largest size that the chunk sends. There are at most :math:`k` intervals. The
+    mean of the sizes in an interval stands for each of them, so :math:`\lVert e - Q(e) \rVert \le \lVert e \rVert` for
+    every :math:`e`. Zeros are not sent: if a chunk has fewer than :math:`k` other values, all of its zeros stay zero.
 
     For :math:`n` chunks of :math:`c` coordinates of which :math:`k` are sent, a worker sends
-    :math:`n k \lceil \log_2 c \rceil` bits of positions, :math:`n k b` bits of values and 8 bytes for each chunk (16
-    for float64); without quantization the values in the dtype of the tensor, at least in float32. Positions and values
-    of a tensor's equal chunks are each filled up to whole bytes. Tensors of one dtype share one all-gather.
+    :math:`n k \lceil \log_2 c \rceil` bits of positions, :math:`n k b` bits of values, and for each chunk
+    :math:`\min(2^{b - 1}, k)` means of 4 bytes (8 for float64). Without quantization it sends the positions, and the
+    values in the dtype of the tensor, at least in float32. Positions and values of a tensor's equal chunks are each
+    filled up to whole bytes. Tensors of one dtype share one all-gather.
+
+    If a value is infinite or nan on one worker, the values of its interval are infinite or nan on all workers.
 
     Attributes:
         density: As given.
@@ -71,7 +76,7 @@ class ChunkedTopKAggregation(CompressedAggregation):
         >>> aggregation, change = ChunkedTopKAggregation(density=2, chunk_size=4), torch.tensor([8.0, 1.0, -4.0, 2.0])
         >>> aggregation.aggregate({"weight": change}, "avg_world")
         >>> change, aggregation.memory("weight")
-        (tensor([ 7.,  0., -5.,  0.]), tensor([1., 1., 1., 2.]))
+        (tensor([ 8.,  0., -4.,  0.]), tensor([0., 1., 0., 2.]))
 
     References:
         A. Sarfi, B. Thérien, J. Lidin, E. Belilovsky: Communication Efficient LLM Pre-training with SparseLoCo.
@@ -131,57 +136,72 @@ class ChunkedTopKAggregation(CompressedAggregation):
 
     def _encode(self, chunks: Tensor) -> Tensor:
         """Return the message of chunks, and subtract from them, in place, the values that it stands for."""
-        picked = chunks.abs().topk(coordinates_sent(self.density, chunks.shape[1]), dim=1, sorted=False).indices
+        # Sorted: the first value of a chunk is its largest, or nan.
+        picked = chunks.abs().topk(coordinates_sent(self.density, chunks.shape[1]), dim=1).indices
         values = chunks.gather(1, picked)
-        positions = pack_codes(picked.view(-1).to(torch.int32), bits_for(chunks.shape[1]))
         if self.bits is None:
             chunks.scatter_add_(1, picked, -values)
-            return as_bytes(values, positions)
+            return as_bytes(values, _pack_positions(picked, chunks.shape[1]))
         sizes = values.abs()
-        scales = torch.stack([sizes.amin(1), sizes.amax(1)], dim=1)
-        intervals = 1 << (self.bits - 1)
-        # Of equal sizes the interval has no width: 0 / 0 is nan.
-        share = ((sizes - scales[:, :1]) / (scales[:, 1:] - scales[:, :1])).nan_to_num_(nan=0, posinf=0)
-        codes = (
-            share.mul_(intervals)
-            .floor_()
-            .clamp_(max=intervals - 1)
-            .to(torch.int32)
-            .add_((values < 0).int(), alpha=intervals)
-        )
-        chunks.scatter_add_(1, picked, -_dequantize(codes, scales, self.bits))
-        return as_bytes(scales, positions, pack_codes(codes.view(-1), self.bits))
+        is_zero = sizes == 0
+        # A repetition of the first position stands for a zero; see _dequantize().
+        picked = torch.where(is_zero, picked[:, :1], picked)
+        low = sizes.masked_fill(is_zero, torch.inf).amin(1, keepdim=True)
+        intervals = self._intervals(sizes.shape[1])
+        # Of equal sizes the intervals have no width: 0 / 0 is nan.
+        share = ((sizes - low) / (sizes.amax(1, keepdim=True) - low)).nan_to_num_(nan=0, posinf=0, neginf=0)
+        number = share.mul_(intervals).floor_().clamp_(0, intervals - 1).long()
+        # In float64, so that a sum of large values stays in range.
+        sums, counts = torch.zeros(2, len(chunks), intervals, dtype=torch.float64, device=chunks.device)
+        sums.scatter_add_(1, number, sizes.double())
+        counts.scatter_add_(1, number, is_zero.logical_not().double())
+        means = (sums / counts.clamp(min=1)).to(chunks.dtype)
+        codes = number.to(torch.int32).add_((values < 0).int(), alpha=intervals)
+        chunks.scatter_add_(1, picked, -_dequantize(codes, means, picked))
+        return as_bytes(means, _pack_positions(picked, chunks.shape[1]), pack_codes(codes.view(-1), self.bits))
+
+    def _intervals(self, count: int) -> int:
+        """Return the number of intervals for the sizes of ``count`` values, whose means are sent."""
+        assert self.bits is not None
+        return min(1 << (self.bits - 1), count)
 
     def _add_decoded(self, chunks: Tensor, message: Tensor) -> int:
         """Add the values in a message to chunks, in place; return the number of bytes that were read."""
         rows, width = chunks.shape
-        count = rows * coordinates_sent(self.density, width)
-        head = (count if self.bits is None else 2 * rows) * chunks.element_size()
+        sent = coordinates_sent(self.density, width)
+        count = rows * sent
+        numbers = count if self.bits is None else rows * self._intervals(sent)
+        head = numbers * chunks.element_size()
         tail = head + packed_bytes(count, bits_for(width))
+        table = from_bytes(message, 0, numbers, chunks.dtype).view(rows, -1)
         picked = unpack_codes(message[head:tail], count, bits_for(width)).long().view(rows, -1)
         if self.bits is None:
-            values = from_bytes(message, 0, count, chunks.dtype).view(rows, -1)
-            end = tail
-        else:
-            end = tail + packed_bytes(count, self.bits)
-            codes = unpack_codes(message[tail:end], count, self.bits).view(rows, -1)
-            values = _dequantize(codes, from_bytes(message, 0, 2 * rows, chunks.dtype).view(rows, 2), self.bits)
-        chunks.scatter_add_(1, picked, values)
+            chunks.scatter_add_(1, picked, table)
+            return tail
+        end = tail + packed_bytes(count, self.bits)
+        codes = unpack_codes(message[tail:end], count, self.bits).view(rows, -1)
+        chunks.scatter_add_(1, picked, _dequantize(codes, table, picked))
         return end
 
 
-def _dequantize(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Return the values that codes stand for.
+def _pack_positions(picked: Tensor, width: int) -> Tensor:
+    """Return positions in chunks of a width as bytes."""
+    return pack_codes(picked.view(-1).to(torch.int32), bits_for(width))
+
+
+def _dequantize(codes: Tensor, means: Tensor, picked: Tensor) -> Tensor:
+    """Return the values that codes stand for; 0 for a position that repeats the first of its row.
 
     Args:
-        codes: Shape (n, k): the highest of the ``bits`` bits is 1 for negative values, the others number the interval.
-        scales: Shape (n, 2): the smallest and the largest size in each row.
-        bits: Bits of a code.
+        codes: Shape (n, k): the number of the interval, plus the number of intervals for negative values.
+        means: Shape (n, intervals): the mean size in each interval of a row.
+        picked: Shape (n, k): the positions.
     """
-    intervals = 1 << (bits - 1)
-    low, high = scales.unbind(dim=1)
-    middle = (codes % intervals + 0.5).to(scales.dtype) * ((high - low) / intervals)[:, None] + low[:, None]
-    return torch.where(codes < intervals, middle, -middle)
+    intervals = means.shape[1]
+    sizes = means.gather(1, (codes % intervals).long())
+    values = torch.where(codes < intervals, sizes, -sizes)
+    values[:, 1:].masked_fill_(picked[:, 1:] == picked[:, :1], 0)
+    return values
 
 
 class SparseLoCoAggregation(DiLoCoAggregation):
@@ -197,8 +217,9 @@ class SparseLoCoAggregation(DiLoCoAggregation):
     decay, and :math:`\alpha = 1`, the result is the average of the :math:`\theta_i`.
 
     Implementations differ. Some cut matrices into blocks of 64 x 64; here a chunk is 4,096 consecutive coordinates.
-    Some fit a table of quantized values to their statistics; here a value has one of two sizes of its chunk, and a
-    sign. The error feedback makes up for either.
+    Some cut the values of a whole tensor, with their signs, into intervals around their mean; here the intervals are
+    those of the sizes in a chunk, and the sign is a bit of its own. Either way, the mean of the values in an interval
+    stands for them.
 
     Attributes:
         compressed: The compression; it holds the error memory.

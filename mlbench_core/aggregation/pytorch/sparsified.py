@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
-from mlbench_core.aggregation.pytorch.messages import BLOCK_ELEMENTS, KeptMemory, as_bytes, compare, divide, from_bytes
+from mlbench_core.aggregation.pytorch.messages import (
+    BLOCK_ELEMENTS,
+    KeptMemory,
+    all_finite,
+    as_bytes,
+    compare,
+    divide,
+    from_bytes,
+)
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys, check_names, plain_name
 
 __all__ = ["SparsifiedAggregation", "coordinates_sent", "draw_coordinates", "largest_entries"]
@@ -43,8 +51,11 @@ class SparsifiedAggregation(CompressedAggregation):
     Every worker's tensor becomes :math:`\frac{1}{n} \sum_i c_i` over the :math:`n` workers (or the sum over
     ``denom``). :math:`\operatorname{comp}_k` keeps the :math:`k` coordinates that are largest in absolute value on that
     worker (top-k). With ``random=True``, it keeps :math:`k` uniformly drawn ones, the same on all workers (random-k).
-    The kept values are not scaled. A tensor with fewer than :math:`k` coordinates is sent whole. Values that are not
-    finite are not remembered, so that a step that overflowed can be skipped.
+    The kept values are not scaled. A tensor with fewer than :math:`k` coordinates is sent whole.
+
+    If a value is infinite or nan on one worker, all workers see it in the same step: it is among the largest, and with
+    ``random=True``, all values that are sent become nan. Values that are not finite are not remembered, so that a step
+    that overflowed can be skipped.
 
     Let :math:`K` be the sum of :math:`k` over the tensors of one dtype of :math:`b` bytes. In each step, a worker sends
     :math:`(b + 4) K` bytes for top-k: the values and their int32 positions, in one all-gather. For random-k it sends
@@ -199,9 +210,13 @@ class SparsifiedAggregation(CompressedAggregation):
         # On a CPU, index_select is many times faster than an index in brackets.
         values = m.index_select(0, coordinates).to(dtype)
         m.index_add_(0, coordinates, values.to(m.dtype), alpha=-1)
-        # Without this, an overflow would stay in the memory and in every later message. The largest values are finite
-        # only if all others are. On a GPU, reading the flag would make the host wait.
-        if self.random or m.is_cuda or not values.isfinite().all():
+        # The largest values are finite only if all others are. Random ones would hide the others.
+        is_finite = all_finite(m) if self.random else values.isfinite().all()
+        # On a GPU, reading the flag would make the host wait.
+        if m.is_cuda or not is_finite:
+            if self.random:
+                values.masked_fill_(~is_finite, torch.nan)
+            # Without this, an overflow would stay in the memory and in every later message.
             m.nan_to_num_(nan=0, posinf=0, neginf=0)
         return values
 

@@ -1,4 +1,4 @@
-"""Compute orthonormal bases, and pack many tensors into one vector."""
+"""Compute orthonormal bases, drop tiny numbers, and pack many tensors into one vector."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from mlbench_core.aggregation.pytorch.messages import pack
 from mlbench_core.arguments import check_at_least
 
-__all__ = ["orthogonalize", "orthonormal_rows", "pack_tensors", "unpack_tensors"]
+__all__ = ["flush_tiny_", "orthogonalize", "orthonormal_rows", "pack_tensors", "unpack_tensors"]
 
 
 @torch.no_grad()
@@ -117,6 +117,19 @@ def _normalize(vector: torch.Tensor) -> torch.Tensor:
     norm = torch.linalg.vector_norm(vector)
     vector /= torch.where(norm == 0, 1, norm)
     return norm
+
+
+def flush_tiny_(values: torch.Tensor) -> torch.Tensor:
+    """Replace values near the denormal numbers by 0, in place, and return the tensor.
+
+    A product with a denormal number may be rounded to twice its value, and a matrix of them would be sent as a larger
+    one. A compression that sends zeros instead leaves out no more than there was.
+
+    Example:
+        >>> flush_tiny_(torch.tensor([1.0, -1e-37, torch.nan]))
+        tensor([1., 0., nan])
+    """
+    return values.masked_fill_(values.abs() < 2**10 * torch.finfo(values.dtype).tiny, 0)
 
 
 @torch.no_grad()

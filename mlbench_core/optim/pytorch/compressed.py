@@ -109,7 +109,8 @@ class CompressedOptimizer(Optimizer):
         self._exchange(stand_ins, tracker)
         for name, (parameter, group) in named.items():
             agreed = stand_ins[name].grad
-            if agreed is not None:
+            # Aggregations know nothing of parameters without elements.
+            if agreed is not None and parameter.numel():
                 self._update(name, parameter, agreed, group)
         if tracker is not None:
             tracker.record_batch_opt_step()

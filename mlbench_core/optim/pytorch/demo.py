@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.demo import DeMoAggregation
+from mlbench_core.aggregation.pytorch.sign import signs_or_nan
 from mlbench_core.arguments import check_finite_at_least_0
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer, Params
 from mlbench_core.optim.pytorch.distributed import check_aggregation
@@ -34,8 +35,10 @@ class DeMo(CompressedOptimizer):
     :class:`torch.optim.lr_scheduler.OneCycleLR` may change; at first it is the ``decay`` of the aggregation.
 
     Implementations differ. The sign is that of the authors' code; every weight then moves by :math:`\eta`, so good
-    rates are those of Adam. With ``sign=False``, :math:`x` moves by the transformed average itself, which contains the
-    rate already.
+    rates are those of Adam. This includes weights whose gradient is 0, if their block has others, because a cosine
+    covers the whole block. With ``sign=False``, :math:`x` moves by the transformed average itself, which contains the
+    rate already. The authors' code divides each coefficient by the number of workers that sent it, as
+    ``DeMoAggregation(mean_of_senders=True)`` does.
 
     Args:
         params: Parameters, groups of them, or ``model.named_parameters()``.
@@ -93,6 +96,6 @@ class DeMo(CompressedOptimizer):
     def _update(self, name: str, parameter: Tensor, agreed: Tensor, group: dict[str, Any]) -> None:
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         if group["sign"]:
-            parameter.add_(agreed.sign_(), alpha=-float(group["lr"]))
+            parameter.add_(signs_or_nan(agreed), alpha=-float(group["lr"]))
         else:
             parameter.sub_(agreed)

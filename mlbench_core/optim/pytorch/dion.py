@@ -29,7 +29,8 @@ class Dion(CompressedOptimizer):
 
     Implementations differ. Some scale by :math:`\sqrt{\max(1, n / m)}`. Some use AdamW for embeddings and for the last
     layer too: give those to another optimizer. Tensors with more than two dimensions, such as kernels, are matrices
-    here.
+    here. The authors' code has 0.95 as the second of ``betas``, and as rank a fraction of the smaller side of each
+    matrix, 1 if none is given.
 
     Args:
         params: Parameters, groups of them, or ``model.named_parameters()``.

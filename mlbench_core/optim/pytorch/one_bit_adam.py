@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
+from mlbench_core.aggregation.pytorch.messages import all_finite
 from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
 from mlbench_core.arguments import check_int
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer, Params, adam_defaults
@@ -28,9 +29,11 @@ class OneBitAdam(CompressedOptimizer):
     .. math:: x \leftarrow x - \eta \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^{\min(t, T)})} + \epsilon}.
 
     Implementations differ. The paper leaves the corrections :math:`1 - \beta^t` out; here they are those of Adam, so
-    that the warm-up is Adam. A weight whose :math:`v` is 0 at the end of the warm-up, because it never had a gradient,
-    does not move afterward: one bit cannot represent the zeros of its momentum, and the division by :math:`\epsilon`
-    would make steps of any size from them. :math:`\beta_1` is that of the first parameter group.
+    that the warm-up is Adam. Some scale the signs by :math:`\lVert p \rVert_2 / \sqrt{d}`, with which the error of a
+    sparse :math:`p` is larger than :math:`p`; here the scale is :math:`\lVert p \rVert_1 / d`. A weight whose
+    :math:`v` is 0 at the end of the warm-up, because it never had a gradient, does not move afterward: one bit cannot
+    represent the zeros of its momentum, and the division by :math:`\epsilon` would make steps of any size from them.
+    :math:`\beta_1` is that of the first parameter group.
 
     Args:
         params: Parameters, groups of them, or ``model.named_parameters()``.
@@ -101,8 +104,12 @@ class OneBitAdam(CompressedOptimizer):
         beta2 = group["betas"][1]
         if t <= warmup_steps:
             v.mul_(beta2).addcmul_(agreed, agreed, value=1 - beta2)
-        m = self.aggregation.momentum(name).to(v.dtype)
+        m = self.aggregation.momentum(name).to(v.dtype).masked_fill(v == 0, 0)
+        # The momentum forgets values that are not finite, but this step must show them.
+        is_finite = all_finite(agreed)
+        if agreed.is_cuda or not is_finite:
+            m.masked_fill_(~is_finite, torch.nan)
         # As torch computes it, so that the warm-up is Adam in its last bits too.
         step_size = float(group["lr"]) / (1 - self.aggregation.beta**t)
         size = (v.sqrt() / math.sqrt(1 - beta2 ** min(t, warmup_steps))).add_(group["eps"])
-        parameter.addcdiv_(m.masked_fill(v == 0, 0), size, value=-step_size)
+        parameter.addcdiv_(m, size, value=-step_size)
