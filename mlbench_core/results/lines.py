@@ -79,12 +79,15 @@ class LinesSink:
     def event(self, kind: str, content: Mapping[str, Any]) -> None:
         """Write a line of another kind than ``stat``; the line ``end`` waits for :meth:`finish`."""
         if kind == "end":
-            self._end = dict(content)
+            # finish() says how the run ended.
+            self._end = {name: value for name, value in content.items() if name != "state"}
             return
         added = {}
         if kind == "start":
             added = {"schema_version": SCHEMA_VERSION, **self._start}
             self._has_started = True
+            # The file has the numbers from before the resume already.
+            content = {name: value for name, value in content.items() if name != "latest"}
         self._write([self._line(kind, {**added, **content})])
 
     def finish(self, state: str, reason: str | None = None) -> None:
