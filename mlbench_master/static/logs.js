@@ -1,5 +1,5 @@
 // The log of a run. Lines arrive with their numbers, so that none is shown twice and a gap is noticed and filled.
-import { on } from "./app.js";
+import { on, root } from "./app.js";
 
 const log = document.getElementById("log");
 const list = document.getElementById("log-lines");
@@ -37,7 +37,7 @@ function isWanted(line) {
 /** Read a page of the log; null if the filter has changed meanwhile or the master does not answer. */
 async function read(range, filters = filter()) {
   const asked = version;
-  const answer = await fetch(`/api/runs/${id}/logs/?${new URLSearchParams([...filters, ...Object.entries(range)])}`)
+  const answer = await fetch(`${root}/api/runs/${id}/logs/?${new URLSearchParams([...filters, ...Object.entries(range)])}`)
     .then(async (response) => [response.ok, await response.json()])
     .catch(() => [false, { message: "The master does not answer." }]);
   if (asked !== version) return null;
@@ -140,7 +140,7 @@ async function show() {
   isBehind = false;
   isReading = true;
   document.getElementById("log-download").href =
-    `/api/runs/${id}/logs/?${new URLSearchParams([...filter(), ["format", "text"]])}`;
+    `${root}/api/runs/${id}/logs/?${new URLSearchParams([...filter(), ["format", "text"]])}`;
   const mine = version;
   const answer = await read({ before_line: END, limit: PAGE });
   if (mine !== version) return;

@@ -32,10 +32,11 @@ TOO_WIDE = """(() => {
 })()"""
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with server(tmp_path_factory.mktemp("walk") / "data", "--token", "sesame") as (url, _):
-        yield url
+@pytest.fixture(scope="module", params=["", "/user/me/proxy/5080"], ids=["", "below a path"])
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    options = ("--root-path", request.param) if request.param else ()
+    with server(tmp_path_factory.mktemp("walk") / "data", "--token", "sesame", *options) as (url, _):
+        yield url + request.param
 
 
 @pytest.fixture
