@@ -182,10 +182,8 @@ def _check_network(run: RunIn, launcher: Launcher, all_nodes: bool) -> list[str]
 
 def no_bandwidth_limit(launcher: Launcher) -> str:
     """Return why a run cannot have a bandwidth, and what to do."""
-    return (
-        f"the {launcher.name} launcher cannot limit the bandwidth; leave it out and limit the network itself, for "
-        "example with tc"
-    )
+    other = "give a network" if launcher.emulates_networks else "limit the network itself, for example with tc"
+    return f"the {launcher.name} launcher cannot limit the bandwidth; leave it out and {other}"
 
 
 def no_gpu(launcher: Launcher) -> str:

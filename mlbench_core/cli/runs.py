@@ -19,6 +19,7 @@ from mlbench_core.cli._output import (
     confirm_deletion,
     dashboard_option,
     json_option,
+    local_time,
     log_line,
     print_field,
     print_json,
@@ -34,6 +35,7 @@ __all__ = ["delete", "download", "logs", "status", "stop"]
 FOLLOW_POLL_S = 0.5
 # The parts of a name at the master: the phase, "global_" for a value of all workers, the name itself, and the rank of
 # the worker that sent it.
+_DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z")
 _METRIC_NAME = re.compile(r"(?:train_|val_)?(?:global_)?(.*?)(?: @ \d+)?", re.DOTALL)
 
 
@@ -111,9 +113,9 @@ def _full_name(metric: str, known: Sequence[str], run: str) -> str:
 
 
 def _cell(value: object) -> str:
-    """Format a value for a table; a date is written without the fraction of a second."""
+    """Format a value for a table; a date of the master is written in local time, with its offset from UTC."""
     text = "-" if value is None else str(value)
-    return text[:19].replace("T", " ") if len(text) > 19 and text[4:5] == text[7:8] == "-" else text
+    return local_time(text) if _DATE.fullmatch(text) else text
 
 
 @click.command()

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from mlbench_master.dates import format_date, now_us
 from mlbench_master.proxies import root_path
 
-__all__ = ["ago", "duration", "error_page", "number", "page", "render", "size"]
+__all__ = ["ago", "duration", "error_page", "moment", "number", "page", "render", "size"]
 
 _SECOND = 1_000_000
 # Seconds of each unit, the largest first, and the most of it that is written before the next one.
@@ -39,11 +39,27 @@ def ago(us: int | None) -> Markup:
     if us is None:
         return Markup()
     date = format_date(us)
-    title = f"{date[:10]} {date[11:19]} UTC"
-    # static/app.js writes the same texts, so that an open page stays right.
+    # static/app.js keeps the age right, and writes the exact date in the zone of the browser.
     return Markup('<time datetime="{}" title="{}">{}</time>').format(
-        date, title, _since(now_us() - (us if isinstance(us, int) else 0))
+        date, _in_utc(date), _since(now_us() - (us if isinstance(us, int) else 0))
     )
+
+
+def moment(us: int | None) -> Markup:
+    """Return an exact date, which static/app.js writes in the zone of the browser; empty for None.
+
+    Example:
+        >>> moment(0)
+        Markup('<time class="exact" datetime="1970-01-01T00:00:00.000000Z">1970-01-01 00:00:00 UTC</time>')
+    """
+    if us is None:
+        return Markup()
+    date = format_date(us)
+    return Markup('<time class="exact" datetime="{}">{}</time>').format(date, _in_utc(date))
+
+
+def _in_utc(date: str) -> str:
+    return f"{date[:10]} {date[11:19]} UTC"
 
 
 def _since(us: int) -> str:

@@ -104,12 +104,29 @@ function age(date) {
   return `${Math.floor(seconds / unit)} ${name} ago`;
 }
 
+/** Return the parts of a date in the zone of the browser: day, time of the day, and name of the zone. */
+export function localDate(date) {
+  const given = new Date(date);
+  const two = (value) => String(value).padStart(2, "0");
+  const names = new Intl.DateTimeFormat("en", { timeZoneName: "short" }).formatToParts(given);
+  return {
+    day: [given.getFullYear(), two(given.getMonth() + 1), two(given.getDate())].join("-"),
+    time: [given.getHours(), given.getMinutes(), given.getSeconds()].map(two).join(":"),
+    zone: names.find(({ type }) => type === "timeZoneName").value,
+  };
+}
+
 function tellAges() {
-  for (const time of document.querySelectorAll("time[datetime]")) {
-    const text = age(new Date(time.dateTime));
-    if (time.textContent !== text) time.textContent = text;
+  for (const one of document.querySelectorAll("time[datetime]:not(.clock)")) {
+    const { day, time, zone } = localDate(one.dateTime);
+    const exact = `${day} ${time} ${zone}`;
+    const isExact = one.classList.contains("exact");
+    if (!isExact && one.title !== exact) one.title = exact;
+    const text = isExact ? exact : age(new Date(one.dateTime));
+    if (one.textContent !== text) one.textContent = text;
   }
 }
+tellAges();
 setInterval(tellAges, 5000);
 
 // Buttons of the API: data-post or data-delete is the address, data-confirm the question, data-then the next page.
