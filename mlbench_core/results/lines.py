@@ -134,7 +134,7 @@ class LinesSink:
                     file.write(b"\n")
                 file.write(text.encode())
         except OSError as error:
-            self._lost = error.strerror or str(error)
+            self._lost = f"{error.strerror or error}: {self.path}"
             raise
 
 

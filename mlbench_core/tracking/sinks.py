@@ -247,9 +247,13 @@ class TensorBoardSink:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         require("tensorboard", "tensorboard")
         writers: Any = require("torch.utils.tensorboard", "torch")
-        self._writer = writers.SummaryWriter(os.fspath(folder))
-        self._open = partial(writers.SummaryWriter, os.fspath(folder))
+        self._folder = os.fspath(folder)
+        self._open = partial(writers.SummaryWriter, self._folder)
+        self._writer = self._open()
         self._refused: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"TensorBoardSink({self._folder!r})"
 
     def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
         """Write one scalar or text."""

@@ -122,7 +122,7 @@ def test_a_user_starts_watches_compares_stops_and_deletes_runs(watched: Watched)
         runs = {run["name"]: run["id"] for run in client.get("/api/runs/").json()}
     page.on("dialog", lambda dialog: dialog.accept())
     page.click("#stop button")
-    page.wait_for_selector("#state.state-failed")
+    page.wait_for_selector("#state.state-stopped")
     page.wait_for_selector("#why >> text=stopped by a user")
     wait_for(lambda: state_of(base, "walk-1") == "finished", timeout_s=60, what="the end of the first run")
     watched.open(f"/runs/{runs['walk-1']}/")
