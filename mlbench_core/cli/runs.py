@@ -75,7 +75,7 @@ def _show_run(run: Mapping[str, Any], metrics: Mapping[str, Sequence[Mapping[str
     shown = {**run, "state": state_of(run)}
     for key in ("name", "id", "state", "num_workers", "backend", "image", "command", "created_at", "finished_at"):
         if shown.get(key) is not None:
-            print_field(key, shown[key])
+            print_field(key, _cell(shown[key]))
     if reason_of(run):
         print_field("reason", reason_of(run))
     if latest:

@@ -206,7 +206,7 @@ class JSONLSink(_FileSink):
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the run's summary as a line ``{"summary": {...}}``."""
-        self._write({"summary": summary})
+        self._write({"summary": _strict(summary)})
 
     def _write(self, content: dict[str, Any]) -> None:
         line = {"time": datetime.now(timezone.utc).isoformat(), **self._fields, **content}
@@ -498,7 +498,7 @@ class MLflowSink(_ServiceSink):
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the summary as an artifact."""
-        self._client.log_dict(self._run, summary, "summary.json")
+        self._client.log_dict(self._run, _strict(summary), "summary.json")
 
     def _finish(self, state: str) -> None:
         # A process that is stopped has not flushed.
@@ -511,6 +511,15 @@ class MLflowSink(_ServiceSink):
 def _warn_of_refused(sink: str, name: str, error: Exception) -> None:
     reason = f"{type(error).__name__}: {error}"
     logger.warning("sink %s leaves out the numbers of %.100r: %.300s", sink, name, reason)
+
+
+def _strict(value: Any) -> Any:
+    """Return plain containers without NaN and infinities, which JSON does not have: they become None."""
+    if isinstance(value, Mapping):
+        return {name: _strict(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _utf8(text: str) -> str:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,22 @@ def test_no_name_and_no_value_costs_another_metric(
     assert "MLflowSink leaves out the numbers of 'train_refused'" in caplog.text
     assert len([record for record in caplog.records if "train_refused'" in record.getMessage()]) == 1
     assert "receives no more numbers" not in caplog.text
+
+
+def test_all_lines_of_a_file_are_strict_json(tmp_path: Path) -> None:
+    sink = JSONLSink(tmp_path / "a.jsonl")
+    with Tracker([types.SimpleNamespace(name="m")], "7", 0, sinks=[sink]) as tracker:
+        tracker.record_stat("loss", math.inf)
+        tracker.update_primary_metric(math.inf)
+    sink.write_summary({"a": [math.nan, {"b": -math.inf}]})
+    sink.close()
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    lines = [json.loads(line, parse_constant=refuse) for line in sink.path.read_text().splitlines()]
+    assert lines[0]["value"] is None
+    assert lines[-1]["summary"] == {"a": [None, {"b": None}]}
 
 
 def test_a_server_that_does_not_answer_gets_no_request_for_each_name(
