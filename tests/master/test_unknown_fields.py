@@ -31,6 +31,25 @@ def test_a_run_with_an_unknown_field_is_not_started(client: TestClient, how: Any
     assert client.get("/api/runs/").json() == []
 
 
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"command": "true", "custom_backend": "x"}, "custom_backend"),
+        ({"image_name": "mlbench/pytorch-cifar10-resnet20-all-reduce:latest", "custom_image_name": "a/b"},
+         "custom_image_name"),
+        ({"image_name": "mlbench/pytorch-cifar10-resnet20-all-reduce:latest", "custom_image_command": "/x"},
+         "custom_image_command"),
+        ({"command": "true", "arguments": ["--epochs", "3"]}, "arguments"),
+    ],
+)  # fmt: skip
+def test_a_field_that_would_be_ignored_beside_another_one_is_refused(
+    client: TestClient, values: dict[str, Any], field: str
+) -> None:
+    answer = client.post("/api/runs/", json={"name": "a", "num_workers": 1, **values})
+    assert answer.status_code == 400
+    assert answer.json()["message"].startswith(f"{field}: must be left out")
+
+
 @pytest.mark.parametrize("items", [METRIC, [METRIC, {**METRIC, "runid": 1}]])
 def test_a_metric_with_an_unknown_field_is_not_stored(client: TestClient, items: Any) -> None:
     client.post("/api/runs/", json=RUN)
