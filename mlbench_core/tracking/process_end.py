@@ -69,7 +69,8 @@ def forget(function: Callable[[str], None]) -> None:
 
 
 def _call_all(state: str) -> None:
-    for function in reversed(_functions):
+    # A copy, because a function that is called forgets itself.
+    for function in _functions[::-1]:
         try:
             function(state)
         except Exception as error:
