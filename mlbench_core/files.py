@@ -49,8 +49,9 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     # The file is removed and not overwritten, because it may be a hard link to a file that is in use.
     temporary.unlink(missing_ok=True)
     try:
-        yield temporary
-        move_into_place(temporary, path)
+        with _naming(path):
+            yield temporary
+            move_into_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -71,7 +72,8 @@ def creating_folder(path: Path) -> Iterator[Path]:
     temporary = _new_name(path)
     temporary.mkdir()
     try:
-        yield temporary
+        with _naming(path):
+            yield temporary
         try:
             move_into_place(temporary, path)
         # The rename fails if the folder exists and has files, because another process was faster.
@@ -80,6 +82,18 @@ def creating_folder(path: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Add the path to an error of the system that names none, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        # Errors that Python or a library made have no number.
+        if error.filename is None and error.errno is not None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def move_into_place(source: Path, path: Path) -> None:

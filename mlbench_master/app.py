@@ -33,6 +33,7 @@ from mlbench_master.login import add_login
 from mlbench_master.openapi import set_description
 from mlbench_master.pages import make_pages
 from mlbench_master.pages.render import error_page
+from mlbench_master.proxies import RootPathMiddleware, check_root_path
 from mlbench_master.routes import router
 from mlbench_master.scheduler import Scheduler
 from mlbench_master.security import Access, GuardMiddleware, make_private, wants_page
@@ -52,6 +53,7 @@ def create_app(
     token: str | None = None,
     launcher: Launcher | None = None,
     master_url: str = "http://127.0.0.1:5080",
+    root_path: str = "",
 ) -> FastAPI:
     """Make the master as an ASGI application.
 
@@ -64,6 +66,7 @@ def create_app(
             requests to a loopback name are answered.
         launcher: The launcher that starts runs; by default it starts processes on this machine.
         master_url: The URL under which workers reach this master.
+        root_path: The path below which a proxy serves it, see :mod:`mlbench_master.proxies`.
 
     Returns:
         The application; ``app.state`` has ``store``, ``scheduler``, ``launcher``, ``events``, ``access``.
@@ -112,6 +115,8 @@ def create_app(
         # FastAPI's own pages load scripts from another server, which could then start commands here.
         docs_url=None,
         redoc_url=None,
+        # login.py serves the description, with the root path.
+        openapi_url=None,
     )
     app.state.store, app.state.scheduler, app.state.launcher, app.state.events = store, scheduler, launcher, events
     app.state.writer = writer
@@ -125,6 +130,7 @@ def create_app(
     app.add_middleware(GuardMiddleware, access=access)
     # The middleware that is added last runs first, so the guard sees only normalized paths.
     app.add_middleware(_PathMiddleware)
+    app.add_middleware(RootPathMiddleware, root_path=check_root_path(root_path))
     return app
 
 

@@ -182,10 +182,8 @@ def _check_network(run: RunIn, launcher: Launcher, all_nodes: bool) -> list[str]
 
 def no_bandwidth_limit(launcher: Launcher) -> str:
     """Return why a run cannot have a bandwidth, and what to do."""
-    return (
-        f"the {launcher.name} launcher cannot limit the bandwidth; leave it out and limit the network itself, for "
-        "example with tc"
-    )
+    other = "give a network" if launcher.emulates_networks else "limit the network itself, for example with tc"
+    return f"the {launcher.name} launcher cannot limit the bandwidth; leave it out and {other}"
 
 
 def no_gpu(launcher: Launcher) -> str:
@@ -203,6 +201,19 @@ def _check_combination(run: RunIn, launcher: Launcher) -> None:
     if run.arguments and run.task is None and (run.command is not None or is_custom):
         given = str(run.arguments)[:80]
         raise ValueError(f"arguments: must be left out without a task, not {given}: add them to the command")
+    if run.custom_backend is not None and run.backend.lower() != CUSTOM_BACKEND:
+        raise ValueError(
+            f"custom_backend: must be left out with backend {run.backend}, not {run.custom_backend!r}: it would be "
+            f"ignored; leave it out, or give backend={CUSTOM_BACKEND}"
+        )
+    if run.image_name is not None and not is_custom:
+        for field in ("custom_image_name", "custom_image_command"):
+            value = getattr(run, field)
+            if value not in (None, CUSTOM_IMAGE):
+                raise ValueError(
+                    f"{field}: must be left out with this image_name, not {value[:80]!r}: it would be ignored; leave "
+                    f"it out, or give image_name={CUSTOM_IMAGE}"
+                )
     if run.task is None and run.command is None:
         return
     rivals = {"custom_image_command": run.custom_image_command}

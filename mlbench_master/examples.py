@@ -17,6 +17,7 @@ _RUN: dict[str, Any] = {
     "started_at": "2026-01-31T12:00:00.250000Z",
     "finished_at": "2026-01-31T12:07:30.500000Z",
     "state": "finished",
+    "stopped": False,
     "job_id": "local-1",
     "job_metadata": {"command": _COMMAND, "stdout": ["epoch 3: 0.25"], "stderr": [], "notes": []},
     "num_workers": 2,
@@ -176,6 +177,7 @@ ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
             **_NEW_RUN,
             "finished_at": "2026-01-31T12:01:00.000000Z",
             "state": "failed",
+            "stopped": True,
             "job_metadata": {**_NEW_RUN["job_metadata"], "reason": "stopped by a user"},
         }
     },

@@ -9,6 +9,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from mlbench_master.bodies import read_login
 from mlbench_master.pages.render import page, render
+from mlbench_master.proxies import root_path
 from mlbench_master.security import CODE_S, TOO_MANY_GUESSES, Access
 
 __all__ = ["add_login", "login_path"]
@@ -38,7 +39,7 @@ def add_login(app: FastAPI, access: Access) -> None:
     def login_page(request: Request, code: str = "") -> Response:
         # A program that only looks at an address, such as a preview, must not use up its code.
         if not code or request.method != "GET" or request.scope.get("is_head"):
-            return render("login.html", message="")
+            return render("login.html", root=root_path(request.scope), message="")
         if access.token is None or access.has_session(request.headers):
             return RedirectResponse("/", status_code=303)
         return _answer(request, access.redeem(code), _WRONG_CODE)
@@ -48,7 +49,13 @@ def add_login(app: FastAPI, access: Access) -> None:
         if access.token is None:
             return RedirectResponse("/", status_code=303)
         if access.must_wait(_address(request)):
-            return render("login.html", status=429, headers=TOO_MANY_GUESSES, message=_TOO_MANY_GUESSES)
+            return render(
+                "login.html",
+                root=root_path(request.scope),
+                status=429,
+                headers=TOO_MANY_GUESSES,
+                message=_TOO_MANY_GUESSES,
+            )
         is_right = access.accepts(form.get("token", ""))
         if not is_right:
             access.count_guess(_address(request))
@@ -65,13 +72,18 @@ def add_login(app: FastAPI, access: Access) -> None:
     def new_login() -> dict[str, Any]:
         return {"path": login_path(access), "expires_s": CODE_S}
 
+    @router.get("/openapi.json")
+    def description(request: Request) -> dict[str, Any]:
+        root = root_path(request.scope)
+        return {**app.openapi(), **({"servers": [{"url": root}]} if root else {})}
+
     @router.get("/docs/")
     def api_page(request: Request) -> HTMLResponse:
         return page(request, "api.html", api=app.openapi())
 
     def _answer(request: Request, is_right: bool, problem: str) -> Response:
         if not is_right:
-            return render("login.html", status=401, message=problem)
+            return render("login.html", root=root_path(request.scope), status=401, message=problem)
         response = RedirectResponse("/", status_code=303)
         # Scripts cannot read the cookie, and links from other sites do not send it.
         response.set_cookie(

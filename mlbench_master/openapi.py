@@ -102,6 +102,7 @@ class JobMetadata(BaseModel):
 class RunOut(BaseModel):
     """A run. Dates are ISO 8601 in UTC, with microseconds.
 
+    A run that a user stopped has the state ``failed``, as in version 3.0, and ``stopped`` is true.
     ``goal`` is null until the workers have sent the result of the goal. ``goal_result`` is its text, as in version 3.0.
     """
 
@@ -111,6 +112,7 @@ class RunOut(BaseModel):
     started_at: str | None
     finished_at: str | None
     state: State
+    stopped: bool
     job_id: str
     job_metadata: JobMetadata
     num_workers: int

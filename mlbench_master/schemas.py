@@ -5,6 +5,7 @@ Bodies are JSON or a form, so numbers and truth values may be text.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import shlex
@@ -53,6 +54,9 @@ _MAY_BE_EMPTY = ("value", "metadata")
 # Control characters, and those that nobody sees: marks that turn the direction of the text, separators of lines, and
 # characters without width. A name with them looks like another one.
 _UNSEEN = ("Cc", "Cf", "Zl", "Zp")
+# The dashboard of version 3.0 sends them with every request: the token of its forms, the number of jQuery against
+# caches, and the format of the answer, which is JSON in any case. The type of a metric changes nothing elsewhere.
+_OF_VERSION_3 = ("csrfmiddlewaretoken", "_", "format", "metric_type")
 
 
 def _plain_text(text: str) -> str:
@@ -139,9 +143,9 @@ Command = Annotated[Line, Field(max_length=16_384), AfterValidator(_command)]
 
 
 class _Body(BaseModel):
-    """A body, of which empty form fields count as left out and unknown fields are ignored, as in version 3.0."""
+    """A body or a query, of which empty form fields count as left out, and in which unknown fields are refused."""
 
-    model_config = ConfigDict(extra="ignore", str_max_length=262_144)
+    model_config = ConfigDict(extra="forbid", str_max_length=262_144)
 
     @model_validator(mode="before")
     @classmethod
@@ -149,7 +153,8 @@ class _Body(BaseModel):
         if not isinstance(data, dict):
             raise ValueError("must be an object with named fields")
         # HTML forms send the fields that the user left empty.
-        return {k: v for k, v in data.items() if v is not None and (v != "" or k in _MAY_BE_EMPTY)}
+        given = {k: v for k, v in data.items() if v is not None and (v != "" or k in _MAY_BE_EMPTY)}
+        return {k: v for k, v in given.items() if k in cls.model_fields or k not in _OF_VERSION_3}
 
 
 def _network(text: str) -> str:
@@ -352,7 +357,7 @@ class RunsQuery(_Body):
     """The query parameters of ``GET /api/runs/``.
 
     Attributes:
-        state: Only runs in one of these states.
+        state: Only runs in one of these states; ``failed`` includes runs that a user stopped.
         name: Only runs with this text in their name; upper and lower case are the same.
         sort: The order, with ``-`` for the largest value first. Runs without a value come last, and those with equal
             values are ordered by id.
@@ -398,10 +403,21 @@ def describe_errors(error: ValidationError) -> list[tuple[str, str]]:
         message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
         if item["type"] == "missing":
             message = "is required"
+        elif item["type"] == "extra_forbidden":
+            message = _unknown(str(item["loc"][-1]), error.title)
         elif field:
             message = f"{message} (got {_short(item['input'])})"
         parts.append((field, message))
     return parts
+
+
+def _unknown(field: str, model: str) -> str:
+    """Return what is wrong with a field that a model does not have."""
+    fields = list(next(body.model_fields for body in _Body.__subclasses__() if body.__name__ == model))
+    begun = [name for name in fields if name.startswith(f"{field.lower()}_")]
+    similar = begun or difflib.get_close_matches(field.lower(), fields, 1)
+    hint = f"did you mean {similar[0]!r}?" if similar else f"the fields are {', '.join(fields)}"
+    return f"is not a field, and would be ignored: {hint}"
 
 
 def describe_error(error: ValidationError, prefix: str = "") -> str:

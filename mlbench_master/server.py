@@ -56,6 +56,7 @@ def serve(
     data_dir: Path | None = None,
     launcher: str = "local",
     end_when_idle_s: float | None = None,
+    root_path: str = "",
 ) -> None:
     """Run the master in this process until SIGINT or SIGTERM; the next master takes over its runs.
 
@@ -68,6 +69,7 @@ def serve(
         data_dir: Folder for database and logs; by default ``master`` in the user's folder.
         launcher: One of :data:`~mlbench_master.launchers.LAUNCHERS`.
         end_when_idle_s: Seconds without a run or a request after which the master ends; None to keep running.
+        root_path: The path below which a proxy serves the master, for example ``/user/me/proxy/5080``.
 
     Raises:
         ConfigurationError: The address, the certificate, the folder or the database cannot be used.
@@ -115,7 +117,7 @@ def serve(
             ) from None
         url = _url(listen, listener.getsockname()[1])
         token = None if no_token else token or random_token(folder)
-        app = create_app(database_url, folder, token, make_launcher(launcher, folder), url)
+        app = create_app(database_url, folder, token, make_launcher(launcher, folder), url, root_path)
         clock = IdleClock(app, lambda: app.state.scheduler.has_runs)
         started(url, app.state.access)
         _log.info("MLBench master on %s (data in %s)", url, folder)

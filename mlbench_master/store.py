@@ -28,6 +28,7 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_master.columns import PAGE, Columns
 from mlbench_master.dates import format_date, now_us
 from mlbench_master.goals import GOAL_METRIC, RunGoal, read_goal
+from mlbench_master.launchers.interface import STOPPED
 from mlbench_master.migrations import REVISION_TABLE, VERSION_TABLE, prepare_database
 
 __all__ = [
@@ -112,6 +113,16 @@ class Run(_Base):
     goal: Mapped[str | None] = mapped_column(sa.Text)
 
     @property
+    def is_stopped(self) -> bool:
+        """Return True if a user stopped the run; its state is then ``failed``, as in version 3.0."""
+        return self.state == STOPPED.state and str(self.metadata_dict().get("reason")).startswith(STOPPED.reason)
+
+    @property
+    def shown_state(self) -> str:
+        """Return the state for people: ``stopped`` for a run that a user stopped."""
+        return "stopped" if self.is_stopped else self.state
+
+    @property
     def goal_record(self) -> RunGoal | None:
         """Return the result of the goal, or None if the workers have not sent it."""
         return read_goal(self.goal)
@@ -134,6 +145,7 @@ class Run(_Base):
         for name in ("created_at", "started_at", "finished_at"):
             shown[name] = None if shown[name] is None else format_date(shown[name])
         shown["job_id"] = self.job_id or ""
+        shown["stopped"] = self.is_stopped
         goal = self.goal_record
         shown["goal"] = None if goal is None else goal.model_dump()
         lists: dict[str, Any] = {"stdout": [], "stderr": [], "notes": []}
@@ -444,7 +456,8 @@ class Store:
         """Return runs without the last lines of their output, which :meth:`run` returns.
 
         Args:
-            *states: Only runs in one of these states; by default all.
+            *states: Only runs in one of these states; by default all. ``"failed"`` includes runs that a user stopped,
+                which ``"stopped"`` and ``"failed itself"`` tell apart.
             after: Only runs with a larger id.
             limit: Maximum number of runs.
             name: Only runs with this text in their name; upper and lower case are the same.
@@ -995,7 +1008,11 @@ def _mark(connection: sa.Connection | sa.Engine) -> str:
 def _chosen(query: sa.Select[Any], states: Collection[str], text: str) -> sa.Select[Any]:
     """Limit a query to the runs in one of some states, all states if it is empty, with each word of a text."""
     if states:
-        query = query.where(Run.state.in_(states))
+        # The text of the JSON, because PostgreSQL cannot parse what the output of a worker may hold.
+        by_user = Run.job_metadata.contains(f'"reason": "{STOPPED.reason}', autoescape=True)
+        failed = Run.state == STOPPED.state
+        special = {"stopped": sa.and_(failed, by_user), "failed itself": sa.and_(failed, sa.not_(by_user))}
+        query = query.where(sa.or_(*(special.get(state, Run.state == state) for state in states)))
     for word in text.split():
         places = (Run.name, Run.image, Run.backend, Run.command)
         query = query.where(sa.or_(*(place.icontains(word, autoescape=True) for place in places)))

@@ -422,6 +422,21 @@ def test_only_named_places_may_reach_the_master() -> None:
 
 
 @needs_helm
+def test_an_ingress_below_a_path_tells_the_master() -> None:
+    def paths(*options: str) -> tuple[str, list[str]]:
+        done = helm("--values", str(CHART / "ci" / "ingress-values.yaml"), *options)
+        objects = [entry for entry in yaml.safe_load_all(done.stdout) if entry]
+        (ingress,) = (one for one in objects if one["kind"] == "Ingress")
+        (deployment,) = (one for one in objects if one["kind"] == "Deployment")
+        arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+        (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
+        return path["path"], [argument for argument in arguments if argument.startswith("--root-path")]
+
+    assert paths() == ("/", [])
+    assert paths("--set", "ingress.path=/tools/mlbench") == ("/tools/mlbench", ["--root-path=/tools/mlbench"])
+
+
+@needs_helm
 def test_workers_reach_one_another_the_master_and_name_servers_until_a_value_opens_more() -> None:
     def destinations(name: str) -> list[Values]:
         return list(find(name, "NetworkPolicy", "-worker")["spec"]["egress"])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlbench_core import files
+from mlbench_core.files import creating_folder, replacing
 
 
 def test_a_file_is_replaced_at_once(tmp_path: Path) -> None:
@@ -118,6 +119,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 HOLDER = """
 import pathlib, signal, sys
 from mlbench_core import files
+from mlbench_core.files import creating_folder, replacing
 with files.lock(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     signal.pause()
@@ -157,3 +159,18 @@ def test_digests_are_those_of_hashlib(tmp_path: Path) -> None:
     assert files.digest(path, "md5") == hashlib.md5(content, usedforsecurity=False).hexdigest()
     with path.open("rb") as file:
         assert files.digest(file) == files.digest(content)
+
+
+def test_a_full_disk_is_reported_with_the_path(tmp_path: Path) -> None:
+    def fill(_: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for writing in (replacing, creating_folder):
+        with pytest.raises(OSError, match="No space left") as caught, writing(tmp_path / "new") as temporary:
+            fill(temporary)
+        assert caught.value.filename == str(tmp_path / "new")
+        assert str(tmp_path / "new") in str(caught.value)
+    # A path that the system named stays, and so does an error that is not of the system.
+    with pytest.raises(FileNotFoundError) as missing, replacing(tmp_path / "new"):
+        (tmp_path / "none").read_text()
+    assert missing.value.filename == str(tmp_path / "none")

@@ -18,7 +18,7 @@ __all__ = ["live_table"]
 
 # A narrower terminal has no room for the time, and for less of the bar.
 _WIDE = 100
-_COLORS = {"finished": "green", "failed": "red", "stopped": "red", "lost": "red", "started": "cyan"}
+_COLORS = {"finished": "green", "failed": "red", "stopped": "yellow", "lost": "red", "started": "cyan"}
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, TypeVar
 
 import click
@@ -17,6 +18,7 @@ __all__ = [
     "confirm_deletion",
     "dashboard_option",
     "json_option",
+    "local_time",
     "log_line",
     "number",
     "print_field",
@@ -121,6 +123,18 @@ def seconds(value: float) -> str:
     minutes, rest = divmod(int(value), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def local_time(date: str) -> str:
+    """Format a date of the master, ISO 8601 in UTC, as local time with its offset and without fractions of a second.
+
+    Example:
+        >>> local_time("2026-01-31T12:00:00.500000Z")  # doctest: +SKIP
+        '2026-01-31 13:00:00 +01:00'
+    """
+    # Before version 3.11, Python did not know the letter for UTC.
+    text = datetime.fromisoformat(date.replace("Z", "+00:00")).astimezone().isoformat(" ", "seconds")
+    return f"{text[:19]} {text[19:]}"
 
 
 def terminal_width() -> int | None:

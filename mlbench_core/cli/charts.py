@@ -52,8 +52,8 @@ def charts(
 ) -> None:
     """Draw figures of results and save them in FOLDER.
 
-    If FOLDER holds files of 'mlbench run --wait' or 'mlbench download', these are drawn. Otherwise, and always with
-    --dashboard-url, the finished runs of the master are drawn, and FOLDER is created.
+    If FOLDER holds files of 'mlbench run --wait' or 'mlbench download', these are drawn. If it is empty, and always
+    with --dashboard-url, the finished runs of the master are drawn.
 
     Runs are averaged only if everything except the seed is the same: task or command, options, backend, workers, goal,
     machine and software. Each figure is a PNG and an SVG file, and its numbers are a CSV file.
@@ -64,7 +64,12 @@ def charts(
     time and bytes. With --price-per-hour, there is the time to the goal against the price. The first two figures are
     also drawn side by side in overview.png.
     """
-    found = load([folder], empty_is_error=False) if folder.is_dir() and not dashboard_url else []
+    if not folder.is_dir() and not dashboard_url:
+        raise ConfigurationError(
+            f"FOLDER must be a folder with results, but {folder} does not exist: name another one, or make it to draw "
+            "the runs of the master into it"
+        )
+    found = load([folder], empty_is_error=False) if not dashboard_url else []
     if found:
         results = [result for result in found if matches(result.name, pattern)]
     else:

@@ -56,6 +56,13 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 )
 @click.option("--certificate", type=_FILE, help="Certificate (PEM) for https.")
 @click.option("--key", type=_FILE, help="Private key (PEM) of the certificate, if its file does not hold it.")
+@click.option(
+    "--root-path",
+    default="",
+    metavar="PATH",
+    help="Path below which a proxy serves the master, for example /user/me/proxy/5080; by default that in the header "
+    "X-Forwarded-Prefix of the proxy.",
+)
 @click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for database and logs.")
 @click.option(
     "--launcher",
@@ -84,6 +91,7 @@ def master(
     no_token: bool,
     certificate: Path | None,
     key: Path | None,
+    root_path: str,
     stop: bool,
     database_url: str | None,
     data_dir: Path | None,
@@ -133,7 +141,7 @@ def master(
 
     try:
         listen = Listen(host, port, certificate, key)
-        serve(listen, token, started, no_token, database_url, data_dir, launcher, end_when_idle)
+        serve(listen, token, started, no_token, database_url, data_dir, launcher, end_when_idle, root_path)
     finally:
         forget_master(os.getpid())
 

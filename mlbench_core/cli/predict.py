@@ -15,6 +15,7 @@ from mlbench_core.cli._networks import NetworkType
 from mlbench_core.cli._output import clean, json_option, number, print_json, print_table, remark
 from mlbench_core.cli._records import price_options
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.results.pool import usable
 from mlbench_core.results.prices import Pricing, price_of
 from mlbench_core.results.record import RunRecord
 
@@ -54,16 +55,26 @@ def predict(
     Each PATH is a result folder, or a folder with results at any depth. Runs of one configuration are one line for each
     network and number of workers. A prediction starts from the runs with the nearest number of workers, at least 2;
     runs of one worker give the compute time. Measured figures are marked as measured. A configuration that cannot be
-    predicted has a line without figures, and the reason below the table.
+    predicted has a line without figures, and the reason below the table. A run that cannot be used is left out, with
+    one line that says why.
     """
     from mlbench_core.results.load import load
 
+    def leave_out(reason: str) -> None:
+        remark(clean(f"{reason} of the prediction"))
+
     rows = []
-    for records in _by_configuration(load(map(Path, places))):
+    found = load(map(Path, places), unreadable=lambda problem: leave_out(f"{problem}: left out"))
+    kept, reasons = usable(found)
+    for reason in reasons:
+        leave_out(reason)
+    if not kept:
+        raise ConfigurationError("PATH must have a run that has ended and sent its times, but it has none")
+    for records in _by_configuration(kept):
         for network in networks:
             rows += [_row(records, network, count, critical_workers) for count in workers]
     if all(row["error"] for row in rows):
-        raise ConfigurationError(rows[0]["error"])
+        raise ConfigurationError("; ".join(dict.fromkeys(row["error"] for row in rows)))
     for row in rows:
         seconds = row["time_to_goal_s"]
         machine = None if seconds is None else pricing.machine
@@ -126,7 +137,15 @@ def _predicted(
     bases = [record for record in several if abs((record.workers or 0) - workers) == nearest]
     alone = next((record for record in records if record.workers == 1 and record.batches), None)
     # Without a run of several workers, the prediction says what is missing.
-    predictions = [predict_run(base, network, workers, alone, critical_workers) for base in bases or records[:1]]
+    predictions, problems = [], []
+    for base in bases or records[:1]:
+        try:
+            predictions.append(predict_run(base, network, workers, alone, critical_workers))
+        # Another repeat may have what this one lacks.
+        except ConfigurationError as error:
+            problems.append(error)
+    if not predictions:
+        raise problems[0]
     figures = _medians([dataclasses.asdict(prediction) for prediction in predictions])
     return {**figures, "assumption": predictions[0].assumption}
 

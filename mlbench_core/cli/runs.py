@@ -19,6 +19,7 @@ from mlbench_core.cli._output import (
     confirm_deletion,
     dashboard_option,
     json_option,
+    local_time,
     log_line,
     print_field,
     print_json,
@@ -35,6 +36,7 @@ __all__ = ["delete", "download", "logs", "status", "stop"]
 FOLLOW_POLL_S = 0.5
 # The parts of a name at the master: the phase, "global_" for a value of all workers, the name itself, and the rank of
 # the worker that sent it.
+_DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z")
 _METRIC_NAME = re.compile(r"(?:train_|val_)?(?:global_)?(.*?)(?: @ \d+)?", re.DOTALL)
 
 
@@ -74,7 +76,7 @@ def _show_run(run: Mapping[str, Any], metrics: Mapping[str, Sequence[Mapping[str
     shown = {**run, "state": state_of(run)}
     for key in ("name", "id", "state", "num_workers", "backend", "image", "command", "created_at", "finished_at"):
         if shown.get(key) is not None:
-            print_field(key, shown[key])
+            print_field(key, _cell(shown[key]))
     if reason_of(run):
         print_field("reason", reason_of(run))
     if latest:
@@ -112,9 +114,9 @@ def _full_name(metric: str, known: Sequence[str], run: str) -> str:
 
 
 def _cell(value: object) -> str:
-    """Format a value for a table; a date is written without the fraction of a second."""
+    """Format a value for a table; a date of the master is written in local time, with its offset from UTC."""
     text = "-" if value is None else str(value)
-    return text[:19].replace("T", " ") if len(text) > 19 and text[4:5] == text[7:8] == "-" else text
+    return local_time(text) if _DATE.fullmatch(text) else text
 
 
 @click.command()

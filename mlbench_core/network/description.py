@@ -13,6 +13,7 @@ MAX_HOSTS = 250
 
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 NUMBER = r"\d+(?:\.\d+)?"
+_OTHER_BANDWIDTH = re.compile(rf"({NUMBER})\s*([kmgt]?)i?(bits?|bytes?|b|)\s*(ps|/s|/sec|/second|p/s|)")
 BANDWIDTH = re.compile(rf"({NUMBER})\s*([kmg]?bit)")
 UNLIMITED = "unlimited"
 _LONGEST_ROUND_TRIP_S = 10.0
@@ -229,10 +230,36 @@ def bits_per_second(bandwidth: str | float) -> int:
     elif isinstance(bandwidth, (int, float)) and not isinstance(bandwidth, bool):
         rate = float(bandwidth)
     else:
-        raise ValueError(f"bandwidth must be like '100mbit' or a number of bits per second, not {bandwidth!r}")
+        raise ValueError(
+            f"bandwidth must be like '100mbit' or a number of bits per second, not {bandwidth!r}"
+            + bandwidth_hint(str(bandwidth))
+        )
     if not 8_000 <= rate <= 1e12:
         raise ValueError(f"bandwidth must be from 8 kbit/s to 1000 Gbit/s, not {bandwidth!r}")
     return round(rate)
+
+
+def bandwidth_hint(text: str) -> str:
+    """Return ``": did you mean '1gbit'?"`` for a bandwidth in another unit, or an empty text.
+
+    Example:
+        >>> bandwidth_hint("1gbps"), bandwidth_hint("100 MB/s"), bandwidth_hint("fast")
+        (": did you mean '1gbit'?", ": did you mean '100mbit', or '800mbit' for bytes?", '')
+    """
+    match = _OTHER_BANDWIDTH.fullmatch(text.strip().lower())
+    if match is None:
+        return ""
+    number, prefix, unit, per = match.groups()
+    if prefix == "t":
+        number, prefix = _number_text(float(number) * 1000), "g"
+    # A number alone is rather in Mbit/s than in bits.
+    prefix = prefix if prefix or unit else "m"
+    bits, in_bytes = f"{number}{prefix}bit", f"{_number_text(float(number) * 8)}{prefix}bit"
+    if unit.startswith("byte"):
+        return f": did you mean {in_bytes!r}?"
+    # The case of the letters does not count here, so MB may be Mb.
+    other = f", or {in_bytes!r} for bytes" if unit == "b" and per != "ps" else ""
+    return f": did you mean {bits!r}{other}?"
 
 
 def _bandwidth_text(rate: int | None) -> str:

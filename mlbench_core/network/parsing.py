@@ -22,6 +22,7 @@ from mlbench_core.network.description import (
     HostSettings,
     Link,
     Network,
+    bandwidth_hint,
     bits_per_second,
 )
 
@@ -65,6 +66,8 @@ def parse_network(text: str) -> Network:
                 f"'{racks}x{hosts_per_rack}:10gbit/100mbit,40ms'"
             )
         link, between = _parse_link(inside), _parse_link(outside)
+    elif "/" in links and any(map(bandwidth_hint, links.split(","))):
+        link = _parse_link(links)
     elif "/" in links or ":" in links:
         raise ValueError(
             f"network {links[:80]!r} must begin with the racks and the hosts of each if it has '/' or ':': write for "
@@ -120,7 +123,7 @@ def _parse_link(text: str) -> Link:
         else:
             raise ValueError(
                 f"part {word[:80]!r} must be a bandwidth ('100mbit', '{UNLIMITED}'), a round trip ('20ms'), a jitter "
-                "('2ms-jitter') or a loss ('0.1%-loss')"
+                "('2ms-jitter') or a loss ('0.1%-loss')" + bandwidth_hint(word)
             )
         if name in values:
             raise ValueError(f"part {word!r} must not follow another {name.removesuffix('_s').replace('_', ' ')}")
@@ -151,7 +154,7 @@ def _parse_host(text: str) -> tuple[int, HostSettings]:
         else:
             raise ValueError(
                 f"part {word[:80]!r} of host {match[1]} must be a bandwidth ('10mbit'), a share of the processor "
-                "('50%-cpu') or a cut ('cut@10s-15s')"
+                "('50%-cpu') or a cut ('cut@10s-15s')" + bandwidth_hint(word)
             )
         if name in values:
             raise ValueError(f"part {word!r} of host {match[1]} must not follow another {name}")

@@ -131,9 +131,13 @@ def _read(record: RunRecord, alone: RunRecord | None) -> _Measured:
     """Return the figures of a step of a measured run."""
     found, workers = record.collectives, record.workers
     if found is None or workers is None or workers < 2 or not record.batches:
+        remedy = "average with an optimizer or a communication hook of this library"
+        if workers is None or workers < 2:
+            remedy = "measure a run of 2 workers or more, too"
+        elif not record.batches:
+            remedy = "train with a Tracker that marks the start and the end of each batch"
         raise ConfigurationError(
-            f"the run {record.name} must have several workers and a record of its collectives: measure it again with "
-            "2 workers or more and an optimizer of this library"
+            f"the run {record.name} must have several workers and a record of its collectives: {remedy}"
         )
     collectives = tuple(
         Collective(e["op"], e["group"], e["calls"] / record.batches, e["bytes"] / e["calls"], e["overlapped"])

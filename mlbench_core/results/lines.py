@@ -91,12 +91,15 @@ class LinesSink:
     def event(self, kind: str, content: Mapping[str, Any]) -> None:
         """Write a line of another kind than ``stat``; the line ``end`` waits for :meth:`finish`."""
         if kind == "end":
-            self._end = dict(content)
+            # finish() says how the run ended.
+            self._end = {name: value for name, value in content.items() if name != "state"}
             return
         added = {}
         if kind == "start":
             added = {"schema_version": SCHEMA_VERSION, **self._start}
             self.has_started = True
+            # The file has the numbers from before the resume already.
+            content = {name: value for name, value in content.items() if name != "latest"}
             if self._before_start is not None:
                 with self._noting_loss():
                     self._before_start()
@@ -151,7 +154,7 @@ class LinesSink:
         try:
             yield
         except OSError as error:
-            self._lost = error.strerror or str(error)
+            self._lost = f"{error.strerror or error}: {self.path}"
             raise
 
 

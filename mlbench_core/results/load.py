@@ -9,7 +9,7 @@ import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,20 @@ _NAME_IN_ZIP = re.compile(r"(?:^|/)result_(.+)\.json$")
 _WORKER_IN_ZIP = re.compile(r"(?:pod_)?(.+-worker-\d+)(?:_.*)?\.json$")
 
 
-def load(paths: Iterable[str | os.PathLike[str]], *, empty_is_error: bool = True) -> list[RunRecord]:
+def load(
+    paths: Iterable[str | os.PathLike[str]],
+    *,
+    empty_is_error: bool = True,
+    unreadable: Callable[[str], None] | None = None,
+) -> list[RunRecord]:
     """Read all results at some paths.
 
     Args:
         paths: Each is a result folder, a folder with results at any depth, a zip file of the master, or a JSON file of
             ``mlbench run --wait``.
         empty_is_error: False to accept a path that has no result.
+        unreadable: Called with the problem of each result that cannot be read, which is then left out; None to raise
+            it.
 
     Returns:
         One record for each run, fewest workers first, then by name. A run that is found twice counts once, and its
@@ -52,8 +59,12 @@ def load(paths: Iterable[str | os.PathLike[str]], *, empty_is_error: bool = True
     """
     records: dict[str, RunRecord] = {}
     for path in map(Path, paths):
-        found = list(_load(path))
-        if not found and empty_is_error:
+        problems: list[str] = []
+        found = list(_load(path, problems.append if unreadable else None))
+        for problem in problems:
+            assert unreadable is not None
+            unreadable(problem)
+        if not found and not problems and empty_is_error:
             raise ConfigurationError(
                 f"{path} must have a result, but it has none: name a result folder, or a file of "
                 "'mlbench run --wait' or 'mlbench download'"
@@ -71,23 +82,36 @@ def load(paths: Iterable[str | os.PathLike[str]], *, empty_is_error: bool = True
     return sorted(records.values(), key=lambda record: (record.workers or 0, record.name))
 
 
-def _load(path: Path) -> Iterator[RunRecord]:
+def _load(path: Path, unreadable: Callable[[str], None] | None) -> Iterator[RunRecord]:
     if path.is_file():
         if path.name == RESULT:
-            yield _load_folder(path.parent)
+            yield from _read(_load_folder, path.parent, unreadable)
         elif path.suffix in (".json", ".zip"):
-            record = _load_zip(path) if path.suffix == ".zip" else _load_json(path)
-            if record is not None:
-                yield record
+            yield from _read(_load_zip if path.suffix == ".zip" else _load_json, path, unreadable)
         return
     if not path.is_dir():
         raise ConfigurationError(f"{path} must be a folder or a file with results, but it does not exist")
     folders = set(find_folders(path))
-    yield from map(_load_folder, sorted(folders))
+    for folder in sorted(folders):
+        yield from _read(_load_folder, folder, unreadable)
     for file in sorted(file for suffix in ("json", "zip") for file in path.rglob(f"*.{suffix}") if file.is_file()):
         # 'mlbench run --wait' keeps NAME.json beside the result folder NAME of the same run.
         if file.with_suffix("") not in folders and folders.isdisjoint(file.parents):
-            yield from _load(file)
+            yield from _load(file, unreadable)
+
+
+def _read(
+    read: Callable[[Path], RunRecord | None], path: Path, unreadable: Callable[[str], None] | None
+) -> Iterator[RunRecord]:
+    try:
+        record = read(path)
+    except ConfigurationError as error:
+        if unreadable is None:
+            raise
+        unreadable(str(error))
+        return
+    if record is not None:
+        yield record
 
 
 def _load_folder(folder: Path) -> RunRecord:

@@ -22,6 +22,7 @@ __all__ = [
     "latest_json",
     "number",
     "read_fields",
+    "state_of_run",
 ]
 
 Metrics = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -52,6 +53,21 @@ _PLACEHOLDER = re.compile(r"\{(run_id|rank|hosts|backend)\}")
 _NOT_LIMITED = 1000.0
 # Every custom command of version 3.0 has this image name, which says nothing about the run.
 _CUSTOM_IMAGE = "custom_image"
+
+
+def state_of_run(run: Mapping[str, Any]) -> str:
+    """Return the state of a run as the master describes it: ``"stopped"`` if a user stopped it.
+
+    The master calls it ``"failed"``, as in version 3.0. Its field ``stopped`` or, in older files, its reason tells.
+
+    Example:
+        >>> state_of_run({"state": "failed", "stopped": True}), state_of_run({"state": "finished"}), state_of_run({})
+        ('stopped', 'finished', 'unknown')
+    """
+    metadata = run.get("job_metadata")
+    reason = str(metadata.get("reason")) if isinstance(metadata, Mapping) else ""
+    is_stopped = run.get("stopped") is True or (run.get("state") == "failed" and reason.startswith("stopped by a user"))
+    return "stopped" if is_stopped else str(run.get("state") or UNKNOWN)
 
 
 def describe_run(run: Mapping[str, Any], workers: int | None = None) -> dict[str, Any]:
@@ -205,7 +221,7 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         configuration["goal"] = named if goal["metric"] else None
     return {
         "name": str(run.get("name") or "run"),
-        "state": str(run.get("state") or UNKNOWN),
+        "state": state_of_run(run),
         "configuration": configuration,
         "started_at": run.get("started_at") or run.get("created_at"),
         "reached": reached,

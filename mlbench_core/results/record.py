@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_core.results.lines import read_lines, statistics
-from mlbench_core.results.published import PHASES, STEPS, UNKNOWN, Metrics, latest_json, number, read_fields
+from mlbench_core.results.published import (
+    PHASES,
+    STEPS,
+    UNKNOWN,
+    Metrics,
+    latest_json,
+    number,
+    read_fields,
+    state_of_run,
+)
 from mlbench_core.results.schema import check_result
 
 __all__ = ["PHASES", "STEPS", "UNKNOWN", "CurvePoint", "RunRecord", "goal_text"]
@@ -258,7 +267,7 @@ class RunRecord:
             check_result(result, f"the result of run {run.get('name')}")
             found = cls.from_result(result, source=source)
             # The master knows the name under which the run was started, and if one of its workers failed.
-            state = str(run.get("state") or found.state)
+            state = state_of_run(run) if run.get("state") else found.state
             return dataclasses.replace(found, name=str(run.get("name") or found.name), state=state)
         return cls(source=source, **read_fields(metrics, run))
 

@@ -5,7 +5,8 @@ A sink is called ``sink(name, value, epoch, step)``. It may also have these meth
 * ``record(name, value, epoch, step, time_s)`` receives the statistics instead of the sink itself. ``time_s`` is the
   time that the number belongs to, in seconds since ``Tracker.start()``. The sink itself is then called only for numbers
   that the events contain, too: the times of the steps, and the result of the goal.
-* ``event(kind, content)`` receives the events of the run, see :meth:`SinkList.event`.
+* ``event(kind, content)`` receives the events of the run, see :meth:`SinkList.event`. The event ``"end"`` says how the
+  run ended.
 * ``flush()`` is called after each epoch and at the end.
 * ``write_summary(summary)`` and ``close()`` are called at the end.
 
@@ -28,19 +29,24 @@ from __future__ import annotations
 
 import csv
 import inspect
+import itertools
 import json
 import logging
 import math
 import os
+import posixpath
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TextIO
 
 from mlbench_core.errors import ConfigurationError, require
+from mlbench_core.tracking.process_end import call_at_end, forget
 
 __all__ = [
     "CSVSink",
@@ -73,18 +79,28 @@ class Sink(Protocol):
 class SinkList(list[Sink]):
     """The sinks of a tracker. A sink that raises an exception (a full disk) is removed, and the run continues.
 
+    Attributes:
+        latest: The numbers of the latest step: name to [value, epoch]. A checkpoint of the tracker keeps them, because
+            a resumed run begins at this step.
+
     Raises:
         TypeError: A sink is not callable.
     """
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
         super().__init__(sinks)
+        self.resume(0, {})
         for sink in self:
             if not callable(sink):
                 raise TypeError(f"sinks must be callable, not {sink!r}: a sink is called (name, value, epoch, step)")
 
+    def resume(self, step: int, latest: dict[str, list[Any]]) -> None:
+        """Continue from a step with the :attr:`latest` numbers of its checkpoint; the sinks receive nothing here."""
+        self._step, self.latest = step, latest
+
     def record(self, name: str, value: float | str, epoch: int, step: int, time_s: float) -> None:
         """Pass a statistic to every sink; without ``time_s`` to those that have no method ``record``."""
+        self._keep(name, value, epoch, step)
         # A copy, because a sink that fails is removed while the loop runs.
         for sink in tuple(self):
             record = getattr(sink, "record", None)
@@ -93,12 +109,26 @@ class SinkList(list[Sink]):
             else:
                 self._try(sink, record, name, value, epoch, step, time_s)
 
+    def number(self, name: str, value: float | str, epoch: int, step: int) -> None:
+        """Pass a number to every sink that the events contain, too."""
+        self._keep(name, value, epoch, step)
+        self.call("__call__", name, value, epoch, step)
+
+    def _keep(self, name: str, value: float | str, epoch: int, step: int) -> None:
+        # Numbers that are read late belong to earlier steps.
+        if step > self._step:
+            self._step, self.latest = step, {}
+        if step == self._step:
+            self.latest[name] = [value, epoch]
+
     def event(self, kind: str, content: Callable[[], Mapping[str, Any]]) -> None:
         """Pass an event of the run to every sink that has a method ``event``.
 
         Args:
             kind: ``"start"`` when the run starts, ``"epoch"`` at the end of an epoch, ``"goal"`` when the goal is
-                reached, or ``"end"`` when the tracker is closed.
+                reached, or ``"end"`` when the tracker is closed. ``"start"`` has ``resumed``, ``epoch``, ``step``, and
+                in a resumed run ``latest``, the numbers of that step: name to [value, epoch]. ``"end"`` has ``state``:
+                ``"finished"``, ``"failed"`` or ``"stopped"``.
             content: Return the content of the event as plain containers. It is called only if a sink wants it.
         """
         receivers = [sink for sink in self if hasattr(sink, "event")]
@@ -138,7 +168,8 @@ class _FileSink:
     def _open(self) -> TextIO:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", encoding="utf-8", newline="")
+            # A name may have characters that UTF-8 cannot write, such as half a surrogate pair.
+            self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace", newline="")
         return self._file
 
     def flush(self) -> None:
@@ -169,12 +200,13 @@ class JSONLSink(_FileSink):
 
     def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
         """Write one line."""
-        finite = value if isinstance(value, str) or math.isfinite(value) else None
+        # An integer is finite, and may be too large for math.isfinite().
+        finite = value if isinstance(value, (str, int)) or math.isfinite(value) else None
         self._write({"epoch": epoch, "step": step, "name": name, "value": finite})
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the run's summary as a line ``{"summary": {...}}``."""
-        self._write({"summary": summary})
+        self._write({"summary": _strict(summary)})
 
     def _write(self, content: dict[str, Any]) -> None:
         line = {"time": datetime.now(timezone.utc).isoformat(), **self._fields, **content}
@@ -203,8 +235,10 @@ class CSVSink(_FileSink):
 class TensorBoardSink:
     """A sink that writes scalars and texts for TensorBoard, by the number of finished batches.
 
+    A resumed run repeats the batches after its checkpoint. TensorBoard then hides their first values (``purge_step``).
+
     Args:
-        folder: Folder of the event files.
+        folder: Folder of the event files, which should belong to one run: TensorBoard draws a curve for each folder.
 
     Raises:
         MissingDependencyError: TensorBoard or torch is not installed.
@@ -213,14 +247,37 @@ class TensorBoardSink:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         require("tensorboard", "tensorboard")
         writers: Any = require("torch.utils.tensorboard", "torch")
-        self._writer = writers.SummaryWriter(os.fspath(folder))
+        self._folder = os.fspath(folder)
+        self._open = partial(writers.SummaryWriter, self._folder)
+        self._writer = self._open()
+        self._refused: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"TensorBoardSink({self._folder!r})"
 
     def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
         """Write one scalar or text."""
-        if isinstance(value, str):
-            self._writer.add_text(name, value, step)
-        else:
-            self._writer.add_scalar(name, value, step)
+        if name in self._refused:
+            return
+        try:
+            if isinstance(value, str):
+                self._writer.add_text(_utf8(name), _utf8(value), step)
+            else:
+                self._writer.add_scalar(_utf8(name), value, step)
+        # Of the value, for example an integer that is too large. A full disk raises OSError, which ends the sink.
+        except (TypeError, ValueError, OverflowError) as error:
+            self._refused.add(name)
+            _warn_of_refused(type(self).__name__, name, error)
+
+    def event(self, kind: str, content: Mapping[str, Any]) -> None:
+        """Hide the values of an earlier process after the step from which the run is resumed."""
+        if kind != "start" or not content["resumed"]:
+            return
+        self._writer.close()
+        self._writer = self._open(purge_step=content["step"])
+        # TensorBoard hides this step, too, and with it what was validated before the checkpoint was saved.
+        for name, (value, epoch) in content.get("latest", {}).items():
+            self(name, value, epoch, content["step"])
 
     def flush(self) -> None:
         """Write the queued values."""
@@ -231,10 +288,46 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
+class _ServiceSink:
+    """A sink with a run on a service, which learns how this process ends even if nobody closes the sink."""
+
+    def __init__(self) -> None:
+        self._refused: set[str] = set()
+        self._state = "finished"
+        self._is_open = True
+        call_at_end(self._end)
+
+    def event(self, kind: str, content: Mapping[str, Any]) -> None:
+        """Note how the run ended."""
+        if kind == "end":
+            self._state = content["state"]
+
+    def close(self) -> None:
+        """End the run on the service."""
+        self._end(self._state)
+
+    def _end(self, state: str) -> None:
+        forget(self._end)
+        if self._is_open:
+            self._is_open = False
+            self._finish(state)
+
+    def _finish(self, state: str) -> None:
+        raise NotImplementedError
+
+    def _refuse(self, name: str, error: Exception) -> None:
+        self._refused.add(name)
+        _warn_of_refused(type(self).__name__, name, error)
+
+
+class WandbSink(_ServiceSink):
     """A sink that writes to a run of Weights & Biases, by the number of finished batches.
 
-    Numbers are rows of the run's history. Texts and the summary of the tracker are entries of the run's summary.
+    Numbers are rows of the run's history. Texts and the summary of the tracker are entries of the run's summary. The
+    run ends with the exit code 0, or 1 after an exception, or 255 if it was stopped.
+
+    A resumed training is a new run, unless ``options`` or ``WANDB_RUN_ID`` and ``WANDB_RESUME=allow`` name the earlier
+    one. That run then gets only batches that it does not have.
 
     Args:
         project: Name of the project; None for the default of ``wandb``.
@@ -244,33 +337,49 @@ class WandbSink:
         MissingDependencyError: The package ``wandb`` is not installed.
     """
 
+    _EXIT_CODES = MappingProxyType({"finished": 0, "failed": 1, "stopped": 255})
+
     def __init__(self, project: str | None = None, **options: Any) -> None:
         wandb: Any = require("wandb", "wandb")
         self._run = wandb.init(project=project, **options)
         # Not the step of wandb: it must not decrease, but numbers that are read later belong to earlier batches.
         self._run.define_metric("*", step_metric="batch")
+        resumed = getattr(self._run, "resumed", False) is True
+        self._first_batch = int(self._run.summary.get("batch", 0)) if resumed else 0
+        super().__init__()
 
     def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
         """Write one row of the history, or a text."""
-        if isinstance(value, str):
-            self._run.summary[name] = value
-        else:
-            self._run.log({name: value, "epoch": epoch, "batch": step})
+        if name in self._refused or step < self._first_batch:
+            return
+        try:
+            if isinstance(value, str):
+                self._run.summary[_utf8(name)] = _utf8(value)
+            else:
+                self._run.log({_utf8(name): value, "epoch": epoch, "batch": step})
+        except (TypeError, ValueError, OverflowError) as error:
+            self._refuse(name, error)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Add the totals of the run to the run's summary."""
         self._run.summary.update(summary)
 
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+    def _finish(self, state: str) -> None:
+        self._run.finish(exit_code=self._EXIT_CODES[state])
 
 
-class MLflowSink:
+class MLflowSink(_ServiceSink):
     """A sink that writes to a run of MLflow, by the number of finished batches.
 
-    Numbers are metrics, and characters that MLflow does not allow in their names become ``_``. Texts are tags. The
-    summary is the artifact ``summary.json``. ``MLFLOW_TRACKING_URI`` names the server, file or folder of the runs.
+    Numbers are metrics. Texts are tags. The summary is the artifact ``summary.json``. ``MLFLOW_TRACKING_URI`` names the
+    server, file or folder of the runs. The run ends as ``FINISHED``, as ``FAILED`` after an exception, or as ``KILLED``
+    if it was stopped.
+
+    Characters and paths that MLflow does not allow in the name of a metric become ``_``, and a long name is cut. A
+    metric that MLflow refuses all the same is left out with one warning.
+
+    A resumed training is a new run, unless ``MLFLOW_RUN_ID`` names the earlier one. That run then gets only steps that
+    it does not have.
 
     Args:
         experiment: Name of the experiment, which is created if it does not exist.
@@ -282,40 +391,140 @@ class MLflowSink:
 
     # The largest number of metrics that a server accepts in one request.
     _MOST = 1000
+    _LONGEST_NAME = 250
+    # Errors of the server or of the way to it. A request for each metric would only wait as long as the first one.
+    _NOT_OF_A_METRIC = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "UNAUTHENTICATED", "PERMISSION_DENIED")
+    _STATES = MappingProxyType({"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"})
 
     def __init__(self, experiment: str = "Default", run_name: str | None = None) -> None:
         mlflow: Any = require("mlflow", "mlflow")
         self._metric = mlflow.entities.Metric
         self._client = mlflow.MlflowClient()
-        found = self._client.get_experiment_by_name(experiment)
-        folder = self._client.create_experiment(experiment) if found is None else found.experiment_id
-        self._run: str = self._client.create_run(folder, run_name=run_name).info.run_id
         self._metrics: list[Any] = []
+        self._names: dict[str, str] = {}
+        # For a run that is continued: the last step of each metric that it has.
+        self._last_steps: dict[str, int] | None = None
+        earlier = os.environ.get("MLFLOW_RUN_ID")
+        if earlier:
+            self._run: str = earlier
+            self._client.update_run(earlier, status="RUNNING")
+            self._last_steps = {}
+        else:
+            self._run = self._client.create_run(self._experiment(experiment), run_name=run_name).info.run_id
+        super().__init__()
+
+    def _experiment(self, name: str) -> str:
+        """Return the id of an experiment, which is created if it does not exist."""
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return str(found.experiment_id)
+        try:
+            return str(self._client.create_experiment(name))
+        except Exception:
+            # Another run may have created it since.
+            found = self._client.get_experiment_by_name(name)
+            if found is None:
+                raise
+            return str(found.experiment_id)
 
     def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
         """Queue one metric, or write a text."""
-        name = re.sub(r"[^\w./ -]", "_", name)
-        if isinstance(value, str):
-            self._client.set_tag(self._run, name, value)
+        name = self._names.get(name) or self._allowed_name(name)
+        if name in self._refused:
             return
-        self._metrics.append(self._metric(name, value, round(time.time() * 1000), step))
+        try:
+            if isinstance(value, str):
+                self._client.set_tag(self._run, name, _utf8(value))
+                return
+            # MLflow keeps every number as a float.
+            number = float(value)
+        except Exception as error:
+            self._refuse(name, error)
+            return
+        if self._last_steps is not None:
+            if name not in self._last_steps:
+                history = self._client.get_metric_history(self._run, name)
+                self._last_steps[name] = max((metric.step for metric in history), default=-1)
+            if step <= self._last_steps[name]:
+                return
+        self._metrics.append(self._metric(name, number, round(time.time() * 1000), step))
         # A request for each number would slow training down.
         if len(self._metrics) == self._MOST:
             self.flush()
 
+    def _allowed_name(self, name: str) -> str:
+        """Return the name of a metric in MLflow. Different names stay different, so no curve mixes two metrics."""
+        parts = re.sub(r"[^\w./ -]", "_", name).split("/")
+        allowed = "/".join("_" if part in ("", ".", "..") else part for part in parts)
+        taken = self._names.values()
+        endings = itertools.chain([""], (f"_{number}" for number in itertools.count(2)))
+        allowed = next(
+            cut
+            for ending in endings
+            if (cut := posixpath.normpath(allowed[: self._LONGEST_NAME - len(ending)]) + ending) not in taken
+        )
+        self._names[name] = allowed
+        return allowed
+
     def flush(self) -> None:
         """Write the queued metrics."""
-        if self._metrics:
-            self._client.log_batch(self._run, metrics=self._metrics)
-            self._metrics = []
+        metrics, self._metrics = self._metrics, []
+        if not metrics:
+            return
+        try:
+            self._client.log_batch(self._run, metrics=metrics)
+        except Exception as error:
+            # MLflow refuses all metrics of a request because of one of them.
+            if getattr(error, "error_code", None) in self._NOT_OF_A_METRIC:
+                raise
+            self._send_by_name(metrics, error)
+
+    def _send_by_name(self, metrics: list[Any], error: Exception) -> None:
+        """Send each metric in a request of its own, and leave out those that are refused."""
+        by_name: dict[str, list[Any]] = {}
+        for metric in metrics:
+            by_name.setdefault(metric.key, []).append(metric)
+        refused: dict[str, Exception] = {}
+        for name, some in by_name.items():
+            try:
+                self._client.log_batch(self._run, metrics=some)
+            except Exception as refusal:
+                refused[name] = refusal
+        if len(refused) == len(by_name) > 1:
+            # Not one metric is to blame, but the server.
+            raise error
+        for name, reason in refused.items():
+            self._refuse(name, reason)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the summary as an artifact."""
-        self._client.log_dict(self._run, summary, "summary.json")
+        self._client.log_dict(self._run, _strict(summary), "summary.json")
 
-    def close(self) -> None:
-        """End the run."""
-        self._client.set_terminated(self._run)
+    def _finish(self, state: str) -> None:
+        # A process that is stopped has not flushed.
+        try:
+            self.flush()
+        finally:
+            self._client.set_terminated(self._run, status=self._STATES[state])
+
+
+def _warn_of_refused(sink: str, name: str, error: Exception) -> None:
+    reason = f"{type(error).__name__}: {error}"
+    logger.warning("sink %s leaves out the numbers of %.100r: %.300s", sink, name, reason)
+
+
+def _strict(value: Any) -> Any:
+    """Return plain containers without NaN and infinities, which JSON does not have: they become None."""
+    if isinstance(value, Mapping):
+        return {name: _strict(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _utf8(text: str) -> str:
+    """Return a text without half surrogate pairs, which UTF-8 cannot write."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 _BUILT_IN: dict[str, Callable[..., Sink]] = {
@@ -327,8 +536,11 @@ _BUILT_IN: dict[str, Callable[..., Sink]] = {
 }
 
 
-def make_sink(text: str) -> Sink:
+def make_sink(text: str, run_id: str | None = None, resume: bool = False) -> Sink:
     """Make a sink from ``NAME`` or ``NAME:ARGUMENT``.
+
+    With ``run_id``, several runs can have the same text: ``{run_id}`` in it is replaced. Each run gets a folder of its
+    own in ``FOLDER``. If the file ``PATH`` exists, the run writes to another one with its id in the name.
 
     Args:
         text: The name is one of
@@ -338,13 +550,15 @@ def make_sink(text: str) -> Sink:
             * ``wandb`` or ``wandb:PROJECT``, ``mlflow`` or ``mlflow:EXPERIMENT``: see :class:`WandbSink` and
               :class:`MLflowSink`;
             * the name of an entry point of the group ``mlbench.sinks``.
+        run_id: Id of the run; None to use paths exactly as they are.
+        resume: True to continue the file or folder of this run.
 
     Returns:
         The sink, for the argument ``sinks`` of a tracker.
 
     Raises:
-        ConfigurationError: The name is unknown, the argument is missing or not expected, or the code of an entry point
-            cannot be imported.
+        ConfigurationError: The name is unknown, the argument is missing or not expected, its file cannot be created,
+            or the code of an entry point cannot be imported.
         MissingDependencyError: The sink needs a package that is not installed.
 
     Example:
@@ -372,4 +586,47 @@ def make_sink(text: str) -> Sink:
         inspect.signature(maker).bind(*arguments)
     except TypeError as error:
         raise ConfigurationError(f"sink must be {name!r} with the right argument, not {text!r}: {error}") from error
+    if argument and run_id is not None:
+        if maker in (CSVSink, JSONLSink, TensorBoardSink):
+            arguments = [_own_path(argument, run_id, resume, is_folder=maker is TensorBoardSink)]
+        else:
+            arguments = [argument.replace("{run_id}", run_id)]
     return maker(*arguments)
+
+
+def _own_path(argument: str, run_id: str, resume: bool, is_folder: bool) -> str:
+    """Create the file or folder to which only this run writes, and return its path.
+
+    The candidates are PATH, PATH with the id, and PATH with the id and a number; in a folder for several runs the id,
+    and the id with a number. A new run takes the first that it can create. A resumed run takes its last one.
+    """
+    path = Path(argument.replace("{run_id}", run_id))
+    in_shared_folder = is_folder and "{run_id}" not in argument
+    # A terminal or a pipe.
+    if not is_folder and path.exists() and not path.is_file():
+        return str(path)
+    first = path / run_id if in_shared_folder else path
+    stem, suffix = (first.name, "") if in_shared_folder else (f"{path.stem}-{run_id}", path.suffix)
+    others = (first.with_name(f"{stem}-{number}{suffix}") for number in itertools.count(2))
+    candidates = [first] if in_shared_folder else [first, first.with_name(stem + suffix)]
+    last: Path | None = None
+    try:
+        first.parent.mkdir(parents=True, exist_ok=True)
+        for candidate in itertools.chain(candidates, others):
+            if resume and candidate.exists():
+                last = candidate
+                continue
+            if last is None:
+                # At most one of several runs that start at once can create it.
+                try:
+                    candidate.mkdir() if is_folder else candidate.touch(exist_ok=False)
+                except FileExistsError:
+                    continue
+            break
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigurationError(f"sink must have a path that can be written, not {argument!r}: {reason}") from error
+    found = last or candidate
+    if found != first:
+        logger.warning("sink: %s exists, so run %s writes to %s", first, run_id, found)
+    return str(found)

@@ -29,6 +29,7 @@ from mlbench_core.tracking.goal import (
 )
 from mlbench_core.tracking.memory import memory_peak_bytes
 from mlbench_core.tracking.phase_times import PhaseTimes
+from mlbench_core.tracking.process_end import state_after, uncaught_error
 from mlbench_core.tracking.progress import ProgressBar, wants_progress
 from mlbench_core.tracking.sinks import Sink, SinkList
 from mlbench_core.tracking.summary import Counters, Totals, TrackerSummary
@@ -339,7 +340,7 @@ class Tracker(PhaseTimes):
             numbers.update(self._other_numbers(before, now))
             for name, value in numbers.items():
                 self._send(name, value)
-                self._sinks.call("__call__", name, value, self.current_epoch, self._counters.batches)
+                self._sinks.number(name, value, self.current_epoch, self._counters.batches)
             self.batches_per_epoch = self._batches_in_epoch
         self._batches_in_epoch = 0
         if self._progress is not None:
@@ -748,12 +749,13 @@ class Tracker(PhaseTimes):
         """
         self.end()
 
-    def end(self, at_exit: bool = False) -> None:
+    def end(self, at_exit: bool = False, error: BaseException | None = None) -> None:
         """Do the work of :meth:`close`.
 
         Args:
             at_exit: True to wait neither for the device nor for the master. A device that has failed may never finish
                 its last batch, and the client of the master delivers its numbers at the exit itself.
+            error: The exception that ended the run, for the sinks.
         """
         if self._closed:
             return
@@ -770,7 +772,8 @@ class Tracker(PhaseTimes):
             self._report_goal()
         send_at_exit(self._exit_key, None)
         if self._sinks:
-            self._sinks.event("end", self._end_event)
+            state = state_after(uncaught_error() if at_exit else error)
+            self._sinks.event("end", lambda: {"state": state, **self._end_event()})
             self._sinks.call("write_summary", self.summary().to_dict())
             self._sinks.call("flush")
             self._sinks.call("close")
@@ -783,7 +786,7 @@ class Tracker(PhaseTimes):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.end(error=error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as plain containers.
@@ -810,6 +813,7 @@ class Tracker(PhaseTimes):
         state["epoch_ends"] = [asdict(totals) for totals in self._epoch_ends]
         state["records"] = {name: [[e, v] for e, v in values.items()] for name, values in self.records.items()}
         state["history"] = [list(entry) for entry in self.history]
+        state["latest"] = dict(self._sinks.latest)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -827,6 +831,7 @@ class Tracker(PhaseTimes):
         # All attributes are computed before the first is set, so a damaged state changes nothing.
         try:
             attributes = self._attributes_of(state)
+            latest = {str(name): list(entry) for name, entry in state.get("latest", {}).items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"state must be that of a tracker (version {_STATE_VERSION}), but {type(error).__name__}: {error}: "
@@ -838,6 +843,7 @@ class Tracker(PhaseTimes):
         self._device = None
         self._prepared = False
         self._is_resumed = True
+        self._sinks.resume(self._counters.batches, latest)
         # The restored wall time covers everything before now.
         if self._start_s is not None:
             self._start_s = time.perf_counter()
@@ -962,7 +968,9 @@ class Tracker(PhaseTimes):
             self._start_s = time.perf_counter()
         if is_first:
             batches = self._counters.batches
-            start = {"resumed": self._is_resumed, "epoch": self.current_epoch, "step": batches}
+            start: dict[str, Any] = {"resumed": self._is_resumed, "epoch": self.current_epoch, "step": batches}
+            if self._is_resumed:
+                start["latest"] = dict(self._sinks.latest)
             self._sinks.event("start", lambda: start)
 
     def _moment(self) -> dict[str, Any]:
@@ -1005,7 +1013,7 @@ class Tracker(PhaseTimes):
         for key, entry in result.items():
             if self.rank == 0:
                 self._send(key, entry)
-            self._sinks.call("__call__", key, entry, self.current_epoch, self._counters.batches)
+            self._sinks.number(key, entry, self.current_epoch, self._counters.batches)
         self._report_goal()
         self._sinks.event("goal", lambda: self.goal_result or {})
 

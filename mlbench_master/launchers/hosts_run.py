@@ -27,6 +27,7 @@ from typing import Annotated, Any
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, TypedDict
 
+from mlbench_master.launchers.error_search import is_consequence
 from mlbench_master.launchers.interface import JobStatus
 from mlbench_master.launchers.logs import LogWriter
 from mlbench_master.launchers.supervise import write_json
@@ -38,8 +39,6 @@ LEFT_ON_HOSTS = "left_on_hosts"
 
 _LOAD_BYTES = 4 * 2**20
 _DROPPING = "lines of output are dropped, because the log cannot be written: is the disk full?"
-# A worker says this when another one has ended, or when it is ended itself.
-_CONSEQUENCE = re.compile(r"signal 15 |Connection (?:reset|closed|refused)|closed by peer|Timed out|Broken pipe")
 
 
 class _Line(TypedDict):
@@ -366,7 +365,7 @@ class HostRun:
         part.failed_at = part.ended_at if failed_at is None else failed_at - clock_offset_s
         reason = _one_line(status["reason"])
         if status["returncode"] and reason != "stopped":
-            part.is_consequence = _CONSEQUENCE.search(reason) is not None
+            part.is_consequence = "signal 15 " in reason or is_consequence(reason)
             named = re.sub(r"^(worker \d+) ", rf"\1 on host {part.name} ", reason)
             part.failure = named if named != reason else f"host {part.name}: {reason}"
 

@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.launchers.error_search import PYTHON_STATUSES, ErrorSearch
+from mlbench_master.launchers.error_search import ErrorSearch, is_consequence
 from mlbench_master.launchers.folders import FolderLauncher, read_interval
 from mlbench_master.launchers.interface import Job, JobStatus, LauncherError, LogFilter, LogRange
 from mlbench_master.launchers.kubernetes_api import ApiError, KubernetesApi
@@ -50,7 +50,7 @@ from mlbench_master.launchers.kubernetes_manifests import (
 from mlbench_master.launchers.kubernetes_options import parse_options
 from mlbench_master.launchers.kubernetes_queue import JobView, KubernetesQueue
 from mlbench_master.launchers.kubernetes_settings import PREFIX, read_setting, variable
-from mlbench_master.launchers.kubernetes_states import end_of, ended_status, waiting_reason
+from mlbench_master.launchers.kubernetes_states import Trouble, end_of, ended_status, waiting_reason
 from mlbench_master.launchers.logs import LogWriter, log_limit_bytes, open_at_once
 from mlbench_master.launchers.supervise import write_json
 
@@ -319,10 +319,15 @@ class KubernetesLauncher(FolderLauncher):
             return JobStatus("running")
         status, trouble = ended_status(self._name(known), end, view.troubles.values())
         if trouble is not None and trouble.has_error:
-            error, last = self._last_error(known, trouble.rank)
-            said = error if trouble.returncode in PYTHON_STATUSES else last if trouble.returncode in (126, 127) else ""
+            said = self._said(known, trouble)
+            if is_consequence(said):
+                # The worker that failed by itself, and not because another one had gone.
+                others = [(other, self._said(known, other)) for other in view.troubles.values() if other.has_error]
+                causes = (pair for pair in others if pair[1] and not is_consequence(pair[1]))
+                trouble, said = next(causes, (trouble, said))
             if said:
-                status = JobStatus("failed", f"{status.reason}: {said}", status.returncode, status.finished_at)
+                reason = f"{trouble.reason}: {said}"
+                status = JobStatus("failed", reason, trouble.returncode, status.finished_at)
         return self._record(known, status)
 
     def _record(self, known: _Known, status: JobStatus) -> JobStatus:
@@ -334,14 +339,13 @@ class KubernetesLauncher(FolderLauncher):
         self._queue.retire(known.run_id)
         return status
 
-    def _last_error(self, known: _Known, rank: int) -> tuple[str, str]:
-        """Return the latest exception or error message of a worker, and its last line."""
-        page = self.logs(f"{self.name}-{known.run_id}", LogRange(0, _ERROR_LINES, 2**62, LogFilter(rank=rank)))
-        search, last = ErrorSearch(), ""
-        for line in page.lines:
+    def _said(self, known: _Known, trouble: Trouble) -> str:
+        """Return the line in which a worker says why it ended."""
+        wanted = LogRange(0, _ERROR_LINES, 2**62, LogFilter(rank=trouble.rank))
+        search = ErrorSearch()
+        for line in self.logs(f"{self.name}-{known.run_id}", wanted).lines:
             search.add(line["text"])
-            last = line["text"] if line["text"].strip() else last
-        return search.error, last
+        return search.said(trouble.returncode or 0)
 
 
 def _read_status(folder: Path) -> JobStatus | None:

@@ -128,7 +128,7 @@ class LogWriter:
             except OSError as error:
                 self._gap += 1
                 self.dropped += 1
-                self.problem = error.strerror or str(error)
+                self.problem = f"{error.strerror or error}: {self._path}"
                 # An empty file needs no block of a full disk.
                 with contextlib.suppress(OSError):
                     self.dropping_mark.touch()

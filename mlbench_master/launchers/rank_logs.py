@@ -69,13 +69,12 @@ class RankLogs:
                     break
             writer.close()
 
-    def last_error(self, rank: int) -> tuple[str, str]:
-        """Return the latest exception or error message of a worker, and the last line of its standard error."""
-        search, last = ErrorSearch(), ""
+    def said(self, rank: int, returncode: int) -> str:
+        """Return the line in which a worker says why it ended, see :meth:`ErrorSearch.said`."""
+        search = ErrorSearch()
         for line in self._tail(f"{rank}.err"):
             search.add(line)
-            last = line
-        return search.error, last
+        return search.said(returncode)
 
     def job_lines(self) -> list[str]:
         """Return the last messages of the engine and of the job's script."""

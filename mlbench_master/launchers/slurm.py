@@ -40,7 +40,7 @@ from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers import slurm_script
 from mlbench_master.launchers.command_line import python_environment
-from mlbench_master.launchers.error_search import PYTHON_STATUSES
+from mlbench_master.launchers.error_search import is_consequence
 from mlbench_master.launchers.folders import FolderLauncher, read_interval
 from mlbench_master.launchers.interface import Job, JobStatus, LauncherError
 from mlbench_master.launchers.logs import log_limit_bytes, open_at_once
@@ -61,7 +61,6 @@ _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"
 _STATE_BYTES = 4096
 _SHELL_SIGNAL = 128  # shells report a signal as 128 plus its number
 _TERMINATED = _SHELL_SIGNAL + 15  # also of workers that srun ends because another one has failed
-_CANNOT_START = (126, 127)
 _SRUN_ERROR = re.compile(r"srun: error: (\S+): tasks? (\d+)[-,\d]*: (.+)")
 _FAILED_NODE = re.compile(r"DUE TO NODE ([\w.-]+) FAILURE|Node failure on ([\w.-]+)", re.IGNORECASE)
 
@@ -327,11 +326,13 @@ class _Ended:
         if first is None:
             last = f": {lines[-1]}" if lines else ""
             return f"the script of {self._who} failed: exit status {self._status}{last}", self._status
-        rank, number = first
-        number = _SHELL_SIGNAL - number if _SHELL_SIGNAL < number < 2 * _SHELL_SIGNAL else number
-        error, last = self._known.logs.last_error(rank)
-        if number not in PYTHON_STATUSES:
-            error = last if number in _CANNOT_START else ""
+        ends = []
+        for rank, number in [first, *(one for one in failed if one != first and one[1] != _TERMINATED)]:
+            number = _SHELL_SIGNAL - number if _SHELL_SIGNAL < number < 2 * _SHELL_SIGNAL else number
+            ends.append((rank, number, self._known.logs.said(rank, number)))
+        # The worker that failed by itself, and not because another one had gone.
+        causes = (end for end in ends if (end[2] or end[1] < 0) and not is_consequence(end[2]))
+        rank, number, error = next(causes, ends[0]) if is_consequence(ends[0][2]) else ends[0]
         return f"{describe_exit(rank, number)}{': ' + error if error else ''}", number
 
 

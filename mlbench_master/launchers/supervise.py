@@ -35,7 +35,7 @@ from typing import IO, TYPE_CHECKING, Any
 import psutil
 
 from mlbench_master.launchers.containers import remove_containers
-from mlbench_master.launchers.error_search import CONTAINER_STATUSES, PYTHON_STATUSES, ErrorSearch
+from mlbench_master.launchers.error_search import CONTAINER_STATUSES, ErrorSearch, is_consequence
 from mlbench_master.launchers.load_sampler import LoadSampler
 from mlbench_master.launchers.logs import LogWriter, readable
 from mlbench_master.processes import end_processes, start_mark
@@ -123,6 +123,7 @@ class _Supervisor:
         self._failed_rank: int | None = None
         self._failed_at: float | None = None
         self._failed_to_start = ""
+        self._failures: list[tuple[int, int]] = []  # rank and exit status, in the order in which they ended
         self._errors: dict[int | None, ErrorSearch] = defaultdict(ErrorSearch)  # by rank
         self._readers: list[threading.Thread] = []
 
@@ -165,6 +166,8 @@ class _Supervisor:
             reader.join(timeout=5)
         if self._stopping:
             returncode = returncode or -signal.SIGTERM
+        elif returncode:
+            returncode = self._cause(returncode)
         reason = self._reason(returncode)
         self._log.write(None, "system", reason or "finished")
         if self._log.dropped:
@@ -182,12 +185,28 @@ class _Supervisor:
             return self._failed_to_start
         by_mpirun = self._failed_rank is not None and self._commands[0]["rank"] is None
         by_signal = (by_mpirun or self._container) and _SHELL_SIGNAL < returncode < 2 * _SHELL_SIGNAL
-        reason = describe_exit(self._failed_rank, _SHELL_SIGNAL - returncode if by_signal else returncode)
+        returncode = _SHELL_SIGNAL - returncode if by_signal else returncode
         errors = self._errors[self._failed_rank]
-        error = errors.error if returncode in PYTHON_STATUSES else ""
+        error = errors.said(returncode)
         if self._container and returncode in CONTAINER_STATUSES:
             error = errors.container_error
+        reason = describe_exit(self._failed_rank, returncode)
         return f"{reason}: {error}" if error else reason
+
+    def _cause(self, returncode: int) -> int:
+        """Set the rank that failed to the one that made the others fail, and return its exit status.
+
+        A worker that raises an exception closes its connections before it ends, so another one may end before it.
+        """
+        first = self._failures[0] if self._failures else None
+        if first is None or self._failed_rank != first[0] or not is_consequence(self._errors[first[0]].said(first[1])):
+            return returncode
+        for rank, status in self._failures[1:]:
+            said = self._errors[rank].said(status)
+            if (said or status < 0) and not is_consequence(said):
+                self._failed_rank = rank
+                return status
+        return returncode
 
     def _reserve_status(self) -> None:
         with contextlib.suppress(OSError):
@@ -278,6 +297,8 @@ class _Supervisor:
             if ended is None:
                 break
             rank, returncode = ended
+            if returncode and rank is not None:
+                self._failures.append((rank, returncode))
             if returncode and not status:
                 status, deadline = returncode, time.monotonic() + self._grace_s
                 self._failed_at = time.time()

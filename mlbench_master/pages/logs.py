@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlencode
@@ -20,6 +21,14 @@ __all__ = ["log_view", "router"]
 _LINES = 200
 # A longer list of workers would make every page of the run large; its rank is typed instead.
 _MOST_CHOICES = 64
+
+# A line that reports an error, for Python and JavaScript alike. The stream says nothing: loggers write to standard
+# error.
+ERROR_LINE = re.compile(
+    r"^(\[rank\d+\]: ?)?(Traceback \(most recent call last\)|[A-Za-z_.]*(Error|Exception|Interrupt)\b)"
+    r"|^(Fatal |E\d{4} |\[E\d)"
+    r"|^[^\s:]+: error: |\b(ERROR|CRITICAL|FATAL)\b"
+)
 
 router = APIRouter()
 
@@ -52,6 +61,8 @@ def log_view(run: Run, launcher: Launcher, query: LogsQuery | None = None) -> di
         "ranks": range(run.worker_count) if run.worker_count <= _MOST_CHOICES else None,
         "wanted": query.wanted,
         "is_filtered": bool(chosen),
+        "errors": ERROR_LINE.pattern,
+        "is_error": lambda text: ERROR_LINE.search(text) is not None,
         "earlier": f"/runs/{run.id}/logs/?{urlencode({**chosen, 'before_line': found.previous})}",
         "download": f"/api/runs/{run.id}/logs/?{urlencode({**chosen, 'format': 'text'})}",
     }

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from fastapi.responses import HTMLResponse
 from markupsafe import Markup
 
 from mlbench_master.dates import format_date, now_us
+from mlbench_master.proxies import root_path
 
-__all__ = ["ago", "duration", "error_page", "number", "page", "render", "size"]
+__all__ = ["ago", "duration", "error_page", "moment", "number", "page", "render", "size"]
 
 _SECOND = 1_000_000
 # Seconds of each unit, the largest first, and the most of it that is written before the next one.
 _UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+_PATH_ATTRIBUTE = re.compile(r'\b(?:href|src|action|hx-get|data-post|data-delete|data-then)="(?=/)')
 _SIZES = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
@@ -36,11 +39,27 @@ def ago(us: int | None) -> Markup:
     if us is None:
         return Markup()
     date = format_date(us)
-    title = f"{date[:10]} {date[11:19]} UTC"
-    # static/app.js writes the same texts, so that an open page stays right.
+    # static/app.js keeps the age right, and writes the exact date in the zone of the browser.
     return Markup('<time datetime="{}" title="{}">{}</time>').format(
-        date, title, _since(now_us() - (us if isinstance(us, int) else 0))
+        date, _in_utc(date), _since(now_us() - (us if isinstance(us, int) else 0))
     )
+
+
+def moment(us: int | None) -> Markup:
+    """Return an exact date, which static/app.js writes in the zone of the browser; empty for None.
+
+    Example:
+        >>> moment(0)
+        Markup('<time class="exact" datetime="1970-01-01T00:00:00.000000Z">1970-01-01 00:00:00 UTC</time>')
+    """
+    if us is None:
+        return Markup()
+    date = format_date(us)
+    return Markup('<time class="exact" datetime="{}">{}</time>').format(date, _in_utc(date))
+
+
+def _in_utc(date: str) -> str:
+    return f"{date[:10]} {date[11:19]} UTC"
 
 
 def _since(us: int) -> str:
@@ -136,7 +155,8 @@ def page(request: Request, template: str, **values: Any) -> HTMLResponse:
         **values: The variables of the template.
     """
     access = request.app.state.access
-    return render(template, can_log_out=access.token is not None, here=request.url.path, **values)
+    root, here = root_path(request.scope), request.url.path
+    return render(template, root=root, can_log_out=access.token is not None, here=here, **values)
 
 
 def error_page(request: Request, status: int, message: str, headers: dict[str, str] | None = None) -> HTMLResponse:
@@ -161,15 +181,21 @@ def error_page(request: Request, status: int, message: str, headers: dict[str, s
     return page(request, "error.html", status=status, headers=headers, title=title, meaning=meaning, message=shown)
 
 
-def render(template: str, status: int = 200, headers: dict[str, str] | None = None, **values: Any) -> HTMLResponse:
+def render(
+    template: str, status: int = 200, headers: dict[str, str] | None = None, root: str = "", **values: Any
+) -> HTMLResponse:
     """Return a page.
 
     Args:
         template: The file of the template.
         status: The status of the answer.
         headers: Its headers.
+        root: The root path of the request, see :mod:`mlbench_master.proxies`.
         **values: The variables of the template.
     """
     html = _templates.get_template(template).render(values)
+    if root:
+        # The templates escape quotes in texts, so only attributes match.
+        html = _PATH_ATTRIBUTE.sub(rf"\g<0>{root}", html)
     # A text may hold half of a surrogate pair, which UTF-8 cannot encode.
     return HTMLResponse(html.encode("utf-8", "replace"), status_code=status, headers=headers)

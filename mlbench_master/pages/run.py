@@ -14,12 +14,12 @@ from fastapi.responses import HTMLResponse
 
 from mlbench_core.results.published import describe_run
 from mlbench_master.curves import start_of
-from mlbench_master.dates import format_date, now_us
+from mlbench_master.dates import now_us
 from mlbench_master.export import result_json
 from mlbench_master.goals import GOAL_METRIC, PLAN_METRIC
 from mlbench_master.launchers.interface import Launcher
 from mlbench_master.pages.logs import log_view
-from mlbench_master.pages.render import page
+from mlbench_master.pages.render import moment, page
 from mlbench_master.pages.workers import list_workers
 from mlbench_master.phases import PHASE_TITLES, epoch_phases, longest_s, total_phases
 from mlbench_master.progress import progress_of
@@ -125,8 +125,8 @@ def _facts(run: Run, folder: _Folder) -> dict[str, str]:
         "Backend": run.backend,
         "Image": run.image,
         "Command": run.command,
-        "Created": format_date(run.created_at),
-        "Finished": "" if run.finished_at is None else format_date(run.finished_at),
+        "Created": moment(run.created_at),
+        "Finished": moment(run.finished_at),
         "Notes": " ".join(map(str, metadata.get("notes") or ())),
         "Reason": str(metadata.get("reason") or ""),
         "Result folder": folder.path,

@@ -22,7 +22,7 @@ from mlbench_master.store import RUN_SORTS, Run, Store, run_owner
 
 __all__ = ["ListedRun", "list_runs", "router"]
 
-STATES = ("initialized", "started", "finished", "failed")
+STATES = ("initialized", "started", "finished", "failed", "stopped")
 _COLUMNS = {
     "name": "Name",
     "state": "State",
@@ -161,7 +161,7 @@ def _program(run: Run) -> tuple[str, str]:
 @router.get("/runs/")
 def runs_page(request: Request, store: StorePart) -> HTMLResponse:
     view = View.read(request)
-    states = [view.state] if view.state else []
+    states = [{"failed": "failed itself"}.get(view.state, view.state)] if view.state else []
     count = store.count_runs(*states, text=view.q)
     # A run that was deleted may have been the only one of the last page.
     last = max(math.ceil(count / _PAGE), 1)

@@ -87,8 +87,8 @@ class Worker:
 
     @property
     def phase(self) -> str:
-        """Return the state in the words of ``GET /api/pods/``."""
-        return POD_PHASES.get(self.run.state, "Unknown")
+        """Return the state in the words of ``GET /api/pods/``, or ``"Stopped"``, which pods do not have."""
+        return "Stopped" if self.run.is_stopped else POD_PHASES.get(self.run.state, "Unknown")
 
 
 def list_workers(store: Store, places: Sequence[tuple[Run, int]]) -> list[Worker]:

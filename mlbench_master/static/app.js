@@ -2,6 +2,9 @@
 //
 // Text of events goes into a page as text, never as HTML. Pages come from the master's templates, which escape all text.
 
+/** The path of the master: empty, or the path under which a proxy serves it. Scripts are in its folder static. */
+export const root = new URL("..", import.meta.url).pathname.slice(0, -1);
+
 const live = document.getElementById("live");
 const listeners = { open: [], closed: [], lost: [], deleted: [], state: [], metric: [], log: [] };
 
@@ -66,7 +69,7 @@ document.addEventListener("htmx:sendError", () => { again = true; }); // the mas
 document.addEventListener("htmx:responseError", (event) => {
   const { status } = event.detail.xhr;
   if (status === 401) location.reload(); // to the login page
-  else if (status === 404 && event.detail.target.id === "main") leaveFor("/runs/");
+  else if (status === 404 && event.detail.target.id === "main") leaveFor(`${root}/runs/`);
   else again = status >= 500;
 });
 
@@ -79,13 +82,13 @@ function receive(kind, data) {
 }
 
 if (window.SharedWorker) {
-  new BroadcastChannel("mlbench-events").onmessage = (event) => {
+  new BroadcastChannel(`mlbench-events ${root}/`).onmessage = (event) => {
     for (const [kind, data] of event.data) receive(kind, data);
   };
-  new SharedWorker("/static/events.js").port.onmessage = () => receive("open");
+  new SharedWorker(`${root}/static/events.js`).port.onmessage = () => receive("open");
 } else {
   // Some browsers of phones have no shared workers; they show few pages at a time.
-  const source = new EventSource("/api/events/");
+  const source = new EventSource(`${root}/api/events/`);
   source.onopen = () => receive("open");
   source.onerror = () => receive("closed");
   for (const kind of ["state", "metric", "log", "deleted", "lost"]) {
@@ -101,12 +104,29 @@ function age(date) {
   return `${Math.floor(seconds / unit)} ${name} ago`;
 }
 
+/** Return the parts of a date in the zone of the browser: day, time of the day, and name of the zone. */
+export function localDate(date) {
+  const given = new Date(date);
+  const two = (value) => String(value).padStart(2, "0");
+  const names = new Intl.DateTimeFormat("en", { timeZoneName: "short" }).formatToParts(given);
+  return {
+    day: [given.getFullYear(), two(given.getMonth() + 1), two(given.getDate())].join("-"),
+    time: [given.getHours(), given.getMinutes(), given.getSeconds()].map(two).join(":"),
+    zone: names.find(({ type }) => type === "timeZoneName").value,
+  };
+}
+
 function tellAges() {
-  for (const time of document.querySelectorAll("time[datetime]")) {
-    const text = age(new Date(time.dateTime));
-    if (time.textContent !== text) time.textContent = text;
+  for (const one of document.querySelectorAll("time[datetime]:not(.clock)")) {
+    const { day, time, zone } = localDate(one.dateTime);
+    const exact = `${day} ${time} ${zone}`;
+    const isExact = one.classList.contains("exact");
+    if (!isExact && one.title !== exact) one.title = exact;
+    const text = isExact ? exact : age(new Date(one.dateTime));
+    if (one.textContent !== text) one.textContent = text;
   }
 }
+tellAges();
 setInterval(tellAges, 5000);
 
 // Buttons of the API: data-post or data-delete is the address, data-confirm the question, data-then the next page.

@@ -1,4 +1,5 @@
 // Charts by uPlot, in the colors of the style sheet, as wide as their element. They follow the width and the theme.
+import { localDate } from "./app.js";
 
 /** Return a color of the style sheet, for example color("--c1"). */
 export function color(name) {
@@ -153,8 +154,6 @@ function settings(options, width) {
   return {
     width,
     height,
-    // The dates of the master are in UTC everywhere else, for example in the log.
-    tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
     padding: sparkline ? [2, 0, 2, 0] : undefined,
     cursor: { show: !sparkline, drag: { x: !sparkline, y: false } },
     legend: { show: !sparkline, live: true },
@@ -166,12 +165,14 @@ function settings(options, width) {
       ? [{ show: false }, { show: false }]
       : [{ ...axis, label: options.xLabel, ...(options.isTime ? { values: clock, space: 80 } : {}), labelSize: 24, incrs: options.isWhole ? WHOLE : undefined }, { ...axis, size: 64, values }],
     bands: (options.bands ?? []).map(([high, low]) => ({ series: [high + 1, low + 1], fill: `${series[high].stroke}33` })),
-    series: [{ label: options.xLabel ?? (options.isTime ? "UTC" : "x"), value: (_, value) => (options.isTime ? date(value) : short(value)) }, ...series],
+    series: [{ label: options.xLabel ?? (options.isTime ? localDate(Date.now()).zone : "x"), value: (_, value) => (options.isTime ? date(value) : short(value)) }, ...series],
   };
 }
 
 function date(seconds) {
-  return seconds === null ? "-" : new Date(seconds * 1000).toISOString().slice(0, 19).replace("T", " ");
+  if (seconds === null) return "-";
+  const { day, time } = localDate(seconds * 1000);
+  return `${day} ${time}`;
 }
 
 /** Return true if a chart shows more than a day, so that its times need their date. */

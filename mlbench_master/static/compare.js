@@ -1,5 +1,5 @@
 // The compare page: it reads itself again when a chosen run changes, and draws the curves of all chosen runs.
-import { on, refresh } from "./app.js";
+import { on, refresh, root } from "./app.js";
 import { chart, join } from "./charts.js";
 
 const element = document.getElementById("curves");
@@ -59,7 +59,7 @@ let shown = null; // the chart
 let isTouched = false;
 
 async function ask(id, query) {
-  const answer = await fetch(`/api/runs/${id}/curves/${query}`).catch(() => null);
+  const answer = await fetch(`${root}/api/runs/${id}/curves/${query}`).catch(() => null);
   return answer?.ok ? (await answer.json()).curves : null;
 }
 

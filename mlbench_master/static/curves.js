@@ -2,7 +2,7 @@
 //
 // The names of the metrics come from the page (the list #names), which is read again when metrics arrive. The points
 // come from the API, thinned by the master. The choices are kept in the address, so that a link shows the same charts.
-import { on } from "./app.js";
+import { on, root } from "./app.js";
 import { chart, join, short } from "./charts.js";
 
 const run = document.getElementById("run").dataset.run;
@@ -249,7 +249,7 @@ async function read() {
   const answers = new Map();
   for (let start = 0; start < names.length; start += MOST_AT_ONCE) {
     const query = new URLSearchParams(names.slice(start, start + MOST_AT_ONCE).map((name) => ["metric", name]));
-    const answer = await fetch(`/api/runs/${run}/curves/?${query}`);
+    const answer = await fetch(`${root}/api/runs/${run}/curves/?${query}`);
     const content = await answer.json();
     if (!answer.ok) throw new Error(content.message);
     for (const curve of content.curves) answers.set(curve.name, curve);

@@ -1,7 +1,9 @@
 "use strict";
 // A shared worker with the one event stream of all pages of this browser. A stream holds a connection, and HTTP/1.1
 // allows six of them to a server: with a stream per page, the seventh page would hang.
-const channel = new BroadcastChannel("mlbench-events");
+const root = new URL("..", self.location);
+// With the path of the master, because a proxy may serve several masters.
+const channel = new BroadcastChannel(`mlbench-events ${root.pathname}`);
 let batch = [];
 let isOpen = false;
 
@@ -11,7 +13,7 @@ function send(kind, data) {
 }
 
 function connect() {
-  const source = new EventSource("/api/events/");
+  const source = new EventSource(new URL("api/events/", root));
   source.onopen = () => { isOpen = true; send("open"); };
   source.onerror = () => {
     isOpen = false;

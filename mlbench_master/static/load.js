@@ -1,5 +1,5 @@
 // The load of workers: the values of the last entries, and their charts, which grow with the events of the master.
-import { on, refresh } from "./app.js";
+import { on, refresh, root } from "./app.js";
 import { bytes, chart } from "./charts.js";
 
 const RECENT_S = 300;
@@ -72,12 +72,12 @@ async function read(worker) {
   let found = [];
   if (isRecent) {
     const since = new Date(Date.now() - RECENT_S * 1000).toISOString();
-    const answer = await fetch(`/api/metrics/${worker}/?since=${since}&last_n=${MOST_POINTS.large}`);
+    const answer = await fetch(`${root}/api/metrics/${worker}/?since=${since}&last_n=${MOST_POINTS.large}`);
     const entries = answer.ok ? Object.entries(await answer.json()) : [];
     found = entries.map(([name, list]) => [name, list.map((entry) => [Date.parse(entry.date) / 1000, entry.value])]);
   } else {
     const names = METRICS.map((name) => `metric=${name}`).join("&");
-    const answer = await fetch(`/api/pods/${worker}/curves/?${names}&points=${MOST_POINTS[size]}`);
+    const answer = await fetch(`${root}/api/pods/${worker}/curves/?${names}&points=${MOST_POINTS[size]}`);
     const { curves } = answer.ok ? await answer.json() : { curves: [] };
     found = curves.map(({ name, time_s, value }) => [name, time_s.map((time, index) => [start + time, value[index]])]);
   }

@@ -1,5 +1,5 @@
 // The log of a run. Lines arrive with their numbers, so that none is shown twice and a gap is noticed and filled.
-import { on } from "./app.js";
+import { localDate, on, root } from "./app.js";
 
 const log = document.getElementById("log");
 const list = document.getElementById("log-lines");
@@ -9,6 +9,7 @@ const follow = document.getElementById("follow");
 const earlier = document.getElementById("log-earlier");
 const model = document.getElementById("log-line").content.firstElementChild;
 const id = Number(log.dataset.run);
+const errors = new RegExp(log.dataset.errors);
 
 const PAGE = 200;
 const MOST_LINES = 5000; // more of them make a page slow
@@ -37,7 +38,7 @@ function isWanted(line) {
 /** Read a page of the log; null if the filter has changed meanwhile or the master does not answer. */
 async function read(range, filters = filter()) {
   const asked = version;
-  const answer = await fetch(`/api/runs/${id}/logs/?${new URLSearchParams([...filters, ...Object.entries(range)])}`)
+  const answer = await fetch(`${root}/api/runs/${id}/logs/?${new URLSearchParams([...filters, ...Object.entries(range)])}`)
     .then(async (response) => [response.ok, await response.json()])
     .catch(() => [false, { message: "The master does not answer." }]);
   if (asked !== version) return null;
@@ -48,15 +49,28 @@ async function read(range, filters = filter()) {
 
 // ---------------------------------------------------------------- lines
 
+function setClock(clock) {
+  if (!clock.dateTime) return;
+  const { day, time, zone } = localDate(clock.dateTime);
+  clock.textContent = time;
+  clock.title = `${day} ${time} ${zone}`;
+}
+
+// The master does not know the zone of the browser.
+list.querySelectorAll(".clock").forEach(setClock);
+document.getElementById("log-zone").textContent = localDate(Date.now()).zone;
+
 function row(line) {
   const made = model.cloneNode(true);
   made.dataset.line = line.line;
   made.dataset.stream = line.stream;
   const clock = made.querySelector(".clock");
-  clock.textContent = line.date.slice(11, 19);
-  if (line.date) clock.title = `${line.date.slice(0, 10)} ${line.date.slice(11, -1)} UTC`;
+  clock.dateTime = line.date;
+  setClock(clock);
   const who = line.rank === null ? "master" : `rank ${line.rank}`;
-  made.querySelector(".who").textContent = line.stream === "stderr" ? `${who} err` : who;
+  const isError = line.stream === "stderr" && errors.test(line.text);
+  made.classList.toggle("bad", isError);
+  made.querySelector(".who").textContent = isError ? `${who} err` : who;
   made.querySelector(".around").setAttribute("aria-label", `Show the lines around line ${line.line}`);
   mark(made.querySelector(".text"), line.text);
   return made;
@@ -140,7 +154,7 @@ async function show() {
   isBehind = false;
   isReading = true;
   document.getElementById("log-download").href =
-    `/api/runs/${id}/logs/?${new URLSearchParams([...filter(), ["format", "text"]])}`;
+    `${root}/api/runs/${id}/logs/?${new URLSearchParams([...filter(), ["format", "text"]])}`;
   const mine = version;
   const answer = await read({ before_line: END, limit: PAGE });
   if (mine !== version) return;

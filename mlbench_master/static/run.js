@@ -1,11 +1,11 @@
 // The page of a run: changes make the page read itself again. Its log has its own script, logs.js.
-import { leaveFor, on, refresh } from "./app.js";
+import { leaveFor, on, refresh, root } from "./app.js";
 import "./curves.js";
 
 const id = Number(document.getElementById("run").dataset.run);
 
 on("state", (data) => { if (data.id === id) refresh(); });
-on("deleted", (data) => { if (data.id === id) leaveFor("/runs/"); });
+on("deleted", (data) => { if (data.id === id) leaveFor(`${root}/runs/`); });
 on("metric", (data) => { if (data.run_id === id) refresh(); });
 
 // The filter of the metrics is a part of the address, by which the page reads itself.

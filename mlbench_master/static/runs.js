@@ -1,5 +1,5 @@
 // The list of runs reads itself again when a run changes. The chosen runs stay chosen, also those of other pages.
-import { on, refresh } from "./app.js";
+import { on, refresh, root } from "./app.js";
 
 const chosen = new Set();
 const live = document.getElementById("live");
@@ -26,7 +26,7 @@ document.addEventListener("change", (event) => {
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
-  if (chosen.size) location.href = `/compare/?${[...chosen].map((id) => `run=${id}`).join("&")}`;
+  if (chosen.size) location.href = `${root}/compare/?${[...chosen].map((id) => `run=${id}`).join("&")}`;
   else live.textContent = "Choose at least one run first: each row has a box at its beginning.";
 });
 
@@ -38,8 +38,8 @@ form.addEventListener("click", async (event) => {
   for (const id of [...chosen]) {
     try {
       const answer = await (action === "stop"
-        ? fetch(`/api/runs/${id}/stop/`, { method: "POST" })
-        : fetch(`/api/runs/${id}/`, { method: "DELETE" }));
+        ? fetch(`${root}/api/runs/${id}/stop/`, { method: "POST" })
+        : fetch(`${root}/api/runs/${id}/`, { method: "DELETE" }));
       if (!answer.ok && answer.status !== 404) problem = (await answer.json()).message;
       else chosen.delete(id);
     } catch {
@@ -75,7 +75,7 @@ document.addEventListener("click", (event) => {
 function applyFilter() {
   const given = new URLSearchParams(new FormData(filter));
   for (const [name, value] of [...given]) if (!value || value === "-created_at") given.delete(name);
-  const address = `${given}` ? `/runs/?${given}` : "/runs/";
+  const address = `${given}` ? `${root}/runs/?${given}` : `${root}/runs/`;
   history.replaceState(null, "", address);
   go(address);
 }

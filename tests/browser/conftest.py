@@ -28,8 +28,11 @@ class Watched:
         self.page.on("response", self._response)
 
     def _console(self, message: Any) -> None:
-        if message.type in ("error", "warning"):
-            self.problems.append(f"{message.type}: {message.text} {message.location.get('url', '')}")
+        url = message.location.get("url", "")
+        # For a page without an icon, such as JSON, the browser asks for the icon of the host.
+        is_of_host = url.endswith("/favicon.ico") and not url.startswith(self.base + "/")
+        if message.type in ("error", "warning") and not is_of_host:
+            self.problems.append(f"{message.type}: {message.text} {url}")
 
     def _request(self, request: Any) -> None:
         if not request.url.startswith((self.base, "blob:", "data:")):

@@ -9,6 +9,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ TOO_WIDE = """(() => {
 })()"""
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with server(tmp_path_factory.mktemp("walk") / "data", "--token", "sesame") as (url, _):
-        yield url
+@pytest.fixture(scope="module", params=["", "/user/me/proxy/5080"], ids=["", "below a path"])
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    options = ("--root-path", request.param) if request.param else ()
+    with server(tmp_path_factory.mktemp("walk") / "data", "--token", "sesame", *options) as (url, _):
+        yield url + request.param
 
 
 @pytest.fixture
@@ -49,6 +51,27 @@ def watched(playwright_browser: Any, base: str) -> Iterator[Watched]:
     seen.page.wait_for_url(f"{base}/")
     yield seen
     context.close()
+
+
+def test_dates_are_in_the_zone_of_the_browser(playwright_browser: Any, base: str) -> None:
+    body = {"name": "zone", "num_workers": 1, "num_cpus": 0.1, "command": f"{sys.executable} -c print(1)"}
+    run = httpx.post(f"{base}/api/runs/", json=body, headers=HEADERS).json()["id"]
+    wait_for(lambda: state_of(base, "zone") == "finished", timeout_s=60, what="the end of the run")
+    context = playwright_browser.new_context(timezone_id="Asia/Kolkata", locale="en-US")
+    page = context.new_page()
+    page.goto(f"{base}/login/")
+    page.fill("input[name=token]", "sesame")
+    page.click("main button")
+    page.goto(f"{base}/runs/{run}/")
+    page.wait_for_selector("#log-zone:text-is('GMT+5:30')")
+    date = page.locator("#facts time.exact").first
+    given = datetime.fromisoformat(date.get_attribute("datetime").replace("Z", "+00:00"))
+    local = given.astimezone(timezone(timedelta(hours=5, minutes=30)))
+    assert date.text_content() == f"{local:%Y-%m-%d %H:%M:%S} GMT+5:30"
+    clock = page.locator("#log-lines .clock").first
+    assert clock.get_attribute("title").endswith(f"{clock.text_content()} GMT+5:30")
+    context.close()
+    httpx.delete(f"{base}/api/runs/{run}/", headers=HEADERS)
 
 
 def command(name: str, epochs: int) -> str:
@@ -99,7 +122,7 @@ def test_a_user_starts_watches_compares_stops_and_deletes_runs(watched: Watched)
         runs = {run["name"]: run["id"] for run in client.get("/api/runs/").json()}
     page.on("dialog", lambda dialog: dialog.accept())
     page.click("#stop button")
-    page.wait_for_selector("#state.state-failed")
+    page.wait_for_selector("#state.state-stopped")
     page.wait_for_selector("#why >> text=stopped by a user")
     wait_for(lambda: state_of(base, "walk-1") == "finished", timeout_s=60, what="the end of the first run")
     watched.open(f"/runs/{runs['walk-1']}/")

@@ -46,7 +46,14 @@ def test_charts_ask_the_master_when_the_folder_has_no_results(
     fake.add("a-2", 2, summary=json.dumps(summary(2, 40.0, 8.0)))
     fake.add("bad-2", 2, "failed", summary=json.dumps(summary(2, 1.0, 1.0)))
     fake.add("b-4", 4, summary=json.dumps(summary(4, 2.0, 2.0)))
-    folder = tmp_path / "new" / "charts"
+    folder = tmp_path / "new"
+    error = call("charts", str(folder), code=1).stderr
+    assert error == (
+        f"mlbench: FOLDER must be a folder with results, but {folder} does not exist: name another one, or make it to "
+        "draw the runs of the master into it\n"
+    )
+    assert not drawn
+    folder.mkdir()
     told = call("charts", str(folder), "-f", "a-").stdout
     assert [line.split()[0] for line in told.splitlines()[1:3]] == ["a-1", "a-2"]
     call("charts", str(folder), "-u", fake.url)
@@ -65,9 +72,8 @@ def test_an_address_wins_over_the_results_in_the_folder(
 
 
 def test_no_results_and_no_master(call: Call, tmp_path: Path) -> None:
-    error = call("charts", str(tmp_path / "none"), code=1).stderr
+    error = call("charts", str(tmp_path), code=1).stderr
     assert "no result in" in error and "and no master is running: start one with 'mlbench master'" in error
-    assert not (tmp_path / "none").exists()
 
 
 def test_charts_are_written(folder: Path, call: Call) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from mlbench_core.cli import _output
+from mlbench_core.cli.runs import _cell
 from mlbench_core.results.load import save
 
 LONG = '{"mean": 1.0, "spread": 0.5, "values": [' + ", ".join(map(str, range(100))) + "]}"
@@ -43,3 +45,19 @@ def test_files_of_results_have_the_mode_of_other_files(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "result.json").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize(
+    ("zone", "text"), [("UTC", "2026-01-31 12:00:00 +00:00"), ("IST-5:30", "2026-01-31 17:30:00 +05:30")]
+)
+def test_dates_in_tables_are_local_with_their_offset(zone: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        assert _cell("2026-01-31T12:00:00.500000Z") == text
+        assert _cell("2026-01-31T12:00:00Z") == text
+        # Only dates of the master, not texts that begin like one.
+        assert _cell("2026-01-31T12:00:00Z-run") == "2026-01-31T12:00:00Z-run"
+    finally:
+        monkeypatch.undo()
+        time.tzset()

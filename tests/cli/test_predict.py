@@ -80,3 +80,22 @@ def test_bytes_are_those_until_the_goal(tmp_path: Path, call: Call) -> None:
         ("power_sgd", "measured"): None,
         ("power_sgd", "predicted"): None,
     }
+
+
+def test_a_run_that_cannot_be_used_is_left_out_with_one_line(folder: Path, call: Call) -> None:
+    arguments = ("predict", str(folder), "--network", "lan-1g", "--workers", "4", "--json")
+    good = json.loads(call(*arguments).stdout)
+    damaged = write_run(folder / "damaged", workers=2)
+    (damaged / "result.json").write_text("{")
+    without_lines = write_run(folder / "without-lines", workers=2)
+    (without_lines / "metrics.jsonl").unlink()
+    killed = write_run(folder / "killed", workers=2)
+    lines = (killed / "metrics.jsonl").read_text().splitlines()
+    (killed / "metrics.jsonl").write_text("\n".join(line for line in lines if '"end"' not in line) + "\n")
+    (killed / "result.json").unlink()
+    shown = call(*arguments)
+    assert json.loads(shown.stdout) == good
+    left_out = [line for line in shown.stderr.splitlines() if line.endswith("left out of the prediction")]
+    assert [sum(name in line for line in left_out) for name in ("damaged", "without-lines")] == [1, 1]
+    # The same run alone is an error that names it.
+    assert "damaged" in call("predict", str(damaged), *arguments[2:], code=1).stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import zipfile
+from datetime import datetime, timezone
 from pathlib import Path
 
 import click
@@ -22,7 +23,10 @@ def test_status_lists_runs(fake: FakeMaster, call: Call) -> None:
     fake.add("a-2", 2)
     lines = call("status").stdout.splitlines()
     assert lines[0].split() == ["RUN", "ID", "STATE", "WORKERS", "BACKEND", "CREATED", "FINISHED"]
-    assert lines[2].split() == ["a-2", "2", "finished", "2", "gloo", "2024-05-01", "10:00:00", "-"]
+    # In local time, with the offset from UTC.
+    day, clock, offset = lines[2].split()[5:8]
+    assert datetime.fromisoformat(f"{day}T{clock}{offset}") == datetime(2024, 5, 1, 10, tzinfo=timezone.utc)
+    assert (lines[2].split()[:5], lines[2].split()[8:]) == (["a-2", "2", "finished", "2", "gloo"], ["-"])
     assert [run["name"] for run in json.loads(call("status", "--json").stdout)] == ["a-1", "a-2"]
 
 

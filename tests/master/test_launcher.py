@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from mlbench_master.launchers import Job, local, make_launcher
+from mlbench_master.launchers.error_search import ErrorSearch
 from mlbench_master.launchers.local import LocalLauncher, worker_commands
 from mlbench_master.launchers.logs import LogReader, append_log
 from tests.master.helpers import TestClient, processes_of, server, wait_for
@@ -143,7 +144,16 @@ def test_a_worker_that_fails_ends_the_others(client: TestClient, script: Path, t
         ("ctypes.string_at(0)", "worker 1 died: signal 11 (SIGSEGV)"),
         ("sys.exit(3)", "worker 1 failed: exit status 3"),
         ("sys.exit(1)", "worker 1 failed: exit status 1"),
-        ("sys.exit('no data')", "worker 1 failed: exit status 1"),
+        ("sys.exit('no data')", "worker 1 failed: exit status 1: no data"),
+        ("sys.stderr.write('no data\\nx.py:1: UserWarning: late\\n  warn()\\n'); sys.exit(3)",
+         "worker 1 failed: exit status 3: no data"),
+        ("sys.stderr.buffer.write(b'caf\\xe9 is missing'); sys.exit(1)",
+         "worker 1 failed: exit status 1: caf\ufffd is missing"),
+        ("import logging; logging.basicConfig(level=20); logging.info('ready'); sys.exit(1)",
+         "worker 1 failed: exit status 1"),
+        ("sys.exit('long ' * 100)", f"worker 1 failed: exit status 1: {('long ' * 100)[:300]}"),
+        ("import faulthandler; faulthandler.enable(); os.abort()",
+         "worker 1 died: signal 6 (SIGABRT): Fatal Python error: Aborted"),
         ("int('x')", "worker 1 failed: exit status 1: ValueError: invalid literal for int() with base 10: 'x'"),
         # The later of two chained exceptions ended the worker; only the first line of its message is shown.
         ("import argparse; argparse.ArgumentParser('a.py').error('no --x')",
@@ -168,6 +178,56 @@ def test_the_reason_says_which_rank_failed_and_how(tmp_path: Path, ending: str, 
     job = launcher.start(Job(run_id=1, name="a", command=str(script), num_workers=2))
     status = wait_for(lambda: None if launcher.poll(job).state == "running" else launcher.poll(job))
     assert (status.state, status.reason) == ("failed", reason)
+
+
+TORCHRUN = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 9, in <module>
+[rank1]: ValueError: no such file: data.txt
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "train.py", line 12, in <module>
+[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1
+E1128 05:02:11.000 7 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1) local_rank: 1 (pid: 9)
+Traceback (most recent call last):
+  File "/bin/torchrun", line 8, in <module>
+    sys.exit(main())
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+train.py FAILED
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  exitcode  : 1 (pid: 9)
+============================================================
+"""
+
+
+def test_the_reason_is_the_first_cause_in_the_output_of_torchrun() -> None:
+    search = ErrorSearch()
+    for line in TORCHRUN.splitlines():
+        search.add(line)
+    assert search.said(1) == "ValueError: no such file: data.txt"
+
+
+def test_the_reason_is_that_of_the_worker_that_failed_by_itself(tmp_path: Path) -> None:
+    """It has closed its connections, but another worker ends before it."""
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "rank = os.environ['RANK']\n"
+        "if rank == '0':\n"
+        "    raise ConnectionResetError('Connection reset by peer')\n"
+        "sys.stderr.write('Traceback (most recent call last):\\n  File \"a.py\", line 1\\nValueError: no data\\n')\n"
+        "sys.stderr.flush()\n"
+        f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
+        "os._exit(1)\n"
+    )
+    launcher = LocalLauncher(tmp_path / "runs", grace_s=20)
+    job = launcher.start(Job(run_id=1, name="a", command=str(script), num_workers=2))
+    wait_for(lambda: any("ConnectionResetError" in line["text"] for line in launcher.log_tail(job)))
+    (tmp_path / "go").touch()
+    status = wait_for(lambda: None if launcher.poll(job).state == "running" else launcher.poll(job))
+    assert status.reason == "worker 1 failed: exit status 1: ValueError: no data"
 
 
 def test_the_reason_has_no_prefix_of_torch(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlbench_master import create_app
 from mlbench_master.dates import now_us
+from mlbench_master.pages.logs import ERROR_LINE
 from mlbench_master.pages.render import ago, duration, number, render, size
-from tests.master.helpers import IdleLauncher, TestClient
+from tests.master.helpers import IdleLauncher, TestClient, wait_for
 
 
 @pytest.mark.parametrize(
@@ -81,3 +84,40 @@ def test_pages_open_without_the_final_slash(tmp_path: Path) -> None:
             "/compare",
         ):
             assert client.get(path).status_code == 200, path
+
+
+@pytest.mark.parametrize(
+    ("line", "is_error"),
+    [
+        ("INFO:root:epoch 3", False),
+        ("2026-11-28 05:02:10 INFO 0 errors in 3 files", False),
+        ("x.py:3: UserWarning: slow", False),
+        ("[W1128 c10d.cpp:1] Warning: late", False),
+        (" 50%|#####     | 5/10", False),
+        ("[rank1]: ValueError: bad", True),
+        ("torch.OutOfMemoryError: CUDA", True),
+        ("Traceback (most recent call last):", True),
+        ("2026-11-28 05:02:10 ERROR no such file", True),
+        ("main.py: error: no --x", True),
+        ("E1128 05:02:11.000 7 api.py:984] failed", True),
+    ],
+)
+def test_a_line_of_the_log_is_an_error_by_its_content_and_not_by_its_stream(line: str, is_error: bool) -> None:
+    assert (ERROR_LINE.search(line) is not None) == is_error
+
+
+def test_the_log_marks_only_errors(tmp_path: Path) -> None:
+    class Talking(IdleLauncher):
+        def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[dict[str, Any]]:
+            texts = ("INFO: ready", "ValueError: bad")
+            return [{"rank": 0, "stream": "stderr", "text": text, "date": "2026-11-28T05:02:10.5Z"} for text in texts]
+
+    app = create_app(data_dir=tmp_path, launcher=Talking())
+    with TestClient(app, base_url="http://127.0.0.1:5080") as client:
+        run_id = client.post("/api/runs/", json={"name": "a", "num_workers": 1, "command": "x"}).json()["id"]
+        wait_for(lambda: client.get(f"/api/runs/{run_id}/").json()["state"] == "started")
+        page = client.get(f"/runs/{run_id}/").text
+    lines = re.findall(r'<div class="(line[^"]*)" data-line="\d".*?class="who">([^<]*)<', page)
+    assert lines[:2] == [("line", "rank 0"), ("line bad", "rank 0 err")]
+    assert 'title="2026-11-28 05:02:10.5 UTC"' in page
+    assert re.search(r'<dt>Created</dt><dd><time class="exact" datetime="[^"]+Z">[-0-9]+ [:0-9]+ UTC</time>', page)

@@ -122,7 +122,7 @@ def test_a_failed_run_says_why_with_the_last_lines_of_the_failing_worker(client:
     assert shown == [("stderr", "1", str(number)) for number in range(5, 20)]
     assert re.search(r"/stop/[^>]* disabled>", page)
     store.update_run(run_id, {"reason": "stopped by a user"})
-    assert part(page_of(client, run_id), "why") == "Failed: stopped by a user"
+    assert part(page_of(client, run_id), "why") == "Stopped by a user"
 
 
 def test_phases_are_those_of_the_slowest_worker_and_hidden_communication_is_a_part_of_compute(

@@ -61,7 +61,7 @@ def test_runs_are_started_chosen_sorted_stopped_and_deleted(tmp_path: Path) -> N
         wait_for(lambda: page(NAMES) == "demo-2,demo-1", what="the way back")
         page("window.confirm = (text) => { window.asked = text; return true; }")
         page("document.querySelector('[data-all=stop]').click()")
-        wait_for(lambda: page("document.querySelectorAll('#runs .state-failed').length") == 1, what="the stop")
+        wait_for(lambda: page("document.querySelectorAll('#runs .state-stopped').length") == 1, what="the stop")
         assert page("window.asked") == "Stop 1 run? Metrics and logs stay." and page(CHOSEN) == ""
         page("document.querySelectorAll('#runs tbody input').forEach((box) => box.click())")
         page("document.querySelector('[data-all=delete]').click()")

@@ -195,3 +195,26 @@ def test_a_list_asks_the_database_a_fixed_number_of_times(client: Any) -> None:
         get(client)
         counts.append(len(statements))
     assert counts == [3, 3, 3]
+
+
+def test_a_run_that_its_user_stopped_is_not_called_failed(client: Any) -> None:
+    store = client.app.state.store
+    reasons = {"by-me": "stopped by a user; 3 metrics are missing", "broken": "worker 0 failed: exit status 1: E: bad"}
+    for name, reason in reasons.items():
+        add(store, name, state="failed", job_metadata=json.dumps({"stdout": [], "reason": reason}))
+    states = dict(re.findall(r'href="/runs/\d+/">(.*?)</a>.*?<span class="state state-\w+">(\w+)<', get(client), re.S))
+    assert states == {"by-me": "stopped", "broken": "failed"}
+    assert names(get(client, "?state=stopped")) == ["by-me"]
+    assert names(get(client, "?state=failed")) == ["broken"]
+    # Clients of version 3.0 wait for one of their own states.
+    shown = {run["name"]: (run["state"], run["stopped"]) for run in client.get("/api/runs/").json()}
+    assert shown == {"by-me": ("failed", True), "broken": ("failed", False)}
+    assert len(client.get("/api/runs/?state=failed").json()) == 2
+    (run_id,) = (run["id"] for run in client.get("/api/runs/").json() if run["stopped"])
+    page = client.get(f"/runs/{run_id}/").text
+    assert "Failed:" not in page
+    assert "state-failed" not in page
+    assert "Stopped by a user" in page
+    for other in ("/", f"/compare/?run={run_id}", "/workers/by-me-worker-0/"):
+        shown_states = re.findall(r'class="state state-(\w+)"', client.get(other).text)
+        assert {"stopped", "Stopped"} & set(shown_states), other

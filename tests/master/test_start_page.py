@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mlbench_core.network.named import NETWORKS
 from mlbench_core.tasks import TASKS, get_task
 from mlbench_master import create_app
 from tests.master.helpers import IdleLauncher, TestClient
@@ -281,3 +282,20 @@ def test_a_run_can_be_started_again(
     assert second["name"] == "demo-again-2"
     for field in ("command", "image", "num_workers", "num_cpus", "backend", "light_target", "gpu_enabled"):
         assert second[field] == first[field]
+
+
+class Emulating(IdleLauncher):
+    """Emulates networks, and cannot limit a bandwidth."""
+
+    emulates_networks = True
+    limits_bandwidth = False
+
+
+def test_a_launcher_with_networks_shows_their_names_and_no_remark_about_a_bandwidth(tmp_path: Path) -> None:
+    app = create_app(data_dir=tmp_path, launcher=Emulating())
+    page = TestClient(app, base_url="http://127.0.0.1:5080").get("/runs/new/").text
+    app.state.store.close()
+    assert "andwidth" not in page
+    assert "not possible" not in page
+    hint = re.search(r'id="hint-network">(.*?)</p>', page)[1]  # type: ignore[index]
+    assert all(name in hint for name in NETWORKS)

@@ -157,3 +157,22 @@ def test_a_number_of_hosts_that_the_network_cannot_have(text: str, hosts: int, m
     network = parse_network(text)
     with pytest.raises(ValueError, match=message):
         network.check_hosts(hosts)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("1gbps", "did you mean '1gbit'?"),
+        ("10 Gbit/s", "did you mean '10gbit'?"),
+        ("1Gb/s,20ms", "did you mean '1gbit', or '8gbit' for bytes?"),
+        ("100MB", "did you mean '100mbit', or '800mbit' for bytes?"),
+        ("12.5 MByte/s", "did you mean '100mbit'?"),
+        ("1g", "did you mean '1gbit'?"),
+        ("100", "did you mean '100mbit'?"),
+        ("1tbit", "did you mean '1000gbit'?"),
+        ("1gbit; host1: 10mbps", "did you mean '10mbit'?"),
+    ],
+)
+def test_a_bandwidth_in_another_unit_gets_a_hint(text: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(hint)):
+        get_network(text)

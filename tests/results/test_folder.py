@@ -331,7 +331,8 @@ def test_a_run_that_lost_lines_on_a_full_disk_does_not_count_as_finished(
     sink.finish("finished")
     run = finish_folder(tmp_path)["run"]
     assert run["state"] == "failed"
-    assert run["reason"] == "raw lines are missing, because they could not be written: No space left on device"
+    lost = f"No space left on device: {sink.path}"
+    assert run["reason"] == f"raw lines are missing, because they could not be written: {lost}"
 
 
 @pytest.mark.parametrize(

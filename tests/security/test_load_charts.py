@@ -50,7 +50,7 @@ def test_charts_of_workers_grow_and_survive_an_update(tmp_path: Path, monkeypatc
         wait_for(lambda: one(CHARTS) == 4, what="the charts of one worker")
         wait_for(lambda: one.text("#log").count("<i>line</i>") > 10, what="lines of the log")
         httpx.post(f"{base}/api/runs/{first}/stop/")
-        wait_for(lambda: one.text("#state") == "Failed", what="the end on the page of the worker")
+        wait_for(lambda: one.text("#state") == "Stopped", what="the end on the page of the worker")
         wait_for(lambda: page(CHARTS) == 4 and "first" in page.text("#latest"), what="the end on the main page")
         assert (one(CHARTS), whole(CHARTS)) == (4, 8)
         httpx.post(f"{base}/api/runs/{second}/stop/")

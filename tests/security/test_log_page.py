@@ -84,7 +84,7 @@ def check_filter_of_live_lines(page: Page) -> None:
     wait_for(lambda: numbers(page, "Warning")[-1] > last + 40, what="further lines of stderr")
     found = numbers(page, "Warning")
     assert found[0] == 1000 and is_whole(found, 10)
-    assert set(texts(page, ".who")) == {"rank 0 err"}
+    assert set(texts(page, ".who")) == {"rank 0"}
     assert page("document.getElementById('log-download').href").endswith("stream=stderr&format=text")
 
 

@@ -100,7 +100,7 @@ def test_sinks_learn_the_course_of_a_run(clock: Clock, log: MagicMock) -> None:
     }  # fmt: skip
     assert set(end) == {
         "time_s", "totals", "epochs", "best_metric_value", "best_epoch", "batch_times", "memory_peak_bytes", "energy_j",
-        "collectives",
+        "collectives", "state",
     }  # fmt: skip
     assert (end["time_s"], end["epochs"], end["totals"]["train_s"]) == (190, 2, 62)
 
@@ -122,7 +122,8 @@ def test_a_run_starts_with_its_first_batch_and_a_resumed_one_says_so(clock: Cloc
     tracker.load_state_dict(json.loads(json.dumps(Tracker([], "7", 0).state_dict())))
     run_epoch(tracker, clock, 1.0)
     run_epoch(tracker, clock, 1.0)
-    assert [content for kind, content in sink.events if kind == "start"] == [{"resumed": True, "epoch": 0, "step": 0}]
+    start = {"resumed": True, "epoch": 0, "step": 0, "latest": {}}
+    assert [content for kind, content in sink.events if kind == "start"] == [start]
     assert sink.events[0][0] == "start"
 
 

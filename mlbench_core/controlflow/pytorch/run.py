@@ -159,7 +159,8 @@ class Run:
         if self.args.goal_after is not None:
             goal = _after_time(goal, self.args.goal_after)
         if self.rank == 0:
-            sinks += map(make_sink, self.args.sink)
+            continues = self.args.resume or self.validation_only
+            sinks += [make_sink(text, self.run_id, continues) for text in self.args.sink]
         if self._open_results is not None and not self.validation_only:
             # Entered before the tracker, so that it ends after the tracker has written its last numbers.
             results = self._open.enter_context(self._open_results(goal))
