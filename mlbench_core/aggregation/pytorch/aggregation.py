@@ -11,13 +11,14 @@ import copy
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from mlbench_core.aggregation.pytorch.layout import Layout, compare, takes_part
 from mlbench_core.aggregation.pytorch.names import plain_name
 from mlbench_core.aggregation.pytorch.timing import count_collective
 from mlbench_core.distributed.pytorch import process_groups
@@ -42,7 +43,11 @@ AVG_CUSTOM = "avg_custom"
 BOOKKEEPING = ":"
 """Prefix of the names of tensors that do not belong to a parameter: a loss, flags sent with gradients, a buffer."""
 
+QUESTION = f"{BOOKKEEPING}trained"
+"""Name of the number that shows whether a worker has trained a parameter that was frozen until now."""
+
 Denominator: TypeAlias = "float | Tensor"
+_T = TypeVar("_T")
 Parameters: TypeAlias = "nn.Module | Mapping[str, Tensor]"
 
 
@@ -63,7 +68,14 @@ class Aggregation(ABC):
     A subclass implements :meth:`aggregate`; the rest is shared.
 
     Every worker must call the same functions with models of the same layout: the collectives run in the order in
-    which the model registers its parameters, which is the same everywhere whatever the backward pass did.
+    which the model registers its parameters, which is the same everywhere whatever the backward pass did. The first
+    aggregation compares names, shapes, dtypes, order and ``requires_grad`` of the parameters, by one message of 16
+    bytes, which is not counted. If they differ, all workers raise a ValueError that names the difference. Values are
+    not compared, because some algorithms allow them to differ.
+
+    A parameter that is frozen at the first aggregation does not travel. If a worker trains it later, it travels from
+    then on. A parameter that is frozen later, on all workers or on some, keeps its place in the messages, so that the
+    workers' weights stay the same.
 
     Attributes:
         overlap: True if an optimizer sends gradients through it during the backward pass; see
@@ -73,6 +85,7 @@ class Aggregation(ABC):
         bytes_sent: Bytes this worker handed to collectives since it was made.
         last_bytes: Bytes of the last call of an aggregation function.
         compression_ratio: Bytes of the values in memory over bytes of the values as sent; 1 without compression.
+        layout: The parameters that travel.
 
     Args:
         use_cuda: True if training runs on GPUs. Tensors are sent from the device that they and the backend need
@@ -83,6 +96,8 @@ class Aggregation(ABC):
     compression_ratio: float = 1.0
     overlap: bool = False
 
+    # True if not every call sends: then `aggregate` gets all weights, and calls `_traveling` before it sends.
+    _selects_late: ClassVar[bool] = False
     _named_state: ClassVar[tuple[str, ...]] = ()  # keys of state_dict() under which values stand by parameter name
     _own_state: ClassVar[tuple[str, ...]] = ()  # those of them whose values differ from worker to worker
 
@@ -91,6 +106,7 @@ class Aggregation(ABC):
         self.group = process_groups.check_group(process_group)
         self.bytes_sent = 0
         self.last_bytes = 0
+        self.layout = Layout()
         introduce()
 
     @property
@@ -114,13 +130,17 @@ class Aggregation(ABC):
     def agg_grad(self, by_layer: bool = False) -> AggregationFunction:
         """Make the function that aggregates a model's gradients.
 
-        It covers every parameter with ``requires_grad``, so the messages have one layout on all workers. A parameter
-        whose gradient is None on this worker counts as zeros. Flags in the same message show whether another worker
-        had a gradient. If so, the gradient is created. If no worker had one, it stays None, and the parameter's update
-        is skipped as without communication.
+        It covers every parameter that required a gradient, or had one, in this or an earlier call, so the messages
+        have one layout on all workers. A parameter whose gradient is None on this worker counts as zeros. Flags in the
+        same message show whether another worker had a gradient. If so, the gradient is created, also for a parameter
+        that is frozen on this worker alone. If no worker had one, it stays None, and the parameter's update is skipped
+        as without communication.
 
-        On a GPU, a worker on which a gradient is None waits for the message to read those flags; the others wait
-        for nothing.
+        If some parameters have always been frozen, one more number in the message shows whether a worker has a
+        gradient of one of them. Then the workers agree on these parameters and aggregate their gradients, too.
+
+        On a GPU, a worker on which a gradient is None, or with a parameter that has always been frozen, waits for the
+        message to read those flags; the others wait for nothing.
 
         Args:
             by_layer: Send each parameter in messages of its own instead of all together.
@@ -133,8 +153,10 @@ class Aggregation(ABC):
     def agg_model(self, by_layer: bool = False) -> AggregationFunction:
         """Make the function that aggregates a model's weights.
 
-        It covers every parameter with ``requires_grad`` and every floating-point buffer, such as the running mean and
-        variance of a BatchNorm layer. Other buffers (counters) and frozen parameters are left alone. Values are
+        It covers every parameter that required a gradient, or had one, in this or an earlier call on some worker, and
+        every floating-point buffer, such as the running mean and variance of a BatchNorm layer. Other buffers
+        (counters) and parameters that have always been frozen are left alone. If there are such parameters, the
+        workers first ask each other whether one of them has trained one, by a message of 4 bytes for each. Values are
         written into the tensors' own memory.
 
         Args:
@@ -252,13 +274,67 @@ class Aggregation(ABC):
         self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
     ) -> None:
         self.last_bytes = 0
-        parameters = dict(trainable(model))
+        parameters = dict(parameters_of(model))
         refuse_sparse(parameters)
+        self.layout.note(parameters)
+        self.compare_models()
         if self.world_size == 1:
-            self._aggregate_alone(parameters, op, denom)
+            self.layout.admit(self.layout.trained & parameters.keys())
+            self._aggregate_alone(self._without_frozen(parameters), op, denom)
             return
-        for names in [[name] for name in parameters] if by_layer else [list(parameters)]:
-            self._aggregate_some_gradients({name: parameters[name] for name in names}, op, denom)
+        sent, frozen = self._without_frozen(parameters), self.layout.frozen & parameters.keys()
+        messages = [[name] for name in sent] if by_layer and sent else [list(sent)]
+        if frozen:
+            sent[QUESTION] = self.question(sent)
+            self.answer(sent[QUESTION], frozen)
+            messages[-1].append(QUESTION)
+        for names in messages:
+            self._aggregate_some_gradients({name: sent[name] for name in names}, op, denom)
+        if frozen and sent[QUESTION].grad is not None:
+            admitted = self.admit([name for name in parameters if name in frozen])
+            self._aggregate_some_gradients({name: parameters[name] for name in admitted}, op, denom)
+
+    def question(self, sent: Mapping[str, Tensor]) -> Tensor:
+        """Return a stand-in for a parameter, with which workers ask whether one has trained a frozen parameter.
+
+        If one worker has a gradient of it, all workers get it.
+
+        Args:
+            sent: The parameters that travel in the same message.
+        """
+        like = next(iter(sent.values()), torch.zeros(0))
+        return torch.zeros(1, dtype=like.dtype, device=like.device)
+
+    def answer(self, question: Tensor, frozen: Collection[str]) -> None:
+        """Give the stand-in a gradient if this worker has trained one of the frozen parameters."""
+        question.grad = None if self.layout.trained.isdisjoint(frozen) else torch.ones_like(question)
+
+    def admit(self, frozen: Sequence[str]) -> list[str]:
+        """Let the frozen parameters that a worker has trained travel from now on, and return their names.
+
+        It is a collective operation, and its result is the same on all workers.
+
+        Args:
+            frozen: Names of frozen parameters, the same on all workers.
+        """
+        flags = torch.tensor([float(name in self.layout.trained) for name in frozen])
+        self.any_worker(flags)
+        admitted = [name for name, flag in zip(frozen, flags.tolist(), strict=True) if flag > 0]
+        self.layout.admit(admitted)
+        return admitted
+
+    def _without_frozen(self, values: Mapping[str, _T]) -> dict[str, _T]:
+        return {name: value for name, value in values.items() if name not in self.layout.frozen}
+
+    def compare_models(self) -> None:
+        """Compare the parameters that are new in the layout with those of the other workers; a collective operation.
+
+        Raises:
+            ValueError: They differ. All workers raise it.
+        """
+        new, self.layout.new = self.layout.new, []
+        if new and self.world_size > 1:
+            compare(new, self.group)
 
     def _aggregate_alone(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
         """Aggregate the gradients of the only worker, who knows which of them exist."""
@@ -303,15 +379,34 @@ class Aggregation(ABC):
             for name, buffer in named
             if buffer.is_floating_point() or buffer.is_complex()
         )
-        weights = {name: tensor.detach() for name, tensor in (*trainable(model), *buffers)}
+        parameters = dict(parameters_of(model))
+        self.layout.note(parameters)
+        weights = {name: tensor.detach() for name, tensor in (*parameters.items(), *buffers)}
+        if not self._selects_late:
+            weights = self._traveling(weights)
         for message in [{name: weights[name]} for name in weights] if by_layer else [weights]:
             self.aggregate(message, op, denom)
 
+    def _traveling(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights that travel, the same on all workers, which all call this before they send."""
+        self.compare_models()
+        frozen = [name for name in weights if name in self.layout.frozen]
+        if frozen:
+            self.admit(frozen)
+        return self._without_frozen(weights)
+
+
+def parameters_of(model: Parameters) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a model, each once, in the order of registration, by their plain names."""
+    parameters: Iterable[tuple[str, Tensor]] = (
+        model.named_parameters() if isinstance(model, nn.Module) else model.items()
+    )
+    return ((plain_name(name), parameter) for name, parameter in parameters)
+
 
 def trainable(model: Parameters) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters that require a gradient, each once, in the order of registration, by their plain names."""
-    named: Iterable[tuple[str, Tensor]] = model.named_parameters() if isinstance(model, nn.Module) else model.items()
-    return ((plain_name(name), parameter) for name, parameter in named if parameter.requires_grad)
+    """Yield the parameters that an optimizer may change; see :func:`parameters_of`."""
+    return ((name, parameter) for name, parameter in parameters_of(model) if takes_part(parameter))
 
 
 def refuse_sparse(parameters: Mapping[str, Tensor]) -> None:

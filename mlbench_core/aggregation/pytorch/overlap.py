@@ -37,8 +37,8 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core import torch_private
-from mlbench_core.aggregation.pytorch.aggregation import refuse_sparse, trainable
-from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation, Transfer
+from mlbench_core.aggregation.pytorch.aggregation import QUESTION, parameters_of, refuse_sparse
+from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Transfer
 from mlbench_core.aggregation.pytorch.buckets import Bucket, Signature, plan_buckets, signature
 from mlbench_core.aggregation.pytorch.messages import as_real, divide
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock, Interval
@@ -104,7 +104,8 @@ class OverlappedReduction:
         self._pass: _Pass | None = None
         self._is_reduced = False
         self._is_new_step = True
-        self._signature: Signature = ()
+        self._signature: tuple[Signature, list[str]] = (), []
+        self._frozen: list[str] = []
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, int] = {}
         self._hooks: list[Any] = []
@@ -124,9 +125,15 @@ class OverlappedReduction:
             self._synchronizes = before
 
     def complete(self) -> None:
-        """Ensure that all gradients are averages over the workers, and mark them as consumed."""
+        """Ensure that all gradients are averages over the workers, and mark them as consumed.
+
+        A gradient that was set by hand, after the backward pass, on a parameter that has always been frozen is dropped.
+        """
         self.average()
         self.forget()
+        parameters = dict(parameters_of(self._model))
+        for name in self._aggregation.layout.frozen_among(parameters):
+            parameters[name].grad = None
 
     def average(self) -> None:
         """Ensure that all gradients are averages: wait for an unfinished backward pass, and send unsent gradients.
@@ -191,13 +198,18 @@ class OverlappedReduction:
     def _open(self, graph_task: int) -> _Pass:
         # A change is noticed here and nowhere else: workers with and without a backward pass both come to this point.
         is_intact = all(bucket.is_intact() for bucket in self._buckets)
-        if not is_intact or signature(dict(trainable(self._model))) != self._signature:
+        parameters = dict(parameters_of(self._model))
+        layout = self._aggregation.layout
+        layout.note(parameters)
+        self._aggregation.compare_models()
+        if not is_intact or (signature(parameters), layout.frozen_among(parameters)) != self._signature:
             self._lay_out()
+        self._aggregation.answer(self._question, self._frozen)
         if self._is_new_step:
             self._aggregation.last_bytes = 0
             self._is_new_step = False
         within = "backprop" if graph_task != _NO_PASS else None
-        missing = [len(bucket.parameters) for bucket in self._buckets]
+        missing = [sum(p.requires_grad for p in bucket.parameters) for bucket in self._buckets]
         self._pass = _Pass(graph_task, missing, Interval(self._device, within))
         return self._pass
 
@@ -248,6 +260,8 @@ class OverlappedReduction:
             if position >= current.received:
                 current.interval.finish_message()
         self._adopt(current)
+        if self._frozen and self._question.grad is not None:
+            self._receive_late(current)
         self._clock.add(current.interval)
         self._is_reduced = True
 
@@ -263,6 +277,15 @@ class OverlappedReduction:
             if parameter.grad is None and is_present > 0:
                 self._buckets[i].adopt(j, current.transfers[i].message)
 
+    def _receive_late(self, current: _Pass) -> None:
+        """Aggregate the gradients of parameters that were frozen until now."""
+        before = self._aggregation.bytes_sent
+        parameters = dict(parameters_of(self._model))
+        with current.interval.exposed():
+            admitted = self._aggregation.admit(self._frozen)
+            self._aggregation._aggregate_some_gradients({n: parameters[n] for n in admitted}, AVG_WORLD, None)
+        current.interval.size_bytes += self._aggregation.bytes_sent - before
+
     # ------------------------------------------------------------------ layout
 
     @property
@@ -271,10 +294,15 @@ class OverlappedReduction:
 
     def _lay_out(self) -> None:
         """Create the buckets and the hooks again."""
-        parameters = dict(trainable(self._model))
+        parameters = dict(parameters_of(self._model))
         self._remove_hooks()
-        self._signature = signature(parameters)
-        self._buckets = plan_buckets(parameters, self._aggregation.bucket_size_bytes, self._aggregation.comm_dtype)
+        self._frozen = self._aggregation.layout.frozen_among(parameters)
+        self._signature = signature(parameters), self._frozen
+        sent = {name: parameter for name, parameter in parameters.items() if name not in self._frozen}
+        self._question = self._aggregation.question(sent)
+        if self._frozen:
+            sent[QUESTION] = self._question
+        self._buckets = plan_buckets(sent, self._aggregation.bucket_size_bytes, self._aggregation.comm_dtype)
         self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
         # A weak reference, so that the hooks of an optimizer that is no longer used send nothing.
         reduction = weakref.ref(self)
@@ -284,7 +312,7 @@ class OverlappedReduction:
             if alive is not None:
                 alive._on_gradient(parameter)
 
-        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in parameters.values()]
+        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in parameters.values() if p.requires_grad]
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

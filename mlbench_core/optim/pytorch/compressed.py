@@ -234,7 +234,7 @@ class CompressedOptimizer(Optimizer):
     def _stand_in(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Make a tensor that stands for a parameter in the aggregation; its ``grad`` holds the values to send."""
         stand_in = parameter.detach().requires_grad_(parameter.requires_grad)
-        if parameter.grad is not None and parameter.requires_grad:
+        if parameter.grad is not None:
             stand_in.grad = self._local(parameter, group)
         return stand_in
 
