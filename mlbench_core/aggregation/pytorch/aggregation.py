@@ -43,9 +43,6 @@ AVG_CUSTOM = "avg_custom"
 BOOKKEEPING = ":"
 """Prefix of the names of tensors that do not belong to a parameter: a loss, flags sent with gradients, a buffer."""
 
-QUESTION = f"{BOOKKEEPING}trained"
-"""Name of the number that shows whether a worker has trained a parameter that was frozen until now."""
-
 Denominator: TypeAlias = "float | Tensor"
 _T = TypeVar("_T")
 Parameters: TypeAlias = "nn.Module | Mapping[str, Tensor]"
@@ -86,6 +83,7 @@ class Aggregation(ABC):
         last_bytes: Bytes of the last call of an aggregation function.
         compression_ratio: Bytes of the values in memory over bytes of the values as sent; 1 without compression.
         layout: The parameters that travel.
+        takes_complex: True if it combines complex numbers; False if it compresses real ones only.
 
     Args:
         use_cuda: True if training runs on GPUs. Tensors are sent from the device that they and the backend need
@@ -95,6 +93,7 @@ class Aggregation(ABC):
 
     compression_ratio: float = 1.0
     overlap: bool = False
+    takes_complex: bool = True
 
     # True if not every call sends: then `aggregate` gets all weights, and calls `_traveling` before it sends.
     _selects_late: ClassVar[bool] = False
@@ -107,6 +106,7 @@ class Aggregation(ABC):
         self.bytes_sent = 0
         self.last_bytes = 0
         self.layout = Layout()
+        self._asked: list[str] = []  # frozen parameters for which the next flags may have a mark
         introduce()
 
     @property
@@ -136,8 +136,8 @@ class Aggregation(ABC):
         that is frozen on this worker alone. If no worker had one, it stays None, and the parameter's update is skipped
         as without communication.
 
-        If some parameters have always been frozen, one more number in the message shows whether a worker has a
-        gradient of one of them. Then the workers agree on these parameters and aggregate their gradients, too.
+        If some parameters have always been frozen, a mark in these flags shows whether a worker has begun to train one
+        of them. Then the workers agree on these parameters and aggregate their gradients, too.
 
         On a GPU, a worker on which a gradient is None, or with a parameter that has always been frozen, waits for the
         message to read those flags; the others wait for nothing.
@@ -276,62 +276,77 @@ class Aggregation(ABC):
         self.last_bytes = 0
         parameters = dict(parameters_of(model))
         refuse_sparse(parameters)
-        self.layout.note(parameters)
-        self.compare_models()
+        self.compare_models(parameters)
         if self.world_size == 1:
             self.layout.admit(self.layout.trained & parameters.keys())
             self._aggregate_alone(self._without_frozen(parameters), op, denom)
             return
-        sent, frozen = self._without_frozen(parameters), self.layout.frozen & parameters.keys()
-        messages = [[name] for name in sent] if by_layer and sent else [list(sent)]
-        if frozen:
-            sent[QUESTION] = self.question(sent)
-            self.answer(sent[QUESTION], frozen)
-            messages[-1].append(QUESTION)
-        for names in messages:
+        sent, frozen = self._without_frozen(parameters), [name for name in parameters if name in self.layout.frozen]
+        self._asked = frozen
+        for names in [[name] for name in sent] if by_layer else [list(sent)]:
             self._aggregate_some_gradients({name: sent[name] for name in names}, op, denom)
-        if frozen and sent[QUESTION].grad is not None:
-            admitted = self.admit([name for name in parameters if name in frozen])
-            self._aggregate_some_gradients({name: parameters[name] for name in admitted}, op, denom)
+        if self._asked:  # no parameter travels
+            self.admit(frozen)
+        admitted = {name: parameters[name] for name in frozen if name not in self.layout.frozen}
+        if admitted:
+            self._aggregate_some_gradients(admitted, op, denom)
 
-    def question(self, sent: Mapping[str, Tensor]) -> Tensor:
-        """Return a stand-in for a parameter, with which workers ask whether one has trained a frozen parameter.
+    def mark(self, flags: Tensor, frozen: Collection[str]) -> None:
+        """Write into the first flag of a message that this worker has trained a parameter that was frozen until now.
 
-        If one worker has a gradient of it, all workers get it.
+        The mark is infinite, so it stays in a sum over any number of workers in any dtype, and needs no room.
 
         Args:
-            sent: The parameters that travel in the same message.
+            flags: The flags, one for each parameter in the message.
+            frozen: Names of the frozen parameters.
         """
-        like = next(iter(sent.values()), torch.zeros(0))
-        return torch.zeros(1, dtype=like.dtype, device=like.device)
+        if not self.layout.trained.isdisjoint(frozen):
+            flags[0] = math.inf
 
-    def answer(self, question: Tensor, frozen: Collection[str]) -> None:
-        """Give the stand-in a gradient if this worker has trained one of the frozen parameters."""
-        question.grad = None if self.layout.trained.isdisjoint(frozen) else torch.ones_like(question)
+    def read_mark(self, flags: Tensor, frozen: Sequence[str], is_present: bool) -> None:
+        """Let the frozen parameters that a worker has trained travel from now on, if the first flag has a mark.
 
-    def admit(self, frozen: Sequence[str]) -> list[str]:
-        """Let the frozen parameters that a worker has trained travel from now on, and return their names.
+        It replaces the mark by the flag itself.
+
+        Args:
+            flags: As in :meth:`mark`, after the message has arrived.
+            frozen: As in :meth:`mark`.
+            is_present: True if this worker had a gradient of the first parameter.
+        """
+        if not flags[0].isfinite():
+            flags[0] = self.admit(frozen, is_present)
+
+    def admit(self, frozen: Sequence[str], flag: bool = False) -> float:
+        """Let the frozen parameters that a worker has trained travel from now on.
 
         It is a collective operation, and its result is the same on all workers.
 
         Args:
             frozen: Names of frozen parameters, the same on all workers.
+            flag: A flag that travels in the same message.
+
+        Returns:
+            1 if a worker raised the flag, else 0.
         """
-        flags = torch.tensor([float(name in self.layout.trained) for name in frozen])
+        flags = torch.tensor([*(float(name in self.layout.trained) for name in frozen), float(flag)])
         self.any_worker(flags)
-        admitted = [name for name, flag in zip(frozen, flags.tolist(), strict=True) if flag > 0]
-        self.layout.admit(admitted)
-        return admitted
+        *trained, raised = flags.tolist()
+        self.layout.admit([name for name, is_trained in zip(frozen, trained, strict=True) if is_trained > 0])
+        return raised
 
     def _without_frozen(self, values: Mapping[str, _T]) -> dict[str, _T]:
         return {name: value for name, value in values.items() if name not in self.layout.frozen}
 
-    def compare_models(self) -> None:
+    def compare_models(self, parameters: Mapping[str, Tensor] | None = None) -> None:
         """Compare the parameters that are new in the layout with those of the other workers; a collective operation.
+
+        Args:
+            parameters: Parameters to note in the layout before, by name.
 
         Raises:
             ValueError: They differ. All workers raise it.
         """
+        self.layout.note(parameters or {})
         new, self.layout.new = self.layout.new, []
         if new and self.world_size > 1:
             compare(new, self.group)
@@ -357,7 +372,13 @@ class Aggregation(ABC):
             for flag in flags.values():
                 divisor = torch.as_tensor(check_denominator(denom), dtype=torch.float64, device=flag.device)
                 flag.mul_(divisor.clamp(1, torch.finfo(flag.dtype).max))
+        asked, self._asked = self._asked, []
+        first = next(iter(flags.values()), None)
+        if asked and first is not None:
+            self.mark(first, asked)
         self.aggregate({**gradients, **flags}, op, denom)
+        if asked and first is not None:
+            self.read_mark(first, asked, parameters[next(iter(names_by_kind.values()))[0]].grad is not None)
         for names, present in zip(names_by_kind.values(), flags.values(), strict=True):
             # Only a worker without a gradient reads the flags, because reading them waits for a GPU.
             if all(parameters[name].grad is not None for name in names):
@@ -407,6 +428,16 @@ def parameters_of(model: Parameters) -> Iterator[tuple[str, Tensor]]:
 def trainable(model: Parameters) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters that an optimizer may change; see :func:`parameters_of`."""
     return ((name, parameter) for name, parameter in parameters_of(model) if takes_part(parameter))
+
+
+def refuse_complex(aggregation: Aggregation, parameters: Mapping[str, Tensor]) -> None:
+    """Raise a TypeError if parameters to train are complex and the aggregation takes real numbers only."""
+    for name, parameter in parameters.items():
+        if parameter.is_complex() and parameter.requires_grad and not aggregation.takes_complex:
+            raise TypeError(
+                f"parameter {name!r} must be real for {type(aggregation).__name__}, not complex ({parameter.dtype}): "
+                "use AllReduceAggregation, or train torch.view_as_real of it"
+            )
 
 
 def refuse_sparse(parameters: Mapping[str, Tensor]) -> None:

@@ -14,7 +14,6 @@ The models are compared once, by a hash in the first aggregation of their parame
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,12 +97,7 @@ def compare(described: Sequence[str], group: Any = None) -> None:
         ValueError: The parameters differ. The message names a worker, a parameter and the difference.
     """
     text = "\n".join(described).encode()
-    number = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
-    dist = process_groups.dist
-    # The maximum of the negated numbers is the negated minimum.
-    largest = process_groups.get_backend_tensor(torch.tensor([number, -number]), group)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    if int(largest.sum()) == 0:
+    if process_groups.is_same(text, group):
         return
     first, *others = [_parse(row) for row in _gather(text, group)]
     for rank, parameters in enumerate(others, start=1):

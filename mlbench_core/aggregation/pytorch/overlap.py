@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core import torch_private
-from mlbench_core.aggregation.pytorch.aggregation import QUESTION, parameters_of, refuse_sparse
+from mlbench_core.aggregation.pytorch.aggregation import parameters_of, refuse_sparse
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Transfer
 from mlbench_core.aggregation.pytorch.buckets import Bucket, Signature, plan_buckets, signature
 from mlbench_core.aggregation.pytorch.messages import as_real, divide
@@ -200,11 +200,9 @@ class OverlappedReduction:
         is_intact = all(bucket.is_intact() for bucket in self._buckets)
         parameters = dict(parameters_of(self._model))
         layout = self._aggregation.layout
-        layout.note(parameters)
-        self._aggregation.compare_models()
+        self._aggregation.compare_models(parameters)
         if not is_intact or (signature(parameters), layout.frozen_among(parameters)) != self._signature:
             self._lay_out()
-        self._aggregation.answer(self._question, self._frozen)
         if self._is_new_step:
             self._aggregation.last_bytes = 0
             self._is_new_step = False
@@ -236,6 +234,7 @@ class OverlappedReduction:
             if bucket.flags is not None:
                 present = [float(p.grad is not None) for b in self._buckets for p in b.parameters]
                 bucket.flags.copy_(torch.tensor(present, dtype=bucket.flags.dtype))
+                self._aggregation.mark(bucket.flags, self._frozen)
             current.transfers.append(self._aggregation.start(message, overlapped=True))
             current.interval.size_bytes += current.transfers[-1].size_bytes
 
@@ -259,8 +258,10 @@ class OverlappedReduction:
                 bucket.deliver()
             if position >= current.received:
                 current.interval.finish_message()
+        if self._frozen:
+            self._read_mark()
         self._adopt(current)
-        if self._frozen and self._question.grad is not None:
+        if self._frozen:
             self._receive_late(current)
         self._clock.add(current.interval)
         self._is_reduced = True
@@ -277,14 +278,24 @@ class OverlappedReduction:
             if parameter.grad is None and is_present > 0:
                 self._buckets[i].adopt(j, current.transfers[i].message)
 
+    def _read_mark(self) -> None:
+        """Let parameters that were frozen until now travel from the next pass on, if a worker has trained them."""
+        flags = self._buckets[-1].flags
+        if flags is None:  # no parameter travels
+            self._aggregation.admit(self._frozen)
+        else:
+            first = next(parameter for bucket in self._buckets for parameter in bucket.parameters)
+            self._aggregation.read_mark(flags, self._frozen, first.grad is not None)
+
     def _receive_late(self, current: _Pass) -> None:
-        """Aggregate the gradients of parameters that were frozen until now."""
-        before = self._aggregation.bytes_sent
+        """Aggregate the gradients of parameters that were frozen until now and do not travel in the buckets yet."""
         parameters = dict(parameters_of(self._model))
-        with current.interval.exposed():
-            admitted = self._aggregation.admit(self._frozen)
-            self._aggregation._aggregate_some_gradients({n: parameters[n] for n in admitted}, AVG_WORLD, None)
-        current.interval.size_bytes += self._aggregation.bytes_sent - before
+        admitted = {n: parameters[n] for n in self._frozen if n not in self._aggregation.layout.frozen}
+        if admitted:
+            before = self._aggregation.bytes_sent
+            with current.interval.exposed():
+                self._aggregation._aggregate_some_gradients(admitted, AVG_WORLD, None)
+            current.interval.size_bytes += self._aggregation.bytes_sent - before
 
     # ------------------------------------------------------------------ layout
 
@@ -299,9 +310,6 @@ class OverlappedReduction:
         self._frozen = self._aggregation.layout.frozen_among(parameters)
         self._signature = signature(parameters), self._frozen
         sent = {name: parameter for name, parameter in parameters.items() if name not in self._frozen}
-        self._question = self._aggregation.question(sent)
-        if self._frozen:
-            sent[QUESTION] = self._question
         self._buckets = plan_buckets(sent, self._aggregation.bucket_size_bytes, self._aggregation.comm_dtype)
         self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
         # A weak reference, so that the hooks of an optimizer that is no longer used send nothing.

@@ -129,6 +129,7 @@ class PeriodicAggregation(Aggregation):
         aggregation.agg_model()
         super().__init__(use_cuda=aggregation.use_cuda, process_group=aggregation.group)
         self.inside = aggregation
+        self.takes_complex = aggregation.takes_complex
         self.period = check_int("period", period)
         self.delay = check_delay(delay, self.period)
         if self.delay:

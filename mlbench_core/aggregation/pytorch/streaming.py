@@ -134,6 +134,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
             raise ValueError(f"mixing must be at most 1, not {mixing}: it is the share of a worker's own weights")
         self.mixing = mixing
         self.quantize = quantize
+        self.takes_complex = not quantize
         self._counts: dict[str, int] = {}
         self._flights: list[_Fragment] = []
         self._bytes_before, self._bytes_after = 0, 0  # of quantized outer gradients
