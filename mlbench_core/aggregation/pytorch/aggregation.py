@@ -11,14 +11,14 @@ import copy
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from mlbench_core.aggregation.pytorch.layout import Layout, compare, takes_part
+from mlbench_core.aggregation.pytorch.layout import Layout, start_comparing, takes_part
 from mlbench_core.aggregation.pytorch.names import plain_name
 from mlbench_core.aggregation.pytorch.timing import count_collective
 from mlbench_core.distributed.pytorch import process_groups
@@ -337,11 +337,14 @@ class Aggregation(ABC):
     def _without_frozen(self, values: Mapping[str, _T]) -> dict[str, _T]:
         return {name: value for name, value in values.items() if name not in self.layout.frozen}
 
-    def compare_models(self, parameters: Mapping[str, Tensor] | None = None) -> None:
+    def compare_models(
+        self, parameters: Mapping[str, Tensor] | None = None, pending: list[Callable[[], None]] | None = None
+    ) -> None:
         """Compare the parameters that are new in the layout with those of the other workers; a collective operation.
 
         Args:
             parameters: Parameters to note in the layout before, by name.
+            pending: Gets the function that waits for the comparison, if the caller does not wait here.
 
         Raises:
             ValueError: They differ. All workers raise it.
@@ -349,7 +352,11 @@ class Aggregation(ABC):
         self.layout.note(parameters or {})
         new, self.layout.new = self.layout.new, []
         if new and self.world_size > 1:
-            compare(new, self.group)
+            wait = start_comparing(new, self.group)
+            if pending is None:
+                wait()
+            else:
+                pending.append(wait)
 
     def _aggregate_alone(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
         """Aggregate the gradients of the only worker, who knows which of them exist."""
@@ -408,9 +415,16 @@ class Aggregation(ABC):
         for message in [{name: weights[name]} for name in weights] if by_layer else [weights]:
             self.aggregate(message, op, denom)
 
-    def _traveling(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights that travel, the same on all workers, which all call this before they send."""
-        self.compare_models()
+    def _traveling(
+        self, weights: Mapping[str, Tensor], pending: list[Callable[[], None]] | None = None
+    ) -> dict[str, Tensor]:
+        """Return the weights that travel, the same on all workers, which all call this before they send.
+
+        Args:
+            weights: All weights.
+            pending: See :meth:`compare_models`.
+        """
+        self.compare_models(pending=pending)
         frozen = [name for name in weights if name in self.layout.frozen]
         if frozen:
             self.admit(frozen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -64,7 +64,9 @@ class AllReduceAggregationHVD(AllReduceAggregation):
             flag.copy_(_horovod().allreduce(flag, op=_horovod().Sum))
             self._count("all_reduce", self.world_size, flag.nbytes)
 
-    def compare_models(self, parameters: Mapping[str, Tensor] | None = None) -> None:
+    def compare_models(
+        self, parameters: Mapping[str, Tensor] | None = None, pending: list[Callable[[], None]] | None = None
+    ) -> None:
         """Do nothing, because Horovod compares the names, shapes and dtypes of messages itself."""
         self.layout.note(parameters or {})
         self.layout.new.clear()

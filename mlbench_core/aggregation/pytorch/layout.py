@@ -15,7 +15,7 @@ The models are compared once, by a hash in the first aggregation of their parame
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mlbench_core.distributed.pytorch import process_groups
 
-__all__ = ["Layout", "compare", "takes_part"]
+__all__ = ["Layout", "start_comparing", "takes_part"]
 
 
 @dataclass
@@ -36,12 +36,15 @@ class Layout:
         frozen: Those that no worker has trained, as far as the workers have agreed; they do not travel.
         trained: Those of them that this worker has trained since the workers agreed.
         new: Descriptions of parameters that the workers have not compared yet.
+        traveled: Names of parameters that traveled before a checkpoint. They may have been frozen since, at weights
+            that differ between workers.
     """
 
     known: set[str] = field(default_factory=set)
     frozen: set[str] = field(default_factory=set)
     trained: set[str] = field(default_factory=set)
     new: list[str] = field(default_factory=list)
+    traveled: set[str] = field(default_factory=set)
 
     def note(self, parameters: Mapping[str, Tensor]) -> None:
         """Describe new parameters, and note which frozen ones this worker has begun to train.
@@ -53,7 +56,7 @@ class Layout:
             if name not in self.known:
                 self.known.add(name)
                 self.new.append(describe(name, parameter))
-                if not takes_part(parameter):
+                if not takes_part(parameter) and name not in self.traveled:
                     self.frozen.add(name)
             elif name in self.frozen and takes_part(parameter):
                 self.trained.add(name)
@@ -84,8 +87,8 @@ def describe(name: str, parameter: Tensor) -> str:
     return json.dumps([name, list(parameter.shape), str(parameter.dtype), takes_part(parameter)])
 
 
-def compare(described: Sequence[str], group: Any = None) -> None:
-    """Raise an error on all workers if their parameters differ. One message of 16 bytes shows that they are equal.
+def start_comparing(described: Sequence[str], group: Any = None) -> Callable[[], None]:
+    """Begin to compare the parameters of all workers, by one message of 16 bytes.
 
     It is not a part of a training step, so it is not counted.
 
@@ -93,19 +96,26 @@ def compare(described: Sequence[str], group: Any = None) -> None:
         described: A line of :func:`describe` for each parameter, in order.
         group: The process group; None for all workers.
 
-    Raises:
-        ValueError: The parameters differ. The message names a worker, a parameter and the difference.
+    Returns:
+        A function that waits for the message. If the parameters differ, it raises a ValueError on all workers, which
+        names a worker, a parameter and the difference.
     """
     text = "\n".join(described).encode()
-    if process_groups.is_same(text, group):
-        return
-    first, *others = [_parse(row) for row in _gather(text, group)]
-    for rank, parameters in enumerate(others, start=1):
-        if parameters != first:
-            raise ValueError(
-                f"model must have the same parameters on all workers, but {_difference(first, parameters, rank)}: "
-                "build the model in the same way on every worker"
-            )
+    is_same = process_groups.start_comparing(text, group)
+
+    def wait() -> None:
+        if is_same():
+            return
+        first, *others = [_parse(row) for row in _gather(text, group)]
+        rank, other = next(
+            (i, other) for i, other in enumerate(others, start=1) if list(other.items()) != list(first.items())
+        )
+        raise ValueError(
+            f"model must have the same parameters on all workers, but {_difference(first, other, rank)}: build the "
+            "model in the same way on every worker"
+        )
+
+    return wait
 
 
 def _gather(text: bytes, group: Any) -> list[bytes]:

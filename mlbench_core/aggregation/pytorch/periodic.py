@@ -43,6 +43,7 @@ from torch.optim import SGD, Optimizer
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Flight
 from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse_gradients
+from mlbench_core.aggregation.pytorch.layout import Layout
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
 from mlbench_core.arguments import check_int
 
@@ -69,8 +70,10 @@ class PeriodicAggregation(Aggregation):
     .. math:: x_i \leftarrow A(x_1, \ldots, x_k) \text{ if } H \mid t, \text{ else } x_i.
 
     Every tensor has its own counter, by name, so calls with one layer at a time and buffers need no special case. A
-    tensor that is added later counts from the counters of the others, so all are sent in the same step. Every H-th step
-    sends the bytes of the wrapped aggregation, and the others send nothing.
+    tensor that comes into a call later counts from the counters of the others in it, so all are sent in the same step.
+    This holds for layers that are frozen or unfrozen, too. Parameters outside the model, which are aggregated in calls
+    of their own, count from their first step. Every H-th step sends the bytes of the wrapped aggregation, and the
+    others send nothing.
 
     With a delay :math:`\tau > 0`, the workers do not wait for the average. At a step :math:`t` with :math:`H \mid t`,
     they start to average copies of their tensors. They take :math:`\tau` more steps, and then
@@ -171,20 +174,22 @@ class PeriodicAggregation(Aggregation):
         # A state may come from a run with a longer delay. Its corrections are added as soon as possible.
         self._land({name: tensors[name] for name, phase in phases.items() if phase == 0 or phase >= self.delay})
         due = {name: tensors[name] for name, phase in phases.items() if phase == 0}
-        if due:
-            due = self._traveling(due)
+        if not due:
+            return
+        pending: list[Callable[[], None]] = []
+        due = self._traveling(due, pending if self.delay else None)
         if self.delay:
-            self._send(due)
+            self._send(due, pending)
         else:
             self._delegate(self.inside, due, op, denom)
 
-    def _send(self, due: Mapping[str, Tensor]) -> None:
-        """Start to average copies of tensors. A worker alone is its own average."""
+    def _send(self, due: Mapping[str, Tensor], pending: list[Callable[[], None]]) -> None:
+        """Start to average copies of tensors, and also wait for what is pending. A worker alone is its own average."""
         if due and self.world_size > 1:
             assert isinstance(self.inside, AllReduceAggregation)
             copies = {name: tensor.clone() for name, tensor in due.items()}
             with self._counting_bytes_of(self.inside):
-                pending = self.inside.start_averages(copies.values(), _subtract_from, overlapped=True)
+                pending += self.inside.start_averages(copies.values(), _subtract_from, overlapped=True)
             self._flights.append(_Correction(copies, pending=pending))
 
     def _land(self, tensors: Mapping[str, Tensor]) -> None:
@@ -225,6 +230,7 @@ class PeriodicAggregation(Aggregation):
         self.inside.load_state_dict(state_dict.get("inside", {}))
         self._corrections()  # the other workers count on this worker's part of every message
         self._counts = {name: int(count) for name, count in by_plain_name(state_dict.get("counts", {})).items()}
+        self.layout = Layout(traveled=set(self._counts))
         corrections = by_plain_name(state_dict.get("corrections", {}))
         self._flights = [_Correction(corrections)] if corrections else []
 
@@ -426,21 +432,20 @@ class DiLoCoAggregation(Aggregation):
 
 
 def count_step(counts: dict[str, int], names: Iterable[str]) -> None:
-    """Count a step of tensors, in place. A new tensor counts from the others, with which it is sent from then on.
+    """Count a step of the tensors of a call, in place. A new one counts from the others in the call.
 
     Args:
         counts: Numbers of steps by name.
-        names: The tensors of this call. A step may consist of several calls, first with the tensors known so far.
+        names: The tensors.
 
     Example:
         >>> counts = {"old": 5}
         >>> count_step(counts, ["old", "new"])
-        >>> count_step(counts, ["newest"])
         >>> counts
-        {'old': 6, 'new': 6, 'newest': 6}
+        {'old': 6, 'new': 6}
     """
     names = list(names)
-    before = max((counts[name] for name in names if name in counts), default=max(counts.values(), default=1) - 1)
+    before = max((counts[name] for name in names if name in counts), default=0)
     for name in names:
         counts[name] = counts.get(name, before) + 1
 

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, AggregationFunction, Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import Flight
 from mlbench_core.aggregation.pytorch.decentralized import check_average
+from mlbench_core.aggregation.pytorch.layout import Layout
 from mlbench_core.aggregation.pytorch.messages import as_bytes, by_dtype_and_device, from_bytes
 from mlbench_core.aggregation.pytorch.names import by_plain_name
 from mlbench_core.aggregation.pytorch.packing import pack_codes, packed_bytes, unpack_codes
@@ -191,16 +192,17 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
             for position, name in enumerate(self._shared)
         }
         count_step(self._counts, tensors)
-        due = {
+        return {
             name: tensor for name, tensor in tensors.items() if self._counts[name] % self.period == offsets.get(name, 0)
         }
-        return self._traveling(due) if due else {}
 
     def _send(self, due: Mapping[str, Tensor]) -> None:
         """Start the messages of tensors."""
+        pending: list[Callable[[], None]] = []
+        due = self._traveling(due, pending if self.delay else None)
         gradients = {name: self._difference(name, theta_i) for name, theta_i in due.items() if name in self._shared}
         averages = {name: tensor.clone() for name, tensor in due.items() if name not in self._shared}
-        flight = _Fragment(self.delay, gradients, averages)
+        flight = _Fragment(self.delay, gradients, averages, pending=pending)
         self._flights.append(flight)
         plain = [*gradients.values(), *averages.values()]
         if self.quantize:
@@ -285,6 +287,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         super().load_state_dict({key: value for key, value in state_dict.items() if key not in own})
         self._arrive_all()  # the other workers count on this worker's part of every message
         self._counts = {name: int(count) for name, count in by_plain_name(state_dict.get("counts", {})).items()}
+        self.layout = Layout(traveled=set(self._counts))
         self._flights = []
         for flight in copy.deepcopy(state_dict.get("flights", [])):
             gradients, averages = by_plain_name(flight["gradients"]), by_plain_name(flight["averages"])

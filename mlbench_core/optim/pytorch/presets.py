@@ -545,9 +545,8 @@ class LocalSGD(GenericCentralizedOptimizer):
     The steps in between send nothing, and workers differ then. So evaluate and save right after a multiple of H steps,
     or call :func:`~mlbench_core.aggregation.pytorch.consensus.average_weights` before. Momentum is local to a worker.
 
-    Every parameter counts its own steps, those in which it requires a gradient. If a layer is unfrozen (or frozen)
-    during training, do it right after a multiple of H steps. Otherwise the layer is averaged at other steps than the
-    rest, and workers are not all equal after a multiple of H steps.
+    Layers may be frozen and unfrozen at any time, on all workers or on some. After the next average all workers have one
+    model. A layer that was trainable once is averaged also while it is frozen.
 
     With a delay :math:`\tau > 0`, the workers do not wait for the average. They take :math:`\tau` more steps, and then
 
