@@ -181,14 +181,15 @@ def test_the_distance_and_the_average_cover_all_parameters(case: str, name: str)
 def test_workers_that_stay_close_agree_more_and_more_on_a_frozen_layer(name: str) -> None:
     found = results(name, "frozen until the end")
     before, after = (spread([first_layer(result, step) for result in found]) for step in (CHANGE, -1))
-    assert after < max(0.5 * before, 1e-7)
+    assert after < max(0.5 * before, 1e-6)  # three workers in a ring are equal up to rounding
 
 
 @every_member
 def test_a_frozen_layer_stays_after_the_next_average(name: str) -> None:
     """A layer that all workers have frozen does not move on, for example by an outer momentum."""
     member = MEMBERS[name]
-    if member.without is None and name != "sparse loco":  # whose error memory still has a part of its steps
+    # The error memory of SparseLoCo still has a part of its steps. Master weights in float32 get zeros as gradients.
+    if member.without is None and name not in ("sparse loco", "fp16", "bf16"):
         for result in results(name, "frozen until the end"):
             settled = -(-(CHANGE + 1) // member.period) * member.period - 1
             # An average of three equal values may differ from them in the last bit.

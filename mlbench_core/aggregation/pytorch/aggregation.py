@@ -83,6 +83,8 @@ class Aggregation(ABC):
         last_bytes: Bytes of the last call of an aggregation function.
         compression_ratio: Bytes of the values in memory over bytes of the values as sent; 1 without compression.
         layout: The parameters that travel.
+        averages_gradients: True if the result for gradients is their average, exact or compressed; False for another
+            direction, such as a vote of signs.
         takes_complex: True if it combines complex numbers; False if it compresses real ones only.
 
     Args:
@@ -94,6 +96,7 @@ class Aggregation(ABC):
     compression_ratio: float = 1.0
     overlap: bool = False
     takes_complex: bool = True
+    averages_gradients: bool = True
 
     # True if not every call sends: then `aggregate` gets all weights, and calls `_traveling` before it sends.
     _selects_late: ClassVar[bool] = False

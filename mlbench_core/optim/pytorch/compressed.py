@@ -6,7 +6,7 @@ import contextlib
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from mlbench_core.optim.pytorch.distributed import (
     check_lr,
     evaluate,
     must_skip,
+    refuse_partial_state,
     shared_optimizer_state,
     state_without_hooks,
 )
@@ -98,6 +99,8 @@ class CompressedOptimizer(Optimizer):
         Returns:
             The closure's result, this worker's loss; None without a closure.
         """
+        # The momentum differs between workers, too.
+        refuse_partial_state(self)
         if must_skip(self, self.aggregation):
             return None
         self._before_step()
@@ -123,6 +126,17 @@ class CompressedOptimizer(Optimizer):
         any optimizer. :meth:`step` compresses and sends the accumulated gradients.
         """
         yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> NoReturn:
+        """Raise an error, because the workers exchange compressed steps or directions, not gradients.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"clip_grad_norm_ must have gradients that are averaged, but the workers of {type(self).__name__} exchange "
+            "compressed steps: clip the gradients of each worker by torch.nn.utils.clip_grad_norm_"
+        )
 
     def _before_step(self) -> None:
         """Do nothing; a subclass may read the parameters here, before a step that is not skipped."""
@@ -190,7 +204,11 @@ class CompressedOptimizer(Optimizer):
         """Return the state in torch's format, and that of the aggregation under ``"aggregation"``.
 
         As in torch, its tensors are the optimizer's own: they change with the next step.
+
+        Raises:
+            RuntimeError: ``torch.distributed.checkpoint.state_dict`` calls it, which would lose a part.
         """
+        refuse_partial_state(self)
         state_dict = super().state_dict()
         remembered = self.aggregation.state_dict()
         return {**state_dict, "aggregation": remembered} if remembered else state_dict
@@ -206,6 +224,7 @@ class CompressedOptimizer(Optimizer):
             ValueError: It does not fit the groups or the aggregation, or has entries of parameters that do not exist.
                 This happens if parameters had no names when it was saved and have names now.
         """
+        refuse_partial_state(self)
         remembered = state_dict.get("aggregation", {})
         # Not strict: torch's own error about another number of groups is clearer.
         groups = zip(self.param_groups, state_dict["param_groups"], strict=False)

@@ -30,7 +30,7 @@ class SCAFFOLD(GenericCentralizedOptimizer):
     gradient, and workers with different data do not drift apart as those of
     :class:`~mlbench_core.optim.pytorch.presets.LocalSGD` do. There is no momentum, because the control variates are
     computed from the length of the way, which momentum changes. Workers must have the same learning rates. See
-    :class:`~mlbench_core.optim.pytorch.presets.LocalSGD` for when to evaluate, and when to freeze or unfreeze layers.
+    :class:`~mlbench_core.optim.pytorch.presets.LocalSGD` for when to evaluate, and for frozen layers.
 
     Args:
         world_size: Number of workers; None takes that of the process group.
