@@ -427,8 +427,9 @@ class Aggregation(ABC):
             weights: All weights.
             pending: See :meth:`compare_models`.
         """
-        self.compare_models(pending=pending)
         frozen = [name for name in weights if name in self.layout.frozen]
+        # The message about frozen parameters has one layout only if the models are the same.
+        self.compare_models(pending=None if frozen else pending)
         if frozen:
             self.admit(frozen)
         return self._without_frozen(weights)
