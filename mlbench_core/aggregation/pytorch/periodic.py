@@ -359,8 +359,8 @@ class DiLoCoAggregation(Aggregation):
     def _take_outer_step(self, outer_gradients: Mapping[str, Tensor]) -> None:
         """Update the shared weights that a worker has moved."""
         for name, gradient in outer_gradients.items():
-            # The outer momentum would go on moving a layer that all workers have frozen.
-            if gradient.any():
+            # The outer momentum would go on moving a layer that all workers have frozen. On meta there are no values.
+            if gradient.is_meta or gradient.any():
                 self._shared[name].grad = gradient.to(self._shared[name])
         self.outer_optimizer.step()
         self.outer_optimizer.zero_grad()
@@ -373,23 +373,26 @@ class DiLoCoAggregation(Aggregation):
                 f"{name!r} must have the shape {tuple(theta.shape)} of its shared weights, not {tuple(theta_i.shape)}: "
                 "load a state of this model"
             )
-        self._move(theta, theta_i)
-        return (theta - theta_i).to(theta_i.dtype)
+        return (self._moved(name, theta_i) - theta_i).to(theta_i.dtype)
 
-    def _move(self, theta: nn.Parameter, theta_i: Tensor) -> None:
-        """Move shared weights, and the outer optimizer's state of them, to the device and at least the dtype of others.
+    def _moved(self, name: str, theta_i: Tensor) -> nn.Parameter:
+        """Return shared weights on the device of a tensor, and at least in its dtype.
 
-        The model may have moved since the last call or since the checkpoint.
+        The model may have moved since the last call or since the checkpoint. The outer optimizer's state moves, too.
         """
-        dtype = torch.promote_types(theta_i.dtype, torch.float32)
+        theta, dtype = self._shared[name], torch.promote_types(theta_i.dtype, torch.float32)
         if (theta.device, theta.dtype) == (theta_i.device, dtype):
-            return
-        theta.data = theta.data.to(theta_i.device, dtype)
-        state = self.outer_optimizer.state.get(theta, {})
-        for key, value in state.items():
-            # As torch does it: its optimizers keep the number of steps on the CPU.
-            if isinstance(value, Tensor) and key != "step":
-                state[key] = value.to(theta_i.device, dtype if value.is_floating_point() else value.dtype)
+            return theta
+        moved = self._shared[name] = nn.Parameter(theta.detach().to(theta_i.device, dtype))
+        params, state = self.outer_optimizer.param_groups[0]["params"], self.outer_optimizer.state
+        params[next(i for i, parameter in enumerate(params) if parameter is theta)] = moved
+        if theta in state:
+            state[moved] = {
+                # As torch does it: its optimizers keep the number of steps on the CPU.
+                key: value if key == "step" or not isinstance(value, Tensor) else value.to(moved.device, dtype)
+                for key, value in state.pop(theta).items()
+            }
+        return moved
 
     def _share(self, name: str, weights: Tensor) -> None:
         """Store a copy of weights as shared weights, and let the outer optimizer update it."""

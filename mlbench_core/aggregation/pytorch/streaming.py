@@ -253,6 +253,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
             if name in tensors:
                 merged = self._shared.get(name, flight.averages.get(name))
                 assert merged is not None
+                merged = merged.to(tensors[name].device)
                 own = tensors[name].to(merged)
                 tensors[name].copy_(merged.lerp(own, self.mixing))
 
