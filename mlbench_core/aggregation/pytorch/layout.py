@@ -78,6 +78,7 @@ def takes_part(parameter: Tensor) -> bool:
     """Return whether an optimizer may change a parameter: it is trainable, or has a gradient.
 
     Example:
+        >>> import torch
         >>> takes_part(torch.zeros(1))
         False
     """
@@ -129,7 +130,12 @@ def _gather(text: bytes, group: Any) -> list[bytes]:
     _differences[tuple(ranks)] += 1
     prefix = f"mlbench models {ranks} {_differences[tuple(ranks)]}"
     store.set(f"{prefix} {process_groups.rank()}", text)
-    return [store.get(f"{prefix} {rank}") for rank in ranks]
+    texts = [store.get(f"{prefix} {rank}") for rank in ranks]
+    store.set(f"{prefix} {process_groups.rank()} done", "")
+    # The store ends with the process of worker 0, which may end right after the error.
+    if process_groups.rank() == 0:
+        store.wait([f"{prefix} {rank} done" for rank in ranks])
+    return texts
 
 
 def _parse(text: bytes) -> dict[str, list[Any]]:
