@@ -19,7 +19,7 @@ from mlbench_core.aggregation.pytorch import (
     ScaffoldAggregation,
     SparseLoCoAggregation,
 )
-from mlbench_core.aggregation.pytorch.periodic import check_delay
+from mlbench_core.aggregation.pytorch.periodic import _Correction, check_delay
 
 AVG = "avg_world"
 
@@ -162,3 +162,27 @@ def test_a_message_arrives_before_the_next_one_is_sent(delay: int) -> None:
 def test_an_aggregation_that_compresses_gradients_is_refused() -> None:
     with pytest.raises(ValueError, match="would destroy weights"):
         PeriodicAggregation(ChunkedTopKAggregation(), period=2)
+
+
+def test_corrections_of_a_state_are_added_once_and_as_soon_as_possible() -> None:
+    aggregation = PeriodicAggregation(AllReduceAggregation(), period=3, delay=2)
+    weights = {"x": torch.zeros(2)}
+    for count, expected in ((1, 1.0), (2, 1.0)):  # the next phases are 2, the delay, and 0
+        aggregation.load_state_dict({"counts": {"x": count}, "corrections": {"x": torch.ones(2)}})
+        weights["x"].zero_()
+        aggregation.aggregate(weights, AVG)
+        aggregation.aggregate(weights, AVG)
+        assert weights["x"].tolist() == [expected] * 2
+        assert aggregation.state_dict() == {"counts": {"x": count + 2}}
+        assert aggregation._flights == []
+
+
+def test_a_message_on_its_way_is_received_before_a_copy_and_before_another_state() -> None:
+    """The other workers count on this worker's part of it."""
+    aggregation, received = PeriodicAggregation(AllReduceAggregation(), period=3, delay=2), list[str]()
+    aggregation._flights = [_Correction({"x": torch.ones(2)}, pending=[lambda: received.append("copied")])]
+    copy.deepcopy(aggregation)
+    assert received == ["copied"]
+    aggregation._flights = [_Correction({"x": torch.ones(2)}, pending=[lambda: received.append("loaded")])]
+    aggregation.load_state_dict({})
+    assert received == ["copied", "loaded"]
