@@ -12,10 +12,12 @@ does not document them.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -103,6 +105,29 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
 def foreach_div_(tensors: Sequence[Tensor], divisor: float | Tensor) -> None:
     """Divide each tensor in place by one number, in few kernels for the whole list."""
     torch._foreach_div_(tensors, divisor)  # type: ignore[call-overload]
+
+
+def version(tensor: Tensor) -> int:
+    """Return a number that every change of a tensor in place increases."""
+    return tensor._version
+
+
+# ---- checkpoints
+
+_CHECKPOINT_FUNCTIONS = "torch.distributed.checkpoint.state_dict"
+
+
+def is_called_by_checkpoint_functions() -> bool:
+    """Return True if ``torch.distributed.checkpoint.state_dict`` has called the function that calls this one."""
+    frame: FrameType | None = sys._getframe(1)
+    # A few frames of decorators and hooks lie between.
+    for _ in range(12):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == _CHECKPOINT_FUNCTIONS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 # ---- modules
@@ -215,6 +240,17 @@ PARTS = (
         "restoring buffers, those set to None included, after a validation of the average",
         ("_buffers",),
         "nn/modules/module.py",
+    ),
+    Part(
+        "optim.pytorch.distributed",
+        "noticing a backward pass between the clipping of gradients and the step",
+        ("Tensor._version",),
+    ),
+    Part(
+        "optim.pytorch",
+        "refusing to take the step with which torch creates the state of an optimizer before it saves or loads it",
+        ("_init_optim_state",),
+        "distributed/checkpoint/state_dict.py",
     ),
     Part(
         "models.pytorch.batch_norm",

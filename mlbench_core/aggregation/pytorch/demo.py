@@ -68,6 +68,8 @@ class DeMoAggregation(CompressedAggregation):
         B. Peng, J. Quesnelle, D. Kingma: DeMo: Decoupled Momentum Optimization. arXiv:2411.19870
     """
 
+    averages_gradients = False
+
     _named_state = ("momentum",)
     _own_state = ("momentum",)
 

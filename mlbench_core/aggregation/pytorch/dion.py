@@ -74,6 +74,8 @@ class DionAggregation(LossyAggregation):
         K. Ahn, B. Xu, N. Abreu, J. Langford: Dion: Distributed Orthonormalized Updates. arXiv:2504.05295
     """
 
+    averages_gradients = False
+
     _named_state = ("momentum", "queries")
     # Q must be the same on all workers. Only the momenta differ.
     _own_state = ("momentum",)

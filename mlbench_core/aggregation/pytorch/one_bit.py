@@ -68,6 +68,8 @@ class OneBitAggregation(EFSignAggregation):
         arXiv:2102.02888
     """
 
+    averages_gradients = False
+
     _named_state = ("errors", "average_errors", "momentum", "steps")
     # Only the errors of the workers differ. All compute the same average, and so the same error of it.
     _own_state = ("errors",)

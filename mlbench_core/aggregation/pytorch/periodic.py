@@ -43,10 +43,11 @@ from torch.optim import SGD, Optimizer
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Flight
 from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse_gradients
+from mlbench_core.aggregation.pytorch.layout import Layout
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
 from mlbench_core.arguments import check_int
 
-__all__ = ["DiLoCoAggregation", "PeriodicAggregation", "check_delay"]
+__all__ = ["DiLoCoAggregation", "PeriodicAggregation", "check_delay", "count_step"]
 
 
 @dataclass
@@ -68,9 +69,11 @@ class PeriodicAggregation(Aggregation):
 
     .. math:: x_i \leftarrow A(x_1, \ldots, x_k) \text{ if } H \mid t, \text{ else } x_i.
 
-    Every tensor has its own counter, by name. So calls with one layer at a time, buffers, and parameters that are added
-    later need no special case. If all tensors take part from the first step on, their counters are equal and all are
-    sent in the same step. Every H-th step sends the bytes of the wrapped aggregation, and the others send nothing.
+    Every tensor has its own counter, by name, so calls with one layer at a time and buffers need no special case. A
+    tensor that comes into a call later counts from the counters of the others in it, so all are sent in the same step.
+    This holds for layers that are frozen or unfrozen, too. Parameters outside the model, which are aggregated in calls
+    of their own, count from their first step. Every H-th step sends the bytes of the wrapped aggregation, and the
+    others send nothing.
 
     With a delay :math:`\tau > 0`, the workers do not wait for the average. At a step :math:`t` with :math:`H \mid t`,
     they start to average copies of their tensors. They take :math:`\tau` more steps, and then
@@ -113,6 +116,7 @@ class PeriodicAggregation(Aggregation):
         Averaging. arXiv:2006.00441
     """
 
+    _selects_late = True
     _named_state = ("counts", "corrections")
     _own_state = ("corrections",)
 
@@ -128,6 +132,7 @@ class PeriodicAggregation(Aggregation):
         aggregation.agg_model()
         super().__init__(use_cuda=aggregation.use_cuda, process_group=aggregation.group)
         self.inside = aggregation
+        self.takes_complex = aggregation.takes_complex
         self.period = check_int("period", period)
         self.delay = check_delay(delay, self.period)
         if self.delay:
@@ -164,24 +169,27 @@ class PeriodicAggregation(Aggregation):
         """
         if self.delay:
             check_average(op)
-        for name in tensors:
-            self._counts[name] = self._counts.get(name, 0) + 1
+        count_step(self._counts, tensors)
         phases = {name: self._counts[name] % self.period for name in tensors}
         # A state may come from a run with a longer delay. Its corrections are added as soon as possible.
         self._land({name: tensors[name] for name, phase in phases.items() if phase == 0 or phase >= self.delay})
         due = {name: tensors[name] for name, phase in phases.items() if phase == 0}
+        if not due:
+            return
+        pending: list[Callable[[], None]] = []
+        due = self._traveling(due, pending if self.delay else None)
         if self.delay:
-            self._send(due)
+            self._send(due, pending)
         else:
             self._delegate(self.inside, due, op, denom)
 
-    def _send(self, due: Mapping[str, Tensor]) -> None:
-        """Start to average copies of tensors. A worker alone is its own average."""
+    def _send(self, due: Mapping[str, Tensor], pending: list[Callable[[], None]]) -> None:
+        """Start to average copies of tensors, and also wait for what is pending. A worker alone is its own average."""
         if due and self.world_size > 1:
             assert isinstance(self.inside, AllReduceAggregation)
             copies = {name: tensor.clone() for name, tensor in due.items()}
             with self._counting_bytes_of(self.inside):
-                pending = self.inside.start_averages(copies.values(), _subtract_from, overlapped=True)
+                pending += self.inside.start_averages(copies.values(), _subtract_from, overlapped=True)
             self._flights.append(_Correction(copies, pending=pending))
 
     def _land(self, tensors: Mapping[str, Tensor]) -> None:
@@ -210,7 +218,7 @@ class PeriodicAggregation(Aggregation):
         between workers.
         """
         own = {"corrections": self._corrections(), "inside": self.inside.state_dict()}
-        return {"counts": dict(self._counts), **{key: value for key, value in own.items() if value}}
+        return {"counts": self._without_frozen(self._counts), **{key: value for key, value in own.items() if value}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.
@@ -222,6 +230,7 @@ class PeriodicAggregation(Aggregation):
         self.inside.load_state_dict(state_dict.get("inside", {}))
         self._corrections()  # the other workers count on this worker's part of every message
         self._counts = {name: int(count) for name, count in by_plain_name(state_dict.get("counts", {})).items()}
+        self.layout = Layout(traveled=set(self._counts))
         corrections = by_plain_name(state_dict.get("corrections", {}))
         self._flights = [_Correction(corrections)] if corrections else []
 
@@ -246,6 +255,8 @@ class DiLoCoAggregation(Aggregation):
     The outer optimizer updates :math:`\theta` with this gradient. Then every :math:`\theta_i` is set to
     :math:`\theta`. If the outer optimizer is SGD with learning rate 1 and no momentum, the result is the average of the
     :math:`\theta_i`.
+
+    If no worker has moved a tensor since the last call, as for a frozen layer, it takes no outer step.
 
     The differences are averaged in the dtype of the tensors. For half-precision weights, :math:`\theta` is kept in
     float32. Buffers and other bookkeeping are only averaged. A single worker takes outer steps too, and sends nothing.
@@ -333,10 +344,7 @@ class DiLoCoAggregation(Aggregation):
         outer_gradients = {name: self._difference(name, theta_i) for name, theta_i in steps.items()}
         averages = {name: tensor for name, tensor in tensors.items() if name not in steps}
         self._average(outer_gradients, averages)
-        for name, gradient in outer_gradients.items():
-            self._shared[name].grad = gradient.to(self._shared[name].dtype)
-        self.outer_optimizer.step()
-        self.outer_optimizer.zero_grad()
+        self._take_outer_step(outer_gradients)
         for name, theta_i in steps.items():
             theta_i.copy_(self._shared[name])
         # These tensors were averaged for the first time. From now on they take outer steps.
@@ -348,6 +356,15 @@ class DiLoCoAggregation(Aggregation):
         """Replace the outer gradients, and tensors that are only averaged, by their averages; in one message."""
         self._delegate(self._all_reduce, {**outer_gradients, **averages}, AVG_WORLD)
 
+    def _take_outer_step(self, outer_gradients: Mapping[str, Tensor]) -> None:
+        """Update the shared weights that a worker has moved."""
+        for name, gradient in outer_gradients.items():
+            # The outer momentum would go on moving a layer that all workers have frozen. On meta there are no values.
+            if gradient.is_meta or gradient.any():
+                self._shared[name].grad = gradient.to(self._shared[name])
+        self.outer_optimizer.step()
+        self.outer_optimizer.zero_grad()
+
     def _difference(self, name: str, theta_i: Tensor) -> Tensor:
         """Return theta - theta_i in the dtype of theta_i."""
         theta = self._shared[name]
@@ -356,9 +373,26 @@ class DiLoCoAggregation(Aggregation):
                 f"{name!r} must have the shape {tuple(theta.shape)} of its shared weights, not {tuple(theta_i.shape)}: "
                 "load a state of this model"
             )
-        if theta.device != theta_i.device:  # the model was moved after start()
-            theta.data = theta.data.to(theta_i.device)
-        return (theta - theta_i).to(theta_i.dtype)
+        return (self._moved(name, theta_i) - theta_i).to(theta_i.dtype)
+
+    def _moved(self, name: str, theta_i: Tensor) -> nn.Parameter:
+        """Return shared weights on the device of a tensor, and at least in its dtype.
+
+        The model may have moved since the last call or since the checkpoint. The outer optimizer's state moves, too.
+        """
+        theta, dtype = self._shared[name], torch.promote_types(theta_i.dtype, torch.float32)
+        if (theta.device, theta.dtype) == (theta_i.device, dtype):
+            return theta
+        moved = self._shared[name] = nn.Parameter(theta.detach().to(theta_i.device, dtype))
+        params, state = self.outer_optimizer.param_groups[0]["params"], self.outer_optimizer.state
+        params[next(i for i, parameter in enumerate(params) if parameter is theta)] = moved
+        if theta in state:
+            state[moved] = {
+                # As torch does it: its optimizers keep the number of steps on the CPU.
+                key: value if key == "step" or not isinstance(value, Tensor) else value.to(moved.device, dtype)
+                for key, value in state.pop(theta).items()
+            }
+        return moved
 
     def _share(self, name: str, weights: Tensor) -> None:
         """Store a copy of weights as shared weights, and let the outer optimizer update it."""
@@ -398,6 +432,25 @@ class DiLoCoAggregation(Aggregation):
             # A copy, because the outer optimizer changes its state in place and the caller may still use the
             # checkpoint.
             self.outer_optimizer.state[self._shared[name]] = copy.deepcopy(outer_state[name])
+
+
+def count_step(counts: dict[str, int], names: Iterable[str]) -> None:
+    """Count a step of the tensors of a call, in place. A new one counts from the others in the call.
+
+    Args:
+        counts: Numbers of steps by name.
+        names: The tensors.
+
+    Example:
+        >>> counts = {"old": 5}
+        >>> count_step(counts, ["old", "new"])
+        >>> counts
+        {'old': 6, 'new': 6}
+    """
+    names = list(names)
+    before = max((counts[name] for name in names if name in counts), default=0)
+    for name in names:
+        counts[name] = counts.get(name, before) + 1
 
 
 def check_delay(delay: int, period: int) -> int:

@@ -83,6 +83,8 @@ class SignAggregation(CompressedAggregation):
         Tolerant. arXiv:1810.05291
     """
 
+    averages_gradients = False
+
     _named_state = ("votes_held",)
     # No state differs between workers: the votes for zeros cancel only if all workers have the same counts.
     _own_state = ()

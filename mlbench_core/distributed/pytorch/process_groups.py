@@ -10,6 +10,7 @@ import hashlib
 import os
 import secrets
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "machine",
     "rank",
     "smallest",
+    "start_comparing",
     "store",
     "sum_over_workers",
     "timeout_s",
@@ -159,6 +161,36 @@ def is_on_one_machine(group: Any = None) -> bool:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         _is_on_one_machine[key] = int(largest.sum()) == 0
     return _is_on_one_machine[key]
+
+
+def start_comparing(text: bytes, group: Any = None) -> Callable[[], bool]:
+    """Begin to compare bytes of all workers of a group; a collective operation with a message of 16 bytes.
+
+    It belongs to the preparation of training. So it calls the group itself and not ``torch.distributed.all_reduce``,
+    where tools record the messages of training steps.
+
+    Returns:
+        A function that waits and returns True if the bytes of all workers are the same.
+
+    Example:
+        >>> start_comparing(b"model")()
+        True
+    """
+    if world_size(group) == 1:
+        return lambda: True
+    number = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+    # The maximum of the negated numbers is the negated minimum.
+    largest = get_backend_tensor(torch.tensor([number, -number]), group)
+    members: Any = dist.group.WORLD if group is None else group
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    work = members.allreduce([largest], options)
+
+    def wait() -> bool:
+        work.wait()
+        return int(largest.sum()) == 0
+
+    return wait
 
 
 def store() -> Any:

@@ -6,14 +6,14 @@ import contextlib
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.aggregation import refuse_sparse
+from mlbench_core.aggregation.pytorch.aggregation import refuse_complex, refuse_sparse
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, LossyAggregation
 from mlbench_core.aggregation.pytorch.messages import KeptMemory
@@ -28,6 +28,7 @@ from mlbench_core.optim.pytorch.distributed import (
     check_lr,
     evaluate,
     must_skip,
+    refuse_partial_state,
     shared_optimizer_state,
     state_without_hooks,
 )
@@ -59,7 +60,7 @@ class CompressedOptimizer(Optimizer):
         aggregation: How to aggregate.
 
     Raises:
-        TypeError: ``lr`` is not a number.
+        TypeError: ``lr`` is not a number, or a parameter is complex and the aggregation takes real ones only.
         ValueError: Parameters or ``lr`` are missing, ``lr`` is negative or not finite, or two parameters have one name.
     """
 
@@ -98,6 +99,8 @@ class CompressedOptimizer(Optimizer):
         Returns:
             The closure's result, this worker's loss; None without a closure.
         """
+        # The momentum differs between workers, too.
+        refuse_partial_state(self)
         if must_skip(self, self.aggregation):
             return None
         self._before_step()
@@ -124,6 +127,17 @@ class CompressedOptimizer(Optimizer):
         any optimizer. :meth:`step` compresses and sends the accumulated gradients.
         """
         yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> NoReturn:
+        """Raise an error, because the workers exchange compressed steps or directions, not gradients.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"clip_grad_norm_ must have gradients that are averaged, but the workers of {type(self).__name__} exchange "
+            "compressed steps: clip the gradients of each worker by torch.nn.utils.clip_grad_norm_"
+        )
 
     def _before_step(self) -> None:
         """Do nothing; a subclass may read the parameters here, before a step that is not skipped."""
@@ -174,18 +188,28 @@ class CompressedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; options it does not name get the defaults."""
         super().add_param_group(param_group)
-        counts = Counter(name for name, _ in self._named_parameters())
-        repeated = sorted(name for name, count in counts.items() if count > 1)
-        # Two parameters of one name would share an error memory.
-        if repeated:
+        try:
+            counts = Counter(name for name, _ in self._named_parameters())
+            repeated = sorted(name for name, count in counts.items() if count > 1)
+            # Two parameters of one name would share an error memory.
+            if repeated:
+                raise ValueError(
+                    f"several parameters are called {', '.join(repeated)}: give every parameter its own name"
+                )
+            refuse_complex(self.aggregation, {name: parameter for name, (parameter, _) in self._named_parameters()})
+        except (TypeError, ValueError):
             self.param_groups.pop()
-            raise ValueError(f"several parameters are called {', '.join(repeated)}: give every parameter its own name")
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's format, and that of the aggregation under ``"aggregation"``.
 
         As in torch, its tensors are the optimizer's own: they change with the next step.
+
+        Raises:
+            RuntimeError: ``torch.distributed.checkpoint.state_dict`` calls it, which would lose a part.
         """
+        refuse_partial_state(self)
         state_dict = super().state_dict()
         remembered = self.aggregation.state_dict()
         return {**state_dict, "aggregation": remembered} if remembered else state_dict
@@ -201,6 +225,7 @@ class CompressedOptimizer(Optimizer):
             ValueError: It does not fit the groups or the aggregation, or has entries of parameters that do not exist.
                 This happens if parameters had no names when it was saved and have names now.
         """
+        refuse_partial_state(self)
         remembered = state_dict.get("aggregation", {})
         # Not strict: torch's own error about another number of groups is clearer.
         groups = zip(self.param_groups, state_dict["param_groups"], strict=False)
@@ -235,7 +260,7 @@ class CompressedOptimizer(Optimizer):
     def _stand_in(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Make a tensor that stands for a parameter in the aggregation; its ``grad`` holds the values to send."""
         stand_in = parameter.detach().requires_grad_(parameter.requires_grad)
-        if parameter.grad is not None and parameter.requires_grad:
+        if parameter.grad is not None:
             stand_in.grad = self._local(parameter, group)
         return stand_in
 

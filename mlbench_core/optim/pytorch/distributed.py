@@ -15,7 +15,13 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import required
 
 from mlbench_core import torch_private
-from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, check_denominator
+from mlbench_core.aggregation.pytorch.aggregation import (
+    BOOKKEEPING,
+    Aggregation,
+    Denominator,
+    check_denominator,
+    refuse_complex,
+)
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.names import check_names
 from mlbench_core.aggregation.pytorch.overlap import OverlappedReduction
@@ -34,6 +40,7 @@ __all__ = [
     "evaluate",
     "evaluates_repeatedly",
     "must_skip",
+    "refuse_partial_state",
     "shared_optimizer_state",
     "state_without_hooks",
 ]
@@ -164,9 +171,13 @@ class OptimizerWrapper(Optimizer):
 
         As in torch, its tensors are the optimizer's own: they change with the next step. Copy it with
         :func:`copy.deepcopy` if both this optimizer and the one that loads it continue in one process.
+
+        Raises:
+            RuntimeError: ``torch.distributed.checkpoint.state_dict`` calls it, which would lose the extra entries.
         """
         for pre_hook in torch_private.optimizer_hooks(self, "state_dict_pre"):
             pre_hook(self)
+        refuse_partial_state(self, self.extra_state)
         state_dict = {**self._inner.state_dict(), **self.extra_state()}
         for post_hook in torch_private.optimizer_hooks(self, "state_dict_post"):
             state_dict = post_hook(self, state_dict) or state_dict
@@ -182,6 +193,7 @@ class OptimizerWrapper(Optimizer):
         for pre_hook in torch_private.optimizer_hooks(self, "load_state_dict_pre"):
             state_dict = pre_hook(self, state_dict) or state_dict
         extra = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+        refuse_partial_state(self, self.extra_state)
         # The extra state goes first, so that a refused one leaves the wrapped optimizer as it was.
         self.load_extra_state(extra)
         self._inner.load_state_dict({key: value for key, value in state_dict.items() if key not in extra})
@@ -216,6 +228,27 @@ class OptimizerWrapper(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         super().__setstate__({})
+
+
+def refuse_partial_state(optimizer: Any, extra: Callable[[], Mapping[str, Any]] | None = None) -> None:
+    """Raise an error if functions of ``torch.distributed.checkpoint`` ask for a state of which they lose a part.
+
+    They keep the state of each parameter and the options of each group alone. They also take the values of one worker
+    for those of all workers.
+
+    Args:
+        optimizer: The optimizer.
+        extra: Returns the entries that they would lose; None if other entries differ between workers, too.
+
+    Raises:
+        RuntimeError: There are such entries, and the caller is one of these functions.
+    """
+    if torch_private.is_called_by_checkpoint_functions() and (extra is None or extra()):
+        raise RuntimeError(
+            f"torch.distributed.checkpoint.state_dict cannot save {type(optimizer).__name__}, because it would lose "
+            "the state of the communication, such as error memories or shared weights: save optimizer.state_dict() on "
+            "every worker by torch.save and restore it by load_state_dict, or use the Checkpointer of mlbench_core"
+        )
 
 
 def shared_optimizer_state(optimizer: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,7 +318,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     Raises:
         ValueError: ``model`` is missing or without parameters, ``world_size`` is not that of the process group, an
             argument contradicts the aggregation, or the aggregation does not fit the model or the other arguments.
-        TypeError: An argument has the wrong type.
+        TypeError: An argument has the wrong type, or a parameter is complex and the aggregation takes real ones only.
 
     Example:
         >>> from functools import partial
@@ -333,12 +366,15 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             use_cuda=use_cuda or None,
         )
         self._check_memory()
+        refuse_complex(self.aggregation, dict(model.named_parameters()))
         self.world_size = self.aggregation.world_size
         # Scripts of version 3.0 read and call optimizer.agg.
         make = self.aggregation.agg_grad if agg_grad else self.aggregation.agg_model
         self.agg = make(by_layer=by_layer)
         self._clock = CommunicationClock()
         self._was_skipped = False
+        self._is_aggregated = False  # by clip_grad_norm_, before the step
+        self._clipped: list[tuple[Tensor, Tensor | None, int | None]] = []  # gradients and their versions
         self._reduction = self._make_reduction(by_layer) if aggregation.overlap else None
         # A torch optimizer may be callable too, so its type decides.
         if callable(optimizer) and not isinstance(optimizer, Optimizer):
@@ -413,12 +449,74 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         if self._reduction is not None:
             self._reduction.average()
 
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Average the gradients over the workers, and clip the norm of the averages.
+
+        Call it on all workers right before :meth:`step`, in place of :func:`torch.nn.utils.clip_grad_norm_`, which
+        would clip the gradients of one worker before they are averaged. The result is that of one worker on the joined
+        batch, with or without ``overlap``. With a compressing aggregation, the aggregated gradient is clipped. The step
+        after it sends nothing more. With a GradScaler, call ``scaler.unscale_(optimizer)`` before.
+
+        Args:
+            max_norm: Largest norm of the gradients of all parameters of this optimizer together.
+            norm_type: The p of the p-norm; infinity for the largest entry.
+            error_if_nonfinite: Raise an error if the norm is infinite or not a number.
+            foreach: As in torch.
+
+        Returns:
+            The norm of the averages before they were clipped, without dimensions; the same on all workers.
+
+        Raises:
+            ValueError: The optimizer averages weights, the aggregation has no average gradient as its result, or it
+                divides by a custom denominator.
+            RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is True.
+
+        Example:
+            >>> model = nn.Linear(2, 1, bias=False)
+            >>> optimizer = GenericCentralizedOptimizer(None, model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+            >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+            >>> optimizer.clip_grad_norm_(1.0)
+            tensor(5.)
+            >>> optimizer.step()
+        """
+        name = type(self.aggregation).__name__
+        if not self.agg_grad:
+            raise ValueError(
+                f"clip_grad_norm_ must have gradients that are averaged, but {name} combines weights: clip the "
+                "gradients of each worker by torch.nn.utils.clip_grad_norm_"
+            )
+        if not self.aggregation.averages_gradients:
+            raise ValueError(
+                f"clip_grad_norm_ must have gradients that are averaged, but the result of {name} is another "
+                "direction: clip the gradients of each worker by torch.nn.utils.clip_grad_norm_"
+            )
+        if self.agg_mode == AVG_CUSTOM:
+            raise ValueError(
+                "clip_grad_norm_ must have averages over the workers, not sums divided by the denom of step(): give "
+                "grad_clip to the optimizer"
+            )
+        if not self._is_aggregated:
+            self._communicate(None)
+            self._is_aggregated = True
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        self._clipped = [(p, p.grad, None if p.grad is None else torch_private.version(p.grad)) for p in parameters]
+        return norm
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all optimized parameters.
 
         Args:
             set_to_none: Set them to None instead of zero.
         """
+        self._is_aggregated = False
         if self._reduction is not None:
             # Messages of a pass that raised an error must not arrive in gradients that are zero by then.
             self._reduction.synchronize()
@@ -434,14 +532,24 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         grad_clip: float = math.inf,
     ) -> Any:
         """Take one step; ``denom`` goes to the aggregation, and gradients are clipped right before the update."""
+        if torch_private.is_called_by_checkpoint_functions():
+            # They take a step of size 0 with zeros as gradients, perhaps on one worker alone, to create the state.
+            refuse_partial_state(self, self.extra_state)
+            return self._inner.step()
         looked_too_early = False
-        if self._reduction is not None and hasattr(self, "found_inf"):
+        if self._is_aggregated and getattr(self, "grad_scale", None) is not None:
+            raise ValueError(
+                "clip_grad_norm_ must get gradients without the scale of a GradScaler: call scaler.unscale_(optimizer) "
+                "before it"
+            )
+        if self._reduction is not None and hasattr(self, "found_inf") and not self._is_aggregated:
             looked_too_early = not self._reduction.is_reduced
             # The other workers' backward passes have sent their gradients, so these must go before any other message.
             self._reduction.average()
         # The decision comes before the closure and the aggregation, so that all workers skip the step or none does.
         self._was_skipped = must_skip(self, self.aggregation, looked_too_early)
         if self._was_skipped:
+            self._is_aggregated = False
             if self._reduction is not None:
                 self._reduction.forget()
             return None
@@ -507,7 +615,27 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         return losses[0] if losses else None
 
     def _aggregate(self, tracker: Any | None, denom: Denominator | None) -> None:
-        """Aggregate the model and the extra parameters of the optimizer, and report the cost."""
+        """Aggregate, if :meth:`clip_grad_norm_` has not done so, and report the cost."""
+        if not self._is_aggregated:
+            self._communicate(denom)
+        # With overlap, a backward pass sends its gradients itself.
+        elif self._reduction is None and any(
+            p.grad is not gradient or (gradient is not None and torch_private.version(gradient) != version)
+            for p, gradient, version in self._clipped
+        ):
+            raise RuntimeError(
+                "clip_grad_norm_ must come right before step(), but gradients have changed since: call it after the "
+                "last backward pass, and after zero_grad()"
+            )
+        self._is_aggregated, self._clipped = False, []
+        if tracker is not None:
+            tracker.record_batch_agg()
+        if self._reduction is not None:
+            self._reduction.report(tracker)
+        self._clock.report(tracker)
+
+    def _communicate(self, denom: Denominator | None) -> None:
+        """Aggregate the model and the extra parameters of the optimizer."""
         parts: list[nn.Module | dict[str, Tensor]] = []
         if self._reduction is None:
             parts.append(self.model)
@@ -526,11 +654,6 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
                 for part in parts:
                     self.agg(part, self.agg_mode, denom)
                     interval.size_bytes += self.aggregation.last_bytes
-        if tracker is not None:
-            tracker.record_batch_agg()
-        if self._reduction is not None:
-            self._reduction.report(tracker)
-        self._clock.report(tracker)
 
     def _clip(self, max_norm: float) -> None:
         """Scale the gradients down to the norm ``max_norm`` if theirs is larger."""

@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from mlbench_core.optim.pytorch.distributed import (
     check_denominator_and_clipping,
     evaluate,
     evaluates_repeatedly,
+    refuse_partial_state,
 )
 
 __all__ = ["DistributedGradScaler", "DynamicLossScaler", "FP16Optimizer"]
@@ -372,6 +373,17 @@ class FP16Optimizer(OptimizerWrapper):
         """
         yield
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> NoReturn:
+        """Raise an error, because gradients are unscaled in :meth:`step`, which clips them to ``grad_clip``.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"clip_grad_norm_ must have gradients without a loss scale, which only step() removes: give "
+            f"FP16Optimizer(..., grad_clip={max_norm}), or set its attribute grad_clip"
+        )
+
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
@@ -400,6 +412,7 @@ class FP16Optimizer(OptimizerWrapper):
             RuntimeError: No optimizer is set yet.
             ValueError: ``multiplier`` or, with ``average_custom``, ``denom`` is not positive.
         """
+        refuse_partial_state(self)
         if self.optimizer is None:
             raise RuntimeError("there is no torch optimizer yet: call set_optimizer(optimizer over [fp32_params])")
         divisor = self._unscaling_divisor(multiplier)

@@ -545,9 +545,8 @@ class LocalSGD(GenericCentralizedOptimizer):
     The steps in between send nothing, and workers differ then. So evaluate and save right after a multiple of H steps,
     or call :func:`~mlbench_core.aggregation.pytorch.consensus.average_weights` before. Momentum is local to a worker.
 
-    Every parameter counts its own steps, those in which it requires a gradient. If a layer is unfrozen (or frozen)
-    during training, do it right after a multiple of H steps. Otherwise the layer is averaged at other steps than the
-    rest, and workers are not all equal after a multiple of H steps.
+    Layers may be frozen and unfrozen at any time, on all workers or on some. After the next average all workers have
+    one model. A layer that was trainable once is averaged also while it is frozen.
 
     With a delay :math:`\tau > 0`, the workers do not wait for the average. They take :math:`\tau` more steps, and then
 
@@ -643,7 +642,7 @@ class DiLoCo(GenericCentralizedOptimizer):
 
     The outer optimizer is SGD with Nesterov momentum: with the default 0.9 and the outer learning rate 0.7 as in the
     paper. Each worker keeps its own state of the inner optimizer. The steps in between send nothing; see
-    :class:`LocalSGD` for when to evaluate, and when to freeze or unfreeze layers. A layer that is unfrozen later is
+    :class:`LocalSGD` for when to evaluate, and for frozen layers. A layer that is unfrozen later is
     plainly averaged at its first synchronization, and takes outer steps from then on.
 
     Attributes:

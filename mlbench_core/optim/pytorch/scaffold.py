@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.aggregation import Denominator, trainable
+from mlbench_core.aggregation.pytorch.aggregation import Denominator, parameters_of
 from mlbench_core.aggregation.pytorch.periodic import PeriodicAggregation
 from mlbench_core.aggregation.pytorch.scaffold import ScaffoldAggregation
 from mlbench_core.optim.pytorch.distributed import Closure, GenericCentralizedOptimizer, check_aggregation, check_lr
@@ -30,7 +30,7 @@ class SCAFFOLD(GenericCentralizedOptimizer):
     gradient, and workers with different data do not drift apart as those of
     :class:`~mlbench_core.optim.pytorch.presets.LocalSGD` do. There is no momentum, because the control variates are
     computed from the length of the way, which momentum changes. Workers must have the same learning rates. See
-    :class:`~mlbench_core.optim.pytorch.presets.LocalSGD` for when to evaluate, and when to freeze or unfreeze layers.
+    :class:`~mlbench_core.optim.pytorch.presets.LocalSGD` for when to evaluate, and for frozen layers.
 
     Args:
         world_size: Number of workers; None takes that of the process group.
@@ -101,7 +101,7 @@ class SCAFFOLD(GenericCentralizedOptimizer):
     def _take_step(self) -> None:
         """Take a local step with corrected gradients."""
         rates = {id(parameter): float(group["lr"]) for group in self.param_groups for parameter in group["params"]}
-        named = {**dict(trainable(self.model)), **self.extra_parameters(self.model.parameters())}
+        named = {**dict(parameters_of(self.model)), **self.extra_parameters(self.model.parameters())}
         gradients: list[tuple[Tensor, Tensor]] = []
         for name, parameter in named.items():
             self._scaffold.count(name, rates.get(id(parameter), 0.0))

@@ -27,7 +27,7 @@ class SparseLoCo(DiLoCo):
     :math:`Q` and top-k are those of
     :class:`~mlbench_core.aggregation.pytorch.sparse_loco.ChunkedTopKAggregation`: 2 % of the coordinates of each chunk
     with 2 bits each, :math:`\beta = 0.95` and :math:`\alpha = 1`. The steps in between send nothing; see
-    :class:`~mlbench_core.optim.pytorch.presets.LocalSGD` for when to evaluate, and when to freeze or unfreeze layers.
+    :class:`~mlbench_core.optim.pytorch.presets.LocalSGD` for when to evaluate, and for frozen layers.
 
     Args:
         world_size: Number of workers; None takes that of the process group.
