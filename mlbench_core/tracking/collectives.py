@@ -1,4 +1,4 @@
-"""Count the collectives of a run."""
+"""Count the collectives of a run, and the bytes that they put on the wire."""
 
 from __future__ import annotations
 
@@ -6,10 +6,56 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["CollectiveCounts"]
+__all__ = ["CollectiveCounts", "wire_bytes"]
 
 # Lists with more entries are merged by powers of two of the size.
 _MOST_ENTRIES = 20
+
+
+def wire_bytes(op: str, group: int, size_bytes: float) -> float | None:
+    r"""Return the bytes that a worker puts on the wire in one collective: the mean over the workers that take part.
+
+    Let :math:`k` be the size of the group, and :math:`n` the payload of each worker:
+
+    =====================  =========================  =================================================
+    collective             bytes of a worker          algorithm
+    =====================  =========================  =================================================
+    ``all_reduce``         :math:`2 n (k - 1) / k`    a ring, or parts that are sent to all others
+    ``reduce_scatter``     :math:`n (k - 1) / k`      a ring
+    ``all_gather``         :math:`n (k - 1)`          a ring, in which each worker passes on all parts
+    ``broadcast``          :math:`n (k - 1) / k`      :math:`k - 1` workers receive it once
+    ``neighbors``          :math:`n`                  the messages to all neighbors are counted
+    ``shared_memory_sum``  0                          nothing leaves the machine's memory
+    =====================  =========================  =================================================
+
+    Headers of packets are not included: on Ethernet, they add about 5 %.
+
+    Args:
+        op: The kind of the collective.
+        group: Number of workers that take part, this one included.
+        size_bytes: Payload of this worker: of ``all_gather`` its own part, of ``neighbors`` all its messages together.
+
+    Returns:
+        The bytes, or None if the kind is not in the table.
+
+    Example:
+        >>> wire_bytes("all_reduce", 4, 1000.0), wire_bytes("all_gather", 4, 1000.0)
+        (1500.0, 3000.0)
+
+    References:
+        Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH. International Journal
+        of High Performance Computing Applications 19, 2005.
+    """
+    others = group - 1
+    factors = {
+        "all_reduce": 2 * others / group,
+        "reduce_scatter": others / group,
+        "all_gather": others,
+        "broadcast": others / group,
+        "neighbors": 1,
+        "shared_memory_sum": 0,
+    }
+    return factors[op] * size_bytes if op in factors else None
 
 
 class CollectiveCounts(Counter[tuple[str, int, int, bool]]):
@@ -21,6 +67,17 @@ class CollectiveCounts(Counter[tuple[str, int, int, bool]]):
         >>> counts.as_list()
         [{'op': 'all_reduce', 'group': 4, 'calls': 2, 'bytes': 2000, 'overlapped': False}]
     """
+
+    @property
+    def wire_bytes(self) -> int | None:
+        """Return the bytes that this worker put on the wire; None if a kind has no known number."""
+        total = 0.0
+        for (op, group, size_bytes, _), calls in self.items():
+            each = wire_bytes(op, group, size_bytes)
+            if each is None:
+                return None
+            total += calls * each
+        return round(total)
 
     def as_list(self, *, merged_if_many: bool = True) -> list[dict[str, Any]]:
         """Return one entry for each size as JSON-ready values.

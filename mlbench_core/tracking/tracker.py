@@ -236,6 +236,8 @@ class Tracker(PhaseTimes):
         self._epoch_ends: deque[Totals] = deque(maxlen=history_size)
         self._counters = Counters()
         self._collectives: CollectiveCounts | None = CollectiveCounts()
+        # The number of batches at the last exchange.
+        self._last_exchange: int | None = None
         self._batches_in_epoch = 0
         self._batch_times = QuantileSketch()
 
@@ -461,7 +463,7 @@ class Tracker(PhaseTimes):
         Args:
             total_s: Seconds during which communication ran.
             exposed_s: Seconds of exposed communication, for which training waited; limited to ``total_s``.
-            size_bytes: Bytes that this worker sent.
+            size_bytes: Bytes that this worker handed to collectives. If they are above 0, the batch counts as an exchange.
 
         Raises:
             ValueError: An argument is negative or not a number.
@@ -471,6 +473,15 @@ class Tracker(PhaseTimes):
         self._counters.communication_total_s += float(total_s)
         self._counters.communication_exposed_s += float(min(exposed_s, total_s))
         self._counters.communication_size_bytes += int(size_bytes)
+        self._counters.communication_measured = True
+        # Several messages of one update are one exchange.
+        if size_bytes > 0 and self._last_exchange != self._counters.batches:
+            self._last_exchange = self._counters.batches
+            self._count_exchange()
+
+    def _count_exchange(self) -> None:
+        if self._counters.exchanges is not None:
+            self._counters.exchanges += 1
 
     def record_collective(self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool) -> None:
         """Count collectives of training, from which :mod:`mlbench_core.prediction` predicts times on other networks.
@@ -664,7 +675,8 @@ class Tracker(PhaseTimes):
         Returns:
             ``wall_s``, ``train_s``, ``validation_s``, ``compute_s``, ``communication_s``, ``metrics_s``,
             ``preprocess_s``, ``steps_s`` (by name), ``batches``, ``samples``, ``tokens``, ``communication_total_s``,
-            ``communication_exposed_s`` and ``communication_size_bytes``, see
+            ``communication_exposed_s``, ``communication_size_bytes``, ``communication_wire_bytes``, ``exchanges`` and
+            ``communication_measured``, see
             :class:`~mlbench_core.tracking.summary.TrackerSummary`. Parts before a resumption count.
         """
         now = self._totals()
@@ -676,6 +688,7 @@ class Tracker(PhaseTimes):
             "preprocess_s": now.of(self.preprocess_steps),
             "steps_s": dict(now.steps_s),
             **asdict(self._counters),
+            "communication_wire_bytes": None if self._collectives is None else self._collectives.wire_bytes,
         }
 
     def summary(self) -> TrackerSummary:
@@ -847,7 +860,9 @@ class Tracker(PhaseTimes):
         if state["version"] != _STATE_VERSION:
             raise ValueError(f"version {state['version']!r}")
         new: dict[str, Any] = {name: state[name.lstrip("_")] for name in _STATE_ATTRIBUTES}
-        new["_counters"] = Counters(**{counter.name: state[counter.name] for counter in fields(Counters)})
+        # Checkpoints of an earlier version lack these.
+        later = {"exchanges": None, "communication_measured": bool(state["communication_size_bytes"])}
+        new["_counters"] = Counters(**{name: {**later, **state}[name] for name in (f.name for f in fields(Counters))})
         # A checkpoint from before they were counted has none, and half a run's would be wrong.
         collectives = state.get("collectives")
         new["_collectives"] = None if collectives is None else CollectiveCounts.from_list(collectives)
