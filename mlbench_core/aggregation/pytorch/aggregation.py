@@ -11,13 +11,14 @@ import copy
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from mlbench_core.aggregation.pytorch.layout import Layout, compare, takes_part
 from mlbench_core.aggregation.pytorch.names import plain_name
 from mlbench_core.aggregation.pytorch.timing import count_collective
 from mlbench_core.distributed.pytorch import process_groups
@@ -43,6 +44,7 @@ BOOKKEEPING = ":"
 """Prefix of the names of tensors that do not belong to a parameter: a loss, flags sent with gradients, a buffer."""
 
 Denominator: TypeAlias = "float | Tensor"
+_T = TypeVar("_T")
 Parameters: TypeAlias = "nn.Module | Mapping[str, Tensor]"
 
 
@@ -63,7 +65,14 @@ class Aggregation(ABC):
     A subclass implements :meth:`aggregate`; the rest is shared.
 
     Every worker must call the same functions with models of the same layout: the collectives run in the order in
-    which the model registers its parameters, which is the same everywhere whatever the backward pass did.
+    which the model registers its parameters, which is the same everywhere whatever the backward pass did. The first
+    aggregation compares names, shapes, dtypes, order and ``requires_grad`` of the parameters, by one message of 16
+    bytes, which is not counted. If they differ, all workers raise a ValueError that names the difference. Values are
+    not compared, because some algorithms allow them to differ.
+
+    A parameter that is frozen at the first aggregation does not travel. If a worker trains it later, it travels from
+    then on. A parameter that is frozen later, on all workers or on some, keeps its place in the messages, so that the
+    workers' weights stay the same.
 
     Attributes:
         overlap: True if an optimizer sends gradients through it during the backward pass; see
@@ -73,6 +82,8 @@ class Aggregation(ABC):
         bytes_sent: Bytes this worker handed to collectives since it was made.
         last_bytes: Bytes of the last call of an aggregation function.
         compression_ratio: Bytes of the values in memory over bytes of the values as sent; 1 without compression.
+        layout: The parameters that travel.
+        takes_complex: True if it combines complex numbers; False if it compresses real ones only.
 
     Args:
         use_cuda: True if training runs on GPUs. Tensors are sent from the device that they and the backend need
@@ -82,7 +93,10 @@ class Aggregation(ABC):
 
     compression_ratio: float = 1.0
     overlap: bool = False
+    takes_complex: bool = True
 
+    # True if not every call sends: then `aggregate` gets all weights, and calls `_traveling` before it sends.
+    _selects_late: ClassVar[bool] = False
     _named_state: ClassVar[tuple[str, ...]] = ()  # keys of state_dict() under which values stand by parameter name
     _own_state: ClassVar[tuple[str, ...]] = ()  # those of them whose values differ from worker to worker
 
@@ -91,6 +105,8 @@ class Aggregation(ABC):
         self.group = process_groups.check_group(process_group)
         self.bytes_sent = 0
         self.last_bytes = 0
+        self.layout = Layout()
+        self._asked: list[str] = []  # frozen parameters for which the next flags may have a mark
         introduce()
 
     @property
@@ -114,13 +130,17 @@ class Aggregation(ABC):
     def agg_grad(self, by_layer: bool = False) -> AggregationFunction:
         """Make the function that aggregates a model's gradients.
 
-        It covers every parameter with ``requires_grad``, so the messages have one layout on all workers. A parameter
-        whose gradient is None on this worker counts as zeros. Flags in the same message show whether another worker
-        had a gradient. If so, the gradient is created. If no worker had one, it stays None, and the parameter's update
-        is skipped as without communication.
+        It covers every parameter that required a gradient, or had one, in this or an earlier call, so the messages
+        have one layout on all workers. A parameter whose gradient is None on this worker counts as zeros. Flags in the
+        same message show whether another worker had a gradient. If so, the gradient is created, also for a parameter
+        that is frozen on this worker alone. If no worker had one, it stays None, and the parameter's update is skipped
+        as without communication.
 
-        On a GPU, a worker on which a gradient is None waits for the message to read those flags; the others wait
-        for nothing.
+        If some parameters have always been frozen, a mark in these flags shows whether a worker has begun to train one
+        of them. Then the workers agree on these parameters and aggregate their gradients, too.
+
+        On a GPU, a worker on which a gradient is None, or with a parameter that has always been frozen, waits for the
+        message to read those flags; the others wait for nothing.
 
         Args:
             by_layer: Send each parameter in messages of its own instead of all together.
@@ -133,8 +153,10 @@ class Aggregation(ABC):
     def agg_model(self, by_layer: bool = False) -> AggregationFunction:
         """Make the function that aggregates a model's weights.
 
-        It covers every parameter with ``requires_grad`` and every floating-point buffer, such as the running mean and
-        variance of a BatchNorm layer. Other buffers (counters) and frozen parameters are left alone. Values are
+        It covers every parameter that required a gradient, or had one, in this or an earlier call on some worker, and
+        every floating-point buffer, such as the running mean and variance of a BatchNorm layer. Other buffers
+        (counters) and parameters that have always been frozen are left alone. If there are such parameters, the
+        workers first ask each other whether one of them has trained one, by a message of 4 bytes for each. Values are
         written into the tensors' own memory.
 
         Args:
@@ -252,13 +274,82 @@ class Aggregation(ABC):
         self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
     ) -> None:
         self.last_bytes = 0
-        parameters = dict(trainable(model))
+        parameters = dict(parameters_of(model))
         refuse_sparse(parameters)
+        self.compare_models(parameters)
         if self.world_size == 1:
-            self._aggregate_alone(parameters, op, denom)
+            self.layout.admit(self.layout.trained & parameters.keys())
+            self._aggregate_alone(self._without_frozen(parameters), op, denom)
             return
-        for names in [[name] for name in parameters] if by_layer else [list(parameters)]:
-            self._aggregate_some_gradients({name: parameters[name] for name in names}, op, denom)
+        sent, frozen = self._without_frozen(parameters), [name for name in parameters if name in self.layout.frozen]
+        self._asked = frozen
+        for names in [[name] for name in sent] if by_layer else [list(sent)]:
+            self._aggregate_some_gradients({name: sent[name] for name in names}, op, denom)
+        if self._asked:  # no parameter travels
+            self.admit(frozen)
+        admitted = {name: parameters[name] for name in frozen if name not in self.layout.frozen}
+        if admitted:
+            self._aggregate_some_gradients(admitted, op, denom)
+
+    def mark(self, flags: Tensor, frozen: Collection[str]) -> None:
+        """Write into the first flag of a message that this worker has trained a parameter that was frozen until now.
+
+        The mark is infinite, so it stays in a sum over any number of workers in any dtype, and needs no room.
+
+        Args:
+            flags: The flags, one for each parameter in the message.
+            frozen: Names of the frozen parameters.
+        """
+        if not self.layout.trained.isdisjoint(frozen):
+            flags[0] = math.inf
+
+    def read_mark(self, flags: Tensor, frozen: Sequence[str], is_present: bool) -> None:
+        """Let the frozen parameters that a worker has trained travel from now on, if the first flag has a mark.
+
+        It replaces the mark by the flag itself.
+
+        Args:
+            flags: As in :meth:`mark`, after the message has arrived.
+            frozen: As in :meth:`mark`.
+            is_present: True if this worker had a gradient of the first parameter.
+        """
+        if not flags[0].isfinite():
+            flags[0] = self.admit(frozen, is_present)
+
+    def admit(self, frozen: Sequence[str], flag: bool = False) -> float:
+        """Let the frozen parameters that a worker has trained travel from now on.
+
+        It is a collective operation, and its result is the same on all workers.
+
+        Args:
+            frozen: Names of frozen parameters, the same on all workers.
+            flag: A flag that travels in the same message.
+
+        Returns:
+            1 if a worker raised the flag, else 0.
+        """
+        flags = torch.tensor([*(float(name in self.layout.trained) for name in frozen), float(flag)])
+        self.any_worker(flags)
+        *trained, raised = flags.tolist()
+        self.layout.admit([name for name, is_trained in zip(frozen, trained, strict=True) if is_trained > 0])
+        return raised
+
+    def _without_frozen(self, values: Mapping[str, _T]) -> dict[str, _T]:
+        return {name: value for name, value in values.items() if name not in self.layout.frozen}
+
+    def compare_models(self, parameters: Mapping[str, Tensor] | None = None) -> None:
+        """Compare the parameters that are new in the layout with those of the other workers; a collective operation.
+
+        Args:
+            parameters: Parameters to note in the layout before, by name.
+
+        Raises:
+            ValueError: They differ. All workers raise it.
+        """
+        self.layout.note(parameters or {})
+        new, self.layout.new = self.layout.new, []
+        if new and self.world_size > 1:
+            compare(new, self.group)
 
     def _aggregate_alone(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
         """Aggregate the gradients of the only worker, who knows which of them exist."""
@@ -281,7 +372,13 @@ class Aggregation(ABC):
             for flag in flags.values():
                 divisor = torch.as_tensor(check_denominator(denom), dtype=torch.float64, device=flag.device)
                 flag.mul_(divisor.clamp(1, torch.finfo(flag.dtype).max))
+        asked, self._asked = self._asked, []
+        first = next(iter(flags.values()), None)
+        if asked and first is not None:
+            self.mark(first, asked)
         self.aggregate({**gradients, **flags}, op, denom)
+        if asked and first is not None:
+            self.read_mark(first, asked, parameters[next(iter(names_by_kind.values()))[0]].grad is not None)
         for names, present in zip(names_by_kind.values(), flags.values(), strict=True):
             # Only a worker without a gradient reads the flags, because reading them waits for a GPU.
             if all(parameters[name].grad is not None for name in names):
@@ -303,15 +400,44 @@ class Aggregation(ABC):
             for name, buffer in named
             if buffer.is_floating_point() or buffer.is_complex()
         )
-        weights = {name: tensor.detach() for name, tensor in (*trainable(model), *buffers)}
+        parameters = dict(parameters_of(model))
+        self.layout.note(parameters)
+        weights = {name: tensor.detach() for name, tensor in (*parameters.items(), *buffers)}
+        if not self._selects_late:
+            weights = self._traveling(weights)
         for message in [{name: weights[name]} for name in weights] if by_layer else [weights]:
             self.aggregate(message, op, denom)
 
+    def _traveling(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights that travel, the same on all workers, which all call this before they send."""
+        self.compare_models()
+        frozen = [name for name in weights if name in self.layout.frozen]
+        if frozen:
+            self.admit(frozen)
+        return self._without_frozen(weights)
+
+
+def parameters_of(model: Parameters) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a model, each once, in the order of registration, by their plain names."""
+    parameters: Iterable[tuple[str, Tensor]] = (
+        model.named_parameters() if isinstance(model, nn.Module) else model.items()
+    )
+    return ((plain_name(name), parameter) for name, parameter in parameters)
+
 
 def trainable(model: Parameters) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters that require a gradient, each once, in the order of registration, by their plain names."""
-    named: Iterable[tuple[str, Tensor]] = model.named_parameters() if isinstance(model, nn.Module) else model.items()
-    return ((plain_name(name), parameter) for name, parameter in named if parameter.requires_grad)
+    """Yield the parameters that an optimizer may change; see :func:`parameters_of`."""
+    return ((name, parameter) for name, parameter in parameters_of(model) if takes_part(parameter))
+
+
+def refuse_complex(aggregation: Aggregation, parameters: Mapping[str, Tensor]) -> None:
+    """Raise a TypeError if parameters to train are complex and the aggregation takes real numbers only."""
+    for name, parameter in parameters.items():
+        if parameter.is_complex() and parameter.requires_grad and not aggregation.takes_complex:
+            raise TypeError(
+                f"parameter {name!r} must be real for {type(aggregation).__name__}, not complex ({parameter.dtype}): "
+                "use AllReduceAggregation, or train torch.view_as_real of it"
+            )
 
 
 def refuse_sparse(parameters: Mapping[str, Tensor]) -> None:

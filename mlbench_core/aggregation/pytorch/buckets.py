@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mlbench_core import torch_private
 
-__all__ = ["BUCKET_SIZE_BYTES", "Bucket", "Signature", "plan_buckets", "signature"]
+__all__ = ["BUCKET_SIZE_BYTES", "Bucket", "Signature", "plan_buckets", "signature", "strides_of"]
 
 BUCKET_SIZE_BYTES = 1 << 20
 """Size at which a bucket is sent: 1 MiB. benchmarks/micro/RESULTS.md has the sizes that were tried."""
@@ -99,7 +99,7 @@ class Bucket:
         """Give a parameter that has no gradient on this worker the one that the other workers sent."""
         parameter = self.parameters[index]
         if self.memory is None:
-            parameter.grad = message.as_strided(parameter.shape, _strides(parameter), message.storage_offset())
+            parameter.grad = message.as_strided(parameter.shape, strides_of(parameter), message.storage_offset())
         elif self.holds_gradients:
             parameter.grad = self.views[index]
         else:
@@ -162,13 +162,13 @@ def _bucket(
     memory = torch.zeros(sum(sizes) + number_of_flags, dtype=dtype, device=device)
     *parts, flags = memory.split([*sizes, number_of_flags])
     views = [
-        part.as_strided(m.shape, _strides(m), part.storage_offset()) for part, m in zip(parts, members, strict=True)
+        part.as_strided(m.shape, strides_of(m), part.storage_offset()) for part, m in zip(parts, members, strict=True)
     ]
     holds_gradients = not members or members[0].dtype == dtype
     return Bucket(list(names), members, holds_gradients, memory, views, flags if number_of_flags else None)
 
 
-def _strides(tensor: Tensor) -> tuple[int, ...]:
+def strides_of(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of a dense tensor in the memory order of ``tensor``, which autograd gives its gradient."""
     return torch.empty_like(tensor, device="meta").stride()
 
@@ -182,7 +182,7 @@ def _owned_gradient(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter)
-    if gradient.stride() != _strides(parameter) or _is_shared(gradient):
+    if gradient.stride() != strides_of(parameter) or _is_shared(gradient):
         owned = torch.empty_like(parameter).copy_(gradient)
         parameter.grad = owned
         return owned

@@ -130,6 +130,8 @@ class CompressedAggregation(LossyAggregation):
         ValueError: ``world_size`` is not the number of workers in the process group.
     """
 
+    takes_complex = False
+
     _named_state: ClassVar[tuple[str, ...]] = ("memory",)
     _own_state: ClassVar[tuple[str, ...]] = ("memory",)
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core import torch_private
-from mlbench_core.aggregation.pytorch.aggregation import trainable
+from mlbench_core.aggregation.pytorch.aggregation import parameters_of
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.timing import uncounted
 from mlbench_core.distributed.pytorch import process_groups
+from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 
 __all__ = ["average_weights", "averaged_weights", "consensus_distance"]
 
@@ -29,7 +30,7 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: A
     float64.
 
     Args:
-        model: The model, or a mapping from names to parameters. Only parameters that require a gradient count.
+        model: The model, or a mapping from names to parameters. All parameters count, also frozen ones.
         process_group: The workers that take part; None for all.
 
     Returns:
@@ -42,7 +43,8 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: A
     # In float64, because in float32 the rounding of an average of nearly equal weights may be as large as their
     # difference.
     weights = {
-        name: weight.detach().to(torch.promote_types(weight.dtype, torch.float64)) for name, weight in trainable(model)
+        name: weight.detach().to(torch.promote_types(weight.dtype, torch.float64))
+        for name, weight in parameters_of(model)
     }
     average = {name: weight.clone() for name, weight in weights.items()}
     # Neither this nor the average below is a part of a training step, whose collectives the tracker counts.
@@ -54,9 +56,10 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: A
 
 
 def average_weights(model: nn.Module, process_group: Any = None) -> None:
-    """Replace the weights and floating-point buffers of every worker by their average, for example to evaluate.
+    """Replace all weights and floating-point buffers of every worker by their average, for example to evaluate.
 
-    Every worker must call it.
+    Frozen parameters are averaged too, because workers may have frozen them at different values. Every worker must call
+    it.
 
     Args:
         model: The model.
@@ -65,8 +68,13 @@ def average_weights(model: nn.Module, process_group: Any = None) -> None:
     Example:
         >>> average_weights(nn.Linear(2, 1))
     """
-    with uncounted():
-        AllReduceAggregation(None, process_group=process_group).agg_model()(model, AVG_WORLD)
+    tensors = {
+        name: tensor.detach()
+        for name, tensor in (*parameters_of(model), *model.named_buffers())
+        if tensor.is_floating_point() or tensor.is_complex()
+    }
+    with torch.no_grad(), uncounted(), naming_lost_workers():
+        AllReduceAggregation(None, process_group=process_group).aggregate(tensors, AVG_WORLD)
 
 
 @contextmanager

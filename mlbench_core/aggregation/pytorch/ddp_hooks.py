@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from mlbench_core.aggregation.pytorch.aggregation import AVG_WORLD, Aggregation
+from mlbench_core.aggregation.pytorch.aggregation import AVG_WORLD, Aggregation, refuse_complex
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation, Transfer
+from mlbench_core.aggregation.pytorch.buckets import strides_of
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
 from mlbench_core.aggregation.pytorch.messages import divide
 from mlbench_core.aggregation.pytorch.names import check_names, plain_name
@@ -68,6 +69,8 @@ class DDPHookState:
         self._aggregate = aggregation.agg_grad()
         # In the order of registration. Names without DDP's prefix "module." are those that optimizers use.
         self._names = {parameter: plain_name(name) for name, parameter in ddp_model.module.named_parameters()}
+        self._not_compared = {name: parameter for parameter, name in self._names.items()}
+        refuse_complex(aggregation, self._not_compared)
         self._arrived: list[_Arrived] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,6 +92,8 @@ class DDPHookState:
         """Take a bucket from DDP; the last one of a backward pass completes the pass."""
         if bucket.index() == 0:
             self.aggregation.last_bytes = 0
+            self.aggregation.compare_models(self._not_compared)
+            self._not_compared = {}
         memory = bucket.buffer()
         if memory.layout != torch.strided:
             raise ValueError(
@@ -96,7 +101,7 @@ class DDPHookState:
             )
         event = torch.cuda.current_stream(memory.device).record_event() if memory.is_cuda else None
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[memory.device] if memory.is_cuda else None)
-        gradients = dict(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        gradients = dict(zip(bucket.parameters(), _gradients(bucket), strict=True))
         self._arrived.append(_Arrived(memory, gradients, future, self._start(memory), event))
         if bucket.is_last():
             arrived, self._arrived = self._arrived, []
@@ -151,6 +156,21 @@ class DDPHookState:
                 view.copy_(result)
 
 
+def _gradients(bucket: dist.GradBucket) -> list[Tensor]:
+    """Return the gradients in a bucket, as views of its memory."""
+    parameters, memory = bucket.parameters(), bucket.buffer()
+    if memory.is_complex() or not any(parameter.is_complex() for parameter in parameters):
+        return list(bucket.gradients())
+    # DDP keeps complex numbers as pairs of real ones, but its own views count each pair as one number. A bucket has
+    # parameters of one dtype.
+    flat = torch.view_as_complex(memory.view(-1, 2))
+    parts = flat.split([parameter.numel() for parameter in parameters])
+    return [
+        part.as_strided(p.shape, strides_of(p), part.storage_offset())
+        for part, p in zip(parts, parameters, strict=True)
+    ]
+
+
 def as_ddp_hook(aggregation: Aggregation, ddp_model: DistributedDataParallel) -> tuple[DDPHookState, Any]:
     """Make a communication hook of DistributedDataParallel (DDP) that aggregates gradients.
 
@@ -170,6 +190,9 @@ def as_ddp_hook(aggregation: Aggregation, ddp_model: DistributedDataParallel) ->
     gradients: DecentralizedAggregation, ChocoAggregation, PeriodicAggregation, ScaffoldAggregation, DiLoCoAggregation,
     StreamingDiLoCoAggregation and SparseLoCoAggregation.
 
+    Complex gradients are averaged whole, real and imaginary parts, by AllReduceAggregation and PowerAggregation; other
+    aggregations refuse them.
+
     To resume exactly, save ``state.state_dict()`` on every worker, besides the states of the model and the optimizer.
 
     Set gradients to None between steps, as ``optimizer.zero_grad()`` does by default. Zeros would count as the gradient
@@ -185,7 +208,8 @@ def as_ddp_hook(aggregation: Aggregation, ddp_model: DistributedDataParallel) ->
         The two arguments of ``ddp_model.register_comm_hook``.
 
     Raises:
-        TypeError: ``aggregation`` is not an aggregation, or ``ddp_model`` is not a DistributedDataParallel.
+        TypeError: ``aggregation`` is not an aggregation, ``ddp_model`` is not a DistributedDataParallel, or it has
+            complex parameters and the aggregation takes real ones only.
         ValueError: ``aggregation`` combines weights, or belongs to other workers than ``ddp_model``.
 
     References:

@@ -40,11 +40,13 @@ class FSDPHookState:
     Args:
         aggregation: See :func:`set_fsdp_hooks`.
         names: Names of the modules that have a hook.
+        parameters: All parameters of the model, by name.
     """
 
-    def __init__(self, aggregation: Aggregation, names: frozenset[str]) -> None:
+    def __init__(self, aggregation: Aggregation, names: frozenset[str], parameters: Mapping[str, Tensor]) -> None:
         self.aggregation = aggregation
         self._names = names
+        self._parameters = parameters
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the aggregation, by the name of the module; each worker must save and load its own."""
@@ -64,6 +66,8 @@ class FSDPHookState:
     def _aggregate(self, name: str, shard: Tensor) -> None:
         """Aggregate the flat shard of a module, in place."""
         self.aggregation.last_bytes = 0
+        self.aggregation.compare_models(self._parameters)
+        self._parameters = {}  # once is enough
         self.aggregation.aggregate({name: shard}, AVG_WORLD)
 
 
@@ -100,7 +104,7 @@ def set_fsdp_hooks(aggregation: Aggregation, fsdp_model: nn.Module) -> FSDPHookS
         The state of the hooks.
 
     Raises:
-        TypeError: ``aggregation`` is not an aggregation.
+        TypeError: ``aggregation`` is not an aggregation, or a parameter is complex.
         ValueError: ``aggregation`` combines weights or needs matrices, contains another worker of this replica, or
             ``fsdp_model`` has no sharded module or a mesh of two dimensions.
 
@@ -140,7 +144,11 @@ def set_fsdp_hooks(aggregation: Aggregation, fsdp_model: nn.Module) -> FSDPHookS
                 f"process_group of the aggregation must have one worker of each replica, but {sorted(between)} and the "
                 f"replica {sorted(within)} share {sorted(within & between)}: give mesh['replica'].get_group()"
             )
-    state = FSDPHookState(aggregation, frozenset(modules))
+    parameters = {plain_name(name): parameter for name, parameter in fsdp_model.named_parameters()}
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            raise TypeError(f"parameter {name!r} must be real, not complex: FSDP2 does not reduce complex gradients")
+    state = FSDPHookState(aggregation, frozenset(modules), parameters)
     for name, module in modules.items():
         module.set_all_reduce_hook(partial(state._aggregate, name))
     return state

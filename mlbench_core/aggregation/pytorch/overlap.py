@@ -37,8 +37,8 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core import torch_private
-from mlbench_core.aggregation.pytorch.aggregation import refuse_sparse, trainable
-from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation, Transfer
+from mlbench_core.aggregation.pytorch.aggregation import parameters_of, refuse_sparse
+from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Transfer
 from mlbench_core.aggregation.pytorch.buckets import Bucket, Signature, plan_buckets, signature
 from mlbench_core.aggregation.pytorch.messages import as_real, divide
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock, Interval
@@ -104,7 +104,8 @@ class OverlappedReduction:
         self._pass: _Pass | None = None
         self._is_reduced = False
         self._is_new_step = True
-        self._signature: Signature = ()
+        self._signature: tuple[Signature, list[str]] = (), []
+        self._frozen: list[str] = []
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, int] = {}
         self._hooks: list[Any] = []
@@ -124,9 +125,15 @@ class OverlappedReduction:
             self._synchronizes = before
 
     def complete(self) -> None:
-        """Ensure that all gradients are averages over the workers, and mark them as consumed."""
+        """Ensure that all gradients are averages over the workers, and mark them as consumed.
+
+        A gradient that was set by hand, after the backward pass, on a parameter that has always been frozen is dropped.
+        """
         self.average()
         self.forget()
+        parameters = dict(parameters_of(self._model))
+        for name in self._aggregation.layout.frozen_among(parameters):
+            parameters[name].grad = None
 
     def average(self) -> None:
         """Ensure that all gradients are averages: wait for an unfinished backward pass, and send unsent gradients.
@@ -191,13 +198,16 @@ class OverlappedReduction:
     def _open(self, graph_task: int) -> _Pass:
         # A change is noticed here and nowhere else: workers with and without a backward pass both come to this point.
         is_intact = all(bucket.is_intact() for bucket in self._buckets)
-        if not is_intact or signature(dict(trainable(self._model))) != self._signature:
+        parameters = dict(parameters_of(self._model))
+        layout = self._aggregation.layout
+        self._aggregation.compare_models(parameters)
+        if not is_intact or (signature(parameters), layout.frozen_among(parameters)) != self._signature:
             self._lay_out()
         if self._is_new_step:
             self._aggregation.last_bytes = 0
             self._is_new_step = False
         within = "backprop" if graph_task != _NO_PASS else None
-        missing = [len(bucket.parameters) for bucket in self._buckets]
+        missing = [sum(p.requires_grad for p in bucket.parameters) for bucket in self._buckets]
         self._pass = _Pass(graph_task, missing, Interval(self._device, within))
         return self._pass
 
@@ -224,6 +234,7 @@ class OverlappedReduction:
             if bucket.flags is not None:
                 present = [float(p.grad is not None) for b in self._buckets for p in b.parameters]
                 bucket.flags.copy_(torch.tensor(present, dtype=bucket.flags.dtype))
+                self._aggregation.mark(bucket.flags, self._frozen)
             current.transfers.append(self._aggregation.start(message, overlapped=True))
             current.interval.size_bytes += current.transfers[-1].size_bytes
 
@@ -247,7 +258,11 @@ class OverlappedReduction:
                 bucket.deliver()
             if position >= current.received:
                 current.interval.finish_message()
+        if self._frozen:
+            self._read_mark()
         self._adopt(current)
+        if self._frozen:
+            self._receive_late(current)
         self._clock.add(current.interval)
         self._is_reduced = True
 
@@ -263,6 +278,25 @@ class OverlappedReduction:
             if parameter.grad is None and is_present > 0:
                 self._buckets[i].adopt(j, current.transfers[i].message)
 
+    def _read_mark(self) -> None:
+        """Let parameters that were frozen until now travel from the next pass on, if a worker has trained them."""
+        flags = self._buckets[-1].flags
+        if flags is None:  # no parameter travels
+            self._aggregation.admit(self._frozen)
+        else:
+            first = next(parameter for bucket in self._buckets for parameter in bucket.parameters)
+            self._aggregation.read_mark(flags, self._frozen, first.grad is not None)
+
+    def _receive_late(self, current: _Pass) -> None:
+        """Aggregate the gradients of parameters that were frozen until now and do not travel in the buckets yet."""
+        parameters = dict(parameters_of(self._model))
+        admitted = {n: parameters[n] for n in self._frozen if n not in self._aggregation.layout.frozen}
+        if admitted:
+            before = self._aggregation.bytes_sent
+            with current.interval.exposed():
+                self._aggregation._aggregate_some_gradients(admitted, AVG_WORLD, None)
+            current.interval.size_bytes += self._aggregation.bytes_sent - before
+
     # ------------------------------------------------------------------ layout
 
     @property
@@ -271,10 +305,12 @@ class OverlappedReduction:
 
     def _lay_out(self) -> None:
         """Create the buckets and the hooks again."""
-        parameters = dict(trainable(self._model))
+        parameters = dict(parameters_of(self._model))
         self._remove_hooks()
-        self._signature = signature(parameters)
-        self._buckets = plan_buckets(parameters, self._aggregation.bucket_size_bytes, self._aggregation.comm_dtype)
+        self._frozen = self._aggregation.layout.frozen_among(parameters)
+        self._signature = signature(parameters), self._frozen
+        sent = {name: parameter for name, parameter in parameters.items() if name not in self._frozen}
+        self._buckets = plan_buckets(sent, self._aggregation.bucket_size_bytes, self._aggregation.comm_dtype)
         self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
         # A weak reference, so that the hooks of an optimizer that is no longer used send nothing.
         reduction = weakref.ref(self)
@@ -284,7 +320,7 @@ class OverlappedReduction:
             if alive is not None:
                 alive._on_gradient(parameter)
 
-        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in parameters.values()]
+        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in parameters.values() if p.requires_grad]
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

@@ -46,7 +46,7 @@ from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
 from mlbench_core.arguments import check_int
 
-__all__ = ["DiLoCoAggregation", "PeriodicAggregation", "check_delay"]
+__all__ = ["DiLoCoAggregation", "PeriodicAggregation", "check_delay", "count_step"]
 
 
 @dataclass
@@ -68,9 +68,9 @@ class PeriodicAggregation(Aggregation):
 
     .. math:: x_i \leftarrow A(x_1, \ldots, x_k) \text{ if } H \mid t, \text{ else } x_i.
 
-    Every tensor has its own counter, by name. So calls with one layer at a time, buffers, and parameters that are added
-    later need no special case. If all tensors take part from the first step on, their counters are equal and all are
-    sent in the same step. Every H-th step sends the bytes of the wrapped aggregation, and the others send nothing.
+    Every tensor has its own counter, by name, so calls with one layer at a time and buffers need no special case. A
+    tensor that is added later counts from the counters of the others, so all are sent in the same step. Every H-th step
+    sends the bytes of the wrapped aggregation, and the others send nothing.
 
     With a delay :math:`\tau > 0`, the workers do not wait for the average. At a step :math:`t` with :math:`H \mid t`,
     they start to average copies of their tensors. They take :math:`\tau` more steps, and then
@@ -113,6 +113,7 @@ class PeriodicAggregation(Aggregation):
         Averaging. arXiv:2006.00441
     """
 
+    _selects_late = True
     _named_state = ("counts", "corrections")
     _own_state = ("corrections",)
 
@@ -128,6 +129,7 @@ class PeriodicAggregation(Aggregation):
         aggregation.agg_model()
         super().__init__(use_cuda=aggregation.use_cuda, process_group=aggregation.group)
         self.inside = aggregation
+        self.takes_complex = aggregation.takes_complex
         self.period = check_int("period", period)
         self.delay = check_delay(delay, self.period)
         if self.delay:
@@ -164,12 +166,13 @@ class PeriodicAggregation(Aggregation):
         """
         if self.delay:
             check_average(op)
-        for name in tensors:
-            self._counts[name] = self._counts.get(name, 0) + 1
+        count_step(self._counts, tensors)
         phases = {name: self._counts[name] % self.period for name in tensors}
         # A state may come from a run with a longer delay. Its corrections are added as soon as possible.
         self._land({name: tensors[name] for name, phase in phases.items() if phase == 0 or phase >= self.delay})
         due = {name: tensors[name] for name, phase in phases.items() if phase == 0}
+        if due:
+            due = self._traveling(due)
         if self.delay:
             self._send(due)
         else:
@@ -210,7 +213,7 @@ class PeriodicAggregation(Aggregation):
         between workers.
         """
         own = {"corrections": self._corrections(), "inside": self.inside.state_dict()}
-        return {"counts": dict(self._counts), **{key: value for key, value in own.items() if value}}
+        return {"counts": self._without_frozen(self._counts), **{key: value for key, value in own.items() if value}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.
@@ -246,6 +249,8 @@ class DiLoCoAggregation(Aggregation):
     The outer optimizer updates :math:`\theta` with this gradient. Then every :math:`\theta_i` is set to
     :math:`\theta`. If the outer optimizer is SGD with learning rate 1 and no momentum, the result is the average of the
     :math:`\theta_i`.
+
+    If no worker has moved a tensor since the last call, as for a frozen layer, it takes no outer step.
 
     The differences are averaged in the dtype of the tensors. For half-precision weights, :math:`\theta` is kept in
     float32. Buffers and other bookkeeping are only averaged. A single worker takes outer steps too, and sends nothing.
@@ -333,10 +338,7 @@ class DiLoCoAggregation(Aggregation):
         outer_gradients = {name: self._difference(name, theta_i) for name, theta_i in steps.items()}
         averages = {name: tensor for name, tensor in tensors.items() if name not in steps}
         self._average(outer_gradients, averages)
-        for name, gradient in outer_gradients.items():
-            self._shared[name].grad = gradient.to(self._shared[name].dtype)
-        self.outer_optimizer.step()
-        self.outer_optimizer.zero_grad()
+        self._take_outer_step(outer_gradients)
         for name, theta_i in steps.items():
             theta_i.copy_(self._shared[name])
         # These tensors were averaged for the first time. From now on they take outer steps.
@@ -348,6 +350,15 @@ class DiLoCoAggregation(Aggregation):
         """Replace the outer gradients, and tensors that are only averaged, by their averages; in one message."""
         self._delegate(self._all_reduce, {**outer_gradients, **averages}, AVG_WORLD)
 
+    def _take_outer_step(self, outer_gradients: Mapping[str, Tensor]) -> None:
+        """Update the shared weights that a worker has moved."""
+        for name, gradient in outer_gradients.items():
+            # The outer momentum would go on moving a layer that all workers have frozen.
+            if gradient.any():
+                self._shared[name].grad = gradient.to(self._shared[name])
+        self.outer_optimizer.step()
+        self.outer_optimizer.zero_grad()
+
     def _difference(self, name: str, theta_i: Tensor) -> Tensor:
         """Return theta - theta_i in the dtype of theta_i."""
         theta = self._shared[name]
@@ -356,9 +367,23 @@ class DiLoCoAggregation(Aggregation):
                 f"{name!r} must have the shape {tuple(theta.shape)} of its shared weights, not {tuple(theta_i.shape)}: "
                 "load a state of this model"
             )
-        if theta.device != theta_i.device:  # the model was moved after start()
-            theta.data = theta.data.to(theta_i.device)
+        self._move(theta, theta_i)
         return (theta - theta_i).to(theta_i.dtype)
+
+    def _move(self, theta: nn.Parameter, theta_i: Tensor) -> None:
+        """Move shared weights, and the outer optimizer's state of them, to the device and at least the dtype of others.
+
+        The model may have moved since the last call or since the checkpoint.
+        """
+        dtype = torch.promote_types(theta_i.dtype, torch.float32)
+        if (theta.device, theta.dtype) == (theta_i.device, dtype):
+            return
+        theta.data = theta.data.to(theta_i.device, dtype)
+        state = self.outer_optimizer.state.get(theta, {})
+        for key, value in state.items():
+            # As torch does it: its optimizers keep the number of steps on the CPU.
+            if isinstance(value, Tensor) and key != "step":
+                state[key] = value.to(theta_i.device, dtype if value.is_floating_point() else value.dtype)
 
     def _share(self, name: str, weights: Tensor) -> None:
         """Store a copy of weights as shared weights, and let the outer optimizer update it."""
@@ -398,6 +423,26 @@ class DiLoCoAggregation(Aggregation):
             # A copy, because the outer optimizer changes its state in place and the caller may still use the
             # checkpoint.
             self.outer_optimizer.state[self._shared[name]] = copy.deepcopy(outer_state[name])
+
+
+def count_step(counts: dict[str, int], names: Iterable[str]) -> None:
+    """Count a step of tensors, in place. A new tensor counts from the others, with which it is sent from then on.
+
+    Args:
+        counts: Numbers of steps by name.
+        names: The tensors of this call. A step may consist of several calls, first with the tensors known so far.
+
+    Example:
+        >>> counts = {"old": 5}
+        >>> count_step(counts, ["old", "new"])
+        >>> count_step(counts, ["newest"])
+        >>> counts
+        {'old': 6, 'new': 6, 'newest': 6}
+    """
+    names = list(names)
+    before = max((counts[name] for name in names if name in counts), default=max(counts.values(), default=1) - 1)
+    for name in names:
+        counts[name] = counts.get(name, before) + 1
 
 
 def check_delay(delay: int, period: int) -> int:

@@ -92,13 +92,16 @@ class ScaffoldAggregation(Aggregation):
                 self._share(name, parameter)
 
     def count(self, name: str, lr: float) -> None:
-        """Count a local step.
+        """Count a local step of a parameter that has shared weights.
+
+        The rates of all workers count alike, also on a worker that has frozen the parameter.
 
         Args:
             name: Name of the parameter.
             lr: Learning rate of the step, the same on all workers.
         """
-        self._rates[name] = self._rates.get(name, 0.0) + lr
+        if name in self._shared:
+            self._rates[name] = self._rates.get(name, 0.0) + lr
 
     def correction(self, name: str) -> Tensor | None:
         """Return :math:`c - c_i`, which corrects a gradient of this worker; None before the first aggregation.
@@ -142,11 +145,12 @@ class ScaffoldAggregation(Aggregation):
                 f"{name!r} must have the shape {tuple(x.shape)} of its shared weights, not {tuple(y_i.shape)}: load a "
                 "state of this model"
             )
-        if x.device != y_i.device:  # the model was moved after start()
-            for kept in (self._shared, self._common, self._own):
-                if name in kept:
-                    kept[name] = kept[name].to(y_i.device)
-            x = self._shared[name]
+        # The model may have moved to another device or dtype since the last call or since the checkpoint.
+        dtype = torch.promote_types(y_i.dtype, torch.float32)
+        for kept in (self._shared, self._common, self._own):
+            if name in kept:
+                kept[name] = kept[name].to(y_i.device, dtype)
+        x = self._shared[name]
         own = self._own.setdefault(name, torch.zeros_like(x))
         if name in self._common:
             own.sub_(self._common[name])

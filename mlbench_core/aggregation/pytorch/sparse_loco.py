@@ -234,6 +234,7 @@ class SparseLoCoAggregation(DiLoCoAggregation):
         check_finite_at_least_0("outer_lr", outer_lr)
         super().__init__(partial(SGD, lr=outer_lr), use_cuda=compressed.use_cuda, process_group=compressed.group)
         self.compressed = compressed
+        self.takes_complex = compressed.takes_complex
 
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]

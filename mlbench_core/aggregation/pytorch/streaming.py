@@ -27,7 +27,7 @@ from mlbench_core.aggregation.pytorch.decentralized import check_average
 from mlbench_core.aggregation.pytorch.messages import as_bytes, by_dtype_and_device, from_bytes
 from mlbench_core.aggregation.pytorch.names import by_plain_name
 from mlbench_core.aggregation.pytorch.packing import pack_codes, packed_bytes, unpack_codes
-from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, check_delay
+from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, check_delay, count_step
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 from mlbench_core.distributed.pytorch import process_groups
 
@@ -108,6 +108,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         A. Douillard et al.: Streaming DiLoCo with overlapping communication. arXiv:2501.18512
     """
 
+    _selects_late = True
     _named_state = ("shared", "outer_state", "counts")
 
     def __init__(
@@ -133,6 +134,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
             raise ValueError(f"mixing must be at most 1, not {mixing}: it is the share of a worker's own weights")
         self.mixing = mixing
         self.quantize = quantize
+        self.takes_complex = not quantize
         self._counts: dict[str, int] = {}
         self._flights: list[_Fragment] = []
         self._bytes_before, self._bytes_after = 0, 0  # of quantized outer gradients
@@ -188,11 +190,11 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
             name: position % self.fragments * self.period // self.fragments
             for position, name in enumerate(self._shared)
         }
-        for name in tensors:
-            self._counts[name] = self._counts.get(name, 0) + 1
-        return {
+        count_step(self._counts, tensors)
+        due = {
             name: tensor for name, tensor in tensors.items() if self._counts[name] % self.period == offsets.get(name, 0)
         }
+        return self._traveling(due) if due else {}
 
     def _send(self, due: Mapping[str, Tensor]) -> None:
         """Start the messages of tensors."""
@@ -241,10 +243,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
 
     def _merge(self, flight: _Fragment, tensors: Mapping[str, Tensor]) -> None:
         """Take the outer steps of a fragment that has arrived, and mix the result into the tensors."""
-        for name, gradient in flight.gradients.items():
-            self._shared[name].grad = gradient.to(self._shared[name])
-        self.outer_optimizer.step()
-        self.outer_optimizer.zero_grad()
+        self._take_outer_step(flight.gradients)
         for name, average in flight.averages.items():
             if not name.startswith(BOOKKEEPING):
                 self._share(name, average)
@@ -274,7 +273,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         if not self._counts:
             return super().state_dict()
         flights = [{"left": f.left, "gradients": f.gradients, "averages": f.averages} for f in self._arrive_all()]
-        return {**super().state_dict(), "counts": dict(self._counts), "flights": flights}
+        return {**super().state_dict(), "counts": self._without_frozen(self._counts), "flights": flights}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.

@@ -27,6 +27,7 @@ __all__ = [
     "global_rank",
     "is_distributed",
     "is_on_one_machine",
+    "is_same",
     "machine",
     "rank",
     "smallest",
@@ -159,6 +160,28 @@ def is_on_one_machine(group: Any = None) -> bool:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         _is_on_one_machine[key] = int(largest.sum()) == 0
     return _is_on_one_machine[key]
+
+
+def is_same(text: bytes, group: Any = None) -> bool:
+    """Return True if all workers of a group give the same bytes; a collective operation with a message of 16 bytes.
+
+    It belongs to the preparation of training. So it calls the group itself and not ``torch.distributed.all_reduce``,
+    where tools record the messages of training steps.
+
+    Example:
+        >>> is_same(b"model")
+        True
+    """
+    if world_size(group) == 1:
+        return True
+    number = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+    # The maximum of the negated numbers is the negated minimum.
+    largest = get_backend_tensor(torch.tensor([number, -number]), group)
+    members: Any = dist.group.WORLD if group is None else group
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    members.allreduce([largest], options).wait()
+    return int(largest.sum()) == 0
 
 
 def store() -> Any:

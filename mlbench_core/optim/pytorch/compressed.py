@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.aggregation import refuse_sparse
+from mlbench_core.aggregation.pytorch.aggregation import refuse_complex, refuse_sparse
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, LossyAggregation
 from mlbench_core.aggregation.pytorch.messages import KeptMemory
@@ -59,7 +59,7 @@ class CompressedOptimizer(Optimizer):
         aggregation: How to aggregate.
 
     Raises:
-        TypeError: ``lr`` is not a number.
+        TypeError: ``lr`` is not a number, or a parameter is complex and the aggregation takes real ones only.
         ValueError: Parameters or ``lr`` are missing, ``lr`` is negative or not finite, or two parameters have one name.
     """
 
@@ -173,12 +173,18 @@ class CompressedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; options it does not name get the defaults."""
         super().add_param_group(param_group)
-        counts = Counter(name for name, _ in self._named_parameters())
-        repeated = sorted(name for name, count in counts.items() if count > 1)
-        # Two parameters of one name would share an error memory.
-        if repeated:
+        try:
+            counts = Counter(name for name, _ in self._named_parameters())
+            repeated = sorted(name for name, count in counts.items() if count > 1)
+            # Two parameters of one name would share an error memory.
+            if repeated:
+                raise ValueError(
+                    f"several parameters are called {', '.join(repeated)}: give every parameter its own name"
+                )
+            refuse_complex(self.aggregation, {name: parameter for name, (parameter, _) in self._named_parameters()})
+        except (TypeError, ValueError):
             self.param_groups.pop()
-            raise ValueError(f"several parameters are called {', '.join(repeated)}: give every parameter its own name")
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's format, and that of the aggregation under ``"aggregation"``.
@@ -234,7 +240,7 @@ class CompressedOptimizer(Optimizer):
     def _stand_in(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Make a tensor that stands for a parameter in the aggregation; its ``grad`` holds the values to send."""
         stand_in = parameter.detach().requires_grad_(parameter.requires_grad)
-        if parameter.grad is not None and parameter.requires_grad:
+        if parameter.grad is not None:
             stand_in.grad = self._local(parameter, group)
         return stand_in
 

@@ -15,7 +15,13 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import required
 
 from mlbench_core import torch_private
-from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, check_denominator
+from mlbench_core.aggregation.pytorch.aggregation import (
+    BOOKKEEPING,
+    Aggregation,
+    Denominator,
+    check_denominator,
+    refuse_complex,
+)
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.names import check_names
 from mlbench_core.aggregation.pytorch.overlap import OverlappedReduction
@@ -285,7 +291,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     Raises:
         ValueError: ``model`` is missing or without parameters, ``world_size`` is not that of the process group, an
             argument contradicts the aggregation, or the aggregation does not fit the model or the other arguments.
-        TypeError: An argument has the wrong type.
+        TypeError: An argument has the wrong type, or a parameter is complex and the aggregation takes real ones only.
 
     Example:
         >>> from functools import partial
@@ -333,6 +339,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             use_cuda=use_cuda or None,
         )
         self._check_memory()
+        refuse_complex(self.aggregation, dict(model.named_parameters()))
         self.world_size = self.aggregation.world_size
         # Scripts of version 3.0 read and call optimizer.agg.
         make = self.aggregation.agg_grad if agg_grad else self.aggregation.agg_model

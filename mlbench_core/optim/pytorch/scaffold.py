@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.aggregation import Denominator, trainable
+from mlbench_core.aggregation.pytorch.aggregation import Denominator, parameters_of
 from mlbench_core.aggregation.pytorch.periodic import PeriodicAggregation
 from mlbench_core.aggregation.pytorch.scaffold import ScaffoldAggregation
 from mlbench_core.optim.pytorch.distributed import Closure, GenericCentralizedOptimizer, check_aggregation, check_lr
@@ -101,7 +101,7 @@ class SCAFFOLD(GenericCentralizedOptimizer):
     def _take_step(self) -> None:
         """Take a local step with corrected gradients."""
         rates = {id(parameter): float(group["lr"]) for group in self.param_groups for parameter in group["params"]}
-        named = {**dict(trainable(self.model)), **self.extra_parameters(self.model.parameters())}
+        named = {**dict(parameters_of(self.model)), **self.extra_parameters(self.model.parameters())}
         gradients: list[tuple[Tensor, Tensor]] = []
         for name, parameter in named.items():
             self._scaffold.count(name, rates.get(id(parameter), 0.0))
