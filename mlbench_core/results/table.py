@@ -104,7 +104,8 @@ COLUMNS = (
     Column("efficiency", "EFFICIENCY", 2, "scaling"),
     Column("communication_exposed_s", "EXPOSED (s)", 2, "scaling"),
     Column("communication_hidden_s", "HIDDEN (s)", 2, "scaling"),
-    Column("bytes_sent_mb", "SENT (MB)", 2, "scaling"),
+    Column("bytes_on_wire_mb", "ON THE WIRE (MB)", 2, "scaling"),
+    Column("bytes_sent_mb", "HANDED OVER (MB)", 2, "scaling"),
     Column("samples_per_s", "SAMPLES/S", 0, "scaling"),
     Column("best", "BEST", 2, "scaling"),
     Column("price", "PRICE", 4, "scaling"),
@@ -304,7 +305,7 @@ def _times(group: Group, price: Price | None) -> dict[str, Any]:
     missed = len(group.records) - len(group.reached)
     known = any(record.reached is not None for record in group.records)
     values = describe(group.values("goal_value") if group.records[0].has_fixed_time else [])
-    sent = _mean(group.values("bytes_sent"))
+    sent, on_wire = (_mean(group.values(name)) for name in ("bytes_sent", "bytes_on_wire"))
     return {
         "label": group.label,
         "workers": group.workers,
@@ -327,6 +328,7 @@ def _times(group: Group, price: Price | None) -> dict[str, Any]:
         "train_s": _mean([record.train_s for record in group.records]),
         "communication_exposed_s": _mean(group.values("communication_exposed_s")),
         "communication_hidden_s": _mean(group.values("communication_hidden_s")),
+        "bytes_on_wire_mb": None if on_wire is None else on_wire / _MEGA,
         "bytes_sent_mb": None if sent is None else sent / _MEGA,
         "samples_per_s": _mean([record.samples_per_s for record in group.records]),
         "best": _mean([record.best for record in group.records]),

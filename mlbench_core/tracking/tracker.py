@@ -479,6 +479,31 @@ class Tracker(PhaseTimes):
             self._last_exchange = self._counters.batches
             self._count_exchange()
 
+    def charge_validation_average(self, seconds: float, size_bytes: int) -> None:
+        """Add an average of weights that a validation needed to the training time, as exposed communication.
+
+        Without it, a method whose workers differ would get the average for nothing, just before its goal is checked.
+        Call it outside of a batch and of a validation.
+
+        Args:
+            seconds: Seconds that the average took.
+            size_bytes: Bytes that this worker handed to collectives.
+
+        Raises:
+            ValueError: An argument is negative or not a number.
+        """
+        check_at_least("seconds", seconds, 0)
+        check_at_least("size_bytes", size_bytes, 0)
+        self._counters.train_s += float(seconds)
+        if self.communication_steps:
+            step = self.communication_steps[0]
+            self._step_s[step] = self._step_s.get(step, 0.0) + float(seconds)
+        self._counters.communication_total_s += float(seconds)
+        self._counters.communication_exposed_s += float(seconds)
+        self._counters.communication_size_bytes += int(size_bytes)
+        self._counters.communication_measured = True
+        self._count_exchange()
+
     def _count_exchange(self) -> None:
         if self._counters.exchanges is not None:
             self._counters.exchanges += 1
