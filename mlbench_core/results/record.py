@@ -12,7 +12,7 @@ from typing import Any
 from mlbench_core.results.lines import read_lines, statistics
 from mlbench_core.results.published import PHASES, STEPS, UNKNOWN, Metrics, latest_json, number, read_fields
 from mlbench_core.results.schema import check_result
-from mlbench_core.tracking.collectives import wire_bytes
+from mlbench_core.tracking.collectives import total_wire_bytes
 
 __all__ = ["NOT_MEASURED", "PHASES", "STEPS", "UNKNOWN", "CurvePoint", "RunRecord", "goal_text"]
 
@@ -189,10 +189,8 @@ class RunRecord:
 
     def _bytes_by_step(self, lines: Iterable[Mapping[str, Any]]) -> dict[int, list[tuple[int, float]]]:
         """Return the bytes on the wire that each worker counted, by step."""
-        if self.bytes_on_wire is None:
-            return {}
         counted = _totals_by_step(lines, "communication_wire_bytes")
-        if counted or not self.bytes_sent:
+        if counted or not self.bytes_sent or self.bytes_on_wire is None:
             return counted
         # Lines of earlier versions have only the bytes that were handed over.
         share = self.bytes_on_wire / self.bytes_sent
@@ -334,12 +332,10 @@ def _earlier_wire_bytes(bytes_sent: float | None, collectives: Sequence[Mapping[
     """Return the bytes on the wire of a result that lacks them, from the collectives of one worker."""
     if not bytes_sent:
         return bytes_sent
-    on_wire = [wire_bytes(each["op"], each["group"], each["bytes"]) for each in collectives or ()]
+    on_wire = total_wire_bytes(collectives or ())
     handed_over = sum(each["bytes"] for each in collectives or ())
-    if not handed_over or None in on_wire:
-        return None
     # All workers have the same kinds of collectives, and about the same bytes.
-    return bytes_sent * sum(filter(None, on_wire)) / handed_over
+    return bytes_sent * on_wire / handed_over if handed_over and on_wire is not None else None
 
 
 def _slowest(value: Any) -> Any:

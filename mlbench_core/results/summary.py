@@ -13,6 +13,7 @@ from typing import Any
 from mlbench_core.results.environment import machine_of, software_of
 from mlbench_core.results.lines import SCHEMA_VERSION
 from mlbench_core.statistics import QuantileSketch
+from mlbench_core.tracking.collectives import total_wire_bytes
 
 __all__ = ["goal_message", "summarize"]
 
@@ -107,8 +108,10 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
         "samples_per_s": samples / train_s if samples and train_s else None,
         "tokens_per_s": tokens / train_s if tokens and train_s else None,
         "batch_s": _batch_quantiles(ends),
-        "bytes_sent": _of_workers(ranks, "communication_size_bytes", is_measured),
-        "bytes_on_wire": _of_workers(ranks, "communication_wire_bytes", is_measured),
+        "bytes_sent": _sums(
+            [worker.totals.get("communication_size_bytes", 0) if is_measured else None for worker in ranks]
+        ),
+        "bytes_on_wire": _sums([_wire_bytes(worker) for worker in ranks] if is_measured else [None] * len(ranks)),
         "exchanges": ranks[0].totals.get("exchanges") if is_measured else None,
         **_collectives(ends, number),
         "best": _best(ends[0], configuration),
@@ -141,9 +144,17 @@ def _is_communication_measured(ranks: list[_Worker], number: int) -> bool:
     return counted or any(worker.totals.get(name) for worker in ranks for name in names)
 
 
-def _of_workers(ranks: list[_Worker], name: str, is_measured: bool) -> dict[str, Any]:
-    """Return the sum of a total over all workers, and that of the first one; None if a worker does not know it."""
-    values = [worker.totals.get(name) if is_measured else None for worker in ranks]
+def _wire_bytes(worker: _Worker) -> float | None:
+    """Return the bytes that a worker put on the wire; lines of earlier versions have only its collectives."""
+    if "communication_wire_bytes" in worker.totals:
+        found: float | None = worker.totals["communication_wire_bytes"]
+        return found
+    entries = (worker.end or {}).get("collectives")
+    return None if entries is None else total_wire_bytes(entries)
+
+
+def _sums(values: list[float | None]) -> dict[str, Any]:
+    """Return the sum over all workers, None if one of them is unknown, and the value of the first worker."""
     known = [value for value in values if value is not None]
     return {"all_workers": sum(known) if len(known) == len(values) else None, "rank_0": values[0]}
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["CollectiveCounts", "wire_bytes"]
+__all__ = ["CollectiveCounts", "total_wire_bytes", "wire_bytes"]
 
 # Lists with more entries are merged by powers of two of the size.
 _MOST_ENTRIES = 20
@@ -58,6 +58,24 @@ def wire_bytes(op: str, group: int, size_bytes: float) -> float | None:
     return factors[op] * size_bytes if op in factors else None
 
 
+def total_wire_bytes(entries: Iterable[Mapping[str, Any]]) -> int | None:
+    """Return the bytes that a worker puts on the wire in some collectives.
+
+    Args:
+        entries: As :meth:`CollectiveCounts.as_list` returns them, merged or not.
+
+    Returns:
+        The bytes, or None if one of the collectives has no known number.
+
+    Example:
+        >>> total_wire_bytes([{"op": "all_gather", "group": 3, "calls": 2, "bytes": 200, "overlapped": False}])
+        400
+    """
+    each = [wire_bytes(entry["op"], entry["group"], entry["bytes"]) for entry in entries]
+    known = [size_bytes for size_bytes in each if size_bytes is not None]
+    return round(sum(known)) if len(known) == len(each) else None
+
+
 class CollectiveCounts(Counter[tuple[str, int, int, bool]]):
     """Numbers of calls by kind, group size, bytes of one call, and overlap.
 
@@ -67,17 +85,6 @@ class CollectiveCounts(Counter[tuple[str, int, int, bool]]):
         >>> counts.as_list()
         [{'op': 'all_reduce', 'group': 4, 'calls': 2, 'bytes': 2000, 'overlapped': False}]
     """
-
-    @property
-    def wire_bytes(self) -> int | None:
-        """Return the bytes that this worker put on the wire; None if a kind has no known number."""
-        total = 0.0
-        for (op, group, size_bytes, _), calls in self.items():
-            each = wire_bytes(op, group, size_bytes)
-            if each is None:
-                return None
-            total += calls * each
-        return round(total)
 
     def as_list(self, *, merged_if_many: bool = True) -> list[dict[str, Any]]:
         """Return one entry for each size as JSON-ready values.

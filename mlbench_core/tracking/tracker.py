@@ -16,7 +16,7 @@ from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.errors import CheckpointError
 from mlbench_core.statistics import AverageMeter, QuantileSketch
 from mlbench_core.tracking.clock import DeviceClock, cuda_in_use
-from mlbench_core.tracking.collectives import CollectiveCounts
+from mlbench_core.tracking.collectives import CollectiveCounts, total_wire_bytes
 from mlbench_core.tracking.energy import energy_counter
 from mlbench_core.tracking.goal import (
     Goal,
@@ -463,7 +463,7 @@ class Tracker(PhaseTimes):
         Args:
             total_s: Seconds during which communication ran.
             exposed_s: Seconds of exposed communication, for which training waited; limited to ``total_s``.
-            size_bytes: Bytes that this worker handed to collectives. If they are above 0, the batch counts as an exchange.
+            size_bytes: Bytes that this worker handed to collectives. With more than 0, the batch counts as an exchange.
 
         Raises:
             ValueError: An argument is negative or not a number.
@@ -704,7 +704,7 @@ class Tracker(PhaseTimes):
             ``communication_measured``, see
             :class:`~mlbench_core.tracking.summary.TrackerSummary`. Parts before a resumption count.
         """
-        now = self._totals()
+        now, counts = self._totals(), self._collectives
         return {
             "wall_s": self._wall_s(),
             "compute_s": now.of(self.compute_steps),
@@ -713,7 +713,7 @@ class Tracker(PhaseTimes):
             "preprocess_s": now.of(self.preprocess_steps),
             "steps_s": dict(now.steps_s),
             **asdict(self._counters),
-            "communication_wire_bytes": None if self._collectives is None else self._collectives.wire_bytes,
+            "communication_wire_bytes": None if counts is None else total_wire_bytes(counts.as_list()),
         }
 
     def summary(self) -> TrackerSummary:
