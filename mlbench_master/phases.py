@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlbench_core.results.published import STEPS
+from mlbench_core.results.record import RunRecord
 from mlbench_master.columns import epoch_of, number_of
 from mlbench_master.store import Point, Store
 
-__all__ = ["MOST_EPOCHS", "PHASE_TITLES", "PhaseBar", "epoch_phases", "longest_s", "total_phases"]
+__all__ = ["MOST_EPOCHS", "PHASE_TITLES", "PhaseBar", "epoch_phases", "is_measured", "longest_s", "total_phases"]
 
 PHASE_TITLES = {
     "compute": "Compute",
@@ -131,6 +132,22 @@ def epoch_phases(store: Store, owner: str, latest: Iterable[tuple[str, Point]]) 
         for index, (seconds, point) in enumerate(zip(epochs, longest, strict=True))
     ]
     return bars[-MOST_EPOCHS:]
+
+
+def is_measured(totals: Iterable[PhaseBar], result: Mapping[str, Any], workers: int) -> bool:
+    """Return True if the time of communication is known.
+
+    torch's own DistributedDataParallel reports none; it is then a part of the other phases.
+
+    Args:
+        totals: The total times of the run.
+        result: The content of its ``result.json``; empty without one.
+        workers: Number of workers; one needs no communication.
+    """
+    if result:
+        record = RunRecord.from_result(result)
+        return record.communication_exposed_s is not None or "communication" in record.phases_s
+    return workers == 1 or any({"communication", "hidden"} & bar.seconds.keys() for bar in totals)
 
 
 def _phase(step: str) -> str:

@@ -239,8 +239,10 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _latest(metrics: Metrics, name: str) -> Any:
+    # The file of a saved run may hold anything.
     entries = metrics.get(name)
-    return entries[-1].get("value") if entries else None
+    last = entries[-1] if isinstance(entries, list) and entries else None
+    return last.get("value") if isinstance(last, Mapping) else None
 
 
 def _times(summary: Mapping[str, Any]) -> dict[str, Any]:

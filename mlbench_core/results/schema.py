@@ -54,6 +54,8 @@ def check_result(result: Any, name: str = "result.json") -> Mapping[str, Any]:
             f"schema_version of {name} must be {SCHEMA_VERSION}, not {version!r}: read it with the version of "
             "mlbench-core that wrote it, or with a later one"
         )
+    for place, number in _not_finite(result):
+        raise ConfigurationError(f"{place} of {name} must be a finite number, not {number}: restore it from a copy")
     try:
         _validator()(result)
     except fastjsonschema.JsonSchemaValueException as error:
@@ -61,8 +63,6 @@ def check_result(result: Any, name: str = "result.json") -> Mapping[str, Any]:
         raise ConfigurationError(
             f"{name} must follow its schema, but {place} {error.message.partition(' ')[2]}: restore it from a copy"
         ) from error
-    for place, number in _not_finite(result):
-        raise ConfigurationError(f"{place} of {name} must be a finite number, not {number}: restore it from a copy")
     checked: Mapping[str, Any] = result
     return checked
 
