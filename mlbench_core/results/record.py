@@ -12,7 +12,7 @@ from typing import Any
 from mlbench_core.results.lines import read_lines, statistics
 from mlbench_core.results.published import PHASES, STEPS, UNKNOWN, Metrics, latest_json, number, read_fields
 from mlbench_core.results.schema import check_result
-from mlbench_core.tracking.collectives import total_wire_bytes
+from mlbench_core.wire_bytes import total_wire_bytes
 
 __all__ = ["NOT_MEASURED", "PHASES", "STEPS", "UNKNOWN", "CurvePoint", "RunRecord", "goal_text"]
 
@@ -76,7 +76,7 @@ class RunRecord:
         best: Best value of the goal's metric.
         bytes_sent: Bytes that all workers handed to collectives.
         bytes_on_wire: Bytes that all workers put on the wire, see
-            :func:`~mlbench_core.tracking.collectives.wire_bytes`.
+            :func:`~mlbench_core.wire_bytes.wire_bytes`.
         exchanges: Exchanges of gradients or weights in which a worker took part, averages for validations included.
         batches: Number of training batches of one worker.
         collectives: The collectives of one worker in these batches, as in ``result.json``; None if they are not known.

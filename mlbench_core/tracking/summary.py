@@ -68,7 +68,7 @@ class TrackerSummary:
         communication_exposed_s: Seconds of it that training waited for (exposed communication).
         communication_size_bytes: Bytes that this worker handed to collectives, as optimizers reported it.
         communication_wire_bytes: Bytes that this worker put on the wire, see
-            :func:`~mlbench_core.tracking.collectives.wire_bytes`; None if unknown.
+            :func:`~mlbench_core.wire_bytes.wire_bytes`; None if unknown.
         exchanges: Exchanges of gradients or weights in which this worker took part: one for each batch in which it
             sent something, and one for each average that a validation needed. None if unknown.
         communication_measured: True if an optimizer reported its communication. Otherwise, the numbers of communication

@@ -16,7 +16,7 @@ from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.errors import CheckpointError
 from mlbench_core.statistics import AverageMeter, QuantileSketch
 from mlbench_core.tracking.clock import DeviceClock, cuda_in_use
-from mlbench_core.tracking.collectives import CollectiveCounts, total_wire_bytes
+from mlbench_core.tracking.collectives import CollectiveCounts
 from mlbench_core.tracking.energy import energy_counter
 from mlbench_core.tracking.goal import (
     Goal,
@@ -32,6 +32,7 @@ from mlbench_core.tracking.phase_times import PhaseTimes
 from mlbench_core.tracking.progress import ProgressBar, wants_progress
 from mlbench_core.tracking.sinks import Sink, SinkList
 from mlbench_core.tracking.summary import Counters, Totals, TrackerSummary
+from mlbench_core.wire_bytes import total_wire_bytes
 
 __all__ = ["AverageMeter", "Goal", "Tracker"]
 

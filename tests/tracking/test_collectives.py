@@ -10,7 +10,8 @@ import pytest
 
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock, count_collective, uncounted
 from mlbench_core.tracking import Tracker
-from mlbench_core.tracking.collectives import CollectiveCounts, total_wire_bytes, wire_bytes
+from mlbench_core.tracking.collectives import CollectiveCounts
+from mlbench_core.wire_bytes import total_wire_bytes, wire_bytes
 from tests.results.helpers import write_run
 
 ENTRY = {"op": "all_reduce", "group": 2, "calls": 3, "bytes": 300, "overlapped": False}
