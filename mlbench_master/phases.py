@@ -11,7 +11,7 @@ from mlbench_core.results.published import STEPS
 from mlbench_master.columns import epoch_of, number_of
 from mlbench_master.store import Point, Store
 
-__all__ = ["MOST_EPOCHS", "PHASE_TITLES", "PhaseBar", "epoch_phases", "longest_s", "total_phases"]
+__all__ = ["MOST_EPOCHS", "PHASE_TITLES", "PhaseBar", "epoch_phases", "is_measured", "longest_s", "total_phases"]
 
 PHASE_TITLES = {
     "compute": "Compute",
@@ -131,6 +131,22 @@ def epoch_phases(store: Store, owner: str, latest: Iterable[tuple[str, Point]]) 
         for index, (seconds, point) in enumerate(zip(epochs, longest, strict=True))
     ]
     return bars[-MOST_EPOCHS:]
+
+
+def is_measured(totals: Iterable[PhaseBar], result: Mapping[str, Any], workers: int) -> bool:
+    """Return True if the time of communication is known.
+
+    torch's own DistributedDataParallel reports none; it is then a part of the other phases.
+
+    Args:
+        totals: The total times of the run.
+        result: The content of its ``result.json``; empty without one.
+        workers: Number of workers; one needs no communication.
+    """
+    if workers == 1 or any({"communication", "hidden"} & bar.seconds.keys() for bar in totals):
+        return True
+    # Results of earlier versions have zeros where nothing was measured. Counted collectives may take no time.
+    return bool(result.get("collectives")) or result.get("exchanges") is not None
 
 
 def _phase(step: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOTS = ("mlbench_core", "mlbench_master", "benchmarks")
 GROUND = {"", "addresses", "arguments", "errors", "paths", "files", "tasks", "statistics", "checkpoint_names"}
-GROUND |= {"install_cuda_extensions", "torch_private", "_lazy", "_torch", "_torchvision", "_tensorflow"}
+GROUND |= {"wire_bytes", "install_cuda_extensions", "torch_private", "_lazy", "_torch", "_torchvision", "_tensorflow"}
 FACES = {"utils", "api"}  # layers that have faces only; `find_faces` finds the others by their code
 SIDE_BY_SIDE = {"tracking", "client", "dataset", "evaluation", "models", "network", "ops"}
 LAYERS: dict[str, set[str]] = {

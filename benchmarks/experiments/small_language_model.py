@@ -222,7 +222,7 @@ def train(run: Run) -> None:
     tracker = run.track(metrics, goal)
 
     def validate() -> tuple[dict[BitsPerByte, float], float]:
-        with averaged_weights(model):  # with some methods, the weights of the workers differ
+        with averaged_weights(model, tracker=tracker):  # with some methods, the weights of the workers differ
             return validation_round(validation, model, cross_entropy, metrics, "fp32", tracker=tracker)
 
     for epoch in run.epochs(model, optimizer, None, validate):

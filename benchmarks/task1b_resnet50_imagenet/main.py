@@ -97,7 +97,7 @@ def train(run: Run) -> None:
     tracker = run.track(metrics, time_to_accuracy_goal(goal))
 
     def validate() -> tuple[dict[TopKAccuracy, float], float]:
-        with averaged_weights(model):  # workers differ in BatchNorm's statistics
+        with averaged_weights(model, tracker=tracker):  # workers differ in BatchNorm's statistics
             return validation_round(
                 validation_batches, network, loss_function, metrics, "fp32", tracker=tracker, use_cuda=run.gpu
             )

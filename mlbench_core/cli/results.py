@@ -10,7 +10,7 @@ import click
 from mlbench_core.cli._output import clean, json_option, print_json, remark
 from mlbench_core.cli._records import compare_records, price_options, write_texts
 from mlbench_core.errors import ConfigurationError, MLBenchError
-from mlbench_core.results.folder import RESULT, find_folders, verify_folder
+from mlbench_core.results.folder import RESULT, find_folders, lacking, read_result, verify_folder
 from mlbench_core.results.load import load
 from mlbench_core.results.prices import Pricing
 
@@ -44,11 +44,18 @@ def verify(folders: Sequence[Path], as_json: bool) -> None:
         print_json(problems)
     else:
         for name, found in problems.items():
-            for problem in found or ["stopped at the limit, has no result" if name in stopped else "ok"]:
+            fine = "stopped at the limit, has no result" if name in stopped else _ok(Path(name))
+            for problem in found or [fine]:
                 click.echo(f"{clean(name)}: {clean(problem)}")
     wrong = sum(bool(found) for found in problems.values())
     if wrong:
         raise MLBenchError(f"{wrong} of {len(problems)} result folders cannot be verified")
+
+
+def _ok(folder: Path) -> str:
+    """Return the line for a folder without problems, which names the numbers that an earlier version did not write."""
+    names = lacking(read_result(folder))
+    return f"ok, written by an earlier version without {' and '.join(names)}" if names else "ok"
 
 
 def result_folders(folders: Sequence[Path]) -> list[Path]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["sweep"]
 
 # Fields of a record that --json shows.
-_RESULTS = ("reached", "time_to_goal_s", "train_s", "best", "bytes_sent")
+_RESULTS = ("reached", "time_to_goal_s", "train_s", "best", "bytes_on_wire", "bytes_sent", "exchanges")
 
 
 @click.command()

@@ -21,7 +21,7 @@ __all__ = ["collection_page", "machine_text", "recorded_commands", "runs_csv", "
 _RUN_COLUMNS = (
     *("name", "workers", "seed", "started_at", "state", "reached", "goal_text", "time_to_goal_s", "train_s"),
     *("validation_s", "wall_s", "epochs_to_goal", "epochs", "communication_exposed_s", "communication_hidden_s"),
-    *("samples_per_s", "tokens_per_s", "best", "bytes_sent", "source"),
+    *("samples_per_s", "tokens_per_s", "best", "bytes_on_wire", "bytes_sent", "exchanges", "source"),
 )
 
 

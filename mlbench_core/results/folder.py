@@ -30,6 +30,7 @@ __all__ = [
     "RESULT",
     "find_folders",
     "finish_folder",
+    "lacking",
     "lines_path",
     "prepare_folder",
     "read_environment",
@@ -46,6 +47,9 @@ MLPERF = "mlperf.log"
 
 FILES = (RESULT, LINES, ENVIRONMENT, OFFICIAL, MLPERF)
 """Names of the files in a result folder."""
+
+# Results of earlier versions lack these.
+_LATER_NUMBERS = ("bytes_on_wire", "exchanges")
 
 # A result has about 5 KB and an environment 20 KB. A larger file is not one of ours.
 _MOST_BYTES = 16 << 20
@@ -240,7 +244,8 @@ def _recompute(folder: Path, result: Mapping[str, Any], lines: RawLines) -> list
     environment = read_environment(folder)
     again = summarize(lines, environment)
     written = {name: value for name, value in result.items() if name != "files"}
-    problems = _differences(written, json.loads(json.dumps(again)))
+    computed = json.loads(json.dumps(again))
+    problems = _differences(written, _as_before(computed) if lacking(result) else computed)
     for name, text in _texts(again, environment, lines).items():
         path = folder / name
         # Earlier versions wrote the official result without a line break at its end.
@@ -249,6 +254,31 @@ def _recompute(folder: Path, result: Mapping[str, Any], lines: RawLines) -> list
         if name not in result["files"] or is_changed:
             problems.append(f"{name} does not follow from the raw lines")
     return problems + _check_goal(again, lines) + _check_times(lines)
+
+
+def lacking(result: Mapping[str, Any]) -> list[str]:
+    """Return the names of the numbers that a result lacks, because an earlier version wrote it.
+
+    Args:
+        result: The content of a ``result.json``.
+    """
+    return [name for name in _LATER_NUMBERS if name not in result]
+
+
+def _as_before(computed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a result as earlier versions wrote it: with zeros for communication that nobody measured."""
+    known = {name: value for name, value in computed.items() if name not in _LATER_NUMBERS}
+    known["bytes_sent"] = {name: value or 0 for name, value in computed["bytes_sent"].items()}
+    known["times"] = _with_zeros(computed["times"])
+    if computed["goal"] is not None:
+        known["goal"] = {**computed["goal"], "times": _with_zeros(computed["goal"]["times"])}
+    return known
+
+
+def _with_zeros(times: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]] | None:
+    if times is None:
+        return None
+    return {worker: {name: value or 0.0 for name, value in each.items()} for worker, each in times.items()}
 
 
 def _holds(path: Path, content: bytes) -> bool:
@@ -346,7 +376,8 @@ def _check_times(lines: RawLines) -> list[str]:
         if not is_interrupted and steps_s > train_s * 1.01 + 0.001:
             problems[f"the steps of rank {rank} take {steps_s:.3f} s of {train_s:.3f} s of training"] = None
         last[rank] = train_s
-        if negative := [name for name, value in totals.items() if name != "steps_s" and value < 0]:
+        numbers = {name: value for name, value in totals.items() if isinstance(value, int | float)}
+        if negative := [name for name, value in numbers.items() if value < 0]:
             problems[f"totals of rank {rank} are negative: {', '.join(negative)}"] = None
         to_goal_s = line.get("time_to_goal_s", train_s)
         if abs(to_goal_s - train_s) > train_s * 0.01 + 0.001:

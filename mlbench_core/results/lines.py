@@ -250,7 +250,12 @@ def _is_sound(line: Mapping[str, Any]) -> bool:
     steps_s = totals.get("steps_s", {}) if isinstance(totals, dict) else None
     if not isinstance(steps_s, dict):
         return False
-    return all(map(_is_number, [*steps_s.values(), *(totals[name] for name in totals if name != "steps_s")]))
+    if type(totals.get("communication_measured", False)) is not bool:
+        return False
+    numbers = {name: value for name, value in totals.items() if name not in ("steps_s", "communication_measured")}
+    # Unknown in a run that continues from a checkpoint of an earlier version.
+    unknown = [name for name in ("communication_wire_bytes", "exchanges") if numbers.get(name, 0) is None]
+    return all(map(_is_number, [*steps_s.values(), *(numbers[name] for name in numbers if name not in unknown)]))
 
 
 def _is_number(value: Any) -> bool:

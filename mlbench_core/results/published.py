@@ -213,6 +213,15 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
     workers, epochs = _workers(run, summary, metrics), number(summary.get("epochs"))
     to_goal = number(goal.get("epochs")) if reached else None
     sent = number(summary.get("bytes_sent"), summary.get("communication_size_bytes"))
+    on_wire, exchanges = (number(summary.get(name)) for name in ("bytes_on_wire", "exchanges"))
+    exposed_s, phases_s = (
+        number(times.get("exposed_communication")),
+        _phases(goal.get("phases_s") if reached else None, times, steps, result),
+    )
+    if summary and workers != 1 and not sent and not exposed_s and not phases_s.get("communication"):
+        # torch's own DistributedDataParallel reports nothing.
+        sent = exposed_s = None
+        phases_s.pop("communication", None)
     configuration = describe_run(run, workers)
     if "metric" in goal:
         named = {key: goal.get(key) for key in ("metric", "threshold", "minimize")}
@@ -230,8 +239,8 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         "train_s": number(times.get("train"), _latest(metrics, "TotalCumulativeTrainTime @ 0")),
         "validation_s": number(times.get("validation")),
         "wall_s": number(times.get("wall")),
-        "phases_s": _phases(goal.get("phases_s") if reached else None, times, steps, result),
-        "communication_exposed_s": number(times.get("exposed_communication")),
+        "phases_s": phases_s,
+        "communication_exposed_s": exposed_s,
         "steps_s": steps,
         "epochs": None if epochs is None else int(epochs),
         "epochs_to_goal": None if to_goal is None else int(to_goal),
@@ -240,12 +249,16 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         "best": number(summary.get("best"), summary.get("best_metric_value")),
         # The summary has the bytes of rank 0. All workers send the same number, because their parts have equal size.
         "bytes_sent": None if sent is None or workers is None else sent * workers,
+        "bytes_on_wire": None if on_wire is None or workers is None else on_wire * workers,
+        "exchanges": None if exchanges is None else int(exchanges),
     }
 
 
 def _latest(metrics: Metrics, name: str) -> Any:
+    # The file of a saved run may hold anything.
     entries = metrics.get(name)
-    return entries[-1].get("value") if entries else None
+    last = entries[-1] if isinstance(entries, list) and entries else None
+    return last.get("value") if isinstance(last, Mapping) else None
 
 
 def _times(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,13 @@ from mlbench_core.results.published import (
     state_of_run,
 )
 from mlbench_core.results.schema import check_result
+from mlbench_core.wire_bytes import total_wire_bytes
 
-__all__ = ["PHASES", "STEPS", "UNKNOWN", "CurvePoint", "RunRecord", "goal_text"]
+__all__ = ["NOT_MEASURED", "PHASES", "STEPS", "UNKNOWN", "CurvePoint", "RunRecord", "goal_text"]
+
+
+NOT_MEASURED = "its communication was not measured, so it is a part of the other times"
+"""Remark on a run of several workers whose optimizer reports no communication."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class CurvePoint:
         epoch: Epoch in which the value was recorded.
         step: Training batches finished by then.
         time_s: Seconds since the start of the run.
-        bytes: Bytes that all workers had sent by then, interpolated between the ends of epochs; None if unknown.
+        bytes: Bytes that all workers had put on the wire by then, interpolated between the ends of epochs; None if
+            unknown.
         value: The recorded value.
         train_s: Training seconds of rank 0 by then, interpolated between the ends of epochs; None if unknown.
     """
@@ -67,7 +73,8 @@ class RunRecord:
         validation_s: Time spent in validation.
         wall_s: Time since the start of the run, validation and pauses included.
         phases_s: Training time by phase, see :data:`PHASES`: until the goal if it was reached, else of the whole run.
-        communication_exposed_s: The part of the communication time that training waited for.
+        communication_exposed_s: The part of the communication time that training waited for; None if it was not
+            measured, as with torch's own DistributedDataParallel.
         communication_hidden_s: The part of the communication time during which training continued.
         steps_s: Training time by step, see :data:`STEPS`.
         epochs_to_goal: Number of epochs until the goal was reached.
@@ -76,7 +83,10 @@ class RunRecord:
         samples_per_s: Training samples per second, all workers together.
         tokens_per_s: Training tokens per second, all workers together.
         best: Best value of the goal's metric.
-        bytes_sent: Bytes that all workers sent.
+        bytes_sent: Bytes that all workers handed to collectives.
+        bytes_on_wire: Bytes that all workers put on the wire, see
+            :func:`~mlbench_core.wire_bytes.wire_bytes`.
+        exchanges: Exchanges of gradients or weights in which a worker took part, averages for validations included.
         batches: Number of training batches of one worker.
         collectives: The collectives of one worker in these batches, as in ``result.json``; None if they are not known.
         folder: The result folder with the raw lines, if there is one.
@@ -107,6 +117,8 @@ class RunRecord:
     tokens_per_s: float | None = None
     best: float | None = None
     bytes_sent: float | None = None
+    bytes_on_wire: float | None = None
+    exchanges: int | None = None
     batches: int | None = None
     collectives: Sequence[Mapping[str, Any]] | None = None
     folder: Path | None = None
@@ -173,7 +185,7 @@ class RunRecord:
         if self.folder is None:
             return []
         lines = read_lines(self.folder)
-        sent = _totals_by_step(lines, "communication_size_bytes")
+        sent = self._bytes_by_step(lines)
         trained = _totals_by_step(lines, "train_s").get(0)
         points = []
         for line in statistics(lines, name):
@@ -183,6 +195,16 @@ class RunRecord:
                 train_s = _at(step, trained) if trained else None
                 points.append(CurvePoint(int(line["epoch"]), step, float(line["time_s"]), so_far, value, train_s))
         return points
+
+    def _bytes_by_step(self, lines: Iterable[Mapping[str, Any]]) -> dict[int, list[tuple[int, float]]]:
+        """Return the bytes on the wire that each worker counted, by step."""
+        counted = _totals_by_step(lines, "communication_wire_bytes")
+        if counted or not self.bytes_sent or self.bytes_on_wire is None:
+            return counted
+        # Lines of earlier versions have only the bytes that were handed over.
+        share = self.bytes_on_wire / self.bytes_sent
+        handed = _totals_by_step(lines, "communication_size_bytes")
+        return {rank: [(step, share * value) for step, value in known] for rank, known in handed.items()}
 
     @classmethod
     def from_result(
@@ -206,13 +228,26 @@ class RunRecord:
         to_goal = _slowest(goal.get("times")) if reached else {}
         at = {**times, **to_goal}
         exposed_s, hidden_s = (number(at.get(f"communication_{part}_s")) for part in ("exposed", "hidden"))
-        # An optimizer that does not report when it communicates leaves zeros.
-        if not at.get("communication_total_s") and at.get("communication_s"):
-            exposed_s = hidden_s = None
         configuration = dict(result.get("configuration") or {})
         if (workers := number(configuration.get("workers"))) is not None:
             # In JSON, 2.0 is an integer, too.
             configuration["workers"] = int(workers)
+        sent, on_wire = (result.get(name) or {} for name in ("bytes_sent", "bytes_on_wire"))
+        bytes_sent, bytes_on_wire = (number(known.get("all_workers")) for known in (sent, on_wire))
+        collectives = result.get("collectives")
+        phases_s = {phase: s for phase in PHASES if (s := number(at.get(f"{phase}_s"))) is not None}
+        if not at.get("communication_total_s"):
+            # An optimizer that does not report when it communicates leaves zeros.
+            if at.get("communication_s"):
+                exposed_s = hidden_s = None
+            # So does a script with torch's own DistributedDataParallel in a result of an earlier version.
+            elif configuration.get("workers") != 1 and not bytes_sent and not collectives and not on_wire:
+                exposed_s = hidden_s = bytes_sent = None
+                phases_s.pop("communication", None)
+        if not on_wire:
+            bytes_on_wire = _earlier_wire_bytes(bytes_sent, collectives)
+        if exposed_s is None and bytes_sent is None and (configuration.get("workers") or 1) > 1:
+            remarks = (*remarks, NOT_MEASURED)
         if goal and not configuration.get("goal"):
             names = ("metric", "threshold", "minimize", *(["budget_s"] if "budget_s" in goal else []))
             configuration["goal"] = {name: goal.get(name) for name in names}
@@ -230,7 +265,7 @@ class RunRecord:
             train_s=number(times.get("train_s")),
             validation_s=number(at.get("validation_s")),
             wall_s=number(at.get("wall_s")),
-            phases_s={phase: s for phase in PHASES if (s := number(at.get(f"{phase}_s"))) is not None},
+            phases_s=phases_s,
             communication_exposed_s=exposed_s,
             communication_hidden_s=hidden_s,
             steps_s=_slowest(result.get("steps_s")),
@@ -240,9 +275,11 @@ class RunRecord:
             samples_per_s=number(result.get("samples_per_s")),
             tokens_per_s=number(result.get("tokens_per_s")),
             best=number((result.get("best") or {}).get("value")),
-            bytes_sent=number((result.get("bytes_sent") or {}).get("all_workers")),
+            bytes_sent=bytes_sent,
+            bytes_on_wire=bytes_on_wire,
+            exchanges=result.get("exchanges"),
             batches=result.get("batches"),
-            collectives=result.get("collectives"),
+            collectives=collectives,
             folder=folder,
             remarks=remarks,
         )
@@ -298,6 +335,16 @@ def goal_text(goal: Mapping[str, Any] | None) -> str:
     if not metric:
         return "a goal of the script"
     return metric if threshold is None else f"{metric} {'<=' if goal.get('minimize') else '>='} {threshold:g}"
+
+
+def _earlier_wire_bytes(bytes_sent: float | None, collectives: Sequence[Mapping[str, Any]] | None) -> float | None:
+    """Return the bytes on the wire of a result that lacks them, from the collectives of one worker."""
+    if not bytes_sent:
+        return bytes_sent
+    on_wire = total_wire_bytes(collectives or ())
+    handed_over = sum(each["bytes"] for each in collectives or ())
+    # All workers have the same kinds of collectives, and about the same bytes.
+    return bytes_sent * on_wire / handed_over if handed_over and on_wire is not None else None
 
 
 def _slowest(value: Any) -> Any:

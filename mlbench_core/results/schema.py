@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
 from typing import Any
 
@@ -53,6 +54,8 @@ def check_result(result: Any, name: str = "result.json") -> Mapping[str, Any]:
             f"schema_version of {name} must be {SCHEMA_VERSION}, not {version!r}: read it with the version of "
             "mlbench-core that wrote it, or with a later one"
         )
+    for place, number in _not_finite(result):
+        raise ConfigurationError(f"{place} of {name} must be a finite number, not {number}: restore it from a copy")
     try:
         _validator()(result)
     except fastjsonschema.JsonSchemaValueException as error:
@@ -62,3 +65,15 @@ def check_result(result: Any, name: str = "result.json") -> Mapping[str, Any]:
         ) from error
     checked: Mapping[str, Any] = result
     return checked
+
+
+def _not_finite(value: Any, place: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the place and the value of each number that is infinite or nan, for which JSON schemas have no rule."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _not_finite(each, f"{place}.{name}" if place else str(name))
+    elif isinstance(value, list):
+        for position, each in enumerate(value):
+            yield from _not_finite(each, f"{place}[{position}]")

@@ -13,6 +13,7 @@ from typing import Any
 from mlbench_core.results.environment import machine_of, software_of
 from mlbench_core.results.lines import SCHEMA_VERSION
 from mlbench_core.statistics import QuantileSketch
+from mlbench_core.wire_bytes import total_wire_bytes
 
 __all__ = ["goal_message", "summarize"]
 
@@ -77,7 +78,8 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
     start, first, ranks = starts[0] or {}, workers[min(workers)], [workers[rank] for rank in sorted(workers)]
     configuration = dict(start.get("configuration") or {})
     number = configuration.get("workers") or len(ranks)
-    times = _slowest_and_first([worker.totals for worker in ranks])
+    is_measured = _is_communication_measured(ranks, number)
+    times = _slowest_and_first([worker.totals for worker in ranks], is_measured)
     train_s = times["slowest"]["train_s"]
     samples, tokens = (sum(worker.totals.get(name, 0) for worker in ranks) for name in ("samples", "tokens"))
     ends = [worker.end or {} for worker in ranks]
@@ -95,7 +97,7 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
         "configuration": configuration,
         "machine": {**machine_of(environment), "hosts": len(hosts)},
         "software": software_of(environment),
-        "goal": _goal(ranks, configuration),
+        "goal": _goal(ranks, configuration, is_measured),
         "times": times,
         "steps_s": _steps(ranks),
         "epochs": max(worker.epochs for worker in ranks),
@@ -106,10 +108,11 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
         "samples_per_s": samples / train_s if samples and train_s else None,
         "tokens_per_s": tokens / train_s if tokens and train_s else None,
         "batch_s": _batch_quantiles(ends),
-        "bytes_sent": {
-            "all_workers": sum(worker.totals.get("communication_size_bytes", 0) for worker in ranks),
-            "rank_0": ranks[0].totals.get("communication_size_bytes", 0),
-        },
+        "bytes_sent": _sums(
+            [worker.totals.get("communication_size_bytes", 0) if is_measured else None for worker in ranks]
+        ),
+        "bytes_on_wire": _sums([_wire_bytes(worker) for worker in ranks] if is_measured else [None] * len(ranks)),
+        "exchanges": ranks[0].totals.get("exchanges") if is_measured else None,
         **_collectives(ends, number),
         "best": _best(ends[0], configuration),
         "memory_peak_bytes": max(_known(ends, "memory_peak_bytes"), default=None),
@@ -129,10 +132,37 @@ def _state(ranks: list[_Worker], number: int) -> dict[str, Any]:
     return {"state": "finished", "reason": None}
 
 
-def _times(totals: Mapping[str, Any]) -> dict[str, float]:
-    """Return the times of one worker by phase, in seconds."""
+def _is_communication_measured(ranks: list[_Worker], number: int) -> bool:
+    """Return True if the numbers of communication are known: of one worker they are 0, of several somebody counts.
+
+    torch's own DistributedDataParallel reports nothing. Its time is then a part of the backward pass.
+    """
+    if number == 1:
+        return True
+    names = ("communication_measured", "communication_size_bytes", "communication_total_s", "communication_s")
+    counted = any((worker.end or {}).get("collectives") for worker in ranks)
+    return counted or any(worker.totals.get(name) for worker in ranks for name in names)
+
+
+def _wire_bytes(worker: _Worker) -> float | None:
+    """Return the bytes that a worker put on the wire; lines of earlier versions have only its collectives."""
+    if "communication_wire_bytes" in worker.totals:
+        found: float | None = worker.totals["communication_wire_bytes"]
+        return found
+    entries = (worker.end or {}).get("collectives")
+    return None if entries is None else total_wire_bytes(entries)
+
+
+def _sums(values: list[float | None]) -> dict[str, Any]:
+    """Return the sum over all workers, None if one of them is unknown, and the value of the first worker."""
+    known = [value for value in values if value is not None]
+    return {"all_workers": sum(known) if len(known) == len(values) else None, "rank_0": values[0]}
+
+
+def _times(totals: Mapping[str, Any], is_measured: bool) -> dict[str, Any]:
+    """Return the times of one worker by phase, in seconds; those of communication are None if nobody measured it."""
     train_s = totals.get("train_s", 0.0)
-    phases = {
+    phases: dict[str, Any] = {
         name: totals.get(f"{source}_s", 0.0)
         for name, source in (
             ("compute_s", "compute"),
@@ -141,23 +171,27 @@ def _times(totals: Mapping[str, Any]) -> dict[str, float]:
             ("data_s", "preprocess"),
         )
     }
+    other_s = max(0.0, train_s - sum(phases.values()))
+    if not is_measured:
+        phases["communication_s"] = None
     total_s, exposed_s = totals.get("communication_total_s", 0.0), totals.get("communication_exposed_s", 0.0)
     return {
         "wall_s": totals.get("wall_s", 0.0),
         "train_s": train_s,
         "validation_s": totals.get("validation_s", 0.0),
         **phases,
-        "other_s": max(0.0, train_s - sum(phases.values())),
-        "communication_total_s": total_s,
-        "communication_exposed_s": exposed_s,
-        "communication_hidden_s": max(0.0, total_s - exposed_s),
+        "other_s": other_s,
+        "communication_total_s": total_s if is_measured else None,
+        "communication_exposed_s": exposed_s if is_measured else None,
+        "communication_hidden_s": max(0.0, total_s - exposed_s) if is_measured else None,
     }
 
 
-def _slowest_and_first(totals: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+def _slowest_and_first(totals: list[Mapping[str, Any]], is_measured: bool) -> dict[str, dict[str, Any]]:
     """Return the times of the slowest worker in each phase, and those of the first worker."""
-    times = [_times(of_worker) for of_worker in totals]
-    return {"slowest": {name: max(t[name] for t in times) for name in times[0]}, "rank_0": times[0]}
+    times = [_times(of_worker, is_measured) for of_worker in totals]
+    slowest = {name: max((t[name] for t in times if t[name] is not None), default=None) for name in times[0]}
+    return {"slowest": slowest, "rank_0": times[0]}
 
 
 def _steps(ranks: list[_Worker]) -> dict[str, dict[str, float]]:
@@ -166,7 +200,7 @@ def _steps(ranks: list[_Worker]) -> dict[str, dict[str, float]]:
     return {"slowest": {name: max(s.get(name, 0.0) for s in steps) for name in names}, "rank_0": steps[0]}
 
 
-def _goal(ranks: list[_Worker], configuration: Mapping[str, Any]) -> dict[str, Any] | None:
+def _goal(ranks: list[_Worker], configuration: Mapping[str, Any], is_measured: bool) -> dict[str, Any] | None:
     """Return the goal with its moment and the times until then, or as missed; None without a goal."""
     wanted = configuration.get("goal")
     reached = [worker.goal for worker in ranks if worker.goal is not None]
@@ -196,7 +230,7 @@ def _goal(ranks: list[_Worker], configuration: Mapping[str, Any]) -> dict[str, A
         "epochs": int(first.get("epoch") or 0) + 1,
         "step": first.get("step"),
         "time_to_goal_s": {"slowest": max(seconds), "rank_0": seconds[0]},
-        "times": _slowest_and_first([line.get("totals", {}) for line in reached]),
+        "times": _slowest_and_first([line.get("totals", {}) for line in reached], is_measured),
     }  # fmt: skip
 
 

@@ -71,13 +71,17 @@ class Column:
         header: Title with the unit, for people.
         digits: Digits after the decimal point; None for a text.
         table: Title of the table for people that has this column.
+        missing: Text for people if the value of a row is unknown.
     """
 
     key: str
     header: str
     digits: int | None = None
     table: str = "time"
+    missing: str = "-"
 
+
+_NOT_MEASURED = "not measured"
 
 _NAMES = (Column("label", "CONFIGURATION"), Column("workers", "WORKERS", 0))
 
@@ -103,9 +107,10 @@ COLUMNS = (
     Column("speedup", "SPEED-UP", 2, "scaling"),
     Column("speedup_without_communication", "WITHOUT COMM.", 2, "scaling"),
     Column("efficiency", "EFFICIENCY", 2, "scaling"),
-    Column("communication_exposed_s", "EXPOSED (s)", 2, "scaling"),
-    Column("communication_hidden_s", "HIDDEN (s)", 2, "scaling"),
-    Column("bytes_sent_mb", "SENT (MB)", 2, "scaling"),
+    Column("communication_exposed_s", "EXPOSED (s)", 2, "scaling", _NOT_MEASURED),
+    Column("communication_hidden_s", "HIDDEN (s)", 2, "scaling", _NOT_MEASURED),
+    Column("bytes_on_wire_mb", "ON THE WIRE (MB)", 2, "scaling", _NOT_MEASURED),
+    Column("bytes_sent_mb", "HANDED OVER (MB)", 2, "scaling", _NOT_MEASURED),
     Column("samples_per_s", "SAMPLES/S", 0, "scaling"),
     Column("best", "BEST", 2, "scaling"),
     Column("price", "PRICE", 4, "scaling"),
@@ -147,11 +152,14 @@ class Comparison:
     remarks: tuple[str, ...] = ()
 
     def tables(self) -> list[tuple[Sequence[Column], Sequence[Mapping[str, Any]]]]:
-        """Return the tables for people: columns and rows. A column without any value is left out."""
+        """Return the tables for people: columns and rows.
+
+        A column without any value is left out, unless it says of a row with several workers that it was not measured.
+        """
         found: list[tuple[Sequence[Column], Sequence[Mapping[str, Any]]]] = []
         for title in ("time", "scaling"):
             columns = [column for column in COLUMNS if column.table == title and column not in _NAMES]
-            known = [column for column in columns if any(row[column.key] is not None for row in self.rows)]
+            known = [column for column in columns if any(_is_shown(column, row) for row in self.rows)]
             if known:
                 found.append(([*_NAMES, *known], self.rows))
         if self.tests:
@@ -305,7 +313,7 @@ def _times(group: Group, price: Price | None) -> dict[str, Any]:
     missed = len(group.records) - len(group.reached)
     known = any(record.reached is not None for record in group.records)
     values = describe(group.values("goal_value") if group.records[0].has_fixed_time else [])
-    sent = _mean(group.values("bytes_sent"))
+    sent, on_wire = (_mean(group.values(name)) for name in ("bytes_sent", "bytes_on_wire"))
     return {
         "label": group.label,
         "workers": group.workers,
@@ -328,6 +336,7 @@ def _times(group: Group, price: Price | None) -> dict[str, Any]:
         "train_s": _mean([record.train_s for record in group.records]),
         "communication_exposed_s": _mean(group.values("communication_exposed_s")),
         "communication_hidden_s": _mean(group.values("communication_hidden_s")),
+        "bytes_on_wire_mb": None if on_wire is None else on_wire / _MEGA,
         "bytes_sent_mb": None if sent is None else sent / _MEGA,
         "samples_per_s": _mean([record.samples_per_s for record in group.records]),
         "best": _mean([record.best for record in group.records]),
@@ -433,12 +442,16 @@ def _profile(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
 
 
 def cell(column: Column, value: Any) -> str:
-    """Return a value as a cell for people; ``-`` if it is unknown."""
+    """Return a value as a cell for people."""
     if value is None:
-        return "-"
+        return column.missing
     if column.key == "p" and value < 1e-4:
         return "< 0.0001"
     return f"{value:,.{column.digits}f}" if column.digits is not None else str(value)
+
+
+def _is_shown(column: Column, row: Mapping[str, Any]) -> bool:
+    return row[column.key] is not None or (column.missing == _NOT_MEASURED and row["workers"] > 1)
 
 
 def safe_cell(value: Any) -> Any:

@@ -330,7 +330,7 @@ def _bytes_panel(axes: Axes, outcome: Outcome, network: str, points: Any, looks:
     _ticks(axes, log=True)
     _vertical_ticks(axes)
     axes.margins(0.1)
-    axes.set_xlabel("sent by a worker until the goal in MB")
+    axes.set_xlabel("put on the wire by a worker until the goal in MB")
     axes.set_ylabel("time to goal in seconds")
     axes.tick_params(labelbottom=True, labelleft=True)
     axes.set_title(network)

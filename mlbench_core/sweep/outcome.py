@@ -234,10 +234,14 @@ def speed_ratio(slower: Cell, faster: Cell) -> Estimate | None:
 
 
 def sent_per_worker(record: RunRecord) -> float | None:
-    """Return the bytes that a worker sent on average until the goal; None if the run missed it or did not count."""
-    if not record.reached or record.bytes_sent is None or not record.workers:
+    """Return the bytes that a worker put on the wire until the goal, on average over the workers.
+
+    Returns:
+        The bytes, or None if the run missed its goal or did not count them.
+    """
+    if not record.reached or record.bytes_on_wire is None or not record.workers:
         return None
-    sent: float | None = record.bytes_sent
+    sent: float | None = record.bytes_on_wire
     if record.epochs_to_goal is not None and record.epochs is not None and record.epochs_to_goal < record.epochs:
         # The run went on after its goal, so only its raw lines have the number.
         metric, step = str((record.goal or {}).get("metric")), record.steps_to_goal or 0

@@ -29,7 +29,7 @@ COLUMNS = (
     Column("times_as_fast", "Times as fast", 2),
     Column("times_low", "95 % from", 2),
     Column("times_high", "to", 2),
-    Column("sent_mb", "Sent by a worker (MB)", 3),
+    Column("sent_mb", "On the wire, by a worker (MB)", 3),
     Column("epochs_to_goal", "Epochs to goal", 1),
     Column("best", "Best", 2),
     Column("price", "Price", 5),

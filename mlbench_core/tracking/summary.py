@@ -21,6 +21,9 @@ class Counters:
     communication_total_s: float = 0.0
     communication_exposed_s: float = 0.0
     communication_size_bytes: int = 0
+    # None if a checkpoint of an earlier version lacks the first part.
+    exchanges: int | None = 0
+    communication_measured: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,13 @@ class TrackerSummary:
         batch_p99_s: 99th percentile of the seconds of a batch, likewise.
         communication_total_s: Seconds during which communication ran, as optimizers reported it.
         communication_exposed_s: Seconds of it that training waited for (exposed communication).
-        communication_size_bytes: Bytes sent, as optimizers reported it.
+        communication_size_bytes: Bytes that this worker handed to collectives, as optimizers reported it.
+        communication_wire_bytes: Bytes that this worker put on the wire, see
+            :func:`~mlbench_core.wire_bytes.wire_bytes`; None if unknown.
+        exchanges: Exchanges of gradients or weights in which this worker took part: one for each batch in which it
+            sent something, and one for each average that a validation needed. None if unknown.
+        communication_measured: True if an optimizer reported its communication. Otherwise, the numbers of communication
+            are 0 because nothing was measured.
         memory_peak_bytes: Peak of the GPU memory in bytes, or None without a GPU.
         energy_j: Joules used by the GPU, or None if NVML does not count them.
         best_metric_value: Best value of the primary metric, or None.
@@ -93,6 +102,9 @@ class TrackerSummary:
     communication_total_s: float
     communication_exposed_s: float
     communication_size_bytes: int
+    communication_wire_bytes: int | None
+    exchanges: int | None
+    communication_measured: bool
     memory_peak_bytes: int | None
     energy_j: float | None
     best_metric_value: float | None
@@ -165,6 +177,8 @@ class TrackerSummary:
             Plain containers that can be written as JSON. Times are in seconds.
         """
         rate = self.samples_per_s
+        # One worker sends nothing. Of several, zeros that nobody measured would look like free communication.
+        is_known = self.communication_measured or world_size == 1
         return {
             "workers": world_size,
             "goal_reached": self.goal_reached,
@@ -172,8 +186,8 @@ class TrackerSummary:
             "total_s": {
                 "train": self.train_s,
                 "compute": self.compute_s,
-                "communication": self.communication_s,
-                "exposed_communication": self.communication_exposed_s,
+                "communication": self.communication_s if is_known or self.communication_s else None,
+                "exposed_communication": self.communication_exposed_s if is_known else None,
                 "metrics": self.metrics_s,
                 "preprocess": self.preprocess_s,
                 "validation": self.validation_s,
@@ -185,7 +199,9 @@ class TrackerSummary:
             "memory_peak_bytes": self.memory_peak_bytes,
             "epochs": self.epochs,
             "best": self.best_metric_value,
-            "bytes_sent": self.communication_size_bytes,
+            "bytes_sent": self.communication_size_bytes if is_known else None,
+            "bytes_on_wire": self.communication_wire_bytes if is_known else None,
+            "exchanges": self.exchanges if is_known else None,
         }
 
     def to_dict(self) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from mlbench_core.tracking.process_end import state_after, uncaught_error
 from mlbench_core.tracking.progress import ProgressBar, wants_progress
 from mlbench_core.tracking.sinks import Sink, SinkList
 from mlbench_core.tracking.summary import Counters, Totals, TrackerSummary
+from mlbench_core.wire_bytes import total_wire_bytes
 
 __all__ = ["AverageMeter", "Goal", "Tracker"]
 
@@ -237,6 +238,8 @@ class Tracker(PhaseTimes):
         self._epoch_ends: deque[Totals] = deque(maxlen=history_size)
         self._counters = Counters()
         self._collectives: CollectiveCounts | None = CollectiveCounts()
+        # The number of batches at the last exchange.
+        self._last_exchange: int | None = None
         self._batches_in_epoch = 0
         self._batch_times = QuantileSketch()
 
@@ -462,7 +465,7 @@ class Tracker(PhaseTimes):
         Args:
             total_s: Seconds during which communication ran.
             exposed_s: Seconds of exposed communication, for which training waited; limited to ``total_s``.
-            size_bytes: Bytes that this worker sent.
+            size_bytes: Bytes that this worker handed to collectives. With more than 0, the batch counts as an exchange.
 
         Raises:
             ValueError: An argument is negative or not a number.
@@ -472,6 +475,40 @@ class Tracker(PhaseTimes):
         self._counters.communication_total_s += float(total_s)
         self._counters.communication_exposed_s += float(min(exposed_s, total_s))
         self._counters.communication_size_bytes += int(size_bytes)
+        self._counters.communication_measured = True
+        # Several messages of one update are one exchange.
+        if size_bytes > 0 and self._last_exchange != self._counters.batches:
+            self._last_exchange = self._counters.batches
+            self._count_exchange()
+
+    def charge_validation_average(self, seconds: float, size_bytes: int) -> None:
+        """Add an average of weights that a validation needed to the training time, as exposed communication.
+
+        Without it, a method whose workers differ would get the average for nothing, just before its goal is checked.
+        Call it outside of a batch and of a validation.
+
+        Args:
+            seconds: Seconds that the average took.
+            size_bytes: Bytes that this worker handed to collectives.
+
+        Raises:
+            ValueError: An argument is negative or not a number.
+        """
+        check_at_least("seconds", seconds, 0)
+        check_at_least("size_bytes", size_bytes, 0)
+        self._counters.train_s += float(seconds)
+        if self.communication_steps:
+            step = self.communication_steps[0]
+            self._step_s[step] = self._step_s.get(step, 0.0) + float(seconds)
+        self._counters.communication_total_s += float(seconds)
+        self._counters.communication_exposed_s += float(seconds)
+        self._counters.communication_size_bytes += int(size_bytes)
+        self._counters.communication_measured = True
+        self._count_exchange()
+
+    def _count_exchange(self) -> None:
+        if self._counters.exchanges is not None:
+            self._counters.exchanges += 1
 
     def record_collective(self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool) -> None:
         """Count collectives of training, from which :mod:`mlbench_core.prediction` predicts times on other networks.
@@ -665,10 +702,11 @@ class Tracker(PhaseTimes):
         Returns:
             ``wall_s``, ``train_s``, ``validation_s``, ``compute_s``, ``communication_s``, ``metrics_s``,
             ``preprocess_s``, ``steps_s`` (by name), ``batches``, ``samples``, ``tokens``, ``communication_total_s``,
-            ``communication_exposed_s`` and ``communication_size_bytes``, see
+            ``communication_exposed_s``, ``communication_size_bytes``, ``communication_wire_bytes``, ``exchanges`` and
+            ``communication_measured``, see
             :class:`~mlbench_core.tracking.summary.TrackerSummary`. Parts before a resumption count.
         """
-        now = self._totals()
+        now, counts = self._totals(), self._collectives
         return {
             "wall_s": self._wall_s(),
             "compute_s": now.of(self.compute_steps),
@@ -677,6 +715,7 @@ class Tracker(PhaseTimes):
             "preprocess_s": now.of(self.preprocess_steps),
             "steps_s": dict(now.steps_s),
             **asdict(self._counters),
+            "communication_wire_bytes": None if counts is None else total_wire_bytes(counts.as_list()),
         }
 
     def summary(self) -> TrackerSummary:
@@ -853,7 +892,9 @@ class Tracker(PhaseTimes):
         if state["version"] != _STATE_VERSION:
             raise ValueError(f"version {state['version']!r}")
         new: dict[str, Any] = {name: state[name.lstrip("_")] for name in _STATE_ATTRIBUTES}
-        new["_counters"] = Counters(**{counter.name: state[counter.name] for counter in fields(Counters)})
+        # Checkpoints of an earlier version lack these.
+        later = {"exchanges": None, "communication_measured": bool(state["communication_size_bytes"])}
+        new["_counters"] = Counters(**{name: {**later, **state}[name] for name in (f.name for f in fields(Counters))})
         # A checkpoint from before they were counted has none, and half a run's would be wrong.
         collectives = state.get("collectives")
         new["_collectives"] = None if collectives is None else CollectiveCounts.from_list(collectives)

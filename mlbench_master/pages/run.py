@@ -21,7 +21,7 @@ from mlbench_master.launchers.interface import Launcher
 from mlbench_master.pages.logs import log_view
 from mlbench_master.pages.render import moment, page
 from mlbench_master.pages.workers import list_workers
-from mlbench_master.phases import PHASE_TITLES, epoch_phases, longest_s, total_phases
+from mlbench_master.phases import PHASE_TITLES, epoch_phases, is_measured, longest_s, total_phases
 from mlbench_master.progress import progress_of
 from mlbench_master.results import RESULT_METRIC, ResultFolder
 from mlbench_master.routes import LauncherPart, StorePart, results_of, run_or_404
@@ -70,6 +70,7 @@ def run_page(run_id: str, request: Request, store: StorePart, launcher: Launcher
         phases=PHASE_TITLES,
         totals=totals,
         longest_total=longest_s(totals),
+        unknown=() if not totals or is_measured(totals, result, run.worker_count) else ("communication", "hidden"),
         epochs=epochs,
         longest_epoch=longest_s(epochs),
         configuration=_flat(result.get("configuration") or describe_run(run.to_json(), run.num_workers)),

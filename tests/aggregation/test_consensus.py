@@ -12,6 +12,7 @@ from torch import nn
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights, consensus_distance
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from mlbench_core.distributed.pytorch.process_groups import sum_over_workers
+from mlbench_core.tracking import Tracker
 from tests.helpers.ranks import run_ranks
 
 
@@ -110,3 +111,35 @@ def test_alone_nothing_changes() -> None:
         assert values(model) == before
     x = torch.ones(2, requires_grad=True)
     assert sum_over_workers(x) is x
+
+
+def charged(rank: int, world_size: int) -> dict[str, Any]:
+    """Validate the average of equal and of different weights, with a tracker."""
+    found: dict[str, Any] = {}
+    for name, seed in (("equal", 0), ("different", rank)):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        # The statistics of batch norm differ in any case.
+        model(torch.randn(4, 3) + rank)
+        tracker = Tracker([], "run", rank, sinks=[])
+        with averaged_weights(model, tracker=tracker) as average:
+            inside = values(average)
+        totals = tracker.totals()
+        found[name] = {
+            "inside": inside, "train_s": totals["train_s"], "agg": totals["steps_s"].get("agg", 0.0),
+            "exposed_s": totals["communication_exposed_s"], "exchanges": totals["exchanges"],
+            "handed_over": totals["communication_size_bytes"], "on_wire": totals["communication_wire_bytes"],
+        }  # fmt: skip
+    return found
+
+
+def test_an_average_that_a_validation_needs_is_a_part_of_training() -> None:
+    found = run_ranks(3, charged)
+    for worker in found:
+        equal, different = worker["equal"], worker["different"]
+        assert [equal[name] for name in ("train_s", "exchanges", "handed_over", "on_wire")] == [0, 0, 0, 0]
+        assert different["train_s"] == different["agg"] == different["exposed_s"] > 0
+        # 8 parameters of the layer, 4 of batch norm, 4 statistics.
+        assert (different["exchanges"], different["handed_over"]) == (1, 4 * 16)
+        assert different["on_wire"] == round(4 * 16 * 2 * 2 / 3)
+        assert different["inside"] == found[0]["different"]["inside"], "the average is that without a tracker"

@@ -31,7 +31,8 @@ def totals(train_s: float, rank: int = 0, batches: int = 0, **others: Any) -> di
         "steps_s": {"fwd_pass": train_s / 2, "agg": train_s / 3, "batch_load": train_s / 30},
         "batches": batches, "samples": 32 * batches, "tokens": 0,
         "communication_total_s": train_s / 2, "communication_exposed_s": train_s / 3 * slower,
-        "communication_size_bytes": 1000 * batches, **others,
+        "communication_size_bytes": 1000 * batches, "communication_wire_bytes": 2000 * batches,
+        "communication_measured": True, "exchanges": batches, **others,
     }  # fmt: skip
 
 

@@ -234,7 +234,7 @@ def with_curve(
     rows: list[dict[str, Any]] = []
     for epoch, value in enumerate(values):
         place = {"rank": 0, "epoch": epoch, "step": 5 * (epoch + 1), "time_s": 99.0 * epoch}
-        sums = {"train_s": epoch_s * (epoch + 1), "communication_size_bytes": 1e6 * megabytes * (epoch + 1)}
+        sums = {"train_s": epoch_s * (epoch + 1), "communication_wire_bytes": 1e6 * megabytes * (epoch + 1)}
         rows += [{"kind": "stat", "name": METRIC, "value": value, **place}, {"kind": "epoch", "totals": sums, **place}]
     (found.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return found
@@ -263,7 +263,7 @@ def test_learning_curves_have_bands_and_count_the_runs_that_remain(tmp_path: Pat
     mean = timed.figure.axes[0].lines[0]
     assert (mean.get_xdata()[0], mean.get_xdata()[-1]) == (20.0, 30.0), "the times that both runs cover"
     assert mean.get_ydata()[-1] == pytest.approx((91.0 + 81.0) / 2)
-    with pytest.raises(ConfigurationError, match="no run recorded val_global_Prec@1 with its bytes sent"):
+    with pytest.raises(ConfigurationError, match="no run recorded val_global_Prec@1 with its bytes on the wire"):
         drawing(figures.draw_learning_curves, pool(runs), "bytes")
     with pytest.raises(ConfigurationError, match="against must be one of epochs, time, bytes, not 'x'"):
         drawing(figures.draw_learning_curves, pool(runs), "x")
@@ -274,7 +274,7 @@ def test_learning_curves_against_bytes_have_a_panel_for_each_number_of_workers(t
     drawn = drawing(figures.draw_learning_curves, pool([*runs, record(1)]), "bytes")
     assert [list(axes.lines[0].get_xdata()) for axes in drawn.figure.axes] == [[3e6, 6e6], [3e6, 6e6]]
     ticks = drawn.figure.axes[-1].xaxis
-    assert (ticks.get_major_formatter()(3e6, 0), ticks.get_label_text()) == ("3", "MB sent by all workers")
+    assert (ticks.get_major_formatter()(3e6, 0), ticks.get_label_text()) == ("3", "MB put on the wire by all workers")
     assert "Not drawn, because nothing was sent or there are no raw lines: sgd with 1 worker." in drawn.caption
 
 

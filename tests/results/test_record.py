@@ -38,7 +38,7 @@ def test_times_of_a_reached_goal_are_those_at_the_goal(tmp_path: Path) -> None:
     assert record.without_communication_s == pytest.approx(19.1)
     assert record.seconds_per_epoch == pytest.approx(30.1 / 3)
     assert (record.workers, record.seed, record.goal_text) == (2, 1, "Prec@1 >= 90")
-    assert record.bytes_sent == 100_000
+    assert (record.bytes_sent, record.bytes_on_wire, record.exchanges) == (100_000, 200_000, 50)
     assert (record.machine["cpu"], record.software["torch"]) == ("Model 7", "2.13.0")
 
 
@@ -62,9 +62,9 @@ def test_a_curve_has_the_values_of_rank_0_with_the_bytes_of_all_workers(tmp_path
     record = read(write_run(tmp_path / "run", accuracies=(80.0, float("nan"), 90.0)))
     points = record.curve(str(GOAL["metric"]))
     assert [(point.epoch, point.step, point.value) for point in points] == [(0, 10, 80.0), (2, 30, 90.0)]
-    assert [point.bytes for point in points] == [20_000, 60_000]
+    assert [point.bytes for point in points] == [40_000, 120_000]
     losses = record.curve("train_loss")
-    assert [point.bytes for point in losses] == [10_000, 30_000, 50_000], "interpolated between the ends of epochs"
+    assert [point.bytes for point in losses] == [20_000, 60_000, 100_000], "interpolated between the ends of epochs"
     assert [point.time_s for point in losses] == [9.0, 19.0, 29.0]
     assert record.curve("nothing") == []
     assert RunRecord("a").curve("train_loss") == []

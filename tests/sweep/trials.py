@@ -90,7 +90,8 @@ def _write(folder: Path, point: Point, sweep: Sweep, time_s: float) -> None:
         result["goal"]["times"][rank]["train_s"] = trained
         result["goal"]["time_to_goal_s"][rank] = trained
     result["goal"].update(step=steps, reached=reached)
-    result["bytes_sent"]["all_workers"] = 0 if point.workers == 1 else int(megabytes * 1e6 * steps * point.workers)
+    sent = 0 if point.workers == 1 else int(megabytes * 1e6 * steps * point.workers)
+    result["bytes_sent"] = result["bytes_on_wire"] = {"all_workers": sent, "rank_0": sent // point.workers}
     result["best"]["value"] = 95 + len(point.algorithm) % 3 if reached else 88.0
     if not reached:
         result["goal"].update(time_to_goal_s=None, times=None, text=None, value=None, epochs=None, step=None)

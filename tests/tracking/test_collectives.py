@@ -11,6 +11,7 @@ import pytest
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock, count_collective, uncounted
 from mlbench_core.tracking import Tracker
 from mlbench_core.tracking.collectives import CollectiveCounts
+from mlbench_core.wire_bytes import total_wire_bytes, wire_bytes
 from tests.results.helpers import write_run
 
 ENTRY = {"op": "all_reduce", "group": 2, "calls": 3, "bytes": 300, "overlapped": False}
@@ -95,3 +96,54 @@ def test_a_result_has_the_collectives_or_says_nothing(tmp_path: Path) -> None:
     # torch's DistributedDataParallel communicates without reporting it.
     assert written("ddp", collectives=[]) is None
     assert written("old", collectives=None) is None
+
+
+def test_the_bytes_on_the_wire_are_those_of_the_algorithms() -> None:
+    # Of 12 bytes, each of 4 workers sends parts of 3 bytes: 3 times to sum, and 3 times to pass on the sums.
+    assert wire_bytes("all_reduce", 4, 12) == 3 * 3 + 3 * 3
+    assert wire_bytes("reduce_scatter", 4, 12) == 3 * 3
+    # Each passes on the 12 bytes of every worker, except those of its neighbor.
+    assert wire_bytes("all_gather", 4, 12) == 3 * 12
+    # 3 of 4 workers receive the 12 bytes once, whoever sends them.
+    assert wire_bytes("broadcast", 4, 12) * 4 == 3 * 12
+    assert wire_bytes("neighbors", 4, 12) == 12
+    assert wire_bytes("shared_memory_sum", 4, 12) == 0
+    assert wire_bytes("something new", 4, 12) is None
+    assert [wire_bytes(op, 1, 12) for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")] == [0] * 4
+
+
+def test_the_bytes_on_the_wire_of_a_run_are_the_sum_of_its_collectives() -> None:
+    tracker = Tracker([], "run", 0)
+    assert tracker.totals()["communication_wire_bytes"] == 0
+    # More sizes than the list of a result has are merged, and their bytes are not.
+    for size_bytes in range(100, 140):
+        tracker.record_collective("all_reduce", 4, size_bytes, 2, False)
+    expected = round(1.5 * 2 * sum(range(100, 140)))
+    assert tracker.totals()["communication_wire_bytes"] == expected
+    assert total_wire_bytes(tracker._end_event()["collectives"]) == expected
+    tracker.record_collective("something new", 4, 8, 1, False)
+    assert tracker.totals()["communication_wire_bytes"] is None
+
+
+def test_an_exchange_is_a_batch_in_which_something_was_sent() -> None:
+    tracker = Tracker([], "run", 0)
+    for messages in ((4, 4), (0,), (), (8,)):
+        tracker.batch_start()
+        for size_bytes in messages:
+            tracker.record_communication(0.5, 0.5, size_bytes)
+        tracker.batch_end()
+    assert (tracker.totals()["exchanges"], tracker.totals()["communication_measured"]) == (2, True)
+    tracker.charge_validation_average(2.0, 16)
+    totals = tracker.totals()
+    assert (totals["exchanges"], totals["communication_size_bytes"]) == (3, 32)
+    assert totals["train_s"] > 2.0
+    assert totals["steps_s"]["agg"] == totals["communication_s"] == 2.0
+    assert (totals["communication_total_s"], totals["communication_exposed_s"]) == (4.0, 4.0)
+    other = Tracker([], "run", 0)
+    state = tracker.state_dict()
+    other.load_state_dict(state)
+    assert other.totals()["exchanges"] == 3
+    for name in ("exchanges", "communication_measured"):
+        del state[name]
+    other.load_state_dict(state)
+    assert (other.totals()["exchanges"], other.totals()["communication_measured"]) == (None, True), "an old checkpoint"

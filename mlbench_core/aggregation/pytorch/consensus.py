@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import copy
+import time
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import parameters_of
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
-from mlbench_core.aggregation.pytorch.timing import uncounted
+from mlbench_core.aggregation.pytorch.timing import CommunicationClock, uncounted
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 
 __all__ = ["average_weights", "averaged_weights", "consensus_distance"]
+
+# Integers by the bytes of an element.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
@@ -55,7 +61,7 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: A
     return float(process_groups.global_average(squared, 1, process_group).sqrt())
 
 
-def average_weights(model: nn.Module, process_group: Any = None) -> None:
+def average_weights(model: nn.Module, process_group: Any = None, tracker: Any = None) -> None:
     """Replace all weights and floating-point buffers of every worker by their average, for example to evaluate.
 
     Frozen parameters are averaged too, because workers may have frozen them at different values. Every worker must call
@@ -64,6 +70,8 @@ def average_weights(model: nn.Module, process_group: Any = None) -> None:
     Args:
         model: The model.
         process_group: The workers that take part; None for all.
+        tracker: A tracker, to whose training time the average is charged if the parameters of the workers differ; None
+            to charge nobody. See :func:`averaged_weights`.
 
     Example:
         >>> average_weights(nn.Linear(2, 1))
@@ -73,12 +81,48 @@ def average_weights(model: nn.Module, process_group: Any = None) -> None:
         for name, tensor in (*parameters_of(model), *model.named_buffers())
         if tensor.is_floating_point() or tensor.is_complex()
     }
-    with torch.no_grad(), uncounted(), naming_lost_workers():
-        AllReduceAggregation(None, process_group=process_group).aggregate(tensors, AVG_WORLD)
+    aggregation = AllReduceAggregation(None, process_group=process_group)
+    # All workers leave this comparison at the same time, so the clock below does not measure who came late.
+    is_charged = tracker is not None and _workers_differ(model, process_group)
+    with torch.no_grad(), naming_lost_workers():
+        if not is_charged:
+            with uncounted():
+                aggregation.aggregate(tensors, AVG_WORLD)
+            return
+        _wait_for_gpu(tensors)
+        before_s = time.perf_counter()
+        aggregation.aggregate(tensors, AVG_WORLD)
+        _wait_for_gpu(tensors)
+    tracker.charge_validation_average(time.perf_counter() - before_s, aggregation.bytes_sent)
+    # It passes on the collectives that were counted.
+    CommunicationClock().report(tracker)
+
+
+def _workers_differ(model: nn.Module, process_group: Any) -> bool:
+    """Return True if a parameter has other bits on another worker; the same on all workers."""
+    if process_groups.world_size(process_group) == 1:
+        return False
+    sums = []
+    for _, parameter in parameters_of(model):
+        values = parameter.detach()
+        values = torch.view_as_real(values) if values.is_complex() else values
+        # A sum of integers is exact in any order.
+        bits = values.contiguous().view(_INTEGERS[values.element_size()])
+        sums.append(int(bits.sum(dtype=torch.int64)) if bits.numel() else 0)
+    own = zlib.crc32(repr(sums).encode())
+    extremes = process_groups.get_backend_tensor(torch.tensor([own, -own]), process_group)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=process_group)
+    highest, lowest = extremes.tolist()
+    return bool(highest != -lowest)
+
+
+def _wait_for_gpu(tensors: Mapping[str, Tensor]) -> None:
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 @contextmanager
-def averaged_weights(model: nn.Module, process_group: Any = None) -> Iterator[nn.Module]:
+def averaged_weights(model: nn.Module, process_group: Any = None, tracker: Any = None) -> Iterator[nn.Module]:
     """Give every worker the average of all workers' weights and floating-point buffers during a validation.
 
     After the block, even if it raises an exception, each worker has its own values again, bit for bit: all parameters,
@@ -88,9 +132,15 @@ def averaged_weights(model: nn.Module, process_group: Any = None) -> Iterator[nn
     The average changes equal values only by rounding. If training averages gradients, the weights are equal on all
     workers. The running statistics of BatchNorm are not, because each worker computes them from its own batches.
 
+    With a tracker, an average that the validation needs is a part of training: if the parameters of the workers differ,
+    its time, its bytes and its collectives count as exposed communication. Otherwise, a method that exchanges nothing
+    would get the average of its workers for nothing. If the parameters have the same bits on all workers, nothing is
+    charged; averaging the buffers then belongs to the validation.
+
     Args:
         model: The model.
         process_group: The workers that take part; None for all.
+        tracker: The tracker of this worker, or None to charge nobody. Either all workers give one, or none does.
 
     Yields:
         The model.
@@ -117,7 +167,7 @@ def averaged_weights(model: nn.Module, process_group: Any = None) -> Iterator[nn
         if type(module).get_extra_state is not nn.Module.get_extra_state
     ]
     try:
-        average_weights(model, process_group)
+        average_weights(model, process_group, tracker)
         yield model
     finally:
         with torch.no_grad():

@@ -439,9 +439,13 @@ class GossipOptimizer(GenericCentralizedOptimizer):
         """
         return consensus_distance(self.model, self.aggregation.group)
 
-    def average_weights(self) -> None:
-        """Give every worker the average of all workers' weights, for example to evaluate; every worker must call it."""
-        average_weights(self.model, self.aggregation.group)
+    def average_weights(self, tracker: Any = None) -> None:
+        """Give every worker the average of all workers' weights, for example to evaluate; every worker must call it.
+
+        Args:
+            tracker: See :func:`~mlbench_core.aggregation.pytorch.consensus.average_weights`.
+        """
+        average_weights(self.model, self.aggregation.group, tracker)
 
 
 class DecentralizedSGD(GossipOptimizer):

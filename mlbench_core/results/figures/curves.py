@@ -41,7 +41,7 @@ AGAINST: dict[str, Axis] = {
     # The tracker counts epochs from 0; a value before the first batch belongs to 0 trained epochs.
     "epochs": Axis("epochs", "epochs", True, lambda point: point.epoch + 1 if point.step else 0),
     "time": Axis("training time", "training time in seconds", False, lambda point: point.train_s),
-    "bytes": Axis("bytes sent", "sent by all workers", False, lambda point: point.bytes),
+    "bytes": Axis("bytes on the wire", "put on the wire by all workers", False, lambda point: point.bytes),
 }
 """Horizontal axes of learning curves by name."""
 
