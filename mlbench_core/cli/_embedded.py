@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlbench_core import files
+from mlbench_core.caller import module_command, python_path_without_current_folder
 from mlbench_core.cli._client import MasterClient
 from mlbench_core.cli._cloud import open_tunnel
 from mlbench_core.cli._output import remark
@@ -191,7 +191,7 @@ def check_installed() -> None:
 def master_command(host: str, port: int) -> list[str]:
     """Return the command of a master process; secrets are not in it, because all users can see arguments."""
     address = ("--host", host, "--port", str(port))
-    return [sys.executable, "-m", "mlbench_core.cli", "master", *address, "--end-when-idle", f"{END_WHEN_IDLE_S:g}"]
+    return module_command("mlbench_core.cli", "master", *address, "--end-when-idle", f"{END_WHEN_IDLE_S:g}")
 
 
 def _is_free(port: int) -> bool:
@@ -232,6 +232,7 @@ def _start_at(port: int, engine: str | None) -> Location:
         os.chmod(log, 0o600)
         process = subprocess.Popen(
             [*master_command(DEFAULT_HOST, port), *([] if engine is None else ["--launcher", engine])],
+            env=_master_environment(),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -250,6 +251,14 @@ def _start_at(port: int, engine: str | None) -> Location:
     # The master outlives this process. Without a return code, Popen would warn that it left a child running.
     process.returncode = 0
     return location
+
+
+def _master_environment() -> dict[str, str]:
+    """Return the environment of a master in the background, which imports nothing from the folder of this call."""
+    root = str(Path(__file__).resolve().parents[2])
+    inherited = python_path_without_current_folder(os.environ.get("PYTHONPATH", ""))
+    # The last place, because a checkout that is not installed is found only there.
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [inherited, root]))}
 
 
 def _await_health(process: subprocess.Popen[bytes], location: Location, log: Path) -> None:

@@ -147,7 +147,7 @@ def _figures(
                 whole, *single = makers
                 try:
                     drawing = whole()
-                except ConfigurationError as error:
+                except Exception as error:  # the tables do not depend on a figure
                     report(f"{section.name} is not drawn: {error}")
                     continue
                 written += save(drawing, folder)

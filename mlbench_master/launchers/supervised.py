@@ -8,11 +8,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 
+from mlbench_core.caller import module_command, python_path_without_current_folder
 from mlbench_master.launchers.logs import open_at_once
 from mlbench_master.processes import end_processes, processes_with, start_mark
 
@@ -42,10 +42,11 @@ def start_supervisor(folder: Path, held: socket.socket) -> subprocess.Popen[byte
     """
     # The supervisor runs in the run's folder, where Python would not find a package that is not installed.
     root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    inherited = python_path_without_current_folder(os.environ.get("PYTHONPATH", ""))
+    path = os.pathsep.join(filter(None, [root, inherited]))
     with (folder / "supervisor.log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", _SUPERVISOR, str(folder)],
+            module_command(_SUPERVISOR, str(folder)),
             cwd=folder,
             env={**os.environ, "PYTHONPATH": path, FOLDER_VARIABLE: str(folder)},
             stdin=subprocess.DEVNULL,

@@ -125,6 +125,7 @@ def _facts(run: Run, folder: _Folder) -> dict[str, str]:
         "Backend": run.backend,
         "Image": run.image,
         "Command": run.command,
+        "Folder of the workers": str(metadata.get("cwd") or ""),
         "Created": format_date(run.created_at),
         "Finished": "" if run.finished_at is None else format_date(run.finished_at),
         "Notes": " ".join(map(str, metadata.get("notes") or ())),

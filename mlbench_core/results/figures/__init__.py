@@ -130,8 +130,10 @@ def drawings(
                 drawing = make()
         except ImportError:
             raise
-        except ConfigurationError as error:
-            (report or _logger.info)(f"{name} is not drawn: {error}")
+        # The other figures, and the tables of a command, do not depend on one that cannot be drawn.
+        except Exception as error:
+            kind = "" if isinstance(error, ConfigurationError) else f"{type(error).__name__}: "
+            (report or _logger.info)(f"{name} is not drawn: {kind}{' '.join(str(error).split())}")
         else:
             yield drawing
 
