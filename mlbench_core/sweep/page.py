@@ -156,7 +156,7 @@ def _figures(
                 for make in again:
                     try:
                         shown = make() if make is not None else drawing
-                    except ConfigurationError as error:
+                    except Exception as error:
                         report(f"{section.name} is not drawn for every network: {error}")
                         continue
                     section.figures.append(inline_svg(shown, f"{section.title}: {shown.name}"))

@@ -35,6 +35,7 @@ __all__ = [
     "Drawing",
     "Look",
     "finish",
+    "load_matplotlib",
     "new_figure",
     "number",
     "save",
@@ -88,7 +89,7 @@ def style() -> Iterator[None]:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    _load_matplotlib()
+    load_matplotlib()
     import matplotlib
 
     with matplotlib.rc_context():
@@ -98,10 +99,13 @@ def style() -> Iterator[None]:
         yield
 
 
-def _load_matplotlib() -> None:
+def load_matplotlib() -> None:
     """Import matplotlib also with a ``MPLBACKEND`` that it does not know, such as that of a notebook.
 
     Figures are drawn without pyplot, so they need no such backend. It stays the choice of the process for pyplot.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
     """
     backend = os.environ.pop("MPLBACKEND", None) if "matplotlib" not in sys.modules else None
     try:
