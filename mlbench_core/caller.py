@@ -27,7 +27,7 @@ __all__ = [
     "describe_call",
     "is_carried",
     "module_command",
-    "python_path_without_current_folder",
+    "safe_environment",
 ]
 
 PREFIXES = (
@@ -152,21 +152,20 @@ def call_environment(variables: Mapping[str, str] | None = None) -> dict[str, st
     return {**carried, "PATH": path}
 
 
-def python_path_without_current_folder(text: str) -> str:
-    """Return a ``PYTHONPATH`` for a program of MLBench, without the current folder and without relative entries.
+def safe_environment() -> dict[str, str]:
+    """Return the environment for a program of MLBench, which imports nothing from the current folder.
 
     The modules of the user's folder are for the user's scripts. A ``queue.py`` there must not replace the module of the
-    standard library in a master.
-
-    Example:
-        >>> python_path_without_current_folder(".:/opt/packages::src")
-        '/opt/packages'
+    standard library in a master. So ``PYTHONPATH`` has neither that folder nor a relative entry. At its end it has the
+    folder of this package, which Python would not find if it is not installed.
     """
     here = ""
     with contextlib.suppress(OSError):  # it was deleted
         here = os.getcwd()
-    entries = [entry for entry in text.split(os.pathsep) if os.path.isabs(entry)]
-    return os.pathsep.join(entry for entry in entries if os.path.realpath(entry) != here)
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [entry for entry in entries if os.path.isabs(entry) and os.path.realpath(entry) != here]
+    root = str(Path(__file__).resolve().parent.parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*kept, root])}
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlbench_core import files
-from mlbench_core.caller import module_command, python_path_without_current_folder
+from mlbench_core.caller import module_command, safe_environment
 from mlbench_core.cli._client import MasterClient
 from mlbench_core.cli._cloud import open_tunnel
 from mlbench_core.cli._output import remark
@@ -232,7 +232,7 @@ def _start_at(port: int, engine: str | None) -> Location:
         os.chmod(log, 0o600)
         process = subprocess.Popen(
             [*master_command(DEFAULT_HOST, port), *([] if engine is None else ["--launcher", engine])],
-            env=_master_environment(),
+            env=safe_environment(),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -251,14 +251,6 @@ def _start_at(port: int, engine: str | None) -> Location:
     # The master outlives this process. Without a return code, Popen would warn that it left a child running.
     process.returncode = 0
     return location
-
-
-def _master_environment() -> dict[str, str]:
-    """Return the environment of a master in the background, which imports nothing from the folder of this call."""
-    root = str(Path(__file__).resolve().parents[2])
-    inherited = python_path_without_current_folder(os.environ.get("PYTHONPATH", ""))
-    # The last place, because a checkout that is not installed is found only there.
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [inherited, root]))}
 
 
 def _await_health(process: subprocess.Popen[bytes], location: Location, log: Path) -> None:

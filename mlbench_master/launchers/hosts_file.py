@@ -144,8 +144,8 @@ def _line_of(part: str) -> str:
     part = part.strip()
     if part.count(":") > 1 and not _BRACKETS.fullmatch(part):
         raise ValueError(
-            f"engine_options: --host: an IPv6 address must be in brackets, not {part[:60]!r}: its last group could be a "
-            "number of slots; write for example [2001:db8::5] or [2001:db8::5]:2"
+            f"engine_options: --host: an IPv6 address must be in brackets, not {part[:60]!r}: its last group could be "
+            "a number of slots; write for example [2001:db8::5] or [2001:db8::5]:2"
         )
     name, colon, slots = part.rpartition(":")
     return f"{name} slots={slots}" if colon and not part.endswith("]") else part
@@ -215,8 +215,8 @@ def _parse_name(name: str) -> str:
             ipaddress.IPv6Address(host)
         except ValueError:
             raise ValueError(
-                f"a name with colons must be an IPv6 address such as [2001:db8::5], not {name[:60]!r}: write the number "
-                "of slots as slots=4"
+                f"a name with colons must be an IPv6 address such as [2001:db8::5], not {name[:60]!r}: write the "
+                "number of slots as slots=4"
             ) from None
     elif not _NAME.fullmatch(host):
         raise ValueError(f"the name must be one that ssh knows, not {name[:40]!r}: begin the line with the host's name")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from mlbench_core.caller import module_command, python_path_without_current_folder
+from mlbench_core.caller import module_command, safe_environment
 from mlbench_master.launchers.logs import open_at_once
 from mlbench_master.processes import end_processes, processes_with, start_mark
 
@@ -40,15 +40,11 @@ def start_supervisor(folder: Path, held: socket.socket) -> subprocess.Popen[byte
         folder: The run's folder.
         held: A socket of :func:`hold_port`, which the supervisor keeps until it ends.
     """
-    # The supervisor runs in the run's folder, where Python would not find a package that is not installed.
-    root = str(Path(__file__).resolve().parents[2])
-    inherited = python_path_without_current_folder(os.environ.get("PYTHONPATH", ""))
-    path = os.pathsep.join(filter(None, [root, inherited]))
     with (folder / "supervisor.log").open("ab") as log:
         return subprocess.Popen(
             module_command(_SUPERVISOR, str(folder)),
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": path, FOLDER_VARIABLE: str(folder)},
+            env={**safe_environment(), FOLDER_VARIABLE: str(folder)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

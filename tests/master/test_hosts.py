@@ -685,10 +685,17 @@ def test_the_launcher_needs_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         HostsLauncher(tmp_path)
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder whose path is short enough for a socket, as that of a temporary folder of pytest need not be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 def test_folders_of_masters_that_were_killed_are_removed(
-    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake: Path, tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    temporary = tmp_path / "temporary"
+    temporary = short_folder
     for name in ("killed", "new"):
         (temporary / f"mlbench-ssh-{name}").mkdir(parents=True)
         (temporary / f"mlbench-ssh-{name}" / "socket").touch()
