@@ -133,7 +133,7 @@ class LazyGroup(click.Group):
             lost = lost_output()
             # Other commands have done nothing if their output is lost.
             if lost is not None and ctx.invoked_subcommand not in _DOING:
-                raise lost
+                raise MLBenchError(f"the output cannot be written: {lost.strerror}")
             return result
         except MLBenchError as error:
             raise CommandFailed(" ".join(str(error).split())) from error

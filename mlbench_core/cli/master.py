@@ -144,7 +144,7 @@ def _token(ctx: click.Context, token: str | None, token_file: Path | None, no_to
         raise click.UsageError("--token, --token-file and --no-token exclude each other: give one of them")
     if token_file is not None:
         # Editors end a file with a line break.
-        token = token_file.read_text(encoding="utf-8", errors="replace").strip()
+        token = token_file.read_text(encoding="utf-8-sig", errors="replace").strip()
     return None if token is None else check_token(token)
 
 

@@ -26,7 +26,7 @@ MASTER = "master.json"
 def read(name: str) -> dict[str, Any]:
     """Read one of the files; a missing or damaged file counts as empty."""
     try:
-        value = json.loads(user_folder(name).read_text(encoding="utf-8"))
+        value = json.loads(user_folder(name).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -71,7 +71,7 @@ def write_page(
     facts = _facts(outcome, pricing, folder, len(sweep.points()) - outcome.planned)
     columns = known_columns(rows)
     copy = folder / _COPY
-    source = copy.read_text(encoding="utf-8") if copy.exists() else ""
+    source = copy.read_text(encoding="utf-8-sig") if copy.exists() else ""
     content = {"title": outcome.title, "facts": facts, "words": words, "rows": rows, "maps": list(map(_map_json, maps))}
     texts = {
         "index.html": html_page(outcome.title, facts, words, sections, (columns, rows), source),
