@@ -37,6 +37,8 @@ _SHELL_WORDS = (
     *(".", "alias", "cd", "eval", "exec", "export", "for", "if", "pushd", "set", "source", "ulimit", "umask", "unset"),
     *("while", "(", "{", "!", "&&"),
 )
+_QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.", re.DOTALL)
+_OPERATOR = re.compile(r"(?:^|\s)(&&|\|\|?|;|&|\d?>>?(?:&\d)?|<)(?=\s|$)|(?<=\S)(;)(?=\s|$)")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 # These tasks validate several times per epoch, so the number of validations does not tell how many epochs are left.
 _VALIDATED_OFTEN = ("4a",)
@@ -235,6 +237,12 @@ class _Options:
 
     def _check_script(self, words: Sequence[str]) -> None:
         """Refuse a command that needs a shell, and a script that does not exist."""
+        operator = _OPERATOR.search(_QUOTED.sub("_", self.command or ""))
+        if operator:
+            raise click.UsageError(
+                f"--command must be one program with its arguments, and {operator[0].strip()!r} is for a shell: write "
+                "bash -c '...', or quote it"
+            )
         first = words[0] if words else ""
         if first in _SHELL_WORDS or _ASSIGNMENT.match(first):
             advice = f"env {first} ..." if _ASSIGNMENT.match(first) else f"bash -c '{first} ...'"
