@@ -75,7 +75,10 @@ NAMED_VARIABLES = "MLBENCH_NAMED_VARIABLES"
 """The variable of workers that lists, separated by spaces, the names of the variables that the user chose."""
 
 # Without its first entry, the folder of the call, as with the option -P of Python 3.11.
-_SAFE = "import sys; del sys.path[0]; import runpy; runpy.run_module(sys.argv[1], run_name='__main__', alter_sys=True)"
+_SAFE = (
+    "import sys; del sys.path[0]; import runpy; "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
 
 
 def is_carried(name: str) -> bool:
