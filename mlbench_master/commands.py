@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 from collections.abc import Sequence
 
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from mlbench_core.results.pool import plural
 from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task
+from mlbench_master.launchers.command_line import python_environment
 from mlbench_master.launchers.containers import image_problem
 from mlbench_master.launchers.emulated_hosts import check_network
-from mlbench_master.launchers.interface import Launcher
+from mlbench_master.launchers.interface import WORKERS_PER_CORE, Launcher
 from mlbench_master.schemas import DEFAULT_BANDWIDTH, RunIn
 
 __all__ = [
     "CUSTOM_BACKEND",
     "CUSTOM_IMAGE",
+    "check_cores",
     "check_gpus",
     "check_options",
     "image_of_record",
@@ -25,6 +28,7 @@ __all__ = [
     "no_network",
     "resolve_backend",
     "resolve_command",
+    "resolve_folder",
 ]
 
 CUSTOM_BACKEND = "custom_backend"
@@ -134,8 +138,11 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
             f"max_bandwidth: must be at least {DEFAULT_BANDWIDTH:g} (Mbit/s, the default), not {run.max_bandwidth:g}: "
             + no_bandwidth_limit(launcher)
         )
+    check_cores(run.num_workers, run.oversubscribe, launcher)
     if run.gpu_enabled:
         check_gpus(run.num_workers, launcher)
+        if launcher.gpus is not None and run.caller is not None and "CUDA_VISIBLE_DEVICES" in run.caller.environment:
+            notes.append("note: the workers get the GPUs that the master lends, not CUDA_VISIBLE_DEVICES of the call")
     # As in version 3.0, only a custom backend may start a single worker; known backends start all of them.
     all_nodes = run.run_all_nodes or run.backend.lower() != CUSTOM_BACKEND or run.num_workers == 1
     if not all_nodes:
@@ -160,6 +167,48 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
             f"{plural(launcher.capacity, 'core')} of this machine; they share them, so times are not comparable"
         )
     return all_nodes, notes
+
+
+def resolve_folder(run: RunIn, launcher: Launcher, command: str) -> tuple[str, list[str]]:
+    """Return the folder in which the workers of a run start.
+
+    Args:
+        run: The requested run.
+        launcher: The launcher that will start it.
+        command: A worker's command line.
+
+    Returns:
+        The absolute path, empty for a folder of the run's own; and notes for the run's log and page.
+
+    Raises:
+        ValueError: The folder is missing or cannot be chosen, or the command has no program there; the message names
+            the field.
+    """
+    if launcher.uses_image(run.engine_options) or not launcher.starts_processes:
+        if run.cwd is not None:
+            raise ValueError(
+                f"cwd: must be left out, not {run.cwd[:80]!r}: the workers of the {launcher.name} launcher start in a "
+                "container, in the folder of its image"
+            )
+        return "", []
+    cwd = run.cwd or (run.caller.cwd if run.caller is not None else "")
+    is_task = run.task is not None or (run.command is None and run.custom_image_command is None)
+    if not cwd or not launcher.sees_folders:
+        return cwd, []
+    if not os.path.isdir(cwd):
+        if run.cwd is None and is_task:
+            # The script of a task needs no file of the user's folder.
+            return "", [f"note: the workers start in the folder of the run, because the master's machine has no {cwd}"]
+        raise ValueError(
+            f"cwd: must be a folder on the machine of the master, not {cwd[:200]!r}: give one that exists there, for "
+            "example with 'mlbench run --cwd /'"
+        )
+    environment = {**(run.caller.environment if run.caller is not None else {}), **run.environment}
+    try:
+        launcher.check_program(shlex.split(command), cwd, environment.get("PATH") or python_environment()["PATH"])
+    except ValueError as error:
+        raise ValueError(f"command: {error}") from None
+    return cwd, []
 
 
 def no_network(launcher: Launcher) -> str:
@@ -255,6 +304,26 @@ def _check_image(run: RunIn, launcher: Launcher) -> None:
     problem = image_problem(image)
     if problem:
         raise ValueError(f"{'custom_image_name' if own_image else 'image_name'}: {problem}")
+
+
+def check_cores(num_workers: int, oversubscribe: bool, launcher: Launcher) -> None:
+    """Refuse more workers than the cores of a launcher can serve.
+
+    Args:
+        num_workers: Number of workers.
+        oversubscribe: True to allow them.
+        launcher: The launcher that will start them.
+
+    Raises:
+        ValueError: There are too many; the message has the number that fits.
+    """
+    most = launcher.most_workers
+    if most is not None and num_workers > most and not oversubscribe:
+        raise ValueError(
+            f"num_workers: must be at most {most}, not {num_workers}: more than {WORKERS_PER_CORE} workers on each of "
+            f"the {plural(most // WORKERS_PER_CORE, 'core')} mostly wait for each other; start fewer, or give "
+            "--oversubscribe (the field oversubscribe)"
+        )
 
 
 def check_gpus(num_workers: int, launcher: Launcher) -> None:

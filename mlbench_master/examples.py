@@ -52,6 +52,7 @@ _NEW_RUN: dict[str, Any] = {
     "goal_result": None,
     "goal": None,
 }
+_HEALTH = {"status": "ok", "version": "4.0.0", "engine": "local", "most_workers": 8}
 _CURVE = {
     "name": "train_loss @ 0",
     "count": 3,
@@ -126,7 +127,7 @@ REQUESTS: dict[tuple[str, str], dict[str, Any]] = {
 """JSON bodies by method and path, with a title each. Those without lists are forms as well."""
 
 ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
-    ("get", "/api/health/"): {"A master that works": {"status": "ok", "version": "4.0.0", "engine": "local"}},
+    ("get", "/api/health/"): {"A master that works": _HEALTH},
     ("get", "/api/pods/"): {
         "A worker": [
             {

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlbench_master.launchers.command_line import python_environment
+from mlbench_core.caller import module_command, safe_environment
 
 if TYPE_CHECKING:
     from mlbench_core.results.pool import Group
@@ -127,9 +127,8 @@ def _input(groups: Sequence[Group], price_per_hour: float | None) -> bytes:
 
 def _draw(content: bytes) -> Figures:
     with tempfile.TemporaryDirectory(prefix="mlbench-figures-") as folder:
-        command = [sys.executable, "-m", "mlbench_master.figures", folder]
-        # Python also looks for modules in the folder in which it starts, which may be anybody's.
-        place: dict[str, Any] = {"cwd": folder, "env": {**os.environ, **python_environment()}}
+        command = module_command("mlbench_master.figures", folder)
+        place: dict[str, Any] = {"cwd": folder, "env": safe_environment()}
         try:
             subprocess.run(command, input=content, capture_output=True, check=True, timeout=_LONGEST_S, **place)
         except subprocess.TimeoutExpired:

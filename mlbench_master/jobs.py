@@ -6,10 +6,18 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlbench_master.commands import check_options, image_of_record, resolve_backend, resolve_command
+from mlbench_core.caller import NAMED_VARIABLES
+from mlbench_master.commands import (
+    check_options,
+    image_of_record,
+    resolve_backend,
+    resolve_command,
+    resolve_folder,
+)
+from mlbench_master.goals import task_of_image
 from mlbench_master.launchers.interface import Job, Launcher
 from mlbench_master.schemas import RunIn
-from mlbench_master.store import Run, new_run
+from mlbench_master.store import CALLER_ENVIRONMENT, Run, new_run
 
 __all__ = ["make_job", "make_run"]
 
@@ -29,12 +37,13 @@ def make_run(wanted: RunIn, launcher: Launcher) -> Run:
     image, command = resolve_command(wanted, launcher.uses_image(wanted.engine_options))
     backend = resolve_backend(wanted)
     all_nodes, notes = check_options(wanted, launcher)
+    cwd, more = resolve_folder(wanted, launcher, command)
     return new_run(
         image=image,
         command=command,
         backend=backend,
         run_all_nodes=all_nodes,
-        job_metadata=json.dumps(_first_metadata(wanted, notes)),
+        job_metadata=json.dumps(_first_metadata(wanted, [*notes, *more], cwd)),
         **wanted.model_dump(include=_RUN_FIELDS),
     )
 
@@ -49,6 +58,8 @@ def make_job(run: Run, launcher: Launcher, worker_env: Mapping[str, str], gpus: 
         gpus: The GPUs that are lent to the run.
     """
     facts = run.metadata_dict()
+    chosen: dict[str, str] = facts.get("environment", {})
+    named = {NAMED_VARIABLES: " ".join(chosen)} if chosen else {}
     return Job(
         run_id=run.id,
         name=run.name,
@@ -60,14 +71,18 @@ def make_job(run: Run, launcher: Launcher, worker_env: Mapping[str, str], gpus: 
         gpus=tuple(gpus),
         all_nodes=run.run_all_nodes,
         image=image_of_record(run.image),
-        env={**worker_env, "MLBENCH_RUN_ID": str(run.id), "MLBENCH_RUN_NAME": run.name},
+        env={**chosen, **named, **worker_env, "MLBENCH_RUN_ID": str(run.id), "MLBENCH_RUN_NAME": run.name},
         notes=tuple(facts.get("notes", ())),
         options=tuple(facts.get("engine_options", ())),
         network=str(facts.get("network", "")),
+        is_task=task_of_image(run.image) is not None,
+        cwd=str(facts.get("cwd", "")),
+        caller_env=facts.get(CALLER_ENVIRONMENT),
+        oversubscribe=facts.get("oversubscribe") is True,
     )
 
 
-def _first_metadata(wanted: RunIn, notes: list[str]) -> dict[str, Any]:
+def _first_metadata(wanted: RunIn, notes: list[str], cwd: str) -> dict[str, Any]:
     known: dict[str, Any] = {"notes": notes}
     if wanted.exclusive:
         known["exclusive"] = True
@@ -75,4 +90,12 @@ def _first_metadata(wanted: RunIn, notes: list[str]) -> dict[str, Any]:
         known["engine_options"] = wanted.engine_options
     if wanted.network:
         known["network"] = wanted.network
+    if wanted.environment:
+        known["environment"] = wanted.environment
+    if wanted.caller is not None:
+        known[CALLER_ENVIRONMENT] = wanted.caller.environment
+    if cwd:
+        known["cwd"] = cwd
+    if wanted.oversubscribe:
+        known["oversubscribe"] = True
     return known

@@ -67,13 +67,14 @@ class Error(BaseModel):
 
 
 class Health(BaseModel):
-    """The state of the master."""
+    """The state of the master. ``most_workers`` is the largest number of workers of a run, null if it does not know."""
 
     model_config = ConfigDict(extra="allow")
 
     status: Literal["ok"]
     version: str
     engine: str
+    most_workers: int | None
 
 
 class Pod(BaseModel):

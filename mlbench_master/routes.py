@@ -90,11 +90,12 @@ router = APIRouter(prefix="/api")
 
 
 @general_router.get("/health/", summary="Whether the master answers", **documented(Health))
-def health(store: StorePart, scheduler: SchedulerPart, launcher: LauncherPart) -> dict[str, str]:
+def health(store: StorePart, scheduler: SchedulerPart, launcher: LauncherPart) -> dict[str, Any]:
     store.check()  # an error of the database is answered with status 503
     if not scheduler.is_in_charge:
         raise HTTPException(503, "another master has taken over the database, or it cannot be written")
-    return {"status": "ok", "version": mlbench_core.__version__, "engine": launcher.name}
+    known = {"status": "ok", "version": mlbench_core.__version__, "engine": launcher.name}
+    return {**known, "most_workers": launcher.most_workers}
 
 
 @general_router.get(

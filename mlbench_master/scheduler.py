@@ -23,7 +23,7 @@ from mlbench_master.launchers.interface import STOPPED, JobStatus, Launcher, Log
 from mlbench_master.lease import Lease
 from mlbench_master.leftovers import store_leftovers
 from mlbench_master.load import LoadKeeper
-from mlbench_master.store import Run, Store
+from mlbench_master.store import CALLER_ENVIRONMENT, Run, Store
 
 __all__ = ["Scheduler"]
 
@@ -371,6 +371,7 @@ class Scheduler:
     def _record_end(self, run: Run, status: JobStatus, output: dict[str, Any]) -> Run | None:
         state = "finished" if status.state == "finished" else "failed"
         details: dict[str, Any] = {**output, "reason": status.reason, "returncode": status.returncode}
+        details.update(_without_secrets(run))
         self._log_lines.pop(run.id, None)
         self._problems.pop(run.id, None)
         finished_at = now_us()
@@ -437,6 +438,13 @@ def _lent_gpus(run: Run) -> list[str]:
     gpus = run.metadata_dict().get("gpus")
     # A damaged record may hold anything.
     return [gpu for gpu in gpus if isinstance(gpu, str)] if isinstance(gpus, list) else []
+
+
+def _without_secrets(run: Run) -> dict[str, Any]:
+    """Return the entries of a run's metadata that had secrets for its workers, without them."""
+    known = run.metadata_dict()
+    shown: dict[str, Any] = {CALLER_ENVIRONMENT: {}} if CALLER_ENVIRONMENT in known else {}
+    return {**shown, **{name: value for name, value in run.public_metadata().items() if name == "environment"}}
 
 
 def _engine_options(run: Run) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from mlbench_core.caller import check_variable, is_carried
 from mlbench_core.network.named import get_network
 from mlbench_core.tasks import is_run_name
 from mlbench_master.dates import Date
@@ -47,6 +48,9 @@ MAX_LINES = 5000
 # A screen has fewer columns of pixels.
 MAX_POINTS = 2000
 _MAX_CURVES = 100
+_MAX_VARIABLES = 1000
+# Linux refuses longer ones.
+_MAX_VARIABLE = 131_072
 DEFAULT_BANDWIDTH = 1000.0
 _POD_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _RANK = re.compile(r"master|[0-9]{1,9}")
@@ -197,6 +201,38 @@ class MetricIn(_Body):
         return self
 
 
+def _folder(text: str) -> str:
+    if not text.startswith("/"):
+        raise ValueError("must be an absolute path, for example /home/me/project")
+    return text
+
+
+def _carried(variables: dict[str, str]) -> dict[str, str]:
+    for name in variables:
+        if not is_carried(name):
+            raise ValueError(f"must have only variables that a run takes from its call, not {name[:80]!r}")
+    return variables
+
+
+VariableName = Annotated[Text, AfterValidator(check_variable), Field(max_length=256)]
+Variables = Annotated[
+    dict[VariableName, Annotated[Text, Field(max_length=_MAX_VARIABLE)]], Field(max_length=_MAX_VARIABLES)
+]
+Folder = Annotated[Line, AfterValidator(_folder), Field(max_length=4096)]
+
+
+class Caller(_Body):
+    """The place from which a run is started.
+
+    Attributes:
+        cwd: The current folder, in which workers start if the run names no other one.
+        environment: The variables of :func:`mlbench_core.caller.is_carried`. They replace those of the master.
+    """
+
+    cwd: Folder
+    environment: Annotated[Variables, AfterValidator(_carried)] = {}
+
+
 class RunIn(_Body):
     """A run to start.
 
@@ -223,6 +259,13 @@ class RunIn(_Body):
         engine_options: Options of the engine's own command, for example of ``sbatch``; refused if it has none.
         network: Name or text of an emulated network in which each worker has a host of its own, for example
             ``"wan-continent"`` or ``"100mbit,20ms"``; refused if the launcher cannot emulate it.
+        cwd: Absolute path of the folder in which the workers start; by default that of ``caller``, and without it a
+            folder of the run. Refused if the workers run in containers.
+        environment: Variables of the workers, besides those of ``caller`` or of the master.
+        caller: The place from which the run is started, as ``mlbench run`` sends it; ignored if the workers run in
+            containers, which have a folder and an environment of their own.
+        oversubscribe: True to start more workers than the cores can serve; otherwise, more than four on a core are
+            refused.
     """
 
     model_config = ConfigDict(
@@ -255,6 +298,10 @@ class RunIn(_Body):
         Field(max_length=64),
     ] = []
     network: Annotated[Line, AfterValidator(_network), Field(max_length=2000)] = ""
+    cwd: Folder | None = None
+    environment: Variables = {}
+    caller: Caller | None = None
+    oversubscribe: bool = False
 
 
 class RunImport(_Body):

@@ -25,6 +25,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_col
 from sqlalchemy.pool import StaticPool
 
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.results.environment import mask_variables
 from mlbench_master.columns import PAGE, Columns
 from mlbench_master.dates import format_date, now_us
 from mlbench_master.goals import GOAL_METRIC, RunGoal, read_goal
@@ -32,6 +33,7 @@ from mlbench_master.launchers.interface import STOPPED
 from mlbench_master.migrations import REVISION_TABLE, VERSION_TABLE, prepare_database
 
 __all__ = [
+    "CALLER_ENVIRONMENT",
     "GOAL_TEXT_METRIC",
     "RUN_COLUMNS",
     "RUN_SORTS",
@@ -66,6 +68,8 @@ _NAME_CHARACTERS = 63
 _MAX_RUN_ID = 2**31 - 1
 # The entry in the metadata of an imported run that identifies it.
 _FINGERPRINT = "fingerprint"
+CALLER_ENVIRONMENT = "caller_environment"
+"""The entry in the metadata of a run that waits or runs with the variables of its call, which may be secrets."""
 # Packed pages that are read at once: 2 MB.
 _PACKED = 16
 # Metrics whose entries are counted, in about 10 MB.
@@ -135,6 +139,14 @@ class Run(_Base):
             metadata = None
         return metadata if isinstance(metadata, dict) else {}
 
+    def public_metadata(self) -> dict[str, Any]:
+        """Return the job's metadata without the values of secret variables."""
+        metadata = self.metadata_dict()
+        metadata.pop(CALLER_ENVIRONMENT, None)  # it is long, and environment.json of the run has it
+        if isinstance(chosen := metadata.get("environment"), dict):
+            metadata["environment"] = mask_variables(chosen)
+        return metadata
+
     def to_json(self) -> dict[str, Any]:
         """Return the run as the API shows it."""
         shown = {column.key: getattr(self, column.key) for column in sa.inspect(Run).columns}
@@ -149,7 +161,7 @@ class Run(_Base):
         goal = self.goal_record
         shown["goal"] = None if goal is None else goal.model_dump()
         lists: dict[str, Any] = {"stdout": [], "stderr": [], "notes": []}
-        shown["job_metadata"] = {**lists, **self.metadata_dict(), "command": shown["command"]}
+        shown["job_metadata"] = {**lists, **self.public_metadata(), "command": shown["command"]}
         return shown
 
     @property

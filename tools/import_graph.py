@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 ROOTS = ("mlbench_core", "mlbench_master", "benchmarks")
-GROUND = {"", "addresses", "arguments", "errors", "paths", "files", "tasks", "statistics", "checkpoint_names"}
+GROUND = {"", "addresses", "arguments", "errors", "paths", "files", "tasks", "statistics", "checkpoint_names", "caller"}
 GROUND |= {"wire_bytes", "install_cuda_extensions", "torch_private", "_lazy", "_torch", "_torchvision", "_tensorflow"}
 FACES = {"utils", "api"}  # layers that have faces only; `find_faces` finds the others by their code
 SIDE_BY_SIDE = {"tracking", "client", "dataset", "evaluation", "models", "network", "ops"}

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from latency_report import LatencyReport
 
-from mlbench_core.errors import ConfigurationError, MLBenchError, require
+from mlbench_core.errors import ConfigurationError, MLBenchError
+from mlbench_core.results.figures.canvas import load_matplotlib
 
 
 def draw(reports: Sequence[LatencyReport], path: Path, dtypes: Sequence[str] | None = None) -> Path:
@@ -33,7 +34,7 @@ def draw(reports: Sequence[LatencyReport], path: Path, dtypes: Sequence[str] | N
         ConfigurationError: There is nothing to draw.
         MissingDependencyError: matplotlib is not installed.
     """
-    require("matplotlib", "charts")
+    load_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -127,6 +127,19 @@ class MasterClient(RestClient):
         """Add up to 10,000 metrics; those with an id that the master knows are not added again."""
         self.send("POST", "metrics/", json=list(metrics))
 
+    def check_workers(self, num_workers: int, oversubscribe: bool) -> None:
+        """Refuse more workers than the master will start, before any run of a series starts.
+
+        Raises:
+            MasterRequestError: There are too many; the message has the number that fits.
+        """
+        most = self.health().get("most_workers")  # masters before this field did not refuse them
+        if most is not None and num_workers > most and not oversubscribe:
+            raise MasterRequestError(
+                f"the number of workers must be at most {most} at {self.url}, not {num_workers}: more of them on its "
+                "cores mostly wait for each other; start fewer, or give --oversubscribe"
+            )
+
     def stop(self, run_id: int | str) -> None:
         """Stop a run and keep its metrics."""
         self.send("POST", f"runs/{path_part(run_id)}/stop/")

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from mlbench_core import files
+from mlbench_core.caller import module_command, safe_environment
 from mlbench_core.cli._client import MasterClient
 from mlbench_core.cli._cloud import open_tunnel
 from mlbench_core.cli._output import remark
@@ -246,7 +246,7 @@ def check_installed() -> None:
 def master_command(host: str, port: int) -> list[str]:
     """Return the command of a master process; secrets are not in it, because all users can see arguments."""
     address = ("--host", host, "--port", str(port))
-    return [sys.executable, "-m", "mlbench_core.cli", "master", *address, "--end-when-idle", f"{END_WHEN_IDLE_S:g}"]
+    return module_command("mlbench_core.cli", "master", *address, "--end-when-idle", f"{END_WHEN_IDLE_S:g}")
 
 
 def _is_free(port: int) -> bool:
@@ -287,6 +287,7 @@ def _start_at(port: int, engine: str | None) -> Location:
         os.chmod(log, 0o600)
         process = subprocess.Popen(
             [*master_command(DEFAULT_HOST, port), *([] if engine is None else ["--launcher", engine])],
+            env=safe_environment(),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -13,7 +13,7 @@ from mlbench_core.cli import _wait
 from mlbench_core.cli._client import RunSource, reason_of, state_of
 from mlbench_core.cli._output import clean, log_line, print_json, remark
 from mlbench_core.cli._records import compare_records, print_comparison, print_records
-from mlbench_core.errors import ConfigurationError, MasterRequestError, MissingDependencyError, MLBenchError
+from mlbench_core.errors import ConfigurationError, MasterRequestError, MLBenchError
 from mlbench_core.results.load import load, save
 from mlbench_core.results.pool import pool, usable
 from mlbench_core.results.record import RunRecord
@@ -121,7 +121,7 @@ def _save(client: RunSource, item: Mapping[str, Any], folder: Path, problems: li
 
 
 def _draw(folder: Path, records: Sequence[RunRecord]) -> Path | None:
-    """Draw the overview of the runs that have results; without matplotlib, write a remark instead."""
+    """Draw the overview of the runs that have results, or write a remark on why they cannot be drawn."""
     drawable = [record for record in usable(records)[0] if record.phases_s]
     if not drawable:
         return None
@@ -129,9 +129,10 @@ def _draw(folder: Path, records: Sequence[RunRecord]) -> Path | None:
         from mlbench_core.cli.charts import draw_overview
 
         return draw_overview(pool(drawable), folder / "overview.png")
-    # The runs themselves are done, so a missing package for charts must not make the command fail.
-    except MissingDependencyError as error:
-        remark(f"no chart: {error}")
+    # The runs themselves are done, so a chart that cannot be drawn must not make the command fail.
+    except Exception as error:
+        kind = "" if isinstance(error, MLBenchError) else f"{type(error).__name__}: "
+        remark(f"no chart: {kind}{clean(' '.join(str(error).split()))}")
         return None
 
 

@@ -84,11 +84,12 @@ def charts(
     check_comparable(kept)
     from mlbench_core.results.figures import draw_all
 
+    if not as_json:
+        print_records(results)
     written = draw_all(pool(kept), output or folder, price_per_hour, lambda text: remark(clean(text)))
     if as_json:
         print_json({"results": [result.as_json() for result in results], "files": [str(path) for path in written]})
         return
-    print_records(results)
     for path in written:
         click.echo(path)
 

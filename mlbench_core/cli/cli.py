@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
+from mlbench_core.cli._streams import lost_output
 from mlbench_core.errors import MLBenchError
 
 if TYPE_CHECKING:
@@ -45,6 +46,21 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "tasks": ("tasks", "List the benchmark tasks with their goals."),
 }
 """Subcommands: name to (module in this package, line in ``mlbench --help``)."""
+
+
+# Commands that do something besides writing their output.
+_DOING = (
+    "create-cluster",
+    "delete",
+    "delete-cluster",
+    "download",
+    "import",
+    "master",
+    "run",
+    "set-cluster",
+    "stop",
+    "sweep",
+)
 
 
 class CommandFailed(click.ClickException):
@@ -113,7 +129,12 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the subcommand and turn expected errors into one line and exit status 1."""
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            lost = lost_output()
+            # Other commands have done nothing if their output is lost.
+            if lost is not None and ctx.invoked_subcommand not in _DOING:
+                raise MLBenchError(f"the output cannot be written: {lost.strerror}")
+            return result
         except MLBenchError as error:
             raise CommandFailed(" ".join(str(error).split())) from error
         # In "mlbench logs NAME | head", head may end first. click then ends the command without a message.

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from mlbench_core.caller import safe_environment
 from mlbench_core.cli import _embedded
 from mlbench_core.cli._output import clean, json_option, print_json
 from mlbench_core.errors import MLBenchError
@@ -36,7 +37,9 @@ PACKAGES = (
 )
 
 # This runs in another process, because a torch that crashes or hangs while it loads must not break the command.
+# Its first line leaves out the current folder, in which a user may have a torch.py.
 _ASK_TORCH = """
+import sys; sys.path[:] = [place for place in sys.path if place]
 import importlib.util, json
 import torch.distributed as dist
 from mlbench_core import _torchvision
@@ -84,7 +87,12 @@ def describe() -> dict[str, Any]:
 def _torch() -> dict[str, Any]:
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S
+            [sys.executable, "-c", _ASK_TORCH],
+            env=safe_environment(),
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_TORCH_TIMEOUT_S,
         )
         # Libraries may print while torch loads, so the answer is the last line.
         answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

@@ -156,7 +156,7 @@ def _token(ctx: click.Context, token: str | None, token_file: Path | None, no_to
     if token_file is not None:
         check_only_own(token_file)
         # Editors end a file with a line break.
-        token = token_file.read_text(encoding="utf-8", errors="replace").strip()
+        token = token_file.read_text(encoding="utf-8-sig", errors="replace").strip()
     return None if token is None else check_token(token)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import shlex
 import shutil
 import sys
@@ -14,6 +16,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from mlbench_core.caller import call_folder, check_variable, describe_call
 from mlbench_core.cli import _direct, _embedded, _follow, _wait
 from mlbench_core.cli._client import MasterClient, RunSource
 from mlbench_core.cli._engines import EngineType
@@ -29,6 +32,14 @@ from mlbench_master.launchers.containers import PROGRAMS
 __all__ = ["run"]
 
 CUSTOM_IMAGE = "custom_image"
+# What only a shell understands as the first word of a command.
+_SHELL_WORDS = (
+    *(".", "alias", "cd", "eval", "exec", "export", "for", "if", "pushd", "set", "source", "ulimit", "umask", "unset"),
+    *("while", "(", "{", "!", "&&"),
+)
+_QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.", re.DOTALL)
+_OPERATOR = re.compile(r"(?:^|\s)(&&|\|\|?|;|&|\d?>>?(?:&\d)?|<)(?=\s|$)|(?<=\S)(;)(?=\s|$)")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 # These tasks validate several times per epoch, so the number of validations does not tell how many epochs are left.
 _VALIDATED_OFTEN = ("4a",)
 
@@ -103,6 +114,9 @@ class _Options:
     data_dir: Path | None
     container: str | None
     network: Network | None
+    cwd: Path | None
+    env: tuple[str, ...]
+    oversubscribe: bool
     replace: bool
     wait: bool
     output: Path | None
@@ -199,6 +213,15 @@ class _Options:
             request["num_cpus"] = self.num_cpus
         if self.network is not None:
             request["network"] = str(self.network)
+        # Of an image, the workers start in its own folder, with its own environment.
+        if self.container is None and self.image in (None, CUSTOM_IMAGE):
+            request["caller"] = describe_call(self.cwd)
+        if self.cwd is not None:
+            request["cwd"] = call_folder(self.cwd)
+        if self.env:
+            request["environment"] = _variables(self.env)
+        if self.oversubscribe:
+            request["oversubscribe"] = True
         options = ["--container", self.container] if self.container else []
         options += _split(self.engine_options or "", "--engine-options")
         if options:
@@ -207,21 +230,37 @@ class _Options:
             return {**request, "task": self.task.key, "arguments": self.arguments}
         words = _split(self.command or "", "--command")
         if self.image in (None, CUSTOM_IMAGE):
-            # Workers run in their own folder, so the path of the script must not depend on this one. The script is the
-            # first word, or it follows an interpreter. In an image, it is another file.
-            for position, word in enumerate(words[:2]):
-                if word.endswith(".py"):
-                    path = Path(word).absolute()
-                    if path.is_file():
-                        words[position] = str(path)
-                    # The first word can be a program anywhere on the PATH.
-                    elif not Path(word).is_absolute() and (position or not shutil.which(word)):
-                        raise click.UsageError(
-                            f"--command must name a script that exists, not {path}: give its path from this folder"
-                        )
+            self._check_script(words)
             return {**request, "command": shlex.join([*words, *self.arguments])}
         line = shlex.join([*words, *self.arguments])
         return {**request, "image_name": CUSTOM_IMAGE, "custom_image_name": self.image, "custom_image_command": line}
+
+    def _check_script(self, words: Sequence[str]) -> None:
+        """Refuse a command that needs a shell, and a script that does not exist."""
+        operator = _OPERATOR.search(_QUOTED.sub("_", self.command or ""))
+        if operator:
+            raise click.UsageError(
+                f"--command must be one program with its arguments, and {operator[0].strip()!r} is for a shell: write "
+                "bash -c '...', or quote it"
+            )
+        first = words[0] if words else ""
+        if first in _SHELL_WORDS or _ASSIGNMENT.match(first):
+            advice = f"env {first} ..." if _ASSIGNMENT.match(first) else f"bash -c '{first} ...'"
+            raise click.UsageError(
+                f"--command must begin with a program, not {first[:80]!r}: no shell runs it, so write {advice}"
+            )
+        folder = Path(call_folder(self.cwd))
+        if not folder.is_dir():  # it is one of another machine
+            return
+        # The script is the first word, or it follows an interpreter.
+        for position, word in enumerate(words[:2]):
+            path = folder / word
+            # The first word can be a program anywhere on the PATH.
+            is_missing = word.endswith(".py") and not path.is_file() and not Path(word).is_absolute()
+            if is_missing and (position or not shutil.which(word)):
+                raise click.UsageError(
+                    f"--command must name a script that exists, not {path}: give its path from this folder"
+                )
 
 
 @click.command(cls=_RunCommand)
@@ -278,6 +317,23 @@ class _Options:
     metavar="NETWORK",
     help="With the local engine: give each worker an emulated host in this network; see 'mlbench network list'.",
 )
+@click.option(
+    "--cwd",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Folder in which the workers start (default: the current one).",
+)
+@click.option(
+    "--env",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="Give the workers this variable, by default with its value here; can be given several times.",
+)
+@click.option(
+    "--oversubscribe",
+    is_flag=True,
+    help="Allow more than four workers on a core, which mostly wait for each other.",
+)
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
 @click.option("--wait", is_flag=True, help="Watch the runs; at their end show the results and draw the charts.")
 @click.option(
@@ -297,6 +353,9 @@ def run(ctx: click.Context, **values: Any) -> None:
     \b
         mlbench run demo 1 2 --task 1a --wait -- --dataset digits
 
+    The workers start in the current folder, and get the variables of this call that libraries read, such as NCCL_ALGO
+    and PYTHONPATH. No shell runs the command.
+
     With --repeats N, the runs are named NAME-NUM_WORKERS-r1 to -rN. No two runs of a call have the same seed.
 
     On a terminal, the command asks for missing values. If no master is configured, it starts one on this machine.
@@ -314,6 +373,7 @@ def run(ctx: click.Context, **values: Any) -> None:
         return
     location = _embedded.find_or_start(options.dashboard_url, options.engine)
     with MasterClient(location.url, location.token) as client:
+        client.check_workers(max(options.num_workers), options.oversubscribe)
         started = _start(client, requests, options.replace)
         if not (options.wait or options.as_json):
             rows = [(item["name"], item["id"], item.get("num_workers"), item.get("state")) for item in started]
@@ -340,6 +400,21 @@ def _split(text: str, option: str) -> list[str]:
         raise click.BadParameter(
             f"the {name} must be quoted as for a shell, not {text!r}: {error}", param_hint=option
         ) from None
+
+
+def _variables(words: Sequence[str]) -> dict[str, str]:
+    """Return the variables of ``--env``; one without a value has that of this process."""
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        try:
+            check_variable(name)
+            if not equals and name not in os.environ:
+                raise ValueError(f"{name} must be set here, or be given with a value: write {name}=VALUE")
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--env") from None
+        found[name] = value if equals else os.environ[name]
+    return found
 
 
 def _interactive() -> bool:

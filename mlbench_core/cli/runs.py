@@ -27,6 +27,7 @@ from mlbench_core.cli._output import (
     remark,
 )
 from mlbench_core.cli._state_files import connect_or_read
+from mlbench_core.cli._streams import stdout_is_closed
 from mlbench_core.cli.completion import complete_runs
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.files import replacing
@@ -139,6 +140,8 @@ def logs(name: str, follow: bool, dashboard_url: str | None, as_json: bool, **fi
             lines, position = client.logs(run_id, position, filters)
             for line in lines:
                 click.echo(json.dumps(line, ensure_ascii=False) if as_json else log_line(line))
+                if stdout_is_closed():
+                    return
             if ended or not follow:
                 return
             pause.wait(FOLLOW_POLL_S)

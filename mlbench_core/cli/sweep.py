@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlbench_core.caller import describe_call
 from mlbench_core.cli import _embedded
 from mlbench_core.cli._client import MasterClient
 from mlbench_core.cli._output import (
@@ -46,9 +47,16 @@ _RESULTS = ("reached", "time_to_goal_s", "train_s", "best", "bytes_on_wire", "by
     help="Folder for the results; the same command continues a sweep that was ended.",
 )
 @click.option("--dry-run", is_flag=True, help="Only show the runs and the estimate of their time.")
+@click.option(
+    "--oversubscribe",
+    is_flag=True,
+    help="Allow more than four workers on a core, which mostly wait for each other.",
+)
 @dashboard_option
 @json_option
-def sweep(file: Path, output: Path, dry_run: bool, dashboard_url: str | None, as_json: bool) -> None:
+def sweep(
+    file: Path, output: Path, dry_run: bool, oversubscribe: bool, dashboard_url: str | None, as_json: bool
+) -> None:
     """Run the sweep of a TOML FILE: algorithms x workers x networks x seeds on one task.
 
     Runs that FOLDER already has are not repeated. More algorithms, networks and seeds in FILE only add runs. A run that
@@ -56,6 +64,8 @@ def sweep(file: Path, output: Path, dry_run: bool, dashboard_url: str | None, as
 
     A run that exceeds the limit of FILE is stopped, and counts as one that did not reach its goal within it. With
     repeat_stopped = false in FILE, it is not repeated with other seeds.
+
+    The workers start in the folder of FILE, with the environment of this call.
     """
     described = load_sweep(file)
     folder = SweepFolder(output)
@@ -73,7 +83,8 @@ def sweep(file: Path, output: Path, dry_run: bool, dashboard_url: str | None, as
     if not as_json:
         _show_estimate(described, len(points), done, expected)
     with folder.open(file, described.files):
-        is_whole = _run(described, folder, points, pending, done, dashboard_url)
+        call = {"caller": describe_call(file.parent), "oversubscribe": oversubscribe}
+        is_whole = _run(described, folder, points, pending, done, dashboard_url, call)
     points = folder.planned(described)
     done, failures = folder.done(described, points), folder.failures(points)
     outcome = _read_outcome(output, described)
@@ -99,6 +110,7 @@ def _run(
     pending: Sequence[Point],
     done: Mapping[str, Done],
     dashboard_url: str | None,
+    call: Mapping[str, Any],
 ) -> bool:
     """Run the pending points; return False if the budget ended first."""
     # Imported here: --dry-run needs neither.
@@ -109,9 +121,12 @@ def _run(
         location = _embedded.find_or_start(dashboard_url)
         return MasterClient(location.url, location.token)
 
+    if pending:
+        with connect() as client:
+            client.check_workers(max(point.workers for point in pending), call["oversubscribe"])
     with open_display(described, points, dict(done)) as display:
         try:
-            return Runner(described, folder, connect, display).run(pending)
+            return Runner(described, folder, connect, display, call).run(pending)
         except KeyboardInterrupt:
             pass
     raise MLBenchError("ended by Ctrl-C; start the same command again to continue")

@@ -53,7 +53,7 @@ def read(name: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigurationError(f"{path} must be readable for this user: {error.strerror or error}") from error
     try:
-        value = json.loads(text)
+        value = json.loads(text.decode("utf-8-sig"))
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

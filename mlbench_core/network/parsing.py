@@ -101,7 +101,7 @@ def load_network(path: Path) -> Network:
     else:
         import tomli as tomllib
     try:
-        return _from_tables(tomllib.loads(path.read_text(encoding="utf-8")))
+        return _from_tables(tomllib.loads(path.read_text(encoding="utf-8-sig")))
     except OSError as error:
         raise ConfigurationError(f"cannot read the network {path}: {error.strerror or error}") from error
     except ValueError as error:

@@ -211,7 +211,7 @@ class Reference:
             ConfigurationError: The file cannot be read, has another schema version, or is not a valid reference.
         """
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8-sig"))
             if not isinstance(content, dict):
                 raise TypeError("the content must be an object in braces")
             version = content.pop("schema_version", None)

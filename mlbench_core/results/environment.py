@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from mlbench_core.caller import NAMED_VARIABLES, is_carried
 from mlbench_core.files import digest
 from mlbench_core.results.checkout import describe_checkout
 
@@ -34,6 +35,7 @@ __all__ = [
     "driver_version",
     "machine_of",
     "mask_command_line",
+    "mask_variables",
     "software_of",
 ]
 
@@ -43,37 +45,19 @@ _SCHEMA_VERSION = 1
 _PROC = Path("/proc")
 _SYS = Path("/sys")
 
-_VARIABLE_PREFIXES = (
-    "CUBLAS_",
-    "CUDA_",
-    "CUDNN_",
-    "GLOO_",
-    "GOMP_",
-    "KMP_",
-    "MKL_",
-    "MLBENCH_",
-    "MALLOC_",
-    "NCCL_",
-    "OMPI_COMM_WORLD_",
-    "OMPI_MCA_",
-    "OMP_",
-    "OPENBLAS_",
-    "PYTORCH_",
-    "TF_",
-    "TORCHDYNAMO_",
-    "TORCHINDUCTOR_",
-    "TORCH_",
-    "UCX_",
-)
+# Besides those that a run takes from the call that starts it.
+_VARIABLE_PREFIXES = ("MLBENCH_", "OMPI_COMM_WORLD_")
 # Of SLURM, only the place of the process and its resources: other variables name users and accounts.
 _VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
     *("SLURM_NNODES", "SLURM_JOB_PARTITION", "SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND", "SLURM_GPUS_ON_NODE"),
-    *("GLIBC_TUNABLES", "LD_PRELOAD", "NVIDIA_TF32_OVERRIDE", "PYTHONHASHSEED"),
 }
 
-_SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|(?<!BY)PASS|PWD|CREDENTIAL|AUTH", re.IGNORECASE)
+# Names of accounts.
+_UNRECORDED = ("SBATCH_", "MLBENCH_NAMED_VARIABLES")
+
+_SECRET_VARIABLE = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|(?<!BY)PASS|PWD|CREDENTIAL|AUTH", re.IGNORECASE)
 # One of these must be the end of a word in the name: --api-key and --apikey match, --max-tokens and --tokenizer do not.
 _SECRET_NAME = (
     r"[\w.+-]*(?:token|key|secret|password|passwd|passphrase|(?<!by)pass|pwd|credentials?|auth)(?![a-z0-9])[\w.-]*"
@@ -123,7 +107,8 @@ def describe_environment(
         * ``packages``: All installed distributions with their versions.
         * ``checkouts``: Commit and local changes of ``program`` and of ``mlbench_core``, see
           :func:`~mlbench_core.results.checkout.describe_checkout`.
-        * ``variables``: Environment variables that libraries and launchers read, without secrets.
+        * ``variables``: Environment variables that libraries and launchers read, and those that the user gave to the
+          run. The values of secrets are ``***``.
         * ``command_line``: The arguments of this process, beginning with those of Python, without secrets.
         * ``seeds``: As given.
         * ``data_files``: As described above, and ``data_files_left_out``: the number of further paths.
@@ -150,11 +135,7 @@ def describe_environment(
             "program": None if program is None else describe_checkout(program, accept_new=True),
             "mlbench_core": describe_checkout(Path(__file__).parents[1] / "__init__.py"),
         },
-        "variables": {
-            name: _mask(value)
-            for name, value in sorted(os.environ.items())
-            if (name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES)) and not _SECRET_VARIABLE.search(name)
-        },
+        "variables": mask_variables({name: os.environ[name] for name in sorted(os.environ) if _is_recorded(name)}),
         "command_line": mask_command_line(sys.orig_argv),
         "seeds": dict(seeds or {}),
         "data_files": files,
@@ -367,6 +348,26 @@ def mask_command_line(arguments: Sequence[str]) -> list[str]:
         masked.append(_MASK if is_value else _mask(argument))
         is_value = not is_value and _SECRET_OPTION.fullmatch(argument) is not None
     return masked
+
+
+def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Replace the secrets in the values of environment variables by ``***``.
+
+    Args:
+        variables: The values by name.
+
+    Example:
+        >>> mask_variables({"WANDB_API_KEY": "abc", "NCCL_ALGO": "Ring", "MLFLOW_TRACKING_URI": "http://me:pw@host"})
+        {'WANDB_API_KEY': '***', 'NCCL_ALGO': 'Ring', 'MLFLOW_TRACKING_URI': 'http://***@host'}
+    """
+    return {name: _MASK if _SECRET_VARIABLE.search(name) else _mask(str(value)) for name, value in variables.items()}
+
+
+def _is_recorded(name: str) -> bool:
+    if name.startswith(_UNRECORDED):
+        return False
+    known = name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES) or is_carried(name)
+    return known or name in os.environ.get(NAMED_VARIABLES, "").split()
 
 
 def _mask(text: str) -> str:

@@ -135,7 +135,7 @@ def _load_json(path: Path) -> RunRecord | None:
     if path.stat().st_size > _MOST_JSON_BYTES:
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     # A file of many nested brackets raises RecursionError.
     except (ValueError, RecursionError):
         return None

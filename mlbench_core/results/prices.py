@@ -207,7 +207,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         import tomli as tomllib
 
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"the table of prices {path} cannot be read: {error}") from error
 

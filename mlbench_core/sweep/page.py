@@ -71,7 +71,7 @@ def write_page(
     facts = _facts(outcome, pricing, folder, len(sweep.points()) - outcome.planned)
     columns = known_columns(rows)
     copy = folder / _COPY
-    source = copy.read_text(encoding="utf-8") if copy.exists() else ""
+    source = copy.read_text(encoding="utf-8-sig") if copy.exists() else ""
     content = {"title": outcome.title, "facts": facts, "words": words, "rows": rows, "maps": list(map(_map_json, maps))}
     texts = {
         "index.html": html_page(outcome.title, facts, words, sections, (columns, rows), source),
@@ -147,7 +147,7 @@ def _figures(
                 whole, *single = makers
                 try:
                     drawing = whole()
-                except ConfigurationError as error:
+                except Exception as error:  # the tables do not depend on a figure
                     report(f"{section.name} is not drawn: {error}")
                     continue
                 written += save(drawing, folder)
@@ -156,7 +156,7 @@ def _figures(
                 for make in again:
                     try:
                         shown = make() if make is not None else drawing
-                    except ConfigurationError as error:
+                    except Exception as error:
                         report(f"{section.name} is not drawn for every network: {error}")
                         continue
                     section.figures.append(inline_svg(shown, f"{section.title}: {shown.name}"))

@@ -88,9 +88,19 @@ class Runner:
         folder: Its folder, which must be open.
         connect: Function that finds the master, or starts it.
         observer: The display of the progress.
+        call: Fields of each request that come from the call of the command. They are not part of a point, which may be
+            continued by a call from another folder.
     """
 
-    def __init__(self, sweep: Sweep, folder: SweepFolder, connect: Callable[[], Master], observer: Observer) -> None:
+    def __init__(
+        self,
+        sweep: Sweep,
+        folder: SweepFolder,
+        connect: Callable[[], Master],
+        observer: Observer,
+        call: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._call_fields = dict(call or {})
         self._sweep = sweep
         self._folder = folder
         self._connect = connect
@@ -176,7 +186,7 @@ class Runner:
 
         def create(master: Master) -> dict[str, Any]:
             # A request can arrive although its answer does not.
-            return self._find_at(master, run) or master.create({**point.request, "name": run})
+            return self._find_at(master, run) or master.create({**point.request, **self._call_fields, "name": run})
 
         return self._call(create)
 

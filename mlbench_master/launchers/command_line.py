@@ -4,28 +4,50 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 import sysconfig
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import mlbench_core
+from mlbench_core.caller import is_carried
 from mlbench_master.launchers.interface import Job
 
-__all__ = ["fill", "python_environment", "split_command", "split_container_command"]
+__all__ = [
+    "check_program_in",
+    "fill",
+    "python_environment",
+    "script_python",
+    "split_command",
+    "split_container_command",
+    "variables_to_remove",
+    "worker_environment",
+]
 
 
 def split_command(job: Job) -> list[str]:
     """Return the words of a worker's command, in which ``{rank}`` and ``{hosts}`` are still to be filled in.
 
-    A script gets this Python and an absolute path, because workers run in their own folder.
+    A script gets a Python: that of the call, and the script of a task that of the master. In a run without a folder of
+    its call it also gets an absolute path, because workers run in their own folder.
 
     Example:
         >>> split_command(Job(run_id=7, name="a", command="train --id {run_id} '{rank} of 2'", num_workers=2))
         ['train', '--id', '7', '{rank} of 2']
     """
     words = {"{run_id}": str(job.run_id), "{backend}": job.backend}
-    argv = [_script_path(fill(word, words), position) for position, word in enumerate(shlex.split(job.command))]
-    return [sys.executable, *argv] if argv[0].endswith(".py") else argv
+    argv = [fill(word, words) for word in shlex.split(job.command)]
+    if not job.cwd:
+        argv = [_script_path(word, position) for position, word in enumerate(argv)]
+    return [script_python(job), *argv] if _is_script(argv[0], job.cwd) else argv
+
+
+def script_python(job: Job) -> str:
+    """Return the Python that runs the script of a job: that of the call, or that of this process."""
+    path = (job.caller_env or {}).get("PATH")
+    found = None if job.is_task or path is None else shutil.which("python", path=path)
+    return found or sys.executable
 
 
 def split_container_command(job: Job) -> list[str]:
@@ -49,17 +71,91 @@ def fill(word: str, values: dict[str, str]) -> str:
     return word
 
 
+def check_program_in(words: Sequence[str], cwd: str, path: str) -> None:
+    """Refuse a command whose program or script this machine does not have.
+
+    Args:
+        words: The words of the command.
+        cwd: The folder in which it would start.
+        path: The ``PATH`` of the workers.
+
+    Raises:
+        ValueError: There is no such program; the message says what to do.
+    """
+    first = words[0]
+    if any("{" in word for word in words[:1]):  # it is filled in later
+        return
+    file = Path(cwd, first)
+    if first.endswith(".py") and file.is_file():
+        return
+    if "/" in first:
+        if not file.is_file():
+            raise ValueError(f"must begin with a program or script that exists, not {first[:80]!r}, which {cwd} lacks")
+        if not os.access(file, os.X_OK):
+            raise ValueError(
+                f"must begin with a program that can be executed, not {first[:80]!r}: use chmod +x, or begin with its "
+                "interpreter, for example bash"
+            )
+        return
+    # An entry of the PATH may be relative, too.
+    places = os.pathsep.join(os.path.join(cwd, place) for place in path.split(os.pathsep))
+    if shutil.which(first, path=places) is None:
+        advice = f"./{first}" if file.is_file() else "bash -c '...' for a command of a shell"
+        raise ValueError(f"must begin with a program on the PATH, not {first[:80]!r}: write {advice}")
+
+
+def worker_environment(
+    job_env: Mapping[str, str], caller_env: Mapping[str, str] | None, own: Mapping[str, str], threads: int
+) -> dict[str, str]:
+    """Return the variables of the workers of a run, in addition to those of their parent process.
+
+    Args:
+        job_env: Variables of the run.
+        caller_env: Variables of the call that started it, None if the run takes those of this process.
+        own: Variables that the user cannot choose.
+        threads: Threads of a worker, if the user did not choose them.
+    """
+    given = {**(caller_env or {}), **job_env}
+    python = python_environment()
+    root, inherited = _package_root(), "" if caller_env is not None else os.environ.get("PYTHONPATH", "")
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **python,
+        # The output goes to a log, whose lines are UTF-8, and not to the terminal of the call.
+        "PYTHONIOENCODING": "utf-8",
+        **given,
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, given.get("PYTHONPATH", inherited)])),
+        **own,
+    }
+
+
+def variables_to_remove(caller_env: Mapping[str, str] | None) -> list[str]:
+    """Return the variables of this process that the workers of a run must not inherit."""
+    if caller_env is None:
+        return []
+    return [name for name in os.environ if is_carried(name) and name not in caller_env]
+
+
 def python_environment() -> dict[str, str]:
     """Return variables with which ``python`` is this Python, and imports find this package even if not installed."""
-    env = {
+    return {
         "PYTHONUNBUFFERED": "1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
-        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        "PYTHONPATH": os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH", "")])),
     }
+
+
+def _package_root() -> str:
+    """Return the folder of this package for ``PYTHONPATH``; empty if Python finds the package without it."""
     root = str(Path(mlbench_core.__file__).resolve().parent.parent)
-    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env["PYTHONPATH"]]))
-    return env
+    return "" if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else root
+
+
+def _is_script(word: str, cwd: str) -> bool:
+    """Return whether a word is a script that needs a Python, and not a program on the PATH."""
+    if not word.endswith(".py"):
+        return False
+    return not cwd or "/" in word or Path(cwd, word).is_file() or shutil.which(word) is None
 
 
 def _script_path(word: str, position: int) -> str:

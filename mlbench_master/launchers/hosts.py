@@ -22,7 +22,6 @@ import contextlib
 import json
 import math
 import shlex
-import sys
 import threading
 import time
 import uuid
@@ -33,7 +32,7 @@ from urllib.parse import urlsplit
 
 from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.launchers.command_line import fill, split_command
+from mlbench_master.launchers.command_line import fill, script_python, split_command
 from mlbench_master.launchers.folders import FolderLauncher, read_interval
 from mlbench_master.launchers.hosts_file import HostOptions, Share, read_options, share_slots
 from mlbench_master.launchers.hosts_link import HostLink
@@ -65,6 +64,7 @@ class HostsLauncher(FolderLauncher):
     """
 
     name = "hosts"
+    starts_processes = True
     options_example = "--host node1:4,node2:4"
 
     def __init__(self, folder: Path, interval_s: float | None = None) -> None:
@@ -283,8 +283,12 @@ class HostsLauncher(FolderLauncher):
             "gpu_enabled": job.gpu_enabled,
             "log_limit_bytes": self._limit_bytes,
             "load_interval_s": self._load_interval_s,
-            "python": sys.executable,
+            "python": script_python(job),
             "env": job.env,
+            "caller_env": job.caller_env,
+            "cwd": job.cwd,
+            "is_task": job.is_task,
+            "oversubscribe": job.oversubscribe,
         }
         hosts = {}
         for place, share in enumerate(shares if job.all_nodes else shares[:1]):

@@ -30,9 +30,10 @@ from typing import Any
 
 import mlbench_core
 from mlbench_core.client.masters import boot_id
-from mlbench_master.launchers.command_line import python_environment
+from mlbench_master.launchers.command_line import variables_to_remove, worker_environment
 from mlbench_master.launchers.gpus import find_gpus
 from mlbench_master.launchers.hosts_ssh import MARK
+from mlbench_master.launchers.interface import WORKERS_PER_CORE
 from mlbench_master.launchers.logs import LogReader, NumberedLine
 from mlbench_master.launchers.supervised import (
     FOLDER_VARIABLE,
@@ -130,9 +131,23 @@ class _Run:
     def prepare(self) -> int:
         """Check what the run needs on this host; return a free port."""
         self._gpus()
+        cwd = self._cwd()
+        if cwd and not os.access(cwd, os.R_OK | os.X_OK):
+            raise _Refused(
+                f"there is no folder {cwd}: use a file system that all hosts share, or name a folder with --cwd"
+            )
         for word in self._job["commands"][0]["argv"][:3]:
-            if word.startswith("/") and word.endswith(".py") and not Path(word).is_file():
-                raise _Refused(f"there is no file {word}: use a file system that all hosts share, or the same path")
+            # A script without a path may also be a program on the PATH.
+            if word.endswith(".py") and (cwd or "/" in word[:1]) and not Path(cwd, word).is_file():
+                raise _Refused(
+                    f"there is no file {Path(cwd, word)}: use a file system that all hosts share, or the same path"
+                )
+        most = WORKERS_PER_CORE * _cores()
+        if len(self._job["slots"]) > most and not self._job.get("oversubscribe"):
+            raise _Refused(
+                f"it can get at most {most} workers, not {len(self._job['slots'])}: more than {WORKERS_PER_CORE} on "
+                "each core mostly wait for each other; give it fewer slots, or start the run with --oversubscribe"
+            )
         self.root.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         if not os.access(self.root.parent, os.W_OK):
             raise _Refused(f"{self.root.parent} cannot be written: name another folder with --folder")
@@ -199,7 +214,7 @@ class _Run:
         """Return the supervisor's ``job.json``."""
         job = self._job
         gpus = self._gpus()
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = _cores()
         # More threads than cores slow down all workers.
         threads = max(1, int(min(job["num_cpus"], cores / min(len(job["slots"]), cores))))
         commands = []
@@ -221,7 +236,9 @@ class _Run:
             by_rank[command["rank"]] = gpu
         return {
             "commands": commands,
-            "env": {"OMP_NUM_THREADS": str(threads), **job["env"], **python_environment(), **own},
+            "env": worker_environment(job["env"], job.get("caller_env"), own, threads),
+            "remove": variables_to_remove(job.get("caller_env")),
+            "cwd": self._cwd(),
             "grace_s": 3.0,
             "log_limit_bytes": job["log_limit_bytes"],
             "num_workers": job["num_workers"],
@@ -229,6 +246,12 @@ class _Run:
             "load_interval_s": job["load_interval_s"],
             "container": "",
         }
+
+    def _cwd(self) -> str:
+        """Return the folder in which the workers start; empty for that of the run."""
+        cwd = str(self._job.get("cwd", ""))
+        # The script of a task needs no file of the user's folder.
+        return "" if self._job.get("is_task") and not os.path.isdir(cwd) else cwd
 
     def _gpus(self) -> list[str]:
         """Return the GPU of each worker here by its slot; none for a run without GPUs."""
@@ -238,6 +261,10 @@ class _Run:
         if max(self._job["slots"]) >= len(gpus):
             raise _Refused(f"slot {max(self._job['slots'])} has no GPU: there are {len(gpus)}; give it fewer slots")
         return [gpus[slot] for slot in self._job["slots"]]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _send_files(request: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import re
 import sys
@@ -21,7 +22,9 @@ HOSTFILE_VARIABLE = "MLBENCH_HOSTFILE"
 _FOLDER = "~/.cache/mlbench/hosts"
 _FILE_BYTES = 2**20
 # It must not look like an option of ssh.
-_NAME = re.compile(r"[A-Za-z0-9_\[][A-Za-z0-9_.@:%\[\]-]*")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.%-]*")
+_BRACKETS = re.compile(r"[^:]*\[[^\]]*\](:[^:]*)?")
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@%\\+-]*")
 _MOST_SLOTS = 1024
 
 
@@ -127,7 +130,7 @@ def _hosts(listed: str | None, hostfile: str | None) -> tuple[Host, ...]:
     file = Path(path).expanduser().absolute()
     try:
         with open_at_once(file) as content:
-            text = content.read(_FILE_BYTES).decode()
+            text = content.read(_FILE_BYTES).decode("utf-8-sig")  # editors on Windows begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ValueError(
@@ -137,9 +140,15 @@ def _hosts(listed: str | None, hostfile: str | None) -> tuple[Host, ...]:
 
 
 def _line_of(part: str) -> str:
-    """Return the line of a host file for a part of ``--host``, such as ``a:2``."""
-    name, colon, slots = part.strip().rpartition(":")
-    return f"{name} slots={slots}" if colon else slots
+    """Return the line of a host file for a part of ``--host``, such as ``a:2`` or ``[2001:db8::5]:2``."""
+    part = part.strip()
+    if part.count(":") > 1 and not _BRACKETS.fullmatch(part):
+        raise ValueError(
+            f"engine_options: --host: an IPv6 address must be in brackets, not {part[:60]!r}: its last group could be "
+            "a number of slots; write for example [2001:db8::5] or [2001:db8::5]:2"
+        )
+    name, colon, slots = part.rpartition(":")
+    return f"{name} slots={slots}" if colon and not part.endswith("]") else part
 
 
 def parse_hosts(lines: Sequence[str], source: str, unit: str = "line") -> tuple[Host, ...]:
@@ -179,8 +188,7 @@ def parse_hosts(lines: Sequence[str], source: str, unit: str = "line") -> tuple[
 
 def _parse_host(words: Sequence[str]) -> Host:
     name, *rest = words
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"the name must be one that ssh knows, not {name[:40]!r}: begin the line with the host's name")
+    name = _parse_name(name)
     slots, address = 1, ""
     for word in rest:
         key, _, value = word.partition("=")
@@ -190,11 +198,31 @@ def _parse_host(words: Sequence[str]) -> Host:
                     f"slots must be from 1 to {_MOST_SLOTS}, not {value[:40]!r}: write for example slots=4"
                 )
             slots = int(value)
-        elif key == "address" and _NAME.fullmatch(value):
-            address = value
+        elif key == "address" and value:
+            address = _parse_name(value)
         else:
             raise ValueError(f"after the name must come slots=N or address=IP, not {word[:40]!r}: leave it out")
     return Host(name, slots, address)
+
+
+def _parse_name(name: str) -> str:
+    """Return the name of a host, or its address without brackets, as ssh and torch take it."""
+    user, at, host = name.rpartition("@")
+    is_ipv6 = host.startswith("[") and host.endswith("]")
+    if is_ipv6 or ":" in host:
+        host = host[1:-1] if is_ipv6 else host
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise ValueError(
+                f"a name with colons must be an IPv6 address such as [2001:db8::5], not {name[:60]!r}: write the "
+                "number of slots as slots=4"
+            ) from None
+    elif not _NAME.fullmatch(host):
+        raise ValueError(f"the name must be one that ssh knows, not {name[:40]!r}: begin the line with the host's name")
+    if at and not _USER.fullmatch(user):
+        raise ValueError(f"the user must be one that ssh knows, not {user[:40]!r}: write for example me@node1")
+    return f"{user}{at}{host}"
 
 
 def share_slots(hosts: Sequence[Host], num_workers: int, taken: Mapping[str, set[int]]) -> list[Share]:

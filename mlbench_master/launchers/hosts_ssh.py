@@ -46,6 +46,9 @@ _LONGEST_ERROR = 300
 _LOOK_S = 0.25
 _FOLDER_PREFIX = "mlbench-ssh-"
 _LOCK = "lock"
+# The path of a socket has at most 104 bytes on macOS, 108 on Linux. Of these, ssh adds 1 + 40 for %C, and 17 for a
+# temporary name; the name of the folder has 1 + 12 + 8, and a 0 ends the path.
+_LONGEST_PLACE = 104 - (1 + 40) - 17 - (1 + 12 + 8) - 1
 _NEW_S = 60
 
 
@@ -78,8 +81,7 @@ class Ssh:
                 f"(apt-get install openssh-client), or set {_VARIABLE}"
             )
         _remove_old_folders()
-        # In the folder for temporary files, because the path of a socket may have about 100 characters.
-        self._sockets = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+        self._sockets = _make_folder()
         self._held = contextlib.ExitStack()
         self._held.enter_context(lock(self._sockets / _LOCK))
         self._used: set[str] = set()
@@ -182,9 +184,29 @@ class Ssh:
                 return None
 
 
+def _places() -> list[str]:
+    """Return the folders for temporary files whose paths are short enough for a socket below them."""
+    known = (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp")
+    return [place for place in dict.fromkeys(known) if place and len(os.fsencode(place)) <= _LONGEST_PLACE]
+
+
+def _make_folder() -> Path:
+    """Make the private folder for the sockets of the connections."""
+    problem = "all of their paths are too long"
+    for place in _places():
+        try:
+            return Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=place))
+        except OSError as error:
+            problem = f"{place}: {error.strerror}"
+    raise ConfigurationError(
+        f"TMPDIR must be a folder that can be written, with a path of at most {_LONGEST_PLACE} characters, for the "
+        f"sockets of ssh: {problem}"
+    )
+
+
 def _remove_old_folders() -> None:
     """Remove the folders of masters that were killed, which hold no lock any more."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+    for folder in (folder for place in _places() for folder in Path(place).glob(f"{_FOLDER_PREFIX}*")):
         with contextlib.suppress(OSError):  # TimeoutError, if its master continues, is one
             status = folder.lstat()
             is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()

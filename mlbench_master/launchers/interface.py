@@ -14,6 +14,7 @@ __all__ = [
     "EVERY_LINE",
     "FROM_THE_START",
     "STOPPED",
+    "WORKERS_PER_CORE",
     "Job",
     "JobStatus",
     "Launcher",
@@ -24,6 +25,10 @@ __all__ = [
     "LogRange",
     "NumberedLine",
 ]
+
+
+WORKERS_PER_CORE = 4
+"""With more workers than this on a core, they wait for each other most of the time."""
 
 
 class LauncherError(MLBenchError):
@@ -50,6 +55,11 @@ class Job:
         notes: Lines for the beginning of the run's log.
         options: Options of the engine's own command, for launchers that have one.
         network: Text of the emulated network in which each worker has a host of its own; empty for none.
+        is_task: True if the command is the script of a task, which needs no file of the user's folder.
+        cwd: Absolute path of the folder in which the workers start; empty for the folder ``work`` of the run.
+        caller_env: The variables that the run takes from the call that started it, instead of those of the master; see
+            :func:`mlbench_core.caller.is_carried`. None for a run that takes those of the master.
+        oversubscribe: True if a host may get more workers than its cores can serve.
     """
 
     run_id: int
@@ -66,6 +76,10 @@ class Job:
     notes: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     network: str = ""
+    is_task: bool = False
+    cwd: str = ""
+    caller_env: dict[str, str] | None = None
+    oversubscribe: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,6 +211,9 @@ class Launcher(ABC):
         starts_containers: True if workers always run in a container of the run's image.
         container_advice: How a user gets containers, if they do not always run in them.
         options_example: Options of the engine, as an example for people.
+        starts_processes: True if workers are processes that start in ``Job.cwd`` with ``Job.caller_env``, unless the
+            options of a run ask for containers.
+        sees_folders: True if these processes see the folders of the master's machine.
     """
 
     name: str
@@ -207,6 +224,8 @@ class Launcher(ABC):
     starts_containers = False
     container_advice = "choose an engine that starts containers"
     options_example = ""
+    starts_processes = False
+    sees_folders = False
 
     @property
     def has_options(self) -> bool:
@@ -217,6 +236,11 @@ class Launcher(ABC):
     @abstractmethod
     def capacity(self) -> float:
         """Return the number of cores for all workers together."""
+
+    @property
+    def most_workers(self) -> int | None:
+        """Return the largest number of workers that its cores can serve; None if it does not know."""
+        return None
 
     @property
     def gpus(self) -> tuple[str, ...] | None:
@@ -251,6 +275,19 @@ class Launcher(ABC):
 
         Raises:
             ValueError: It could never start; the message names the field.
+        """
+        return
+
+    def check_program(self, words: Sequence[str], cwd: str, path: str) -> None:
+        """Refuse a command that cannot start, for a launcher that can know it.
+
+        Args:
+            words: The words of the command.
+            cwd: The folder in which it would start.
+            path: The ``PATH`` of the workers.
+
+        Raises:
+            ValueError: There is no such program; the message says what to do.
         """
         return
 

@@ -21,7 +21,7 @@ Each run has a supervisor process, which outlives the master. The files in the r
     status.json      written by the supervisor at the end; without it and without a supervisor, the run is lost
     spool/           metrics that the workers could not deliver; the master stores them at the end of the run
     network          exists if each worker has an emulated host
-    work/            the folder in which the workers run
+    work/            the folder in which the workers run, unless the run has another one
     output/          the results of the workers, for example output/task1a/7/result.json
 """
 
@@ -48,11 +48,18 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.emulated import EmulatedNetwork
 from mlbench_core.paths import user_folder
 from mlbench_master.launchers import emulated_hosts
-from mlbench_master.launchers.command_line import fill, python_environment, split_command, split_container_command
+from mlbench_master.launchers.command_line import (
+    check_program_in,
+    fill,
+    split_command,
+    split_container_command,
+    variables_to_remove,
+    worker_environment,
+)
 from mlbench_master.launchers.containers import Containers, check_program, read_options, remove_containers
 from mlbench_master.launchers.folders import FolderLauncher
 from mlbench_master.launchers.gpus import find_gpus
-from mlbench_master.launchers.interface import Job, JobStatus
+from mlbench_master.launchers.interface import WORKERS_PER_CORE, Job, JobStatus
 from mlbench_master.launchers.logs import append_log, last_file, log_limit_bytes
 from mlbench_master.launchers.mpirun import is_mpirun, mpirun_command
 from mlbench_master.launchers.supervised import (
@@ -96,6 +103,8 @@ class LocalLauncher(FolderLauncher):
 
     name = "local"
     emulates_networks = True
+    starts_processes = True
+    sees_folders = True
     options_example = "--container podman"
     container_advice = "add --container docker, podman or apptainer to 'mlbench run' or to the engine's options"
 
@@ -127,6 +136,15 @@ class LocalLauncher(FolderLauncher):
         return float(self._cores)
 
     @property
+    def most_workers(self) -> int:
+        """Return the largest number of workers; see :attr:`Launcher.most_workers`."""
+        return WORKERS_PER_CORE * self._cores
+
+    def check_program(self, words: Sequence[str], cwd: str, path: str) -> None:
+        """Refuse a command whose program or script is missing; see :meth:`Launcher.check_program`."""
+        check_program_in(words, cwd, path)
+
+    @property
     def gpus(self) -> tuple[str, ...]:
         """Return the GPUs for workers; see :attr:`Launcher.gpus`."""
         # Only when a run asks for GPUs, because nvidia-smi can take seconds.
@@ -139,6 +157,10 @@ class LocalLauncher(FolderLauncher):
         job_id = f"local-{job.run_id}"
         folder = self._job_folder(job_id)
         containers = read_options(job.options)
+        if job.cwd and not os.access(job.cwd, os.R_OK | os.X_OK):
+            raise ConfigurationError(
+                f"cannot start run {job.run_id}: the folder of its workers must exist, and {job.cwd} does not any more"
+            )
         self.stop(job_id)  # a new database reuses the ids of runs that may still be running
         self.remove(job_id)
         if containers is not None:
@@ -163,6 +185,8 @@ class LocalLauncher(FolderLauncher):
             content = {
                 "commands": commands,
                 "env": env,
+                "remove": variables_to_remove(job.caller_env) if containers is None else [],
+                "cwd": job.cwd,
                 "grace_s": self._grace_s,
                 "log_limit_bytes": limit_bytes,
                 "num_workers": job.num_workers,
@@ -197,8 +221,7 @@ class LocalLauncher(FolderLauncher):
             "MLBENCH_OUTPUT": str(folder / "output"),
         }
         if containers is None:
-            env = {"OMP_NUM_THREADS": str(threads), **job.env, **python_environment(), **own}
-            return worker_commands(job, port), env
+            return worker_commands(job, port), worker_environment(job.env, job.caller_env, own, threads)
         mounts = [folder / name for name in ("work", "output", "spool")]
         # Not the whole folder of the user, which holds the master's database and its token.
         mounts += [user_folder(name) for name in _USER_FOLDERS]

@@ -31,7 +31,7 @@ import shlex
 import shutil
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -39,7 +39,7 @@ from urllib.parse import urlsplit
 from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers import slurm_script
-from mlbench_master.launchers.command_line import python_environment
+from mlbench_master.launchers.command_line import variables_to_remove, worker_environment
 from mlbench_master.launchers.error_search import is_consequence
 from mlbench_master.launchers.folders import FolderLauncher, read_interval
 from mlbench_master.launchers.interface import Job, JobStatus, LauncherError
@@ -90,6 +90,8 @@ class SlurmLauncher(FolderLauncher):
     """
 
     name = "slurm"
+    starts_processes = True
+    sees_folders = True
     options_example = "--partition=gpu --time=1:00:00"
 
     def __init__(self, folder: Path, interval_s: float | None = None) -> None:
@@ -129,7 +131,7 @@ class SlurmLauncher(FolderLauncher):
             known = self._known(job_id)
             for note in (*job.notes, f"command: {shlex.join(command)}"):
                 known.logs.note(note)
-            known.slurm_id = _submit(command, folder, mark)
+            known.slurm_id = _submit(command, folder, mark, job.caller_env)
             (folder / "slurm_job").write_text(known.slurm_id)
         except OSError as error:
             (folder / "worker.sh").unlink(missing_ok=True)
@@ -230,7 +232,7 @@ class SlurmLauncher(FolderLauncher):
             "MLBENCH_OUTPUT": str(folder / "output"),
         }
         (folder / "env.sh").touch(mode=0o600)  # only for its owner: it may hold a token
-        (folder / "env.sh").write_text(slurm_script.environment_script({**job.env, **python_environment(), **own}))
+        (folder / "env.sh").write_text(slurm_script.environment_script(*_variables(job, own)))
         (folder / "job.sh").write_text(slurm_script.job_script(job))
         (folder / "worker.sh").write_text(slurm_script.worker_script(job))
         write_json(folder / "job.json", {"mark": mark})
@@ -336,11 +338,25 @@ class _Ended:
         return f"{describe_exit(rank, number)}{': ' + error if error else ''}", number
 
 
-def _submit(command: list[str], folder: Path, mark: str) -> str:
+def _variables(job: Job, own: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the variables of the workers of a job, and the names of those that they must not inherit."""
+    # Slurm says which devices belong to a job.
+    caller_env = job.caller_env
+    if caller_env is not None:
+        caller_env = {name: value for name, value in caller_env.items() if not name.endswith("VISIBLE_DEVICES")}
+    variables = worker_environment(job.env, caller_env, own, threads=1)
+    # The job's script knows the cores of a worker.
+    if "OMP_NUM_THREADS" not in {**(caller_env or {}), **job.env}:
+        del variables["OMP_NUM_THREADS"]
+    removed = [name for name in variables_to_remove(caller_env) if not name.endswith("VISIBLE_DEVICES")]
+    return variables, removed
+
+
+def _submit(command: list[str], folder: Path, mark: str, caller_env: Mapping[str, str] | None) -> str:
     """Submit a job and return Slurm's number for it."""
     try:
         # "123", or "123;cluster"
-        slurm_id = run_slurm(*command, folder=folder).strip().splitlines()[-1].partition(";")[0]
+        slurm_id = run_slurm(*command, folder=folder, caller_env=caller_env).strip().splitlines()[-1].partition(";")[0]
     except (LauncherError, IndexError):
         # The answer may be lost, and the job be submitted.
         found: str | None = None

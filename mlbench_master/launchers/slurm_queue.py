@@ -12,10 +12,11 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlbench_core.caller import VARIABLES
 from mlbench_master.launchers.interface import LauncherError
 
 __all__ = ["ENDED", "UNKNOWN", "QueueEntry", "SlurmQueue", "all_jobs", "cancel", "run_slurm"]
@@ -42,6 +43,9 @@ _SHORTEST_PAUSE_S = 1.0
 # Slurm reads these variables of its own commands. The others would carry settings of a job in which the master runs
 # over to the jobs that it starts.
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_MPI_TYPE")
+# Its commands read options from their variables, too. Only those for the place and the limits of a job are the user's:
+# others would change what is submitted, or what squeue answers.
+_OF_SLURM = re.compile("(?:SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SACCT|SCONTROL|SINFO)_")
 # Workers read these from a file that only their user can read; Slurm keeps the environment of a job in its database.
 _SECRET = re.compile("MLBENCH_(?:TOKEN|MASTER_.*|DATABASE_URL)")
 _NO_JOB = "Invalid job id"
@@ -204,13 +208,19 @@ def accounted_jobs(slurm_ids: Iterable[str]) -> dict[str, QueueEntry]:
     return jobs
 
 
-def run_slurm(*command: str, folder: Path | None = None, timeout_s: float = _TIMEOUT_S) -> str:
+def run_slurm(
+    *command: str,
+    folder: Path | None = None,
+    timeout_s: float = _TIMEOUT_S,
+    caller_env: Mapping[str, str] | None = None,
+) -> str:
     """Run one of Slurm's commands.
 
     Args:
         *command: The command line.
         folder: Folder in which to run it.
         timeout_s: Seconds after which it has failed.
+        caller_env: Variables of the call that started a run, whose account and partition replace those of the master.
 
     Returns:
         Its standard output.
@@ -222,7 +232,7 @@ def run_slurm(*command: str, folder: Path | None = None, timeout_s: float = _TIM
         done = subprocess.run(
             command,
             cwd=folder,
-            env=_environment(),
+            env=_environment(caller_env),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
@@ -245,13 +255,17 @@ def _said(program: str, lines: Sequence[str]) -> str:
     return f"{program}: {'; '.join(dict.fromkeys(prefix.sub('', line.strip()) for line in lines))}"[:500]
 
 
-def _environment() -> dict[str, str]:
+def _environment(caller_env: Mapping[str, str] | None) -> dict[str, str]:
     """Return the variables for Slurm's commands, which become those of the job."""
-    return {
+    known = {
         name: value
         for name, value in os.environ.items()
-        if not _SECRET.fullmatch(name) and (not name.startswith("SLURM_") or name in _KEPT)
+        if not _SECRET.fullmatch(name) and (not _OF_SLURM.match(name) or name in _KEPT or name in VARIABLES)
     }
+    if caller_env is None:
+        return known
+    own = {name: value for name, value in known.items() if not name.startswith("SBATCH_")}
+    return {**own, **{name: value for name, value in caller_env.items() if name.startswith("SBATCH_")}}
 
 
 def cancel(slurm_id: str, timeout_s: float) -> None:

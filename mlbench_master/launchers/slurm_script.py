@@ -60,10 +60,11 @@ _ONE = "sh worker.sh > logs/0.out 2> logs/0.err"
 _WORKER = """\
 #!/bin/sh
 # One worker of run {name} of MLBench (id {run_id}).
+own=$PWD
 export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
 . ./env.sh
 {place}
-cd work || exit
+{folder}
 # A signal for all processes of the job must not keep this shell from writing the worker's status.
 is_ended=
 trap is_ended=1 TERM
@@ -72,7 +73,7 @@ worker=$!
 [ -z "$is_ended" ] || kill "$worker"
 wait "$worker"; status=$?
 while kill -0 "$worker" 2> /dev/null; do wait "$worker"; status=$?; done
-echo "$status" > "../status/$rank.part" && mv "../status/$rank.part" "../status/$rank"
+echo "$status" > "$own/status/$rank.part" && mv "$own/status/$rank.part" "$own/status/$rank"
 exit "$status"
 """
 # "2(x3),1" means four nodes with 2, 2, 2 and 1 tasks.
@@ -169,7 +170,10 @@ def worker_script(job: Job) -> str:
     place += (_COUNTS if has_place or has_hosts else "") + (_TORCHRUN if has_place else "")
     place += (_OWN_GPU if has_place and job.gpu_enabled else "") + (_HOSTS if has_hosts else "")
     command = " ".join(map(_quote, words))
-    return _WORKER.format(name=job.name, run_id=job.run_id, place=place.rstrip("\n"), command=command)
+    folder = f"cd {shlex.quote(job.cwd)} || cd work || exit" if job.is_task and job.cwd else "cd work || exit"
+    if job.cwd and not job.is_task:
+        folder = f"cd {shlex.quote(job.cwd)} || exit"
+    return _WORKER.format(name=job.name, run_id=job.run_id, place=place.rstrip("\n"), folder=folder, command=command)
 
 
 def _mpirun(job: Job) -> str:
@@ -181,9 +185,10 @@ def _mpirun(job: Job) -> str:
     return shlex.join(command)
 
 
-def environment_script(variables: Mapping[str, str]) -> str:
-    """Return a script that sets variables."""
-    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+def environment_script(variables: Mapping[str, str], removed: Sequence[str] = ()) -> str:
+    """Return a script that sets variables, after it has removed some that the job inherited."""
+    unset = f"unset {' '.join(removed)}\n" if removed else ""
+    return unset + "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
 
 
 def _has_one_task(job: Job) -> bool:

@@ -107,6 +107,9 @@ class _Supervisor:
         job: dict[str, Any] = json.loads((folder / "job.json").read_text())
         self._commands: list[dict[str, Any]] = job["commands"]
         self._env: dict[str, str] = job["env"]
+        self._cwd = job.get("cwd") or folder / "work"
+        for name in job.get("remove", ()):  # of the call that started the master, which the run must not inherit
+            os.environ.pop(name, None)
         self._grace_s = float(job["grace_s"])
         self._num_workers = int(job["num_workers"])
         self._gpus: list[str] = job["gpus"]
@@ -237,7 +240,7 @@ class _Supervisor:
 
     def _start(self, argv: list[str], env: dict[str, str], rank: int | None, prefix: str | None = None) -> None:
         options: dict[str, Any] = {
-            "cwd": self._folder / "work",
+            "cwd": self._cwd,
             "env": {**os.environ, **self._env, **env},
             # A worker that asks for input must fail, not wait indefinitely.
             "stdin": subprocess.DEVNULL,

@@ -8,11 +8,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 
+from mlbench_core.caller import module_command, safe_environment
 from mlbench_master.launchers.logs import open_at_once
 from mlbench_master.processes import end_processes, processes_with, start_mark
 
@@ -40,14 +40,11 @@ def start_supervisor(folder: Path, held: socket.socket) -> subprocess.Popen[byte
         folder: The run's folder.
         held: A socket of :func:`hold_port`, which the supervisor keeps until it ends.
     """
-    # The supervisor runs in the run's folder, where Python would not find a package that is not installed.
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     with (folder / "supervisor.log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", _SUPERVISOR, str(folder)],
+            module_command(_SUPERVISOR, str(folder)),
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": path, FOLDER_VARIABLE: str(folder)},
+            env={**safe_environment(), FOLDER_VARIABLE: str(folder)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -126,6 +126,7 @@ def _facts(run: Run, folder: _Folder) -> dict[str, str]:
         "Backend": run.backend,
         "Image": run.image,
         "Command": run.command,
+        "Folder of the workers": str(metadata.get("cwd") or ""),
         "Created": moment(run.created_at),
         "Finished": moment(run.finished_at),
         "Notes": " ".join(map(str, metadata.get("notes") or ())),

@@ -52,7 +52,8 @@ class FakeMaster:
         lines: Log lines of a run by id.
         result_folder: Function that returns the folder whose files are in the zip file of a run, from its description.
         states: States that a run goes through, one a question; the last one stays.
-        requests: Bodies of ``POST /api/runs/``.
+        requests: Bodies of ``POST /api/runs/``, without the field ``caller``.
+        callers: This field of each of them.
         log_queries: Parameters of the requests for log lines.
         token: Needed in each request where it is set, except for the health.
         key: The key with which it proves that it is the recorded master.
@@ -67,6 +68,7 @@ class FakeMaster:
         self.states: dict[int, list[str]] = {}
         self.final_state = "finished"
         self.requests: list[dict[str, Any]] = []
+        self.callers: list[dict[str, Any] | None] = []
         self.deleted: list[int] = []
         self.log_queries: list[dict[str, str]] = []
         self.token: str | None = None
@@ -139,6 +141,7 @@ class FakeMaster:
     def _create(self, body: dict[str, Any]) -> tuple[int, Any]:
         if any(run["name"] == body["name"] for run in self.runs.values()):
             return 409, {"status": "Conflict", "message": f"name: a run {body['name']!r} exists"}
+        self.callers.append(body.pop("caller", None))
         self.requests.append(body)
         workers = body["num_workers"]
         text = json.dumps(summary(workers, 80.0 / workers, 4.0 * (workers - 1)))

@@ -377,9 +377,93 @@ def test_a_run_that_can_never_start_is_refused_at_once(client: TestClient) -> No
         assert answer.json()["message"].startswith(message)
 
 
+def test_workers_start_in_the_folder_and_with_the_environment_of_the_call(
+    launcher: HostsLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "of-the-master")
+    monkeypatch.setenv("HF_TOKEN", "of-the-master")
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "show.py").write_text(
+        "import os\nprint(os.getcwd(), os.environ['NCCL_ALGO'], os.environ.get('HF_TOKEN'), os.environ['MINE'])\n"
+    )
+    call = {"cwd": str(tmp_path / "user"), "caller_env": {"NCCL_ALGO": "Tree", "PATH": os.environ["PATH"]}}
+    job_id = launcher.start(job("python show.py", env={"MINE": "x"}, **call))
+    assert end_of(launcher, job_id).state == "finished", texts(launcher, job_id)
+    assert texts(launcher, job_id).count(f"{tmp_path / 'user'} Tree None x") == 2
+
+
+def test_a_host_without_the_folder_of_the_call_is_named(launcher: HostsLauncher, tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone")
+    reason = end_of(launcher, launcher.start(job("true", cwd=gone, options=("--host", "a:2")))).reason
+    assert reason.startswith(f"host a: there is no folder {gone}: use a file system that all hosts share")
+
+
+def test_the_script_of_a_task_needs_no_folder_of_the_call(launcher: HostsLauncher, tmp_path: Path) -> None:
+    job_id = launcher.start(job("true", cwd=str(tmp_path / "gone"), is_task=True, options=("--host", "a:2")))
+    assert end_of(launcher, job_id).state == "finished"
+
+
+def test_a_host_gets_no_more_workers_than_its_cores_can_serve(launcher: HostsLauncher) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    many = {"num_workers": 4 * cores + 1, "options": ("--host", f"a:{4 * cores + 1}")}
+    reason = end_of(launcher, launcher.start(job("true", **many))).reason
+    assert reason.startswith(f"host a: it can get at most {4 * cores} workers, not {4 * cores + 1}: ")
+    job_id = launcher.start(job("true", run_id=2, oversubscribe=True, **many))
+    assert end_of(launcher, job_id).state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "slots"),
+    [
+        ("[2001:db8::5]", "2001:db8::5", 1),
+        ("[2001:db8::5]:2", "2001:db8::5", 2),
+        ("me@[fe80::1%eth0]:3", "me@fe80::1%eth0", 3),
+        ("10.0.0.1:4", "10.0.0.1", 4),
+        ("me@node-1.example:2", "me@node-1.example", 2),
+    ],
+)
+def test_a_host_may_be_an_address_in_brackets(text: str, name: str, slots: int, tmp_path: Path) -> None:
+    (found,) = read_options(["--host", text]).hosts
+    assert (found.name, found.slots) == (name, slots)
+    (tmp_path / "file").write_text(f"{text.rpartition(':')[0] if slots > 1 else text} slots={slots}\n")
+    assert read_options(["--hostfile", str(tmp_path / "file")]).hosts == (found,)
+
+
+@pytest.mark.parametrize(
+    "text", ["2001:db8::5", "::1", "a:2:3", "[2001:db8::5", "[x]:2", "[::1]:2:3", "[::1]2", "a:", "@a"]
+)
+def test_a_host_whose_slots_are_not_clear_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="engine_options: --host"):
+        read_options(["--host", text])
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_host_file_of_another_system_is_read(end: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(f"\ufeffa slots=4{end}b address=2001:db8::1{end}".encode())
+    first, second = read_options(["--hostfile", str(tmp_path / "file")]).hosts
+    assert (first.name, first.slots, second.name, second.address) == ("a", 4, "b", "2001:db8::1")
+
+
+def test_the_sockets_of_ssh_have_short_paths_also_with_a_long_folder_for_temporary_files(
+    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    with contextlib.closing(hosts_ssh.Ssh()) as ssh:
+        (place,) = (word for word in ssh._options() if word.startswith("ControlPath="))
+        folder = Path(place.partition("=")[2]).parent
+        # %C has 40 characters; ssh makes the socket under a temporary name with 17 more.
+        assert len(str(folder / ("c" * 40))) + 17 < 104
+        assert (folder.stat().st_mode & 0o777, folder.owner()) == (0o700, Path.home().owner())
+        assert list(long.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("node1:4", "line 3: a name with colons must be an IPv6 address such as [2001:db8::5], not 'node1:4'"),
         ("b slots=x", "file, line 3: slots must be from 1 to 1024, not 'x': write for example slots=4"),
         ("b slots=0", "line 3: slots must be from 1 to 1024, not '0'"),
         ("b 4", "line 3: after the name must come slots=N or address=IP, not '4'"),
@@ -685,10 +769,17 @@ def test_the_launcher_needs_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         HostsLauncher(tmp_path)
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder whose path is short enough for a socket, as that of a temporary folder of pytest need not be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 def test_folders_of_masters_that_were_killed_are_removed(
-    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake: Path, tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    temporary = tmp_path / "temporary"
+    temporary = short_folder
     for name in ("killed", "new"):
         (temporary / f"mlbench-ssh-{name}").mkdir(parents=True)
         (temporary / f"mlbench-ssh-{name}" / "socket").touch()

@@ -369,6 +369,51 @@ def test_the_token_is_only_in_a_file_of_its_user(
     assert (folder / "env.sh").stat().st_mode & 0o777 == 0o600
 
 
+def test_variables_that_are_options_of_slurm_do_not_reach_it(
+    launcher: SlurmLauncher, fake: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped = ("SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_OUTPUT", "SBATCH_EXPORT", "SQUEUE_FORMAT", "SQUEUE_STATES")
+    dropped += ("SCANCEL_STATE", "SACCT_FEDERATION", "SRUN_EXPORT_ENV", "SLURM_CLUSTERS", "SLURM_NTASKS_PER_NODE")
+    for name in dropped:
+        monkeypatch.setenv(name, "1-4")
+    for name in ("SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_PARTITION"):
+        monkeypatch.setenv(name, f"the {name}")
+    call = {"SBATCH_ACCOUNT": "of the call", "PATH": os.environ["PATH"]}
+    assert end_of(launcher, launcher.start(job("true"))).state == "finished"
+    assert end_of(launcher, launcher.start(job("true", run_id=2, caller_env=call))).state == "finished"
+    first, second = (json.loads((fake / f"environment-{number}.json").read_text()) for number in (1, 2))
+    assert not {*first, *second} & set(dropped)
+    assert (first["SLURM_CONF"], first["SBATCH_ACCOUNT"]) == ("the SLURM_CONF", "the SBATCH_ACCOUNT")
+    # The account and the partition belong to the call: the second one has no partition.
+    assert (second["SBATCH_ACCOUNT"], second.get("SBATCH_PARTITION")) == ("of the call", None)
+
+
+def test_workers_start_in_the_folder_and_with_the_environment_of_the_call(
+    launcher: SlurmLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "of-the-master")
+    monkeypatch.setenv("HF_TOKEN", "of-the-master")
+    folder = tmp_path / "it's mine"
+    folder.mkdir()
+    names = "('NCCL_ALGO', 'HF_TOKEN', 'CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS', 'MINE')"
+    (folder / "show.py").write_text(f"import os\nprint(os.getcwd(), *(os.environ.get(name) for name in {names}))\n")
+    call = {"NCCL_ALGO": "Tree", "CUDA_VISIBLE_DEVICES": "7", "OMP_NUM_THREADS": "3", "PATH": os.environ["PATH"]}
+    job_id = launcher.start(job("python show.py", cwd=str(folder), caller_env=call, env={"MINE": "$x"}))
+    assert end_of(launcher, job_id).state == "finished"
+    said = [line["text"] for line in launcher.logs(job_id).lines]
+    # Slurm gives a job its devices, not the call.
+    assert said.count(f"{folder} Tree None {os.environ.get('CUDA_VISIBLE_DEVICES')} 3 $x") == 2
+
+
+@pytest.mark.parametrize("is_task", [False, True])
+def test_only_a_task_may_start_without_the_folder_of_the_call(
+    launcher: SlurmLauncher, tmp_path: Path, is_task: bool
+) -> None:
+    job_id = launcher.start(job("pwd", cwd=str(tmp_path / "gone"), is_task=is_task))
+    assert end_of(launcher, job_id).state == ("finished" if is_task else "failed")
+    assert any(f"{tmp_path / 'gone'}" in line["text"] for line in launcher.logs(job_id).lines)
+
+
 def test_options_come_between_the_defaults_and_what_mlbench_needs(
     queued: SlurmLauncher, controller: Controller
 ) -> None:

@@ -226,6 +226,7 @@ def test_no_secret_gets_into_the_description(patch: pytest.MonkeyPatch, no_packa
     ]  # fmt: skip
     assert {name: found["variables"].get(name) for name in variables} == {
         **dict.fromkeys(variables), "NCCL_BYPASS": "1",
+        **dict.fromkeys(("MLBENCH_TOKEN", "MLBENCH_MASTER_KEY", "NCCL_DB_PASSWORD", "MLBENCH_PWD"), "***"),
         "MLBENCH_SETTINGS": '{"lr": 1, "api_token": "***", "key":"***", "epochs": 3}',
         "MLBENCH_DATABASE_URL": "postgresql://***@host/db", "OMP_NUM_THREADS": "3",
         "MLBENCH_MASTER_URL": "http://host/?token=***&page=2#key=***", "TORCH_LOGS": "?",

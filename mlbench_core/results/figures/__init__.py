@@ -130,8 +130,9 @@ def drawings(
                 drawing = make()
         except ImportError:
             raise
-        except ConfigurationError as error:
-            (report or _logger.info)(f"{name} is not drawn: {error}")
+        # The other figures, and the tables of a command, do not depend on one that cannot be drawn.
+        except Exception as error:
+            (report or _logger.info)(f"{name} is not drawn: {_reason(error)}")
         else:
             yield drawing
 
@@ -158,4 +159,17 @@ def draw_all(
         MissingDependencyError: matplotlib is not installed.
     """
     with_time(groups)
-    return [path for drawing in drawings(groups, price_per_hour, report) for path in save(drawing, folder)]
+    written: list[Path] = []
+    for drawing in drawings(groups, price_per_hour, report):
+        try:
+            written += save(drawing, folder)
+        except OSError:  # the others cannot be written either
+            raise
+        except Exception as error:
+            (report or _logger.info)(f"{drawing.name} is not drawn: {_reason(error)}")
+    return written
+
+
+def _reason(error: Exception) -> str:
+    kind = "" if isinstance(error, ConfigurationError) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split())

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import itertools
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,7 @@ __all__ = [
     "Drawing",
     "Look",
     "finish",
+    "load_matplotlib",
     "new_figure",
     "number",
     "save",
@@ -86,7 +89,7 @@ def style() -> Iterator[None]:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    require("matplotlib", "charts")
+    load_matplotlib()
     import matplotlib
 
     with matplotlib.rc_context():
@@ -94,6 +97,27 @@ def style() -> Iterator[None]:
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(matplotlib.rc_params_from_file(_STYLE, use_default_template=False))
         yield
+
+
+def load_matplotlib() -> None:
+    """Import matplotlib also with a ``MPLBACKEND`` that it does not know, such as that of a notebook.
+
+    Figures are drawn without pyplot, so they need no such backend. It stays the choice of the process for pyplot.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    backend = os.environ.pop("MPLBACKEND", None) if "matplotlib" not in sys.modules else None
+    try:
+        require("matplotlib", "charts")
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+    if backend is not None:
+        import matplotlib
+
+        with contextlib.suppress(ValueError):
+            matplotlib.rcParams["backend"] = backend
 
 
 def new_figure(width: float, height: float) -> Figure:

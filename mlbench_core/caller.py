@@ -1,0 +1,197 @@
+"""The place from which a user starts runs: the current folder and the variables that a run takes from there.
+
+A master serves many calls, and each of them may come from another folder with another environment. So a call sends its
+own to the master, and the workers of its runs do not inherit those of the call that happened to start the master.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlbench_core.errors import ConfigurationError
+
+__all__ = [
+    "NAMED_VARIABLES",
+    "PREFIXES",
+    "VARIABLES",
+    "call_environment",
+    "call_folder",
+    "check_variable",
+    "describe_call",
+    "is_carried",
+    "module_command",
+    "safe_environment",
+]
+
+PREFIXES = (
+    *("CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "MIOPEN_"),
+    *(
+        "NCCL_",
+        "RCCL_",
+        "GLOO_",
+        "TP_",
+        "UCX_",
+        "UCC_",
+        "FI_",
+        "OMPI_MCA_",
+        "PRTE_MCA_",
+        "PMIX_MCA_",
+        "I_MPI_",
+        "MPICH_",
+    ),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "VECLIB_", "NUMEXPR_", "ONEDNN_", "DNNL_", "MALLOC_"),
+    *("TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "TF_", "XLA_"),
+    *("PYTHON", "CONDA_", "LD_", "DYLD_", "LC_"),
+    *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_", "TENSORBOARD_"),
+)
+"""Beginnings of the names of variables that a run takes from the call that starts it."""
+
+VARIABLES = frozenset(
+    (
+        *("PATH", "VIRTUAL_ENV", "LANG", "TZ", "GLIBC_TUNABLES"),
+        *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+        *("SBATCH_ACCOUNT", "SBATCH_CONSTRAINT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION"),
+        *("SBATCH_TIMELIMIT", "SBATCH_WCKEY", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU", "SBATCH_MEM_PER_NODE"),
+    )
+)
+"""Further variables that a run takes from the call that starts it."""
+
+# They describe the terminal of the call. The output of workers goes to a log, whose lines are UTF-8.
+_OF_TERMINAL = ("PYTHONIOENCODING", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONUNBUFFERED")
+
+_OF_ENGINES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_MASTER = re.compile("MLBENCH_(?:RUN_.*|MASTER_.*|TOKEN|OUTPUT|SPOOL|SPOOL_ONLY|NETWORK|NODES|NAMED_VARIABLES)")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+NAMED_VARIABLES = "MLBENCH_NAMED_VARIABLES"
+"""The variable of workers that lists, separated by spaces, the names of the variables that the user chose."""
+
+# Without its first entry, the folder of the call, as with the option -P of Python 3.11.
+_SAFE = (
+    "import sys; del sys.path[0]; import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+
+
+def is_carried(name: str) -> bool:
+    """Return whether a run takes a variable from the call that starts it.
+
+    Example:
+        >>> is_carried("NCCL_ALGO"), is_carried("HOME")
+        (True, False)
+    """
+    return (name in VARIABLES or name.startswith(PREFIXES)) and name not in _OF_TERMINAL
+
+
+def check_variable(name: str) -> str:
+    """Return the name of a variable that a user may give to the workers of a run.
+
+    Raises:
+        ValueError: It is not a name, or the variable is one that MLBench sets for each worker.
+
+    Example:
+        >>> check_variable("NCCL_ALGO")
+        'NCCL_ALGO'
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"the name of a variable must be letters, digits and '_', not {name[:80]!r}: give for example NCCL_DEBUG"
+        )
+    if name in _OF_ENGINES or _OF_MASTER.fullmatch(name):
+        raise ValueError(f"the variable must be one that MLBench does not set itself, not {name[:80]}: leave it out")
+    return name
+
+
+def call_folder(given: Path | None = None) -> str:
+    """Return the absolute path of the folder in which workers start.
+
+    Args:
+        given: The folder that the user chose; None for the current one.
+
+    Raises:
+        ConfigurationError: The current folder was deleted.
+    """
+    try:
+        here = Path.cwd()
+    except OSError as error:
+        if given is not None and given.is_absolute():
+            return str(given)
+        raise ConfigurationError(
+            f"the current folder must be one that exists ({error.strerror}): change to another one, or give --cwd"
+        ) from None
+    return str(here / given.expanduser() if given is not None else here)
+
+
+def call_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that a run takes from a call, of those of this process.
+
+    The ``python`` of the workers is the one that runs the call, unless another environment of Python is active.
+
+    Args:
+        variables: The environment of the call; by default that of this process.
+
+    Example:
+        >>> found = call_environment({"NCCL_ALGO": "Ring", "HOME": "/home/me", "PATH": "/bin"})
+        >>> found["NCCL_ALGO"], "HOME" in found
+        ('Ring', False)
+    """
+    known = os.environ if variables is None else variables
+    carried = {name: value for name, value in known.items() if is_carried(name)}
+    path = known.get("PATH", os.defpath)
+    own = str(Path(sys.executable).parent)
+    # If an environment is active, a shell in this folder would find its Python.
+    active = [os.path.join(known[name], "bin") for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if known.get(name)]
+    found = shutil.which("python", path=path)
+    if found is None or os.path.dirname(found) not in (own, *active):
+        path = os.pathsep.join([own, path])
+    return {**carried, "PATH": path}
+
+
+def safe_environment() -> dict[str, str]:
+    """Return the environment for a program of MLBench, which imports nothing from the current folder.
+
+    The modules of the user's folder are for the user's scripts. A ``queue.py`` there must not replace the module of the
+    standard library in a master. So ``PYTHONPATH`` has neither that folder nor a relative entry. At its end it has the
+    folder of this package, which Python would not find if it is not installed.
+    """
+    here = ""
+    with contextlib.suppress(OSError):  # it was deleted
+        here = os.getcwd()
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [entry for entry in entries if os.path.isabs(entry) and os.path.realpath(entry) != here]
+    root = str(Path(__file__).resolve().parent.parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*kept, root])}
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module of MLBench in this Python, and imports nothing from the current folder.
+
+    Args:
+        module: Its full name.
+        *arguments: The arguments of the program.
+
+    Example:
+        >>> module_command("mlbench_core.cli", "tasks")[-2:]
+        ['mlbench_core.cli', 'tasks']
+    """
+    start: Sequence[str] = ("-P", "-m") if sys.version_info >= (3, 11) else ("-c", _SAFE)
+    return [sys.executable, *start, module, *arguments]
+
+
+def describe_call(folder: Path | None = None) -> dict[str, Any]:
+    """Return the field ``caller`` of a request for a run: the folder and the environment of this call.
+
+    Args:
+        folder: The folder in which the workers start; None for the current one.
+
+    Raises:
+        ConfigurationError: The current folder was deleted.
+    """
+    return {"cwd": call_folder(folder), "environment": call_environment()}
