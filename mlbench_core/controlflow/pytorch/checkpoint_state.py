@@ -59,7 +59,7 @@ def restore(path: Path, name: str, target: Any, state: Any) -> None:
             target.load_state_dict(state)
         else:
             target.set_epoch(state["epoch"])
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"the checkpoint {path} does not fit the {name} it is loaded into: {error}") from error
 
 
