@@ -18,9 +18,19 @@ from typing import IO
 
 from mlbench_core.errors import ConfigurationError
 
-__all__ = ["check_only_own", "creating_folder", "digest", "lock", "move_into_place", "replacing"]
+__all__ = [
+    "check_only_own",
+    "creating_folder",
+    "digest",
+    "lock",
+    "move_into_place",
+    "read_bytes",
+    "read_text",
+    "replacing",
+]
 
 _CHUNK_BYTES = 1 << 20
+_SMALL_BYTES = 1 << 24  # settings, names and lists that people write have a few kilobytes
 
 
 @contextlib.contextmanager
@@ -200,6 +210,55 @@ def digest(source: Path | bytes | IO[bytes], algorithm: str = "sha256") -> str:
         while chunk := source.read(_CHUNK_BYTES):
             found.update(chunk)
     return found.hexdigest()
+
+
+def read_bytes(path: Path, most_bytes: int = _SMALL_BYTES) -> bytes:
+    """Read a whole file, which must be a regular one of limited size.
+
+    A directory, a pipe or a device is refused at once: reading ``/dev/zero`` would never end, and a pipe without a
+    writer would wait.
+
+    Args:
+        path: The file, or a link to it.
+        most_bytes: Largest size.
+
+    Returns:
+        The content.
+
+    Raises:
+        OSError: The file cannot be read, is not a regular file, or is larger.
+
+    Example:
+        >>> read_bytes(Path("/dev/zero"))
+        Traceback (most recent call last):
+        OSError: /dev/zero must be a regular file, not a folder, a pipe or a device
+    """
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} must be a regular file, not a folder, a pipe or a device")
+        # One byte more than allowed shows that a file is too large, also one that grows.
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(f"{path} must have at most {most_bytes} bytes: it is not the file that is meant here")
+    return content
+
+
+def read_text(path: Path, most_bytes: int = _SMALL_BYTES) -> str:
+    """Read a text file as :func:`read_bytes` does. It must be UTF-8; a byte order mark at its start is left out.
+
+    Args:
+        path: The file, or a link to it.
+        most_bytes: Largest size.
+
+    Returns:
+        The text. Line ends are not converted.
+
+    Raises:
+        OSError: The file cannot be read, is not a regular file, or is larger.
+        UnicodeDecodeError: It is not UTF-8, a ``ValueError``.
+    """
+    return read_bytes(path, most_bytes).decode("utf-8-sig")
 
 
 def _new_name(path: Path) -> Path:

@@ -1,9 +1,9 @@
 """Task 4a: GNMT on WMT16 English-German, synchronous Adam, time to a BLEU of 24 (light goal: 20).
 
-One process per worker, at most 128 sentences per worker and batch; gradients are accumulated until 2,048 sentences of
-all k workers are together, averaged, and clipped before the update (Wu et al. 2016, arXiv 1609.08144). After every 30 %
-of an epoch the workers translate the validation text by beam search, each its share. README.md describes
-the task, presets.py has the sizes.
+One process per worker, at most 128 sentences per worker and batch; gradients are accumulated until 2,048 sentences (or
+the nearest number that k allows) of all k workers are together, averaged, and clipped before the update (Wu et al.
+2016, arXiv 1609.08144). After every 30 % of an epoch the workers translate the validation text by beam search, each its
+share. README.md describes the task, presets.py has the sizes.
 """
 
 from __future__ import annotations
@@ -116,6 +116,9 @@ def train(run: Run) -> None:
     take_precision(args, run.gpu)
     preset = presets.chosen(args)
     batch_size, update_freq = preset.divided(world_size)
+    logger.info("an update has %d sentences: %d workers x %d batches x %d (the definition has %d)",
+                world_size * update_freq * batch_size, world_size, update_freq, batch_size,
+                preset.global_batch)  # fmt: skip
     train_pairs, validation_pairs = load_data(args, args.data or run.dataset_dir)
     order = BucketBatchSampler(train_pairs.sizes, batch_size, seed=args.seed, rank=run.rank, world_size=world_size)
     in_order = BucketBatchSampler(validation_pairs.sizes, batch_size, False, rank=run.rank, world_size=world_size)

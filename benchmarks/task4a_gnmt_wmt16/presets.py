@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass, replace
 
 from mlbench_core.controlflow.task_arguments import count
+from mlbench_core.dataset.parts import divide_batch
 from mlbench_core.tasks import get_task
 
 __all__ = ["PRESETS", "Preset", "add_arguments", "chosen"]
@@ -42,9 +43,7 @@ class Preset:
             >>> [PRESETS["big"].divided(world_size) for world_size in (1, 4, 16, 32)]
             [(128, 16), (128, 4), (128, 1), (64, 1)]
         """
-        # With many workers, a worker's share of an update is smaller than its largest batch.
-        batch_size = min(self.batch_size, max(1, self.global_batch // world_size))
-        return batch_size, max(1, self.global_batch // (batch_size * world_size))
+        return divide_batch(self.global_batch, self.batch_size, world_size)
 
 
 PRESETS = {

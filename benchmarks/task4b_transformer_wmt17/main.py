@@ -1,7 +1,7 @@
 """Task 4b: Transformer on WMT17 English-German, synchronous Adam, time to BLEU 25 (light goal: 20).
 
 One process per worker; an update takes 2^17 tokens of all k workers, each of which reads at most 8,192 at a time and
-accumulates gradients of update_freq = max(1, 2^17 / (8192 k)) batches. They are summed over the workers and divided
+accumulates gradients of 2^17 / (8192 k) batches, rounded up. They are summed over the workers and divided
 by the tokens of all of them. The rate rises for 1,000 updates to 1.976e-3 and then falls with the root of the updates
 (Vaswani et al. 2017, arXiv 1706.03762). The model is validated after every 30 % of an epoch. README.md describes the
 task.
@@ -108,7 +108,11 @@ def train(run: Run) -> None:
     references, metrics = evaluated.references(), scores(args.dataset)
     # drop_last=False, because BLEU needs every sentence; in training, remaining batches (fewer than k) are left out.
     share = shard_batches(get_batches(evaluated, args.max_tokens, shuffle=False), rank, world_size, drop_last=False)
-    frequency = sizes.update_freq(args, world_size)
+    tokens, frequency = sizes.divided(args, world_size)
+    # A batch must be able to hold the longest pair.
+    tokens = max(tokens, int(pairs.sizes.max()))
+    logger.info("an update has at most %d tokens: %d workers x %d batches x %d (the definition has %d)",
+                world_size * frequency * tokens, world_size, frequency, tokens, args.global_tokens)  # fmt: skip
 
     dictionary = pairs.dictionary
     model = TransformerModel(TransformerConfig.preset(args.preset), dictionary, dictionary)
@@ -137,7 +141,7 @@ def train(run: Run) -> None:
 
     for epoch in run.epochs(model, optimizer, scheduler, validate):
         # The seed changes with the epoch, so batches are resampled and other remaining batches are left out.
-        batches = shard_batches(get_batches(pairs, args.max_tokens, seed=args.seed + epoch), rank, world_size)
+        batches = shard_batches(get_batches(pairs, tokens, seed=args.seed + epoch), rank, world_size)
         loader = DataLoader(pairs, batch_sampler=batches, collate_fn=pairs.collater)
         for part in run.parts(loader, args.validate_every, frequency):
             train_round_by_tokens(

@@ -6,8 +6,9 @@ import argparse
 from dataclasses import dataclass
 
 from mlbench_core.controlflow.task_arguments import count
+from mlbench_core.dataset.parts import divide_batch
 
-__all__ = ["PRESETS", "Preset", "add_arguments", "take_defaults", "take_precision", "update_freq"]
+__all__ = ["PRESETS", "Preset", "add_arguments", "divided", "take_defaults", "take_precision"]
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,14 @@ def take_precision(args: argparse.Namespace, gpu: bool) -> None:
         args.precision = "fp16" if gpu else "fp32"
 
 
-def update_freq(args: argparse.Namespace, world_size: int) -> int:
-    """Return the batches of each of k workers in an update: max(1, global tokens / (tokens per batch x k))."""
-    return max(1, args.global_tokens // (args.max_tokens * world_size))
+def divided(args: argparse.Namespace, world_size: int) -> tuple[int, int]:
+    """Return the tokens in a worker's batch, and the number of batches that it accumulates before an update.
+
+    Example:
+        >>> [divided(argparse.Namespace(global_tokens=2**17, max_tokens=8192), k) for k in (1, 16, 32, 64)]
+        [(8192, 16), (8192, 1), (4096, 1), (2048, 1)]
+    """
+    return divide_batch(args.global_tokens, args.max_tokens, world_size)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import contextlib
 import gzip
 import html
@@ -69,8 +70,9 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
 def read_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a text without their ends; for an ``.sgm`` file, its segments.
 
-    Only a line feed ends a line. Texts from the web contain other characters that Python treats as line ends. If they
-    ended a line, all following lines would no longer match those of the other language.
+    Only a line feed ends a line, with or without one carriage return before it. Texts from the web contain other
+    characters that Python treats as line ends. If they ended a line, all following lines would no longer match those
+    of the other language. A byte order mark at the start of the file is ignored.
 
     Args:
         path: The file, plain or compressed.
@@ -79,17 +81,24 @@ def read_lines(path: Path) -> Iterator[str]:
         The lines, or the texts of the segments.
 
     Raises:
-        DatasetError: The file cannot be decompressed or is not valid UTF-8.
+        DatasetError: The file cannot be decompressed, or a line is not valid UTF-8.
     """
-    try:
-        with open_file(path) as file:
-            # Binary mode splits at line feeds only. Text mode would end lines at carriage returns too.
-            lines = (line.decode("utf-8").removesuffix("\n") for line in file)
-            if path.name.removesuffix(".gz").endswith(".sgm"):
-                lines = (html.unescape(match[1]).strip() for line in lines if (match := _SEGMENT.search(line)))
-            yield from lines
-    except UnicodeDecodeError as error:
-        raise DatasetError(f"{path} is not UTF-8 text: {error}") from error
+    with open_file(path) as file:
+        lines = _decoded(path, file)
+        if ".sgm" in path.suffixes[-2:]:
+            lines = (html.unescape(match[1]).strip() for line in lines if (match := _SEGMENT.search(line)))
+        yield from lines
+
+
+def _decoded(path: Path, file: Iterable[bytes]) -> Iterator[str]:
+    """Yield the lines of a file that is open in binary mode, which splits at line feeds only."""
+    for number, line in enumerate(file, 1):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        try:
+            yield line.decode("utf-8").removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise DatasetError(f"{path} is not UTF-8 text: line {number}: {error}") from error
 
 
 def count_lines(path: Path) -> int:

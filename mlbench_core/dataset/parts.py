@@ -11,9 +11,34 @@ from typing import Any
 
 import numpy as np
 
-from mlbench_core.arguments import check_rank
+from mlbench_core.arguments import check_at_least, check_rank
 
-__all__ = ["part_sizes", "sample_order", "stratified_split", "uniform_part"]
+__all__ = ["divide_batch", "part_sizes", "sample_order", "stratified_split", "uniform_part"]
+
+
+def divide_batch(total: int, most: int, world_size: int) -> tuple[int, int]:
+    """Divide the samples of an update among workers that may hold fewer at a time than their share.
+
+    A worker accumulates the gradients of as few batches as possible. Their size is the one with which
+    ``world_size * size * frequency`` is nearest to ``total``; it is equal if ``world_size * frequency`` divides it.
+
+    Args:
+        total: Samples, or tokens, of all workers in an update, at least 1.
+        most: Largest batch of a worker, at least 1.
+        world_size: Number of workers, at least 1.
+
+    Returns:
+        ``(size, frequency)``: the size of a worker's batch, at least 1, and its batches before an update.
+
+    Example:
+        >>> [divide_batch(2048, 128, world_size) for world_size in (1, 3, 12, 16, 32)]
+        [(128, 16), (114, 6), (85, 2), (128, 1), (64, 1)]
+    """
+    for name, value in (("total", total), ("most", most), ("world_size", world_size)):
+        check_at_least(name, value, 1)
+    frequency = -(-total // (most * world_size))
+    shares = world_size * frequency
+    return max(1, (2 * total + shares) // (2 * shares)), frequency
 
 
 def part_sizes(count: int, world_size: int) -> list[int]:

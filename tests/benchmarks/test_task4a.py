@@ -245,6 +245,19 @@ def test_workers_share_an_update(world_size: int, expected: tuple[int, int]) -> 
     assert load_script("4a").presets.PRESETS["big"].divided(world_size) == expected
 
 
+def test_an_update_has_the_sentences_of_the_definition() -> None:
+    """With any number of workers: 2,048 exactly if they divide it, and otherwise the nearest possible number."""
+    big = load_script("4a").presets.PRESETS["big"]
+    for k in range(1, 257):
+        sentences, batches = big.divided(k)
+        assert sentences <= 128
+        # No batch more than a worker needs, which holds at most 128 sentences.
+        assert (batches - 1) * 128 * k < 2048 <= batches * 128 * k
+        # A sentence more or less in each batch would not be nearer.
+        assert 2 * abs(k * batches * sentences - 2048) <= k * batches
+        assert 2048 % (k * batches) or k * batches * sentences == 2048
+
+
 def test_arguments_change_a_preset_and_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     script = load_script("4a")
     small = script.presets.chosen(arguments(script, "--global-batch", "96", "--batch-size", "16"))

@@ -256,5 +256,19 @@ def test_task_4b_is_as_specified(script: ModuleType) -> None:
         "warmup_steps": 1000,
         "validate_every": 0.3,
     }
-    updates = {k: script.sizes.update_freq(argparse.Namespace(**big), k) for k in (1, 2, 5, 16, 32)}
-    assert updates == {1: 16, 2: 8, 5: 3, 16: 1, 32: 1}
+    divided = {k: script.sizes.divided(argparse.Namespace(**big), k) for k in (1, 2, 5, 16, 32, 64)}
+    assert divided == {1: (8192, 16), 2: (8192, 8), 5: (6554, 4), 16: (8192, 1), 32: (4096, 1), 64: (2048, 1)}
+
+
+def test_an_update_has_the_tokens_of_the_definition() -> None:
+    """With any number of workers: 2^17 exactly if they divide it, and otherwise the nearest possible number."""
+    sizes = load_script("4b").sizes
+    big = argparse.Namespace(**vars(sizes.PRESETS["big"]))
+    for k in range(1, 257):
+        tokens, batches = sizes.divided(big, k)
+        assert tokens <= 8192
+        # No batch more than a worker needs, which reads at most 8,192 tokens at a time.
+        assert (batches - 1) * 8192 * k < 2**17 <= batches * 8192 * k
+        # A token more or less in each batch would not be nearer.
+        assert 2 * abs(k * batches * tokens - 2**17) <= k * batches
+        assert 2**17 % (k * batches) or k * batches * tokens == 2**17

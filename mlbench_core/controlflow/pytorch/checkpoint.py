@@ -26,7 +26,7 @@ from mlbench_core.checkpoint_names import remove_checkpoints
 from mlbench_core.controlflow.pytorch import checkpoint_files as files
 from mlbench_core.controlflow.pytorch import checkpoint_state as states
 from mlbench_core.distributed.pytorch import process_groups
-from mlbench_core.errors import CheckpointNotFoundError
+from mlbench_core.errors import CheckpointError, CheckpointNotFoundError, MLBenchError
 
 __all__ = ["CheckpointFreq", "Checkpointer", "determine_restore_ckpt_path", "remove_checkpoints"]
 
@@ -271,19 +271,25 @@ class Checkpointer:
         """
         save, state = files.read_newest(Path(ckpt_run_dir), rank, epoch)
         path = save.path
-        states.restore_model(path, model, state["model"])
-        if optimizer is not None:
-            states.restore_optimizer(path, optimizer, state, rank, save.lacks_parts)
-        for name, target in (("scheduler", scheduler), ("sampler", sampler)):
-            if target is not None:
-                states.restore(path, name, target, state[name])
-        for name, target in (extra or {}).items():
-            states.restore(path, name, target, state["extra"].get(name))
-        tracker = states.restore_tracker(path, state, rank, tracker)
-        # Random states of another rank would make two workers draw the same numbers.
-        if state["rank"] == rank:
-            states.set_rng_state(state["rng"])
-        checkpointer = Checkpointer(ckpt_run_dir, rank, CheckpointFreq(state["freq"]), state["save_stats"])
+        try:
+            states.restore_model(path, model, state["model"])
+            if optimizer is not None:
+                states.restore_optimizer(path, optimizer, state, rank, save.lacks_parts)
+            for name, target in (("scheduler", scheduler), ("sampler", sampler)):
+                if target is not None:
+                    states.restore(path, name, target, state[name])
+            for name, target in (extra or {}).items():
+                states.restore(path, name, target, state["extra"].get(name))
+            tracker = states.restore_tracker(path, state, rank, tracker)
+            # Random states of another rank would make two workers draw the same numbers.
+            if state["rank"] == rank:
+                states.set_rng_state(state["rng"])
+            checkpointer = Checkpointer(ckpt_run_dir, rank, CheckpointFreq(state["freq"]), state["save_stats"])
+        except MLBenchError:
+            raise
+        # The checksums are right, but an entry is missing or has another type than any version writes.
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
+            raise CheckpointError(f"the checkpoint {path} is damaged: {type(error).__name__}: {error}") from error
         return checkpointer, model, optimizer, scheduler, tracker
 
     @staticmethod

@@ -26,6 +26,7 @@ import os
 import pickle
 import secrets
 import shutil
+import stat
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,15 @@ __all__ = [
 _log = logging.getLogger("mlbench_core.controlflow.pytorch.checkpoint")
 
 FORMAT = 1
+_KINDS: dict[str, Any] = {
+    "model": Mapping,
+    "rank": int,
+    "epoch": int | None,
+    "freq": str | None,
+    **dict.fromkeys(("optimizer", "tracker", "extra", "rng"), Mapping | None),
+}
+"""Types of entries of a state, whole or partial; None also stands for an entry that is missing."""
+
 PARTIAL = "partial"
 """Key of a state that holds only its differences from the state of rank 0."""
 
@@ -171,28 +181,45 @@ def read(path: Path) -> dict[str, Any]:
         FileNotFoundError: The file does not exist.
     """
     try:
+        _check_regular(path)
         # torch.load does not verify the checksums of the archive.
         with zipfile.ZipFile(path) as archive:
+            # torch does not compress. A compressed entry could be far larger than the file.
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise CheckpointError(f"the checkpoint {path} has compressed entries, which torch does not write")
             damaged = archive.testzip()
         if damaged is not None:
             raise CheckpointError(f"the checkpoint {path} is damaged: the checksum of {damaged} is wrong")
         # By default tensors go to the GPU that they were saved from, which may be another worker's.
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, CheckpointError):
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"the checkpoint {path} is damaged or holds pickled code, which is not run (files of version 3.0 do): "
             f"{str(error).splitlines()[0]}"
         ) from error
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    # A damaged pickle may raise an exception of nearly any type.
+    except Exception as error:
+        reason = str(error) or type(error).__name__
         raise CheckpointError(
-            f"the checkpoint {path} cannot be read, it is damaged or not a checkpoint: {error}"
+            f"the checkpoint {path} cannot be read, it is damaged or not a checkpoint: {reason}"
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise CheckpointError(f"the checkpoint {path} has format {found!r}; this version reads format {FORMAT}")
+    for name, kind in _KINDS.items():
+        if not isinstance(state.get(name), kind):
+            raise CheckpointError(
+                f"the checkpoint {path} is damaged: its entry {name!r} is a {type(state.get(name)).__name__}"
+            )
     return state
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse a folder, a pipe or a device; opening a pipe would wait for its writer."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError(f"the checkpoint {path} must be a regular file, not a folder, a pipe or a device")
 
 
 def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, dict[str, Any]]:
@@ -378,10 +405,14 @@ def _header(path: Path) -> _Header | None:
     """Return the header of a checkpoint without reading its tensors; None if it cannot be read."""
     # Every worker looks into the files of all workers, so reading whole files would take k times the time.
     try:
+        _check_regular(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return _Header(state.get("save"), state.get("world_size"))
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError, AttributeError, pickle.UnpicklingError):
+        header = _Header(state.get("save"), state.get("world_size"))
+    # A damaged pickle may raise an exception of nearly any type.
+    except Exception:
         return None
+    is_valid = isinstance(header.save, str | None) and isinstance(header.world_size, int | None)
+    return header if is_valid else None
 
 
 def _names(folder: Path) -> list[str]:

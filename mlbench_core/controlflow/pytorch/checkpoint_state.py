@@ -60,7 +60,7 @@ def restore(path: Path, name: str, target: Any, state: Any) -> None:
             target.load_state_dict(state)
         else:
             target.set_epoch(state["epoch"])
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         # A KeyError has only the name of the entry as its text.
         reason = f"it has no entry {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(

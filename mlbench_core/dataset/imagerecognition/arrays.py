@@ -44,6 +44,9 @@ class ImageArrays:
         std: Standard deviation of each channel, on the same scale.
         padding: Pixels of zeros on each side, from which training images are cropped.
         flip: True if half of the training images are mirrored left to right.
+
+    Raises:
+        ValueError: Shapes or dtypes are not as listed above.
     """
 
     images: np.ndarray
@@ -52,6 +55,18 @@ class ImageArrays:
     std: tuple[float, ...]
     padding: int
     flip: bool
+
+    def __post_init__(self) -> None:
+        # Other levels than those of bytes would be scaled by 1 / 255 all the same.
+        if self.images.dtype != np.uint8 or self.images.ndim != 4:
+            raise ValueError(
+                f"images must be uint8 (N, H, W, C), not {self.images.dtype} of shape {self.images.shape}: convert them"
+            )
+        if self.labels.dtype.kind not in "iu" or self.labels.shape != self.images.shape[:1]:
+            raise ValueError(
+                f"labels must be integers of shape ({len(self.images)},), not {self.labels.dtype} of shape "
+                f"{self.labels.shape}"
+            )
 
     def __len__(self) -> int:
         return len(self.images)

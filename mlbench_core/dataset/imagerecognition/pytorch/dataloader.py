@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from mlbench_core.dataset.imagerecognition.published import (
     read_mnist,
 )
 from mlbench_core.dataset.imagerecognition.pytorch.augment import Augmentation
+from mlbench_core.dataset.imagerecognition.pytorch.decoding import MOST_BYTES, check_pixels, to_rgb, without_ends
 from mlbench_core.dataset.imagerecognition.pytorch.images import ImageDataset
 from mlbench_core.dataset.parts import stratified_split
-from mlbench_core.errors import DatasetError, DatasetNotFoundError
+from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
+from mlbench_core.files import read_bytes
 
 __all__ = ["CIFAR10V1", "MNIST", "Digits", "Imagenet"]
 
@@ -189,9 +192,10 @@ class Digits(ImageDataset):
 class Imagenet(Dataset):
     """ImageNet, or any images in one folder for each class.
 
-    The images are in ``root/train/<class>/`` and ``root/val/<class>/``. Training images get a random crop of 224x224
-    pixels at a random scale, and random mirroring. Validation images are resized to 256 pixels at their shorter side
-    and cropped to 224x224 in the middle. All are normalized by ImageNet's mean and standard deviation.
+    The images are in ``root/train/<class>/`` and ``root/val/<class>/``, of at most 89,478,485 pixels each. Training
+    images get a random crop of 224x224 pixels at a random scale, and random mirroring. Validation images are resized to
+    256 pixels at their shorter side and cropped to 224x224 in the middle. All are normalized by ImageNet's mean and
+    standard deviation.
 
     Args:
         root: Folder that contains ``train`` and ``val``.
@@ -227,14 +231,14 @@ class Imagenet(Dataset):
                 "class (https://image-net.org/download)"
             )
         try:
-            self._images = _torchvision.load("datasets").ImageFolder(str(folder))
+            self._images = _torchvision.load("datasets").ImageFolder(str(folder), loader=_load_rgb)
         except FileNotFoundError as error:
             raise DatasetNotFoundError(f"no ImageNet in {folder}: {error}") from error
         transforms: Any = _torchvision.load("transforms")
         if train:
             steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
         else:
-            steps = [transforms.Resize(256), transforms.CenterCrop(224)]
+            steps = [_cut_ends, transforms.Resize(256), transforms.CenterCrop(224)]
         self.transform = transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(self.mean, self.std)])
         self.classes: list[str] = self._images.classes
         self.class_to_idx: dict[str, int] = self._images.class_to_idx
@@ -245,8 +249,28 @@ class Imagenet(Dataset):
         return len(self._images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        try:
-            image, label = self._images[index]
-        except OSError as error:
-            raise DatasetError(f"{self.samples[index][0]} is damaged: {error}") from error
+        image, label = self._images[index]
         return self.transform(image), label
+
+
+def _load_rgb(path: str) -> Any:
+    """Read an image as a picture of Pillow with 8 bits of red, green and blue."""
+    pictures: Any = require("PIL.Image", "vision")
+    try:
+        with pictures.open(io.BytesIO(read_bytes(Path(path), MOST_BYTES))) as picture:
+            check_pixels(path, picture.height, picture.width)
+            return to_rgb(picture).copy()
+    except DatasetError:
+        raise
+    except pictures.UnidentifiedImageError as error:
+        # Pillow's message has the address of the buffer instead of the path.
+        raise DatasetError(f"{path} is damaged: it is not an image that Pillow knows") from error
+    # Decoders raise exceptions of many types for a damaged file.
+    except Exception as error:
+        raise DatasetError(f"{path} is damaged: {error}") from error
+
+
+def _cut_ends(picture: Any) -> Any:
+    """Cut the ends of a very long picture, as ``CenterCrop`` does, before it is resized."""
+    top, left, height, width = without_ends(picture.height, picture.width)
+    return picture.crop((left, top, left + width, top + height))

@@ -27,7 +27,7 @@ class ImageDataset(Dataset):
 
     Args:
         images: uint8 of shape (N, channels, height, width).
-        targets: Class of each image, int64 of shape (N,).
+        targets: Class of each image, whole numbers of shape (N,).
         classes: Names of the classes.
         mean: Mean of each channel, on a scale from 0 (black) to 1 (the byte 255).
         std: Standard deviation of each channel, on the same scale.
@@ -71,6 +71,10 @@ class ImageDataset(Dataset):
             raise ValueError(f"images must be uint8 (N, C, H, W), not {images.dtype} of shape {tuple(images.shape)}")
         if targets.shape != images.shape[:1]:
             raise ValueError(f"targets must have shape ({len(images)},) as images, not {tuple(targets.shape)}")
+        if targets.dtype.is_complex or (targets.double().trunc() != targets).any():
+            raise ValueError(
+                f"targets must be whole numbers, not {targets.tolist()[:8]}: give the number of each class"
+            )
         if not len(mean) == len(std) == images.shape[1]:
             raise ValueError(
                 f"mean and std must have {images.shape[1]} values, one per channel, not {len(mean)} and {len(std)}"

@@ -18,7 +18,7 @@ import io
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from mlbench_core import _torchvision
 from mlbench_core.arguments import check_at_least, check_int, check_rank
 from mlbench_core.dataset.imagerecognition.pytorch.augment import normalize, send
 from mlbench_core.dataset.imagerecognition.pytorch.dataloader import Imagenet
+from mlbench_core.dataset.imagerecognition.pytorch.decoding import Box, check_encoded, to_rgb, without_ends
 from mlbench_core.dataset.imagerecognition.pytorch.jpeg_files import JpegFiles
 from mlbench_core.dataset.pytorch.resumable import ResumablePasses
 from mlbench_core.errors import ConfigurationError, DatasetError, require
@@ -41,9 +42,6 @@ _ORDER, _CROP = 0, 1
 
 _SHAPES = (3 / 4, 4 / 3)
 _ATTEMPTS = 10
-
-Box: TypeAlias = tuple[int, int, int, int]
-"""A part of an image: first row, first column, height and width."""
 
 
 class _Request(NamedTuple):
@@ -141,7 +139,10 @@ class CenterCrop:
         check_at_least("resize", self.resize, self.size)
 
     def box(self, height: int, width: int, generator: np.random.Generator | None = None) -> Box:
-        """Return the whole image: torchvision resizes it before the crop.
+        """Return the whole image, because torchvision resizes it before the crop.
+
+        A very long image would have gigabytes after that, so only its middle is returned; see
+        :func:`~mlbench_core.dataset.imagerecognition.pytorch.decoding.without_ends`.
 
         Args:
             height: Height of the image.
@@ -151,7 +152,7 @@ class CenterCrop:
         Returns:
             First row, first column, height and width.
         """
-        return 0, 0, height, width
+        return without_ends(height, width)
 
     def finish(self, part: Tensor, generator: np.random.Generator | None = None) -> Tensor:
         """Resize the image, and keep the middle.
@@ -205,14 +206,20 @@ def _decode(encoded: bytes, choose: Callable[[int, int], Box]) -> Tensor:
         torchvision_io: Any = _torchvision.load("io")
         # A bytearray, because torch warns of memory that cannot be written to.
         data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        return _part(torchvision_io.decode_image(data, mode=torchvision_io.ImageReadMode.RGB), choose)
+        pixels = torchvision_io.decode_image(data, mode=torchvision_io.ImageReadMode.RGB)
+        if pixels.dtype == torch.uint16:  # a PNG image of 16 bits; keep the upper 8, as `to_rgb` does
+            pixels = torch.from_numpy((pixels.numpy() >> 8).astype(np.uint8))
+        return _part(pixels, choose)
     pictures: Any = require("PIL.Image", "vision")
-    with pictures.open(io.BytesIO(encoded), formats=("JPEG", "PNG")) as picture:
+    try:
+        opened = pictures.open(io.BytesIO(encoded), formats=("JPEG", "PNG"))
+    except pictures.UnidentifiedImageError:
+        # Pillow's message has the address of the buffer, which means nothing to a reader.
+        raise ValueError("Pillow finds no JPEG or PNG image in it") from None
+    with opened as picture:
         top, left, height, width = choose(picture.height, picture.width)
         part = picture.crop((left, top, left + width, top + height))
-        # A conversion from RGB to RGB would be a copy.
-        rgb = part if part.mode == "RGB" else part.convert("RGB")
-        return torch.from_numpy(np.array(rgb)).permute(2, 0, 1)
+        return torch.from_numpy(np.array(to_rgb(part))).permute(2, 0, 1)
 
 
 def _part(image: Tensor, choose: Callable[[int, int], Box]) -> Tensor:
@@ -249,6 +256,7 @@ class _Reader(Dataset):
     def decode(self, encoded: bytes, epoch: int, position: int) -> Tensor:
         """Decode and crop an image, with the random numbers that belong to the image and the epoch."""
         generator = self.generator(epoch, position)
+        check_encoded(self.files.name(position), encoded)
         try:
             part = _decode(encoded, functools.partial(self.crop.box, generator=generator))
         # Decoders raise exceptions of many types for a damaged file.
@@ -297,7 +305,8 @@ class JpegBatches(ResumablePasses):
         ConfigurationError: ``gpu_decoding`` is True and the device or torchvision cannot do it.
         ValueError: Another argument is outside the values listed above, or a batch of all workers has more images than
             there are.
-        DatasetError: In the iteration, an image cannot be read or decoded; the message has its name.
+        DatasetError: In the iteration, an image cannot be read or decoded, or has more than 89,478,485 pixels; the
+            message has its name.
 
     Example:
         >>> import tempfile
@@ -399,6 +408,8 @@ class JpegBatches(ResumablePasses):
     def _decode_on_gpu(self, encoded: list[Tensor], request: _Request) -> Tensor:
         """Decode and crop the images of a batch on the GPU."""
         torchvision_io: Any = _torchvision.load("io")
+        for data, position in zip(encoded, request.positions, strict=True):
+            check_encoded(self.files.name(position), data.numpy().tobytes())
         try:
             images = torchvision_io.decode_jpeg(encoded, mode=torchvision_io.ImageReadMode.RGB, device=self.device)
         # The GPU cannot decode PNG and CMYK, which a few files of ImageNet are. The CPU then decodes the batch.

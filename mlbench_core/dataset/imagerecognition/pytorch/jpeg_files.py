@@ -27,7 +27,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mlbench_core.dataset.imagerecognition.pytorch.decoding import MOST_BYTES
 from mlbench_core.errors import DatasetError, DatasetNotFoundError
+from mlbench_core.files import read_bytes
 
 __all__ = ["JpegFiles", "find_jpegs"]
 
@@ -108,11 +110,11 @@ class JpegFiles:
             index: Its position.
 
         Raises:
-            DatasetError: The file cannot be read, or has become shorter.
+            DatasetError: The file cannot be read, is not a regular file, or has become shorter.
         """
         try:
             if self._members is None:
-                return (self.root / os.fsdecode(bytes(self._names[index]))).read_bytes()
+                return read_bytes(self.root / os.fsdecode(bytes(self._names[index])), MOST_BYTES)
             size = int(self._members.size[index])
             with self._members.archives[self._members.archive[index]].open("rb", buffering=0) as file:
                 content = os.pread(file.fileno(), size, int(self._members.offset[index]))
@@ -199,7 +201,8 @@ def _read_solution(root: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        # Spreadsheet programs write a byte order mark.
+        with path.open(encoding="utf-8-sig", newline="") as file:
             # "ILSVRC2012_val_00000001,n01751748 111 108 ...": a class, and boxes.
             return {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(file)}
     except (KeyError, IndexError, AttributeError, UnicodeDecodeError, csv.Error) as error:
@@ -275,7 +278,7 @@ def _scan_archive(path: Path, number: int, solution: Mapping[str, str]) -> list[
 def _read_class(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> str:
     """Return the content of a member ``NAME.cls``."""
     stream = archive.extractfile(member) if member.size <= _CLASS_BYTES else None
-    label = stream.read().decode(errors="replace").strip() if stream is not None else ""
+    label = stream.read().decode("utf-8-sig", errors="replace").strip() if stream is not None else ""
     if not label:
         raise DatasetError(f"{member.name} in {path} must have the name or the number of a class in one line")
     return label

@@ -24,7 +24,7 @@ from mlbench_core.dataset.download import check_digest, progress_download, show_
 from mlbench_core.dataset.libsvm_names import KNOWN, SYNTHETIC, TextFile, text_names
 from mlbench_core.dataset.linearmodels.pytorch import LMDBDataset, libsvm_text
 from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import LinearStore, find_stores
-from mlbench_core.dataset.linearmodels.pytorch.lmdb_writer import StoreWriter
+from mlbench_core.dataset.linearmodels.pytorch.lmdb_writer import StoreWriter, describe_inexact, inexact_labels
 from mlbench_core.dataset.linearmodels.pytorch.synthetic_dense import (
     DEFAULT_FEATURES,
     DEFAULT_ROWS,
@@ -76,7 +76,8 @@ def convert(
             more pass over the texts.
         layout: ``"dense"``, ``"csr"``, or ``"auto"``. The layout ``"auto"`` is dense if a dense row has at most 16 KiB,
             or if the texts contain at least half of all values.
-        dtype: ``"float32"`` or ``"float64"``.
+        dtype: ``"float32"`` or ``"float64"``. Values are rounded to its nearest number. A whole label must be one of
+            its numbers.
         labels: ``"auto"`` maps the labels -1 and +1, or 1 and 2, to 0 and 1, and keeps all others. If a text has a
             single label, the first of the pairs (-1, 1), (0, 1), (1, 2) with this label decides. ``"keep"`` keeps all
             labels. A pair is the negative and the positive label; a text with any other label is an error.
@@ -90,7 +91,8 @@ def convert(
     Raises:
         ValueError: An argument is outside the values listed above.
         DatasetNotFoundError: A text is missing.
-        DatasetError: A line is wrong, the text has no rows, other stores of that name exist, or the disk is full.
+        DatasetError: A line is wrong, ``dtype`` cannot hold a label, the text has no rows, other stores of that name
+            exist, or the disk is full.
     """
     paths, target = [Path(source) for source in sources], Path(dest)
     if not paths:
@@ -106,14 +108,24 @@ def convert(
     targets = _targets(target, len(paths) if separate else 1)
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(StoreWriter(path, n_features, layout=layout, dtype=dtype)) for path in targets]
+        inexact: tuple[Path, int, float] | None = None  # the first label that the dtype cannot hold
         for number, path in enumerate(paths):
             writer = writers[number if separate else 0]
+            rows = 0
             for chunk in libsvm_text.read_chunks(path, n_features=n_features, dtype=dtype, zero_based=zero_based):
                 writer.append(chunk.features, chunk.labels)
+                if inexact is None and (found := inexact_labels(chunk.labels, dtype)).size:
+                    inexact = path, rows + int(found[0]), float(chunk.labels[found[0]])
+                rows += len(chunk.labels)
                 if advance is not None:
                     advance(chunk.text_bytes)
         # All stores share one label map, so that a text with only one of the labels is mapped in the same way.
         label_map = _label_map(np.unique(np.concatenate([writer.labels_found() for writer in writers])), labels)
+        # Labels that are mapped to 0 and 1 may be any.
+        if label_map is None and inexact is not None:
+            path, row, label = inexact
+            place = f"{path}, line {libsvm_text.line_of_row(path, row)}:"
+            raise DatasetError(f"{place} the row {describe_inexact(label, dtype)}")
         for number, writer in enumerate(writers):
             mine = paths[number : number + 1] if separate else paths
             writer.finish(label_map=label_map, shard=(number, len(writers)), source=tuple(path.name for path in mine))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import io
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +16,10 @@ from numpy.typing import NDArray
 from mlbench_core.dataset.local_files import open_file
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
-__all__ = ["Chunk", "TextShape", "format_rows", "read_chunks", "scan"]
+__all__ = ["Chunk", "TextShape", "format_rows", "line_of_row", "read_chunks", "scan"]
 
 CHUNK_BYTES = 1 << 25  # decompressed text; the parsed rows take several times as much memory
+_SHOWN_BYTES = 60  # of a wrong line
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,9 @@ def read_chunks(
 ) -> Iterator[Chunk]:
     """Parse a text with scikit-learn's reader in chunks, so that it may be larger than the memory.
 
+    A line ends with a line feed, which a carriage return may precede. A byte order mark at the start is ignored. Values
+    are rounded to the nearest number of the dtype.
+
     Args:
         path: The file, plain or compressed: ``.gz``, ``.bz2`` or ``.xz``.
         n_features: Number of columns; None takes the largest index of each chunk.
@@ -65,7 +71,8 @@ def read_chunks(
 
     Raises:
         DatasetNotFoundError: The file does not exist.
-        DatasetError: A line is wrong (the message gives its number), or the compressed file is damaged.
+        DatasetError: A line is wrong (the message gives its number, counted by line feeds), or the compressed file is
+            damaged.
     """
     reader: Any = require("sklearn.datasets", "linear")
 
@@ -85,6 +92,8 @@ def read_chunks(
     with open_file(path) as file:
         # A read may end inside a line. Read the rest of this line too, because the parser needs whole lines.
         while text := file.read(CHUNK_BYTES) + file.readline():
+            if line == 1:
+                text = text.removeprefix(codecs.BOM_UTF8)
             try:
                 features, labels = parse(text)
             except (ValueError, OverflowError):
@@ -96,11 +105,12 @@ def read_chunks(
 
 def _wrong_line(path: Path, first_line: int, text: bytes, parse: Callable[[bytes], Any]) -> DatasetError:
     """Find the first line that cannot be parsed, by bisection, and describe its error."""
-    lines = text.splitlines(keepends=True)
+    # Split at line feeds only, as the parser does: `splitlines` would also split at lone carriage returns.
+    lines = text.split(b"\n")
 
     def failure(start: int, stop: int) -> Exception | None:
         try:
-            parse(b"".join(lines[start:stop]))
+            parse(b"\n".join(lines[start:stop]))
         except (ValueError, OverflowError) as error:
             return error
         return None
@@ -113,8 +123,28 @@ def _wrong_line(path: Path, first_line: int, text: bytes, parse: Callable[[bytes
             high = middle
         else:
             low = middle
-    shown = lines[low][:60].decode(errors="replace").strip()
-    return DatasetError(f"{path}, line {first_line + low}: {failure(low, high)}; the line begins {shown!r}")
+    shown = lines[low][:_SHOWN_BYTES].decode(errors="replace").strip()
+    reason = str(failure(low, high))
+    if b"\r" in lines[low].rstrip(b"\r"):
+        reason = f"it has a carriage return without a line feed, which does not end a line ({reason})"
+    return DatasetError(
+        f"{path}, line {first_line + low}: a line must be 'label index:value index:value ...', not {shown!r}: {reason}"
+    )
+
+
+def line_of_row(path: Path, row: int) -> int:
+    """Return the line of a row, for messages: lines without a row are empty or comments.
+
+    Args:
+        path: The text.
+        row: Position of the row, from 0.
+
+    Returns:
+        The number of its line, from 1.
+    """
+    with open_file(path) as file:
+        numbers = (number for number, line in enumerate(file, 1) if line.partition(b"#")[0].split())
+        return next(itertools.islice(numbers, row, None))
 
 
 def scan(path: Path, *, zero_based: bool = False) -> TextShape:
@@ -147,7 +177,7 @@ def format_rows(indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any
         indptr: Start of each row, (rows + 1).
         columns: Columns, from 0; the text's indices are one more.
         values: The values, float32 or float64.
-        labels: The rows' labels.
+        labels: The rows' labels, float32 or float64.
 
     Returns:
         Lines, each ended by a newline.
@@ -157,11 +187,11 @@ def format_rows(indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any
         '-1 1:0.5 4:2\\n'
     """
     # 9 significant digits restore every float32, and 17 every float64.
-    digits = 9 if values.dtype == np.float32 else 17
+    digits, label_digits = (9 if array.dtype == np.float32 else 17 for array in (values, labels))
     bounds, indices, numbers = indptr.tolist(), (columns + 1).tolist(), values.tolist()
     lines = []
     for row, label in enumerate(labels.tolist()):
         start, stop = bounds[row], bounds[row + 1]
         pairs = [f"{i}:{v:.{digits}g}" for i, v in zip(indices[start:stop], numbers[start:stop], strict=True)]
-        lines.append(" ".join([f"{label:.{digits}g}", *pairs]) + "\n")
+        lines.append(" ".join([f"{label:.{label_digits}g}", *pairs]) + "\n")
     return "".join(lines)

@@ -17,7 +17,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
+import math
 import os
+import stat
 import threading
 import weakref
 import zlib
@@ -31,6 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mlbench_core.dataset.linearmodels.pytorch.lmdb_pages import check_pages
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
 __all__ = ["FORMAT", "VERSION", "LinearStore", "StoreHeader", "find_stores", "join_csr"]
@@ -39,6 +42,8 @@ FORMAT, VERSION = "mlbench-linear", 1
 LAYOUTS, DTYPES = ("dense", "csr"), ("float32", "float64")
 HEADER_KEY, LABELS_KEY, CHECKSUMS_KEY = b"header", b"labels", b"checksums"
 INDPTR, COLUMN, CHECKSUM = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<u4")
+
+_MOST = 1 << 48  # no number of rows or columns reaches it
 
 Rows = NDArray[np.int64]
 Csr = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]
@@ -109,7 +114,7 @@ class StoreHeader:
         try:
             found = json.loads(text)
             kind, version = found.pop("format"), found.pop("version")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise _other_format(path) from error
         # An LMDB of another program may have a key `header` too.
         if kind != FORMAT:
@@ -118,11 +123,17 @@ class StoreHeader:
             raise DatasetError(f"{path} has version {version} of the format; this library reads version {VERSION}")
         try:
             header = cls(**{**found, "shard": tuple(found["shard"]), "source": tuple(found["source"])})
-            is_valid = header.n_rows > 0 and header.n_features > 0 and header.rows_per_block > 0
-        except (TypeError, KeyError) as error:
+            counts = (header.n_rows, header.n_features, header.rows_per_block)
+            is_valid = (
+                all(isinstance(count, int) and 0 < count < _MOST for count in (*counts, header.shard[1]))
+                and isinstance(header.shard[0], int)
+                and isinstance(header.labels_crc32, int)
+                and (header.label_map is None or all(map(math.isfinite, map(float, header.label_map))))
+            )
+        except (TypeError, KeyError, ValueError, IndexError) as error:
             raise DatasetError(f"the header of {path} is damaged: {error}; convert the data again") from error
         if not is_valid or header.layout not in LAYOUTS or header.dtype not in DTYPES:
-            raise DatasetError(f"the header of {path} is damaged: {header}; convert the data again")
+            raise DatasetError(f"the header of {path} is damaged: {str(header)[:300]}; convert the data again")
         return header
 
 
@@ -156,6 +167,7 @@ class LinearStore:
         self._opened: _ReadEnvironment | None = None
         self._dense: _DenseRows | None = None  # belongs to the opened file
         self._copies: dict[int, bytes] = {}  # sparse blocks that were read, with `cache`
+        self._checked: set[int] = set()  # sparse blocks whose structure was checked
         text = self._open().get(HEADER_KEY)
         if text is None:
             raise _other_format(self.path)
@@ -164,6 +176,14 @@ class LinearStore:
         labels = _get(self._open(), LABELS_KEY, self.path)
         if len(labels) != self.header.n_rows * self.header.number.itemsize:
             raise DatasetError(f"{self.path} is damaged: its labels are not complete; convert the data again")
+        if zlib.crc32(labels) != self.header.labels_crc32:
+            raise DatasetError(
+                f"the labels of {self.path} have another checksum than when written; convert the data again, or copy "
+                "it again"
+            )
+        # A wrong number of columns would make a batch of any size, before the first block shows it.
+        if self.header.layout == "dense":
+            _get_dense(self._open(), 0, self.header, self.path)
         self.labels: NDArray[Any] = np.frombuffer(labels, self.header.number).astype(self.header.dtype)
 
     def __len__(self) -> int:
@@ -222,16 +242,18 @@ class LinearStore:
         """Read everything and compare the checksums.
 
         Raises:
-            DatasetError: The checksum of the labels or of a block is wrong; the message gives the number of the block.
+            DatasetError: The checksum of a block is wrong; the message gives its number.
         """
-        # Only this method compares checksums; other reads do not.
+        # Only this method compares the checksums of blocks; those of the labels were compared at the start.
         advice = "convert the data again, or copy it again"
         opened = self._open()
-        sums = np.frombuffer(_get(opened, CHECKSUMS_KEY, self.path), CHECKSUM)
-        if len(sums) != self.header.n_blocks:
-            raise DatasetError(f"{self.path} has {len(sums)} checksums for {self.header.n_blocks} blocks; {advice}")
-        if zlib.crc32(_get(opened, LABELS_KEY, self.path)) != self.header.labels_crc32:
-            raise DatasetError(f"the labels of {self.path} have another checksum than when written; {advice}")
+        stored = _get(opened, CHECKSUMS_KEY, self.path)
+        if len(stored) != self.header.n_blocks * CHECKSUM.itemsize:
+            raise DatasetError(
+                f"{self.path} has {len(stored) / CHECKSUM.itemsize:g} checksums for {self.header.n_blocks} blocks; "
+                f"{advice}"
+            )
+        sums = np.frombuffer(stored, CHECKSUM)
         for number, expected in enumerate(sums.tolist()):
             if zlib.crc32(_get(opened, block_key(number), self.path)) != expected:
                 raise DatasetError(f"block {number} of {self.path} has another checksum than when written; {advice}")
@@ -246,11 +268,11 @@ class LinearStore:
         """Return the rows of a dense store, from the file that this process opened."""
         opened = self._open()
         if self._dense is None:
-            path = self.path
+            header, path = self.header, self.path
 
             # The function has no reference to self: a reference cycle would keep the file open.
             def load(number: int) -> memoryview:
-                return _get(opened, block_key(number), path)
+                return _get_dense(opened, number, header, path)
 
             self._dense = _DenseRows(load, self.header, self._cache)
         return self._dense
@@ -272,14 +294,28 @@ class LinearStore:
             if self._cache:
                 block = self._copies[number] = bytes(block)
         # The three arrays follow one another, as the docstring of the module describes.
-        indptr = np.frombuffer(block, INDPTR, self.header.rows_of(number) + 1)
-        values = np.frombuffer(block, self.header.number, int(indptr[-1]), indptr.nbytes)
-        columns = np.frombuffer(block, COLUMN, int(indptr[-1]), indptr.nbytes + values.nbytes)
+        try:
+            indptr = np.frombuffer(block, INDPTR, self.header.rows_of(number) + 1)
+            values = np.frombuffer(block, self.header.number, int(indptr[-1]), indptr.nbytes)
+            columns = np.frombuffer(block, COLUMN, int(indptr[-1]), indptr.nbytes + values.nbytes)
+            is_valid = number in self._checked or _is_csr(indptr, columns, self.header.n_features)
+        except (ValueError, OverflowError):
+            is_valid = False
+        # torch does not check columns, so a wrong one would read or write any memory.
+        if not is_valid:
+            raise DatasetError(f"block {number} of {self.path} is damaged; convert the data again, or copy it again")
+        self._checked.add(number)
         lengths = indptr[rows + 1] - indptr[rows]
         chosen = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         # Compute the positions of the values of all rows, row by row, without a Python loop.
         positions = np.arange(chosen[-1]) + np.repeat(indptr[rows] - chosen[:-1], lengths)
         return chosen, columns[positions].astype(np.int64), values[positions]
+
+
+def _is_csr(indptr: NDArray[np.int64], columns: NDArray[np.int32], n_features: int) -> bool:
+    """Return True if starts of rows and columns are those of compressed sparse rows."""
+    has_rows = indptr[0] == 0 and bool((np.diff(indptr) >= 0).all())
+    return has_rows and (not columns.size or bool(0 <= columns.min() <= columns.max() < n_features))
 
 
 def _get(opened: _ReadEnvironment, key: bytes, path: Path) -> memoryview:
@@ -288,6 +324,18 @@ def _get(opened: _ReadEnvironment, key: bytes, path: Path) -> memoryview:
     if value is None:
         raise DatasetError(f"{path} is damaged: it has no {key.decode()}; convert the data again, or copy it again")
     return value
+
+
+def _get_dense(opened: _ReadEnvironment, number: int, header: StoreHeader, path: Path) -> memoryview:
+    """Return a dense block."""
+    block = _get(opened, block_key(number), path)
+    expected = header.rows_of(number) * header.n_features * header.number.itemsize
+    if len(block) != expected:
+        raise DatasetError(
+            f"block {number} of {path} is damaged: it must have {expected} bytes, not {len(block)}; convert the data "
+            "again, or copy it again"
+        )
+    return block
 
 
 def block_key(number: int) -> bytes:
@@ -341,7 +389,8 @@ def find_stores(root: Path, name: str, data_type: str) -> list[Path]:
 class _ReadEnvironment:
     """An LMDB environment that this process opened for reading; it is closed when its last user is deleted."""
 
-    def __init__(self, environment: Any) -> None:
+    def __init__(self, environment: Any, path: Path, failure: type[Exception]) -> None:
+        self._path, self._failure = path, failure
         # A process that `fork` creates inherits the object, but must open the file by itself.
         self.pid = os.getpid()
         self._environment = environment
@@ -350,8 +399,11 @@ class _ReadEnvironment:
 
     def get(self, key: bytes) -> memoryview | None:
         """Return a view of the file's pages, valid as long as this object lives; None if the key does not exist."""
-        with self._lock:
-            return self._transaction.get(key)
+        try:
+            with self._lock:
+                return self._transaction.get(key)
+        except self._failure as error:
+            raise DatasetError(f"{self._path} is damaged: {error}; convert the data again, or copy it again") from error
 
     def close(self) -> None:
         """Close the file; every view of it becomes invalid."""
@@ -379,19 +431,17 @@ def _open_for_reading(path: Path) -> _ReadEnvironment:
         # Inherited through fork: close this process's copy. The parent's stays open.
         if found is not None:
             found.close()
+        if not stat.S_ISREG(status.st_mode):
+            raise DatasetError(f"{file} must be a regular file, not a folder, a pipe or a device")
+        # A damaged page number could end the process with a bus error.
+        check_pages(file)
         try:
             # Without a lock and without writing, read-only file systems and any number of processes work.
             environment = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, create=False)
+            opened = _ReadEnvironment(environment, file, lmdb.Error)
         except lmdb.Error as error:
             raise DatasetError(f"{path} cannot be read as an LMDB: {error}") from error
-        # If the file is too short, reading one of the missing pages would end the process with a bus error.
-        needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-        if status.st_size < needed:
-            environment.close()
-            raise DatasetError(
-                f"{file} is cut off: it has {status.st_size} of {needed} bytes; convert or copy it again"
-            )
-        _environments[status.st_dev, status.st_ino] = opened = _ReadEnvironment(environment)
+        _environments[status.st_dev, status.st_ino] = opened
         return opened
 
 
@@ -435,9 +485,6 @@ class _DenseRows:
         low, high = self._low or np.iinfo(np.int64).max, self._high
         for number in blocks.tolist():
             array = np.frombuffer(self._load(number), self._header.dtype)
-            expected = self._header.rows_of(number) * self._header.n_features
-            if array.size != expected:
-                raise DatasetError(f"block {number} is damaged: it must have {expected} numbers, not {array.size}")
             if self._cached is not None:
                 start = number * self._header.rows_per_block
                 rows = self._cached[start : start + self._header.rows_per_block]

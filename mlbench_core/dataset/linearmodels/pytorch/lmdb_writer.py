@@ -28,10 +28,44 @@ from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import (
 )
 from mlbench_core.errors import DatasetError, require
 
-__all__ = ["StoreWriter"]
+__all__ = ["StoreWriter", "describe_inexact", "inexact_labels"]
 
 _BLOCK_BYTES = 1 << 19  # target size of a block: 65 rows of 2,000 float32 features
 _FIRST_MAP_BYTES = 1 << 26
+_MOST_FEATURES = 1 << 31  # columns are signed 32-bit integers from 0
+_FLOAT64_WHOLE = 1 << 53  # below it, float64 holds every whole number
+
+
+def inexact_labels(labels: NDArray[np.float64], dtype: str) -> NDArray[np.int64]:
+    """Return the positions of the labels that a store cannot hold.
+
+    A whole number must be stored exactly, because it may be a class or an id: two of them must not become one. A
+    fraction is rounded to the nearest number of the dtype, but must not overflow or become 0.
+
+    Args:
+        labels: The labels.
+        dtype: ``"float32"`` or ``"float64"``.
+
+    Returns:
+        Positions in increasing order.
+
+    Example:
+        >>> inexact_labels(np.array([0.1, 16777216, 16777217, 1e39, 1e-50]), "float32").tolist()
+        [2, 3, 4]
+    """
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        error = np.abs(labels.astype(dtype).astype(np.float64) - labels)
+        # From 2^53, neighboring whole numbers were already one float64 when they were read.
+        is_whole = (labels == np.rint(labels)) | (np.abs(labels) >= _FLOAT64_WHOLE)
+        allowed = np.where(is_whole, 0.0, np.abs(labels) * float(np.finfo(dtype).eps) / 2)
+        is_exact = (error <= allowed) & (np.abs(labels) < _FLOAT64_WHOLE)  # False for NaN
+    return np.flatnonzero(~is_exact)
+
+
+def describe_inexact(label: float, dtype: str) -> str:
+    """Describe a label of :func:`inexact_labels`, as the end of a sentence that begins with its place."""
+    other = "" if dtype == "float64" else "store it as float64, or "
+    return f"has the label {label:.17g}, which {dtype} cannot hold: {other}number the classes from 0"
 
 
 class StoreWriter:
@@ -43,7 +77,7 @@ class StoreWriter:
 
     Args:
         path: The store's final name.
-        n_features: Number of columns, at least 1.
+        n_features: Number of columns, from 1 to 2^31.
         layout: ``"dense"`` or ``"csr"``.
         dtype: ``"float32"`` or ``"float64"``.
         rows_per_block: Rows in a block; if None, a number that makes blocks of about half a megabyte.
@@ -76,6 +110,8 @@ class StoreWriter:
         self._sparse: Any = require("scipy.sparse", "linear")
         if n_features < 1 or (rows_per_block is not None and rows_per_block < 1):
             raise ValueError(f"n_features and rows_per_block must be at least 1, not {n_features} and {rows_per_block}")
+        if n_features > _MOST_FEATURES:
+            raise ValueError(f"n_features must be at most {_MOST_FEATURES}, not {n_features}")
         if layout not in LAYOUTS or dtype not in DTYPES:
             raise ValueError(f"layout and dtype must be in {LAYOUTS} and {DTYPES}, not {layout!r} and {dtype!r}")
         self.path = Path(path)
@@ -108,24 +144,38 @@ class StoreWriter:
         self._stack.close()
 
     def append(self, features: Any, labels: NDArray[Any]) -> None:
-        """Add rows.
+        """Add rows. Values are rounded to the nearest number of the store's dtype.
 
         Args:
-            features: Matrix (rows, n_features): an array or a scipy sparse matrix.
-            labels: The rows' labels.
+            features: Matrix (rows, n_features): an array or a scipy sparse matrix, of real numbers.
+            labels: The rows' labels, real numbers.
 
         Raises:
-            ValueError: The shapes do not fit.
+            ValueError: The shapes do not fit, a number is not real, or it is not finite in the store's dtype.
             DatasetError: The disk is full.
         """
         if features.shape != (len(labels), self.n_features):
             raise ValueError(f"features must have shape ({len(labels)}, {self.n_features}), not {features.shape}")
-        self._labels.append(np.asarray(labels, dtype=np.float64))
+        given = np.asarray(labels)
+        for name, dtype in (("features", features.dtype), ("labels", given.dtype)):
+            if dtype.kind not in "biuf":
+                raise ValueError(f"{name} must be real numbers, not {dtype}")
+        as_float64 = given.astype(np.float64)
+        # Large integers are rounded; in the other direction they would be equal only by chance.
+        with np.errstate(invalid="ignore"):
+            wrong = np.flatnonzero(as_float64.astype(given.dtype) != given)
+        if wrong.size:
+            row = wrong[0]
+            raise ValueError(f"labels must be numbers that float64 holds, not {given[row]} in row {self.n_rows + row}")
         # Copy the rows, because the caller may change its array. Sparse rows become dense later, block by block.
-        if isinstance(features, np.ndarray) and self.layout == "dense":
-            self._pending.append(features.astype(self.dtype))
-        else:
-            self._pending.append(self._sparse.csr_matrix(features, dtype=self.dtype, copy=True))
+        with np.errstate(over="ignore"):  # the check below reports an overflow
+            if isinstance(features, np.ndarray) and self.layout == "dense":
+                rows = features.astype(self.dtype)
+            else:
+                rows = self._sparse.csr_matrix(features, dtype=self.dtype, copy=True)
+        self._check_finite(rows, features)
+        self._labels.append(as_float64)
+        self._pending.append(rows)
         self._pending_rows += len(labels)
         self.n_rows += len(labels)
         if self._rows_per_block is None:
@@ -133,6 +183,21 @@ class StoreWriter:
         # Write blocks as soon as they are full, so that only labels and pending rows stay in memory.
         if self._pending_rows >= self._rows_per_block:
             self._write_blocks(self._rows_per_block)
+
+    def _check_finite(self, rows: Any, given: Any) -> None:
+        """Refuse values that are not finite in the store's dtype."""
+        values = rows if isinstance(rows, np.ndarray) else rows.data
+        if np.isfinite(values).all():
+            return
+        first = np.argwhere(~np.isfinite(values))[0]
+        if isinstance(rows, np.ndarray):
+            row, column = first.tolist()
+        else:
+            row, column = int(np.searchsorted(rows.indptr, first[0], "right")) - 1, int(rows.indices[first[0]])
+        value = (given if isinstance(given, np.ndarray) else given.tocsr())[row, column]
+        raise ValueError(
+            f"features must be finite in {self.dtype}, not {value} in row {self.n_rows + row}, column {column}"
+        )
 
     def labels_found(self) -> NDArray[np.float64]:
         """Return the distinct labels of the rows so far, sorted."""
@@ -158,7 +223,8 @@ class StoreWriter:
             The header.
 
         Raises:
-            DatasetError: The input has no rows, a label is not in the map, or the disk is full.
+            DatasetError: The input has no rows, a label is not in the map, the store's dtype cannot hold a label
+                (see :func:`inexact_labels`), or the disk is full.
         """
         if not self.n_rows or self._rows_per_block is None:
             raise DatasetError(f"{self.path} would have no rows: {', '.join(source) or 'the source'} holds none")
@@ -233,6 +299,8 @@ class StoreWriter:
         """Return the labels of all rows as they are stored."""
         labels = np.concatenate(self._labels)
         if label_map is None:
+            if (wrong := inexact_labels(labels, self.dtype)).size:
+                raise DatasetError(f"row {wrong[0]} {describe_inexact(labels[wrong[0]], self.dtype)}")
             return labels
         mapped = np.full(len(labels), np.nan)
         for label, target in label_map.items():

@@ -30,7 +30,7 @@ EOS = "<eos>"
 """The word at the end of each line."""
 
 # Part of the name of a cache: increase it if the content or the way of splitting changes.
-_FORMAT = 2
+_FORMAT = 3
 
 
 class Dictionary:

@@ -24,7 +24,7 @@ __all__ = ["Cleaning", "PairFiles", "Recipe", "prepare_store", "prepare_subwords
 _log = logging.getLogger(__name__)
 
 _BLOCK = 4096  # pairs that are in memory at once
-_VERSION = 1  # of prepared texts: increase it if splitting or cleaning changes
+_VERSION = 2  # of prepared texts: increase it if splitting or cleaning changes
 
 
 @dataclass(frozen=True)

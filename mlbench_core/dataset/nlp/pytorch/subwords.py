@@ -349,7 +349,7 @@ def _read_merges(path: Path) -> list[Pair]:
     # Split at spaces only: a part may contain other white space of Unicode.
     pairs = [tuple(line.split(" ")) for line in lines[1:] if line]
     for number, pair in enumerate(pairs, 2):
-        if len(pair) != 2 or not all(pair):
+        if len(pair) != 2 or not all(pair) or pair[1].endswith("\r"):
             raise DatasetError(f"{path}, line {number}: {' '.join(pair)!r} is not a pair of parts")
     return [(pair[0], pair[1]) for pair in pairs]
 
@@ -357,7 +357,7 @@ def _read_merges(path: Path) -> list[Pair]:
 def _read_lines(path: Path) -> list[str]:
     # Split at line feeds only: a symbol may contain characters that Python's `splitlines` treats as line ends.
     try:
-        return path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
+        return path.read_bytes().decode("utf-8-sig").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise DatasetError(f"{path} is not UTF-8 text: {error}") from error
 
