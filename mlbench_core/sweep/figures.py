@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.figures import canvas
 from mlbench_core.results.figures.captions import caption
+from mlbench_core.results.figures.looks import method_looks
 from mlbench_core.results.prices import Pricing
 from mlbench_core.results.record import RunRecord, goal_text
 from mlbench_core.results.stats import confidence_interval, log_interval
@@ -256,7 +257,9 @@ def _rows_caption(outcome: Outcome, quantity: Quantity, cells: Sequence[Cell]) -
     sentences = [caption([cell.group for cell in cells]).partition(" Missed the goal:")[0]]
     sentences.append("Mark and number: median; dots: single runs.")
     if any(cell.interval_s for cell in cells):
-        sentences.append("Line: 95 % confidence interval of the mean, of times the geometric one, if all runs reached the goal.")
+        sentences.append(
+            "Line: 95 % confidence interval of the mean, of times the geometric one, if all runs reached the goal."
+        )
     if (any(cell.missed for cell in cells) and quantity.sentence) or quantity.name == "price":
         sentences.append(quantity.sentence)
     if quantity.to_goal and any(cell.missed for cell in cells):
@@ -294,7 +297,7 @@ def draw_bytes(outcome: Outcome, network: str | None = None) -> canvas.Drawing:
     width = canvas.COLUMN_IN if network is not None else canvas.PAGE_IN
     figure = canvas.new_figure(width, 2.4 * rows)
     every = figure.subplots(rows, min(len(networks), 2), squeeze=False, sharex=True, sharey=True).flatten()
-    looks = dict(zip(outcome.algorithms, canvas.series_looks(len(outcome.algorithms)), strict=True))
+    looks = method_looks(outcome.algorithms)
     for axes in every[len(networks) :]:
         axes.remove()
     for axes, name in zip(every, networks, strict=False):

@@ -90,7 +90,9 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
     text = f"{', '.join(parts)}."
     ratio = speed_ratio(second, first)
     assert ratio is not None, "both have a median"
-    shown = {True: "a difference is shown", False: "no difference is shown", None: "not tested"}[differ(first, second, row)]
+    shown = {True: "a difference is shown", False: "no difference is shown", None: "not tested"}[
+        differ(first, second, row)
+    ]
     if second is baseline:
         return f"{text} {second.algorithm} is also the second; {shown}."
     return f"{text} Second: {second.algorithm}, {ratio.value:.2f} times as long; {shown}."

@@ -17,7 +17,7 @@ from mlbench_core.results import figures
 from mlbench_core.results.figures import numbers
 from mlbench_core.results.pool import pool, series
 from mlbench_core.results.record import RunRecord
-from mlbench_core.results.stats import confidence_interval, student_quantile
+from mlbench_core.results.stats import confidence_interval, log_interval, student_quantile
 
 pytest.importorskip("matplotlib", reason="needs matplotlib (the extra charts)")
 
@@ -124,7 +124,7 @@ def test_the_time_by_phase_is_stacked_and_hidden_communication_is_beside_it() ->
     assert bars["communication (hidden)"] == [(0.0, 0.0), (0.0, 5.0)], "it begins with the computation and adds nothing"
     (intervals,) = [c for c in axes.containers if not hasattr(c, "patches")][1:]
     ((start, _), (end, _)) = intervals[2][0].get_segments()[0]
-    assert (start, end) == pytest.approx(confidence_interval([50.0, 52.0, 54.0]))
+    assert (start, end) == pytest.approx(log_interval([50.0, 52.0, 54.0]))
     assert [text.get_text() for text in axes.get_yticklabels()] == ["1", "2"]
     assert [text.get_text() for text in axes.texts if text.get_text()[:1].isdigit()] == ["84.0", "52.0"]
     table = columns(drawn)

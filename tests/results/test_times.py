@@ -74,7 +74,7 @@ def test_a_failed_run_counts_as_a_miss_of_its_group() -> None:
     good = runs([10.0, 11.0, 12.0])
     failed = replace(a_record("bad", 1, 9, time_s=None), state="failed", reached=None, train_s=30.0)
     assert is_miss(failed) and not is_miss(replace(failed, reached=True))
-    groups, found = compare_runs([*good, failed])
+    _, found = compare_runs([*good, failed])
     (row,) = found.rows
     assert (row["runs"], row["missed"], row["mean_s"], row["median_s"]) == (4, 1, None, 11.5)
     assert row["cost_per_success_s"] == pytest.approx(21.0)
@@ -114,9 +114,7 @@ def test_a_further_miss_never_makes_a_group_look_better(
     assert all(all_after.profile[name][key] <= share for key, share in all_before.profile[name].items())
 
 
-@given(
-    st.lists(st.tuples(st.floats(0.5, 500), st.floats(0.5, 500)), min_size=2, max_size=8)
-)
+@given(st.lists(st.tuples(st.floats(0.5, 500), st.floats(0.5, 500)), min_size=2, max_size=8))
 def test_equal_seeds_give_the_paired_test_of_scipy_on_logarithms(pairs: list[tuple[float, float]]) -> None:
     logs = [[math.log(time) for time in side] for side in zip(*pairs, strict=True)]
     if max(x - y for x, y in zip(*logs, strict=True)) - min(x - y for x, y in zip(*logs, strict=True)) < 1e-6:

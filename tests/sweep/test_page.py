@@ -236,8 +236,10 @@ def test_tables_have_the_runs_and_the_words(written: Path) -> None:
     with (written / "time_to_goal.csv").open(encoding="utf-8") as file:
         assert {row["run"] for row in csv.DictReader(file)} <= {path.name for path in (written / "runs").iterdir()}
     assert content["facts"]["Time of all runs"].endswith(" h")
-    assert content["facts"]["Runs"] == ("18 of 18 planned; 3 runs missed the goal, limit 1 min; all runs are judged up to 60.00 s of training, the least "
-        "training time at which a run was stopped, and a run that reached the goal later counts as missed")
+    assert content["facts"]["Runs"] == (
+        "18 of 18 planned; 3 runs missed the goal, limit 1 min; all runs are judged up to 60.00 s of training, the "
+        "least training time at which a run was stopped, and a run that reached the goal later counts as missed"
+    )
     markdown = (written / "index.md").read_text(encoding="utf-8")
     assert (
         "![map 2](map_2.png)" in markdown

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.figures import canvas
 from mlbench_core.results.figures.captions import INTERVAL, caption, not_drawn
-from mlbench_core.results.figures.numbers import Estimate, mean
+from mlbench_core.results.figures.numbers import Estimate, mean, mean_time
 from mlbench_core.results.pool import Group, series
 from mlbench_core.results.record import PHASES, STEPS
 from mlbench_core.results.times import complete
@@ -171,7 +171,7 @@ def with_time(groups: Sequence[Group]) -> list[Group]:
 
 
 def _total(group: Group) -> Estimate:
-    found = mean(group.values("total_s"))
+    found = mean_time(group.values("total_s"))
     assert found is not None, "with_time() leaves out groups without a time"
     return found
 

@@ -11,8 +11,8 @@ from mlbench_core.results.record import goal_text
 
 __all__ = ["INTERVAL", "caption", "name_of", "not_drawn", "shared_goal", "subtitle"]
 
-INTERVAL = "Error bars: 95 % confidence interval of the mean (Student's t)"
-"""Description of the error bars of a mean."""
+INTERVAL = "Error bars: 95 % confidence interval of the geometric mean (Student's t)"
+"""Description of the error bars of a mean time."""
 
 
 def caption(groups: Sequence[Group]) -> str:
@@ -36,11 +36,7 @@ def caption(groups: Sequence[Group]) -> str:
     if len(groups) > 1:
         runs += " of each configuration"
     sentences = [_workload(groups), _goal(groups), _machine(groups), runs]
-    lost = [
-        f"{name_of(group)} ({missed} of {len(group.records)})"
-        for group in groups
-        if (missed := group.missed)
-    ]
+    lost = [f"{name_of(group)} ({missed} of {len(group.records)})" for group in groups if (missed := group.missed)]
     if lost:
         sentences.append(f"Missed the goal: {', '.join(lost)}")
     return " ".join(f"{sentence}." for sentence in sentences)

@@ -7,7 +7,8 @@ With T_k the time of k workers and k_0 the smallest number of workers of a serie
     communication share   exposed communication / training time
 
 If the price index is below 1, the additional workers pay for themselves. Every number comes with a 95 % confidence
-interval if it has at least two runs. A group with a run that missed its goal has none of them. This module does not import matplotlib.
+interval if it has at least two runs. A group with a run that missed its goal has none of them. This module does not
+import matplotlib.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlbench_core.results.stats import confidence_interval, student_quantile
+from mlbench_core.results.stats import confidence_interval, log_interval, student_quantile
 from mlbench_core.results.times import complete
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "band",
     "communication_share",
     "mean",
+    "mean_time",
     "pareto_front",
     "price_index",
     "ratio",
@@ -75,6 +77,21 @@ def mean(values: Iterable[float | None]) -> Estimate | None:
     interval = confidence_interval(known) if len(known) > 1 else None
     low, high = interval if interval else (None, None)
     return Estimate(statistics.fmean(known), low, high, len(known))
+
+
+def mean_time(values: Sequence[float]) -> Estimate | None:
+    """Average times, with the 95 % confidence interval of their geometric mean, which is never negative.
+
+    Args:
+        values: One time for each run.
+
+    Returns:
+        The mean, or None without a value.
+    """
+    if not values:
+        return None
+    low, high = log_interval(values) or (None, None)
+    return Estimate(statistics.fmean(values), low, high, len(values))
 
 
 def ratio(above: Sequence[float], below: Sequence[float], power: int = 1) -> Estimate | None:

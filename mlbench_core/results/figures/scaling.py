@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.figures import canvas
 from mlbench_core.results.figures.captions import INTERVAL, caption, not_drawn
+from mlbench_core.results.figures.looks import method_looks
 from mlbench_core.results.figures.numbers import (
     Estimate,
     communication_share,
@@ -227,7 +228,9 @@ def _lines(axes: Axes, every: Sequence[Series], rows: Sequence[Estimates]) -> No
     low, high = axes.get_xlim()
     # With a single number of workers, the points have the whole width.
     step = min(0.02, 0.1 / len(every)) if len(axes.get_xticks()) > 1 else 0.9 / len(every)
-    for index, (one, look, values) in enumerate(zip(every, canvas.series_looks(len(every)), rows, strict=True)):
+    looks = method_looks(one.label for one in every)
+    for index, (one, values) in enumerate(zip(every, rows, strict=True)):
+        look = looks[one.label]
         shift = (index - (len(every) - 1) / 2) * step
         known = [(group, value) for group, value in zip(one.groups, values, strict=True) if value is not None]
         if not known:

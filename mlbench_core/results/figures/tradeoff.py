@@ -8,7 +8,8 @@ from typing import Any
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.figures import canvas
 from mlbench_core.results.figures.captions import INTERVAL, caption, not_drawn, shared_goal
-from mlbench_core.results.figures.numbers import Estimate, mean, pareto_front
+from mlbench_core.results.figures.looks import method_looks
+from mlbench_core.results.figures.numbers import Estimate, mean_time, pareto_front
 from mlbench_core.results.pool import Group, series, workload
 from mlbench_core.results.stats import performance_profile
 from mlbench_core.results.table import times_to_goal
@@ -38,7 +39,7 @@ def draw_time_against_price(groups: Sequence[Group], price_per_hour: float) -> c
         raise ConfigurationError("the runs have no task and goal in common")
     points: list[tuple[Group, Estimate, float]] = []
     for group in groups:
-        time = mean(group.values("time_to_goal_s"))
+        time = mean_time(group.values("time_to_goal_s"))
         if time is not None:
             points.append((group, time, group.workers * time.value / 3600 * price_per_hour))
     if not points:
@@ -66,7 +67,7 @@ def _draw_prices(groups: Sequence[Group], points: Sequence[tuple[Group, Estimate
         dashed: canvas.Look = {"color": canvas.GRAY, "linestyle": (0, (4, 2)), "linewidth": 0.8}
         axes.step(*zip(*front, strict=True), where="post", zorder=1, label="Pareto front", **dashed)
     every = series([group for group, _, _ in points])
-    looks = dict(zip((one.label for one in every), canvas.series_looks(len(every)), strict=True))
+    looks = method_looks(one.label for one in every)
     limit = 1.5 * max(time.value for _, time, _ in points)
     width = max(price for _, _, price in points) - min(price for _, _, price in points)
     named: set[str] = set()
@@ -140,8 +141,9 @@ def draw_performance_profile(groups: Sequence[Group]) -> canvas.Drawing:
     profile = performance_profile(times, ratios)
     figure = canvas.new_figure(canvas.COLUMN_IN, 2.3)
     axes = figure.subplots()
-    for look, (name, shares) in zip(canvas.series_looks(len(profile)), profile.items(), strict=True):
-        axes.step(ratios, shares, where="post", label=name, markevery=40, **look)
+    looks = method_looks(profile)
+    for name, shares in profile.items():
+        axes.step(ratios, shares, where="post", label=name, markevery=40, **looks[name])
     axes.set_ylim(0, 1.05)
     axes.set_xlim(1, _LARGEST_RATIO)
     axes.set_xlabel("time to goal / best time to goal")
@@ -149,7 +151,8 @@ def draw_performance_profile(groups: Sequence[Group]) -> canvas.Drawing:
     canvas.title(axes, "Performance profile", groups)
     text = (
         f"{caption(groups)} Share of the {len(tasks)} tasks that an algorithm solves within a ratio of the best time, "
-        "by median times, in which a miss is longer than every time. A task is solved if more than half of the runs reached the goal."
+        "by median times, in which a miss is longer than every time. A task is solved if more than half of the runs "
+        "reached the goal."
     )
     canvas.finish(figure, text, *axes.get_legend_handles_labels())
     rows = [["ratio", *profile], *([ratio, *shares] for ratio, *shares in zip(ratios, *profile.values(), strict=True))]
