@@ -113,11 +113,7 @@ def compare_times(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> TimesTest |
         return None
     first, second = ([math.log(time) for time in each] for each in times)
     seeds = [[record.seed for record in each] for each in (a, b)]
-    if (
-        None not in seeds[0]
-        and len(set(seeds[0])) == len(a)
-        and sorted(map(str, seeds[0])) == sorted(map(str, seeds[1]))
-    ):
+    if None not in seeds[0] and len(set(seeds[0])) == len(a) and len(b) == len(a) and set(seeds[0]) == set(seeds[1]):
         by_seed: Mapping[int | None, float] = dict(zip(seeds[1], second, strict=True))
         test, kind = paired_test(first, [by_seed[seed] for seed in seeds[0]]), "paired by seed"
     else:

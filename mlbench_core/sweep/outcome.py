@@ -1,8 +1,8 @@
 """Gather the runs of a sweep by algorithm, network and number of workers.
 
 The rule for runs that missed their goal is that of :mod:`mlbench_core.results.times`. All runs are judged up to the
-same training time: the least one at which a run was stopped. A run that reached its goal later missed it by this rule, as
-the stopped run might have reached it then, too.
+same training time: the least one at which a run was stopped. A run that reached its goal later missed it by this
+rule, as the stopped run might have reached it then, too.
 """
 
 from __future__ import annotations
