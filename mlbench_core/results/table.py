@@ -192,8 +192,8 @@ class Comparison:
         if self.tests:
             lines.append(
                 "Tests: t tests on the logarithms of the times, two-sided at 5 % after Holm's correction for all "
-                "pairs: paired if both have the same seeds, Welch's otherwise. A / B is the ratio of the geometric means. "
-                "The effect is Hedges' g; 0.8 and more is large."
+                "pairs: paired if both have the same seeds, Welch's otherwise. A / B is the ratio of the geometric "
+                "means. The effect is Hedges' g; 0.8 and more is large."
             )
         return [*lines, *self.remarks]
 
