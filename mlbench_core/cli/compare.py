@@ -23,7 +23,9 @@ __all__ = ["compare"]
 
 @click.command()
 @click.argument("places", metavar="PATH|NAME...", nargs=-1, required=True, shell_complete=complete_runs_and_files)
-@click.option("--baseline", metavar="LABEL", help="Test each configuration against this one (default: every pair).")
+@click.option(
+    "--baseline", metavar="LABEL", help="Test and divide each configuration by this one (default: test every pair)."
+)
 @price_options
 @click.option(
     "--format", "form", type=click.Choice(FORMATS), default="table", show_default=True, help="Format of the output."
@@ -52,8 +54,8 @@ def compare(
     'mlbench run --wait'. Everything else is the NAME of a run at the master, or a shell pattern of names.
 
     Runs are repeats of each other if everything is the same except the seed: task or command, options, backend,
-    workers, goal, machine and software. The table has one row for them. Times are those of the runs that reached the
-    goal. Runs of one task with different goals are refused.
+    workers, goal, machine and software. The table has one row for them. A row with a run that missed the
+    goal has a median and a cost per success, and no mean. Runs of one task with different goals are refused.
     """
     groups, comparison = compare_records(find_records(places, dashboard_url), pricing, baseline)
     print_comparison(comparison, "json" if as_json else form)

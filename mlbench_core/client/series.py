@@ -98,12 +98,12 @@ class RunSeries:
         request: The body of ``POST /api/runs/`` without ``name`` and ``num_workers``.
         task: The task that the request starts, also by an image; None for a command of the user.
         repeats: Number of runs for each number of workers, with different seeds; None for one without a seed.
-        seed: Seed of the first run; each further run gets the next one. None is 42.
+        seed: Seed of the first repeat of each number of workers; each further repeat gets the next one. None is 42.
 
     Example:
         >>> series = RunSeries("demo", (1, 2), {"command": "train.py --seed {seed}"}, repeats=2)
         >>> [(request["name"], request["command"]) for request in series.requests()][1:3]
-        [('demo-1-r2', 'train.py --seed 43'), ('demo-2-r1', 'train.py --seed 44')]
+        [('demo-2-r1', 'train.py --seed 42'), ('demo-1-r2', 'train.py --seed 43')]
     """
 
     name: str
@@ -121,7 +121,8 @@ class RunSeries:
     def names(self) -> list[tuple[str, int]]:
         """Return the name and the number of workers of each run."""
         ends = [""] if self.repeats is None else [f"-r{repeat + 1}" for repeat in range(self.repeats)]
-        return [(f"{self.name}-{workers}{end}", workers) for workers in self.num_workers for end in ends]
+        # Seed by seed, so that a slow drift of the machine changes the runs of all numbers of workers alike.
+        return [(f"{self.name}-{workers}{end}", workers) for end in ends for workers in self.num_workers]
 
     def check_seeds(self) -> None:
         """Refuse seeds that the runs would not use.
@@ -150,7 +151,9 @@ class RunSeries:
         is_seeded = self.seed_option is not None or self._has_place_for_seed()
         first = FIRST_SEED if self.seed is None else self.seed
         return [
-            {**self._request(first + place if is_seeded else None), "name": name, "num_workers": workers}
+            # The same seeds for all numbers of workers, so that their times can be compared in pairs.
+            {**self._request(first + place // len(self.num_workers) if is_seeded else None), "name": name}
+            | {"num_workers": workers}
             for place, (name, workers) in enumerate(self.names())
         ]
 

@@ -55,8 +55,8 @@ def collection_page(
     lines = [
         f"# {escape(title)}",
         "",
-        f"{len(records)} runs, {each} of each configuration. Times are means over the runs that reached the goal, with "
-        "the 95 % confidence interval of the mean (Student's t).",
+        f"{len(records)} runs, {each} of each configuration. The 95 % confidence intervals of "
+        "times are those of the geometric mean (Student's t on the logarithms).",
         "",
         f"- Date: {date}",
         *(f"- Machine: {escape(text)}" for text in _distinct(map(machine_text, groups))),

@@ -14,6 +14,7 @@ from typing import Any
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.record import UNKNOWN, RunRecord, goal_text
+from mlbench_core.results.times import complete, is_miss
 
 __all__ = ["Group", "Series", "check_comparable", "differences", "plural", "pool", "series", "usable", "workload"]
 
@@ -58,17 +59,22 @@ class Group:
     @property
     def reached(self) -> tuple[RunRecord, ...]:
         """Return all runs except those that missed their goal; a run without a goal has not missed it."""
-        return tuple(record for record in self.records if record.reached is not False)
+        return tuple(record for record in self.records if not is_miss(record))
+
+    @property
+    def missed(self) -> int:
+        """Return the number of runs that missed their goal or failed."""
+        return len(self.records) - len(self.reached)
 
     def values(self, name: str) -> list[float]:
-        """Return an attribute of every run that reached its goal and knows it.
+        """Return an attribute of every run that knows it, to be averaged; an empty list if a run missed its goal.
 
-        A run that missed its goal is never averaged as if it had reached it.
+        A mean over the other runs would make the group look better for its misses.
 
         Args:
             name: Name of the attribute of :class:`~mlbench_core.results.record.RunRecord`, for example ``"total_s"``.
         """
-        return [value for record in self.reached if (value := getattr(record, name)) is not None]
+        return [value for record in complete(self.records) if (value := getattr(record, name)) is not None]
 
 
 @dataclass(frozen=True)
@@ -87,16 +93,25 @@ class Series:
 def usable(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
     """Select the runs that can be compared: those that finished, or reached their goal before they were killed.
 
-    Runs that sent no times are left out, too.
+    A run that failed is a repeat that missed if another run has its configuration: a failure must not make the others
+    look better. A run that neither finished nor failed may still go on, so it is left out. Runs that sent no times are
+    left out, too.
 
     Returns:
         The runs, and a sentence with the reason for each run that is left out.
     """
-    kept, remarks = [], []
+    kept: list[RunRecord] = []
+    remarks: list[str] = []
+    records = list(records)
+    whole = {_text(_properties(record)) for record in records if record.state != "failed"}
     for record in records:
         # A run that was killed after it reached its goal has a valid time to the goal.
         ended = record.state in ("finished", UNKNOWN) or (record.state == "unfinished" and record.reached)
-        if not ended:
+        if record.state == "failed" and record.workers is not None and _text(_properties(record)) in whole:
+            kept.append(record)
+            if not record.reached:
+                remarks.append(f"{record.name} has the state 'failed': it counts as a run that missed")
+        elif not ended:
             known = [f"{record.epochs} epochs" if record.epochs else "", f"{record.train_s or 0:.1f} s of training"]
             after = f" ({', '.join(filter(None, known))})" if record.train_s else ""
             missed = " and did not reach its goal" if record.state == "unfinished" else ""
@@ -166,7 +181,8 @@ def pool(records: Sequence[RunRecord]) -> list[Group]:
     for label, same in zip(named, members, strict=True):
         kept: list[RunRecord] = []
         remarks = []
-        for record in same:
+        # A failed run that was repeated with its seed counts no more than any other twin.
+        for record in sorted(same, key=lambda one: one.state == "failed"):
             twin = next((one for one in kept if one.seed is not None and one.seed == record.seed), None)
             if twin is not None:
                 remarks.append(f"{record.name} has the seed {record.seed} of {twin.name}: it counts once")

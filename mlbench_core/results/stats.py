@@ -25,7 +25,10 @@ __all__ = [
     "WelchTest",
     "confidence_interval",
     "describe",
+    "holm",
+    "log_interval",
     "olympic_mean",
+    "paired_test",
     "performance_profile",
     "performance_score",
     "student_cdf",
@@ -136,6 +139,71 @@ def confidence_interval(values: Iterable[float], level: float = 0.95) -> tuple[f
     return mean - half, mean + half
 
 
+def log_interval(values: Iterable[float], level: float = 0.95) -> tuple[float, float] | None:
+    """Return the confidence interval of the geometric mean, by Student's t distribution on the logarithms.
+
+    Times vary by factors, and are never negative; neither is this interval.
+
+    Args:
+        values: Independent measurements, for example the seconds to the goal of each repeat.
+        level: Confidence level, above 0 and below 1.
+
+    Returns:
+        Lower and upper end; None for fewer than two values, or if a value is not positive.
+
+    Raises:
+        TypeError: A value is not a number.
+        ValueError: A value is not finite, or ``level`` is not between 0 and 1.
+
+    Example:
+        >>> [round(end, 2) for end in log_interval([1.0, 2.0])]
+        [0.02, 115.65]
+    """
+    numbers = _numbers("values", values)
+    if any(number <= 0 for number in numbers):
+        return None
+    interval = confidence_interval(map(math.log, numbers), level)
+    if interval is None:
+        return None
+    low, high = (math.exp(min(end, 709.0)) for end in interval)
+    return low, high
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Adjust the p values of several tests by Holm's method.
+
+    With adjusted values, the probability that any of the tests shows a difference that does not exist is at most the
+    level, whatever the tests have in common.
+
+    Args:
+        values: The p values, each from 0 to 1.
+
+    Returns:
+        The adjusted values in the same order.
+
+    Raises:
+        TypeError: A value is not a number.
+        ValueError: A value is not between 0 and 1.
+
+    Example:
+        >>> [round(p, 6) for p in holm([0.01, 0.04, 0.03])]
+        [0.03, 0.06, 0.06]
+
+    References:
+        Holm: A simple sequentially rejective multiple test procedure. Scandinavian Journal of Statistics 6, 1979.
+    """
+    for value in values:
+        check_number("values", value)
+        if not 0 <= value <= 1:
+            raise ValueError(f"values must be from 0 to 1, not {value}: pass p values")
+    found = [0.0] * len(values)
+    largest = 0.0
+    for place, index in enumerate(sorted(range(len(values)), key=lambda each: values[each])):
+        largest = max(largest, min(1.0, (len(values) - place) * values[index]))
+        found[index] = largest
+    return found
+
+
 def olympic_mean(values: Iterable[float]) -> float | None:
     """Return the mean without the smallest and the largest value, as MLPerf scores repeats.
 
@@ -205,7 +273,7 @@ def describe(values: Iterable[float]) -> Description:
 
 @dataclass(frozen=True)
 class WelchTest:
-    """The result of :func:`welch_test`.
+    """The result of :func:`welch_test` or :func:`paired_test`.
 
     Attributes:
         difference: Mean of ``a`` minus mean of ``b``, in the unit of the values.
@@ -213,7 +281,7 @@ class WelchTest:
         effect: The difference in standard deviations, Hedges' g. It is infinite if neither sample varies and the means
             differ. As a rule of thumb, 0.2 is small, 0.5 is medium and 0.8 is large.
         t: The test statistic; infinite if neither sample varies and the means differ.
-        df: Degrees of freedom, after Welch and Satterthwaite.
+        df: Degrees of freedom; those of Welch's test are after Welch and Satterthwaite.
         p: Two-sided p value: the probability of a difference at least this large if the true means are equal.
         p_less: One-sided p value; small values speak for a smaller true mean of ``a``. For times: "``a`` is faster".
         p_greater: One-sided p value; small values speak for a larger true mean of ``a``.
@@ -295,6 +363,54 @@ def welch_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> W
         difference=difference,
         interval=(difference - half, difference + half),
         effect=effect,
+        t=t,
+        df=df,
+        p=2 * student_cdf(-abs(t), df),
+        p_less=student_cdf(t, df),
+        p_greater=student_cdf(-t, df),
+    )
+
+
+def paired_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> WelchTest:
+    r"""Test whether two samples that belong together in pairs have different means, by Student's t distribution.
+
+    With the mean :math:`m` and the standard deviation :math:`s` of the :math:`n` differences :math:`a_i - b_i`,
+    :math:`t = m \sqrt{n} / s` with :math:`n - 1` degrees of freedom. The effect size is that of :func:`welch_test`.
+
+    Args:
+        a: At least two measurements.
+        b: The measurement that belongs to each of ``a``, in the same order.
+        level: Level of the confidence interval, above 0 and below 1.
+
+    Returns:
+        Difference, interval, effect and p values.
+
+    Raises:
+        TypeError: A value is not a number.
+        ValueError: The samples have fewer than two values or different lengths, a value is not finite, or ``level`` is
+            not between 0 and 1.
+
+    Example:
+        >>> test = paired_test([10.0, 20.0, 30.0], [11.0, 21.2, 31.1])
+        >>> round(test.p, 3), round(welch_test([10.0, 20.0, 30.0], [11.0, 21.2, 31.1]).p, 3)
+        (0.003, 0.899)
+    """
+    first, second = _sample("a", a), _sample("b", b)
+    _check_level(level)
+    if len(first) != len(second):
+        raise ValueError(f"b must have {len(first)} values as a has, not {len(second)}: pass pairs")
+    differences = [one - other for one, other in zip(first, second, strict=True)]
+    difference, df = statistics.fmean(differences), float(len(first) - 1)
+    error = statistics.stdev(differences) / math.sqrt(len(first))
+    if error == 0:
+        t = math.copysign(math.inf, difference) if difference else 0.0
+    else:
+        t = difference / error
+    half = student_quantile((1 + level) / 2, df) * error
+    return WelchTest(
+        difference=difference,
+        interval=(difference - half, difference + half),
+        effect=welch_test(first, second).effect,
         t=t,
         df=df,
         p=2 * student_cdf(-abs(t), df),

@@ -1,7 +1,7 @@
 """Compare groups of repeated runs in a table, as terminal text, CSV, JSON or Markdown.
 
-The times of a row are those of the runs that reached their goal: a run that missed it is counted, and never averaged as
-if it had reached it. Times of a program without a goal are its training times.
+A group with a run that missed its goal has a median and a cost per success, and no mean: see
+:mod:`mlbench_core.results.times`. Times of a program without a goal are its training times.
 
 Runs whose goal is the best value after a fixed training time are compared by this value. Their times are equal by
 definition, so they have no speed-up, no test and no performance profile.
@@ -34,7 +34,8 @@ from mlbench_core.results.pool import (
 )
 from mlbench_core.results.prices import Pricing, price_index
 from mlbench_core.results.record import RunRecord, goal_text
-from mlbench_core.results.stats import describe, performance_profile, performance_score, welch_test
+from mlbench_core.results.stats import describe, holm, log_interval, performance_profile, performance_score
+from mlbench_core.results.times import compare_times, cost_per_success_s, median_s
 
 __all__ = [
     "COLUMNS",
@@ -101,9 +102,11 @@ COLUMNS = (
     Column("interval_low_s", "95 % FROM (s)", 2),
     Column("interval_high_s", "TO (s)", 2),
     Column("olympic_mean_s", "OLYMPIC (s)", 2),
+    Column("cost_per_success_s", "COST PER SUCCESS (s)", 2),
     Column("epochs_to_goal", "EPOCHS TO GOAL", 1),
     Column("seconds_per_epoch_s", "EPOCH (s)", 3),
     Column("train_s", "TRAINING (s)", 2, "scaling"),
+    Column("times_as_fast", "x BASELINE", 2, "scaling"),
     Column("speedup", "SPEED-UP", 2, "scaling"),
     Column("speedup_without_communication", "WITHOUT COMM.", 2, "scaling"),
     Column("efficiency", "EFFICIENCY", 2, "scaling"),
@@ -122,11 +125,13 @@ _TESTS = (
     Column("a", "A"),
     Column("b", "B"),
     Column("workers", "WORKERS"),
-    Column("difference_s", "A - B (s)", 2),
-    Column("interval_low_s", "95 % FROM (s)", 2),
-    Column("interval_high_s", "TO (s)", 2),
+    Column("test", "TEST"),
+    Column("ratio", "A / B", 2),
+    Column("ratio_low", "95 % FROM", 2),
+    Column("ratio_high", "TO", 2),
     Column("effect", "EFFECT (g)", 2),
     Column("p", "P", 4),
+    Column("p_holm", "P (HOLM)", 4),
     Column("verdict", "IS A FASTER?"),
 )
 
@@ -137,8 +142,8 @@ class Comparison:
 
     Attributes:
         rows: One for each group, with an entry for each of :data:`COLUMNS` and ``names``, the names of its runs.
-        tests: One for each pair of groups: ``a``, ``b``, ``workers``, ``difference_s``, ``interval_low_s``,
-            ``interval_high_s``, ``effect``, ``p`` and ``verdict``.
+        tests: One for each pair of groups: ``a``, ``b``, ``workers``, ``test``, ``ratio``, ``ratio_low``,
+            ``ratio_high``, ``effect``, ``p``, ``p_holm`` and ``verdict``.
         profile: Share of the tasks that each algorithm solves within each of :data:`RATIOS` of the best time, and
             ``score``; empty with one task.
         differences: Differences between the groups, see :func:`~mlbench_core.results.pool.differences`.
@@ -182,12 +187,22 @@ class Comparison:
                 parts.append(f"{name} ({', '.join(str(value)[:longest] for value in shown)})")
             lines.append(f"The rows differ in {'; '.join(parts)}.")
         goals = list(dict.fromkeys(f"{row['workload']}: {row['goal']}" for row in self.rows))
-        lines.append(f"Goal: {'; '.join(goals)}. Times are training times until the goal, of the runs that reached it.")
+        lines.append(
+            f"Goal: {'; '.join(goals)}. Times are training times until the goal, and the interval is that of the "
+            "geometric mean."
+        )
+        if any(row.get("missed") for row in self.rows):
+            lines.append(
+                "A row with a missed run has no mean. Its median counts a miss as longer than every time. The cost per "
+                "success is the training time of all runs, divided by the number of those that reached the goal."
+            )
         if any(row.get("goal_value") is not None for row in self.rows):
             lines.append("VALUE is the mean of the best values after the training time, and VALUE SD their deviation.")
         if self.tests:
             lines.append(
-                "Tests: Welch's t test, two-sided at 5 % for each pair. The effect is Hedges' g; 0.8 and more is large."
+                "Tests: t tests on the logarithms of the times, two-sided at 5 % after Holm's correction for all "
+                "pairs: paired if both have the same seeds, Welch's otherwise. A / B is the ratio of the geometric "
+                "means. The effect is Hedges' g; 0.8 and more is large."
             )
         return [*lines, *self.remarks]
 
@@ -269,6 +284,7 @@ def compare_groups(
         labels = ", ".join(f"'{label}'" for label in dict.fromkeys(known))
         raise ConfigurationError(f"baseline must be one of {labels}, not {baseline!r}: give the label of a row")
     rows = [row for each in series(groups) for row in _rows(each, price)]
+    _add_ratios(rows, baseline)
     # In the order of the groups, whatever the order of the series.
     order = {(group.label, group.workers): place for place, group in enumerate(groups)}
     rows.sort(key=lambda row: order[row["label"], row["workers"]])
@@ -286,31 +302,43 @@ def compare_groups(
 def _rows(of: Series, price: Price | None) -> list[dict[str, Any]]:
     """Return the rows of one series."""
     groups = of.groups
-    # A group has no time to compare if none of its runs reached the goal.
     timed = [group for group in groups if not group.records[0].has_fixed_time]
     seconds = {group.workers: mean for group in timed if (mean := _mean(group.values("total_s")))}
-    base = min(seconds, default=0)
+    # Without the time of the fewest workers there is no reference: that of more workers would look like a better one.
+    base = groups[0].workers
     scale: dict[int, dict[str, float | None]] = {}
     for group in groups:
-        if group.workers in seconds:
+        if group.workers in seconds and base in seconds:
             total_s, compute_s = seconds[group.workers], _mean(group.values("without_communication_s"))
             speedup = seconds[base] / total_s
             scale[group.workers] = {
                 "speedup": speedup,
                 "speedup_without_communication": seconds[base] / compute_s if compute_s else None,
                 "efficiency": speedup * base / group.workers,
-                "price_index": price_index(total_s, group.workers, seconds[base], base),
+                "price_index": None
+                if price is None or price(total_s, group.workers) is None
+                else price_index(total_s, group.workers, seconds[base], base),
             }
     empty = dict.fromkeys(("speedup", "speedup_without_communication", "efficiency", "price_index"))
     rows = [{**_times(group, price), **scale.get(group.workers, empty)} for group in groups]
     return [{column.key: row[column.key] for column in COLUMNS} | {"names": row["names"]} for row in rows]
 
 
+def _add_ratios(rows: Sequence[dict[str, Any]], baseline: str | None) -> None:
+    """Set how many times as fast each row is as the baseline with the same task and number of workers."""
+    base = {(row["workload"], row["workers"]): row["mean_s"] for row in rows if row["label"] == baseline}
+    for row in rows:
+        mean = base.get((row["workload"], row["workers"]))
+        # The times of a goal with a fixed training time are equal by definition.
+        if mean and row["mean_s"] and row["goal_value"] is None:
+            row["times_as_fast"] = mean / row["mean_s"]
+
+
 def _times(group: Group, price: Price | None) -> dict[str, Any]:
     """Return the columns that need no other group."""
     seconds = describe(group.values("total_s"))
-    low, high = seconds.interval or (None, None)
-    missed = len(group.records) - len(group.reached)
+    low, high = log_interval(group.values("total_s")) or (None, None)
+    cost_s = cost_per_success_s(group.records)
     known = any(record.reached is not None for record in group.records)
     values = describe(group.values("goal_value") if group.records[0].has_fixed_time else [])
     sent, on_wire = (_mean(group.values(name)) for name in ("bytes_sent", "bytes_on_wire"))
@@ -322,25 +350,27 @@ def _times(group: Group, price: Price | None) -> dict[str, Any]:
         "names": [record.name for record in group.records],
         "runs": len(group.records),
         "reached": len(group.reached) if known else None,
-        "missed": missed if known else None,
+        "missed": group.missed if known else None,
         "goal_value": values.mean,
         "goal_value_standard_deviation": values.standard_deviation,
         "mean_s": seconds.mean,
         "standard_deviation_s": seconds.standard_deviation,
-        "median_s": seconds.median,
+        "median_s": median_s(group.records),
         "interval_low_s": low,
         "interval_high_s": high,
         "olympic_mean_s": seconds.olympic_mean,
+        "cost_per_success_s": cost_s,
+        "times_as_fast": None,
         "epochs_to_goal": _mean(group.values("epochs_to_goal")),
         "seconds_per_epoch_s": _mean(group.values("seconds_per_epoch")),
-        "train_s": _mean([record.train_s for record in group.records]),
+        "train_s": _mean(group.values("train_s")),
         "communication_exposed_s": _mean(group.values("communication_exposed_s")),
         "communication_hidden_s": _mean(group.values("communication_hidden_s")),
         "bytes_on_wire_mb": None if on_wire is None else on_wire / _MEGA,
         "bytes_sent_mb": None if sent is None else sent / _MEGA,
-        "samples_per_s": _mean([record.samples_per_s for record in group.records]),
-        "best": _mean([record.best for record in group.records]),
-        "price": None if price is None or seconds.mean is None else price(seconds.mean, group.workers),
+        "samples_per_s": _mean(group.values("samples_per_s")),
+        "best": _mean(group.values("best")),
+        "price": None if price is None or cost_s is None else price(cost_s, group.workers),
     }
 
 
@@ -371,40 +401,44 @@ def _tests(groups: Sequence[Group], baseline: str | None) -> list[dict[str, Any]
             if a.label == baseline:
                 a, b = b, a
         found.append(_test(a, b))
+    adjusted = iter(holm([row["p"] for row in found if row["p"] is not None]))
+    for row in found:
+        if row["p"] is not None:
+            row["p_holm"] = next(adjusted)
+            which = "yes" if row["ratio"] < 1 else "no, slower"
+            row["verdict"] = which if row["p_holm"] < 0.05 else "no difference shown"
     return found
 
 
 def _test(a: Group, b: Group) -> dict[str, Any]:
-    first, second = a.values("total_s"), b.values("total_s")
+    """Return the test of two groups, without the columns that depend on the other tests."""
     row: dict[str, Any] = {
         "a": a.label,
         "b": b.label,
         "workers": str(a.workers) if a.workers == b.workers else f"{a.workers} and {b.workers}",
-        **dict.fromkeys(("difference_s", "interval_low_s", "interval_high_s", "effect", "p")),
+        **dict.fromkeys(("test", "ratio", "ratio_low", "ratio_high", "effect", "p", "p_holm")),
     }
-    if min(len(first), len(second)) < 2:
-        return {**row, "verdict": "not tested: two runs of each must reach the goal"}
-    test = welch_test(first, second)
-    verdict = "no difference shown" if test.p >= 0.05 else "yes" if test.difference < 0 else "no, slower"
-    if len(first) < len(a.records) or len(second) < len(b.records):
-        verdict += " (among the runs that reached the goal)"
+    test = compare_times(a.records, b.records)
+    if test is None:
+        reason = "a run missed the goal" if a.missed or b.missed else "each needs two runs with a time"
+        return {**row, "verdict": f"not tested: {reason}"}
     low, high = test.interval
     return {
         **row,
-        "difference_s": test.difference,
-        "interval_low_s": low,
-        "interval_high_s": high,
+        "test": test.kind,
+        "ratio": test.ratio,
+        "ratio_low": low,
+        "ratio_high": high,
         "effect": test.effect,
         "p": test.p,
-        "verdict": verdict,
     }
 
 
 def times_to_goal(groups: Sequence[Group]) -> dict[str, dict[str, float | None]]:
-    """Return the mean time to the goal of each algorithm on each workload, for performance profiles.
+    """Return the median time to the goal of each algorithm on each workload, for performance profiles.
 
-    Of several settings of one algorithm, the fastest counts, as after tuning. A setting solves the workload if more
-    than half of its runs reach the goal.
+    In the median, a miss is longer than every time, so a setting solves the workload if more than half of its runs
+    reach the goal. Of several settings of one algorithm, the fastest counts, as after tuning.
 
     Args:
         groups: Groups of runs. Those whose goal has a fixed training time are left out.
@@ -418,12 +452,11 @@ def times_to_goal(groups: Sequence[Group]) -> dict[str, dict[str, float | None]]
             continue
         algorithm = str(group.configuration.get("algorithm") or "default")
         name = f"{algorithm}, {plural(group.workers, 'worker')}"
-        mean = _mean(group.values("total_s")) or None
-        solved = 2 * len(group.reached) > len(group.records)
+        median = median_s(group.records) or None
         row, task = times.setdefault(name, {}), _workload_text(group)
         known = row.get(task)
-        if solved and mean is not None:
-            row[task] = mean if known is None else min(known, mean)
+        if median is not None:
+            row[task] = median if known is None else min(known, median)
         else:
             row.setdefault(task, None)
     return times

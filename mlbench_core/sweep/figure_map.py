@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.results.figures import canvas
 from mlbench_core.results.figures.captions import caption
+from mlbench_core.results.figures.looks import method_look
 from mlbench_core.results.pool import plural
 from mlbench_core.sweep.outcome import CLOSE, Outcome
 from mlbench_core.sweep.winners import BANDWIDTHS, ROUND_TRIPS_S, Map
@@ -16,14 +16,13 @@ from mlbench_core.sweep.winners import BANDWIDTHS, ROUND_TRIPS_S, Map
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from mlbench_core.results.pool import Group
+    from mlbench_core.results.figures.looks import method_look
+from mlbench_core.results.pool import Group
 
 __all__ = ["draw_map"]
 
 # From this ratio on, a cell has the full color.
 _CLEAR = 2.0
-_COLORS = 7
-_OTHERS = "#888888"
 _SHADES = {"close": 0.22, "middle": 0.5, "clear": 0.85}
 
 
@@ -36,7 +35,7 @@ def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
     """
     figure = canvas.new_figure(canvas.COLUMN_IN, 2.6)
     axes = figure.subplots()
-    colors = _colors(found)
+    colors = _looks(found)
     _draw_cells(axes, found, colors)
     _draw_points(axes, found, colors)
     _draw_axes(axes, found)
@@ -65,13 +64,10 @@ def _shared_cores(group: Group) -> str:
     return f"The measured workers shared {cores} cores; predicted ones do not share." if 0 < cores < threads else ""
 
 
-def _colors(found: Map) -> dict[str, str]:
-    """Return a color for each method that is on the map or was measured as the fastest, largest area first."""
+def _looks(found: Map) -> dict[str, canvas.Look]:
+    """Return the look of each method that is on the map or was measured as the fastest, largest area first."""
     measured = (name for point in found.points for name in (point.measured, point.second) if name)
-    names = list(dict.fromkeys([*found.shares, *measured]))
-    colors = [look["color"] for look in canvas.series_looks(_COLORS)]
-    # Readers cannot distinguish more colors. The smallest areas share one, and the legend names them together.
-    return dict(itertools.zip_longest(names, colors[: len(names)], fillvalue=_OTHERS))
+    return {name: method_look(name) for name in dict.fromkeys([*found.shares, *measured])}
 
 
 def _shade(ratio: float | None) -> str:
@@ -80,7 +76,7 @@ def _shade(ratio: float | None) -> str:
     return "close" if ratio < CLOSE else "middle"
 
 
-def _draw_cells(axes: Axes, found: Map, colors: Mapping[str, str]) -> None:
+def _draw_cells(axes: Axes, found: Map, colors: Mapping[str, canvas.Look]) -> None:
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
@@ -97,7 +93,9 @@ def _draw_cells(axes: Axes, found: Map, colors: Mapping[str, str]) -> None:
         # One shape for each area and without antialiasing: the background would shine through between two cells.
         shape = Path.make_compound_path(*paths)
         look: canvas.Look = {"linewidth": 0, "antialiased": False}
-        axes.add_patch(PathPatch(shape, facecolor=colors[winner], alpha=_SHADES[shade], **look))
+        axes.add_patch(PathPatch(shape, facecolor=colors[winner]["color"], alpha=_SHADES[shade], **look))
+        if colors[winner]["hatch"]:
+            axes.add_patch(PathPatch(shape, facecolor="none", edgecolor="white", hatch=colors[winner]["hatch"], **look))
         if shade == "close":
             axes.add_patch(PathPatch(shape, facecolor="none", edgecolor="#444444", hatch="//////", **look))
 
@@ -107,13 +105,14 @@ def _borders(places: tuple[float, ...]) -> list[float]:
     return [places[0] / factor, *(place * factor for place in places)]
 
 
-def _draw_points(axes: Axes, found: Map, colors: Mapping[str, str]) -> None:
+def _draw_points(axes: Axes, found: Map, colors: Mapping[str, canvas.Look]) -> None:
     taken = [_box(point.bandwidth, point.round_trip_s, 0, "", "center") for point in found.points]
     for point in found.points:
-        look: canvas.Look = {"marker": "o", "markersize": 6.5, "markeredgecolor": "black", "markeredgewidth": 0.9}
-        look["markerfacecolor"] = colors[point.measured] if point.measured else "white"
+        look: canvas.Look = {"markersize": 6.5, "markeredgecolor": "black", "markeredgewidth": 0.9}
+        look["marker"] = colors[point.measured]["marker"] if point.measured else "o"
+        look["markerfacecolor"] = colors[point.measured]["color"] if point.measured else "white"
         if point.second:
-            look.update(fillstyle="left", markerfacecoloralt=colors[point.second])
+            look.update(fillstyle="left", markerfacecoloralt=colors[point.second]["color"])
         axes.plot([point.bandwidth], [point.round_trip_s], linestyle="none", zorder=5, clip_on=False, **look)
         # Right of the point, or else left of it, higher or lower: the first place without another label.
         sides = [(side, up) for up in (0, 9, -9, 18, -18) for side in ("left", "right")]
@@ -167,13 +166,15 @@ def _draw_axes(axes: Axes, found: Map) -> None:
     axes.set_ylabel("round trip")
 
 
-def _legend(colors: Mapping[str, str], found: Map) -> tuple[list[Any], list[str]]:
+def _legend(colors: Mapping[str, canvas.Look], found: Map) -> tuple[list[Any], list[str]]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    shared = dict.fromkeys(colors.values())
-    handles: list[Any] = [Patch(facecolor=color, edgecolor="none", alpha=0.85) for color in shared]
-    labels = [" or ".join(name for name in colors if colors[name] == color) for color in shared]
+    handles: list[Any] = [
+        Patch(facecolor=look["color"], edgecolor="white", linewidth=0, alpha=0.85, hatch=look["hatch"])
+        for look in colors.values()
+    ]
+    labels = list(colors)
     if any(_shade(cell.ratio) == "close" for cell in found.cells):
         handles.append(Patch(facecolor="#EEEEEE", edgecolor="#444444", hatch="//////", linewidth=0))
         labels.append("second within 10 %")

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.figures import canvas
 from mlbench_core.results.figures.captions import caption
+from mlbench_core.results.figures.looks import method_looks
 from mlbench_core.results.prices import Pricing
 from mlbench_core.results.record import RunRecord, goal_text
-from mlbench_core.results.stats import confidence_interval
+from mlbench_core.results.stats import confidence_interval, log_interval
 from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker
 
 if TYPE_CHECKING:
@@ -173,9 +174,12 @@ def _median(quantity: Quantity, cell: Cell) -> float | None:
     """Return the median of a quantity; a run that missed its goal counts as longer or more expensive than any other."""
     if quantity.to_goal and cell.median_s is None:
         return None
+    # Only a time has a median with misses, as a miss is longer than every time.
+    if quantity.name != "time_to_goal" and not cell.complete:
+        return None
     values = [value for run in cell.group.records if (value := quantity.value(run)) is not None]
     if quantity.to_goal:
-        values += [float("inf")] * cell.missed
+        values += [float("inf")] * (cell.missed + cell.failed)
     found = statistics.median(values) if values else float("inf")
     return None if found == float("inf") else found
 
@@ -191,7 +195,8 @@ def _row(axes: Axes, outcome: Outcome, quantity: Quantity, cell: Cell, y: float,
     hollow: canvas.Look = {"facecolors": "none", "edgecolors": color, "linewidths": 0.7, "zorder": 3}
     axes.scatter(late, [y] * len(late), s=11, marker=">", **hollow)
     middle = _median(quantity, cell)
-    interval = confidence_interval(hit) if len(hit) == cell.runs else None
+    interval_of = log_interval if quantity.to_goal else confidence_interval
+    interval = interval_of(hit) if cell.complete and len(hit) == cell.runs else None
     if interval is not None:
         axes.plot(interval, [y, y], color=color, linewidth=0.9, solid_capstyle="butt", zorder=2)
     if middle is not None:
@@ -252,7 +257,9 @@ def _rows_caption(outcome: Outcome, quantity: Quantity, cells: Sequence[Cell]) -
     sentences = [caption([cell.group for cell in cells]).partition(" Missed the goal:")[0]]
     sentences.append("Mark and number: median; dots: single runs.")
     if any(cell.interval_s for cell in cells):
-        sentences.append("Line: 95 % confidence interval of the mean (Student's t), if all runs reached the goal.")
+        sentences.append(
+            "Line: 95 % confidence interval of the mean, of times the geometric one, if all runs reached the goal."
+        )
     if (any(cell.missed for cell in cells) and quantity.sentence) or quantity.name == "price":
         sentences.append(quantity.sentence)
     if quantity.to_goal and any(cell.missed for cell in cells):
@@ -290,7 +297,7 @@ def draw_bytes(outcome: Outcome, network: str | None = None) -> canvas.Drawing:
     width = canvas.COLUMN_IN if network is not None else canvas.PAGE_IN
     figure = canvas.new_figure(width, 2.4 * rows)
     every = figure.subplots(rows, min(len(networks), 2), squeeze=False, sharex=True, sharey=True).flatten()
-    looks = dict(zip(outcome.algorithms, canvas.series_looks(len(outcome.algorithms)), strict=True))
+    looks = method_looks(outcome.algorithms)
     for axes in every[len(networks) :]:
         axes.remove()
     for axes, name in zip(every, networks, strict=False):
@@ -299,8 +306,7 @@ def draw_bytes(outcome: Outcome, network: str | None = None) -> canvas.Drawing:
     groups = [cell.group for cell in cells]
     text = (
         f"{caption(groups).partition(' Missed the goal:')[0]} Numbers at the points: workers. Median of the "
-        "time, and of the bytes of the runs that reached the goal. Not drawn: algorithms of which half of the runs or "
-        "more missed the goal."
+        "time, and of the bytes. Not drawn: algorithms of which a run missed the goal."
     )
     canvas.finish(figure, text, *_legend(every[: len(networks)]))
     table: list[list[Any]] = [["network", "algorithm", "workers", "bytes_per_worker", "time_to_goal_s"]]
@@ -313,7 +319,7 @@ def _points(outcome: Outcome, network: str) -> list[tuple[Cell, float, float]]:
     found = []
     for workers in outcome.several:
         for cell in outcome.row(network, workers):
-            sent = [value for run in cell.reached if (value := sent_per_worker(run))]
+            sent = [value for run in cell.reached if cell.complete and (value := sent_per_worker(run))]
             if sent and cell.median_s is not None:
                 found.append((cell, statistics.median(sent), cell.median_s))
     return found

@@ -1,21 +1,23 @@
 """Gather the runs of a sweep by algorithm, network and number of workers.
 
-A run that missed its goal has no time to the goal. Its time is only known to be longer than its training time, so it
-counts as longer than any other run in a median, and is never part of a mean or an interval.
+The rule for runs that missed their goal is that of :mod:`mlbench_core.results.times`. All runs are judged up to the
+same training time: the least one at which a run was stopped. A run that reached its goal later missed it by this
+rule, as the stopped run might have reached it then, too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import statistics
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from mlbench_core.results.figures.numbers import Estimate, ratio
+from mlbench_core.results.figures.numbers import Estimate
 from mlbench_core.results.pool import Group, check_comparable
 from mlbench_core.results.record import RunRecord
-from mlbench_core.results.stats import confidence_interval, welch_test
+from mlbench_core.results.stats import holm, log_interval
+from mlbench_core.results.times import compare_times, cost_per_success_s, median_s
 
 if TYPE_CHECKING:
     from mlbench_core.network.description import Network
@@ -64,7 +66,7 @@ class Cell:
     Attributes:
         network: Name of the network; None for one worker.
         group: The runs that ended; at least one.
-        failed: Number of runs that ended with an error. They are not in the group.
+        failed: Number of runs that ended with an error. They are not in the group, and count as misses.
         planned: Number of runs that the sweep has for this cell.
     """
 
@@ -91,12 +93,17 @@ class Cell:
     @property
     def reached(self) -> tuple[RunRecord, ...]:
         """Return the runs that reached their goal."""
-        return tuple(record for record in self.group.records if record.reached and record.time_to_goal_s)
+        return self.group.reached
 
     @property
     def missed(self) -> int:
         """Return the number of runs that did not reach their goal."""
-        return self.runs - len(self.reached)
+        return self.group.missed
+
+    @property
+    def complete(self) -> bool:
+        """Return True if no run missed its goal or ended with an error, so that means are known."""
+        return not self.missed and not self.failed
 
     @property
     def times_s(self) -> list[float]:
@@ -106,17 +113,20 @@ class Cell:
     @property
     def median_s(self) -> float | None:
         """Return the median time to the goal, or None if half of the runs or more missed it."""
-        times = [*self.times_s, *[math.inf] * self.missed]
-        found = statistics.median(times) if times else math.inf
-        return found if math.isfinite(found) else None
+        return median_s(self.group.records, self.failed)
+
+    @property
+    def cost_per_success_s(self) -> float | None:
+        """Return the training time of all runs for each that reached its goal; None if a run failed or none did."""
+        return cost_per_success_s(self.group.records, self.failed)
 
     @property
     def interval_s(self) -> tuple[float, float] | None:
-        """Return the 95 % interval of the mean time, or None for a single run, or if a run missed its goal.
+        """Return the 95 % interval of the geometric mean, or None for a single run, or if a run missed its goal.
 
         The interval of the other runs would be too narrow and too low.
         """
-        return None if self.missed else confidence_interval(self.times_s)
+        return log_interval(self.times_s) if self.complete else None
 
 
 @dataclass(frozen=True)
@@ -131,6 +141,7 @@ class Outcome:
         cells: The cells with at least one ended run.
         limit_s: Seconds after which a run was stopped; None without a limit.
         planned: Number of runs of the sweep.
+        common_limit_s: Training time up to which all runs are judged, see :func:`gather`; None if none was stopped.
     """
 
     title: str
@@ -140,6 +151,7 @@ class Outcome:
     cells: tuple[Cell, ...]
     limit_s: float | None = None
     planned: int = 0
+    common_limit_s: float | None = None
     _index: dict[tuple[str, str | None, int], Cell] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -177,13 +189,14 @@ class Outcome:
         return sorted(cells, key=order)
 
     def not_within(self) -> str:
-        """Return the text for a run that missed its goal.
+        """Return the text for a run that missed its goal: the training time up to which all are judged.
 
         Example:
             >>> Outcome("", (), {}, (), (), limit_s=120).not_within()
             'not within 2 min'
         """
-        return "goal not reached" if self.limit_s is None else f"not within {duration(self.limit_s)}"
+        limit_s = self.limit_s if self.common_limit_s is None else self.common_limit_s
+        return "goal not reached" if limit_s is None else f"not within {duration(limit_s)}"
 
 
 def duration(seconds: float) -> str:
@@ -196,27 +209,41 @@ def duration(seconds: float) -> str:
     for unit, size in (("h", 3600), ("min", 60)):
         if seconds >= size and seconds * 2 % size == 0 and (seconds % size == 0 or unit == "h"):
             return f"{seconds / size:g} {unit}"
-    return f"{seconds:g} s"
+    return f"{seconds:.4g} s"
 
 
 def order(cell: Cell) -> tuple[float, int]:
     """Return the key by which cells are sorted: the median time, then the number of runs that missed the goal."""
-    return (math.inf if cell.median_s is None else cell.median_s, cell.missed)
+    return (math.inf if cell.median_s is None else cell.median_s, cell.missed + cell.failed)
 
 
-def differ(a: Cell, b: Cell) -> bool | None:
-    """Return True if Welch's test shows that the mean times of two cells differ, at the level of 95 %.
+def differ(a: Cell, b: Cell, row: Sequence[Cell] | None = None) -> bool | None:
+    """Return True if the test of :func:`~mlbench_core.results.times.compare_times` shows that two cells differ.
+
+    The level is 5 %, after Holm's correction for all tests of ``a`` against a cell of its row: ``a`` was selected from
+    them because it is the fastest.
+
+    Args:
+        a: The fastest cell.
+        b: Another cell.
+        row: The cells of all algorithms in the same place; by default, these two.
 
     Returns:
         None if a cell has a single run, or one that missed its goal, so that its mean is unknown.
     """
-    if a.interval_s is None or b.interval_s is None:
-        return None
-    return welch_test(a.times_s, b.times_s).p < 0.05
+    others = [cell for cell in row or (a, b) if cell is not a]
+    known = {id(cell): p for cell in others if (p := _p_value(a, cell)) is not None}
+    adjusted = dict(zip(known, holm(list(known.values())), strict=True))
+    return adjusted[id(b)] < 0.05 if id(b) in adjusted else None
+
+
+def _p_value(a: Cell, b: Cell) -> float | None:
+    test = compare_times(a.group.records, b.group.records) if a.complete and b.complete else None
+    return None if test is None else test.p
 
 
 def speed_ratio(slower: Cell, faster: Cell) -> Estimate | None:
-    """Return how many times as fast one cell is as another, with the interval of the ratio of the means.
+    """Return how many times as fast one cell is as another, with the interval of the ratio of the geometric means.
 
     Args:
         slower: The cell in the numerator.
@@ -227,9 +254,8 @@ def speed_ratio(slower: Cell, faster: Cell) -> Estimate | None:
     """
     if slower.median_s is None or faster.median_s is None:
         return None
-    both = ratio(slower.times_s, faster.times_s)
-    known = both is not None and not slower.missed and not faster.missed
-    low, high = (both.low, both.high) if known and both is not None else (None, None)
+    test = compare_times(slower.group.records, faster.group.records) if slower.complete and faster.complete else None
+    low, high = test.interval if test is not None else (None, None)
     return Estimate(slower.median_s / faster.median_s, low, high, min(slower.runs, faster.runs))
 
 
@@ -260,6 +286,9 @@ def gather(
 ) -> Outcome:
     """Gather the runs of a sweep.
 
+    The common limit is the least training time at which a run was stopped. Every run is judged by what it had reached
+    until then, so that no method is stopped earlier than another.
+
     Args:
         places: The planned runs.
         records: The results of those that ended, by the name of their folder.
@@ -272,6 +301,12 @@ def gather(
         ConfigurationError: Runs had different goals.
     """
     places = list(places)
+    common = min(
+        (record.train_s for record in records.values() if record.state == "unfinished" and _is_late(record, None)),
+        key=lambda seconds: math.inf if seconds is None else seconds,
+        default=None,
+    )
+    records = {name: _judged(record, common) for name, record in records.items()}
     check_comparable([records[place.name] for place in places if place.name in records])
     found: dict[tuple[str, str | None, int], list[Place]] = {}
     for place in places:
@@ -294,4 +329,19 @@ def gather(
         cells=tuple(cells),
         limit_s=limit_s,
         planned=len(places),
+        common_limit_s=common,
     )
+
+
+def _is_late(record: RunRecord, limit_s: float | None) -> bool:
+    """Return True if a run did not reach its goal, or only after a training time."""
+    time_s = record.time_to_goal_s if record.reached else None
+    return not time_s or (limit_s is not None and time_s > limit_s)
+
+
+def _judged(record: RunRecord, limit_s: float | None) -> RunRecord:
+    """Return a run as if it had been stopped at a training time."""
+    if not _is_late(record, limit_s):
+        return record
+    train_s = record.train_s if limit_s is None or record.train_s is None else min(record.train_s, limit_s)
+    return dataclasses.replace(record, reached=False, time_to_goal_s=None, epochs_to_goal=None, train_s=train_s)

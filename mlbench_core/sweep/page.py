@@ -201,6 +201,7 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
         "Runs": f"{outcome.ended} of {outcome.planned} planned; {plural(sum(c.missed for c in outcome.cells), 'run')} "
         f"missed the goal"
         + ("" if outcome.limit_s is None else f", limit {duration(outcome.limit_s)}")
+        + _stopped(outcome)
         + (f"; {plural(left_out, 'run')} left out, because that with the first seed was stopped" if left_out else ""),
         "Goal": "; ".join(dict.fromkeys(record.goal_text for record in records if record.goal)),
         "Networks": "; ".join(f"{name} ({network})" for name, network in outcome.networks.items()),
@@ -211,6 +212,16 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
         "Price": " ".join(pricing.remarks).removeprefix("Price: "),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _stopped(outcome: Outcome) -> str:
+    """Say up to which training time all runs are judged."""
+    if outcome.common_limit_s is None:
+        return ""
+    return (
+        f"; all runs are judged up to {outcome.common_limit_s:.2f} s of training, the least training time at which a "
+        "run was stopped, and a run that reached the goal later counts as missed"
+    )
 
 
 def _seconds(folder: Path) -> float:

@@ -26,10 +26,12 @@ COLUMNS = (
     Column("median_s", "Median (s)", 2),
     Column("interval_low_s", "95 % from (s)", 2),
     Column("interval_high_s", "to (s)", 2),
+    Column("cost_per_success_s", "Cost per success (s)", 2),
     Column("times_as_fast", "Times as fast", 2),
     Column("times_low", "95 % from", 2),
     Column("times_high", "to", 2),
     Column("sent_mb", "On the wire, by a worker (MB)", 3),
+    Column("exchanges", "Exchanges", 0),
     Column("epochs_to_goal", "Epochs to goal", 1),
     Column("best", "Best", 2),
     Column("price", "Price", 5),
@@ -63,10 +65,14 @@ def table_rows(outcome: Outcome, pricing: Pricing) -> list[dict[str, Any]]:
 def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
     low, high = cell.interval_s or (None, None)
     baseline = outcome.cell(outcome.baseline, cell.network, cell.workers)
-    ratio = speed_ratio(baseline, cell) if baseline is not None else None
+    both = baseline is not None and baseline.complete and cell.complete
+    ratio = speed_ratio(baseline, cell) if baseline is not None and both else None
     # A ratio of a cell to itself has no interval.
     own = baseline is cell
-    sent = _median(sent_per_worker(record) for record in cell.reached)
+    # Over the runs that reached the goal alone, a method would look better for its misses.
+    whole = cell.group.records if cell.complete else ()
+    cost_s = cell.cost_per_success_s
+    sent = _median(sent_per_worker(record) for record in whole)
     return {
         "network": cell.network,
         "algorithm": cell.algorithm,
@@ -79,13 +85,15 @@ def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
         "median_s": cell.median_s,
         "interval_low_s": low,
         "interval_high_s": high,
+        "cost_per_success_s": cost_s,
         "times_as_fast": ratio.value if ratio else None,
         "times_low": ratio.low if ratio and not own else None,
         "times_high": ratio.high if ratio and not own else None,
         "sent_mb": None if sent is None else sent / _MEGA,
-        "epochs_to_goal": _median(record.epochs_to_goal for record in cell.reached),
-        "best": _median(record.best for record in cell.group.records),
-        "price": None if cell.median_s is None else pricing.price(cell.median_s, cell.workers),
+        "exchanges": _median(record.exchanges for record in whole),
+        "epochs_to_goal": _median(record.epochs_to_goal for record in whole),
+        "best": _median(record.best for record in whole),
+        "price": None if cost_s is None else pricing.price(cost_s, cell.workers),
     }
 
 

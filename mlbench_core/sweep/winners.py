@@ -173,7 +173,7 @@ def _source(outcome: Outcome, algorithm: str, workers: int) -> Cell | None:
 def _median(cell: Cell, network: Network, predict: Predict) -> float:
     times = [predict(record, network, cell.workers) for record in cell.reached]
     # As in the measured median, a missed run is longer than all others.
-    return statistics.median([*times, *[math.inf] * cell.missed])
+    return statistics.median([*times, *[math.inf] * (cell.missed + cell.failed)])
 
 
 def _point(outcome: Outcome, name: str, workers: int, known: dict[str, Cell], predict: Predict) -> MapPoint | None:
@@ -185,7 +185,7 @@ def _point(outcome: Outcome, name: str, workers: int, known: dict[str, Cell], pr
     measured = first.algorithm if first.median_s is not None else None
     close = None
     if first.median_s and second is not None and second.median_s is not None:
-        near = second.median_s < CLOSE * first.median_s or differ(first, second) is not True
+        near = second.median_s < CLOSE * first.median_s or differ(first, second, row) is not True
         close = second.algorithm if near else None
     # Two hosts of different racks, if the network has racks: their link is the slowest.
     path = network.path(0, workers - 1)

@@ -1,7 +1,7 @@
 """Say in words what the figures of a sweep show: which method was fastest where, and what was not reached.
 
-Every sentence is made from numbers of the sweep. A difference is only called shown if Welch's test shows it at the
-level of 95 %.
+Every sentence is made from numbers of the sweep. A difference is only called shown if the test shows it at 5 % after
+Holm's correction, see :func:`~mlbench_core.sweep.outcome.differ`.
 """
 
 from __future__ import annotations
@@ -75,10 +75,14 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
     first, *others = row
     if first.median_s is None:
         return f"no algorithm reached the goal in more than half of its runs ({outcome.not_within()})."
-    parts = [f"{first.algorithm} was fastest, {seconds(first.median_s)} (median of {plural(first.runs, 'run')}"]
-    parts[0] += f", {first.missed} {outcome.not_within()})" if first.missed else ")"
+    text = f"median of {plural(first.runs + first.failed, 'run')}"
+    text += f", {first.missed} {outcome.not_within()}" * bool(first.missed)
+    text += f", {first.failed} ended with an error" * bool(first.failed)
+    # A method that missed the goal may have the least median, but it is not called the fastest.
+    verb = "was fastest" if first.complete else "had the least median"
+    parts = [f"{first.algorithm} {verb}, {seconds(first.median_s)} ({text})"]
     baseline = next((cell for cell in row if cell.algorithm == outcome.baseline), None)
-    if baseline is not None and baseline is not first:
+    if baseline is not None and baseline is not first and first.complete:
         parts.append(_factor(outcome, baseline, first))
     second = next((cell for cell in others if cell.median_s is not None), None)
     if second is None:
@@ -86,14 +90,18 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
     text = f"{', '.join(parts)}."
     ratio = speed_ratio(second, first)
     assert ratio is not None, "both have a median"
-    shown = {True: "a difference is shown", False: "no difference is shown", None: "not tested"}[differ(first, second)]
+    shown = {True: "a difference is shown", False: "no difference is shown", None: "not tested"}[
+        differ(first, second, row)
+    ]
     if second is baseline:
         return f"{text} {second.algorithm} is also the second; {shown}."
     return f"{text} Second: {second.algorithm}, {ratio.value:.2f} times as long; {shown}."
 
 
 def _factor(outcome: Outcome, baseline: Cell, first: Cell) -> str:
-    ratio = speed_ratio(baseline, first)
+    ratio = speed_ratio(baseline, first) if baseline.complete else None
+    if ratio is None and not baseline.missed:
+        return f"while {baseline.failed} of {baseline.algorithm} ended with an error"
     if ratio is None:
         missed = f"{baseline.missed} of {plural(baseline.runs, 'run')}"
         return f"while {baseline.algorithm} missed the goal in {missed}"
@@ -104,8 +112,8 @@ def _times(ratio: Estimate) -> str:
     text = f"{ratio.value:.2f} times"
     if ratio.low is None or ratio.high is None:
         return text
-    # The ratio is that of the medians, and an interval is only known for that of the means.
-    return f"{text} (ratio of the means: {ratio.low:.2f} to {ratio.high:.2f})"
+    # The ratio is that of the medians, and an interval is only known for that of the geometric means.
+    return f"{text} (ratio of the geometric means: {ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def seconds(value: float) -> str:
@@ -127,7 +135,7 @@ def _winners(outcome: Outcome, rows: dict[tuple[str, int], list[Cell]]) -> list[
         if row and row[0].median_s is not None:
             name = row[0].algorithm
             wins.setdefault(name, []).append(row[0])
-            clear[name] = clear.get(name, 0) + (len(row) > 1 and differ(row[0], row[1]) is True)
+            clear[name] = clear.get(name, 0) + (len(row) > 1 and differ(row[0], row[1], row) is True)
     sentences = []
     for name, cells in sorted(wins.items(), key=lambda item: -len(item[1])):
         text = f"{name} had the least median time on {_places(cells)}"
@@ -176,7 +184,7 @@ def _not_reached(outcome: Outcome) -> list[str]:
     errors = [cell for cell in outcome.cells if cell.failed]
     if errors:
         places = [f"{cell.algorithm} on {_place(cell)} ({cell.failed})" for cell in errors]
-        sentences.append(f"Ended with an error and not counted: {listed(places)}.")
+        sentences.append(f"Ended with an error and counted as misses: {listed(places)}.")
     return sentences
 
 

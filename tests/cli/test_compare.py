@@ -68,8 +68,8 @@ def test_paths_and_names_are_mixed(fake: FakeMaster, folder: Path, call: Call) -
     assert rows[1]["names"] == ["sgd-1"]
     assert (rows[2]["names"], rows[2]["mean_s"]) == (["r0-2", "r1-2", "r2-2"], 51.5)
     assert (rows[2]["standard_deviation_s"], rows[2]["olympic_mean_s"]) == (2.0, 51.5)
-    half = 4.302653 * 2.0 / 3**0.5
-    assert (rows[2]["interval_low_s"], rows[2]["interval_high_s"]) == pytest.approx((51.5 - half, 51.5 + half))
+    # exp(m -+ t s / sqrt(3)) of the logarithms of 49.5, 51.5 and 53.5.
+    assert (rows[2]["interval_low_s"], rows[2]["interval_high_s"]) == pytest.approx((46.737775, 56.690389))
     assert "bad-1 has the state 'failed': left out" in json.loads(result.stdout)["remarks"]
     assert "now-1 has not ended: left out" in result.stderr
     error = call("compare", "bad-1", code=1).stderr

@@ -11,12 +11,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from scipy import stats
+from statsmodels.stats.multitest import multipletests
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.pool import pool
 from mlbench_core.results.record import RunRecord
-from mlbench_core.results.stats import welch_test
-from mlbench_core.results.table import COLUMNS, RATIOS, Column, Comparison, cell, compare_groups, safe_cell
+from mlbench_core.results.table import (
+    COLUMNS,
+    RATIOS,
+    Column,
+    Comparison,
+    cell,
+    compare_groups,
+    safe_cell,
+    times_to_goal,
+)
 from tests.results.test_pool import GOAL, a_record
 
 
@@ -40,16 +50,28 @@ def compare(*records: list[RunRecord], **options: Any) -> Comparison:
     return compare_groups(pool([record for each in records for record in each]), **options)
 
 
-def test_a_row_has_the_statistics_of_the_runs_that_reached_the_goal() -> None:
-    (row,) = compare(repeats([10.0, 12.0, 11.0, 15.0, None])).rows
-    assert (row["runs"], row["reached"], row["missed"], row["goal"]) == (5, 4, 1, "Prec@1 >= 95")
+def test_a_row_has_the_statistics_of_its_runs() -> None:
+    (row,) = compare(repeats([10.0, 12.0, 11.0, 15.0])).rows
+    assert (row["runs"], row["reached"], row["missed"], row["goal"]) == (4, 4, 0, "Prec@1 >= 95")
     assert (row["mean_s"], row["median_s"], row["olympic_mean_s"]) == (12.0, 11.5, 11.5)
     spread = statistics.stdev([10.0, 12.0, 11.0, 15.0])
     assert row["standard_deviation_s"] == pytest.approx(spread)
-    half = 3.182446 * spread / 2
-    assert (row["interval_low_s"], row["interval_high_s"]) == pytest.approx((12 - half, 12 + half))
+    logs = [math.log(time) for time in (10.0, 12.0, 11.0, 15.0)]
+    half = 3.182446 * statistics.stdev(logs) / 2
+    ends = [math.exp(statistics.fmean(logs) + sign * half) for sign in (-1, 1)]
+    assert [row["interval_low_s"], row["interval_high_s"]] == pytest.approx(ends)
     assert (row["epochs_to_goal"], row["seconds_per_epoch_s"]) == (5.0, pytest.approx(2.4))
     assert (row["bytes_sent_mb"], row["communication_exposed_s"], row["train_s"]) == (2.0, 3.0, 20.0)
+    assert row["cost_per_success_s"] == 12.0
+
+
+def test_a_row_with_misses_has_a_median_and_a_cost_and_no_mean() -> None:
+    runs = repeats([10.0, 12.0, 11.0, None])
+    (row,) = compare(runs, price=lambda seconds, k: seconds * k).rows
+    known = ("runs", "reached", "missed", "median_s", "cost_per_success_s", "price")
+    assert [row[name] for name in known] == [4, 3, 1, 11.5, pytest.approx(53 / 3), pytest.approx(53 / 3)]
+    texts = {"label", "workers", "workload", "goal", "names"}
+    assert all(value is None for name, value in row.items() if name not in {*known, *texts})
 
 
 def test_a_configuration_that_never_reaches_the_goal_has_no_time() -> None:
@@ -58,7 +80,7 @@ def test_a_configuration_that_never_reaches_the_goal_has_no_time() -> None:
     assert [first[name] for name in ("reached", "mean_s", "speedup", "price_index", "epochs_to_goal")] == [0] + [
         None
     ] * 4
-    assert (second["speedup"], second["efficiency"]) == (1.0, 1.0), "the first group with a time is the base"
+    assert (second["speedup"], second["efficiency"]) == (None, None), "the fewest workers have no time"
 
 
 def test_a_program_without_a_goal_has_its_training_times() -> None:
@@ -116,9 +138,14 @@ def test_each_pair_with_the_same_number_of_workers_is_tested() -> None:
         (*pair, workers) for pair in pairs for workers in ("1", "2")
     }
     test = next(test for test in comparison.tests if (test["a"], test["b"]) == ("adam", "sgd"))
-    wanted = welch_test(times["adam"], times["sgd"])
-    assert (test["difference_s"], test["effect"], test["p"]) == (wanted.difference, wanted.effect, wanted.p)
-    assert (test["interval_low_s"], test["interval_high_s"]) == wanted.interval
+    logs = {name: [math.log(value) for value in values] for name, values in times.items()}
+    wanted = stats.ttest_rel(logs["adam"], logs["sgd"])
+    low, high = wanted.confidence_interval()
+    assert (test["test"], test["p"]) == ("paired by seed", pytest.approx(wanted.pvalue))
+    assert test["ratio"] == pytest.approx(statistics.geometric_mean([8 / 10, 8.2 / 10.4, 8.1 / 10.2]))
+    assert (test["ratio_low"], test["ratio_high"]) == pytest.approx((math.exp(low), math.exp(high)))
+    adjusted = multipletests([each["p"] for each in comparison.tests], method="holm")[1]
+    assert [each["p_holm"] for each in comparison.tests] == pytest.approx(list(adjusted))
     assert test["verdict"] == "yes"
     assert next(each for each in comparison.tests if each["a"] == "lamb")["verdict"] == "no difference shown"
 
@@ -140,11 +167,35 @@ def test_numbers_of_workers_are_tested_if_there_is_nothing_else() -> None:
     assert (test["workers"], test["verdict"]) == ("1 and 2", "no, slower")
 
 
-def test_runs_that_missed_the_goal_are_named_in_the_verdict() -> None:
+def test_a_group_with_a_miss_is_not_tested() -> None:
     (test,) = compare(repeats([1.0, 1.1, None]), repeats([5.0, 5.1, 5.2], algorithm="adam"), baseline="adam").tests
-    assert test["verdict"] == "yes (among the runs that reached the goal)"
-    (test,) = compare(repeats([1.0, None]), repeats([5.0, 5.1], algorithm="adam")).tests
-    assert (test["p"], test["verdict"]) == (None, "not tested: two runs of each must reach the goal")
+    assert (test["p"], test["verdict"]) == (None, "not tested: a run missed the goal")
+    (test,) = compare(repeats([1.0, 1.1]), repeats([5.0, None], algorithm="adam")).tests
+    assert (test["p"], test["verdict"]) == (None, "not tested: a run missed the goal")
+    (test,) = compare(repeats([1.0]), repeats([5.0, 6.0], algorithm="adam")).tests
+    assert (test["p"], test["verdict"]) == (None, "not tested: each needs two runs with a time")
+
+
+def test_every_row_has_its_ratio_to_the_baseline_at_equal_workers() -> None:
+    times = {("adam", 1): [10.0], ("adam", 2): [5.0], ("sgd", 1): [20.0], ("sgd", 2): [15.0], ("sgd", 4): [8.0]}
+    records = [repeats(list(each), k, algorithm=name) for (name, k), each in times.items()]
+    rows = {(row["label"], row["workers"]): row["times_as_fast"] for row in compare(*records, baseline="sgd").rows}
+    assert rows == {("adam", 1): 2.0, ("adam", 2): 3.0, ("sgd", 1): 1.0, ("sgd", 2): 1.0, ("sgd", 4): 1.0}
+    assert {row["times_as_fast"] for row in compare(*records).rows} == {None}, "without a baseline"
+    late = compare(repeats([10.0, None], algorithm="adam"), repeats([20.0, 20.0]), baseline="sgd")
+    assert [row["times_as_fast"] for row in late.rows] == [None, 1.0]
+
+
+def test_the_price_index_needs_a_price() -> None:
+    runs = repeats([9.0]), repeats([6.0], workers=2)
+    assert [row["price_index"] for row in compare(*runs).rows] == [None, None]
+    assert [row["price_index"] for row in compare(*runs, price=lambda seconds, k: None).rows] == [None, None]
+
+
+@pytest.mark.parametrize(("missed", "solved"), [(1, True), (2, False), (3, False)])
+def test_a_task_is_solved_if_more_than_half_of_the_runs_reach_its_goal(missed: int, solved: bool) -> None:
+    groups = pool(repeats([9.0, 11.0, *[None] * missed]))
+    assert times_to_goal(groups) == {"sgd, 1 worker": {"task 1a on digits": 11.0 if solved else None}}
 
 
 def test_workloads_are_never_tested_against_each_other_but_have_a_profile() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import re
@@ -23,7 +24,7 @@ from mlbench_core.sweep import page
 from mlbench_core.sweep.figure_map import draw_map
 from mlbench_core.sweep.file import Point, Sweep
 from mlbench_core.sweep.html import inline_svg
-from mlbench_core.sweep.outcome import Cell, Outcome, duration, sent_per_worker
+from mlbench_core.sweep.outcome import Cell, Outcome, duration, gather, sent_per_worker
 from mlbench_core.sweep.winners import predict_map
 from mlbench_core.sweep.words import per_network, summary
 from tests.sweep import trials
@@ -66,7 +67,10 @@ def test_a_missed_run_is_longer_than_any_other_and_never_in_an_interval() -> Non
     assert (one.median_s, one.interval_s, one.missed) == (30.0, None, 1), "the mean of the others would be 20"
     assert cell("a", "fast", 2, 10.0, None).median_s is None, "half of the runs missed"
     whole = cell("a", "fast", 2, 9.0, 10.0, 11.0)
-    assert whole.median_s == 10.0 and whole.interval_s == pytest.approx((7.52, 12.48), abs=0.01)
+    assert whole.median_s == 10.0 and whole.interval_s == pytest.approx((7.767, 12.789), abs=0.001)
+    failed = dataclasses.replace(whole, failed=1)
+    assert (failed.median_s, failed.interval_s, failed.cost_per_success_s) == (10.5, None, None)
+    assert one.cost_per_success_s == 75.0
 
 
 def test_limits_are_short_texts() -> None:
@@ -82,7 +86,7 @@ def test_words_name_the_fastest_its_factor_and_what_is_shown() -> None:
     base, quick = cell("centralized_sgd", "slow", 2, 40.0, 41.0, 42.0), cell("x", "slow", 2, 20.0, 20.5, 21.0)
     (sentence,) = per_network(outcome(base, quick), "slow")
     assert sentence.startswith("With 2 workers: x was fastest, 20.5 s (median of 3 runs), 2.00 times (")
-    assert "2.00 times (ratio of the means: 1.89 to 2.11) as fast as centralized_sgd." in sentence
+    assert "2.00 times (ratio of the geometric means: 2.00 to 2.00) as fast as centralized_sgd." in sentence
     assert sentence.endswith("a difference is shown.")
     near = cell("y", "slow", 2, 20.6, 20.7, 20.8)
     (sentence,) = per_network(outcome(base, quick, near), "slow")
@@ -101,7 +105,7 @@ def test_words_say_what_was_not_reached_and_when_more_workers_do_not_help() -> N
     late = outcome(lone, cell("centralized_sgd", "slow", 2, 50.0, None, None), cell("x", "slow", 2, 60.0, 61.0, None))
     text = " ".join([*summary(late), *per_network(late, "slow")])
     assert "centralized_sgd: not within 2 min on slow with 2 workers (2 of 3)." in text
-    assert "x was fastest, 61.0 s (median of 3 runs, 1 not within 2 min), while centralized_sgd missed the goal" in text
+    assert "x had the least median, 61.0 s (median of 3 runs, 1 not within 2 min)" in text and "fastest, 61" not in text
     assert "No other algorithm reached the goal in more than half of its runs." in text
     none = outcome(cell("centralized_sgd", "slow", 2, None, None))
     assert per_network(none, "slow") == [
@@ -196,8 +200,31 @@ def test_runs_that_are_left_out_are_counted_apart(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "_figures", lambda *_: ([], {}, []))
         page.write_page(tmp_path, sweep=sweep)
-    text = "16 of 16 planned; 1 run missed the goal, limit 1 min; 2 runs left out, because that with the first seed was"
-    assert text in (tmp_path / "index.md").read_text(encoding="utf-8")
+    text = (tmp_path / "index.md").read_text(encoding="utf-8")
+    assert "16 of 16 planned; 1 run missed the goal, limit 1 min; " in text
+    assert "; 2 runs left out, because that with the first seed was" in text
+
+
+def test_all_runs_are_judged_up_to_the_least_time_at_which_one_was_stopped() -> None:
+    """x is stopped after 5 s of training, so SGD must not have 13 s."""
+
+    def one(algorithm: str, seed: int, time_s: float | None, train_s: float) -> tuple[Point, RunRecord]:
+        name = f"{algorithm}-{seed}"
+        state = "finished" if time_s else "unfinished"
+        return (
+            Point(name, algorithm, 2, "fast", seed, {}),
+            dataclasses.replace(run(seed, time_s), name=name, state=state, train_s=train_s),
+        )
+
+    runs = [one("sgd", 1, 4.0, 4.0), one("sgd", 2, 4.5, 4.5), one("sgd", 3, 12.0, 12.0), one("sgd", 4, None, 13.0)]
+    runs += [one("x", 1, 3.0, 3.0), one("x", 2, None, 5.0)]
+    found = gather([point for point, _ in runs], {point.name: record for point, record in runs}, {}, limit_s=60.0)
+    assert found.common_limit_s == 5.0 and found.not_within() == "not within 5 s"
+    sgd, x = found.cells
+    assert (sgd.missed, sgd.median_s, sgd.cost_per_success_s) == (2, None, (4.0 + 4.5 + 5.0 + 5.0) / 2)
+    assert (x.missed, x.cost_per_success_s) == (1, 8.0)
+    whole = gather([point for point, _ in runs[:3]], {point.name: record for point, record in runs[:3]}, {})
+    assert whole.common_limit_s is None and whole.cells[0].median_s == 4.5, "no run was stopped"
 
 
 def test_tables_have_the_runs_and_the_words(written: Path) -> None:
@@ -210,7 +237,10 @@ def test_tables_have_the_runs_and_the_words(written: Path) -> None:
     with (written / "time_to_goal.csv").open(encoding="utf-8") as file:
         assert {row["run"] for row in csv.DictReader(file)} <= {path.name for path in (written / "runs").iterdir()}
     assert content["facts"]["Time of all runs"].endswith(" h")
-    assert content["facts"]["Runs"] == "18 of 18 planned; 3 runs missed the goal, limit 1 min"
+    assert content["facts"]["Runs"] == (
+        "18 of 18 planned; 3 runs missed the goal, limit 1 min; all runs are judged up to 60.00 s of training, the "
+        "least training time at which a run was stopped, and a run that reached the goal later counts as missed"
+    )
     markdown = (written / "index.md").read_text(encoding="utf-8")
     assert (
         "![map 2](map_2.png)" in markdown

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.figures.bars import draw_phases, draw_steps, panel_height, phase_bars, with_time
 from mlbench_core.results.figures.canvas import PAGE_IN, Drawing, finish, new_figure, save, style
-from mlbench_core.results.figures.captions import caption
+from mlbench_core.results.figures.captions import caption, not_drawn
 from mlbench_core.results.figures.curves import AGAINST, draw_learning_curves
 from mlbench_core.results.figures.scaling import (
     draw_communication_share,
@@ -82,7 +82,7 @@ def draw_overview(groups: Sequence[Group]) -> Drawing:
         f"{side}: {text.removeprefix(caption(shown)).strip()}"
         for side, shown, text in (("Left", known, left), ("Right", groups, right))
     ]
-    text = " ".join([common, *halves])
+    text = " ".join([common, *halves]) + not_drawn(groups, known)
     finish(figure, text, [*handles, *more[0]], [*labels, *more[1]])
     return Drawing("overview", figure, text)
 
@@ -158,7 +158,8 @@ def draw_all(
         ConfigurationError: No run reported a time, so there is nothing to draw.
         MissingDependencyError: matplotlib is not installed.
     """
-    with_time(groups)
+    if all(record.total_s is None for group in groups for record in group.records):
+        raise ConfigurationError("none of the runs reported a time: nothing to draw")
     written: list[Path] = []
     for drawing in drawings(groups, price_per_hour, report):
         try:

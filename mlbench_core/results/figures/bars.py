@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.figures import canvas
-from mlbench_core.results.figures.captions import INTERVAL, caption
-from mlbench_core.results.figures.numbers import Estimate, mean, of_runs, timed
+from mlbench_core.results.figures.captions import INTERVAL, caption, not_drawn
+from mlbench_core.results.figures.numbers import Estimate, mean, mean_time
 from mlbench_core.results.pool import Group, series
 from mlbench_core.results.record import PHASES, STEPS
+from mlbench_core.results.times import complete
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,18 +67,17 @@ def draw_phases(groups: Sequence[Group]) -> canvas.Drawing:
     Raises:
         ConfigurationError: No run reported a time.
     """
-    groups = with_time(groups)
+    every, groups = groups, with_time(groups)
     figure = canvas.new_figure(canvas.COLUMN_IN, panel_height(groups))
     axes = figure.subplots()
-    text = phase_bars(axes, groups, canvas.COLUMN_IN)
+    text = phase_bars(axes, groups, canvas.COLUMN_IN) + not_drawn(every, groups)
     canvas.finish(figure, text, *axes.get_legend_handles_labels())
     names = [*(f"{phase}_s" for phase in PHASES), "communication_hidden_s"]
     rows: list[list[Any]] = [["setup", "workers", "runs", "missed", "total_s", "total_low_s", "total_high_s", *names]]
     for group in groups:
         total, parts = _total(group), _phases(group)
-        hidden = mean(of_runs(group, "communication_hidden_s"))
-        missed = sum(record.reached is False for record in group.records)
-        rows.append([group.label, group.workers, total.runs, missed, total.value, total.low, total.high])
+        hidden = mean(group.values("communication_hidden_s"))
+        rows.append([group.label, group.workers, total.runs, group.missed, total.value, total.low, total.high])
         rows[-1] += [*map(parts.get, PHASES), hidden.value if hidden else None]
     return canvas.Drawing("total_time_by_phase", figure, text, rows)
 
@@ -94,7 +94,7 @@ def draw_steps(groups: Sequence[Group]) -> canvas.Drawing:
     Raises:
         ConfigurationError: No run reported the time of a step.
     """
-    groups = [group for group in groups if _steps(group)]
+    every, groups = groups, [group for group in groups if _steps(group)]
     if not groups:
         raise ConfigurationError("no run reported the time of its steps: nothing to draw")
     figure = canvas.new_figure(canvas.COLUMN_IN, panel_height(groups))
@@ -103,10 +103,10 @@ def draw_steps(groups: Sequence[Group]) -> canvas.Drawing:
     ends = _stack(axes, places, _steps, _STEP_LOOKS, _STEP_NAMES)
     _write_values(axes, [(y, end, end) for (y, _), end in zip(places, ends, strict=True)])
     canvas.title(axes, "Training time by step", groups)
-    text = f"{caption(groups)} Mean over the runs, whole training."
+    text = f"{caption(groups)} Mean over the runs, whole training.{not_drawn(every, groups)}"
     canvas.finish(figure, text, *axes.get_legend_handles_labels())
     rows: list[list[Any]] = [["setup", "workers", "runs", *(f"{step}_s" for step in STEPS)]]
-    rows += [[group.label, group.workers, len(timed(group)), *map(_steps(group).get, STEPS)] for group in groups]
+    rows += [[group.label, group.workers, len(group.records), *map(_steps(group).get, STEPS)] for group in groups]
     return canvas.Drawing("time_all_phases", figure, text, rows)
 
 
@@ -130,7 +130,7 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
     """
     places = _places(axes, groups, width)
     _stack(axes, places, _phases, _PHASE_LOOKS, _PHASE_NAMES)
-    hidden = [(y, value.value) for y, group in places if (value := mean(of_runs(group, "communication_hidden_s")))]
+    hidden = [(y, value.value) for y, group in places if (value := mean(group.values("communication_hidden_s")))]
     sentences = [caption(groups)]
     if any(value for _, value in hidden):
         axes.barh(
@@ -153,34 +153,32 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
         sentences.append("Each phase is that of its slowest worker, so the bars can exceed the totals.")
     if any(total.low is not None for _, total in totals):
         sentences.append(f"{INTERVAL}{'; an interval that leaves the axes is cut' if cut else ''}.")
-    if any(group.reached and len(group.reached) < len(group.records) for group in groups):
-        sentences.append("* some runs missed the goal: mean over the others.")
-    if any(not group.reached for group in groups):
-        sentences.append("** all runs missed the goal: whole training time.")
     return " ".join(sentences)
 
 
 def with_time(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups with a run that reported its time.
+    """Return the groups with a mean time: no run missed its goal, and a time is known.
 
     Raises:
         ConfigurationError: There is none.
     """
-    found = [group for group in groups if of_runs(group, "total_s")]
+    found = [group for group in groups if group.values("total_s")]
     if not found:
-        raise ConfigurationError("none of the runs reported a time: nothing to draw")
+        raise ConfigurationError(
+            "every configuration has a run that missed the goal, or none of its runs reported a time: nothing to draw"
+        )
     return found
 
 
 def _total(group: Group) -> Estimate:
-    found = mean(of_runs(group, "total_s"))
+    found = mean_time(group.values("total_s"))
     assert found is not None, "with_time() leaves out groups without a time"
     return found
 
 
 def _phases(group: Group) -> dict[str, float]:
     """Return the mean time of each phase; the rest of the total time counts as other."""
-    found = _means([record.phases_s for record in timed(group)], PHASES)
+    found = _means([record.phases_s for record in complete(group.records)], PHASES)
     left = _total(group).value - sum(found.values())
     # A smaller difference is a rounding error.
     if left > 1e-6 * _total(group).value:
@@ -189,7 +187,7 @@ def _phases(group: Group) -> dict[str, float]:
 
 
 def _steps(group: Group) -> dict[str, float]:
-    return _means([record.steps_s for record in group.records], tuple(STEPS))
+    return _means([record.steps_s for record in complete(group.records)], tuple(STEPS))
 
 
 def _means(parts: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
@@ -212,19 +210,13 @@ def _places(axes: Axes, groups: Sequence[Group], width: float) -> list[tuple[flo
             places.append((top + 0.3, group))
             top += 1.0
         top += 0.3
-    axes.set_yticks([y for y, _ in places], [f"{group.workers}{_mark(group)}" for _, group in places])
+    axes.set_yticks([y for y, _ in places], [str(group.workers) for _, group in places])
     axes.set_ylim(max(top, 1.0), -0.2)
     axes.set_ylabel("workers")
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("seconds")
     return places
-
-
-def _mark(group: Group) -> str:
-    if not group.reached:
-        return "**"
-    return "*" if len(group.reached) < len(group.records) else ""
 
 
 def _stack(

@@ -9,10 +9,10 @@ from typing import Any
 from mlbench_core.results.pool import Group, plural
 from mlbench_core.results.record import goal_text
 
-__all__ = ["INTERVAL", "caption", "name_of", "shared_goal", "subtitle"]
+__all__ = ["INTERVAL", "caption", "name_of", "not_drawn", "shared_goal", "subtitle"]
 
-INTERVAL = "Error bars: 95 % confidence interval of the mean (Student's t)"
-"""Description of the error bars of a mean."""
+INTERVAL = "Error bars: 95 % confidence interval of the geometric mean (Student's t)"
+"""Description of the error bars of a mean time."""
 
 
 def caption(groups: Sequence[Group]) -> str:
@@ -36,11 +36,7 @@ def caption(groups: Sequence[Group]) -> str:
     if len(groups) > 1:
         runs += " of each configuration"
     sentences = [_workload(groups), _goal(groups), _machine(groups), runs]
-    lost = [
-        f"{name_of(group)} ({missed} of {len(group.records)})"
-        for group in groups
-        if (missed := sum(record.reached is False for record in group.records))
-    ]
+    lost = [f"{name_of(group)} ({missed} of {len(group.records)})" for group in groups if (missed := group.missed)]
     if lost:
         sentences.append(f"Missed the goal: {', '.join(lost)}")
     return " ".join(f"{sentence}." for sentence in sentences)
@@ -67,6 +63,22 @@ def shared_goal(groups: Sequence[Group]) -> Mapping[str, Any] | None:
 def name_of(group: Group) -> str:
     """Return a group's label and its number of workers, for a list in a sentence."""
     return f"{group.label} with {plural(group.workers, 'worker')}"
+
+
+def not_drawn(groups: Sequence[Group], shown: Iterable[Group]) -> str:
+    """Return a sentence with the groups that a figure of means leaves out, after a space; empty if there are none.
+
+    Args:
+        groups: All groups.
+        shown: Those in the figure.
+    """
+    kept = list(map(id, shown))
+    names = [
+        name_of(group) + (f" ({group.missed} of {len(group.records)})" if group.missed else "")
+        for group in groups
+        if id(group) not in kept
+    ]
+    return f" Not drawn, because a run missed the goal or no time is known: {', '.join(names)}." if names else ""
 
 
 def _shared(values: Iterable[Any]) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.figures import canvas
 from mlbench_core.results.figures.captions import caption, name_of, shared_goal
+from mlbench_core.results.figures.looks import method_looks
 from mlbench_core.results.figures.numbers import Band, band
 from mlbench_core.results.pool import Group, plural, workload
 from mlbench_core.results.record import CurvePoint
@@ -101,7 +102,7 @@ def _draw(
     curves, counts = _panels(figure, len(workers), uneven, axis.shared)
     # A series has the same look in every panel.
     labels = list(dict.fromkeys(group.label for group, _ in bands))
-    looks = dict(zip(labels, canvas.series_looks(len(labels)), strict=True))
+    looks = method_looks(labels)
     entries: dict[str, Any] = {}
     goal_line = None
     for index, (number, axes) in enumerate(zip(workers, curves, strict=True)):

@@ -7,7 +7,8 @@ With T_k the time of k workers and k_0 the smallest number of workers of a serie
     communication share   exposed communication / training time
 
 If the price index is below 1, the additional workers pay for themselves. Every number comes with a 95 % confidence
-interval if it has at least two runs. This module does not import matplotlib.
+interval if it has at least two runs. A group with a run that missed its goal has none of them. This module does not
+import matplotlib.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlbench_core.results.stats import confidence_interval, student_quantile
+from mlbench_core.results.stats import confidence_interval, log_interval, student_quantile
+from mlbench_core.results.times import complete
 
 if TYPE_CHECKING:
     from mlbench_core.results.pool import Group
-    from mlbench_core.results.record import RunRecord
 
 __all__ = [
     "Band",
@@ -31,14 +32,12 @@ __all__ = [
     "band",
     "communication_share",
     "mean",
-    "of_runs",
+    "mean_time",
     "pareto_front",
     "price_index",
     "ratio",
     "scaled",
     "speed_up",
-    "timed",
-    "with_equal_outcome",
 ]
 
 
@@ -80,22 +79,19 @@ def mean(values: Iterable[float | None]) -> Estimate | None:
     return Estimate(statistics.fmean(known), low, high, len(known))
 
 
-def timed(group: Group) -> tuple[RunRecord, ...]:
-    """Return the runs whose times are averaged: those that reached the goal or, if none did, all of them.
-
-    The time of a run that missed its goal is its whole training time, so the two kinds are never mixed.
-    """
-    return group.reached or group.records
-
-
-def of_runs(group: Group, name: str) -> list[float]:
-    """Return an attribute of every run that is averaged, without unknown values.
+def mean_time(values: Sequence[float]) -> Estimate | None:
+    """Average times, with the 95 % confidence interval of their geometric mean, which is never negative.
 
     Args:
-        group: The runs.
-        name: Name of the attribute, for example ``"total_s"``.
+        values: One time for each run.
+
+    Returns:
+        The mean, or None without a value.
     """
-    return [value for record in timed(group) if (value := getattr(record, name)) is not None]
+    if not values:
+        return None
+    low, high = log_interval(values) or (None, None)
+    return Estimate(statistics.fmean(values), low, high, len(values))
 
 
 def ratio(above: Sequence[float], below: Sequence[float], power: int = 1) -> Estimate | None:
@@ -133,15 +129,6 @@ def ratio(above: Sequence[float], below: Sequence[float], power: int = 1) -> Est
     return Estimate(value, value / factor, value * factor, runs)
 
 
-def with_equal_outcome(groups: Sequence[Group]) -> list[Group]:
-    """Select the groups whose times can be divided by one another.
-
-    These are the groups with runs that reached the goal or, if there are none, all groups: then every time is a whole
-    training time.
-    """
-    return [group for group in groups if group.reached] or list(groups)
-
-
 def speed_up(groups: Sequence[Group], without_communication: bool = False) -> list[Estimate | None]:
     """Return how many times faster each group is than the first.
 
@@ -154,10 +141,10 @@ def speed_up(groups: Sequence[Group], without_communication: bool = False) -> li
         One estimate for each group; None if a time is missing. As measured, the first is exactly 1, without an
         interval.
     """
-    reference = of_runs(groups[0], "total_s") if groups else []
+    reference = groups[0].values("total_s") if groups else []
     found: list[Estimate | None] = []
     for index, group in enumerate(groups):
-        times = of_runs(group, "without_communication_s" if without_communication else "total_s")
+        times = group.values("without_communication_s" if without_communication else "total_s")
         if index == 0 and not without_communication and times:
             found.append(Estimate(1.0, runs=len(times)))
         elif index == 0 and len(times) == len(reference) and times:
@@ -178,10 +165,10 @@ def price_index(groups: Sequence[Group]) -> list[Estimate | None]:
     Args:
         groups: Groups of one series, fewest workers first.
     """
-    reference = of_runs(groups[0], "total_s") if groups else []
+    reference = groups[0].values("total_s") if groups else []
     found: list[Estimate | None] = []
     for index, group in enumerate(groups):
-        squared = ratio(of_runs(group, "total_s"), reference, power=2)
+        squared = ratio(group.values("total_s"), reference, power=2)
         if squared is None or not group.workers or not groups[0].workers:
             found.append(None)
         elif index == 0:
@@ -200,7 +187,7 @@ def scaled(estimate: Estimate, factor: float) -> Estimate:
 
 def communication_share(group: Group) -> Estimate | None:
     """Return the mean share of the training time in which a run waited for communication, from 0 to 1."""
-    pairs = [(record.total_s, record.without_communication_s) for record in timed(group)]
+    pairs = [(record.total_s, record.without_communication_s) for record in complete(group.records)]
     return mean([1 - without / total for total, without in pairs if total and without is not None])
 
 

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.figures import canvas
-from mlbench_core.results.figures.captions import INTERVAL, caption, name_of
+from mlbench_core.results.figures.captions import INTERVAL, caption, not_drawn
+from mlbench_core.results.figures.looks import method_looks
 from mlbench_core.results.figures.numbers import (
     Estimate,
     communication_share,
-    of_runs,
     price_index,
     scaled,
     speed_up,
-    with_equal_outcome,
 )
 from mlbench_core.results.pool import Group, Series, plural, series
 
@@ -28,7 +27,6 @@ Estimates = Sequence[Estimate | None]
 
 _RATIO_INTERVAL = "Error bars: 95 % confidence interval of the ratio of means (delta method on its logarithm)"
 _CUT = "; an interval that leaves the axes is cut"
-_PARTLY = "Hollow: some runs missed the goal, mean over the others."
 
 
 def draw_speed_up(groups: Sequence[Group]) -> canvas.Drawing:
@@ -126,7 +124,7 @@ def draw_price_index(groups: Sequence[Group], price_per_hour: float | None = Non
     rows: list[list[Any]] = [["setup", "workers", *names]]
     for one, row in zip(every, indices, strict=True):
         for group, value in zip(one.groups, row, strict=True):
-            times = of_runs(group, "total_s")
+            times = group.values("total_s")
             total = sum(times) / len(times) if times else None
             price = None
             if price_per_hour is not None and total is not None:
@@ -141,7 +139,12 @@ def scaling_series(groups: Sequence[Group]) -> list[Series]:
     Raises:
         ConfigurationError: No series has times of several numbers of workers.
     """
-    every = series([group for group in with_equal_outcome(groups) if of_runs(group, "total_s")])
+    # Without the time of the fewest workers, a series has no reference.
+    every = [
+        Series(one.label, tuple(group for group in one.groups if group.values("total_s")))
+        for one in series(groups)
+        if one.groups[0].values("total_s")
+    ]
     if all(len(one.groups) < 2 for one in every):
         raise ConfigurationError("no configuration was run with several numbers of workers")
     return every
@@ -191,25 +194,14 @@ def speed_up_panels(panels: Sequence[Axes], groups: Sequence[Group], every: Sequ
 def _scaling_caption(groups: Sequence[Group], every: Sequence[Series], rows: Sequence[Estimates], cut: bool) -> str:
     shown = [group for one in every for group in one.groups]
     text = _caption(groups, rows, f"{_RATIO_INTERVAL}{_CUT if cut else ''}.")
-    if not any(group.reached for group in shown):
-        text += " Time: whole training, because no run reached the goal."
-    left_out = [name_of(group) for group in groups if not any(group is one for one in shown)]
-    return text + (
-        f" Not drawn, because no run reached the goal or reported a time: {', '.join(left_out)}." * bool(left_out)
-    )
+    return text + not_drawn(groups, shown)
 
 
 def _caption(groups: Sequence[Group], rows: Sequence[Estimates], interval: str) -> str:
     sentences = [caption(groups)]
     if any(value is not None and value.low is not None for row in rows for value in row):
         sentences.append(interval)
-    if any(_is_partial(group) for group in groups):
-        sentences.append(_PARTLY)
     return " ".join(sentences)
-
-
-def _is_partial(group: Group) -> bool:
-    return 0 < len(group.reached) < len(group.records)
 
 
 def _cells(value: Estimate | None) -> list[float | None]:
@@ -236,7 +228,9 @@ def _lines(axes: Axes, every: Sequence[Series], rows: Sequence[Estimates]) -> No
     low, high = axes.get_xlim()
     # With a single number of workers, the points have the whole width.
     step = min(0.02, 0.1 / len(every)) if len(axes.get_xticks()) > 1 else 0.9 / len(every)
-    for index, (one, look, values) in enumerate(zip(every, canvas.series_looks(len(every)), rows, strict=True)):
+    looks = method_looks(one.label for one in every)
+    for index, (one, values) in enumerate(zip(every, rows, strict=True)):
+        look = looks[one.label]
         shift = (index - (len(every) - 1) / 2) * step
         known = [(group, value) for group, value in zip(one.groups, values, strict=True) if value is not None]
         if not known:
@@ -253,10 +247,6 @@ def _lines(axes: Axes, every: Sequence[Series], rows: Sequence[Estimates]) -> No
             elinewidth=0.7,
             **look,
         )
-        hollow = [(place, value.value) for place, (group, value) in zip(x, known, strict=True) if _is_partial(group)]
-        if hollow:
-            face: canvas.Look = {"markerfacecolor": "white", "linestyle": "none", "zorder": 4}
-            axes.plot(*zip(*hollow, strict=True), marker=look["marker"], color=look["color"], **face)
 
 
 def _errors(values: Sequence[Estimate]) -> list[list[float]] | None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.figures import canvas
-from mlbench_core.results.figures.captions import INTERVAL, caption, name_of, shared_goal
-from mlbench_core.results.figures.numbers import Estimate, mean, pareto_front
+from mlbench_core.results.figures.captions import INTERVAL, caption, not_drawn, shared_goal
+from mlbench_core.results.figures.looks import method_looks
+from mlbench_core.results.figures.numbers import Estimate, mean_time, pareto_front
 from mlbench_core.results.pool import Group, series, workload
 from mlbench_core.results.stats import performance_profile
 from mlbench_core.results.table import times_to_goal
@@ -22,8 +23,7 @@ _LARGEST_RATIO = 4.0
 def draw_time_against_price(groups: Sequence[Group], price_per_hour: float) -> canvas.Drawing:
     """Draw the time to the goal against the price of the run, with the Pareto front.
 
-    Only groups that reached their goal are drawn. If some of its runs missed the goal, a group is drawn hollow and is
-    not part of the front. The caption names the groups that are not drawn.
+    Only groups of which every run reached its goal are drawn. The caption names the others.
 
     Args:
         groups: Groups of runs with the same goal.
@@ -39,7 +39,7 @@ def draw_time_against_price(groups: Sequence[Group], price_per_hour: float) -> c
         raise ConfigurationError("the runs have no task and goal in common")
     points: list[tuple[Group, Estimate, float]] = []
     for group in groups:
-        time = mean(group.values("time_to_goal_s"))
+        time = mean_time(group.values("time_to_goal_s"))
         if time is not None:
             points.append((group, time, group.workers * time.value / 3600 * price_per_hour))
     if not points:
@@ -50,15 +50,13 @@ def draw_time_against_price(groups: Sequence[Group], price_per_hour: float) -> c
         ["setup", "workers", "runs", "missed", "price", "time_to_goal_s", "low_s", "high_s", "front"]
     ]
     for group, time, price in points:
-        lost = len(group.records) - len(group.reached)
-        cells = [time.value, time.low, time.high, (price, time.value) in front and not lost]
-        rows.append([group.label, group.workers, time.runs, lost, price, *cells])
+        cells = [time.value, time.low, time.high, (price, time.value) in front]
+        rows.append([group.label, group.workers, time.runs, group.missed, price, *cells])
     return canvas.Drawing("time_to_goal_against_price", figure, text, rows)
 
 
 def _front(points: Sequence[tuple[Group, Estimate, float]]) -> list[tuple[float, float]]:
-    whole = [(price, time.value) for group, time, price in points if len(group.reached) == len(group.records)]
-    return pareto_front(whole)
+    return pareto_front((price, time.value) for _, time, price in points)
 
 
 def _draw_prices(groups: Sequence[Group], points: Sequence[tuple[Group, Estimate, float]]) -> tuple[Any, str]:
@@ -69,14 +67,13 @@ def _draw_prices(groups: Sequence[Group], points: Sequence[tuple[Group, Estimate
         dashed: canvas.Look = {"color": canvas.GRAY, "linestyle": (0, (4, 2)), "linewidth": 0.8}
         axes.step(*zip(*front, strict=True), where="post", zorder=1, label="Pareto front", **dashed)
     every = series([group for group, _, _ in points])
-    looks = dict(zip((one.label for one in every), canvas.series_looks(len(every)), strict=True))
+    looks = method_looks(one.label for one in every)
     limit = 1.5 * max(time.value for _, time, _ in points)
     width = max(price for _, _, price in points) - min(price for _, _, price in points)
     named: set[str] = set()
     cut = False
     for group, time, price in points:
         look: canvas.Look = {name: looks[group.label][name] for name in ("color", "marker")}
-        partial = len(group.reached) < len(group.records)
         errors = None
         if time.low is not None and time.high is not None:
             cut = cut or time.high > limit or time.low < 0
@@ -90,7 +87,6 @@ def _draw_prices(groups: Sequence[Group], points: Sequence[tuple[Group, Estimate
             linestyle="none",
             elinewidth=0.7,
             label=label,
-            markerfacecolor="white" if partial else look["color"],
             **look,
         )
         # The number is on the left if another point is close on the right.
@@ -117,13 +113,7 @@ def _price_caption(groups: Sequence[Group], points: Sequence[tuple[Group, Estima
     sentences = [caption(groups), "Numbers at the points: workers. Price: workers x time to goal x price of an hour."]
     if any(time.low is not None for _, time, _ in points):
         sentences.append(f"{INTERVAL}{'; an interval that leaves the axes is cut' if cut else ''}.")
-    if any(len(group.reached) < len(group.records) for group, _, _ in points):
-        sentences.append("Hollow: some runs missed the goal, mean over the others, not part of the front.")
-    drawn = [group for group, _, _ in points]
-    left_out = [name_of(group) for group in groups if not any(group is one for one in drawn)]
-    if left_out:
-        sentences.append(f"Not drawn, because no run reached the goal: {', '.join(left_out)}.")
-    return " ".join(sentences)
+    return " ".join(sentences) + not_drawn(groups, (group for group, _, _ in points))
 
 
 def draw_performance_profile(groups: Sequence[Group]) -> canvas.Drawing:
@@ -151,8 +141,9 @@ def draw_performance_profile(groups: Sequence[Group]) -> canvas.Drawing:
     profile = performance_profile(times, ratios)
     figure = canvas.new_figure(canvas.COLUMN_IN, 2.3)
     axes = figure.subplots()
-    for look, (name, shares) in zip(canvas.series_looks(len(profile)), profile.items(), strict=True):
-        axes.step(ratios, shares, where="post", label=name, markevery=40, **look)
+    looks = method_looks(profile)
+    for name, shares in profile.items():
+        axes.step(ratios, shares, where="post", label=name, markevery=40, **looks[name])
     axes.set_ylim(0, 1.05)
     axes.set_xlim(1, _LARGEST_RATIO)
     axes.set_xlabel("time to goal / best time to goal")
@@ -160,7 +151,8 @@ def draw_performance_profile(groups: Sequence[Group]) -> canvas.Drawing:
     canvas.title(axes, "Performance profile", groups)
     text = (
         f"{caption(groups)} Share of the {len(tasks)} tasks that an algorithm solves within a ratio of the best time, "
-        "by mean times. A task is solved if more than half of the runs reached the goal."
+        "by median times, in which a miss is longer than every time. A task is solved if more than half of the runs "
+        "reached the goal."
     )
     canvas.finish(figure, text, *axes.get_legend_handles_labels())
     rows = [["ratio", *profile], *([ratio, *shares] for ratio, *shares in zip(ratios, *profile.values(), strict=True))]
