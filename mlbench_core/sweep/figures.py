@@ -62,10 +62,9 @@ class Quantity:
 
 def quantities(outcome: Outcome, pricing: Pricing) -> Iterator[Quantity]:
     """Return what is drawn as rows: time to goal, best value of the goal's metric, and price."""
-    late = outcome.not_within()
     yield Quantity(
         "time_to_goal", "Time to goal", "training time to the goal in seconds", lambda run: run.time_to_goal_s,
-        lambda run: run.train_s, sentence=f"Open triangle: the training time of a run that missed the goal ({late}).",
+        lambda run: run.train_s, sentence="Open triangle: the training time of a run that missed the goal.",
     )  # fmt: skip
     goal = next((group.records[0].goal for group in outcome.groups if group.records[0].goal), None) or {}
     metric = str(goal.get("metric") or "goal's metric").removeprefix("val_global_")
@@ -205,7 +204,7 @@ def _row(axes: Axes, outcome: Outcome, quantity: Quantity, cell: Cell, y: float,
     end = max([*hit, *late, *(interval or ())], default=None)
     text = canvas.number(middle) if middle is not None else ""
     if cell.missed:
-        text = f"{text}  {outcome.not_within()}: {cell.missed} of {cell.runs}".strip()
+        text = f"{text}  {outcome.not_within(cell.network, cell.workers)}: {cell.missed} of {cell.runs}".strip()
     if end is not None or text:
         low, high = axes.get_xlim()
         at = low if end is None else min(end, high)

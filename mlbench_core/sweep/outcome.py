@@ -1,8 +1,8 @@
 """Gather the runs of a sweep by algorithm, network and number of workers.
 
-The rule for runs that missed their goal is that of :mod:`mlbench_core.results.times`. All runs are judged up to the
-same training time: the least one at which a run was stopped. A run that reached its goal later missed it by this
-rule, as the stopped run might have reached it then, too.
+The rule for runs that missed their goal is that of :mod:`mlbench_core.results.times`. All runs with the same network
+and the same number of workers are judged up to the same training time: the least one at which one of them was stopped.
+A run that reached its goal later missed it by this rule, as the stopped run might have reached it then, too.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class Outcome:
         cells: The cells with at least one ended run.
         limit_s: Seconds after which a run was stopped; None without a limit.
         planned: Number of runs of the sweep.
-        common_limit_s: Training time up to which all runs are judged, see :func:`gather`; None if none was stopped.
+        judged_s: Training time up to which all runs of a network and a number of workers are judged, see
+            :func:`gather`. Places where no run was stopped are missing.
     """
 
     title: str
@@ -151,7 +152,7 @@ class Outcome:
     cells: tuple[Cell, ...]
     limit_s: float | None = None
     planned: int = 0
-    common_limit_s: float | None = None
+    judged_s: Mapping[tuple[str | None, int], float] = field(default_factory=dict)
     _index: dict[tuple[str, str | None, int], Cell] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -188,14 +189,18 @@ class Outcome:
         cells = [cell for name in self.algorithms if (cell := self.cell(name, network, workers))]
         return sorted(cells, key=order)
 
-    def not_within(self) -> str:
-        """Return the text for a run that missed its goal: the training time up to which all are judged.
+    def not_within(self, network: str | None, workers: int) -> str:
+        """Return the text for a run that missed its goal: the training time up to which its place is judged.
+
+        Args:
+            network: Name of the network; None for one worker.
+            workers: Number of workers.
 
         Example:
-            >>> Outcome("", (), {}, (), (), limit_s=120).not_within()
+            >>> Outcome("", (), {}, (), (), limit_s=120).not_within(None, 1)
             'not within 2 min'
         """
-        limit_s = self.limit_s if self.common_limit_s is None else self.common_limit_s
+        limit_s = self.judged_s.get((network if workers > 1 else None, workers), self.limit_s)
         return "goal not reached" if limit_s is None else f"not within {duration(limit_s)}"
 
 
@@ -286,8 +291,8 @@ def gather(
 ) -> Outcome:
     """Gather the runs of a sweep.
 
-    The common limit is the least training time at which a run was stopped. Every run is judged by what it had reached
-    until then, so that no method is stopped earlier than another.
+    If a run was stopped, all runs of its network and number of workers are judged by what they had reached at the least
+    training time at which one of them was stopped. So no method is stopped earlier than another.
 
     Args:
         places: The planned runs.
@@ -301,17 +306,21 @@ def gather(
         ConfigurationError: Runs had different goals.
     """
     places = list(places)
-    common = min(
-        (record.train_s for record in records.values() if record.state == "unfinished" and _is_late(record, None)),
-        key=lambda seconds: math.inf if seconds is None else seconds,
-        default=None,
-    )
-    records = {name: _judged(record, common) for name, record in records.items()}
+    judged_s: dict[tuple[str | None, int], float] = {}
+    for place in places:
+        record = records.get(place.name)
+        if record is None or record.state != "unfinished" or not _is_late(record, None) or record.train_s is None:
+            continue
+        judged_s[_place(place)] = min(record.train_s, judged_s.get(_place(place), math.inf))
+    records = {
+        place.name: _judged(records[place.name], judged_s.get(_place(place)))
+        for place in places
+        if place.name in records
+    }
     check_comparable([records[place.name] for place in places if place.name in records])
     found: dict[tuple[str, str | None, int], list[Place]] = {}
     for place in places:
-        key = (place.algorithm, place.network if place.workers > 1 else None, place.workers)
-        found.setdefault(key, []).append(place)
+        found.setdefault((place.algorithm, *_place(place)), []).append(place)
     cells = []
     for (algorithm, network, workers), of_cell in found.items():
         ended = tuple(records[place.name] for place in of_cell if place.name in records)
@@ -329,8 +338,13 @@ def gather(
         cells=tuple(cells),
         limit_s=limit_s,
         planned=len(places),
-        common_limit_s=common,
+        judged_s=judged_s,
     )
+
+
+def _place(place: Place) -> tuple[str | None, int]:
+    """Return the network and the number of workers of a run; one worker has no network."""
+    return (place.network if place.workers > 1 else None, place.workers)
 
 
 def _is_late(record: RunRecord, limit_s: float | None) -> bool:

@@ -216,11 +216,15 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
 
 def _stopped(outcome: Outcome) -> str:
     """Say up to which training time all runs are judged."""
-    if outcome.common_limit_s is None:
+    if not outcome.judged_s:
         return ""
+    places = [
+        f"{seconds:.3g} s ({name or 'one machine'}, {plural(workers, 'worker')})"
+        for (name, workers), seconds in sorted(outcome.judged_s.items(), key=str)
+    ]
     return (
-        f"; all runs are judged up to {outcome.common_limit_s:.2f} s of training, the least training time at which a "
-        "run was stopped, and a run that reached the goal later counts as missed"
+        "; all runs of a network and a number of workers are judged up to the least training time at which one of them "
+        f"was stopped, and a run that reached the goal later counts as missed: {', '.join(places)}"
     )
 
 

@@ -74,9 +74,10 @@ def map_sentence(found: Map) -> str:
 def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
     first, *others = row
     if first.median_s is None:
-        return f"no algorithm reached the goal in more than half of its runs ({outcome.not_within()})."
+        late = outcome.not_within(first.network, first.workers)
+        return f"no algorithm reached the goal in more than half of its runs ({late})."
     text = f"median of {plural(first.runs + first.failed, 'run')}"
-    text += f", {first.missed} {outcome.not_within()}" * bool(first.missed)
+    text += f", {first.missed} {outcome.not_within(first.network, first.workers)}" * bool(first.missed)
     text += f", {first.failed} ended with an error" * bool(first.failed)
     # A method that missed the goal may have the least median, but it is not called the fastest.
     verb = "was fastest" if first.complete else "had the least median"
@@ -179,8 +180,12 @@ def _not_reached(outcome: Outcome) -> list[str]:
     for name in outcome.algorithms:
         missed = [cell for cell in outcome.cells if cell.algorithm == name and cell.missed]
         if missed:
-            places = [f"{_place(cell)} ({cell.missed} of {cell.runs})" for cell in missed]
-            sentences.append(f"{name}: {outcome.not_within()} on {listed(places)}.")
+            late: dict[str, list[str]] = {}
+            for cell in missed:
+                text = f"{_place(cell)} ({cell.missed} of {cell.runs})"
+                late.setdefault(outcome.not_within(cell.network, cell.workers), []).append(text)
+            parts = [f"{text} on {listed(places)}" for text, places in late.items()]
+            sentences.append(f"{name}: {'; '.join(parts)}.")
     errors = [cell for cell in outcome.cells if cell.failed]
     if errors:
         places = [f"{cell.algorithm} on {_place(cell)} ({cell.failed})" for cell in errors]

@@ -219,12 +219,13 @@ def test_all_runs_are_judged_up_to_the_least_time_at_which_one_was_stopped() -> 
     runs = [one("sgd", 1, 4.0, 4.0), one("sgd", 2, 4.5, 4.5), one("sgd", 3, 12.0, 12.0), one("sgd", 4, None, 13.0)]
     runs += [one("x", 1, 3.0, 3.0), one("x", 2, None, 5.0)]
     found = gather([point for point, _ in runs], {point.name: record for point, record in runs}, {}, limit_s=60.0)
-    assert found.common_limit_s == 5.0 and found.not_within() == "not within 5 s"
+    assert found.judged_s == {("fast", 2): 5.0} and found.not_within("fast", 2) == "not within 5 s"
+    assert found.not_within("slow", 2) == "not within 1 min", "no run was stopped there"
     sgd, x = found.cells
     assert (sgd.missed, sgd.median_s, sgd.cost_per_success_s) == (2, None, (4.0 + 4.5 + 5.0 + 5.0) / 2)
     assert (x.missed, x.cost_per_success_s) == (1, 8.0)
     whole = gather([point for point, _ in runs[:3]], {point.name: record for point, record in runs[:3]}, {})
-    assert whole.common_limit_s is None and whole.cells[0].median_s == 4.5, "no run was stopped"
+    assert not whole.judged_s and whole.cells[0].median_s == 4.5, "no run was stopped"
 
 
 def test_tables_have_the_runs_and_the_words(written: Path) -> None:
@@ -238,8 +239,9 @@ def test_tables_have_the_runs_and_the_words(written: Path) -> None:
         assert {row["run"] for row in csv.DictReader(file)} <= {path.name for path in (written / "runs").iterdir()}
     assert content["facts"]["Time of all runs"].endswith(" h")
     assert content["facts"]["Runs"] == (
-        "18 of 18 planned; 3 runs missed the goal, limit 1 min; all runs are judged up to 60.00 s of training, the "
-        "least training time at which a run was stopped, and a run that reached the goal later counts as missed"
+        "18 of 18 planned; 3 runs missed the goal, limit 1 min; all runs of a network and a number of workers are "
+        "judged up to the least training time at which one of them was stopped, and a run that reached the goal later "
+        "counts as missed: 60 s (mobile-lte, 2 workers)"
     )
     markdown = (written / "index.md").read_text(encoding="utf-8")
     assert (
