@@ -65,7 +65,8 @@ def test_every_subpackage_that_loads_on_first_use_exists() -> None:
         if "lazy_subpackages(" in path.read_text() and "tensorflow" not in path.parts:
             name = ".".join(["mlbench_core", *path.parent.relative_to(Path(mlbench_core.__file__).parent).parts])
             package = importlib.import_module(name)
-            lazy = inspect.getclosurevars(package.__getattr__).nonlocals["names"]
+            load = getattr(package, "_subpackage", package.__getattr__)
+            lazy = inspect.getclosurevars(load).nonlocals["names"]
             assert [one for one in lazy if importlib.util.find_spec(f"{name}.{one}") is None] == [], name
 
 

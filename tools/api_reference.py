@@ -52,8 +52,8 @@ def handed_on(tree: ast.Module) -> dict[str, str]:
     exported = all_names(tree) or []
     return {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
         if (alias.asname or alias.name) in exported
     }

@@ -94,9 +94,8 @@ def train(run: Run) -> None:
     tracker = run.track(metrics, time_to_accuracy_goal(TASK.goal_on(args.dataset, run.light)))
 
     def validate() -> tuple[dict[TopKAccuracy, float], float]:
-        with averaged_weights(
-            model, tracker=tracker
-        ):  # workers differ in BatchNorm's statistics, in some variants in all weights
+        # Workers differ in BatchNorm's statistics, in some variants in all weights.
+        with averaged_weights(model, tracker=tracker):
             return validation_round(
                 validation_batches, variants.in_precision(model, args), loss_function, metrics, args.precision,
                 tracker=tracker, use_cuda=run.gpu,

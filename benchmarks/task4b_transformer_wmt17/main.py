@@ -111,9 +111,6 @@ def train(run: Run) -> None:
     tokens, frequency = sizes.divided(args, world_size)
     # A batch must be able to hold the longest pair.
     tokens = max(tokens, int(pairs.sizes.max()))
-    logger.info("an update has at most %d tokens: %d workers x %d batches x %d (the definition has %d)",
-                world_size * frequency * tokens, world_size, frequency, tokens, args.global_tokens)  # fmt: skip
-
     dictionary = pairs.dictionary
     model = TransformerModel(TransformerConfig.preset(args.preset), dictionary, dictionary)
     # The weights, drawn above, are the same on all workers; the dropout masks are each worker's own.

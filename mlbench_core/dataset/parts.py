@@ -6,12 +6,15 @@ framework, so the parts of a data set are the same in all of them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mlbench_core.arguments import check_at_least, check_rank
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["divide_batch", "part_sizes", "sample_order", "stratified_split", "uniform_part"]
 
@@ -38,7 +41,12 @@ def divide_batch(total: int, most: int, world_size: int) -> tuple[int, int]:
         check_at_least(name, value, 1)
     frequency = -(-total // (most * world_size))
     shares = world_size * frequency
-    return max(1, (2 * total + shares) // (2 * shares)), frequency
+    size = max(1, (2 * total + shares) // (2 * shares))
+    _log.info(
+        "an update has %d: %d workers x %d batches x %d; the definition has %d",
+        *(shares * size, world_size, frequency, size, total),
+    )
+    return size, frequency
 
 
 def part_sizes(count: int, world_size: int) -> list[int]:

@@ -157,7 +157,7 @@ def log_interval(values: Iterable[float], level: float = 0.95) -> tuple[float, f
 
     Example:
         >>> [round(end, 2) for end in log_interval([1.0, 2.0])]
-        [0.02, 115.65]
+        [0.02, 115.61]
     """
     numbers = _numbers("values", values)
     if any(number <= 0 for number in numbers):
@@ -393,7 +393,7 @@ def paired_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> 
     Example:
         >>> test = paired_test([10.0, 20.0, 30.0], [11.0, 21.2, 31.1])
         >>> round(test.p, 3), round(welch_test([10.0, 20.0, 30.0], [11.0, 21.2, 31.1]).p, 3)
-        (0.003, 0.899)
+        (0.003, 0.9)
     """
     first, second = _sample("a", a), _sample("b", b)
     _check_level(level)

@@ -194,9 +194,8 @@ def test_the_real_data_is_ok(name: str, folder: str, call: Call) -> None:
 
 
 def test_parts_of_real_data_are_ok_and_the_rest_is_missing(call: Call) -> None:
-    lines = call("data", "verify", "cifar10", "--data", str(test_data("cifar10")), code=1).stdout.splitlines()
-    assert "data_batch_1.bin.xz: ok (MD5)" in lines[0]
-    assert len(lines) == 6 and all("missing" in line for line in lines[1:])
+    lines = call("data", "verify", "cifar10", "--data", str(test_data("cifar10"))).stdout.splitlines()
+    assert len(lines) == 6 and all(": ok (" in line for line in lines)
     lines = call("data", "verify", "wmt16", "--data", str(test_data("newstest2014")), code=1).stdout.splitlines()
     ok = [line.partition(": ok (number of lines)")[0] for line in lines if ": ok (" in line]
     assert [Path(path).name for path in ok] == ["newstest2014.en", "newstest2014.de"]

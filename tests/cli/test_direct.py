@@ -102,7 +102,7 @@ def test_without_waiting_the_jobs_are_named(fake: Path, call: Call, tmp_path: Pa
         "'squeue --jobs=1,2,3,4' shows the jobs, and 'scancel 1 2 3 4' ends them",
         f"when they have ended, 'mlbench compare {tmp_path}/shared/demo' shows their results",
     ]
-    assert (tmp_path / "shared" / "demo" / "4" / "worker.sh").read_text().count("true --seed 45") == 1
+    assert (tmp_path / "shared" / "demo" / "4" / "worker.sh").read_text().count("true --seed 43") == 1
     assert "--time=5 " in (fake / "calls").read_text()
     # Names are unique, further runs get their own folders, and --replace ends the earlier run.
     assert "run demo-2-r1 exists already" in call("run", "demo", "2", *command, "--repeats", "1", code=1).stderr

@@ -62,9 +62,9 @@ def test_custom_command_without_an_image(fake: FakeMaster, call: Call) -> None:
 def test_repeats_have_names_and_seeds_of_their_own(fake: FakeMaster, call: Call) -> None:
     call("run", "demo", "1", "2", "--task", "1a", "--repeats", "3", "--", "--dataset", "digits")
     assert [(r["name"], r["num_workers"], r["arguments"][2:]) for r in fake.requests] == [
-        (f"demo-{workers}-r{repeat}", workers, ["--seed", str(41 + repeat + 3 * (workers - 1))])
-        for workers in (1, 2)
+        (f"demo-{workers}-r{repeat}", workers, ["--seed", str(41 + repeat)])
         for repeat in (1, 2, 3)
+        for workers in (1, 2)
     ]
     call("run", "own", "1", "--command", "python -m x", "--repeats", "2", "--seed", "7", "--", "--s={seed}", "{rank}")
     assert [r["command"] for r in fake.requests[6:]] == [f"python -m x --s={seed} '{{rank}}'" for seed in (7, 8)]

@@ -16,7 +16,18 @@ from torch import Tensor
 from tests.contracts.test_distributed_optimizers import MEMBERS, Net, every_member, take_step
 
 READ_VALUES = {
-    *("fp16", "bf16", "power 1", "power 2 warm", "power by layer", "qsgd", "ef sign", "sparsified", "top-k"),
+    *(
+        "fp16",
+        "bf16",
+        "power 1",
+        "power 2 warm",
+        "power by layer",
+        "qsgd",
+        "ef sign",
+        "sparsified",
+        "top-k",
+        "random-k",
+    ),
     "one-bit adam",
 }
 """The members whose update needs values."""

@@ -56,7 +56,8 @@ def test_a_full_disk_ends_no_worker_and_is_stated(small_disk: Path, tmp_path: Pa
         scheduler.close()
     assert run().state == "finished"
     reason = run().metadata_dict()["reason"]
-    assert reason.endswith(" lines of output could not be written: No space left on device")
+    assert " lines of output could not be written: No space left on device: " in reason
+    assert reason.endswith("log.jsonl")
     texts = [line["text"] for line in launcher.log_tail(f"local-{run_id}")]
     assert texts[-4:] == ["last 0", "last 1", "last 2", "finished"]
     lines = launcher.logs(f"local-{run_id}").lines

@@ -28,7 +28,7 @@ def client(tmp_path: Path) -> Iterator[Any]:
     app = create_app(data_dir=tmp_path)
     app.state.scheduler.start = lambda: None
     with TestClient(app, base_url="http://127.0.0.1:5080") as opened:
-        opened.post("/api/runs/", json={"name": "a-run", "num_workers": 70, "command": "true"})
+        opened.post("/api/runs/", json={"name": "a-run", "num_workers": 70, "command": "true", "oversubscribe": True})
         app.state.store.update_run(1, state="started", job_id="local-1")
         opened.folder = tmp_path / "runs" / "1"
         opened.folder.mkdir()

@@ -70,7 +70,7 @@ def test_repeats_have_names_and_seeds_as_with_the_command(client: Any) -> None:
     client.post("/runs/", data={**COMMAND, "num_workers": "1 2", "repeats": "2", "seed": "7", "exclusive": "true"})
     made = runs(client)
     assert [(run["name"], run["command"][-1]) for run in made] == [
-        ("demo-1-r1", "7"), ("demo-1-r2", "8"), ("demo-2-r1", "9"), ("demo-2-r2", "0")
+        ("demo-1-r1", "7"), ("demo-2-r1", "7"), ("demo-1-r2", "8"), ("demo-2-r2", "8")
     ]  # fmt: skip
     assert all(run["job_metadata"]["exclusive"] for run in made)
 

@@ -77,7 +77,9 @@ def _draw_prices(groups: Sequence[Group], points: Sequence[tuple[Group, Estimate
         errors = None
         if time.low is not None and time.high is not None:
             cut = cut or time.high > limit or time.low < 0
-            errors = [[time.value - max(time.low, 0.0)], [min(time.high, limit) - time.value]]
+            # The interval of the geometric mean may lie below the mean, which the mark shows.
+            ends = (time.value - time.low, min(time.high, limit) - time.value)
+            errors = [[max(end, 0.0)] for end in ends]
         # One entry in the legend for each series.
         label = "_" * (group.label in named) + group.label
         axes.errorbar(
