@@ -108,7 +108,7 @@ def test_without_waiting_the_jobs_are_named(fake: Path, call: Call, tmp_path: Pa
     assert "run demo-2-r1 exists already" in call("run", "demo", "2", *command, "--repeats", "1", code=1).stderr
     (started,) = json.loads(call("run", "demo", "2", *command, "--repeats", "1", "--replace", "--json").stdout)
     assert (started["name"], started["id"], started["job_metadata"]["slurm_job"]) == ("demo-2-r1", 5, "5")
-    assert "scancel 3\n" in (fake / "calls").read_text() and not (tmp_path / "shared" / "demo" / "3").exists()
+    assert "scancel 2\n" in (fake / "calls").read_text() and not (tmp_path / "shared" / "demo" / "2").exists()
 
 
 def test_ctrl_c_says_how_to_cancel_the_jobs(fake: Path, call: Call, patch: pytest.MonkeyPatch) -> None:
