@@ -190,6 +190,8 @@ def test_missing_programs_are_named_with_their_source(
         # The host name my...-2-control-plane would have 64 characters.
         (("kind", "2", "m" * 48), 2, "have at most 47 characters"),
         (("kind", "0", "my"), 2, "0 is not in the range"),
+        # In version 3.0, -h was the port of the registry, so it must not print the help and create nothing.
+        (("kind", "3", "c", "-h"), 2, "Option '-h' requires an argument"),
         (("gcloud", "2", "my", "-p", "x"), 2, "--project must not be given: SkyPilot uses the project of"),
         (("aws", "2", "my"), 1, "--package must be given, because the package index has no version"),
         (("aws", "2", "my", "--package", "x.whl"), 1, "--package must be a requirement or a wheel that exists"),
@@ -226,7 +228,7 @@ def test_dry_run_of_kind_creates_nothing(programs: FakePrograms, call: Call, cha
 def test_options_of_3_0_without_a_meaning_are_answered(
     programs: FakePrograms, call: Call, chart: tuple[str, str]
 ) -> None:
-    old = ("-r", "kind-registry", "-p", "5000", "--host_port", "5000")
+    old = ("-r", "kind-registry", "-p", "5000", "-h", "5000")
     answered = call(*KIND, *chart, "--dry-run", *old).stderr
     for option in ("--registry_name", "--registry_port", "--host_port"):
         assert f"{option} has no effect: the images of this machine are loaded without a registry" in answered
