@@ -190,8 +190,6 @@ def test_missing_programs_are_named_with_their_source(
         # The host name my...-2-control-plane would have 64 characters.
         (("kind", "2", "m" * 48), 2, "have at most 47 characters"),
         (("kind", "0", "my"), 2, "0 is not in the range"),
-        # In version 3.0, -h was the port of the registry, so it must not print the help and create nothing.
-        (("kind", "3", "c", "-h"), 2, "Option '-h' requires an argument"),
         (("gcloud", "2", "my", "-p", "x"), 2, "--project must not be given: SkyPilot uses the project of"),
         (("aws", "2", "my"), 1, "--package must be given, because the package index has no version"),
         (("aws", "2", "my", "--package", "x.whl"), 1, "--package must be a requirement or a wheel that exists"),
@@ -205,6 +203,12 @@ def test_create_used_wrongly(
     assert told in call("create-cluster", *arguments, *own, code=code).stderr
     assert not any(line.split()[1] in ("create", "launch") for line in programs.calls())
     assert read_clusters() == {}
+
+
+def test_h_is_the_port_of_the_registry_as_in_version_3_0(call: Call) -> None:
+    # Help would end with 0 although nothing was created.
+    assert "Option '-h' requires an argument" in call("create-cluster", "kind", "3", "c", "-h", code=2).stderr
+    assert "--host_port has no effect" in call("create-cluster", "kind", "3", "c", "-h", "5001", "--dry-run").stderr
 
 
 def test_a_cluster_of_somebody_else_is_left_alone(programs: FakePrograms, call: Call, chart: tuple[str, str]) -> None:
