@@ -34,6 +34,8 @@ BACKENDS = ("gloo", "nccl", "mpi")
 _IMAGE_REGISTRY_VARIABLE = "MLBENCH_IMAGE_REGISTRY"
 _SCRIPT_IN_CONTAINER = "/workspace/main.py"
 # RFC 1123, the form that Kubernetes requires of the names of its objects.
+# Menu entries and images of earlier versions end with these. Today every task scales its rate and takes every backend.
+_OLD_ENDING = re.compile(r"( open-mpi)?( \(scaling lr\))?$|-scaling$")
 _DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
@@ -278,7 +280,7 @@ TASKS: dict[str, Task] = {
                 Image(
                     "PyTorch Backend Benchmark",
                     "pytorch-backend-benchmark",
-                    other_names=("PyTorch Communication Backends",),
+                    other_names=("PyTorch Communication Backends", "PyTorch Distributed Backend benchmarking"),
                 ),
             ),
         ),
@@ -297,7 +299,13 @@ TASKS: dict[str, Task] = {
                 Image(
                     "PyTorch Cifar-10 ResNet-20",
                     "pytorch-cifar10-resnet20-all-reduce",
-                    other_names=("pytorch-cifar10-resnet", "pytorch-cifar10-resnet20"),
+                    # The task on TensorFlow has the same goal, and needs an environment of its own.
+                    other_names=(
+                        "pytorch-cifar10-resnet",
+                        "pytorch-cifar10-resnet20",
+                        "tensorflow-cifar10-resnet",
+                        "Tensorflow Cifar-10 ResNet-20",
+                    ),
                 ),
                 Image(
                     "PyTorch Cifar-10 ResNet-20 (DDP)",
@@ -390,7 +398,11 @@ TASKS: dict[str, Task] = {
                 Image(
                     "PyTorch Language Modeling",
                     "pytorch-wikitext2-lstm-all-reduce",
-                    other_names=("pytorch-wikitext2-lstm", "PyTorch WikiText-2 AWD-LSTM"),
+                    other_names=(
+                        "pytorch-wikitext2-lstm",
+                        "PyTorch WikiText-2 AWD-LSTM",
+                        "PyTorch Language Modeling (AWD-LSTM)",
+                    ),
                 ),
             ),
         ),
@@ -464,8 +476,9 @@ def find_image(image: str) -> tuple[Task, Image]:
 
     Args:
         image: Its name or its menu entry, in upper or lower case: ``"mlbench/pytorch-cifar10-resnet20-ddp:latest"``,
-            ``"pytorch-cifar10-resnet20-ddp"``, ``"PyTorch Cifar-10 ResNet-20 (DDP)"``. The image of another user, for
-            example ``"someone/pytorch-cifar10-resnet20-ddp"``, is not known.
+            ``"pytorch-cifar10-resnet20-ddp"``, ``"PyTorch Cifar-10 ResNet-20 (DDP)"``. The endings ``" Open-MPI"`` and
+            ``" (Scaling LR)"`` of earlier menus are ignored. The image of another user, for example
+            ``"someone/pytorch-cifar10-resnet20-ddp"``, is not known.
 
     Returns:
         The task, and the image with the arguments that the task's script needs.
@@ -481,7 +494,8 @@ def find_image(image: str) -> tuple[Task, Image]:
     # Docker's default registry is docker.io, so a name with and without it means the same image.
     wanted = image.strip().lower().removeprefix("docker.io/")
     # A tag is ignored, and underscores count as hyphens.
-    name = wanted.removeprefix("mlbench/").partition(":")[0].replace("_", "-")
+    name = _OLD_ENDING.sub("", wanted.removeprefix("mlbench/").partition(":")[0].replace("_", "-"))
+    wanted = _OLD_ENDING.sub("", wanted)
     for task in TASKS.values():
         for candidate in task.images:
             names = [known.lower() for known in (candidate.name, candidate.title, *candidate.other_names)]

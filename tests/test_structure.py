@@ -40,8 +40,11 @@ def test_the_import_paths_of_version_3_are_found_in_every_package() -> None:
     faces = find_faces({name: tree for name, (_, tree) in TREES.items()})
     assert {"mlbench_core.api", "mlbench_core.utils.tracker"} < faces
     assert {name for name in faces if ".dataset." in name} == {
+        "mlbench_core.dataset.imagerecognition.tensorflow.cifar10",
         "mlbench_core.dataset.nlp.pytorch.wmt16.batching",
+        "mlbench_core.dataset.nlp.pytorch.wmt16.utils",
         "mlbench_core.dataset.nlp.pytorch.wmt17.batching",
+        "mlbench_core.dataset.nlp.pytorch.wmt17.collate",
         "mlbench_core.dataset.util",
         "mlbench_core.dataset.util.pytorch",
         "mlbench_core.dataset.util.pytorch.libsvm",

@@ -91,6 +91,16 @@ def test_command_has_the_placeholders_of_the_launchers() -> None:
         ("mlbench/pytorch-wikitext2-lstm-all-reduce:latest", "3a", ()),
         ("mlbench/pytorch-wmt16-gnmt-all-reduce:latest", "4a", ()),
         ("mlbench/pytorch-wmt17-transformer-all-reduce:latest", "4b", ()),
+        ("PyTorch Distributed Backend benchmarking", "0", ()),
+        ("PyTorch Language Modeling (AWD-LSTM)", "3a", ()),
+        ("PyTorch Machine Translation GNMT", "4a", ()),
+        ("PyTorch Machine Translation Transformer (Scaling LR)", "4b", ()),
+        ("Tensorflow Cifar-10 ResNet-20 Open-MPI", "1a", ()),
+        ("mlbench/tensorflow-cifar10-resnet:latest", "1a", ()),
+        ("PyTorch Cifar-10 ResNet-20 (Scaling LR)", "1a", ()),
+        ("PyTorch Cifar-10 ResNet-20 Open-MPI (SCaling LR)", "1a", ()),
+        ("PyTorch Cifar-10 ResNet-20 (DDP) (Scaling LR)", "1a", ("--optimizer", "ddp")),
+        ("mlbench/pytorch-cifar10-resnet-scaling:latest", "1a", ()),
     ],
 )
 def test_images_of_3_0_and_their_tasks(image: str, key: str, arguments: tuple[str, ...]) -> None:

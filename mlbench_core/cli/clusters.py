@@ -129,7 +129,7 @@ def create_cluster() -> None:
     """
 
 
-@create_cluster.command()
+@create_cluster.command(context_settings={"help_option_names": ["--help"]})
 @_common
 @click.option(
     "--num-cpus", "-c", type=click.IntRange(min=1), help="Largest number of cores of a worker (default: no limit)."
@@ -152,7 +152,7 @@ def create_cluster() -> None:
 )
 @click.option("--registry_name", "-r", hidden=True)
 @click.option("--registry_port", "-p", hidden=True)
-@click.option("--host_port", hidden=True)
+@click.option("--host_port", "-h", hidden=True)
 def kind(num_workers: int, name: str, dry_run: bool, as_json: bool, **chosen: Any) -> None:
     """Create a Kubernetes cluster in containers of this machine, with the program kind."""
     _say_what_has_no_meaning(chosen, ("registry_name", "registry_port", "host_port"))

@@ -84,6 +84,9 @@ def predict(
         return
     headers = [*_HEADERS, f"PRICE ({pricing.machine.currency})"] if pricing.machine else list(_HEADERS)
     print_table(headers, [_cells(row)[: len(headers)] for row in rows], right=(2, 4, 5, 6, 7, 8, 9))
+    if pricing.per_hour is None:
+        for text in pricing.remarks:
+            remark(clean(text))
     notes = [(row["run"], row["error"] or row["assumption"]) for row in rows]
     for run, text in dict.fromkeys(notes):
         if text:

@@ -17,7 +17,7 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import creating_folder, replacing
 from mlbench_core.results.folder import FILES, RESULT, find_folders, read_result
 from mlbench_core.results.lines import read_lines
-from mlbench_core.results.published import Metrics
+from mlbench_core.results.published import Metrics, count_ranks
 from mlbench_core.results.record import RunRecord
 from mlbench_core.results.schema import check_result
 
@@ -171,12 +171,19 @@ def _load_zip(path: Path) -> RunRecord | None:
                 metrics["result @ 0"] = [{"value": dict(result)}]
     except _BAD_ZIP as error:
         raise ConfigurationError(f"{path} is damaged ({error}); download it again") from error
-    if not any(_NAME_IN_ZIP.search(name) or name in ("run.json", RESULT) for name in names):
+    known = ("run.json", "official_result.txt", RESULT)
+    if not workers and not any(_NAME_IN_ZIP.search(name) or name in known for name in names):
         return None
     if workers:
         # Archives of earlier versions have no run.json, but one file or more for each worker.
         run.setdefault("num_workers", len(workers))
-    return RunRecord.from_metrics(metrics, run, str(path))
+    record = RunRecord.from_metrics(metrics, run, str(path))
+    if record.workers is None and count_ranks(metrics):
+        # Some archives of version 3.0 lack these files. All workers sent metrics, so one rank is one worker.
+        record = RunRecord.from_metrics(metrics, {**run, "num_workers": 1}, str(path))
+        remark = "the archive has no number of workers, and one worker sent metrics: it counts as a run of one worker"
+        record = dataclasses.replace(record, remarks=(*record.remarks, remark))
+    return record
 
 
 def _check_size(archive: zipfile.ZipFile, most_bytes: int, names: Iterable[str]) -> None:

@@ -118,6 +118,9 @@ def usable(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
             remarks.append(f"{record.name} has the state '{record.state}'{missed}{after}: left out")
         elif record.workers is None:
             remarks.append(f"{record.name} has no recorded number of workers: left out")
+        elif record.configuration.get("task") == "0":
+            # It measures, and has neither a goal nor a training time.
+            kept.append(record)
         elif record.total_s is None and not record.steps_s and record.reached is None:
             # A row without any value would only lengthen the labels of the others.
             remarks.append(f"{record.name} sent no times, because its program does not use the Tracker: left out")
@@ -139,7 +142,11 @@ def plural(number: float, noun: str) -> str:
 def workload(record: RunRecord | Group) -> tuple[str, str]:
     """Return the task (or the program) and the data set. Times of different workloads have nothing in common."""
     known = record.configuration
-    return str(known.get("task") or known.get("program") or known.get("series")), str(known.get("dataset"))
+    name = known.get("task") or known.get("program")
+    if not name and known.get("goal"):
+        # Archives of version 3.0 may name neither. Those of one goal have different names for each backend.
+        name = goal_text(known["goal"])
+    return str(name or known.get("series")), str(known.get("dataset"))
 
 
 def check_comparable(records: Sequence[RunRecord]) -> None:

@@ -102,7 +102,11 @@ class Pricing:
             return []
         kind = "spot" if self.spot else "regular"
         if self.per_hour is None:
-            return [f"Price: the table has no {kind} price of {self.machine.name}."]
+            field = "spot_per_hour" if self.spot else "price_per_hour"
+            return [
+                f"Price: the {kind} price of {self.machine.name} is not known: give {field} with currency, date and "
+                "source in a copy of the table, and the path of the copy to --prices."
+            ]
         price = f"{self.per_hour:g} {self.machine.currency} an hour"
         return [f"Price: one {self.machine.name} for each worker, {kind}, {price} on {self.machine.date}."]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -10,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlbench_core.tasks import TASKS, Task
+from mlbench_core.tasks import TASKS, Task, find_image
 
 __all__ = [
     "PHASES",
     "STEPS",
     "UNKNOWN",
     "Metrics",
+    "count_ranks",
     "describe_run",
     "goal_fraction",
     "latest_json",
@@ -48,6 +50,13 @@ _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
 # "80% Top 1 Validation Accuracy reached in 407.123 seconds, Compute: 300.000 seconds, Communication: 80.500 seconds"
 _TIME_IN_RESULT = re.compile(rf"\b(?:in|after) {_NUMBER} seconds", re.IGNORECASE)
 _PHASE_IN_RESULT = re.compile(rf"\b(compute|communication|metrics|preprocess): {_NUMBER} seconds")
+# The goal in such a text, of which version 3.0 and this one have several forms.
+_GOAL_IN_RESULT = (
+    re.compile(rf"(?P<threshold>{_NUMBER}) ?% (?:Top (?P<k>\d+) )?(?:Validation )?Accuracy\b", re.IGNORECASE),
+    re.compile(rf"\b(?P<metric>Perplexity|BLEU(?:-Score)?|Loss|Accuracy) of (?P<threshold>{_NUMBER})", re.IGNORECASE),
+)
+# The script of task 0 of version 3.0 sends these, with one entry for each all-reduce that it measures.
+_ALL_REDUCE_TIMES, _ALL_REDUCE_SIZES = ("avg_time", "val_avg_time"), ("tensor_size", "val_tensor_size")
 _PLACEHOLDER = re.compile(r"\{(run_id|rank|hosts|backend)\}")
 # Version 3.0 sends this default (in Mbit/s) with every run. No launcher limits the bandwidth.
 _NOT_LIMITED = 1000.0
@@ -85,6 +94,8 @@ def describe_run(run: Mapping[str, Any], workers: int | None = None) -> dict[str
     command = run.get("command") or (job.get("command") if isinstance(job, Mapping) else None)
     found: dict[str, Any] = {"workers": workers, "backend": run.get("backend")}
     if not isinstance(command, str) or not command.strip():
+        with contextlib.suppress(ValueError):
+            found["task"] = find_image(str(run.get("image")))[0].key
         # 'mlbench run NAME 1 2 4' names its runs NAME-1, NAME-2 and NAME-4: one series.
         found["series"] = str(run.get("name") or "run").removesuffix(f"-{workers}")
         return _known(found)
@@ -228,6 +239,15 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         if "budget_s" in goal:
             named["budget_s"] = goal["budget_s"]
         configuration["goal"] = named if goal["metric"] else None
+    elif "goal" not in configuration and (told := _goal_in_text(result)):
+        configuration["goal"] = told
+    all_reduces = next((metrics[f"{name} @ 0"] for name in _ALL_REDUCE_TIMES if f"{name} @ 0" in metrics), None)
+    if not (configuration.keys() & {"task", "program"}) and (key := _task_of(run, configuration, metrics)):
+        configuration["task"] = key
+    remarks = []
+    if isinstance(all_reduces, list):
+        sizes = next((metrics[f"{name} @ 0"] for name in _ALL_REDUCE_SIZES if f"{name} @ 0" in metrics), ())
+        remarks.append(_all_reduces_text(all_reduces, sizes))
     return {
         "name": str(run.get("name") or "run"),
         "state": state_of_run(run),
@@ -251,7 +271,68 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         "bytes_sent": None if sent is None or workers is None else sent * workers,
         "bytes_on_wire": None if on_wire is None or workers is None else on_wire * workers,
         "exchanges": None if exchanges is None else int(exchanges),
+        "remarks": tuple(remarks),
     }
+
+
+def _goal_in_text(result: str) -> dict[str, Any] | None:
+    """Return the goal that the text of a result names, or None: ``"BLEU-Score of 24 reached in 28848 seconds"``."""
+    # What follows "reached" are times.
+    before, reached, _ = result.partition(" reached")
+    match = next((match for pattern in _GOAL_IN_RESULT if (match := pattern.search(before))), None)
+    if not reached or match is None:
+        return None
+    named = match.groupdict()
+    names = {"perplexity": "Perplexity", "loss": "Loss", "accuracy": f"Prec@{named.get('k') or 1}"}
+    metric = names.get((named.get("metric") or "accuracy").lower(), "BLEU-Score")
+    minimize = metric in ("Perplexity", "Loss")
+    return {"metric": f"val_global_{metric}", "threshold": number(match["threshold"]), "minimize": minimize}
+
+
+def _task_of(run: Mapping[str, Any], configuration: Mapping[str, Any], metrics: Metrics) -> str | None:
+    """Return the key of the task of a run of version 3.0 whose command is not recorded, or None if it is not clear.
+
+    Archives of several backends of one task have different names, but their metrics and the goal are those of one task.
+    """
+    sent = {name.partition(" @ ")[0] for name in metrics}
+    if sent & set(_ALL_REDUCE_TIMES):
+        return "0"
+    goal = configuration.get("goal") or {}
+    fitting = [
+        task
+        for task in TASKS.values()
+        if task.has_goal
+        and task.images
+        and f"val_global_{task.metric}" in ({goal["metric"]} if goal else sent)
+        and (not goal or goal.get("threshold") in (task.goal, task.light_goal))
+    ]
+    words = set(re.split(r"[^a-z0-9]+", str(run.get("name")).lower()))
+    for task in fitting:
+        # "task1a", "resnet20", "cifar10": the words in the name of its folder.
+        if words & ({*task.folder.split("_"), task.key} - {"small"}):
+            return task.key
+    if len(fitting) == 2 and {task.metric for task in fitting} == {"Prec@1"}:
+        # Of the two, only the images have a fifth class, and only the logistic regression an F1 score.
+        kinds = {"1a": "Prec@5", "2a": "F1-Score"}
+        shown = [key for key, kind in kinds.items() if any(name.endswith(kind) for name in sent)]
+        return shown[0] if len(shown) == 1 else None
+    return fitting[0].key if len(fitting) == 1 else None
+
+
+def _all_reduces_text(times: Sequence[Any], sizes: Any) -> str:
+    """Return a sentence on the all-reduces that task 0 of version 3.0 measured, which have no total time."""
+    seconds = [_value(entry) for entry in times]
+    elements = [_value(entry) for entry in sizes] if isinstance(sizes, list) else []
+    pairs = [(n, s) for n, s in zip(elements, seconds, strict=False) if n is not None and s is not None]
+    text = f"it measured {len(times)} all-reduces and has no training time"
+    if not pairs or len(elements) != len(seconds):
+        return text
+    most, longest = max(pairs)
+    return f"{text}; the longest mean time with {most:,.0f} elements is {longest:.4g} s"
+
+
+def _value(entry: Any) -> float | None:
+    return number(entry.get("value")) if isinstance(entry, Mapping) else None
 
 
 def _latest(metrics: Metrics, name: str) -> Any:
@@ -310,10 +391,19 @@ def _workers(run: Mapping[str, Any], summary: Mapping[str, Any], metrics: Metric
     for value in (run.get("num_workers"), summary.get("workers")):
         if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1:
             return int(value)
-    # Names of metrics end with the rank that sent them. If there is only one rank, the number of workers stays unknown,
-    # because rank 0 may be the only one that sends.
-    ranks = {match[1] for metric in metrics if (match := re.search(r" @ (\d+)$", metric))}
-    return len(ranks) if len(ranks) > 1 else None
+    # If there is only one rank, the number of workers stays unknown, because rank 0 may be the only one that sends.
+    ranks = count_ranks(metrics)
+    return ranks if ranks > 1 else None
+
+
+def count_ranks(metrics: Metrics) -> int:
+    """Return the number of ranks that sent metrics, whose names end with the rank.
+
+    Example:
+        >>> count_ranks({"cum_agg @ 0": [], "cum_agg @ 1": [], "train_loss @ 1": []})
+        2
+    """
+    return len({match[1] for metric in metrics if (match := re.search(r" @ (\d+)$", metric))})
 
 
 def number(*values: object) -> float | None:

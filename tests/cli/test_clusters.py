@@ -205,6 +205,12 @@ def test_create_used_wrongly(
     assert read_clusters() == {}
 
 
+def test_h_is_the_port_of_the_registry_as_in_version_3_0(call: Call) -> None:
+    # Help would end with 0 although nothing was created.
+    assert "Option '-h' requires an argument" in call("create-cluster", "kind", "3", "c", "-h", code=2).stderr
+    assert "--host_port has no effect" in call("create-cluster", "kind", "3", "c", "-h", "5001", "--dry-run").stderr
+
+
 def test_a_cluster_of_somebody_else_is_left_alone(programs: FakePrograms, call: Call, chart: tuple[str, str]) -> None:
     programs.answer("kind-get", "my-2\n")
     assert "mlbench did not make the cluster 'my-2'" in call(*KIND, *chart, code=1).stderr
@@ -226,7 +232,7 @@ def test_dry_run_of_kind_creates_nothing(programs: FakePrograms, call: Call, cha
 def test_options_of_3_0_without_a_meaning_are_answered(
     programs: FakePrograms, call: Call, chart: tuple[str, str]
 ) -> None:
-    old = ("-r", "kind-registry", "-p", "5000", "--host_port", "5000")
+    old = ("-r", "kind-registry", "-p", "5000", "-h", "5000")
     answered = call(*KIND, *chart, "--dry-run", *old).stderr
     for option in ("--registry_name", "--registry_port", "--host_port"):
         assert f"{option} has no effect: the images of this machine are loaded without a registry" in answered

@@ -13,6 +13,7 @@ import pytest
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.folder import FILES
 from mlbench_core.results.load import load, save, unpack
+from mlbench_core.results.table import compare_runs
 from tests.cli.fake_master import entry
 from tests.results.helpers import change, set_in, write_run
 from tests.results.test_record import metrics_of, reached
@@ -147,10 +148,100 @@ def test_a_zip_without_a_record_is_honest(tmp_path: Path) -> None:
         archive.writestr("me.png", "")
     found = [(record.name, record.workers, record.state, record.total_s) for record in load([tmp_path])]
     assert found == [
-        ("none", None, "unknown", 8.0),
+        ("none", 1, "unknown", 8.0),
         ("exp-2024", 2, "unknown", 8.0),
         ("results", 2, "unknown", 407.123),
     ]
+
+
+def archive_3_0(path: Path, workers: int, text: str, kinds: tuple[str, ...], train_s: float) -> Path:
+    """Write an archive as published with version 3.0: metrics of each rank, without a record and without workers."""
+    metrics = {f"{kind} @ {rank}": [entry(1.0)] for rank in range(workers) for kind in kinds}
+    metrics["TotalCumulativeTrainTime @ 0"] = [entry(train_s)]
+    if text:
+        metrics["TaskResult @ 0"] = [entry(text)]
+    write_zip(path, None, metrics, text, pods=0)
+    return path
+
+
+TRANSLATION = ("train_loss", "val_global_BLEU-Score", "cum_agg")
+IMAGES = ("train_loss", "val_global_Prec@1", "val_global_Prec@5")
+ROWS = ("train_loss", "val_global_Prec@1", "val_global_F1-Score")
+
+
+def test_the_published_speed_up_of_gnmt_comes_out_of_its_archives(tmp_path: Path) -> None:
+    for workers, train_s in ((1, 65_207.0), (2, 37_500.0), (4, 28_848.0)):
+        text = f"BLEU-Score of 24 reached in {train_s:.3f} seconds, Compute: 9000.5 seconds"
+        archive_3_0(tmp_path / f"gnmt-{workers}.zip", workers, text, TRANSLATION, train_s)
+    groups, found = compare_runs(load([tmp_path]))
+    assert [(row["workers"], row["goal"]) for row in found.rows] == [(n, "BLEU-Score >= 24") for n in (1, 2, 4)]
+    assert found.rows[-1]["speedup"] == pytest.approx(65_207 / 28_848), "2.26"
+    assert {group.configuration["task"] for group in groups} == {"4a"}
+    assert any("it counts as a run of one worker" in remark for remark in found.remarks)
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds", "name", "task", "goal"),
+    [
+        ("80% Top 1 Validation Accuracy reached in 9.5 seconds", IMAGES, "a", "1a", "Prec@1 >= 80"),
+        ("80% Top 1 Validation Accuracy reached in 9.5 seconds", ROWS, "a", "2a", "Prec@1 >= 80"),
+        ("80% Top 1 Validation Accuracy reached in 9.5 seconds", (), "my-task2a", "2a", "Prec@1 >= 80"),
+        ("80% Top 1 Validation Accuracy reached in 9.5 seconds", (), "run", None, "Prec@1 >= 80"),
+        ("89% Accuracy reached in 9.5 seconds", (), "a", "2a", "Prec@1 >= 89"),
+        ("Perplexity of 70 reached in 9.5 seconds", (), "a", "3a", "Perplexity <= 70"),
+        ("Validation BLEU-Score of 25 reached in 9.5 seconds", (), "a", "4b", "BLEU-Score >= 25"),
+        ("BLEU-Score of 20 reached in 9.5 seconds", (), "results_transformer_4", "4b", "BLEU-Score >= 20"),
+        ("BLEU-Score of 20 reached in 9.5 seconds", (), "a", None, "BLEU-Score >= 20"),
+        ("Validation Loss of 0.25 reached in 9.5 seconds", (), "a", None, "Loss <= 0.25"),
+        ("done in 9.5 seconds", (), "a", None, "no goal"),
+        ("", IMAGES, "a", "1a", "no goal"),
+    ],
+)
+def test_goal_and_task_of_an_archive_are_read_from_its_text_and_metrics(
+    tmp_path: Path, text: str, kinds: tuple[str, ...], name: str, task: str | None, goal: str
+) -> None:
+    (record,) = load([archive_3_0(tmp_path / f"{name}.zip", 2, text, (*kinds, "cum_agg"), 9.5)])
+    assert (record.configuration.get("task"), record.goal_text, record.workers) == (task, goal, 2)
+
+
+@pytest.mark.parametrize("threshold", [80, 60], ids=["of a task", "of no task"])
+def test_three_backends_of_one_task_are_one_task(tmp_path: Path, threshold: int) -> None:
+    text = f"{threshold}% Top 1 Validation Accuracy reached in 9.5 seconds"
+    for backend in ("gloo", "mpi", "nccl"):
+        archive_3_0(tmp_path / f"{backend}-2.zip", 2, text, IMAGES, 9.5)
+    groups, found = compare_runs(load([tmp_path]))
+    assert len(groups) == 3
+    assert len({row["workload"] for row in found.rows}) == 1
+    assert not found.profile
+
+
+def test_an_archive_of_task_0_is_read(tmp_path: Path) -> None:
+    metrics = {}
+    for rank in range(2):
+        metrics[f"val_tensor_size @ {rank}"] = [entry(1.0), entry(100_000.0), entry(100_000.0)]
+        metrics[f"val_avg_time @ {rank}"] = [entry(0.001), entry(0.25), entry(0.125)]
+    for backend in ("gloo", "mpi"):
+        write_zip(tmp_path / f"{backend}.zip", None, metrics, pods=0)
+    _, found = compare_runs(load([tmp_path]))
+    assert [(row["workload"], row["workers"], row["mean_s"]) for row in found.rows] == [("task 0", 2, None)] * 2
+    assert found.remarks[0] == (
+        "gloo: it measured 3 all-reduces and has no training time; "
+        "the longest mean time with 100,000 elements is 0.25 s"
+    )
+    assert not found.profile
+
+
+def test_an_archive_with_files_of_workers_only_is_read(tmp_path: Path) -> None:
+    write_zip(tmp_path / "a.zip", None, {}, pods=2)
+    (record,) = load([tmp_path])
+    assert (record.workers, record.total_s) == (2, None)
+
+
+def test_an_image_of_version_3_0_names_its_task(tmp_path: Path) -> None:
+    run = {"name": "a", "num_workers": 2, "image": "mlbench/pytorch-wmt17-transformer-all-reduce:latest"}
+    write_zip(tmp_path / "a.zip", run, {"cum_agg @ 0": [entry(8.0)]})
+    (record,) = load([tmp_path])
+    assert record.configuration["task"] == "4b"
 
 
 def test_a_damaged_zip_is_named(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.results.prices import Machine, load_prices, price_index, price_of
+from mlbench_core.results.prices import Machine, Pricing, load_prices, price_index, price_of
 
 ROW = """
 [[machine]]
@@ -47,8 +47,9 @@ def test_every_row_that_ships_says_where_its_price_comes_from() -> None:
     with_price = [machine for machine in machines if machine.price_per_hour is not None]
     assert len(with_price) >= 5
     assert all(machine.source.startswith("https://") and machine.date >= "2024" for machine in with_price)
-    # The machine of the references has no price, only a price index.
-    assert [machine.name for machine in machines if machine.price_per_hour is None] == ["epyc-2"]
+    # Without a price, there is still a price index.
+    unknown = [machine.name for machine in machines if machine.price_per_hour is None]
+    assert unknown == ["gcp-n1-standard-4-t4", "epyc-2"]
 
 
 def test_the_price_is_that_of_a_machine_for_each_worker(tmp_path: Path) -> None:
@@ -58,6 +59,14 @@ def test_the_price_is_that_of_a_machine_for_each_worker(tmp_path: Path) -> None:
     assert price_of(0, 3, mine) == 0
     assert price_of(1200, 3, MINE) is None
     assert price_of(1200, 3, MINE, spot=True) is None
+
+
+@pytest.mark.parametrize(("spot", "field"), [(False, "price_per_hour"), (True, "spot_per_hour")])
+def test_an_unknown_price_says_how_to_give_one(spot: bool, field: str) -> None:
+    (remark,) = Pricing(load_prices()["gcp-n1-standard-4-t4"], spot).remarks
+    assert "price of gcp-n1-standard-4-t4 is not known" in remark
+    assert f"give {field} with currency, date and source in a copy of the table" in remark
+    assert remark.endswith("the path of the copy to --prices.")
 
 
 def test_the_price_index_is_price_increase_by_speed_up() -> None:

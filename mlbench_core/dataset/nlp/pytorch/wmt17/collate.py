@@ -1,0 +1,8 @@
+"""The import path of version 3.0 for the batches of the Transformer."""
+
+import sys
+
+from mlbench_core.dataset.nlp.pytorch import batches
+from mlbench_core.dataset.nlp.pytorch.batches import *  # noqa: F403
+
+sys.modules[__name__] = batches  # the same module, so that a name that is set here is set there

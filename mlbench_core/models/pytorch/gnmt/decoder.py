@@ -1,0 +1,5 @@
+"""The import path of version 3.0 for the decoder of GNMT. Its arguments are those of this version."""
+
+from mlbench_core.models.pytorch.gnmt.modules import Decoder as ResidualRecurrentDecoder
+
+__all__ = ["ResidualRecurrentDecoder"]

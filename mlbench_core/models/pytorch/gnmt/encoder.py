@@ -1,0 +1,5 @@
+"""The import path of version 3.0 for the encoder of GNMT. Its arguments are those of this version."""
+
+from mlbench_core.models.pytorch.gnmt.modules import Encoder as ResidualRecurrentEncoder
+
+__all__ = ["ResidualRecurrentEncoder"]
