@@ -278,7 +278,7 @@ TASKS: dict[str, Task] = {
                 Image(
                     "PyTorch Backend Benchmark",
                     "pytorch-backend-benchmark",
-                    other_names=("PyTorch Communication Backends",),
+                    other_names=("PyTorch Communication Backends", "PyTorch Distributed Backend benchmarking"),
                 ),
             ),
         ),
@@ -297,7 +297,12 @@ TASKS: dict[str, Task] = {
                 Image(
                     "PyTorch Cifar-10 ResNet-20",
                     "pytorch-cifar10-resnet20-all-reduce",
-                    other_names=("pytorch-cifar10-resnet", "pytorch-cifar10-resnet20"),
+                    other_names=(
+                        "pytorch-cifar10-resnet",
+                        "pytorch-cifar10-resnet20",
+                        "pytorch-cifar10-resnet20-all-reduce-scaling",
+                        "PyTorch Cifar-10 ResNet-20 (Scaling LR)",
+                    ),
                 ),
                 Image(
                     "PyTorch Cifar-10 ResNet-20 (DDP)",
@@ -390,7 +395,11 @@ TASKS: dict[str, Task] = {
                 Image(
                     "PyTorch Language Modeling",
                     "pytorch-wikitext2-lstm-all-reduce",
-                    other_names=("pytorch-wikitext2-lstm", "PyTorch WikiText-2 AWD-LSTM"),
+                    other_names=(
+                        "pytorch-wikitext2-lstm",
+                        "PyTorch WikiText-2 AWD-LSTM",
+                        "PyTorch Language Modeling (AWD-LSTM)",
+                    ),
                 ),
             ),
         ),

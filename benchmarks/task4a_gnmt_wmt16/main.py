@@ -116,9 +116,6 @@ def train(run: Run) -> None:
     take_precision(args, run.gpu)
     preset = presets.chosen(args)
     batch_size, update_freq = preset.divided(world_size)
-    logger.info("an update has %d sentences: %d workers x %d batches x %d (the definition has %d)",
-                world_size * update_freq * batch_size, world_size, update_freq, batch_size,
-                preset.global_batch)  # fmt: skip
     train_pairs, validation_pairs = load_data(args, args.data or run.dataset_dir)
     order = BucketBatchSampler(train_pairs.sizes, batch_size, seed=args.seed, rank=run.rank, world_size=world_size)
     in_order = BucketBatchSampler(validation_pairs.sizes, batch_size, False, rank=run.rank, world_size=world_size)

@@ -108,11 +108,7 @@ def train(run: Run) -> None:
     references, metrics = evaluated.references(), scores(args.dataset)
     # drop_last=False, because BLEU needs every sentence; in training, remaining batches (fewer than k) are left out.
     share = shard_batches(get_batches(evaluated, args.max_tokens, shuffle=False), rank, world_size, drop_last=False)
-    tokens, frequency = sizes.divided(args, world_size)
-    # A batch must be able to hold the longest pair.
-    tokens = max(tokens, int(pairs.sizes.max()))
-    logger.info("an update has at most %d tokens: %d workers x %d batches x %d (the definition has %d)",
-                world_size * frequency * tokens, world_size, frequency, tokens, args.global_tokens)  # fmt: skip
+    tokens, frequency = sizes.divided(args, world_size, int(pairs.sizes.max()))
 
     dictionary = pairs.dictionary
     model = TransformerModel(TransformerConfig.preset(args.preset), dictionary, dictionary)

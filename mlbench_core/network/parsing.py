@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.files import read_text
 from mlbench_core.network.description import (
     BANDWIDTH,
     NUMBER,
@@ -98,10 +99,11 @@ def load_network(path: Path) -> Network:
     else:
         import tomli as tomllib
     try:
-        return _from_tables(tomllib.loads(path.read_text(encoding="utf-8")))
+        return _from_tables(tomllib.loads(read_text(path)))
     except OSError as error:
         raise ConfigurationError(f"cannot read the network {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    # Nested brackets raise RecursionError, and a number of hundreds of digits OverflowError.
+    except (ValueError, RecursionError, OverflowError) as error:
         raise ConfigurationError(f"the network {path} cannot be used: {error}") from error
 
 

@@ -31,8 +31,10 @@ _MOST_UNPACKED_BYTES = 4 << 30
 _BAD_ZIP = (zipfile.BadZipFile, ValueError, zlib.error, EOFError, RuntimeError, NotImplementedError)
 
 _NAME_IN_ZIP = re.compile(r"(?:^|/)result_(.+)\.json$")
-# A file with metrics of one worker, as this master, its earlier versions and version 3.0 name it.
-_WORKER_IN_ZIP = re.compile(r"(?:pod_)?(.+-worker-\d+)(?:_.*)?\.json$")
+_RANK_IN_NAME = re.compile(r" @ (\d+)$")
+# A file with metrics of one worker, as this master, its earlier versions and version 3.0 name it. In a name of
+# Kubernetes, words may follow "worker", but no underscore.
+_WORKER_IN_ZIP = re.compile(r"(?:pod_)?([^_/]+-worker(?:-[^_/]+)?-\d+)(?:_.*)?\.json$")
 
 
 def load(paths: Iterable[str | os.PathLike[str]], *, empty_is_error: bool = True) -> list[RunRecord]:
@@ -149,9 +151,11 @@ def _load_zip(path: Path) -> RunRecord | None:
         raise ConfigurationError(f"{path} is damaged ({error}); download it again") from error
     if not any(_NAME_IN_ZIP.search(name) or name in ("run.json", RESULT) for name in names):
         return None
-    if workers:
-        # Archives of earlier versions have no run.json, but one file or more for each worker.
-        run.setdefault("num_workers", len(workers))
+    # Archives of earlier versions have no run.json, but files for each worker, and each rank sent its metrics: one rank
+    # is one worker.
+    ranks = {match[1] for name in metrics if (match := _RANK_IN_NAME.search(name))}
+    if count := max(len(workers), len(ranks)):
+        run.setdefault("num_workers", count)
     return RunRecord.from_metrics(metrics, run, str(path))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from mlbench_core.arguments import check_finite_at_least_0, check_int, check_positive
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.files import read_text
 
 __all__ = ["Machine", "Pricing", "load_prices", "price_index", "price_of"]
 
@@ -207,8 +208,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
         import tomli as tomllib
 
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return tomllib.loads(read_text(path))
+    # Nested brackets raise RecursionError.
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"the table of prices {path} cannot be read: {error}") from error
 
 
@@ -235,5 +237,5 @@ def _read_machine(row: Any, where: str) -> Machine:
     values: dict[str, Any] = {name: str(value) if name == "date" else value for name, value in row.items()}
     try:
         return Machine(**values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigurationError(f"{where}: {error}") from error

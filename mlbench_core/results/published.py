@@ -47,6 +47,17 @@ _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
 # "80% Top 1 Validation Accuracy reached in 407.123 seconds, Compute: 300.000 seconds, Communication: 80.500 seconds"
 _TIME_IN_RESULT = re.compile(rf"\b(?:in|after) {_NUMBER} seconds", re.IGNORECASE)
 _PHASE_IN_RESULT = re.compile(rf"\b(compute|communication|metrics|preprocess): {_NUMBER} seconds")
+# The goals of version 3.0: "80% Top 1 Validation Accuracy reached", "Validation BLEU-Score of 24 reached" and so on.
+_GOAL_IN_RESULT = re.compile(
+    rf"{_NUMBER}% (top 1) validation accuracy reached|\b(loss|perplexity|bleu-score) of {_NUMBER} reached",
+    re.IGNORECASE,
+)
+_METRIC_OF_GOAL = {
+    "top 1": ("val_global_Prec@1", False),
+    "loss": ("val_loss", True),
+    "perplexity": ("val_global_Perplexity", True),
+    "bleu-score": ("val_global_BLEU-Score", False),
+}
 _PLACEHOLDER = re.compile(r"\{(run_id|rank|hosts|backend)\}")
 # Version 3.0 sends this default (in Mbit/s) with every run. No launcher limits the bandwidth.
 _NOT_LIMITED = 1000.0
@@ -203,6 +214,12 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         if "budget_s" in goal:
             named["budget_s"] = goal["budget_s"]
         configuration["goal"] = named if goal["metric"] else None
+    elif "goal" not in configuration and (in_text := _goal_in_text(result)):
+        configuration["goal"] = in_text
+        # Names of archives differ by backend or date, so the goal tells which archives have the same task.
+        if not configuration.get("task"):
+            sign = "<=" if in_text["minimize"] else ">="
+            configuration.setdefault("program", f"{in_text['metric']} {sign} {in_text['threshold']:g}")
     return {
         "name": str(run.get("name") or "run"),
         "state": str(run.get("state") or UNKNOWN),
@@ -225,6 +242,15 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         # The summary has the bytes of rank 0. All workers send the same number, because their parts have equal size.
         "bytes_sent": None if sent is None or workers is None else sent * workers,
     }
+
+
+def _goal_in_text(result: str) -> dict[str, Any] | None:
+    """Return the goal that the text of a result names, or None if it is not one of version 3.0."""
+    found = _GOAL_IN_RESULT.search(result)
+    if found is None:
+        return None
+    metric, minimize = _METRIC_OF_GOAL[(found[2] or found[3]).lower()]
+    return {"metric": metric, "threshold": float(found[1] or found[4]), "minimize": minimize}
 
 
 def _latest(metrics: Metrics, name: str) -> Any:
