@@ -234,11 +234,15 @@ def read_bytes(path: Path, most_bytes: int = _SMALL_BYTES) -> bytes:
         OSError: /dev/zero must be a regular file, not a folder, a pipe or a device
     """
     # Without O_NONBLOCK, opening a pipe would wait for its writer.
-    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path} must be a regular file, not a folder, a pipe or a device")
-        # One byte more than allowed shows that a file is too large, also one that grows.
-        content = file.read(most_bytes + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            # One byte more than allowed shows that a file is too large, also one that grows.
+            content = file.read(most_bytes + 1)
+    finally:
+        os.close(descriptor)
     if len(content) > most_bytes:
         raise OSError(f"{path} must have at most {most_bytes} bytes: it is not the file that is meant here")
     return content

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.files import read_text
 from mlbench_core.network.description import (
     BANDWIDTH,
     NUMBER,
@@ -104,7 +105,8 @@ def load_network(path: Path) -> Network:
         return _from_tables(tomllib.loads(path.read_text(encoding="utf-8-sig")))
     except OSError as error:
         raise ConfigurationError(f"cannot read the network {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    # Nested brackets raise RecursionError, and a number of hundreds of digits OverflowError.
+    except (ValueError, RecursionError, OverflowError) as error:
         raise ConfigurationError(f"the network {path} cannot be used: {error}") from error
 
 

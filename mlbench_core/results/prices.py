@@ -14,6 +14,7 @@ from typing import Any
 
 from mlbench_core.arguments import check_finite_at_least_0, check_int, check_positive
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.files import read_text
 
 __all__ = ["Machine", "Pricing", "load_prices", "price_index", "price_of"]
 
@@ -239,5 +240,5 @@ def _read_machine(row: Any, where: str) -> Machine:
     values: dict[str, Any] = {name: str(value) if name == "date" else value for name, value in row.items()}
     try:
         return Machine(**values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigurationError(f"{where}: {error}") from error

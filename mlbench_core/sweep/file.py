@@ -19,6 +19,7 @@ from typing import Any
 
 from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.files import read_text
 from mlbench_core.network.description import MAX_HOSTS, Network
 from mlbench_core.network.named import get_network
 from mlbench_core.results.prices import Pricing, load_prices
@@ -180,7 +181,8 @@ def load_sweep(path: Path) -> Sweep:
         return parse_sweep(tomllib.loads(text), path.parent, path.stem)
     except OSError as error:
         raise ConfigurationError(f"cannot read the sweep {path}: {error.strerror or error}") from error
-    except (ValueError, ConfigurationError) as error:
+    # Nested brackets raise RecursionError, and a number of hundreds of digits OverflowError.
+    except (ValueError, RecursionError, OverflowError, ConfigurationError) as error:
         raise ConfigurationError(f"the sweep {path} cannot be used: {error}") from error
 
 
