@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from dataclasses import dataclass, replace
 
 from mlbench_core.controlflow.task_arguments import count
@@ -11,8 +10,6 @@ from mlbench_core.dataset.parts import divide_batch
 from mlbench_core.tasks import get_task
 
 __all__ = ["PRESETS", "Preset", "add_arguments", "chosen"]
-
-logger = logging.getLogger("mlbench.task4a")
 
 
 @dataclass(frozen=True)
@@ -46,12 +43,7 @@ class Preset:
             >>> [PRESETS["big"].divided(world_size) for world_size in (1, 4, 16, 32)]
             [(128, 16), (128, 4), (128, 1), (64, 1)]
         """
-        size, frequency = divide_batch(self.global_batch, self.batch_size, world_size)
-        logger.info(
-            "an update has %d sentences (%d workers x %d batches x %d); the task's definition has %d",
-            world_size * frequency * size, world_size, frequency, size, self.global_batch,
-        )  # fmt: skip
-        return size, frequency
+        return divide_batch(self.global_batch, self.batch_size, world_size)
 
 
 PRESETS = {

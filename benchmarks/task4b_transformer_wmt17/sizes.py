@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from dataclasses import dataclass
 
 from mlbench_core.controlflow.task_arguments import count
 from mlbench_core.dataset.parts import divide_batch
 
 __all__ = ["PRESETS", "Preset", "add_arguments", "divided", "take_defaults", "take_precision"]
-
-logger = logging.getLogger("mlbench.task4b")
 
 
 @dataclass(frozen=True)
@@ -52,25 +49,14 @@ def take_precision(args: argparse.Namespace, gpu: bool) -> None:
         args.precision = "fp16" if gpu else "fp32"
 
 
-def divided(args: argparse.Namespace, world_size: int, longest: int = 1) -> tuple[int, int]:
+def divided(args: argparse.Namespace, world_size: int) -> tuple[int, int]:
     """Return the tokens in a worker's batch, and the number of batches that it accumulates before an update.
-
-    Args:
-        args: The command line.
-        world_size: Number of workers.
-        longest: Tokens of the longest pair, which a batch must be able to hold.
 
     Example:
         >>> [divided(argparse.Namespace(global_tokens=2**17, max_tokens=8192), k) for k in (1, 16, 32, 64)]
         [(8192, 16), (8192, 1), (4096, 1), (2048, 1)]
     """
-    tokens, frequency = divide_batch(args.global_tokens, args.max_tokens, world_size)
-    tokens = max(tokens, longest)
-    logger.info(
-        "an update has at most %d tokens (%d workers x %d batches x %d); the task's definition has %d",
-        world_size * frequency * tokens, world_size, frequency, tokens, args.global_tokens,
-    )  # fmt: skip
-    return tokens, frequency
+    return divide_batch(args.global_tokens, args.max_tokens, world_size)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -102,7 +102,7 @@ def load_network(path: Path) -> Network:
     else:
         import tomli as tomllib
     try:
-        return _from_tables(tomllib.loads(path.read_text(encoding="utf-8-sig")))
+        return _from_tables(tomllib.loads(read_text(path)))
     except OSError as error:
         raise ConfigurationError(f"cannot read the network {path}: {error.strerror or error}") from error
     # Nested brackets raise RecursionError, and a number of hundreds of digits OverflowError.

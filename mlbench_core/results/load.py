@@ -31,7 +31,6 @@ _MOST_UNPACKED_BYTES = 4 << 30
 _BAD_ZIP = (zipfile.BadZipFile, ValueError, zlib.error, EOFError, RuntimeError, NotImplementedError)
 
 _NAME_IN_ZIP = re.compile(r"(?:^|/)result_(.+)\.json$")
-_RANK_IN_NAME = re.compile(r" @ (\d+)$")
 # A file with metrics of one worker, as this master, its earlier versions and version 3.0 name it. In a name of
 # Kubernetes, words may follow "worker", but no underscore.
 _WORKER_IN_ZIP = re.compile(r"(?:pod_)?([^_/]+-worker(?:-[^_/]+)?-\d+)(?:_.*)?\.json$")

@@ -212,8 +212,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
         import tomli as tomllib
 
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
+        return tomllib.loads(read_text(path))
+    # Nested brackets raise RecursionError, and a number of hundreds of digits OverflowError.
+    except (OSError, ValueError, RecursionError, OverflowError) as error:
         raise ConfigurationError(f"the table of prices {path} cannot be read: {error}") from error
 
 

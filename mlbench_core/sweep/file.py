@@ -177,7 +177,7 @@ def load_sweep(path: Path) -> Sweep:
     else:
         import tomli as tomllib
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path)
         return parse_sweep(tomllib.loads(text), path.parent, path.stem)
     except OSError as error:
         raise ConfigurationError(f"cannot read the sweep {path}: {error.strerror or error}") from error

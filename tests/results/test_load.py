@@ -13,6 +13,7 @@ import pytest
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.folder import FILES
 from mlbench_core.results.load import load, save, unpack
+from mlbench_core.results.pool import usable
 from mlbench_core.results.table import compare_runs
 from tests.cli.fake_master import entry
 from tests.results.helpers import change, set_in, write_run
