@@ -74,6 +74,9 @@ def predict(
     headers = [*_HEADERS, f"PRICE ({pricing.machine.currency})"] if pricing.machine else list(_HEADERS)
     print_table(headers, [_cells(row)[: len(headers)] for row in rows], right=(2, 4, 5, 6, 7, 8, 9))
     notes = [(row["run"], row["error"] or row["assumption"]) for row in rows]
+    notes += [
+        (row["run"], f"{row['network']}, {row['workers']} workers: {text}") for row in rows for text in row["caveats"]
+    ]
     for run, text in dict.fromkeys(notes):
         if text:
             remark(clean(f"{run}: {text}"))
@@ -98,6 +101,7 @@ def _row(records: Sequence[RunRecord], network: Network, workers: int, critical_
         "network": str(network),
         "workers": workers,
         "assumption": "",
+        "caveats": [],
         "error": None,
     }
     same = [record for record in records if record.workers == workers and record.batches]
@@ -128,7 +132,8 @@ def _predicted(
     # Without a run of several workers, the prediction says what is missing.
     predictions = [predict_run(base, network, workers, alone, critical_workers) for base in bases or records[:1]]
     figures = _medians([dataclasses.asdict(prediction) for prediction in predictions])
-    return {**figures, "assumption": predictions[0].assumption}
+    caveats = dict.fromkeys(text for prediction in predictions for text in prediction.caveats)
+    return {**figures, "assumption": predictions[0].assumption, "caveats": list(caveats)}
 
 
 def _figures(record: RunRecord) -> dict[str, float | None]:
