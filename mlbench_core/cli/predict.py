@@ -96,7 +96,7 @@ def _row(records: Sequence[RunRecord], network: Network, workers: int, critical_
     from mlbench_core.network.named import get_network
 
     configuration = records[0].configuration
-    row = {
+    row: dict[str, Any] = {
         "run": configuration.get("algorithm") or configuration.get("program") or records[0].name,
         "network": str(network),
         "workers": workers,
