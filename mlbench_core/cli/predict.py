@@ -88,6 +88,9 @@ def predict(
         for text in pricing.remarks:
             remark(clean(text))
     notes = [(row["run"], row["error"] or row["assumption"]) for row in rows]
+    notes += [
+        (row["run"], f"{row['network']}, {row['workers']} workers: {text}") for row in rows for text in row["caveats"]
+    ]
     for run, text in dict.fromkeys(notes):
         if text:
             remark(clean(f"{run}: {text}"))
@@ -107,11 +110,12 @@ def _row(records: Sequence[RunRecord], network: Network, workers: int, critical_
     from mlbench_core.network.named import get_network
 
     configuration = records[0].configuration
-    row = {
+    row: dict[str, Any] = {
         "run": configuration.get("algorithm") or configuration.get("program") or records[0].name,
         "network": str(network),
         "workers": workers,
         "assumption": "",
+        "caveats": [],
         "error": None,
     }
     same = [record for record in records if record.workers == workers and record.batches]
@@ -150,7 +154,8 @@ def _predicted(
     if not predictions:
         raise problems[0]
     figures = _medians([dataclasses.asdict(prediction) for prediction in predictions])
-    return {**figures, "assumption": predictions[0].assumption}
+    caveats = dict.fromkeys(text for prediction in predictions for text in prediction.caveats)
+    return {**figures, "assumption": predictions[0].assumption, "caveats": list(caveats)}
 
 
 def _figures(record: RunRecord) -> dict[str, float | None]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.network import parse_network
+from mlbench_core.network import get_network, parse_network
 from mlbench_core.prediction import collective_s, predict, predict_time_to_goal
 from mlbench_core.results.record import RunRecord
 
@@ -137,3 +137,21 @@ def test_a_run_that_missed_its_goal_has_steps_but_no_time_to_it() -> None:
     assert found.bytes_sent is None
     with pytest.raises(ConfigurationError, match="the run measured must have reached its goal"):
         predict_time_to_goal(run, parse_network(SLOW), 4)
+
+
+def test_waiting_of_unknown_cause_is_named() -> None:
+    network = get_network("datacenter")
+    (found,) = predict(record(), network, 8).caveats
+    assert "is not explained by its network" in found
+    # A wait that the network explains, and one worker, which waits for nobody.
+    assert predict(record(communication_exposed_s=0.02), network, 8).caveats == ()
+    assert predict(record(), network, 1).caveats == ()
+
+
+@pytest.mark.parametrize(("network", "workers", "is_calibrated"), [
+    ("datacenter", 2, True), ("datacenter", 8, True), ("datacenter", 9, False), ("mobile-lte", 4, True),
+    (SLOW, 4, False),
+])  # fmt: skip
+def test_what_was_not_calibrated_is_named(network: str, workers: int, is_calibrated: bool) -> None:
+    found = predict(record(communication_exposed_s=0.02), get_network(network), workers).caveats
+    assert any("range of calibration" in text for text in found) != is_calibrated

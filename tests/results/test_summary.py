@@ -1,0 +1,41 @@
+"""The result of a run from its raw lines: resumed runs, and the times of batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlbench_core.results.summary import summarize
+
+
+def line(kind: str, **content: Any) -> dict[str, Any]:
+    """A raw line of the only worker."""
+    return {"rank": 0, "kind": kind, "time": "2026-11-28T00:00:00+00:00", **content}
+
+
+def start(**content: Any) -> dict[str, Any]:
+    return line("start", configuration={"workers": 1}, run_id="r", epoch=0, **content)
+
+
+def goal(step: int) -> dict[str, Any]:
+    return line("goal", metric="m", threshold=1.0, minimize=False, value=1.0, time_to_goal_s=2.0, step=step, epoch=0)
+
+
+def test_a_run_that_was_resumed_and_then_killed_has_not_ended() -> None:
+    lines = [start(step=0), line("end", state="finished"), start(step=3, resumed=True)]
+    assert summarize(lines, {})["run"]["state"] == "unfinished"
+    assert summarize([*lines, line("end", state="finished")], {})["run"]["state"] == "finished"
+
+
+@pytest.mark.parametrize(("step", "is_kept"), [(2, True), (3, True), (4, False)])
+def test_a_goal_up_to_the_step_of_the_checkpoint_stays_reached(step: int, is_kept: bool) -> None:
+    result = summarize([start(step=0), goal(step), start(step=3, resumed=True)], {})
+    assert (result["goal"] is not None) == is_kept
+
+
+def test_batches_of_no_time_count_in_the_quantiles() -> None:
+    ends = [line("end", state="finished", batch_times=[[0, 60], [0, 40]])]
+    found = summarize([start(step=0), *ends], {})["batch_s"]
+    assert found["p50"] == 0.0
+    assert found["p90"] > 0.0
