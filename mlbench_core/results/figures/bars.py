@@ -14,7 +14,7 @@ from mlbench_core.results.figures.captions import INTERVAL, caption, not_drawn
 from mlbench_core.results.figures.numbers import Estimate, mean, mean_time
 from mlbench_core.results.pool import Group, series
 from mlbench_core.results.record import PHASES, STEPS
-from mlbench_core.results.times import complete
+from mlbench_core.results.times import cost_per_success_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -153,32 +153,54 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
         sentences.append("Each phase is that of its slowest worker, so the bars can exceed the totals.")
     if any(total.low is not None for _, total in totals):
         sentences.append(f"{INTERVAL}{'; an interval that leaves the axes is cut' if cut else ''}.")
+    if any(_mark(group) == "*" for group in groups):
+        sentences.append("* some runs missed the goal: time of all runs, divided by the number that reached it.")
+    if any(_mark(group) == "**" for group in groups):
+        sentences.append("** all runs missed the goal: whole training time.")
     return " ".join(sentences)
 
 
 def with_time(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups with a mean time: no run missed its goal, and a time is known.
+    """Return the groups with a known time.
 
     Raises:
         ConfigurationError: There is none.
     """
-    found = [group for group in groups if group.values("total_s")]
+    found = [group for group in groups if _known_total(group)]
     if not found:
-        raise ConfigurationError(
-            "every configuration has a run that missed the goal, or none of its runs reported a time: nothing to draw"
-        )
+        raise ConfigurationError("none of the runs reported a time: nothing to draw")
     return found
 
 
+def _mark(group: Group) -> str:
+    """Return the mark of a group with misses, which the caption explains."""
+    if not group.missed:
+        return ""
+    return "*" if group.reached else "**"
+
+
+def _known_total(group: Group) -> Estimate | None:
+    """Return the mean time; with misses the cost per success, and without a success the mean training time."""
+    if _mark(group) == "*":
+        cost_s = cost_per_success_s(group.records)
+        return None if cost_s is None else Estimate(cost_s, runs=len(group.records))
+    times = [record.total_s for record in group.records if record.total_s is not None]
+    found = mean_time(times)
+    return found if found is None or not group.missed else Estimate(found.value, runs=found.runs)
+
+
 def _total(group: Group) -> Estimate:
-    found = mean_time(group.values("total_s"))
+    found = _known_total(group)
     assert found is not None, "with_time() leaves out groups without a time"
     return found
 
 
 def _phases(group: Group) -> dict[str, float]:
     """Return the mean time of each phase; the rest of the total time counts as other."""
-    found = _means([record.phases_s for record in complete(group.records)], PHASES)
+    found = _means([record.phases_s for record in group.records], PHASES)
+    if _mark(group) == "*":
+        sums = {name: sum(record.phases_s.get(name, 0.0) for record in group.records) for name in PHASES}
+        found = {name: value / len(group.reached) for name, value in sums.items()}
     left = _total(group).value - sum(found.values())
     # A smaller difference is a rounding error.
     if left > 1e-6 * _total(group).value:
@@ -187,7 +209,7 @@ def _phases(group: Group) -> dict[str, float]:
 
 
 def _steps(group: Group) -> dict[str, float]:
-    return _means([record.steps_s for record in complete(group.records)], tuple(STEPS))
+    return _means([record.steps_s for record in group.records], tuple(STEPS))
 
 
 def _means(parts: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
@@ -210,7 +232,7 @@ def _places(axes: Axes, groups: Sequence[Group], width: float) -> list[tuple[flo
             places.append((top + 0.3, group))
             top += 1.0
         top += 0.3
-    axes.set_yticks([y for y, _ in places], [str(group.workers) for _, group in places])
+    axes.set_yticks([y for y, _ in places], [f"{group.workers}{_mark(group)}" for _, group in places])
     axes.set_ylim(max(top, 1.0), -0.2)
     axes.set_ylabel("workers")
     axes.tick_params(axis="y", length=0)
@@ -248,7 +270,9 @@ def _intervals(axes: Axes, totals: Sequence[tuple[float, Estimate]]) -> bool:
             cut = cut or total.high > limit or total.low < 0
             low, end = max(total.low, 0.0), min(total.high, limit)
             bar: canvas.Look = {"fmt": "none", "ecolor": "black", "elinewidth": 0.8}
-            axes.errorbar([total.value], [y], xerr=[[total.value - low], [end - total.value]], **bar)
+            # The interval of the geometric mean may lie below the mean, which the bar shows.
+            lengths = [[max(total.value - low, 0.0)], [max(end - total.value, 0.0)]]
+            axes.errorbar([total.value], [y], xerr=lengths, **bar)
         ends.append((y, total.value, end))
     _write_values(axes, ends)
     return cut
