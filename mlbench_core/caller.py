@@ -76,8 +76,7 @@ NAMED_VARIABLES = "MLBENCH_NAMED_VARIABLES"
 
 # Without its first entry, the folder of the call, as with the option -P of Python 3.11.
 _SAFE = (
-    "import sys; del sys.path[0]; import runpy; "
-    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+    "import sys; del sys.path[0]; import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
 
 
