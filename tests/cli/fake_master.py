@@ -55,6 +55,7 @@ class FakeMaster:
         requests: Bodies of ``POST /api/runs/``, without the field ``caller``.
         callers: This field of each of them.
         log_queries: Parameters of the requests for log lines.
+        most_workers: The largest number of workers of a run that it names.
         token: Needed in each request where it is set, except for the health.
         key: The key with which it proves that it is the recorded master.
         broken: Raw body that every request gets instead of an answer.
@@ -72,6 +73,7 @@ class FakeMaster:
         self.deleted: list[int] = []
         self.log_queries: list[dict[str, str]] = []
         self.token: str | None = None
+        self.most_workers: int | None = None
         self.key = "the key of the fake"
         self.broken: bytes | None = None
         self.cut_download = False
@@ -110,7 +112,7 @@ class FakeMaster:
         """Status and JSON (or bytes) for a request."""
         parts = path.strip("/").split("/")[1:]
         if parts == ["health"]:
-            return 200, {"status": "ok", "version": "0"}
+            return 200, {"status": "ok", "version": "0", "most_workers": self.most_workers}
         if parts == ["runs"]:
             return self._create(body) if method == "POST" else (200, list(self.runs.values()))
         run_id = int(parts[1])

@@ -84,6 +84,68 @@ def test_an_unknown_placeholder_is_refused_with_the_known_ones(fake: FakeMaster,
     assert fake.requests[0]["command"] == "sh -c 'echo ${HOME}' '{run_id}' '--file={epoch}'"
 
 
+def test_the_folder_and_the_environment_of_a_call_reach_the_master(
+    fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
+    patch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    patch.setenv("NCCL_ALGO", "Ring")
+    patch.setenv("MINE", "a b")
+    (tmp_path / "data").mkdir()
+    call("run", "plain", "1", "--command", "python train.py")
+    call("run", "other", "1", "--task", "1a", "--cwd", "data", "--env", "MINE", "--env", "NEW=x=y", "--oversubscribe")
+    call("run", "image", "1", "--image", "me/mine:1", "--command", "x")
+    plain, other, image = fake.requests
+    sent = [caller and (caller["cwd"], caller["environment"]["NCCL_ALGO"]) for caller in fake.callers]
+    assert sent == [(str(tmp_path), "Ring"), (str(tmp_path / "data"), "Ring"), None]
+    assert "MINE" not in fake.callers[0]["environment"]  # type: ignore[index]
+    # A script is found in the folder of the call, under the name that the user gave.
+    assert (plain["command"], plain.get("cwd"), plain.get("environment")) == ("python train.py", None, None)
+    assert (other["cwd"], other["oversubscribe"]) == (str(tmp_path / "data"), True)
+    assert other["environment"] == {"MINE": "a b", "NEW": "x=y"}
+    assert image.keys().isdisjoint({"cwd", "environment", "oversubscribe"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--command", "exec python x"], "not 'exec': no shell runs it, so write bash -c 'exec ...'"),
+        (["--command", "cd /tmp"], "not 'cd': no shell runs it"),
+        (["--command", "A=1 python x"], "not 'A=1': no shell runs it, so write env A=1 ..."),
+        (["--command", "true && true"], "'&&' is for a shell: write bash -c '...'"),
+        (["--command", "true; true"], "';' is for a shell"),
+        (["--command", "true > log"], "'>' is for a shell"),
+        (["--command", "true 2>&1"], "'2>&1' is for a shell"),
+        (["--command", "true | cat"], "'|' is for a shell"),
+        (["--command", "true", "--env", "NOT_SET_HERE"], "NOT_SET_HERE must be set here, or be given with a value"),
+        (["--command", "true", "--env", "RANK=1"], "must be one that MLBench does not set itself, not RANK"),
+        (["--command", "true", "--env", "=1"], "the name of a variable must be letters, digits and '_'"),
+    ],
+)
+def test_a_command_for_a_shell_and_a_wrong_variable_are_refused_at_the_call(
+    arguments: list[str], message: str, fake: FakeMaster, call: Call
+) -> None:
+    assert message in " ".join(call("run", "demo", "1", *arguments, code=2).stderr.split())
+    assert fake.requests == []
+
+
+@pytest.mark.parametrize("command", ["bash -c 'a && b; c > d'", 'python -c "a; b | c"', "echo a\\|b", "x --sep=; y&z"])
+def test_quoted_characters_of_a_shell_are_no_shell(fake: FakeMaster, call: Call, command: str) -> None:
+    if command.startswith("x"):
+        command = command.replace("; ", " ")
+    call("run", "demo", "1", "--command", command)
+    assert len(fake.requests) == 1
+
+
+def test_too_many_workers_are_refused_before_any_run_starts(fake: FakeMaster, call: Call) -> None:
+    fake.most_workers = 8
+    error = call("run", "bad", "2", "99", "--task", "1a", code=1).stderr
+    assert "the number of workers must be at most 8 at" in error and "--oversubscribe" in error
+    assert fake.requests == []
+    call("run", "bad", "99", "--task", "1a", "--oversubscribe")
+    assert [request["oversubscribe"] for request in fake.requests] == [True]
+
+
 def test_exclusive_reaches_the_master(fake: FakeMaster, call: Call) -> None:
     call("run", "alone", "1", "--task", "1a", "--exclusive")
     call("run", "beside", "1", "--task", "1a")
@@ -334,6 +396,18 @@ def test_wait_shows_progress_table_results_and_chart(fake: FakeMaster, call: Cal
     assert f"results: {tmp_path / 'out'}" in result.stdout
     assert f"chart: {chart}" in result.stdout
     assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_chart_that_cannot_be_drawn_is_one_line(
+    fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no\nfont")
+
+    patch.setattr("mlbench_core.cli.charts.draw_overview", fail)
+    result = call("run", "demo", "1", "--task", "1a", "--wait", "--output", str(tmp_path / "out"))
+    assert result.stderr.splitlines()[-1] == "no chart: RuntimeError: no font"
+    assert result.stdout.splitlines()[1].split()[:4] == ["demo-1", "1", "yes", "81.5"]
 
 
 def test_wait_hides_the_goal_of_data_it_does_not_know(fake: FakeMaster, call: Call, tmp_path: Path) -> None:

@@ -56,6 +56,34 @@ def test_a_sweep_runs_and_is_not_repeated(fake: FakeMaster, call: Call, file: Pa
     assert len(fake.requests) == 4
 
 
+def test_the_workers_of_a_sweep_start_in_the_folder_of_its_file(
+    fake: FakeMaster, call: Call, file: Path, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
+    patch.setenv("NCCL_ALGO", "Ring")
+    call("sweep", str(file), "--output", str(tmp_path / "out"))
+    places = {(caller["cwd"], caller["environment"]["NCCL_ALGO"]) for caller in fake.callers if caller}
+    assert (places, len(fake.callers)) == ({(str(tmp_path), "Ring")}, 4)
+    # They are not part of a run, which a call from another folder may continue.
+    assert all("caller" not in json.dumps(json.loads(path.read_text())) for path in (tmp_path / "out").rglob("*.json"))
+
+
+def test_a_sweep_with_too_many_workers_starts_no_run(fake: FakeMaster, call: Call, file: Path, tmp_path: Path) -> None:
+    fake.most_workers = 1
+    error = call("sweep", str(file), "--output", str(tmp_path / "out"), code=1).stderr
+    assert "the number of workers must be at most 1 at" in error
+    assert fake.requests == []
+    call("sweep", str(file), "--output", str(tmp_path / "out"), "--oversubscribe")
+    assert [request["oversubscribe"] for request in fake.requests] == [True] * 4
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_sweep_that_begins_with_a_byte_order_mark_is_read(
+    fake: FakeMaster, call: Call, file: Path, tmp_path: Path, end: str
+) -> None:
+    file.write_bytes(f"\ufeff{FILE}".replace("\n", end).encode())
+    call("sweep", str(file), "--output", str(tmp_path / "out"), "--dry-run")
+
+
 def test_failed_runs_are_the_error(fake: FakeMaster, call: Call, file: Path, tmp_path: Path) -> None:
     fake.final_state = "failed"
     arguments = ("sweep", str(file), "--output", str(tmp_path / "out"))

@@ -499,3 +499,99 @@ def test_the_log_index_reads_from_any_line_and_waits_for_whole_ones(tmp_path: Pa
     assert (len(page.lines), page.next) == (2, 1200)
     assert index.read(1200, 10).next == 1200
     assert index.read(5000, 10).lines == []
+
+
+def test_a_run_starts_in_its_folder_with_the_environment_of_its_call(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NCCL_ALGO", "HF_TOKEN", "PYTHONPATH", "PYTHONIOENCODING"):
+        monkeypatch.setenv(name, "latin-1" if name == "PYTHONIOENCODING" else "of-the-master")
+    folder = tmp_path / "a folder"
+    (folder / "lib").mkdir(parents=True)
+    (folder / "lib" / "mine.py").write_text("value = 'mine'\n")
+    (folder / "show.py").write_text(
+        "import os, mine\n"
+        "print(mine.value, os.environ['NCCL_ALGO'], os.environ.get('HF_TOKEN'), os.environ['W_TOKEN'], '\u640d')\n"
+        "print(os.getcwd())\n"
+    )
+    caller = {"cwd": str(folder), "environment": {"NCCL_ALGO": "Tree", "PYTHONPATH": "lib", "PATH": os.environ["PATH"]}}
+    body = {"name": "a", "num_workers": 1, "caller": caller, "environment": {"W_TOKEN": "s3cr3t"}}
+    for number, command in enumerate(("python -u show.py", "show.py", "env A=1 python show.py", "bash -c './show.sh'")):
+        (folder / "show.sh").write_text("#!/bin/sh\nexec python show.py\n")
+        (folder / "show.sh").chmod(0o755)
+        answer = client.post("/api/runs/", json={**body, "name": f"a{number}", "command": command})
+        assert answer.status_code == 201, answer.text
+        run = wait_state(client, answer.json()["id"], "finished", "failed")
+        said = run["job_metadata"]["stdout"]
+        assert said == ["mine Tree None s3cr3t \u640d", str(folder)], run["job_metadata"]
+        assert run["job_metadata"]["environment"] == {"W_TOKEN": "***"}
+        assert run["job_metadata"]["cwd"] == str(folder)
+        assert "s3cr3t" not in answer.text
+    assert sorted(path.name for path in folder.iterdir()) == ["lib", "show.py", "show.sh"]
+    store = client.app.state.store  # type: ignore[attr-defined]
+    # Nobody needs the secrets of a run that has ended.
+    assert all("s3cr3t" not in json.dumps(run.metadata_dict()["environment"]) for run in store.runs())
+    assert all(run.metadata_dict()["caller_environment"] == {} for run in store.runs())
+
+
+def test_a_run_without_a_folder_starts_in_one_of_its_own(client: TestClient, tmp_path: Path) -> None:
+    run = wait_state(client, create(client, "pwd", workers=1)["id"], "finished")
+    assert run["job_metadata"]["stdout"] == [str(tmp_path / "data" / "runs" / str(run["id"]) / "work")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cwd": "relative"}, "cwd: must be an absolute path"),
+        ({"cwd": "/no/such/folder"}, "cwd: must be a folder on the machine of the master, not '/no/such/folder'"),
+        ({"caller": {"cwd": "/no/such/folder"}}, "cwd: must be a folder on the machine of the master"),
+        ({"caller": {"cwd": "/", "environment": {"HOME": "x"}}}, "caller.environment: must have only variables"),
+        ({"environment": {"RANK": "1"}}, "must be one that MLBench does not set itself, not RANK"),
+        ({"environment": {"A B": "1"}}, "the name of a variable must be letters"),
+        ({"cwd": "/", "command": "no-such-program"}, "command: must begin with a program on the PATH"),
+        ({"cwd": "/", "command": "./missing"}, "command: must begin with a program or script that exists"),
+        ({"cwd": "/etc", "command": "./passwd"}, "command: must begin with a program that can be executed"),
+        ({"cwd": "/", "engine_options": "--container docker", "custom_image_name": "a/b"}, "cwd: must be left out"),
+    ],
+)
+def test_a_folder_or_a_program_that_is_missing_is_refused_at_the_request(
+    client: TestClient, change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "check_program", lambda program: None)
+    answer = client.post("/api/runs/", json={"name": "a", "num_workers": 1, "command": "true", **change})
+    assert (answer.status_code, message in answer.json()["message"]) == (400, True), answer.json()["message"]
+    assert client.get("/api/runs/").json() == []
+
+
+def test_a_task_needs_no_folder_of_its_call(client: TestClient) -> None:
+    body = {"name": "a", "num_workers": 1, "task": "1a", "caller": {"cwd": "/no/such/folder"}}
+    answer = client.post("/api/runs/", json=body)
+    assert answer.status_code == 201
+    assert answer.json()["job_metadata"]["notes"] == [
+        "note: the workers start in the folder of the run, because the master's machine has no /no/such/folder"
+    ]
+    client.post(f"/api/runs/{answer.json()['id']}/stop/")
+
+
+def test_a_folder_that_was_deleted_before_the_start_is_named(client: TestClient, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    first = create(client, "sleep 60", workers=cores)
+    body = {"name": "late", "num_workers": cores, "command": "true", "cwd": str(gone)}
+    late = client.post("/api/runs/", json=body).json()
+    gone.rmdir()
+    client.post(f"/api/runs/{first['id']}/stop/")
+    run = wait_state(client, late["id"], "finished", "failed")
+    assert run["job_metadata"]["reason"].endswith(f"must exist, and {gone} does not any more")
+
+
+def test_more_workers_than_the_cores_can_serve_are_refused(client: TestClient) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    assert client.get("/api/health/").json()["most_workers"] == 4 * cores
+    body = {"name": "a", "num_workers": 4 * cores + 1, "command": "true"}
+    answer = client.post("/api/runs/", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["message"].startswith(f"num_workers: must be at most {4 * cores}, not {4 * cores + 1}: ")
+    assert client.post("/api/runs/", json={**body, "oversubscribe": True}).status_code == 201
+    assert client.post("/api/runs/", json={**body, "name": "b", "num_workers": 4 * cores}).status_code == 201

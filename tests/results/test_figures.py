@@ -6,7 +6,10 @@ import csv
 import dataclasses
 import json
 import math
+import os
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -391,9 +394,41 @@ def test_draw_all_writes_what_it_can_and_says_what_is_missing(tmp_path: Path) ->
     assert not (tmp_path / "none").exists()
 
 
-def test_a_missing_matplotlib_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
+@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "nonsense", "qtagg", ""])
+def test_the_backend_of_a_notebook_does_not_matter(backend: str, tmp_path: Path) -> None:
+    program = (
+        "import os, sys\n"
+        "from mlbench_core.results import figures\n"
+        "with figures.style():\n"
+        "    drawn = figures.canvas.new_figure(2, 2)\n"
+        "    drawn.subplots().plot([1, 2])\n"
+        "figures.save(figures.Drawing('a', drawn, ''), __import__('pathlib').Path(sys.argv[1]))\n"
+        "import matplotlib\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+        "print(os.environ['MPLBACKEND'], matplotlib.rcParams._get('backend'))\n"
+    )
+    environment = {**os.environ, "MPLBACKEND": backend}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    # pyplot of the process still has the user's choice.
+    assert done.stdout.split()[0] == (backend or done.stdout.split()[0])
+    assert backend != "qtagg" or done.stdout.split() == ["qtagg", "qtagg"]
 
+
+def test_a_figure_that_fails_does_not_take_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise IndexError("a fault\nof matplotlib")
+
+    monkeypatch.setattr(figures, "draw_steps", fail)
+    said: list[str] = []
+    written = figures.draw_all(pool(repeats(1, (80.0,))), tmp_path, report=said.append)
+    assert "time_all_phases is not drawn: IndexError: a fault of matplotlib" in said
+    assert {"overview.png", "total_time_by_phase.png"} <= {path.name for path in written}
+
+
+def test_a_missing_matplotlib_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'mlbench-core\[charts\]'"):
         figures.draw_all(pool(repeats(1, (80.0,))), tmp_path)
