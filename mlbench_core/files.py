@@ -256,13 +256,13 @@ def read_text(path: Path, most_bytes: int = _SMALL_BYTES) -> str:
         most_bytes: Largest size.
 
     Returns:
-        The text. Line ends are not converted.
+        The text, in which each end of a line is ``\n``, as in Python's text mode.
 
     Raises:
         OSError: The file cannot be read, is not a regular file, or is larger.
         UnicodeDecodeError: It is not UTF-8, a ``ValueError``.
     """
-    return read_bytes(path, most_bytes).decode("utf-8-sig")
+    return read_bytes(path, most_bytes).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _new_name(path: Path) -> Path:

@@ -19,6 +19,7 @@ from mlbench_core.errors import ConfigurationError
 __all__ = [
     "BACKENDS",
     "TASKS",
+    "TRAIN_LIMIT",
     "Image",
     "Task",
     "container_image",
@@ -27,6 +28,9 @@ __all__ = [
     "is_run_name",
     "option_value",
 ]
+
+TRAIN_LIMIT = "MLBENCH_TRAIN_LIMIT_S"
+"""The variable with the training time, in seconds, after which a run ends without its goal; a sweep sets it."""
 
 BACKENDS = ("gloo", "nccl", "mpi")
 """Communication backends, the default first."""

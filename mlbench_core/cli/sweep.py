@@ -62,7 +62,7 @@ def sweep(
     Runs that FOLDER already has are not repeated. More algorithms, networks and seeds in FILE only add runs. A run that
     failed is tried again once at the next start.
 
-    A run that exceeds the limit of FILE is stopped, and counts as one that did not reach its goal within it. With
+    A run that has trained for the limit of FILE ends, and counts as one that did not reach its goal within it. With
     repeat_stopped = false in FILE, it is not repeated with other seeds.
 
     The workers start in the folder of FILE, with the environment of this call.
@@ -145,7 +145,8 @@ def _show_estimate(described: Sweep, runs: int, done: Mapping[str, Done], expect
     if expected.runs and expected.expected_s is not None:
         print_field("expected", f"{seconds(expected.expected_s)} (h:min:s) by the runs that are done")
     if expected.runs and expected.longest_s is not None:
-        print_field("at most", f"{seconds(expected.longest_s)} if every run reaches the limit")
+        text = f"{seconds(expected.longest_s)} if every run reaches the limit, and its validations and last epochs"
+        print_field("at limit", text)
     if described.budget_s is not None:
         print_field("budget", f"{seconds(described.budget_s)}, after which no run starts")
 

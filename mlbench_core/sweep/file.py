@@ -93,7 +93,7 @@ class Sweep:
         backend: Communication backend.
         arguments: Arguments of every run.
         light: True to stop at the light goal.
-        limit_s: Seconds after which a run is stopped; None for no limit.
+        limit_s: Seconds of training after which a run ends without its goal; None for no limit.
         budget_s: Seconds after which no run starts; None for no budget.
         repeat_stopped: False if a run that was stopped at the limit with the first seed is not repeated with others.
         price: Price of the machines.

@@ -47,7 +47,7 @@ class Done:
     """A run whose folder is complete.
 
     Attributes:
-        outcome: ``"finished"``, or ``"limit"`` for a run that was stopped at the limit.
+        outcome: ``"finished"``, or ``"limit"`` for a run that ended at the limit without its goal.
         seconds: Time from the start of its workers to their end.
     """
 

@@ -139,7 +139,7 @@ class Outcome:
         networks: The networks by name, in the order of the sweep.
         workers: The numbers of workers, ascending.
         cells: The cells with at least one ended run.
-        limit_s: Seconds after which a run was stopped; None without a limit.
+        limit_s: Seconds of training after which a run ended; None without a limit.
         planned: Number of runs of the sweep.
         judged_s: Training time up to which all runs of a network and a number of workers are judged, see
             :func:`gather`. Places where no run was stopped are missing.
@@ -291,8 +291,9 @@ def gather(
 ) -> Outcome:
     """Gather the runs of a sweep.
 
-    If a run was stopped, all runs of its network and number of workers are judged by what they had reached at the least
-    training time at which one of them was stopped. So no method is stopped earlier than another.
+    A run that reached its goal after the limit missed it. If an earlier version stopped a run, all runs of its network
+    and number of workers are judged by what they had reached at the least training time at which one of them was
+    stopped. So no method is stopped earlier than another.
 
     Args:
         places: The planned runs.
@@ -313,7 +314,7 @@ def gather(
             continue
         judged_s[_place(place)] = min(record.train_s, judged_s.get(_place(place), math.inf))
     records = {
-        place.name: _judged(records[place.name], judged_s.get(_place(place)))
+        place.name: _judged(records[place.name], judged_s.get(_place(place), limit_s))
         for place in places
         if place.name in records
     }

@@ -4,7 +4,7 @@ The steps of one run, each of which can be the last one of a killed process::
 
     1. write current.json: the point, and a new name for the run at the master
     2. request the run from the master
-    3. wait for its end, or stop it at the limit
+    3. wait for its end; at the limit of its training time, the run ends by itself
     4. put its folder together in unfinished/, and move it to runs/
     5. remove current.json
 
@@ -27,10 +27,14 @@ from mlbench_core.results.folder import RESULT, read_result
 from mlbench_core.results.load import save
 from mlbench_core.sweep.file import LONGEST_NAME, Point, Sweep
 from mlbench_core.sweep.folder import Done, Failure, SweepFolder
+from mlbench_core.tasks import TRAIN_LIMIT
 
 __all__ = ["Observer", "Runner"]
 
 POLL_S = 0.5
+GUARD_TIMES, GUARD_S = 10, 300.0
+"""A run is stopped after so many times its limit and so many seconds more: it hangs, or its script has no limit."""
+
 LOST_MASTER_S = 120.0
 """Seconds for which the master may not answer."""
 
@@ -186,7 +190,10 @@ class Runner:
 
         def create(master: Master) -> dict[str, Any]:
             # A request can arrive although its answer does not.
-            return self._find_at(master, run) or master.create({**point.request, **self._call_fields, "name": run})
+            fields = {**point.request, **self._call_fields, "name": run}
+            if self._sweep.limit_s is not None:
+                fields["environment"] = {**fields.get("environment", {}), TRAIN_LIMIT: f"{self._sweep.limit_s:g}"}
+            return self._find_at(master, run) or master.create(fields)
 
         return self._call(create)
 
@@ -199,7 +206,7 @@ class Runner:
                 raise
 
     def _wait(self, point: Point, item: dict[str, Any], is_new: bool) -> dict[str, Any]:
-        """Watch a run until it ends, and stop it at the limit; return it as the master describes it then."""
+        """Watch a run until it ends, and stop it if it hangs; return it as the master describes it then."""
         run_id = item["id"]
         started: float | None = None
         is_stopped = False
@@ -209,8 +216,8 @@ class Runner:
                 started = now if is_new else now - _seconds_since(item)
             elapsed = 0.0 if started is None else now - started
             self._observer.watch(point, item["state"], elapsed)
-            limit_s = self._sweep.limit_s
-            if limit_s is not None and elapsed > limit_s and not is_stopped:
+            guard_s = _guard_s(self._sweep)
+            if guard_s is not None and elapsed > guard_s and not is_stopped:
                 self._call(lambda master: master.stop(run_id))
                 is_stopped = True
             else:
@@ -223,9 +230,9 @@ class Runner:
         seconds = _duration(item)
         if item.get("state") == "finished":
             return Done("finished", seconds)
-        reason, limit_s = _reason(item), self._sweep.limit_s
-        if reason.startswith("stopped") and limit_s is not None and seconds > limit_s:
-            return Done("limit", seconds)
+        reason, guard_s = _reason(item), _guard_s(self._sweep)
+        if reason.startswith("stopped") and guard_s is not None and seconds > guard_s:
+            reason = f"stopped after {guard_s:g} s: its training did not end at the limit of {self._sweep.limit_s:g} s"
         details = item.get("job_metadata") or {}
         lines = (str(details.get("stderr") or "") or str(details.get("stdout") or "")).splitlines()
         return Failure(reason, log="\n".join(lines[-_LOG_LINES:]))
@@ -258,8 +265,7 @@ class Runner:
             # A script of the user need not leave a result folder, and a stopped run may not have begun.
             save(folder / "metrics.json", item, self._call(lambda master: master.metrics(item["id"])))
         elif _has_finished(folder):
-            # The workers may just have ended when they were stopped at the limit.
-            return Done("finished", ended.seconds)
+            return Done("limit" if _missed_at(folder, self._sweep.limit_s) else "finished", ended.seconds)
         elif ended.outcome == "finished":
             return Failure(f"its workers left no {RESULT}, or one of a run that did not finish")
         return ended
@@ -303,6 +309,18 @@ class Runner:
                     raise
                 self._master = None
                 time.sleep(POLL_S)
+
+
+def _guard_s(sweep: Sweep) -> float | None:
+    """Return the seconds after which a run is stopped, whatever its training does; None without a limit."""
+    return None if sweep.limit_s is None else GUARD_TIMES * sweep.limit_s + GUARD_S
+
+
+def _missed_at(folder: Path, limit_s: float | None) -> bool:
+    """Return True if a run ended at the limit of its training time, without its goal."""
+    result = read_result(folder)
+    is_missed = result["goal"] is not None and not result["goal"]["reached"]
+    return is_missed and limit_s is not None and bool(result["times"]["slowest"]["train_s"] >= limit_s)
 
 
 def _has_finished(folder: Path) -> bool:

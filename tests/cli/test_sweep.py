@@ -16,7 +16,7 @@ FILE = """\
 task = "1a"
 workers = [1, 2]
 networks = ["lan-1g"]
-limit = "1min"
+limit = "2min"
 algorithms = ["centralized_sgd", "power_sgd"]
 """
 
@@ -35,7 +35,7 @@ def test_a_dry_run_shows_the_plan_and_starts_nothing(fake: FakeMaster, call: Cal
     assert lines[1].split() == ["centralized-sgd-1-s42", "centralized_sgd", "1", "-", "42", "to", "run"]
     assert lines[-2:] == [
         "runs:         4, of which 0 are done and 4 are to run",
-        "at most:      4:12 if every run reaches the limit",
+        "at limit:     8:12 if every run reaches the limit, and its validations and last epochs",
     ]
     assert fake.requests == [] and not (tmp_path / "out").exists()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_core.errors import MasterRequestError
+from tests.results.helpers import write_run
 
 
 class Killed(BaseException):
@@ -28,6 +29,7 @@ class MemoryMaster:
         before: Called with the name of each request before it is carried out, and ``after`` after it.
         reasons: Why a run fails, by its name without random digits; the others finish.
         lasting: Such names of runs that do not end by themselves.
+        missing: Such names of runs that miss their goal in 20 s of training.
     """
 
     def __init__(self) -> None:
@@ -35,6 +37,7 @@ class MemoryMaster:
         self.requests: list[dict[str, Any]] = []
         self.reasons: dict[str, str] = {}
         self.lasting: set[str] = set()
+        self.missing: set[str] = set()
         self.before: Callable[[str], None] = lambda name: None
         self.after: Callable[[str], None] = lambda name: None
         self._last_id = 0
@@ -86,7 +89,10 @@ class MemoryMaster:
         return {"val_global_Prec@1 @ 0": [{"date": "2026-01-01T00:00:01Z", "value": "50"}]}
 
     def fetch_result(self, run_id: Any, target: Path, *, unfinished: bool = False) -> bool:
-        return False
+        if plain(self.items[run_id]["name"]) not in self.missing:
+            return False
+        write_run(target, workers=1, epochs=2)
+        return True
 
     def _end(self, item: dict[str, Any], reason: str) -> None:
         item["state"] = "failed" if reason else "finished"

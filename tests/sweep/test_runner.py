@@ -39,6 +39,7 @@ class Ends(Observer):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "POLL_S", 0.0)
+    monkeypatch.setattr(runner, "GUARD_S", 0.0)
     # Killed processes lose nothing that the system has, and no test cuts the power.
     monkeypatch.setattr(files, "_sync", lambda path: None)
 
@@ -123,17 +124,29 @@ def test_a_failed_run_is_tried_again_once(tmp_path: Path, master: MemoryMaster) 
     assert start(tmp_path / "out", master).ends == {failing: Done("finished", 60.0)}
 
 
-def test_the_limit_stops_a_run(tmp_path: Path, master: MemoryMaster) -> None:
-    sweep = parse_sweep({**CONTENT, "limit": "0.001s"})
+def test_a_run_that_misses_its_goal_at_the_limit_has_that_outcome(tmp_path: Path, master: MemoryMaster) -> None:
+    master.missing = {"power-sgd-1-s42"}
+    # It trains for 20 s.
+    for limit, outcome in (("15s", "limit"), ("25s", "finished")):
+        sweep = parse_sweep({**CONTENT, "limit": limit})
+        ends = start(tmp_path / limit, master, sweep).ends
+        assert ends["power-sgd-1-s42"] == Done(outcome, 60.0)  # type: ignore[arg-type]
+        assert master.requests[-1]["environment"] == {"MLBENCH_TRAIN_LIMIT_S": limit[:-1]}
+        assert start(tmp_path / limit, master, sweep).ends == {}
+    start(tmp_path / "none", master, parse_sweep(CONTENT))
+    assert "environment" not in master.requests[-1]
+
+
+def test_a_run_that_does_not_end_at_its_limit_has_failed(tmp_path: Path, master: MemoryMaster) -> None:
     master.lasting = {"power-sgd-1-s42"}
-    ends = start(tmp_path / "out", master, sweep).ends
-    assert ends["power-sgd-1-s42"] == Done("limit", 60.0)
-    assert start(tmp_path / "out", master, sweep).ends == {}
+    ends = start(tmp_path / "out", master, parse_sweep({**CONTENT, "limit": "0.001s"})).ends
+    reason = "stopped after 0.01 s: its training did not end at the limit of 0.001 s"
+    assert ends["power-sgd-1-s42"] == Failure(reason, 1, "the last line")
 
 
 def test_a_stopped_run_is_not_repeated_if_the_file_says_so(tmp_path: Path, master: MemoryMaster) -> None:
     content = {**CONTENT, "limit": "0.001s", "seeds": 3}
-    master.lasting = {"power-sgd-1-s42", "centralized-sgd-1-s43"}
+    master.missing = {"power-sgd-1-s42", "centralized-sgd-1-s43"}
     expected = {point.name for point in parse_sweep(content).points()} - {"power-sgd-1-s43", "power-sgd-1-s44"}
     sweep = parse_sweep({**content, "repeat_stopped": False})
     ends = start(tmp_path / "out", master, sweep).ends

@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import json
 import logging
+import math
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ from mlbench_core.errors import CheckpointError, ConfigurationError
 from mlbench_core.evaluation.goals import AccuracyAfterTime, TimeToGoal
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
 from mlbench_core.files import replacing
+from mlbench_core.tasks import TRAIN_LIMIT
 from mlbench_core.tracking.goal import as_goal, finite
 from mlbench_core.tracking.sinks import make_sink
 from mlbench_core.tracking.tracker import Goal, Tracker
@@ -246,6 +249,7 @@ class Run:
         within_epochs = Checkpointer(self.ckpt_run_dir, self.rank, CheckpointFreq.BEST)
         self._validate = validate_in_training
         self._save_part = partial(within_epochs.save, tracker, model, optimizer, scheduler, extra=extra)
+        limit = _train_limit()
         for epoch in tracker.epochs(budget or args.epochs, args.past_goal):
             self._is_best = None
             yield epoch
@@ -254,6 +258,9 @@ class Run:
             # The epoch ends before it is saved, so that a resumed run begins with the next one.
             tracker.epoch_end()
             checkpointer.save(tracker, model, optimizer, scheduler, is_best, extra=extra)
+            if limit is not None and not tracker.goal_reached and limit.is_over(tracker.get_total_train_time()):
+                logger.info("the training ends without its goal: it took the %g s of %s", limit.budget_s, TRAIN_LIMIT)
+                break
         tracker.publish_summary(self.world_size)
 
     def parts(
@@ -319,6 +326,24 @@ class _AgreedAfterTime(AccuracyAfterTime):
     def is_over(self, train_time_s: float) -> bool:
         """Return True on all workers as soon as the time of one is over: the times of a run are the slowest's."""
         return smallest(int(not super().is_over(train_time_s))) == 0
+
+
+def _train_limit() -> AccuracyAfterTime | None:
+    """Return the training time after which a run ends without its goal; None if there is none.
+
+    Raises:
+        ConfigurationError: The variable is not a positive number.
+    """
+    text = os.environ.get(TRAIN_LIMIT)
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigurationError(f"{TRAIN_LIMIT} must be a positive number of seconds, not {text!r}: leave it out")
+    return _AgreedAfterTime(seconds)
 
 
 def _after_time(goal: object, seconds: float) -> AccuracyAfterTime:
