@@ -21,7 +21,7 @@ class Watched:
     problems: list[str] = field(default_factory=list)
 
     def watch(self) -> None:
-        self.page.set_default_timeout(40_000)
+        self.page.set_default_timeout(90_000)
         self.page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
         self.page.on("console", self._console)
         self.page.on("request", self._request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.evaluation.goals import AccuracyAfterTime, TimeToGoal
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
 from mlbench_core.results.folder import read_result
+from mlbench_core.tasks import TRAIN_LIMIT
 from mlbench_core.tracking.tracker import Tracker
 from tests.helpers.ranks import run_ranks
 
@@ -240,6 +242,38 @@ def test_workers_with_other_clocks_and_other_files_do_the_same(tmp_path: Path) -
     assert first["goal"]["text"].startswith("Score of -3.000 after 20.000 seconds")
     assert first["left"] == second["left"] == []
     assert (first["written"], second["written"]) == (["train_stats.json", "val_stats.json"], [])
+
+
+def limited_worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Train with a limit of 35 s; an epoch takes 10 s on the first worker and 20 s on the second."""
+    own = Path(folder, str(rank))
+    seconds = mock.patch.object(
+        Tracker, "get_total_train_time", lambda tracker: 10.0 * (rank + 1) * tracker.current_epoch
+    )
+    found = {}
+    for name, threshold in (("missed", 100.0), ("reached", -100.0)):
+        with (
+            seconds,
+            mock.patch.dict(os.environ, {TRAIN_LIMIT: "35"}),
+            start(own / name, "--past-goal", rank=rank) as run,
+        ):
+            epochs = Training([3.0, 4.0, 2.0, 1.0], TimeToGoal("val_global_Prec@1", threshold)).train(run)
+        found[name] = (epochs, run.tracker.goal_reached)
+    return found
+
+
+def test_a_run_ends_at_the_limit_of_its_training_time_on_all_workers(tmp_path: Path) -> None:
+    first, second = run_ranks(2, limited_worker, str(tmp_path))
+    # After the second epoch, the slower worker has trained for 40 s.
+    assert first["missed"] == second["missed"] == ([0, 1], False)
+    assert first["reached"] == second["reached"] == ([0, 1, 2, 3], True)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "a minute"])
+def test_a_wrong_limit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(TRAIN_LIMIT, text)
+    with start(tmp_path) as run, pytest.raises(ConfigurationError, match=f"{TRAIN_LIMIT} must be a positive number"):
+        Training([1.0], TimeToGoal("val_global_Prec@1", 80)).train(run)
 
 
 def test_a_goal_after_a_time_takes_the_place_of_a_value_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -471,7 +471,9 @@ def test_the_command_reads_the_zip(client: Any, run: dict[str, Any], tmp_path: P
     shown = client.get(f"/api/runs/{run['id']}/").json()
     assert (result.name, result.workers, result.state) == ("my-run", run["num_workers"], shown["state"])
     assert (result.reached, result.time_to_goal_s) == (True, 12.5)
-    assert result.configuration == describe_run(shown, run["num_workers"])
+    # The metrics have no data of the goal, but its text.
+    goal = {"metric": "val_global_Prec@1", "threshold": 80.0, "minimize": False}
+    assert result.configuration == {**describe_run(shown, run["num_workers"]), "goal": goal}
 
 
 def test_a_format_may_be_the_end_of_a_path(client: Any, run: dict[str, Any]) -> None:
