@@ -192,7 +192,7 @@ class Runner:
             # A request can arrive although its answer does not.
             fields = {**point.request, **self._call_fields, "name": run}
             if self._sweep.limit_s is not None:
-                fields["environment"] = {**fields.get("environment", {}), TRAIN_LIMIT: f"{self._sweep.limit_s:g}"}
+                fields["environment"] = {**fields.get("environment", {}), TRAIN_LIMIT: repr(self._sweep.limit_s)}
             return self._find_at(master, run) or master.create(fields)
 
         return self._call(create)
@@ -317,10 +317,14 @@ def _guard_s(sweep: Sweep) -> float | None:
 
 
 def _missed_at(folder: Path, limit_s: float | None) -> bool:
-    """Return True if a run ended at the limit of its training time, without its goal."""
+    """Return True if a run had not reached its goal at the limit of its training time."""
     result = read_result(folder)
-    is_missed = result["goal"] is not None and not result["goal"]["reached"]
-    return is_missed and limit_s is not None and bool(result["times"]["slowest"]["train_s"] >= limit_s)
+    goal = result["goal"]
+    if goal is None or limit_s is None:
+        return False
+    # The goal may be reached in the epoch in which the limit lies.
+    seconds = goal["time_to_goal_s"] if goal["reached"] else {"slowest": result["times"]["slowest"]["train_s"]}
+    return bool(seconds["slowest"] > limit_s)
 
 
 def _has_finished(folder: Path) -> bool:

@@ -10,10 +10,12 @@ import pytest
 
 from mlbench_core import files
 from mlbench_core.errors import ConfigurationError, MasterRequestError
+from mlbench_core.results.folder import read_result
 from mlbench_core.sweep import runner
 from mlbench_core.sweep.file import Point, Sweep, parse_sweep
 from mlbench_core.sweep.folder import Done, Failure, SweepFolder
 from mlbench_core.sweep.runner import Observer, Runner
+from tests.results.helpers import write_run
 from tests.sweep.master import Killed, MemoryMaster, plain
 
 CONTENT: dict[str, Any] = {
@@ -131,10 +133,16 @@ def test_a_run_that_misses_its_goal_at_the_limit_has_that_outcome(tmp_path: Path
         sweep = parse_sweep({**CONTENT, "limit": limit})
         ends = start(tmp_path / limit, master, sweep).ends
         assert ends["power-sgd-1-s42"] == Done(outcome, 60.0)  # type: ignore[arg-type]
-        assert master.requests[-1]["environment"] == {"MLBENCH_TRAIN_LIMIT_S": limit[:-1]}
+        assert float(master.requests[-1]["environment"]["MLBENCH_TRAIN_LIMIT_S"]) == float(limit[:-1])
         assert start(tmp_path / limit, master, sweep).ends == {}
     start(tmp_path / "none", master, parse_sweep(CONTENT))
     assert "environment" not in master.requests[-1]
+
+
+def test_a_goal_that_is_reached_after_the_limit_is_missed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", epochs=3)
+    reached_s = read_result(folder)["goal"]["time_to_goal_s"]["slowest"]
+    assert [runner._missed_at(folder, limit) for limit in (reached_s - 0.1, reached_s, None)] == [True, False, False]
 
 
 def test_a_run_that_does_not_end_at_its_limit_has_failed(tmp_path: Path, master: MemoryMaster) -> None:
