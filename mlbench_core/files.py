@@ -256,7 +256,7 @@ def read_text(path: Path, most_bytes: int = _SMALL_BYTES) -> str:
         most_bytes: Largest size.
 
     Returns:
-        The text, in which each end of a line is ``\n``, as in Python's text mode.
+        The text, in which each line ends with a line feed, as in Python's text mode.
 
     Raises:
         OSError: The file cannot be read, is not a regular file, or is larger.
