@@ -33,7 +33,7 @@ __all__ = ["Observer", "Runner"]
 
 POLL_S = 0.5
 GUARD_TIMES, GUARD_S = 10, 300.0
-"""A run is stopped after so many times its limit and so many seconds more: it hangs, or its script has no limit."""
+"""A run is stopped after ``GUARD_TIMES`` times its limit plus ``GUARD_S`` seconds: it hangs, or ignores the limit."""
 
 LOST_MASTER_S = 120.0
 """Seconds for which the master may not answer."""

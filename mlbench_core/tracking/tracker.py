@@ -520,6 +520,7 @@ class Tracker(PhaseTimes):
             calls: Number of calls.
             overlapped: True if training went on while they ran.
         """
+        self._counters.communication_measured = True
         if self._collectives is not None:
             self._collectives[op, group, size_bytes, overlapped] += calls
 

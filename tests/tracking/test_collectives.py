@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock, count_collective, uncounted
+from mlbench_core.optim.pytorch import LocalSGD
 from mlbench_core.tracking import Tracker
 from mlbench_core.tracking.collectives import CollectiveCounts
 from mlbench_core.wire_bytes import total_wire_bytes, wire_bytes
+from tests.helpers.ranks import run_ranks
 from tests.results.helpers import write_run
 
 ENTRY = {"op": "all_reduce", "group": 2, "calls": 3, "bytes": 300, "overlapped": False}
@@ -123,6 +128,29 @@ def test_the_bytes_on_the_wire_of_a_run_are_the_sum_of_its_collectives() -> None
     assert total_wire_bytes(tracker._end_event()["collectives"]) == expected
     tracker.record_collective("something new", 4, 8, 1, False)
     assert tracker.totals()["communication_wire_bytes"] is None
+
+
+def train_without_an_average(rank: int, world_size: int) -> list[Any]:
+    model = nn.Linear(3, 2)
+    optimizer = LocalSGD(model=model, world_size=world_size, lr=0.1, period=100)
+    tracker = Tracker([], "run", rank, sinks=[])
+    for _ in range(3):
+        tracker.batch_start()
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step(tracker=tracker)
+        tracker.batch_end()
+    report = tracker.summary().report(world_size)
+    return [report[name] for name in ("bytes_sent", "bytes_on_wire", "exchanges")]
+
+
+def test_an_optimizer_that_has_sent_nothing_was_measured() -> None:
+    assert run_ranks(2, train_without_an_average) == [[0, 0, 0]] * 2
+
+
+def test_a_script_that_counts_its_collectives_itself_was_measured() -> None:
+    tracker = Tracker([], "run", 0)
+    tracker.record_collective("all_gather", 3, 100, 2, False)
+    assert tracker.summary().report(3)["bytes_on_wire"] == 400
 
 
 def test_an_exchange_is_a_batch_in_which_something_was_sent() -> None:
