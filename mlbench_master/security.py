@@ -342,7 +342,7 @@ def _is_loopback_host(host: str) -> bool:
 
 
 def _same_origin(origin: str, headers: Headers) -> bool:
-    # Not any scheme: the page of an extension of the browser is no page of the master, whatever its host.
+    # Other schemes are refused: a page of a browser's extension does not belong to the master, whatever its host.
     scheme, separator, place = origin.partition("://")
     return bool(separator) and scheme.lower() in ("http", "https") and place.lower() == headers.get("host", "").lower()
 

@@ -80,7 +80,7 @@ def check_program_in(words: Sequence[str], cwd: str, path: str) -> None:
         path: The ``PATH`` of the workers.
 
     Raises:
-        ValueError: There is no such program; the message says what to do.
+        ValueError: The program does not exist; the message says what to do.
     """
     first = words[0]
     if any("{" in word for word in words[:1]):  # it is filled in later

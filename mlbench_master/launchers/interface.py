@@ -287,7 +287,7 @@ class Launcher(ABC):
             path: The ``PATH`` of the workers.
 
         Raises:
-            ValueError: There is no such program; the message says what to do.
+            ValueError: The program does not exist; the message says what to do.
         """
         return
 

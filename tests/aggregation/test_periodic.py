@@ -1,4 +1,4 @@
-"""What periodic aggregations keep between calls and in their states, with one worker."""
+"""The values that periodic aggregations keep between calls and in their states, with one worker."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def last_step(name: str, injected: int) -> int:
 
 
 def train(name: str, rank: int, world_size: int, value: str, injected: int, duration: str) -> bool:
-    """Whether this worker's weights are finite at the end, or it skipped the step."""
+    """True if this worker's weights are finite at the end, or if it skipped the step."""
     member = ALL[name]
     model = Net(member.dtype)
     optimizer = member.make(model, rank, world_size)  # type: ignore[arg-type]
