@@ -308,6 +308,19 @@ def test_the_goal_says_if_the_primary_metric_shall_become_small(tmp_path: Path) 
             assert run.track([metric], goal).minimize
 
 
+def test_the_limit_ends_the_epoch_after_the_part_in_which_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training([3.0, 2.5, 1.0, 2.75], TimeToGoal("val_global_Prec@1", 80))
+    # A validation of each part takes one loss from the list, and a part 10 s.
+    monkeypatch.setattr(Tracker, "get_total_train_time", lambda tracker: 10.0 * (4 - len(training.losses)))
+    monkeypatch.setenv(TRAIN_LIMIT, "15")
+    with start(tmp_path, "--checkpoint") as run:
+        assert training.train(run, {0: 0.25}) == [0]
+    assert not run.tracker.goal_reached and len(training.losses) == 2
+    assert weight_of(tmp_path / "1_0.pth.tar") == 0.5
+
+
 @pytest.mark.parametrize("past_goal", [False, True])
 def test_a_goal_ends_the_epoch_after_the_part_that_reaches_it(tmp_path: Path, past_goal: bool) -> None:
     def goal(name: str, value: float, tracker: Tracker) -> str | None:

@@ -122,6 +122,7 @@ class Run:
         self._output_dir = output_dir
         self._open = contextlib.ExitStack()
         self._is_best: bool | None = None
+        self._limit: AccuracyAfterTime | None = None
 
     def __enter__(self) -> Run:
         return self
@@ -249,7 +250,7 @@ class Run:
         within_epochs = Checkpointer(self.ckpt_run_dir, self.rank, CheckpointFreq.BEST)
         self._validate = validate_in_training
         self._save_part = partial(within_epochs.save, tracker, model, optimizer, scheduler, extra=extra)
-        limit = _train_limit()
+        self._limit = _train_limit()
         for epoch in tracker.epochs(budget or args.epochs, args.past_goal):
             self._is_best = None
             yield epoch
@@ -258,8 +259,8 @@ class Run:
             # The epoch ends before it is saved, so that a resumed run begins with the next one.
             tracker.epoch_end()
             checkpointer.save(tracker, model, optimizer, scheduler, is_best, extra=extra)
-            if limit is not None and not tracker.goal_reached and limit.is_over(tracker.get_total_train_time()):
-                logger.info("the training ends without its goal: it took the %g s of %s", limit.budget_s, TRAIN_LIMIT)
+            if self._is_over():
+                logger.info("the training ends without its goal: it took the seconds of %s", TRAIN_LIMIT)
                 break
         tracker.publish_summary(self.world_size)
 
@@ -268,7 +269,8 @@ class Run:
     ) -> Iterator[EpochPart]:
         """Cut an epoch of :meth:`epochs` into parts and validate after each of them.
 
-        The best checkpoint is saved after a part, too. A goal that is reached after a part ends the epoch.
+        The best checkpoint is saved after a part, too. A goal that is reached after a part ends the epoch, and so does the
+        limit of the training time that a sweep sets.
         The arguments are those of :func:`~mlbench_core.controlflow.pytorch.translation.epoch_parts`.
 
         Yields:
@@ -278,11 +280,18 @@ class Run:
             yield part
             self._is_best = self._validate()
             # epochs() saves after the last part, so it is not saved here.
-            if part.is_last or (self.tracker.goal_reached and not self.args.past_goal):
+            if part.is_last or (self.tracker.goal_reached and not self.args.past_goal) or self._is_over():
                 return
             self._save_part(self._is_best)
             # Each part has means of its own.
             self.tracker.reset_epoch_stats()
+
+    def _is_over(self) -> bool:
+        """Return True on all workers if the training has reached its limit without its goal."""
+        tracker = self.tracker
+        if self._limit is None or tracker.goal_reached:
+            return False
+        return self._limit.is_over(tracker.get_total_train_time())
 
     def _load_together(self, load: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Load the checkpoint on all workers; if one of them cannot continue from it, none does."""
