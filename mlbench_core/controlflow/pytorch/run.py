@@ -269,8 +269,8 @@ class Run:
     ) -> Iterator[EpochPart]:
         """Cut an epoch of :meth:`epochs` into parts and validate after each of them.
 
-        The best checkpoint is saved after a part, too. A goal that is reached after a part ends the epoch, and so does the
-        limit of the training time that a sweep sets.
+        The best checkpoint is saved after a part, too. A goal that is reached after a part ends the epoch, and so does
+        the limit of the training time that a sweep sets.
         The arguments are those of :func:`~mlbench_core.controlflow.pytorch.translation.epoch_parts`.
 
         Yields:
