@@ -217,3 +217,15 @@ def test_which_launchers_say_that_all_workers_are_here() -> None:
     ]
     assert [found.is_on_one_machine(here) for found, _ in cases] == [expected for _, expected in cases]
     assert all(found.is_on_one_machine(elsewhere) for found, _ in cases)
+
+
+def test_the_last_worker_removes_the_folder_also_if_torch_has_left_the_file(tmp_path: Path) -> None:
+    """Two workers that let go of torch's store at the same moment each take the other one for the last."""
+    path = tmp_path / "store" / "file"
+    path.parent.mkdir()
+    path.write_text("")
+    private_store.leave(path, 2)
+    assert path.exists(), "the other worker may still use it"
+    private_store.leave(path, 2)
+    assert not path.parent.exists()
+    private_store.leave(path, 2)

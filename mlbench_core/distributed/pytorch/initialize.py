@@ -151,7 +151,7 @@ def initialize_backends(
             stack.callback(setattr, torch.backends.cudnn, setting, getattr(torch.backends.cudnn, setting))
         stack.callback(config_logging(logging_level, logging_file))
         files: list[Path] = []
-        stack.callback(_leave, files)
+        stack.callback(_leave, files, place.world_size)
         stack.push(_note_failure)
         if use_cuda or comm_backend == "nccl":
             # Before joining: NCCL ties its communicator to the GPU that is current then.
@@ -333,9 +333,9 @@ def _note_failure(kind: type[BaseException] | None, error: BaseException | None,
         mpi.fail_at_exit(f"{type(error).__name__}: {error}")
 
 
-def _leave(files: list[Path]) -> None:
+def _leave(files: list[Path], world_size: int) -> None:
     forget()
     if dist.is_initialized():
         dist.destroy_process_group()
     for path in files:
-        private_store.remove_folder(path)
+        private_store.leave(path, world_size)

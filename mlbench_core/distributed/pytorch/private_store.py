@@ -20,6 +20,7 @@ import contextlib
 import datetime
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -28,9 +29,11 @@ import torch.distributed as dist
 
 from mlbench_core.errors import WorkerError
 
-__all__ = ["create", "meet", "open_existing", "remove_folder"]
+__all__ = ["create", "leave", "meet", "open_existing"]
 
 _KEY = "mlbench/meeting"
+# Each worker that has let go of the store leaves a file with this beginning.
+_LEFT = "left-"
 
 
 def meet(port_store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> tuple[dist.Store, Path]:
@@ -110,10 +113,20 @@ def open_existing(path: Path, world_size: int, timeout: datetime.timedelta) -> d
     return _open(real, world_size, timeout)
 
 
-def remove_folder(path: Path) -> None:
-    """Remove the folder of a store if no worker uses it any more."""
+def leave(path: Path, world_size: int) -> None:
+    """Let go of a store; the last worker that does so removes the folder. Call it when nothing uses the store here.
+
+    torch's store removes its file by itself, but not if two workers let go of it at the same moment: each of them then
+    takes the other one for the last.
+
+    Args:
+        path: The path of the store.
+        world_size: As for :func:`create`.
+    """
     with contextlib.suppress(OSError):
-        path.parent.rmdir()
+        (path.parent / f"{_LEFT}{secrets.token_hex(8)}").touch()
+        if len(list(path.parent.glob(f"{_LEFT}*"))) >= world_size:
+            shutil.rmtree(path.parent)
 
 
 def _open(path: Path, world_size: int, timeout: datetime.timedelta) -> dist.Store:

@@ -354,7 +354,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         file = getattr(self.notices, "path", None)  # a store on a port has none
         self._comm = self.notices = None
         if file is not None:
-            private_store.remove_folder(Path(file))
+            private_store.leave(Path(file), self.size())
 
     def abort(self) -> None:
         """End all workers of the run at once."""
