@@ -158,7 +158,7 @@ def print_comparison(comparison: Comparison, form: str) -> None:
         for place, (columns, rows) in enumerate(comparison.tables()):
             if place:
                 click.echo()
-            cells = [[cell(column, row[column.key]) for column in columns] for row in rows]
+            cells = [[cell(column, row) for column in columns] for row in rows]
             right = [index for index, column in enumerate(columns) if column.digits is not None]
             print_table([column.header for column in columns], cells, right)
     for note in comparison.notes():

@@ -232,7 +232,7 @@ class Comparison:
         for columns, rows in self.tables():
             lines = [" | ".join(column.header for column in columns)]
             lines.append(" | ".join("---" if column.digits is None else "---:" for column in columns))
-            lines += [" | ".join(escape(cell(column, row[column.key])) for column in columns) for row in rows]
+            lines += [" | ".join(escape(cell(column, row)) for column in columns) for row in rows]
             parts.append("\n".join(f"| {line} |" for line in lines))
         return "\n\n".join([*parts, *(escape(note) for note in self.notes())]) + "\n"
 
@@ -474,17 +474,19 @@ def _profile(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
     }
 
 
-def cell(column: Column, value: Any) -> str:
-    """Return a value as a cell for people."""
+def cell(column: Column, row: Mapping[str, Any]) -> str:
+    """Return the value of a row in a column as a text for people."""
+    value = row[column.key]
     if value is None:
-        return column.missing
+        # A row with a miss has no means, also of quantities that were measured.
+        return "-" if row.get("missed") else column.missing
     if column.key == "p" and value < 1e-4:
         return "< 0.0001"
     return f"{value:,.{column.digits}f}" if column.digits is not None else str(value)
 
 
 def _is_shown(column: Column, row: Mapping[str, Any]) -> bool:
-    return row[column.key] is not None or (column.missing == _NOT_MEASURED and row["workers"] > 1)
+    return row[column.key] is not None or (cell(column, row) == _NOT_MEASURED and row["workers"] > 1)
 
 
 def safe_cell(value: Any) -> Any:

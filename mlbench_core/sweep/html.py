@@ -142,9 +142,7 @@ def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> str:
         return f"<{name}{attribute}>{escape(text)}</{name}>"
 
     head = "".join(tag(column, "th", column.header) for column in columns)
-    lines = "".join(
-        f"<tr>{''.join(tag(column, 'td', cell(column, row[column.key])) for column in columns)}</tr>" for row in rows
-    )
+    lines = "".join(f"<tr>{''.join(tag(column, 'td', cell(column, row)) for column in columns)}</tr>" for row in rows)
     return (
         '<section id="table"><h2>Table</h2><div class="scroll" tabindex="0"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div></section>"

@@ -267,7 +267,7 @@ def _markdown(
     columns = known_columns(rows)
     lines += ["", "## Table", "", f"| {' | '.join(column.header for column in columns)} |"]
     lines.append(f"| {' | '.join('---' if column.digits is None else '---:' for column in columns)} |")
-    lines += [f"| {' | '.join(escape(cell(column, row[column.key])) for column in columns)} |" for row in rows]
+    lines += [f"| {' | '.join(escape(cell(column, row)) for column in columns)} |" for row in rows]
     lines += [
         "",
         "[table.csv](table.csv) and [results.json](results.json) have the same numbers, [sweep.toml](sweep.toml)",

@@ -118,7 +118,7 @@ def test_the_table_is_that_of_the_command(client: Any, master: Master, four: lis
     for columns, of_table in table.tables():
         assert [column.header for column in columns] in shown
         for row in of_table:
-            assert [cell(column, row[column.key]) for column in columns] in shown
+            assert [cell(column, row) for column in columns] in shown
     assert len(table.tests) == 1 and "19.50" in text
     assert all(note in html.unescape(text) for note in table.notes())
     for path in ("/compare/figures/", "/compare/table.csv"):

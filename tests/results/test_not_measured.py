@@ -86,6 +86,14 @@ def test_the_table_says_not_measured(tmp_path: Path) -> None:
     assert "not measured" in alone.as_markdown(), "also if no row has a value"
 
 
+def test_a_row_with_a_miss_does_not_say_that_nothing_was_measured(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / str(seed), seed=seed, epochs=epochs) for seed, epochs in ((1, 3), (2, 2))]
+    _, table = compare_runs(load(folders))
+    (row,) = table.rows
+    assert (row["missed"], row["communication_exposed_s"], row["bytes_on_wire_mb"]) == (1, None, None)
+    assert "not measured" not in table.as_markdown()
+
+
 def test_the_dashboard_says_not_measured(tmp_path: Path) -> None:
     result = read_result(without_communication(tmp_path / "ddp"))
     totals = total_phases([], result, {})

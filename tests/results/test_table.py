@@ -250,9 +250,9 @@ def test_csv_and_json_have_everything() -> None:
 
 
 def test_cells() -> None:
-    assert cell(Column("x", "X", 2), None) == "-"
-    assert cell(Column("x", "X", 1), 1234.56) == "1,234.6"
-    assert cell(Column("p", "P", 4), 3e-7) == "< 0.0001"
+    assert cell(Column("x", "X", 2), {"x": None}) == "-"
+    assert cell(Column("x", "X", 1), {"x": 1234.56}) == "1,234.6"
+    assert cell(Column("p", "P", 4), {"p": 3e-7}) == "< 0.0001"
 
 
 def test_no_control_character_gets_into_a_table() -> None:
