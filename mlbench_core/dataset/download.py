@@ -8,12 +8,14 @@ from __future__ import annotations
 import bz2
 import contextlib
 import errno
+import lzma
 import os
 import shutil
 import stat
 import sys
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,8 @@ __all__ = [
 
 _CHUNK_BYTES = 1 << 16
 _RETRY_STATUS = (408, 429, 500, 502, 503, 504)
+# What the readers and decompressors raise for damaged archives.
+_DAMAGED = (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, RuntimeError, zlib.error, lzma.LZMAError)
 
 
 def progress_download(
@@ -313,6 +317,7 @@ def maybe_download_and_extract_tar_gz(
         # Check all members before the first one is unpacked.
         for member in members:
             _check_member(folder, archive, member.name, plain=member.isfile() or member.isdir())
+        _check_room(folder, archive, sum(member.size for member in members))
         with _unpacking(archive, folder) as scratch:
             for member in members:
                 tar.extract(member, scratch, **how)
@@ -347,6 +352,7 @@ def maybe_download_and_extract_zip(
             # Unix stores the type of a file in the upper 16 bits; archives of other systems have 0 there.
             kind = stat.S_IFMT(entry.external_attr >> 16)
             _check_member(folder, archive, entry.filename, plain=kind in (0, stat.S_IFREG, stat.S_IFDIR))
+        _check_room(folder, archive, sum(entry.file_size for entry in zipped.infolist()))
         with _unpacking(archive, folder) as scratch:
             zipped.extractall(scratch)
     return folder
@@ -369,7 +375,7 @@ def _archive(
             check_digest(path, sha256=sha256, md5=md5)
         try:
             yield path
-        except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, RuntimeError) as error:
+        except _DAMAGED as error:
             # Errors of the system have a number. For damaged data, the decompressors raise OSErrors without one.
             if isinstance(error, OSError) and error.errno is not None:
                 raise DatasetError(f"{path} could not be unpacked: {error}") from error
@@ -406,6 +412,15 @@ def _check_member(folder: Path, archive: Path, name: str, plain: bool) -> None:
         raise DatasetError(f"{archive} tries to write outside {folder}: {name!r}; nothing was unpacked")
     if not plain:
         raise DatasetError(f"{archive} contains {name!r}, which is a link or a device; nothing was unpacked")
+
+
+def _check_room(folder: Path, archive: Path, size_bytes: int) -> None:
+    """Refuse an archive that would fill the disk, as a small one can that expands to terabytes."""
+    free = shutil.disk_usage(folder).free
+    if size_bytes > free:
+        raise DatasetError(
+            f"{archive} unpacks to {size_bytes} bytes, and {folder} has {free} free; nothing was unpacked"
+        )
 
 
 def _is_below(folder: Path, path: Path) -> bool:

@@ -11,19 +11,35 @@ import itertools
 import json
 import lzma
 import re
+import tokenize
 import zlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
+
+import numpy as np
 
 from mlbench_core import files
 from mlbench_core.errors import DatasetError
 
-__all__ = ["COMPRESSIONS", "count_lines", "digest_texts", "find_file", "open_file", "read_lines"]
+__all__ = [
+    "COMPRESSIONS",
+    "MOST_LINE_BYTES",
+    "count_lines",
+    "digest_texts",
+    "find_file",
+    "load_array",
+    "open_file",
+    "read_lines",
+]
 
 _SEGMENT = re.compile(r"<seg\b[^>]*>(.*)</seg>")
 
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+MOST_LINE_BYTES = 64 << 20
+"""Longest line of a text. A small compressed file can expand to a line that fills the memory."""
 
 COMPRESSIONS = ("", *_OPENERS)
 """The endings of files that :func:`open_file` reads; the first one is that of plain files."""
@@ -90,15 +106,37 @@ def read_lines(path: Path) -> Iterator[str]:
         yield from lines
 
 
-def _decoded(path: Path, file: Iterable[bytes]) -> Iterator[str]:
+def _decoded(path: Path, file: IO[bytes]) -> Iterator[str]:
     """Yield the lines of a file that is open in binary mode, which splits at line feeds only."""
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(iter(partial(file.readline, MOST_LINE_BYTES), b""), 1):
+        if len(line) == MOST_LINE_BYTES:
+            raise DatasetError(f"{path}: line {number} is longer than {MOST_LINE_BYTES >> 20} MiB: it is no text")
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         try:
             yield line.decode("utf-8").removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError as error:
             raise DatasetError(f"{path} is not UTF-8 text: line {number}: {error}") from error
+
+
+def load_array(path: Path, *, mapped: bool) -> np.ndarray:
+    """Read an array of NumPy's format ``.npy``.
+
+    Args:
+        path: The file.
+        mapped: If True, map the file into memory, read-only, instead of reading it.
+
+    Returns:
+        The array.
+
+    Raises:
+        DatasetError: The file is damaged or cannot be read.
+    """
+    try:
+        return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+    # The header is parsed as Python text, and its shape may promise any size.
+    except (OSError, ValueError, EOFError, SyntaxError, TypeError, MemoryError, tokenize.TokenError) as error:
+        raise DatasetError(f"{path} cannot be read: {str(error) or type(error).__name__}") from error
 
 
 def count_lines(path: Path) -> int:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import os
 import random
 import struct
+import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +21,15 @@ import pytest
 import torch
 
 from mlbench_core.controlflow.pytorch import checkpoint_files
+from mlbench_core.dataset import download, local_files
+from mlbench_core.dataset.imagerecognition import readers
 from mlbench_core.dataset.imagerecognition.arrays import ImageArrays
 from mlbench_core.dataset.imagerecognition.pytorch import CenterCrop, ImageDataset, JpegBatches, find_jpegs
 from mlbench_core.dataset.imagerecognition.pytorch.decoding import MOST_PIXELS, to_rgb
+from mlbench_core.dataset.linearmodels.pytorch import libsvm_text
 from mlbench_core.dataset.local_files import read_lines
+from mlbench_core.dataset.nlp.pytorch.corpus import load_corpus
+from mlbench_core.dataset.nlp.pytorch.pair_store import PairHeader, PairStore, write_pairs
 from mlbench_core.errors import CheckpointError, ConfigurationError, DatasetError
 from mlbench_core.files import read_bytes, read_text
 from mlbench_core.network.parsing import load_network
@@ -217,6 +226,112 @@ def mutate(content: bytes, draw: random.Random, inserts: bool) -> bytes:
         else:
             changed[place:place] = draw.randbytes(draw.randrange(1, 4))
     return bytes(changed)
+
+
+def archive_of(kind: str) -> bytes:
+    buffer, content = io.BytesIO(), random.Random(2).randbytes(200) * 3
+    if kind.startswith("tar"):
+        with tarfile.open(fileobj=buffer, mode=f"w:{kind[4:]}") as tar:  # type: ignore[call-overload]
+            for name in ("a", "b"):
+                entry = tarfile.TarInfo(name)
+                entry.size = len(content)
+                tar.addfile(entry, io.BytesIO(content))
+    elif kind == "bz2":
+        buffer.write(bz2.compress(content))
+    else:
+        with zipfile.ZipFile(buffer, "w", getattr(zipfile, f"ZIP_{kind}")) as zipped:
+            for name in ("a", "b"):
+                zipped.writestr(name, content)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["tar:", "tar:gz", "tar:bz2", "tar:xz", "STORED", "DEFLATED", "BZIP2", "LZMA", "bz2"])
+def test_a_damaged_archive_is_an_error_of_the_data(tmp_path: Path, kind: str) -> None:
+    """150 archives of each kind: before the mend, those with LZMA and DEFLATE raised errors of their decompressors."""
+    draw, whole, refused = random.Random(5), archive_of(kind), 0
+    unpack = download.maybe_download_and_extract_zip
+    if kind == "bz2":
+        unpack = download.maybe_download_and_extract_bz2
+    elif kind.startswith("tar"):
+        unpack = download.maybe_download_and_extract_tar_gz
+    for _ in range(150):
+        (tmp_path / "a.bz2").write_bytes(mutate(whole, draw, True))
+        try:
+            unpack(tmp_path, "a.bz2", "http://127.0.0.1:1/")
+        except DatasetError:
+            refused += 1
+    assert refused > 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "unpack"),
+    [
+        ("tar:gz", download.maybe_download_and_extract_tar_gz),
+        ("DEFLATED", download.maybe_download_and_extract_zip),
+    ],
+)
+def test_an_archive_that_would_fill_the_disk_is_refused(
+    tmp_path: Path, kind: str, unpack: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(archive_of(kind))
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda path: SimpleNamespace(free=1199))
+    with pytest.raises(DatasetError, match=r"unpacks to 1200 bytes, and .* has 1199 free; nothing was unpacked"):
+        unpack(tmp_path, "file", "http://127.0.0.1:1/")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".file.lock", "file"]
+
+
+def test_a_small_file_that_expands_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_files, "MOST_LINE_BYTES", 1000)
+    monkeypatch.setattr(libsvm_text, "MOST_LINE_BYTES", 1000)
+    monkeypatch.setattr(libsvm_text, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(readers, "_MOST_BYTES", 1000)
+    path = tmp_path / "text.gz"
+    path.write_bytes(gzip.compress(b"1" * 2000))
+    with pytest.raises(DatasetError, match=r"text.gz: line 1 is longer than"):
+        list(read_lines(path))
+    with pytest.raises(DatasetError, match=r"text.gz has a line of more than"):
+        libsvm_text.scan(path, zero_based=False)
+    with pytest.raises(DatasetError, match=r"text.gz has more than"):
+        readers.read_bytes(path)
+    path.write_bytes(gzip.compress(b"1" * 999))
+    assert (next(read_lines(path)), readers.read_bytes(path)) == ("1" * 999, b"1" * 999)
+
+
+def test_a_damaged_store_of_pairs_is_an_error_of_the_data(tmp_path: Path) -> None:
+    """400 stores with one damaged file: before the mend, headers of arrays raised errors of Python's tokenizer."""
+    draw, store = random.Random(3), tmp_path / "store"
+    sentences = [np.arange(size) for size in (3, 1, 4, 2)]
+    write_pairs(store, PairHeader(("en", "de"), 100, ""), [(sentences, sentences)])
+    whole = {path: path.read_bytes() for path in sorted(store.iterdir())}
+    refused = 0
+    for number in range(400):
+        path = draw.choice(list(whole))
+        path.write_bytes(mutate(whole[path], draw, True))
+        try:
+            pairs = PairStore(store, in_memory=number % 2 == 0)
+        except DatasetError:
+            refused += 1
+        else:
+            lengths = [len(side[index]) for side in (pairs.source, pairs.target) for index in range(len(side))]
+            assert sum(lengths) == sum(pairs.header.tokens)
+        path.write_bytes(whole[path])
+    assert refused > 100
+
+
+def test_a_damaged_cache_of_a_text_is_read_again(tmp_path: Path) -> None:
+    draw, text = random.Random(4), {"train": tmp_path / "train.txt"}
+    text["train"].write_text("the cat sat\non the mat\n" * 4)
+    words = load_corpus(text, tmp_path / "cache").parts["train"].tolist()
+    (cache,) = (tmp_path / "cache").iterdir()
+    whole = {path: path.read_bytes() for path in sorted(cache.iterdir())}
+    for _ in range(200):
+        path = draw.choice(list(whole))
+        path.write_bytes(mutate(whole[path], draw, True))
+        corpus = load_corpus(text, tmp_path / "cache")
+        # A changed number of another word cannot be noticed; a number of no word can.
+        assert len(corpus.parts["train"]) == len(words) and max(corpus.parts["train"]) < len(corpus.dictionary)
+        for each, content in whole.items():
+            each.write_bytes(content)
 
 
 def test_a_damaged_checkpoint_is_an_error_of_checkpoints(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from mlbench_core.errors import DatasetError
 
 __all__ = ["parse_cifar_binary", "parse_cifar_python", "parse_idx", "read_bytes"]
 
+# A small compressed file can expand to more than the memory.
+_MOST_BYTES = 1 << 30
 _CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
 
 
@@ -32,7 +34,9 @@ def read_bytes(path: Path, md5: str | None = None) -> bytes:
         DatasetError: The file cannot be decompressed or has another checksum.
     """
     with open_file(path) as file:
-        content = file.read()
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise DatasetError(f"{path} has more than {_MOST_BYTES >> 20} MiB, and no file of a known data set has")
     # The checksum is that of the content, so that it is valid for any compression.
     found = files.digest(content, "md5") if md5 else None
     if found != md5:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlbench_core.dataset.local_files import open_file
+from mlbench_core.dataset.local_files import MOST_LINE_BYTES, open_file
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
 __all__ = ["Chunk", "TextShape", "format_rows", "line_of_row", "read_chunks", "scan"]
@@ -91,7 +91,9 @@ def read_chunks(
         raise DatasetNotFoundError(f"the file {path} does not exist")
     with open_file(path) as file:
         # A read may end inside a line. Read the rest of this line too, because the parser needs whole lines.
-        while text := file.read(CHUNK_BYTES) + file.readline():
+        while text := file.read(CHUNK_BYTES) + (rest := file.readline(MOST_LINE_BYTES)):
+            if len(rest) == MOST_LINE_BYTES:
+                raise DatasetError(f"{path} has a line of more than {MOST_LINE_BYTES >> 20} MiB: it is not LIBSVM text")
             if line == 1:
                 text = text.removeprefix(codecs.BOM_UTF8)
             try:

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mlbench_core import files
-from mlbench_core.dataset.local_files import digest_texts, read_lines
+from mlbench_core.dataset.local_files import digest_texts, load_array, read_lines
+from mlbench_core.errors import DatasetError
 
 __all__ = ["EOS", "Corpus", "Dictionary", "Ids", "load_corpus"]
 
@@ -160,14 +161,16 @@ def _load_cache(folder: Path, texts: Mapping[str, Path]) -> Corpus | None:
         return None
     try:
         content = json.loads((folder / "dictionary.json").read_text(encoding="utf-8"))
-        parts = {part: np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in texts}
+        parts = {part: load_array(folder / f"{part}.npy", mapped=True) for part in texts}
         dictionary = Dictionary()
         for word in content["words"]:
             dictionary.add_word(word)
         for part, ids in parts.items():
             if ids.dtype != np.int32 or ids.shape != (content["tokens"][part],):
                 raise ValueError(f"{part}.npy has {ids.dtype} of shape {ids.shape}")
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            if ids.size and not (ids.min() >= 0 and ids.max() < len(dictionary)):
+                raise ValueError(f"{part}.npy has numbers of words that the dictionary lacks")
+    except (OSError, ValueError, KeyError, TypeError, DatasetError) as error:
         _log.warning("the cache %s is damaged (%s) and is created again", folder, error)
         shutil.rmtree(folder, ignore_errors=True)
         return None

@@ -19,12 +19,13 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mlbench_core import files
+from mlbench_core.dataset.local_files import load_array
 from mlbench_core.errors import DatasetError, DatasetNotFoundError
 
 __all__ = ["FORMAT_VERSION", "PairHeader", "PairStore", "Sentences", "write_pairs"]
@@ -136,21 +137,27 @@ class PairStore:
                 f"{self.folder} must have the vocabulary {vocabulary_checksum}, not "
                 f"{self.header.vocabulary_checksum}: {_ADVICE}"
             )
-        mode: Literal["r"] | None = None if in_memory else "r"
-        self.source, self.target = (self._map(*each, mode) for each in zip(_SIDES, self.header.tokens, strict=True))
+        self.source, self.target = (
+            self._load(side, tokens, mapped=not in_memory)
+            for side, tokens in zip(_SIDES, self.header.tokens, strict=True)
+        )
 
-    def _map(self, side: str, tokens: int, mode: Literal["r"] | None) -> Sentences:
+    def _load(self, side: str, tokens: int, mapped: bool) -> Sentences:
         try:
-            numbers = np.load(self.folder / f"{side}.npy", mmap_mode=mode, allow_pickle=False)
-            offsets = np.load(self.folder / f"{side}.offsets.npy", mmap_mode=mode, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise DatasetError(f"{self.folder} is damaged: {error}; {_ADVICE}") from error
-        found = (numbers.dtype, numbers.shape, offsets.shape, int(offsets[-1]))
-        if found != (self.header.dtype, (tokens,), (self.header.pairs + 1,), tokens):
+            numbers = load_array(self.folder / f"{side}.npy", mapped=mapped)
+            offsets = load_array(self.folder / f"{side}.offsets.npy", mapped=mapped)
+        except DatasetError as error:
+            raise DatasetError(f"{error}; {_ADVICE}") from error
+        if (numbers.dtype, numbers.shape) != (self.header.dtype, (tokens,)):
             raise DatasetError(
-                f"{self.folder} is damaged: the {side} must have {tokens} numbers of {self.header.dtype} in "
-                f"{self.header.pairs} sentences, not {numbers.dtype} of shape {numbers.shape} in {len(offsets) - 1}; "
-                f"{_ADVICE}"
+                f"{self.folder} is damaged: the {side} must have {tokens} numbers of {self.header.dtype}, not "
+                f"{numbers.dtype} of shape {numbers.shape}; {_ADVICE}"
+            )
+        is_known = (offsets.dtype, offsets.shape) == (np.dtype("<i8"), (self.header.pairs + 1,))
+        if not is_known or offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 0).any():
+            raise DatasetError(
+                f"{self.folder} is damaged: the {side} must have {self.header.pairs} sentences, one after the other, "
+                f"with {tokens} numbers; {_ADVICE}"
             )
         return Sentences(numbers, offsets)
 
