@@ -403,6 +403,16 @@ def test_a_forged_goal_of_a_fixed_time_is_found(tmp_path: Path, change_goal: dic
     assert problem in verify_folder(folder)
 
 
+def test_a_run_that_ended_before_its_first_epoch_has_none(tmp_path: Path) -> None:
+    prepare_folder(tmp_path)
+    sink = LinesSink(tmp_path / "metrics.rank-0.jsonl", 0, "run", Configuration(workers=1).to_dict())
+    sink.event("start", {"resumed": False, "epoch": 0, "step": 0})
+    sink.finish("failed", "RuntimeError: no data")
+    finish_folder(tmp_path)
+    result = read_result(tmp_path)
+    assert (result["epochs"], result["run"]["times_resumed"]) == (0, 0)
+
+
 def test_a_failure_inside_a_batch_is_no_contradiction(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", workers=1, epochs=1, finish=False)
     sink = LinesSink(folder / "metrics.rank-0.jsonl", 0, "run", Configuration(workers=1).to_dict())

@@ -94,6 +94,13 @@ def test_a_row_with_a_miss_does_not_say_that_nothing_was_measured(tmp_path: Path
     assert "not measured" not in table.as_markdown()
 
 
+def test_the_table_of_runs_with_two_goals_is_refused(tmp_path: Path) -> None:
+    easier = {"metric": "val_global_Prec@1", "threshold": 50.0, "minimize": False}
+    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", goal=easier)]
+    with pytest.raises(ConfigurationError, match="must have the same goal"):
+        compare_runs(load(folders))
+
+
 def test_the_dashboard_says_not_measured(tmp_path: Path) -> None:
     result = read_result(without_communication(tmp_path / "ddp"))
     totals = total_phases([], result, {})

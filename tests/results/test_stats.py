@@ -17,7 +17,9 @@ from statsmodels.stats.weightstats import CompareMeans, DescrStatsW
 from mlbench_core.results.stats import (
     confidence_interval,
     describe,
+    log_interval,
     olympic_mean,
+    paired_test,
     performance_profile,
     performance_score,
     student_cdf,
@@ -73,6 +75,14 @@ def test_the_interval_is_that_of_scipy_and_statsmodels(values: list[float], leve
     expected = scipy.stats.t.interval(level, len(values) - 1, loc=np.mean(values), scale=scale)
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-9 * scale)
     assert found == pytest.approx(DescrStatsW(values).tconfint_mean(alpha=1 - level), rel=1e-9, abs=1e-9 * scale)
+
+
+def test_the_interval_on_the_scale_of_logarithms() -> None:
+    values = [0.25, 0.5, 1.0]
+    logs = np.log(values)
+    low, high = scipy.stats.t.interval(0.9, 2, loc=logs.mean(), scale=scipy.stats.sem(logs))
+    assert log_interval(values, 0.9) == pytest.approx((math.exp(low), math.exp(high)))
+    assert log_interval([0.0, 1.0]) is None, "0 has no logarithm"
 
 
 @repeatable
@@ -190,6 +200,7 @@ WELCH_NAN = r"b\[1\] must be finite, not nan: leave out"
         (lambda: welch_test([1], [1, 2]), ValueError, "a must have at least 2 values, not 1: repeat the run"),
         (lambda: welch_test([1, 2], [1, math.nan]), ValueError, WELCH_NAN),
         (lambda: welch_test([1, 2], [1, 2], level=0), ValueError, "level must be above 0"),
+        (lambda: paired_test([1, 2], [1, 2], level=1), ValueError, "level must be above 0"),
         (lambda: performance_profile({}, [1]), ValueError, "times must have at least one algorithm and one task"),
         (lambda: performance_profile({"sgd": {}}, [1]), ValueError, "times must have at least one algorithm"),
         (

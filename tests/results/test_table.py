@@ -17,6 +17,7 @@ from statsmodels.stats.multitest import multipletests
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.pool import pool
 from mlbench_core.results.record import RunRecord
+from mlbench_core.results.stats import log_interval
 from mlbench_core.results.table import (
     COLUMNS,
     RATIOS,
@@ -247,6 +248,14 @@ def test_csv_and_json_have_everything() -> None:
     assert (content["tests"][0]["p"], content["tests"][0]["effect"]) == (0.0, None), "JSON has no infinite numbers"
     assert math.isinf(comparison.tests[0]["effect"])
     assert content["differences"] == {"algorithm": ["=adam", "sgd"]}
+
+
+def test_seconds_have_two_digits() -> None:
+    (row,) = compare(repeats([1.0, 2.0, 4.0])).rows
+    shown = {column.header: cell(column, row) for column in COLUMNS if row.get(column.key) is not None}
+    low, high = log_interval([1.0, 2.0, 4.0]) or (0.0, 0.0)
+    assert (shown["MEAN (s)"], shown["MEDIAN (s)"], shown["SD (s)"]) == ("2.33", "2.00", "1.53")
+    assert (shown["95 % FROM (s)"], shown["TO (s)"]) == (f"{low:.2f}", f"{high:.2f}")
 
 
 def test_cells() -> None:
