@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from unittest.mock import MagicMock
 
 import pytest
@@ -27,6 +29,7 @@ from mlbench_core.evaluation.goals import time_to_accuracy_goal
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
 from mlbench_core.lr_scheduler.pytorch.lr import ReduceLROnPlateauWithWarmup
 from mlbench_core.optim.pytorch import CentralizedSGD, CustomCentralizedOptimizer
+from mlbench_core.tasks import TRAIN_LIMIT
 from mlbench_core.utils import Tracker
 from tests.helpers.ranks import run_ranks
 
@@ -249,6 +252,22 @@ def test_training_stops_at_the_goal() -> None:
     assert tracker.goal_reached
     assert tracker.current_epoch < 50
     assert tracker.best_metric_value >= 90
+
+
+def train_for_25_s(rank: int, world_size: int) -> int:
+    """Train with a limit of 25 s; an epoch takes 10 s on the first worker and 20 s on the second."""
+    seconds = mock.patch.object(
+        Tracker, "get_total_train_time", lambda tracker: 10.0 * (rank + 1) * tracker.current_epoch
+    )
+    with seconds, mock.patch.dict(os.environ, {TRAIN_LIMIT: "25"}):
+        trained = training(model_of(), 50)
+        trained.run(batches_of(2), batches_of(2, seed=9))
+    return trained.tracker.current_epoch
+
+
+def test_training_ends_at_the_limit_of_its_training_time_on_all_workers() -> None:
+    # After the second epoch, the slower worker has trained for 40 s.
+    assert run_ranks(2, train_for_25_s) == [2, 2]
 
 
 def test_a_resumed_training_ends_where_the_uninterrupted_one_does(tmp_path) -> None:

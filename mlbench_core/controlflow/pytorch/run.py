@@ -6,8 +6,6 @@ import argparse
 import contextlib
 import json
 import logging
-import math
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +18,7 @@ from mlbench_core.checkpoint_names import saved_epochs
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.controlflow.pytorch.controlflow import record_validation_stats
 from mlbench_core.controlflow.pytorch.run_results import RunResults, task_results
+from mlbench_core.controlflow.pytorch.train_limit import TrainLimit, any_is_over
 from mlbench_core.controlflow.pytorch.translation import EpochPart, epoch_parts
 from mlbench_core.controlflow.task_arguments import task_main
 from mlbench_core.distributed.pytorch.initialize import initialize_backends
@@ -28,7 +27,6 @@ from mlbench_core.errors import CheckpointError, ConfigurationError
 from mlbench_core.evaluation.goals import AccuracyAfterTime, TimeToGoal
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
 from mlbench_core.files import replacing
-from mlbench_core.tasks import TRAIN_LIMIT
 from mlbench_core.tracking.goal import as_goal, finite
 from mlbench_core.tracking.sinks import make_sink
 from mlbench_core.tracking.tracker import Goal, Tracker
@@ -122,7 +120,7 @@ class Run:
         self._output_dir = output_dir
         self._open = contextlib.ExitStack()
         self._is_best: bool | None = None
-        self._limit: AccuracyAfterTime | None = None
+        self._limit = TrainLimit()
 
     def __enter__(self) -> Run:
         return self
@@ -250,7 +248,6 @@ class Run:
         within_epochs = Checkpointer(self.ckpt_run_dir, self.rank, CheckpointFreq.BEST)
         self._validate = validate_in_training
         self._save_part = partial(within_epochs.save, tracker, model, optimizer, scheduler, extra=extra)
-        self._limit = _train_limit()
         for epoch in tracker.epochs(budget or args.epochs, args.past_goal):
             self._is_best = None
             yield epoch
@@ -259,8 +256,7 @@ class Run:
             # The epoch ends before it is saved, so that a resumed run begins with the next one.
             tracker.epoch_end()
             checkpointer.save(tracker, model, optimizer, scheduler, is_best, extra=extra)
-            if self._is_over():
-                logger.info("the training ends without its goal: it took the seconds of %s", TRAIN_LIMIT)
+            if self._limit.ends(tracker):
                 break
         tracker.publish_summary(self.world_size)
 
@@ -279,19 +275,13 @@ class Run:
         for part in epoch_parts(batches, share, update_freq, most):
             yield part
             self._is_best = self._validate()
+            is_reached = self.tracker.goal_reached and not self.args.past_goal
             # epochs() saves after the last part, so it is not saved here.
-            if part.is_last or (self.tracker.goal_reached and not self.args.past_goal) or self._is_over():
+            if part.is_last or is_reached or self._limit.is_over(self.tracker):
                 return
             self._save_part(self._is_best)
             # Each part has means of its own.
             self.tracker.reset_epoch_stats()
-
-    def _is_over(self) -> bool:
-        """Return True on all workers if the training has reached its limit without its goal."""
-        tracker = self.tracker
-        if self._limit is None or tracker.goal_reached:
-            return False
-        return self._limit.is_over(tracker.get_total_train_time())
 
     def _load_together(self, load: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Load the checkpoint on all workers; if one of them cannot continue from it, none does."""
@@ -334,25 +324,7 @@ class _AgreedAfterTime(AccuracyAfterTime):
 
     def is_over(self, train_time_s: float) -> bool:
         """Return True on all workers as soon as the time of one is over: the times of a run are the slowest's."""
-        return smallest(int(not super().is_over(train_time_s))) == 0
-
-
-def _train_limit() -> AccuracyAfterTime | None:
-    """Return the training time after which a run ends without its goal; None if there is none.
-
-    Raises:
-        ConfigurationError: The variable is not a positive number.
-    """
-    text = os.environ.get(TRAIN_LIMIT)
-    if not text:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ConfigurationError(f"{TRAIN_LIMIT} must be a positive number of seconds, not {text!r}: leave it out")
-    return _AgreedAfterTime(seconds)
+        return any_is_over(train_time_s, self.budget_s)
 
 
 def _after_time(goal: object, seconds: float) -> AccuracyAfterTime:

@@ -22,6 +22,7 @@ from mlbench_core.controlflow.pytorch.controlflow import (
     record_validation_stats,
     validation_round,
 )
+from mlbench_core.controlflow.pytorch.train_limit import TrainLimit
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
 from mlbench_core.tracking.tracker import Tracker
@@ -316,7 +317,7 @@ class TrainValidation:
         resume: bool = False,
         repartition_per_epoch: bool = False,
     ) -> None:
-        """Train until the goal is reached or all epochs are finished.
+        """Train until the goal is reached or all epochs are finished, or for the time that a sweep sets as its limit.
 
         Args:
             dataloader_train: This worker's training batches.
@@ -343,13 +344,15 @@ class TrainValidation:
             self.tracker.start()
         train_batches = make_train()
         val_batches = make_val() if make_val is not None else None
-        first_epoch = self.tracker.current_epoch
+        first_epoch, limit = self.tracker.current_epoch, TrainLimit()
         for epoch in self.tracker.epochs(self.train_epochs):
             # The batches of the first epoch were made just before.
             if repartition_per_epoch and epoch > first_epoch:
                 train_batches = make_train()
                 val_batches = make_val() if make_val is not None else None
             self._run_epoch(train_batches, val_batches)
+            if limit.ends(self.tracker):
+                break
 
     def _run_epoch(self, train_batches: Iterable[Any], val_batches: Iterable[Any] | None) -> None:
         train_loss = train_round(
