@@ -57,7 +57,11 @@ _VARIABLES = {
 # Names of accounts.
 _UNRECORDED = ("SBATCH_", "MLBENCH_NAMED_VARIABLES")
 
-_SECRET_VARIABLE = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|(?<!BY)PASS|PWD|CREDENTIAL|AUTH", re.IGNORECASE)
+# I_MPI_PIN binds processes to cores.
+_SECRET_VARIABLE = re.compile(
+    r"TOKEN(?!IZER)|KEY|SECRET|(?<!BY)PASS|PWD|CREDENTIAL|AUTH|COOKIE|(?:^|_)(?:PAT|DSN|SAS|(?<!MPI_)PIN)$",
+    re.IGNORECASE,
+)
 # One of these must be the end of a word in the name: --api-key and --apikey match, --max-tokens and --tokenizer do not.
 _SECRET_NAME = (
     r"[\w.+-]*(?:token|key|secret|password|passwd|passphrase|(?<!by)pass|pwd|credentials?|auth)(?![a-z0-9])[\w.-]*"

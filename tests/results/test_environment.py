@@ -205,6 +205,7 @@ def test_no_secret_gets_into_the_description(patch: pytest.MonkeyPatch, no_packa
         "MLBENCH_DATABASE_URL": f"postgresql://me:{secret}@host/db", "OMP_NUM_THREADS": "3",
         "MLBENCH_MASTER_URL": f"http://host/?token={secret}&page=2#key={secret}", "SLURM_JOB_ACCOUNT": secret,
         "TORCH_LOGS": "\udcff", "MLBENCH_PWD": secret, "NCCL_BYPASS": "1",
+        "HF_PAT": secret, "MLBENCH_SENTRY_DSN": secret, "NCCL_PIN": secret, "NCCL_PIN_MODE": "2", "HF_PATH": "x",
         "MLBENCH_SETTINGS": f'{{"lr": 1, "api_token": "{secret}", "key":"{secret}", "epochs": 3}}',
     }  # fmt: skip
     for name, value in variables.items():
@@ -225,8 +226,9 @@ def test_no_secret_gets_into_the_description(patch: pytest.MonkeyPatch, no_packa
         "--password", "***", "--no-secret", "--key", "***", "x", "X-Api-Key: ***", "--db-pass", "***",
     ]  # fmt: skip
     assert {name: found["variables"].get(name) for name in variables} == {
-        **dict.fromkeys(variables), "NCCL_BYPASS": "1",
+        **dict.fromkeys(variables), "NCCL_BYPASS": "1", "NCCL_PIN_MODE": "2", "HF_PATH": "x",
         **dict.fromkeys(("MLBENCH_TOKEN", "MLBENCH_MASTER_KEY", "NCCL_DB_PASSWORD", "MLBENCH_PWD"), "***"),
+        **dict.fromkeys(("HF_PAT", "MLBENCH_SENTRY_DSN", "NCCL_PIN"), "***"),
         "MLBENCH_SETTINGS": '{"lr": 1, "api_token": "***", "key":"***", "epochs": 3}',
         "MLBENCH_DATABASE_URL": "postgresql://***@host/db", "OMP_NUM_THREADS": "3",
         "MLBENCH_MASTER_URL": "http://host/?token=***&page=2#key=***", "TORCH_LOGS": "?",
