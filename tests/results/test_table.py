@@ -250,11 +250,12 @@ def test_csv_and_json_have_everything() -> None:
     assert content["differences"] == {"algorithm": ["=adam", "sgd"]}
 
 
-def test_seconds_have_two_digits() -> None:
+def test_numbers_have_the_digits_of_their_columns() -> None:
     (row,) = compare(repeats([1.0, 2.0, 4.0])).rows
     shown = {column.header: cell(column, row) for column in COLUMNS if row.get(column.key) is not None}
     low, high = log_interval([1.0, 2.0, 4.0]) or (0.0, 0.0)
     assert (shown["MEAN (s)"], shown["MEDIAN (s)"], shown["SD (s)"]) == ("2.33", "2.00", "1.53")
+    assert (shown["OLYMPIC (s)"], shown["SAMPLES/S"]) == ("2.00", "100")
     assert (shown["95 % FROM (s)"], shown["TO (s)"]) == (f"{low:.2f}", f"{high:.2f}")
 
 

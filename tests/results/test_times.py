@@ -138,3 +138,4 @@ def test_other_seeds_give_welchs_test() -> None:
     again = compare_times(unknown, b[:3])
     assert again is not None and again.kind == "Welch", "without seeds there are no pairs"
     assert compare_times(a, runs([1.0], [2.0])) is None and compare_times(a, runs([1.0])) is None
+    assert compare_times(a, runs([0.0, 2.0])) is None, "0 has no logarithm"
