@@ -187,7 +187,7 @@ def test_a_resumed_run_repeats_no_batch(tmp_path: Path) -> None:
     sink.finish("finished")
     result = finish_folder(tmp_path)
     assert (result["run"]["times_resumed"], result["goal"]["step"], result["goal"]["epochs"]) == (1, 30, 3)
-    lines = tmp_path / "metrics.rank-0.jsonl"
+    lines = tmp_path / "metrics.jsonl"
     starts = [json.loads(line)["time"] for line in lines.read_text().splitlines() if '"start"' in line]
     assert result["run"]["started_at"] == starts[0] < starts[1]
     assert [line["value"] for line in statistics(read_lines(tmp_path), GOAL["metric"])] == [80.0, 85.0, 90.0]
