@@ -6,6 +6,7 @@ The runs of several workers against the references are in ``tests/optim/test_rec
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -36,6 +37,28 @@ from mlbench_core.optim.pytorch import SCAFFOLD, DeMo, Dion, EFSignSGD, OneBitAd
 from tests.references.sparse_loco import compress
 
 SHAPE = (6, 10)
+
+# Another default would change the meaning of earlier results.
+DEFAULTS: dict[Any, dict[str, Any]] = {
+    ChunkedTopKAggregation: {"density": 0.02, "bits": 2, "decay": 0.95, "chunk_size": 4096},
+    DeMoAggregation: {"decay": 0.999, "top_k": 32, "block_size": 64, "mean_of_senders": False},
+    DionAggregation: {"rank": 8, "momentum": 0.95, "seed": 0},
+    OneBitAggregation: {"beta": 0.9, "warmup_steps": 100},
+    QSGDAggregation: {"levels": 7, "bucket_size": 512, "norm": 2, "seed": 0},
+    ScaffoldAggregation: {"world_size": None},
+    SparseLoCoAggregation: {"compressed": None, "outer_lr": 1.0},
+    StreamingDiLoCoAggregation: {
+        "outer_optimizer": None, "world_size": None, "period": 100, "fragments": 4, "delay": 5, "mixing": 0.5,
+        "quantize": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DEFAULTS, ids=lambda kind: kind.__name__)
+def test_the_defaults_stay(kind: Any) -> None:
+    own = {name: value.default for name, value in inspect.signature(kind).parameters.items()}
+    every = {"use_cuda": False, "world_size": None, "process_group": None}
+    assert own == {**{name: every[name] for name in own if name in every}, **DEFAULTS[kind]}
 
 
 def randn(step: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
