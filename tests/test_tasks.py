@@ -120,15 +120,3 @@ def test_other_images_are_not_a_task(image: str) -> None:
         ValueError, match=r"image must be one of mlbench/pytorch-backend-benchmark:latest, .*give a task"
     ):
         find_image(image)
-
-
-@pytest.mark.parametrize(
-    ("title", "key"),
-    [
-        ("PyTorch Language Modeling (AWD-LSTM)", "3a"),
-        ("PyTorch Distributed Backend benchmarking", "0"),
-        ("PyTorch Cifar-10 ResNet-20 (Scaling LR)", "1a"),
-    ],
-)
-def test_titles_of_the_old_menu_are_known(title: str, key: str) -> None:
-    assert find_image(title)[0].key == key

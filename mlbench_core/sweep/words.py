@@ -167,7 +167,8 @@ def _against_one_worker(outcome: Outcome) -> list[str]:
         medians = [cell.median_s for cell in cells if cell.median_s is not None]
         if cells:
             (gain if min(medians, default=least) < least else loss).append(network)
-    text = f"One worker alone needs {seconds(least)} ({alone[0].algorithm}, the fastest)."
+    rank = "the fastest" if alone[0].complete else "the least median"
+    text = f"One worker alone needs {seconds(least)} ({alone[0].algorithm}, {rank})."
     if gain:
         text += f" More workers had a lower median on {listed(gain)}."
     if loss:

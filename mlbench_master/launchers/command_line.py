@@ -74,16 +74,10 @@ def fill(word: str, values: dict[str, str]) -> str:
 def check_program_in(words: Sequence[str], cwd: str, path: str) -> None:
     """Refuse a command whose program or script this machine does not have.
 
-    Args:
-        words: The words of the command.
-        cwd: The folder in which it would start.
-        path: The ``PATH`` of the workers.
-
-    Raises:
-        ValueError: The program does not exist; the message says what to do.
+    The arguments and errors are those of :meth:`~mlbench_master.launchers.interface.Launcher.check_program`.
     """
     first = words[0]
-    if any("{" in word for word in words[:1]):  # it is filled in later
+    if "{" in first:  # it is filled in later
         return
     file = Path(cwd, first)
     if first.endswith(".py") and file.is_file():

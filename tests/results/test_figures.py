@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -14,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from mlbench_core.results import figures
@@ -141,17 +145,17 @@ def test_the_time_by_phase_is_stacked_and_hidden_communication_is_beside_it() ->
     assert "an interval that leaves the axes is cut" in wide.caption and wide.figure.axes[0].get_xlim()[1] < 200
 
 
-def test_a_group_with_a_miss_has_its_cost_per_success_or_its_training_time() -> None:
+def test_a_group_with_a_miss_has_its_cost_per_success_or_the_time_of_all_runs() -> None:
     runs = [*repeats(1, (80.0, 84.0)), record(1, 9, 200.0, reached=False), *repeats(2, (50.0, 54.0), reached=False)]
     groups = pool(runs)
     drawn = drawing(figures.draw_phases, pool([*runs, *repeats(4, (30.0, 34.0))]))
     assert [text.get_text() for text in drawn.figure.axes[0].get_yticklabels()] == ["1*", "2**", "4"]
     table = columns(drawn)
     # All time of the three runs with one worker is 82 + 86 + 202 s, for two that reached the goal.
-    assert (table["workers"], table["total_s"], table["missed"]) == ([1, 2, 4], [185.0, 54.0, 34.0], [1, 2, 0])
+    assert (table["workers"], table["total_s"], table["missed"]) == ([1, 2, 4], [185.0, 108.0, 34.0], [1, 2, 0])
     assert table["total_low_s"][:2] == [None, None], "means only have intervals"
     wanted = "* some runs missed the goal: time of all runs, divided by the number that reached it."
-    assert drawn.caption.endswith(f"{wanted} ** all runs missed the goal: whole training time.")
+    assert drawn.caption.endswith(f"{wanted} ** all runs missed the goal: sum of the times of all runs.")
     # A whole training time and a time to the goal give no speed-up.
     with pytest.raises(ConfigurationError, match="no configuration was run with several numbers of workers"):
         drawing(figures.draw_speed_up, groups)
@@ -443,3 +447,37 @@ def test_looks_of_many_series_differ_in_more_than_the_color() -> None:
         for other in looks[index + 1 :]:
             assert sum(one[name] != other[name] for name in one) >= 2
     assert len(series(pool(many()))) == 4
+
+
+TIMES = st.lists(st.sampled_from([10.0, 20.0, 30.0, 50.0]), min_size=1, max_size=3)
+
+
+@given(times=TIMES, misses=st.lists(st.just(60.0), max_size=2), turned=st.booleans(), workers=st.sampled_from([1, 2]))
+@settings(derandomize=True, database=None, deadline=None, max_examples=8)
+def test_a_miss_never_makes_a_number_of_a_figure_better(
+    times: list[float], misses: list[float], turned: bool, workers: int
+) -> None:
+    def table(reached: list[float], missed: list[float]) -> dict[tuple[Any, ...], Any]:
+        """Return the numbers of the group by figure and column."""
+        runs = repeats(3 - workers, (40.0, 44.0)) + repeats(workers, (25.0, 30.0), algorithm="rival")
+        seeds = itertools.count()
+        runs += [record(workers, next(seeds), time, time / 10) for time in reached]
+        runs += [record(workers, next(seeds), time, time / 10, reached=False) for time in missed]
+        found = {}
+        for make in (figures.draw_phases, figures.draw_steps, figures.draw_price_index, figures.draw_speed_up):
+            with contextlib.suppress(ConfigurationError):  # nothing remains to be drawn
+                drawn = drawing(make, pool(runs))
+                for row in (dict(zip(drawn.rows[0], values, strict=True)) for values in drawn.rows[1:]):
+                    if row["setup"] == "sgd" and row["workers"] == workers:
+                        found.update({(drawn.name, name): value for name, value in row.items()})
+        return found
+
+    before = table(times, misses)
+    # A further run that missed may have ended early; one that would have reached its goal trains for longer.
+    after = table(times[:-1], [*misses, 60.0]) if turned else table(times, [*misses, 1.0])
+    neutral = {"setup", "workers", "runs", "missed", "ideal", "total_low_s", "price_index_low"}
+    for key, value in before.items():
+        if key[1] not in neutral and value is not None and after.get(key) is not None:
+            assert key[0] != "speedup", "it has none after a miss"
+            assert after[key] >= value * (1 - 1e-12), key
+    assert not [key for key, value in after.items() if value is not None and before.get(key) is None]

@@ -5,6 +5,7 @@ Bars are horizontal, so that time runs from left to right as in a trace, and lon
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +104,8 @@ def draw_steps(groups: Sequence[Group]) -> canvas.Drawing:
     ends = _stack(axes, places, _steps, _STEP_LOOKS, _STEP_NAMES)
     _write_values(axes, [(y, end, end) for (y, _), end in zip(places, ends, strict=True)])
     canvas.title(axes, "Training time by step", groups)
-    text = f"{caption(groups)} Mean over the runs, whole training.{not_drawn(every, groups)}"
+    notes = [caption(groups), "Mean over the runs, whole training.", *_mark_notes(groups)]
+    text = " ".join(notes) + not_drawn(every, groups)
     canvas.finish(figure, text, *axes.get_legend_handles_labels())
     rows: list[list[Any]] = [["setup", "workers", "runs", *(f"{step}_s" for step in STEPS)]]
     rows += [[group.label, group.workers, len(group.records), *map(_steps(group).get, STEPS)] for group in groups]
@@ -153,11 +155,7 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
         sentences.append("Each phase is that of its slowest worker, so the bars can exceed the totals.")
     if any(total.low is not None for _, total in totals):
         sentences.append(f"{INTERVAL}{'; an interval that leaves the axes is cut' if cut else ''}.")
-    if any(_mark(group) == "*" for group in groups):
-        sentences.append("* some runs missed the goal: time of all runs, divided by the number that reached it.")
-    if any(_mark(group) == "**" for group in groups):
-        sentences.append("** all runs missed the goal: whole training time.")
-    return " ".join(sentences)
+    return " ".join([*sentences, *_mark_notes(groups)])
 
 
 def with_time(groups: Sequence[Group]) -> list[Group]:
@@ -179,14 +177,22 @@ def _mark(group: Group) -> str:
     return "*" if group.reached else "**"
 
 
+def _mark_notes(groups: Sequence[Group]) -> list[str]:
+    marks = set(map(_mark, groups))
+    notes = {
+        "*": "* some runs missed the goal: time of all runs, divided by the number that reached it.",
+        "**": "** all runs missed the goal: sum of the times of all runs.",
+    }
+    return [note for mark, note in notes.items() if mark in marks]
+
+
 def _known_total(group: Group) -> Estimate | None:
-    """Return the mean time; with misses the cost per success, and without a success the mean training time."""
+    """Return the mean time; with misses the cost per success, and without a success the time of all runs."""
     if _mark(group) == "*":
         cost_s = cost_per_success_s(group.records)
         return None if cost_s is None else Estimate(cost_s, runs=len(group.records))
     times = [record.total_s for record in group.records if record.total_s is not None]
-    found = mean_time(times)
-    return found if found is None or not group.missed else Estimate(found.value, runs=found.runs)
+    return Estimate(math.fsum(times), runs=len(times)) if times and group.missed else mean_time(times)
 
 
 def _total(group: Group) -> Estimate:
@@ -197,10 +203,7 @@ def _total(group: Group) -> Estimate:
 
 def _phases(group: Group) -> dict[str, float]:
     """Return the mean time of each phase; the rest of the total time counts as other."""
-    found = _means([record.phases_s for record in group.records], PHASES)
-    if _mark(group) == "*":
-        sums = {name: sum(record.phases_s.get(name, 0.0) for record in group.records) for name in PHASES}
-        found = {name: value / len(group.reached) for name, value in sums.items()}
+    found = _parts(group, [record.phases_s for record in group.records], PHASES)
     left = _total(group).value - sum(found.values())
     # A smaller difference is a rounding error.
     if left > 1e-6 * _total(group).value:
@@ -209,12 +212,15 @@ def _phases(group: Group) -> dict[str, float]:
 
 
 def _steps(group: Group) -> dict[str, float]:
-    return _means([record.steps_s for record in group.records], tuple(STEPS))
+    return _parts(group, [record.steps_s for record in group.records], tuple(STEPS))
 
 
-def _means(parts: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
-    found = {name: mean([part.get(name) for part in parts]) for name in names}
-    return {name: value.value for name, value in found.items() if value is not None}
+def _parts(group: Group, parts: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
+    """Return the mean of each part over the runs; with misses, its sum divided by the number of successes, if any."""
+    found = {name: [part[name] for part in parts if part.get(name) is not None] for name in names}
+    # A mean over all runs would be smaller for a miss that ended early.
+    runs = max(len(group.reached), 1) if group.missed else None
+    return {name: math.fsum(values) / (runs or len(values)) for name, values in found.items() if values}
 
 
 def _places(axes: Axes, groups: Sequence[Group], width: float) -> list[tuple[float, Group]]:
