@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["predict"]
 
 _NUMBERS = ("step_s", "exposed_s", "steps", "time_to_goal_s", "bytes_sent")
+_RANGES = ("step_range_s", "time_to_goal_range_s")
 _HEADERS = ("RUN", "NETWORK", "WORKERS", "FIGURES", "STEP (MS)", "WAITING (MS)", "STEPS", "TO GOAL (S)", "TO GOAL (MB)")
 
 
@@ -54,7 +55,8 @@ def predict(
 
     Each PATH is a result folder, or a folder with results at any depth. Runs of one configuration are one line for each
     network and number of workers. A prediction starts from the runs with the nearest number of workers, at least 2;
-    runs of one worker give the compute time. Measured figures are marked as measured. A configuration that cannot be
+    runs of one worker give the compute time. Measured figures are marked as measured. A predicted time has its range in
+    brackets, from the error of predictions that were compared with measured times. A configuration that cannot be
     predicted has a line without figures, and the reason below the table. A run that cannot be used is left out, with
     one line that says why.
     """
@@ -126,11 +128,11 @@ def _row(records: Sequence[RunRecord], network: Network, workers: int, critical_
 
     measured = [_figures(record) for record in same if has_network(record)]
     if measured:
-        return {**row, "figures": "measured", **_medians(measured)}
+        return {**row, "figures": "measured", **_medians(measured), **dict.fromkeys(_RANGES)}
     try:
         return {**row, "figures": "predicted", **_predicted(records, network, workers, critical_workers)}
     except ConfigurationError as error:
-        return {**row, "figures": "none", **dict.fromkeys(_NUMBERS), "error": str(error)}
+        return {**row, "figures": "none", **dict.fromkeys((*_NUMBERS, *_RANGES)), "error": str(error)}
 
 
 def _predicted(
@@ -153,7 +155,11 @@ def _predicted(
             problems.append(error)
     if not predictions:
         raise problems[0]
-    figures = _medians([dataclasses.asdict(prediction) for prediction in predictions])
+    figures: dict[str, Any] = {**_medians([dataclasses.asdict(prediction) for prediction in predictions])}
+    for name in _RANGES:
+        ranges = [getattr(prediction, name) for prediction in predictions]
+        # All have the same error, so this is the range of the median.
+        figures[name] = None if None in ranges else [statistics.median(ends) for ends in zip(*ranges, strict=True)]
     caveats = dict.fromkeys(text for prediction in predictions for text in prediction.caveats)
     return {**figures, "assumption": predictions[0].assumption, "caveats": list(caveats)}
 
@@ -186,6 +192,14 @@ def _cells(row: dict[str, Any]) -> list[str]:
     def scaled(name: str, factor: float, digits: int) -> str:
         return "-" if row[name] is None else number(row[name] * factor, digits)
 
+    def ranged(name: str, ends: str, factor: float, digits: int) -> str:
+        text = scaled(name, factor, digits)
+        if row[ends] is None:
+            return text
+        low, high = (number(end * factor, digits) for end in row[ends])
+        return f"{text} ({low} to {high})"
+
     texts = [clean(row["run"]), row["network"], str(row["workers"]), row["figures"]]
-    numbers = [scaled("step_s", 1e3, 2), scaled("exposed_s", 1e3, 2), scaled("steps", 1, 0)]
-    return [*texts, *numbers, scaled("time_to_goal_s", 1, 1), scaled("bytes_sent", 1e-6, 1), scaled("price", 1, 3)]
+    numbers = [ranged("step_s", "step_range_s", 1e3, 2), scaled("exposed_s", 1e3, 2), scaled("steps", 1, 0)]
+    to_goal = ranged("time_to_goal_s", "time_to_goal_range_s", 1, 1)
+    return [*texts, *numbers, to_goal, scaled("bytes_sent", 1e-6, 1), scaled("price", 1, 3)]

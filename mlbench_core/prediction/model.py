@@ -15,8 +15,15 @@ __all__ = ["Prediction", "predict", "predict_time_to_goal"]
 
 # Without a described network, the workers talked inside of one machine.
 _ONE_MACHINE = Network(Link(None))
-# What benchmarks/micro/prediction.py measured on 2026-11-23: 60 steps, predicted with errors of up to 35.3 %.
-_CALIBRATED_NETWORKS = ("datacenter", "home-fibre", "mobile-lte", "wan-transatlantic")
+# What benchmarks/micro/prediction.py measured on 2026-11-23: 60 steps, see docs/howto/prediction.md. Mean error of a
+# step's time as a share of the measured one, by network and largest number of workers.
+_ERRORS = {
+    "datacenter": {2: 0.055, 4: 0.135, 8: 0.276},
+    "home-fibre": {8: 0.024},
+    "mobile-lte": {8: 0.024},
+    "wan-transatlantic": {8: 0.024},
+}
+_LARGEST_ERROR = 0.353
 _CALIBRATED_WORKERS = (2, 8)
 # Below this share of a step, waiting without an explanation does not change what a prediction means.
 _UNEXPLAINED_SHARE = 0.1
@@ -37,6 +44,10 @@ class Prediction:
         bytes_sent: Bytes that all workers send until the goal; None likewise.
         assumption: The assumption behind ``steps``, one sentence.
         caveats: What makes the times less certain, a sentence each.
+        step_range_s: The least and the most seconds of a step, from the mean error that was measured for this network
+            and number of workers, else from the largest error. It is not a confidence interval. None for one worker,
+            whose step was not a part of that measurement.
+        time_to_goal_range_s: The same of ``time_to_goal_s``. It has no error of ``steps``, which is not known.
     """
 
     workers: int
@@ -49,6 +60,8 @@ class Prediction:
     bytes_sent: float | None
     assumption: str
     caveats: tuple[str, ...] = ()
+    step_range_s: tuple[float, float] | None = None
+    time_to_goal_range_s: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,9 @@ class _Measured:
         workers: Number of workers.
         compute_s: Seconds without communication, as they are with a core for each worker.
         backward_s: Seconds of the backward pass, likewise.
-        local_s: Seconds of waiting that the network does not explain, such as compression.
+        local_s: Seconds of work in the waiting that the network does not explain, such as compression. All of that
+            waiting if the processor time was not measured.
+        other_s: Seconds of waiting that are neither; None if the processor time was not measured.
         collectives: The collectives.
     """
 
@@ -67,6 +82,7 @@ class _Measured:
     compute_s: float
     backward_s: float
     local_s: float
+    other_s: float | None
     collectives: tuple[Collective, ...]
 
 
@@ -103,6 +119,9 @@ def predict(
         exposed_s += measured.local_s
     step_s = measured.compute_s / slowest_cpu + exposed_s
     steps, assumption = _steps(record, workers, critical_workers)
+    error = _error(network, workers) if workers > 1 else None
+    # The error is a share of the measured time m: the prediction p is between m (1 - error) and m (1 + error).
+    step_range_s = None if error is None else (step_s / (1 + error), step_s / (1 - error))
     each = [entry.scaled(measured.workers, workers) for entry in measured.collectives] if workers > 1 else []
     return Prediction(
         workers,
@@ -115,6 +134,8 @@ def predict(
         None if steps is None else steps * workers * sum(entry.calls * entry.size_bytes for entry in each),
         assumption,
         _caveats(record, measured, network, workers),
+        step_range_s,
+        None if steps is None or step_range_s is None else (steps * step_range_s[0], steps * step_range_s[1]),
     )
 
 
@@ -122,16 +143,34 @@ def _caveats(record: RunRecord, measured: _Measured, network: Network, workers: 
     """Return what makes the predicted times less certain: waiting of unknown cause, and a case not calibrated."""
     found = []
     step_s = (record.total_s or 0.0) / _steps_of(record)
-    if workers > 1 and measured.local_s > _UNEXPLAINED_SHARE * step_s:
+    if workers > 1 and (measured.other_s or 0.0) > _UNEXPLAINED_SHARE * step_s:
+        found.append(
+            f"the run {record.name} waited {1e3 * (measured.other_s or 0.0):.1f} ms in a step for something that is "
+            "neither its network nor work of its own thread, such as other load on the machine: this is not added"
+        )
+    if workers > 1 and measured.other_s is None and measured.local_s > _UNEXPLAINED_SHARE * step_s:
         found.append(
             f"{measured.local_s * 1e3:.1f} ms of waiting in a step of the run {record.name} is not explained by its "
             "network: it is unknown whether this is local work, which stays, or other load, which does not"
         )
-    low, high = _CALIBRATED_WORKERS
-    if workers > 1 and not (low <= workers <= high and network in map(get_network, _CALIBRATED_NETWORKS)):
-        names = ", ".join(_CALIBRATED_NETWORKS)
+    if workers > 1 and not _is_calibrated(network, workers):
+        names, (low, high) = ", ".join(_ERRORS), _CALIBRATED_WORKERS
         found.append(f"not within the range of calibration, which is {low} to {high} workers on {names}")
     return tuple(found)
+
+
+def _is_calibrated(network: Network, workers: int) -> bool:
+    low, high = _CALIBRATED_WORKERS
+    return low <= workers <= high and network in map(get_network, _ERRORS)
+
+
+def _error(network: Network, workers: int) -> float:
+    """Return the error of a step's time to expect, as a share of the true time."""
+    if not _is_calibrated(network, workers):
+        return _LARGEST_ERROR
+    errors = next(errors for name, errors in _ERRORS.items() if get_network(name) == network)
+    # Between two measured numbers of workers, the error of the larger one counts.
+    return errors[min(count for count in errors if count >= workers)]
 
 
 def predict_time_to_goal(record: RunRecord, network: Network, workers: int) -> float:
@@ -172,7 +211,7 @@ def _read(record: RunRecord, alone: RunRecord | None) -> _Measured:
     factor = _share_of_core(source) * _slowest_cpu(_network_of(source), source.workers or 1)
     compute_s = _compute_s(source) * factor
     backward_s = (source.steps_s.get("backprop") or 0.0) / (source.batches or 1) * factor
-    measured = _Measured(workers, compute_s, backward_s, 0.0, collectives)
+    measured = _Measured(workers, compute_s, backward_s, 0.0, None, collectives)
     there = _network_of(record)
     exposed_s = record.communication_exposed_s
     if exposed_s is None:
@@ -180,8 +219,13 @@ def _read(record: RunRecord, alone: RunRecord | None) -> _Measured:
         exposed_s = record.phases_s.get("communication") or 0.0
     waited_s = exposed_s / _steps_of(record)
     explained_s, _ = _communication_s(measured, there, workers, backward_s / _slowest_cpu(there, workers))
-    local_s = max(0.0, waited_s - explained_s) * _share_of_core(record)
-    return _Measured(workers, compute_s, backward_s, local_s, collectives)
+    unexplained_s = max(0.0, waited_s - explained_s)
+    if record.communication_cpu_s is None:
+        local_s = unexplained_s * _share_of_core(record)
+        return _Measured(workers, compute_s, backward_s, local_s, None, collectives)
+    # Processor time has no part in which a thread waited for a core.
+    local_s = min(unexplained_s, record.communication_cpu_s / _steps_of(record))
+    return _Measured(workers, compute_s, backward_s, local_s, unexplained_s - local_s, collectives)
 
 
 def _network_of(record: RunRecord) -> Network:

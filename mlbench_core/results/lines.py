@@ -232,6 +232,10 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     return line if isinstance(line, dict) and _is_sound(line) else None
 
 
+# Unknown in a run that continues from a checkpoint of an earlier version; the processor time also on a GPU.
+_MAY_BE_UNKNOWN = ("communication_cpu_s", "communication_wire_bytes", "exchanges")
+
+
 def _is_sound(line: Mapping[str, Any]) -> bool:
     """Return True if the fields of a line that are used in computations have the right types."""
     if not isinstance(line.get("kind"), str) or type(line.get("rank")) is not int or line["rank"] < 0:
@@ -253,8 +257,7 @@ def _is_sound(line: Mapping[str, Any]) -> bool:
     if type(totals.get("communication_measured", False)) is not bool:
         return False
     numbers = {name: value for name, value in totals.items() if name not in ("steps_s", "communication_measured")}
-    # Unknown in a run that continues from a checkpoint of an earlier version.
-    unknown = [name for name in ("communication_wire_bytes", "exchanges") if numbers.get(name, 0) is None]
+    unknown = [name for name in _MAY_BE_UNKNOWN if numbers.get(name, 0) is None]
     return all(map(_is_number, [*steps_s.values(), *(numbers[name] for name in numbers if name not in unknown)]))
 
 

@@ -76,6 +76,8 @@ class RunRecord:
         communication_exposed_s: The part of the communication time that training waited for; None if it was not
             measured, as with torch's own DistributedDataParallel.
         communication_hidden_s: The part of the communication time during which training continued.
+        communication_cpu_s: Processor time that the training thread of a worker used while training waited; None if it
+            was not measured.
         steps_s: Training time by step, see :data:`STEPS`.
         epochs_to_goal: Number of epochs until the goal was reached.
         steps_to_goal: Number of training batches until the goal was reached.
@@ -109,6 +111,7 @@ class RunRecord:
     phases_s: Mapping[str, float] = field(default_factory=dict)
     communication_exposed_s: float | None = None
     communication_hidden_s: float | None = None
+    communication_cpu_s: float | None = None
     steps_s: Mapping[str, float] = field(default_factory=dict)
     epochs_to_goal: int | None = None
     steps_to_goal: int | None = None
@@ -228,6 +231,8 @@ class RunRecord:
         to_goal = _slowest(goal.get("times")) if reached else {}
         at = {**times, **to_goal}
         exposed_s, hidden_s = (number(at.get(f"communication_{part}_s")) for part in ("exposed", "hidden"))
+        # That of the whole run does not stand in for one until the goal.
+        cpu_s = number((to_goal or times).get("communication_cpu_s"))
         configuration = dict(result.get("configuration") or {})
         if (workers := number(configuration.get("workers"))) is not None:
             # In JSON, 2.0 is an integer, too.
@@ -268,6 +273,7 @@ class RunRecord:
             phases_s=phases_s,
             communication_exposed_s=exposed_s,
             communication_hidden_s=hidden_s,
+            communication_cpu_s=None if exposed_s is None else cpu_s,
             steps_s=_slowest(result.get("steps_s")),
             epochs_to_goal=goal.get("epochs") if reached else None,
             steps_to_goal=goal.get("step") if reached else None,

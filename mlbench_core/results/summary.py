@@ -184,13 +184,16 @@ def _times(totals: Mapping[str, Any], is_measured: bool) -> dict[str, Any]:
         "communication_total_s": total_s if is_measured else None,
         "communication_exposed_s": exposed_s if is_measured else None,
         "communication_hidden_s": max(0.0, total_s - exposed_s) if is_measured else None,
+        # Lines of earlier versions lack it, and then so does the result that verification computes again.
+        **({"communication_cpu_s": totals["communication_cpu_s"]} if "communication_cpu_s" in totals else {}),
     }
 
 
 def _slowest_and_first(totals: list[Mapping[str, Any]], is_measured: bool) -> dict[str, dict[str, Any]]:
     """Return the times of the slowest worker in each phase, and those of the first worker."""
     times = [_times(of_worker, is_measured) for of_worker in totals]
-    slowest = {name: max((t[name] for t in times if t[name] is not None), default=None) for name in times[0]}
+    names = dict.fromkeys(name for of_worker in times for name in of_worker)
+    slowest = {name: max((t[name] for t in times if t.get(name) is not None), default=None) for name in names}
     return {"slowest": slowest, "rank_0": times[0]}
 
 

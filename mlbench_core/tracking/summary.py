@@ -20,6 +20,8 @@ class Counters:
     tokens: int = 0
     communication_total_s: float = 0.0
     communication_exposed_s: float = 0.0
+    # None until it is measured, and from the first wait on for which it was not.
+    communication_cpu_s: float | None = None
     communication_size_bytes: int = 0
     # None if a checkpoint of an earlier version lacks the first part.
     exchanges: int | None = 0
@@ -66,6 +68,8 @@ class TrackerSummary:
         batch_p99_s: 99th percentile of the seconds of a batch, likewise.
         communication_total_s: Seconds during which communication ran, as optimizers reported it.
         communication_exposed_s: Seconds of it that training waited for (exposed communication).
+        communication_cpu_s: Seconds of processor time that this worker's thread used while training waited for
+            communication: packing, compressing, summing. None if it was not measured, as on a GPU.
         communication_size_bytes: Bytes that this worker handed to collectives, as optimizers reported it.
         communication_wire_bytes: Bytes that this worker put on the wire, see
             :func:`~mlbench_core.wire_bytes.wire_bytes`; None if unknown.
@@ -101,6 +105,7 @@ class TrackerSummary:
     batch_p99_s: float | None
     communication_total_s: float
     communication_exposed_s: float
+    communication_cpu_s: float | None
     communication_size_bytes: int
     communication_wire_bytes: int | None
     exchanges: int | None

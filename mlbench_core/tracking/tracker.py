@@ -459,21 +459,27 @@ class Tracker(PhaseTimes):
     record_batch_opt_step = _step_method("opt_step")
     record_batch_comp_metrics = _step_method("comp_metrics")
 
-    def record_communication(self, total_s: float, exposed_s: float, size_bytes: int) -> None:
+    def record_communication(
+        self, total_s: float, exposed_s: float, size_bytes: int, *, cpu_s: float | None = None
+    ) -> None:
         """Add communication that may have overlapped with the backward pass.
 
         Args:
             total_s: Seconds during which communication ran.
             exposed_s: Seconds of exposed communication, for which training waited; limited to ``total_s``.
             size_bytes: Bytes that this worker handed to collectives. With more than 0, the batch counts as an exchange.
+            cpu_s: Seconds of processor time that the training thread used in ``exposed_s``, limited to it; None if
+                they were not measured. Those of the whole run are then unknown.
 
         Raises:
             ValueError: An argument is negative or not a number.
         """
         for name, value in (("total_s", total_s), ("exposed_s", exposed_s), ("size_bytes", size_bytes)):
             check_at_least(name, value, 0)
+        if cpu_s is not None:
+            check_at_least("cpu_s", cpu_s, 0)
         self._counters.communication_total_s += float(total_s)
-        self._counters.communication_exposed_s += float(min(exposed_s, total_s))
+        self._add_exposed(float(min(exposed_s, total_s)), cpu_s)
         self._counters.communication_size_bytes += int(size_bytes)
         self._counters.communication_measured = True
         # Several messages of one update are one exchange.
@@ -481,7 +487,7 @@ class Tracker(PhaseTimes):
             self._last_exchange = self._counters.batches
             self._count_exchange()
 
-    def charge_validation_average(self, seconds: float, size_bytes: int) -> None:
+    def charge_validation_average(self, seconds: float, size_bytes: int, *, cpu_s: float | None = None) -> None:
         """Add an average of weights that a validation needed to the training time, as exposed communication.
 
         Without it, a method whose workers differ would get the average for nothing, just before its goal is checked.
@@ -490,21 +496,36 @@ class Tracker(PhaseTimes):
         Args:
             seconds: Seconds that the average took.
             size_bytes: Bytes that this worker handed to collectives.
+            cpu_s: Seconds of processor time in it, see :meth:`record_communication`.
 
         Raises:
             ValueError: An argument is negative or not a number.
         """
         check_at_least("seconds", seconds, 0)
         check_at_least("size_bytes", size_bytes, 0)
+        if cpu_s is not None:
+            check_at_least("cpu_s", cpu_s, 0)
         self._counters.train_s += float(seconds)
         if self.communication_steps:
             step = self.communication_steps[0]
             self._step_s[step] = self._step_s.get(step, 0.0) + float(seconds)
         self._counters.communication_total_s += float(seconds)
-        self._counters.communication_exposed_s += float(seconds)
+        self._add_exposed(float(seconds), cpu_s)
         self._counters.communication_size_bytes += int(size_bytes)
         self._counters.communication_measured = True
         self._count_exchange()
+
+    def _add_exposed(self, exposed_s: float, cpu_s: float | None) -> None:
+        """Add exposed communication. Its processor time is known only if that of every part is."""
+        counters = self._counters
+        known_s = counters.communication_cpu_s if counters.communication_exposed_s > 0 else 0.0
+        if cpu_s is None or known_s is None:
+            # A part that took no time changes nothing.
+            if exposed_s > 0:
+                counters.communication_cpu_s = None
+        else:
+            counters.communication_cpu_s = known_s + float(min(cpu_s, exposed_s))
+        counters.communication_exposed_s += exposed_s
 
     def _count_exchange(self) -> None:
         if self._counters.exchanges is not None:
@@ -703,8 +724,8 @@ class Tracker(PhaseTimes):
         Returns:
             ``wall_s``, ``train_s``, ``validation_s``, ``compute_s``, ``communication_s``, ``metrics_s``,
             ``preprocess_s``, ``steps_s`` (by name), ``batches``, ``samples``, ``tokens``, ``communication_total_s``,
-            ``communication_exposed_s``, ``communication_size_bytes``, ``communication_wire_bytes``, ``exchanges`` and
-            ``communication_measured``, see
+            ``communication_exposed_s``, ``communication_cpu_s``, ``communication_size_bytes``,
+            ``communication_wire_bytes``, ``exchanges`` and ``communication_measured``, see
             :class:`~mlbench_core.tracking.summary.TrackerSummary`. Parts before a resumption count.
         """
         now, counts = self._totals(), self._collectives
@@ -894,7 +915,11 @@ class Tracker(PhaseTimes):
             raise ValueError(f"version {state['version']!r}")
         new: dict[str, Any] = {name: state[name.lstrip("_")] for name in _STATE_ATTRIBUTES}
         # Checkpoints of an earlier version lack these.
-        later = {"exchanges": None, "communication_measured": bool(state["communication_size_bytes"])}
+        later = {
+            "exchanges": None,
+            "communication_cpu_s": None,
+            "communication_measured": bool(state["communication_size_bytes"]),
+        }
         new["_counters"] = Counters(**{name: {**later, **state}[name] for name in (f.name for f in fields(Counters))})
         # A checkpoint from before they were counted has none, and half a run's would be wrong.
         collectives = state.get("collectives")

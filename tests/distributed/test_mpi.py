@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ from mlbench_core.distributed.pytorch.mpi import store as stores
 from mlbench_core.distributed.pytorch.mpi.buffers import Buffer
 from mlbench_core.distributed.pytorch.mpi.queue import Work, WorkQueue
 from mlbench_core.distributed.pytorch.mpi.watchdog import Watchdog
+from mlbench_core.distributed.pytorch.work_clock import work_s
 from mlbench_core.errors import BackendError, MissingDependencyError
 from mlbench_core.utils.pytorch import initialize_backends
 from tests.distributed.mpi_worker import SCENARIOS
@@ -323,6 +325,18 @@ def test_the_thread_works_on_its_own_and_ends_with_the_last_group() -> None:
         jobs.remove_group(None, drain=True)
         assert other.is_success()
     assert log.count("finish left") == 2
+
+
+def test_a_thread_that_polls_for_messages_does_not_work() -> None:
+    jobs, log = WorkQueue(), list[str]()
+    work = _work(jobs, log, "late", Request(5000))
+    jobs.submit(work, background=False)
+    with mock.patch("mlbench_core.distributed.pytorch.mpi.queue._SPIN_S", 60.0):
+        work_before_s, cpu_before_s = work_s(), time.thread_time()
+        assert work.wait()
+        worked_s, used_s = work_s() - work_before_s, time.thread_time() - cpu_before_s
+    assert 0 <= worked_s < used_s / 4
+    jobs.close(drain=True)
 
 
 class Unlimited(queue.SimpleQueue[bool]):

@@ -148,6 +148,63 @@ def test_waiting_of_unknown_cause_is_named() -> None:
     assert predict(record(), network, 1).caveats == ()
 
 
+def waiting_for_other_load() -> RunRecord:
+    """A run that waited 110 ms of each step of 160 ms, in which it worked for 1 ms."""
+    return record(communication_exposed_s=11.0, communication_cpu_s=0.1, time_to_goal_s=16.0)
+
+
+def test_waiting_for_other_load_is_not_added_to_other_networks() -> None:
+    network = get_network("datacenter")
+    found = predict(waiting_for_other_load(), network, 8)
+    assert found.exposed_s == pytest.approx(collective_s("all_reduce", 4000, 8, network) + 0.001)
+    assert found.step_s == pytest.approx(0.05 + found.exposed_s)
+    (caveat,) = found.caveats
+    there_s = collective_s("all_reduce", 4000, 4, parse_network("unlimited"))
+    assert f"the run measured waited {109 - 1e3 * there_s:.1f} ms in a step" in caveat
+    assert "is not added" in caveat
+    assert predict(waiting_for_other_load(), network, 1).caveats == ()
+    # Without the processor time, it is not known what the waiting was.
+    unknown = predict(dataclasses.replace(waiting_for_other_load(), communication_cpu_s=None), network, 8)
+    assert unknown.exposed_s == pytest.approx(found.exposed_s + 0.109 - there_s)
+    assert "is not explained by its network" in unknown.caveats[0]
+
+
+def test_work_is_at_most_the_waiting_that_the_network_does_not_explain() -> None:
+    # 10 ms of waiting, in which the worker worked for 20 ms: a part of its work was at the time of the messages.
+    network = get_network("datacenter")
+    found = predict(record(communication_cpu_s=2.0), network, 8)
+    assert found.exposed_s == predict(record(), network, 8).exposed_s
+    assert found.caveats == ()
+    # 4 workers share 2 cores, but time without a core is no processor time.
+    busy = record(communication_cpu_s=0.4, machine={"cores": 2, "hosts": 1})
+    assert predict(busy, network, 8).exposed_s == pytest.approx(collective_s("all_reduce", 4000, 8, network) + 0.004)
+
+
+@pytest.mark.parametrize(("network", "workers", "error"), [
+    ("datacenter", 2, 0.055), ("datacenter", 3, 0.135), ("datacenter", 4, 0.135), ("datacenter", 8, 0.276),
+    ("home-fibre", 2, 0.024), ("mobile-lte", 4, 0.024), ("wan-transatlantic", 8, 0.024),
+    ("datacenter", 9, 0.353), (SLOW, 4, 0.353),
+])  # fmt: skip
+def test_the_range_is_that_of_the_measured_errors(network: str, workers: int, error: float) -> None:
+    found = predict(record(), get_network(network), workers)
+    assert found.step_range_s is not None and found.time_to_goal_range_s is not None
+    low_s, high_s = found.step_range_s
+    # A prediction of one end would be the error away from it.
+    assert found.step_s / low_s - 1 == pytest.approx(error)
+    assert 1 - found.step_s / high_s == pytest.approx(error)
+    assert found.steps is not None
+    assert found.time_to_goal_range_s == pytest.approx((found.steps * low_s, found.steps * high_s))
+
+
+def test_a_prediction_without_messages_or_a_goal_has_no_range_of_them() -> None:
+    assert predict(record(), get_network("datacenter"), 1).step_range_s is None
+    assert predict(record(), get_network("datacenter"), 1).time_to_goal_range_s is None
+    missed = record(reached=False, steps_to_goal=None, time_to_goal_s=None)
+    found = predict(missed, get_network("datacenter"), 4)
+    assert found.step_range_s is not None
+    assert found.time_to_goal_range_s is None
+
+
 @pytest.mark.parametrize(("network", "workers", "is_calibrated"), [
     ("datacenter", 2, True), ("datacenter", 8, True), ("datacenter", 9, False), ("mobile-lte", 4, True),
     (SLOW, 4, False),

@@ -29,7 +29,7 @@ Clock = Any
 TOTALS = {
     "wall_s", "train_s", "validation_s", "compute_s", "communication_s", "metrics_s", "preprocess_s", "steps_s",
     "batches", "samples", "tokens", "communication_total_s", "communication_exposed_s", "communication_size_bytes",
-    "communication_wire_bytes", "communication_measured", "exchanges",
+    "communication_wire_bytes", "communication_measured", "communication_cpu_s", "exchanges",
 }  # fmt: skip
 
 

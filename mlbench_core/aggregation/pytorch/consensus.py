@@ -19,6 +19,7 @@ from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggr
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock, uncounted
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
+from mlbench_core.distributed.pytorch.work_clock import work_s
 
 __all__ = ["average_weights", "averaged_weights", "consensus_distance"]
 
@@ -90,10 +91,11 @@ def average_weights(model: nn.Module, process_group: Any = None, tracker: Any = 
                 aggregation.aggregate(tensors, AVG_WORLD)
             return
         _wait_for_gpu(tensors)
-        before_s = time.perf_counter()
+        before_s, cpu_before_s = time.perf_counter(), work_s()
         aggregation.aggregate(tensors, AVG_WORLD)
         _wait_for_gpu(tensors)
-    tracker.charge_validation_average(time.perf_counter() - before_s, aggregation.bytes_sent)
+        cpu_s = None if any(t.is_cuda for t in tensors.values()) else work_s() - cpu_before_s
+    tracker.charge_validation_average(time.perf_counter() - before_s, aggregation.bytes_sent, cpu_s=cpu_s)
     # It passes on the collectives that were counted.
     CommunicationClock().report(tracker)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+from mlbench_core.distributed.pytorch.work_clock import work_s
 
 __all__ = ["CommunicationClock", "Interval", "count_collective", "uncounted"]
 
@@ -42,6 +46,13 @@ def uncounted() -> Iterator[None]:
         _is_counting.reset(token)
 
 
+# Reading a signature takes longer than recording an interval.
+@functools.lru_cache(maxsize=16)
+def _takes_cpu_s(method: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(method).parameters
+    return "cpu_s" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
 class Interval:
     """A period of communication, for example that of one step.
 
@@ -60,6 +71,7 @@ class Interval:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         # Begin and end of each exposed part: seconds on the host, or CUDA events.
         self._marks: list[tuple[Any, Any]] = []
+        self._cpu_s = 0.0
         self._in_transit = 0
         self._in_transit_since_s = 0.0
         self._in_transit_s = 0.0
@@ -67,8 +79,13 @@ class Interval:
     @contextmanager
     def exposed(self) -> Iterator[None]:
         """Count the time of the block as time that training waits for."""
-        begin = self._now()
+        # Of this thread, not of the process. If a compression uses several threads, this one works as long as they do,
+        # so its time is that of the work, and the process would count each of them. The process would also count
+        # threads that spin after such work, those that send metrics or load data, and those in which Gloo moves and
+        # sums a message while it travels, which is a part of the network's time.
+        begin, cpu_begin_s = self._now(), work_s()
         yield
+        self._cpu_s += work_s() - cpu_begin_s
         self._marks.append((begin, self._now()))
 
     def start_message(self) -> None:
@@ -101,6 +118,13 @@ class Interval:
     def exposed_s(self) -> float:
         """Return the seconds that training waited for the communication (exposed communication)."""
         return sum(self._between(begin, end) for begin, end in self._marks)
+
+    def cpu_s(self) -> float | None:
+        """Return the processor seconds of this thread in the exposed parts; None on a GPU, which does the work there.
+
+        Sleeping and waiting for a message or for a core do not count, but packing, compressing and summing do.
+        """
+        return self._cpu_s if self._stream is None else None
 
     def _now(self) -> Any:
         if self._stream is None:
@@ -155,11 +179,11 @@ class CommunicationClock:
         """Report the intervals that are over to a tracker, each once.
 
         Args:
-            tracker: A tracker, or None. Its ``record_communication(total_s, exposed_s, size_bytes)`` is called. If
-                training waited within another step, ``book_as_communication(step, seconds)`` is called too. The
-                collectives of this process since the last report go to
-                ``record_collective(op, group, size_bytes, calls, overlapped)``. A method that the tracker does not
-                have is skipped.
+            tracker: A tracker, or None. Its ``record_communication(total_s, exposed_s, size_bytes)`` is called, with
+                the keyword ``cpu_s`` if the method has it and the processor time was measured. If training waited
+                within another step, ``book_as_communication(step, seconds)`` is called too. The collectives of this
+                process since the last report go to ``record_collective(op, group, size_bytes, calls, overlapped)``.
+                A method that the tracker does not have is skipped.
         """
         record = getattr(tracker, "record_communication", None)
         book = getattr(tracker, "book_as_communication", None)
@@ -171,7 +195,11 @@ class CommunicationClock:
         _collectives.clear()
         for interval in self.intervals():
             if record is not None:
-                record(interval.total_s(), interval.exposed_s(), interval.size_bytes)
+                cpu_s = interval.cpu_s()
+                # A tracker of somebody else may have the method without this keyword.
+                is_taken = cpu_s is not None and _takes_cpu_s(getattr(record, "__func__", record))
+                more = {"cpu_s": cpu_s} if is_taken else {}
+                record(interval.total_s(), interval.exposed_s(), interval.size_bytes, **more)
             if book is not None and interval.within is not None:
                 book(interval.within, interval.exposed_s())
 

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from mlbench_core.distributed.pytorch.mpi.watchdog import Watchdog
+from mlbench_core.distributed.pytorch.work_clock import polling
 
 __all__ = ["Work", "WorkQueue"]
 
@@ -278,6 +279,8 @@ class WorkQueue:
         """Post queued works and check which messages have arrived, unless another thread does."""
         self._progress(wait_s=0, finish_collectives=False)
 
+    # The time of MPI's calls is that of the network, as with Gloo, which has threads for them.
+    @polling()
     def run_until(self, work: Work, timeout_s: float | None) -> bool:
         """Do due works until a given work is done.
 
