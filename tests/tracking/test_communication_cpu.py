@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def work_as_polling() -> None:
 
 
 @pytest.mark.parametrize("wait", [lambda: time.sleep(0.1), work_elsewhere, work_as_polling])
-def test_waiting_is_no_work(wait: Callable[[], None]) -> None:
+def test_waiting_is_not_work(wait: Callable[[], None]) -> None:
     interval = Interval(CPU)
     with interval.exposed():
         wait()
@@ -60,6 +61,26 @@ def test_waiting_is_no_work(wait: Callable[[], None]) -> None:
         work()
     # Work after polling counts, in the same interval too.
     assert interval.cpu_s() == pytest.approx(cpu_s + 0.1, rel=0.3)
+
+
+def test_it_is_not_measured_on_a_gpu() -> None:
+    class Stream:
+        """Passes each event at once."""
+
+    interval = Interval(CPU)
+    interval._stream = Stream()  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Interval, "_now", lambda self: SimpleNamespace(query=lambda: True, elapsed_time=lambda end: 100.0)
+        )
+        with interval.exposed():
+            work(0.01)
+    assert (interval.exposed_s(), interval.cpu_s()) == (0.1, None)
+    clock, tracker = CommunicationClock(), Tracker([], "run", 0)
+    clock.add(interval)
+    clock.report(tracker)
+    summary = tracker.summary()
+    assert (summary.communication_exposed_s, summary.communication_cpu_s) == (0.1, None)
 
 
 def test_a_clock_reports_it_to_trackers_that_take_it() -> None:

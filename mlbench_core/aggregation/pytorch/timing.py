@@ -79,10 +79,10 @@ class Interval:
     @contextmanager
     def exposed(self) -> Iterator[None]:
         """Count the time of the block as time that training waits for."""
-        # Of this thread, not of the process. If a compression uses several threads, this one works as long as they do,
-        # so its time is that of the work, and the process would count each of them. The process would also count
-        # threads that spin after such work, those that send metrics or load data, and those in which Gloo moves and
-        # sums a message while it travels, which is a part of the network's time.
+        # The time of this thread, not of the process. If a compression uses several threads, this one works as long as
+        # they do, and the process would count each of them. The process would also count threads that spin after such
+        # work, and those that send metrics or load data. Gloo's threads move and sum a message while it travels, so
+        # their time is a part of the network's.
         begin, cpu_begin_s = self._now(), work_s()
         yield
         self._cpu_s += work_s() - cpu_begin_s
