@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from mlbench_core.aggregation.pytorch import AllReduceAggregation
+from mlbench_core.aggregation.pytorch import AllReduceAggregation, DeMoAggregation, DionAggregation, OneBitAggregation
 from mlbench_core.optim.pytorch import CentralizedSGD, DistributedGradScaler, GenericCentralizedOptimizer
 from tests.contracts.test_distributed_optimizers import MEMBERS, Net, every_member
 from tests.helpers.ranks import run_ranks
@@ -178,3 +178,12 @@ def test_a_scaled_gradient_is_clipped_after_it_was_unscaled() -> None:
 
 def test_a_backward_pass_after_it_is_refused() -> None:
     assert len({result["too early"] for result in trained()}) == 1
+
+
+@pytest.mark.parametrize("kind", [DeMoAggregation, DionAggregation, OneBitAggregation])
+def test_a_direction_that_is_no_average_is_not_clipped(kind: Any) -> None:
+    model = net()
+    optimizer = CentralizedSGD(1, model, lr=0.5, aggregation=kind())
+    backward(model, 0, 1)
+    with pytest.raises(ValueError, match=f"the result of {kind.__name__} is another direction"):
+        optimizer.clip_grad_norm_(1.0)
