@@ -29,7 +29,8 @@ setup(
         "mlbench_core.results": ["*.json", "*.mplstyle", "*.toml", "references/*.json"],
         "mlbench_core.sweep": ["*.css"],
         "mlbench_charts": ["mlbench/*", "mlbench/.helmignore", "mlbench/templates/*"],
-        "mlbench_master": ["py.typed", "static/*", "static/vendor/*", "templates/*"],
+        "mlbench_master": ["py.typed"],
+        "mlbench_master.web": ["static/*", "static/vendor/*", "templates/*"],
         "": ["README.md"],
     },
 )

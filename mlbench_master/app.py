@@ -25,20 +25,20 @@ from mlbench_core.addresses import is_loopback
 from mlbench_core.client.masters import KEY_VARIABLE
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.paths import user_folder
+from mlbench_master.api.openapi import set_description
+from mlbench_master.api.routes import router
 from mlbench_master.connections import max_connections
+from mlbench_master.database.store import Store
+from mlbench_master.database.writer import MetricWriter
 from mlbench_master.events import EventBus, TooManyStreamsError
 from mlbench_master.launchers import Launcher, LauncherError, make_launcher
-from mlbench_master.lease import Lease
-from mlbench_master.login import add_login
-from mlbench_master.openapi import set_description
-from mlbench_master.pages import make_pages
-from mlbench_master.pages.render import error_page
-from mlbench_master.proxies import RootPathMiddleware, check_root_path
-from mlbench_master.routes import router
-from mlbench_master.scheduler import Scheduler
+from mlbench_master.runs.lease import Lease
+from mlbench_master.runs.scheduler import Scheduler
 from mlbench_master.security import Access, GuardMiddleware, make_private, wants_page
-from mlbench_master.store import Store
-from mlbench_master.writer import MetricWriter
+from mlbench_master.web import make_pages
+from mlbench_master.web.login import add_login
+from mlbench_master.web.proxies import RootPathMiddleware, check_root_path
+from mlbench_master.web.render import error_page
 
 __all__ = ["create_app"]
 
@@ -66,7 +66,7 @@ def create_app(
             requests to a loopback name are answered.
         launcher: The launcher that starts runs; by default it starts processes on this machine.
         master_url: The URL under which workers reach this master.
-        root_path: The path below which a proxy serves it, see :mod:`mlbench_master.proxies`.
+        root_path: The path below which a proxy serves it, see :mod:`mlbench_master.web.proxies`.
 
     Returns:
         The application; ``app.state`` has ``store``, ``scheduler``, ``launcher``, ``events``, ``access``.
@@ -124,7 +124,7 @@ def create_app(
     app.state.access = access
     app.include_router(make_pages())
     add_login(app, access)
-    app.mount("/static", StaticFiles(directory=Path(__file__).parent / "static"), name="static")
+    app.mount("/static", StaticFiles(directory=Path(__file__).parent / "web" / "static"), name="static")
     _add_error_handlers(app)
     set_description(app)
     app.add_middleware(GuardMiddleware, access=access)

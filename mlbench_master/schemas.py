@@ -17,9 +17,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from mlbench_core.caller import check_variable, is_carried
 from mlbench_core.network.named import get_network
 from mlbench_core.tasks import is_run_name
+from mlbench_master.database.store import RUN_COLUMNS
 from mlbench_master.dates import Date
 from mlbench_master.launchers.interface import LogFilter
-from mlbench_master.store import RUN_COLUMNS
 
 __all__ = [
     "DEFAULT_BANDWIDTH",

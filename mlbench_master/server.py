@@ -161,7 +161,7 @@ def _url(listen: Listen, port: int) -> str:
 
 
 def _say_who_has_access(url: str, access: Access, listen: Listen) -> None:
-    from mlbench_master.login import login_path
+    from mlbench_master.web.login import login_path
 
     if access.token is None:
         _log.warning("no token is needed: every program and user of this machine can run commands as you")

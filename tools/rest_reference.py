@@ -12,8 +12,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from mlbench_master.openapi import set_description
-from mlbench_master.routes import router
+from mlbench_master.api.openapi import set_description
+from mlbench_master.api.routes import router
 
 # Every request can have these; the page says so once.
 COMMON_ERRORS = {"401", "403", "429", "503"}

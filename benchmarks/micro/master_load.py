@@ -34,7 +34,7 @@ import psutil
 from _bench import Subject, Timed, finish, make_parser, measure, parse
 
 from mlbench_core.client.api import new_metric_id
-from mlbench_master.store import NewMetric, Run, Store, new_run, run_owner
+from mlbench_master.database.store import NewMetric, Run, Store, new_run, run_owner
 
 TOKEN = "load"
 HEADERS = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}

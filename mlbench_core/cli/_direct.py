@@ -12,7 +12,7 @@ from mlbench_core.cli._output import clean, print_table, remark
 from mlbench_core.paths import user_folder
 
 if TYPE_CHECKING:
-    from mlbench_master.direct import DirectRuns
+    from mlbench_master.runs.masterless import MasterlessRuns
 
 __all__ = ["ENGINE", "open_runs", "show_submitted"]
 
@@ -20,7 +20,7 @@ ENGINE = "slurm"
 """The only engine that needs no master: it has a queue of its own, and its workers share a folder with this machine."""
 
 
-def open_runs(name: str, data_dir: Path | None) -> DirectRuns:
+def open_runs(name: str, data_dir: Path | None) -> MasterlessRuns:
     """Return the runs of a name, whose folder is created.
 
     Args:
@@ -33,12 +33,12 @@ def open_runs(name: str, data_dir: Path | None) -> DirectRuns:
     """
     _embedded.check_installed()
     # After the check, because this import fails if a package of the master is missing.
-    from mlbench_master.direct import DirectRuns
+    from mlbench_master.runs.masterless import MasterlessRuns
 
-    return DirectRuns((data_dir or user_folder("no-master")) / name)
+    return MasterlessRuns((data_dir or user_folder("no-master")) / name)
 
 
-def show_submitted(runs: DirectRuns, started: Sequence[Mapping[str, Any]], waits: bool) -> None:
+def show_submitted(runs: MasterlessRuns, started: Sequence[Mapping[str, Any]], waits: bool) -> None:
     """Write the jobs and the folders of submitted runs, and how to go on if the command does not wait."""
     rows = [
         (item["name"], item["num_workers"], item["job_metadata"]["slurm_job"], item["job_metadata"]["folder"])

@@ -12,8 +12,8 @@ import pytest
 from mlbench_core.cli import _wait
 from mlbench_core.client.masters import read_record
 from mlbench_core.results.folder import FILES, verify_folder
-from mlbench_master import direct
 from mlbench_master.launchers import LauncherError, slurm, slurm_queue
+from mlbench_master.runs import masterless as direct
 from tests.cli.conftest import Call
 from tests.master import fake_slurm
 from tests.results.helpers import write_run
@@ -155,7 +155,7 @@ def test_a_refused_job_leaves_nothing(fake: Path, call: Call, patch: pytest.Monk
 
 def test_metrics_of_a_run_that_continues_are_read_when_they_grow(fake: Path, tmp_path: Path) -> None:
     (fake / "hold").touch()
-    with direct.DirectRuns(tmp_path / "runs") as runs:
+    with direct.MasterlessRuns(tmp_path / "runs") as runs:
         run = runs.create({"name": "a", "num_workers": 1, "command": "true"})
         assert (runs.run(run["id"])["state"], runs.metrics(run["id"])) == ("initialized", {})
         made = write_run(tmp_path / "made", workers=1, accuracies=(70.0, 80.0), finish=False)

@@ -17,11 +17,13 @@ import pytest
 from alembic.script import ScriptDirectory
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_master import create_app, lease, migrations
+from mlbench_master import create_app
+from mlbench_master.database import migrations
+from mlbench_master.database.store import Store
 from mlbench_master.events import EventBus
-from mlbench_master.lease import Lease
-from mlbench_master.scheduler import Scheduler
-from mlbench_master.store import Store
+from mlbench_master.runs import lease
+from mlbench_master.runs.lease import Lease
+from mlbench_master.runs.scheduler import Scheduler
 from tests.faults.helpers import add_run
 from tests.helpers.processes import environment
 from tests.master.helpers import IdleLauncher, TestClient, server, wait_for
@@ -106,8 +108,8 @@ def test_an_upgrade_is_one_line_of_the_master(tmp_path: Path, caplog: pytest.Log
 def test_an_upgrade_is_one_line_in_a_process_that_has_not_loaded_alembic(tmp_path: Path) -> None:
     path = tmp_path / "master.db"
     run_sql(path, *old_tables(3, "sqlite"))
-    code = "import logging, sys; logging.basicConfig(level=logging.INFO); from mlbench_master.store import Store; "
-    code += "Store(sys.argv[1])"
+    code = "import logging, sys; logging.basicConfig(level=logging.INFO); "
+    code += "from mlbench_master.database.store import Store; Store(sys.argv[1])"
     done = subprocess.run(
         [sys.executable, "-c", code, f"sqlite:///{path}"], capture_output=True, text=True, check=True, timeout=100
     )
@@ -133,7 +135,7 @@ def test_the_revisions_are_numbered_up_to_the_newest(tmp_path: Path) -> None:
 
 
 def test_a_start_on_tables_of_this_version_does_not_import_alembic(database: Path) -> None:
-    code = "import sys; from mlbench_master.store import Store; [Store(url).close() for url in sys.argv[1:]]; "
+    code = "import sys; from mlbench_master.database.store import Store; [Store(url).close() for url in sys.argv[1:]]; "
     code += "assert 'sqlalchemy' in sys.modules and 'alembic' not in sys.modules"
     urls = [f"sqlite:///{path}" for path in (database, database.with_name("new.db"))]
     subprocess.run([sys.executable, "-c", code, *urls], env=environment(), timeout=60, check=True)

@@ -19,12 +19,12 @@ import pytest
 
 from mlbench_core.client.api import ApiClient
 from mlbench_core.client.outbox import Outbox
+from mlbench_master.database.store import Store, run_owner
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.local import LocalLauncher
-from mlbench_master.leftovers import new_metric, store_leftovers
-from mlbench_master.scheduler import Scheduler
+from mlbench_master.runs.leftovers import new_metric, store_leftovers
+from mlbench_master.runs.scheduler import Scheduler
 from mlbench_master.schemas import MetricIn
-from mlbench_master.store import Store, run_owner
 from tests.client.stub_master import StubMaster
 from tests.faults.helpers import add_run
 from tests.master.helpers import server, wait_for
@@ -275,7 +275,7 @@ def test_files_that_hold_up_the_master_are_left(tmp_path: Path, monkeypatch: pyt
     # A link must not lead to a database that is not of the worker.
     (spool / "4.sqlite3").symlink_to(tmp_path / "master.db")
     with monkeypatch.context() as patch:
-        patch.setattr("mlbench_master.leftovers._LONGEST_S", 0.0)
+        patch.setattr("mlbench_master.runs.leftovers._LONGEST_S", 0.0)
         missing = store_leftovers(spool, store)
     assert "2.sqlite3, which cannot be read (" in missing
     for name in ("3", "4"):

@@ -9,8 +9,8 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from mlbench_master import migrations
-from mlbench_master.store import Run, Store, run_owner
+from mlbench_master.database import migrations
+from mlbench_master.database.store import Run, Store, run_owner
 from tests.helpers.processes import environment
 
 __all__ = ["VERSIONS", "check_upgraded", "old_tables", "upgrade_until_killed"]
@@ -78,7 +78,7 @@ def check_upgraded(store: Store) -> None:
 _KILLED = """
 import os, signal, sys
 from alembic import command
-from mlbench_master.store import Store
+from mlbench_master.database.store import Store
 upgrade = command.upgrade
 command.upgrade = lambda *arguments: (upgrade(*arguments), os.kill(os.getpid(), signal.SIGKILL))
 Store(sys.argv[1])

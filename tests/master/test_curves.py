@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from mlbench_master import create_app, export
-from mlbench_master import store as database
-from mlbench_master.columns import Columns
-from mlbench_master.store import NewMetric, Store, new_run, pod_owner, run_owner
+from mlbench_master import create_app
+from mlbench_master.api import export
+from mlbench_master.database import store as database
+from mlbench_master.database.columns import Columns
+from mlbench_master.database.store import NewMetric, Store, new_run, pod_owner, run_owner
 from tests.master.helpers import TestClient, wait_for
 
 COLUMNS = {"num_workers": 1, "num_cpus": 1.0, "max_bandwidth": 1000.0, "image": "i", "backend": "gloo", "command": "x"}

@@ -12,7 +12,7 @@ import pytest
 
 from mlbench_core.paths import user_folder
 from mlbench_master import idle
-from mlbench_master.store import Store
+from mlbench_master.database.store import Store
 from tests.master.helpers import server
 
 IDLE_S = 1.0

@@ -18,9 +18,9 @@ pytest.importorskip("kubernetes", reason="needs the [kubernetes] extra")
 import mlbench_core
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app
-from mlbench_master.commands import check_options
 from mlbench_master.launchers import Job, JobStatus, LauncherError, kubernetes, kubernetes_api, kubernetes_queue
 from mlbench_master.launchers.kubernetes import KubernetesLauncher
+from mlbench_master.runs.commands import check_options
 from mlbench_master.schemas import RunIn
 from tests.master.fake_kubernetes import NAMESPACE, FakeKubernetes, at, cut, error, kmock
 from tests.master.helpers import TestClient, wait_for

@@ -14,7 +14,7 @@ pytest.importorskip("fastapi", reason="needs the [master] extra")
 pytest.importorskip("httpx", reason="needs httpx")
 
 from mlbench_master import create_app
-from mlbench_master.store import new_run
+from mlbench_master.database.store import new_run
 from tests.master.helpers import IdleLauncher, TestClient
 
 

@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_master import load as keeping
+from mlbench_master.database.store import NewMetric, Run, Store, new_run, pod_owner
 from mlbench_master.dates import format_date
 from mlbench_master.events import EventBus
 from mlbench_master.launchers import Job, LogPage
 from mlbench_master.launchers import load_sampler as measuring
 from mlbench_master.launchers.load_sampler import GpuMeter, LoadSampler
 from mlbench_master.launchers.local import LocalLauncher
-from mlbench_master.load import LoadKeeper
-from mlbench_master.store import NewMetric, Run, Store, new_run, pod_owner
+from mlbench_master.runs import load_samples as keeping
+from mlbench_master.runs.load_samples import LoadKeeper
 from tests.master.helpers import IdleLauncher, TestClient, wait_for
 
 HOUR_US = 3_600_000_000

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from mlbench_master.api.export import log_text
 from mlbench_master.app import create_app
-from mlbench_master.export import log_text
 from mlbench_master.launchers import logs
 from mlbench_master.launchers.interface import LogFilter, LogRange, NumberedLine
 from mlbench_master.launchers.logs import LogReader, LogWriter, append_log

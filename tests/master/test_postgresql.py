@@ -23,7 +23,7 @@ pytest.importorskip("psycopg", reason="needs the extra 'postgres'")
 import sqlalchemy as sa
 
 from mlbench_master import create_app
-from mlbench_master.store import LeaseRow, NewMetric, Run, Store, new_run, run_owner
+from mlbench_master.database.store import LeaseRow, NewMetric, Run, Store, new_run, run_owner
 from tests.master.helpers import IdleLauncher, TestClient
 from tests.master.old_tables import VERSIONS, check_upgraded, old_tables, upgrade_until_killed
 

@@ -12,13 +12,13 @@ import pytest
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app
-from mlbench_master.proxies import check_root_path
+from mlbench_master.web.proxies import check_root_path
 from tests.master.helpers import IdleLauncher, TestClient, wait_for
 
 ROOT = "/user/me%40x.org/proxy/5080"
 TOKEN = "a-token-of-the-test"
 HOST = "http://bench.example.org"
-STATIC = Path(__file__).parents[2] / "mlbench_master" / "static"
+STATIC = Path(__file__).parents[2] / "mlbench_master" / "web" / "static"
 LINK = re.compile(r'\b(?:href|src|action|hx-get|data-post|data-delete|data-then|formaction|poster|srcset)="([^"#]*)"')
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from mlbench_master import create_app, store
-from mlbench_master.store import NewMetric, Store, new_run, pod_owner, run_owner
+from mlbench_master import create_app
+from mlbench_master.database import store
+from mlbench_master.database.store import NewMetric, Store, new_run, pod_owner, run_owner
 from tests.master.helpers import TestClient
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from mlbench_master import create_app
 from mlbench_master.dates import now_us
-from mlbench_master.pages.logs import ERROR_LINE
-from mlbench_master.pages.render import ago, duration, number, render, size
+from mlbench_master.web.logs import ERROR_LINE
+from mlbench_master.web.render import ago, duration, number, render, size
 from tests.master.helpers import IdleLauncher, TestClient, wait_for
 
 

@@ -15,10 +15,11 @@ import pytest
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.configuration import Configuration
 from mlbench_core.results.load import load, unpack
-from mlbench_master import create_app, results
+from mlbench_master import create_app
+from mlbench_master.database.store import Run, new_run
 from mlbench_master.goals import read_goal
-from mlbench_master.results import FILES, ResultFolder
-from mlbench_master.store import Run, new_run
+from mlbench_master.runs import results
+from mlbench_master.runs.results import FILES, ResultFolder
 from tests.master.helpers import IdleLauncher, TestClient
 from tests.master.test_launcher import create, wait_state
 

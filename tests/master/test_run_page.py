@@ -12,7 +12,7 @@ import pytest
 
 from mlbench_master import create_app
 from mlbench_master.launchers import LogPage
-from mlbench_master.phases import MOST_EPOCHS
+from mlbench_master.runs.phases import MOST_EPOCHS
 from tests.master.helpers import IdleLauncher, TestClient, wait_for
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
+from mlbench_master.database.store import Run, Store, new_run
 from mlbench_master.events import EventBus
 from mlbench_master.launchers import Job, JobStatus
-from mlbench_master.scheduler import Scheduler
-from mlbench_master.store import Run, Store, new_run
+from mlbench_master.runs.scheduler import Scheduler
 from tests.master.helpers import IdleLauncher
 
 HOUR_US = 3_600_000_000
@@ -163,7 +163,7 @@ def test_requests_do_not_wait_for_the_start_of_all_runs(empty: Store, monkeypatc
     scheduler = Scheduler(empty, launcher, EventBus(), {})
     for number in range(3):
         add(empty, f"s{number}", 1)
-    monkeypatch.setattr("mlbench_master.scheduler._LONGEST_START_S", 0.0)
+    monkeypatch.setattr("mlbench_master.runs.scheduler._LONGEST_START_S", 0.0)
     assert running_after(scheduler, empty, launcher) == ["s0"]
     assert scheduler._wake.is_set()
     assert running_after(scheduler, empty, launcher) == ["s0", "s1"]

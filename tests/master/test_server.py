@@ -15,7 +15,7 @@ import pytest
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.paths import user_folder
 from mlbench_master import create_app
-from mlbench_master.store import Store
+from mlbench_master.database.store import Store
 from tests.master.helpers import PYTHON, ROOT, TestClient, server, wait_for
 
 

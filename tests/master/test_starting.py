@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlbench_master.store import NameInUseError, Run, Store, new_run
+from mlbench_master.database.store import NameInUseError, Run, Store, new_run
 
 
 def make(name: str) -> Run:

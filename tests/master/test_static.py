@@ -10,7 +10,7 @@ import pytest
 
 import mlbench_master
 
-ROOT = Path(mlbench_master.__file__).parent
+ROOT = Path(mlbench_master.__file__).parent / "web"
 VENDOR = ROOT / "static" / "vendor"
 CHECKSUMS = dict(line.split("  ")[::-1] for line in (VENDOR / "SHA256SUMS").read_text().splitlines())
 OWN = sorted(path for path in (ROOT / "static").iterdir() if path.suffix in (".js", ".css", ".svg"))

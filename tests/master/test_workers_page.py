@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mlbench_master import create_app
+from mlbench_master.database.store import NewMetric, Run, Store, new_run, pod_owner
 from mlbench_master.dates import now_us
-from mlbench_master.store import NewMetric, Run, Store, new_run, pod_owner
 from tests.master.helpers import IdleLauncher, TestClient
 
 MACHINE = '{"network": "machine"}'

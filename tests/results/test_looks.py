@@ -18,7 +18,7 @@ from mlbench_core.results.figures import looks as looks_of_methods
 from mlbench_core.results.figures.canvas import style
 from mlbench_core.results.figures.looks import METHODS, method_look, method_looks
 
-STYLE = Path(str(files(mlbench_master))) / "static" / "style.css"
+STYLE = Path(str(files(mlbench_master))) / "web" / "static" / "style.css"
 
 
 def test_every_method_of_the_library_has_a_look_of_its_own() -> None:

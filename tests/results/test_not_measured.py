@@ -21,7 +21,7 @@ from mlbench_core.results.schema import check_result
 from mlbench_core.results.table import compare_runs
 from mlbench_core.tracking.summary import TrackerSummary
 from mlbench_core.tracking.tracker import Tracker
-from mlbench_master.phases import is_measured, total_phases
+from mlbench_master.runs.phases import is_measured, total_phases
 from tests.results.helpers import write_run
 
 NUMBERS = ("communication_exposed_s", "communication_hidden_s", "bytes_on_wire", "bytes_sent", "exchanges")

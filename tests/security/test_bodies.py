@@ -16,8 +16,9 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the [master] extra")
 
-from mlbench_master import bodies, create_app
-from mlbench_master.bodies import parse_body
+from mlbench_master import create_app
+from mlbench_master.api import bodies
+from mlbench_master.api.bodies import parse_body
 from tests.master.helpers import TestClient, server
 
 HEADERS = {"Authorization": "Bearer sesame"}

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi", reason="needs the [master] extra")
 pytest.importorskip("httpx", reason="needs httpx")
 
 from mlbench_master import create_app
-from mlbench_master.store import NewMetric, Run, new_run, run_owner
+from mlbench_master.database.store import NewMetric, Run, new_run, run_owner
 from tests.master.helpers import TestClient, wait_for
 
 

@@ -13,9 +13,9 @@ from sqlalchemy.exc import OperationalError
 
 from mlbench_core.cli._output import clean
 from mlbench_master import create_app
+from mlbench_master.database.store import Store
 from mlbench_master.events import EventBus
-from mlbench_master.scheduler import Scheduler
-from mlbench_master.store import Store
+from mlbench_master.runs.scheduler import Scheduler
 from tests.faults.helpers import add_run
 from tests.master.helpers import IdleLauncher, TestClient, server
 

@@ -16,8 +16,9 @@ from pydantic import TypeAdapter
 
 pytest.importorskip("fastapi", reason="needs the [master] extra")
 
-from mlbench_master import create_app, examples
-from mlbench_master import openapi as described
+from mlbench_master import create_app
+from mlbench_master.api import examples
+from mlbench_master.api import openapi as described
 from tests.master.helpers import TestClient
 from tests.security.helpers import all_routes
 

@@ -14,10 +14,11 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the [master] extra")
 
-from mlbench_master import create_app, results
+from mlbench_master import create_app
+from mlbench_master.database.store import new_run
 from mlbench_master.launchers.local import LocalLauncher
-from mlbench_master.results import FILES, ResultFolder
-from mlbench_master.store import new_run
+from mlbench_master.runs import results
+from mlbench_master.runs.results import FILES, ResultFolder
 from tests.master.helpers import TestClient
 
 SECRET = '{"secret": "of somebody else"}'

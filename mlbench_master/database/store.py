@@ -1,0 +1,1096 @@
+"""The database: runs and metrics, in SQLite (WAL) or PostgreSQL.
+
+Long answers are read page by page, and each page is a short query. So neither memory nor a transaction grows with the
+length of a run. All writers take one lock: SQLite allows one writer at a time anyway, and waiting for a lock is fair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import sys
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column
+from sqlalchemy.pool import StaticPool
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.results.environment import mask_variables
+from mlbench_master.database.columns import PAGE, Columns
+from mlbench_master.database.migrations import REVISION_TABLE, VERSION_TABLE, prepare_database
+from mlbench_master.dates import format_date, now_us
+from mlbench_master.goals import GOAL_METRIC, RunGoal, read_goal
+from mlbench_master.launchers.interface import STOPPED
+
+__all__ = [
+    "CALLER_ENVIRONMENT",
+    "GOAL_TEXT_METRIC",
+    "RUN_COLUMNS",
+    "RUN_SORTS",
+    "LeaseRow",
+    "Metric",
+    "NameInUseError",
+    "NewMetric",
+    "Point",
+    "Run",
+    "Store",
+    "pod_owner",
+    "run_owner",
+]
+
+RUN_COLUMNS = ("id", "name", "state", "created_at", "started_at", "finished_at", "num_workers", "backend")
+"""The columns by which a list of runs can be sorted."""
+
+RUN_SORTS = (*RUN_COLUMNS, "image", "duration", "goal")
+"""The names by which :meth:`Store.runs` sorts: the columns, the time since the start, and the time to the goal."""
+
+# The first worker of a task sends this metric when it reaches the goal.
+GOAL_TEXT_METRIC = "TaskResult @ 0"
+# Entries of the goal that are read in the search for the newest valid one.
+_LATEST_GOALS = 10
+# Entries that one statement reads: about 1 MB of memory if values are numbers.
+_PAGE = 2000
+# SQLite joins at most 500 SELECTs by UNION, and old versions of it take 999 parameters in a list.
+_MANY = 500
+_BUSY_MS = 30_000
+_NAME_CHARACTERS = 63
+# The largest INTEGER of PostgreSQL, which refuses to compare a column of that type with a larger number.
+_MAX_RUN_ID = 2**31 - 1
+# The entry in the metadata of an imported run that identifies it.
+_FINGERPRINT = "fingerprint"
+CALLER_ENVIRONMENT = "caller_environment"
+"""The entry in the metadata of a run that waits or runs with the variables of its call, which may be secrets."""
+# Packed pages that are read at once: 2 MB.
+_PACKED = 16
+# Metrics whose entries are counted, in about 10 MB.
+_MOST_LOOSE = 50_000
+# SQLite's number for auto_vacuum=INCREMENTAL.
+_INCREMENTAL = 2
+# One step moves 4 MB, in which other threads cannot write.
+_PAGES_AT_ONCE = 1000
+
+
+class NameInUseError(Exception):
+    """The name of a new run is already in use."""
+
+
+class _Base(DeclarativeBase):
+    pass
+
+
+class Run(_Base):
+    """One run of the benchmark."""
+
+    __tablename__ = "runs"
+    # Without AUTOINCREMENT, SQLite gives a new run the id of a deleted one, and metrics would go to the wrong run.
+    __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012 - SQLAlchemy's form
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(sa.String(_NAME_CHARACTERS), unique=True)
+    created_at: Mapped[int] = mapped_column(sa.BigInteger)
+    started_at: Mapped[int | None] = mapped_column(sa.BigInteger)
+    finished_at: Mapped[int | None] = mapped_column(sa.BigInteger)
+    state: Mapped[str] = mapped_column(sa.String(16), default="initialized", index=True)
+    job_id: Mapped[str | None] = mapped_column(sa.String(255))
+    job_metadata: Mapped[str] = mapped_column(sa.Text, default="{}")
+    num_workers: Mapped[int] = mapped_column()
+    num_cpus: Mapped[float] = mapped_column()
+    max_bandwidth: Mapped[float] = mapped_column()
+    image: Mapped[str] = mapped_column(sa.String(512))
+    backend: Mapped[str] = mapped_column(sa.String(64))
+    run_all_nodes: Mapped[bool] = mapped_column(default=True)
+    command: Mapped[str] = mapped_column(sa.Text)
+    gpu_enabled: Mapped[bool] = mapped_column(default=False)
+    light_target: Mapped[bool] = mapped_column(default=False)
+    goal_result: Mapped[str | None] = mapped_column(sa.Text)
+    # JSON of a RunGoal; goal_result is the text that clients of version 3.0 read.
+    goal: Mapped[str | None] = mapped_column(sa.Text)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return True if a user stopped the run; its state is then ``failed``, as in version 3.0."""
+        return self.state == STOPPED.state and str(self.metadata_dict().get("reason")).startswith(STOPPED.reason)
+
+    @property
+    def shown_state(self) -> str:
+        """Return the state for people: ``stopped`` for a run that a user stopped."""
+        return "stopped" if self.is_stopped else self.state
+
+    @property
+    def goal_record(self) -> RunGoal | None:
+        """Return the result of the goal, or None if the workers have not sent it."""
+        return read_goal(self.goal)
+
+    def metadata_dict(self) -> dict[str, Any]:
+        """Return the job's metadata as a dictionary, which is empty if the record is damaged."""
+        try:
+            metadata = json.loads(self.job_metadata)
+        except (TypeError, ValueError):
+            metadata = None
+        return metadata if isinstance(metadata, dict) else {}
+
+    def public_metadata(self) -> dict[str, Any]:
+        """Return the job's metadata without the values of secret variables."""
+        metadata = self.metadata_dict()
+        metadata.pop(CALLER_ENVIRONMENT, None)  # it is long, and environment.json of the run has it
+        if isinstance(chosen := metadata.get("environment"), dict):
+            metadata["environment"] = mask_variables(chosen)
+        return metadata
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the run as the API shows it."""
+        shown = {column.key: getattr(self, column.key) for column in sa.inspect(Run).columns}
+        # JSON has neither of these, which a damaged record may hold.
+        for name, value in shown.items():
+            if isinstance(value, bytes) or (isinstance(value, float) and not math.isfinite(value)):
+                shown[name] = _text(value)
+        for name in ("created_at", "started_at", "finished_at"):
+            shown[name] = None if shown[name] is None else format_date(shown[name])
+        shown["job_id"] = self.job_id or ""
+        shown["stopped"] = self.is_stopped
+        goal = self.goal_record
+        shown["goal"] = None if goal is None else goal.model_dump()
+        lists: dict[str, Any] = {"stdout": [], "stderr": [], "notes": []}
+        shown["job_metadata"] = {**lists, **self.public_metadata(), "command": shown["command"]}
+        return shown
+
+    @property
+    def worker_count(self) -> int:
+        """Return the number of workers, 0 if the record is damaged, which must not break the list of all workers."""
+        return self.num_workers if isinstance(self.num_workers, int) else 0
+
+    def worker_names(self) -> list[str]:
+        """Return the names of the run's workers, by rank."""
+        return [f"{self.name}-worker-{rank}" for rank in range(self.worker_count)]
+
+
+class Metric(_Base):
+    """One value of one metric; ``owner`` is ``run:ID`` or ``pod:NAME``."""
+
+    __tablename__ = "metrics"
+    # NULLs are never equal in SQL, so metrics without a client_id do not collide.
+    __table_args__ = (
+        sa.UniqueConstraint("owner", "client_id"),
+        sa.Index("metrics_by_name", "owner", "name", "date", "id"),
+        {"sqlite_autoincrement": True},
+    )
+
+    # SQLite numbers rows by itself only in a column of the type INTEGER.
+    id: Mapped[int] = mapped_column(sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True)
+    owner: Mapped[str] = mapped_column(sa.String(300))
+    client_id: Mapped[str | None] = mapped_column(sa.String(128))
+    name: Mapped[str] = mapped_column(sa.String(255))
+    date: Mapped[int] = mapped_column(sa.BigInteger)
+    value: Mapped[str] = mapped_column(sa.Text)
+    cumulative: Mapped[bool] = mapped_column(default=False)
+    # The attribute cannot be called `metadata`: SQLAlchemy has one of that name.
+    extra: Mapped[str] = mapped_column("metadata", sa.Text, key="extra", default="")
+
+
+# In the order of NewMetric.
+_NEW_COLUMNS = "owner, name, date, value, cumulative, metadata, client_id"
+
+
+class NewMetric(NamedTuple):
+    """A metric that is not in the database yet; see :class:`Metric`. It is a row of the insert statement."""
+
+    owner: str
+    name: str
+    date: int
+    value: str
+    cumulative: bool = False
+    extra: str = ""
+    client_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Point:
+    """One entry of a metric, as read from the database."""
+
+    id: int
+    date: int
+    value: str
+    cumulative: bool
+    extra: str
+
+
+def _point(values: Iterable[Any]) -> Point:
+    """Make a point of a row, in which SQLite may hold any type in any column; one row must not hide the others."""
+    point = Point(*values)
+    if type(point.date) is int and type(point.value) is str and type(point.extra) is str:
+        return point
+    date = point.date if isinstance(point.date, int) else 0
+    return replace(point, date=date, value=_text(point.value), extra=_text(point.extra))
+
+
+def _text(value: object) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+# The columns of a Point, in its order.
+_POINT = (Metric.id, Metric.date, Metric.value, Metric.cumulative, Metric.extra)
+
+
+class _Page(_Base):
+    """A full page of the entries of one metric, by date; see :mod:`mlbench_master.database.columns`."""
+
+    __tablename__ = "metric_pages"
+
+    owner: Mapped[str] = mapped_column(sa.String(300), primary_key=True)
+    name: Mapped[str] = mapped_column(sa.String(255), primary_key=True)
+    page: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    end_date: Mapped[int] = mapped_column(sa.BigInteger)
+    end_id: Mapped[int] = mapped_column(sa.BigInteger)
+    data: Mapped[bytes] = mapped_column(sa.LargeBinary)
+
+
+class _Revision(_Base):
+    """The version of the tables for Alembic; see :mod:`mlbench_master.database.migrations`."""
+
+    __tablename__ = REVISION_TABLE
+
+    version_num: Mapped[str] = mapped_column(sa.String(32), primary_key=True)
+
+
+class _Version(_Base):
+    """The version of the tables for masters before Alembic."""
+
+    __tablename__ = VERSION_TABLE
+
+    version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+
+class _Lease(_Base):
+    """The only row says which master looks after the runs; see :mod:`mlbench_master.runs.lease`."""
+
+    __tablename__ = "master_lease"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    holder: Mapped[str] = mapped_column(sa.String(32))
+    beat: Mapped[int] = mapped_column(sa.BigInteger)
+    host: Mapped[str] = mapped_column(sa.String(255))
+    place: Mapped[str] = mapped_column(sa.String(255))
+    pid: Mapped[int] = mapped_column(sa.BigInteger)
+    started: Mapped[str] = mapped_column(sa.String(255))
+
+
+@dataclass(frozen=True)
+class LeaseRow:
+    """The lease of the database.
+
+    Attributes:
+        holder: A random text of the master that holds it.
+        beat: Grows with each renewal.
+        host: Name of the master's machine, for messages.
+        place: From :func:`~mlbench_master.processes.place`.
+        pid: The master's process id.
+        started: The master's start mark.
+    """
+
+    holder: str
+    beat: int
+    host: str
+    place: str
+    pid: int
+    started: str
+
+
+def run_owner(run_id: int) -> str:
+    """Return the owner text of a run's metrics."""
+    return f"run:{run_id}"
+
+
+def pod_owner(name: str) -> str:
+    """Return the owner text of a pod's metrics."""
+    return f"pod:{name}"
+
+
+class Store:
+    """The database of runs and metrics.
+
+    Args:
+        database_url: SQLAlchemy URL, for example ``sqlite:////home/me/master.db``, ``sqlite://`` (in memory) or
+            ``postgresql+psycopg://user@host/db``.
+
+    Raises:
+        ConfigurationError: The database cannot be opened, is damaged, or is not one of this version of the master.
+    """
+
+    def __init__(self, database_url: str) -> None:
+        self._write_lock = threading.RLock()
+        self._reclaiming = threading.Lock()
+        # Entries of each metric since its last packed page, as far as this process has seen them.
+        self._loose: Counter[tuple[str, str]] = Counter()
+        try:
+            self._engine = _make_engine(database_url)
+            self._in_memory = isinstance(self._engine.pool, StaticPool)
+            prepare_database(self._engine, _Base.metadata)
+        except (SQLAlchemyError, ImportError, OSError, ConfigurationError) as error:
+            reason = str(error).splitlines()[0]
+            if isinstance(error, ModuleNotFoundError) and error.name == "psycopg":
+                reason += " (pip install 'mlbench-core[postgres]')"
+            shown = repr(database_url)
+            # An URL may hold a password, which must not reach a log.
+            with contextlib.suppress(SQLAlchemyError):
+                shown = sa.make_url(database_url).render_as_string(hide_password=True)
+            raise ConfigurationError(
+                f"cannot open the database {shown}: {reason}; "
+                "give one with --database-url, for example sqlite:////path/to/master.db"
+            ) from error
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._engine.dispose()
+
+    def check(self) -> None:
+        """Raise an SQLAlchemyError if the database does not answer."""
+        with self._reading() as session:
+            session.execute(sa.select(_Revision.version_num)).all()
+
+    # The lease
+
+    def lease(self) -> LeaseRow | None:
+        """Return the lease, or None if no master holds it."""
+        with self._reading() as session:
+            row = session.get(_Lease, 1)
+            return None if row is None else LeaseRow(**{f.name: getattr(row, f.name) for f in fields(LeaseRow)})
+
+    def replace_lease(self, expected: LeaseRow | None, row: LeaseRow) -> bool:
+        """Write the lease unless another master has changed it.
+
+        Args:
+            expected: The lease as it was read; None if there was none.
+            row: The new lease.
+
+        Returns:
+            True if it was written.
+        """
+        try:
+            with self._writing() as session:
+                if expected is None:
+                    session.add(_Lease(id=1, **vars(row)))
+                    return True
+                unchanged = (_Lease.holder == expected.holder) & (_Lease.beat == expected.beat)
+                changed: Any = session.execute(sa.update(_Lease).where(unchanged).values(**vars(row)))
+                return bool(changed.rowcount)
+        except IntegrityError:
+            return False
+
+    def delete_lease(self, holder: str) -> None:
+        """Delete the lease if this master holds it."""
+        with self._writing() as session:
+            session.execute(sa.delete(_Lease).where(_Lease.holder == holder))
+
+    # Runs
+
+    def add_run(self, run: Run) -> Run:
+        """Add a new run; see :meth:`add_runs`."""
+        return self.add_runs([run])[0]
+
+    def add_runs(self, runs: Sequence[Run]) -> list[Run]:
+        """Add new runs in one transaction: all of them or none.
+
+        Args:
+            runs: The runs, without ids.
+
+        Returns:
+            The runs with their ids, in the same order.
+
+        Raises:
+            NameInUseError: A run of one of the names exists; the error's text is that name.
+        """
+        names = [run.name for run in runs]
+        try:
+            with self._writing() as session:
+                for start in range(0, len(names), _MANY):
+                    known = sa.select(Run.name).where(Run.name.in_(names[start : start + _MANY]))
+                    if (taken := session.scalar(known.order_by(Run.id).limit(1))) is not None:
+                        raise NameInUseError(taken)
+                session.add_all(runs)
+        except IntegrityError as error:  # another program has added one in the meantime, or two names are the same
+            raise NameInUseError(", ".join(names)) from error
+        return list(runs)
+
+    def import_run(self, run: Run, fingerprint: str) -> Run:
+        """Add a run that ended without this master, unless it was added before.
+
+        Args:
+            run: The run, without an id. If its name is in use, it gets a number at its end.
+            fingerprint: A text that identifies the run.
+
+        Returns:
+            The run with its id, or the one that was added with this fingerprint before.
+        """
+        with self._writing() as session:
+            # The output of a worker may hold the same text, so the metadata is parsed, too.
+            for found in session.scalars(sa.select(Run).where(Run.job_metadata.contains(fingerprint))):
+                if found.metadata_dict().get(_FINGERPRINT) == fingerprint:
+                    return found
+            name = run.name
+            for number in itertools.count(2):
+                if session.scalar(sa.select(Run.id).where(Run.name == run.name)) is None:
+                    break
+                run.name = f"{name[: _NAME_CHARACTERS - len(str(number)) - 1].rstrip('-')}-{number}"
+            run.job_metadata = json.dumps({**run.metadata_dict(), _FINGERPRINT: fingerprint})
+            session.add(run)
+        return run
+
+    def run(self, run_id: int) -> Run | None:
+        """Return the run with this id, or None."""
+        with self._reading() as session:
+            return session.get(Run, run_id) if run_id <= _MAX_RUN_ID else None
+
+    def run_named(self, name: str) -> Run | None:
+        """Return the run with this name, or None."""
+        with self._reading() as session:
+            return session.scalar(sa.select(Run).where(Run.name == name))
+
+    def runs(
+        self,
+        *states: str,
+        after: int = 0,
+        limit: int | None = None,
+        name: str = "",
+        text: str = "",
+        sort: str = "id",
+        offset: int = 0,
+    ) -> list[Run]:
+        """Return runs without the last lines of their output, which :meth:`run` returns.
+
+        Args:
+            *states: Only runs in one of these states; by default all. ``"failed"`` includes runs that a user stopped,
+                which ``"stopped"`` and ``"failed itself"`` tell apart.
+            after: Only runs with a larger id.
+            limit: Maximum number of runs.
+            name: Only runs with this text in their name; upper and lower case are the same.
+            text: Only runs with each word of this text in their name, image, command or backend.
+            sort: One of :data:`RUN_SORTS`, with a ``-`` before it for the largest value first. Runs without a value
+                come last, and those with equal values are ordered by id.
+            offset: Number of first runs to leave out.
+
+        Returns:
+            The runs, which no session knows: changes of them are not saved.
+        """
+        columns = {column.key: getattr(Run, column.key) for column in sa.inspect(Run).columns}
+        is_sqlite = self._engine.dialect.name == "sqlite"
+        if is_sqlite:
+            # The output is up to 32 KiB of each run, so a list of runs must not read it. A damaged record is left out.
+            slim = sa.func.json_remove(Run.job_metadata, "$.stdout", "$.stderr")
+            columns["job_metadata"] = sa.case((sa.func.json_valid(Run.job_metadata) == 1, slim), else_="{}")
+        chosen = _chosen(sa.select(Run.id), states, text).where(Run.id > min(after, _MAX_RUN_ID))
+        if name:
+            chosen = chosen.where(Run.name.icontains(name, autoescape=True))
+        key = self._sort_key(sort.removeprefix("-"))
+        order: list[Any] = [part.desc() if sort.startswith("-") else part for part in (key, Run.id)]
+        order[0] = order[0].nulls_last()
+        if limit is not None or offset:
+            # SQLite would read the whole record of each run that the offset leaves out.
+            chosen = chosen.order_by(*order).limit(limit).offset(offset)
+        query = sa.select(*(value.label(key) for key, value in columns.items())).where(Run.id.in_(chosen))
+        with self._reading() as session:
+            rows = session.execute(query.order_by(*order)).mappings()
+            found = [Run(**row) for row in rows]
+        if not is_sqlite:
+            # PostgreSQL parses no JSON with an escaped NUL, which the output of a worker may hold.
+            for run in found:
+                metadata = run.metadata_dict()
+                run.job_metadata = json.dumps({k: v for k, v in metadata.items() if k not in ("stdout", "stderr")})
+        return found
+
+    def count_runs(self, *states: str, text: str = "") -> int:
+        """Return the number of runs that :meth:`runs` finds with these states and this text."""
+        with self._reading() as session:
+            return session.scalar(_chosen(sa.select(sa.func.count(Run.id)), states, text)) or 0
+
+    def _sort_key(self, name: str) -> sa.ColumnElement[Any]:
+        if name == "duration":
+            return sa.func.coalesce(Run.finished_at, now_us()) - Run.started_at
+        if name != "goal":
+            column: sa.ColumnElement[Any] = getattr(Run, name)
+            return column
+        if self._engine.dialect.name == "sqlite":
+            return sa.case((sa.func.json_valid(Run.goal) == 1, sa.func.json_extract(Run.goal, "$.time_to_goal_s")))
+        # A record that is damaged has no number here, where a cast to JSON would fail.
+        number = sa.func.substring(Run.goal, r'"time_to_goal_s":\s*(\d+(?:\.\d+)?(?:e[+-]?\d\d?)?)')
+        return sa.cast(number, sa.Float)
+
+    def update_run(
+        self,
+        run_id: int,
+        job_metadata: dict[str, Any] | None = None,
+        *,
+        only_in: Collection[str] = (),
+        **values: Any,
+    ) -> Run | None:
+        """Change columns of a run.
+
+        Args:
+            run_id: Id of the run.
+            job_metadata: Entries to add to its metadata.
+            only_in: Change nothing unless the run is in one of these states; by default it may be in any.
+            values: New values by column.
+
+        Returns:
+            The changed run, or None if it does not exist or is in another state.
+        """
+        with self._writing() as session:
+            run = session.get(Run, run_id)
+            if run is None or (only_in and run.state not in only_in):
+                return None
+            for column, value in values.items():
+                setattr(run, column, value)
+            if job_metadata:
+                run.job_metadata = json.dumps({**run.metadata_dict(), **job_metadata})
+        return run
+
+    def delete_run(self, run_id: int) -> None:
+        """Delete a run, its metrics and those of its workers."""
+        with self._writing() as session:
+            run = session.get(Run, run_id)
+            if run is None:
+                return
+            # Databases limit the number of parameters of a statement, so the owners are deleted in parts.
+            owners = [run_owner(run_id), *map(pod_owner, run.worker_names())]
+            for start in range(0, len(owners), _MANY):
+                part = owners[start : start + _MANY]
+                session.execute(sa.delete(Metric).where(Metric.owner.in_(part)))
+                session.execute(sa.delete(_Page).where(_Page.owner.in_(part)))
+            session.delete(run)
+        for key in [key for key in list(self._loose) if key[0] in owners]:
+            self._loose.pop(key, None)
+
+    def reclaim(self) -> None:
+        """Give the space of deleted rows back to the disk; other threads write between its steps.
+
+        PostgreSQL reuses the space by itself. A database of an earlier version of the master is rewritten once, when
+        more than half of it is free.
+        """
+        if self._engine.dialect.name != "sqlite" or self._in_memory or not self._reclaiming.acquire(blocking=False):
+            return
+        connection = self._engine.raw_connection()
+        try:
+            cursor = connection.cursor()
+
+            def pragma(text: str) -> int:
+                # A pragma does its work while its rows are read.
+                rows = cursor.execute(f"PRAGMA {text}").fetchall()
+                return int(rows[0][0]) if rows else 0
+
+            if pragma("auto_vacuum") != _INCREMENTAL:
+                with self._write_lock:
+                    if 2 * pragma("freelist_count") > pragma("page_count"):
+                        cursor.execute("VACUUM")
+            while pragma("auto_vacuum") == _INCREMENTAL:
+                with self._write_lock:
+                    before = pragma("freelist_count")
+                    pragma(f"incremental_vacuum({_PAGES_AT_ONCE})")
+                    if pragma("freelist_count") in (0, before):
+                        break
+            # Readers of the log delay this; the next call tries again.
+            pragma("busy_timeout=100")
+            pragma("wal_checkpoint(TRUNCATE)")
+            pragma(f"busy_timeout={_BUSY_MS}")
+        finally:
+            connection.close()
+            self._reclaiming.release()
+
+    # Metrics
+
+    def add_metrics(self, metrics: Sequence[NewMetric]) -> int:
+        """Add metrics in one transaction: all of them or none.
+
+        Args:
+            metrics: The metrics in the order in which they were measured. A metric is skipped if its owner has
+                delivered its ``client_id`` before.
+
+        Returns:
+            The number of new metrics.
+        """
+        return self.add_batches([metrics])[0]
+
+    def add_batches(self, batches: Sequence[Sequence[NewMetric]]) -> list[int]:
+        """Add the metrics of several requests in one transaction: all of them or none.
+
+        Args:
+            batches: The metrics of each request, see :meth:`add_metrics`.
+
+        Returns:
+            The number of new metrics of each request.
+        """
+        # Earliest date and number of entries of each metric.
+        firsts: dict[tuple[str, str], int] = {}
+        counts: Counter[tuple[str, str]] = Counter()
+        for metric in itertools.chain.from_iterable(batches):
+            key = metric[:2]
+            counts[key] += 1
+            if key not in firsts or metric.date < firsts[key]:
+                firsts[key] = metric.date
+        # SQLAlchemy's own statements take three times as long for one row. Both databases understand this one.
+        mark = _mark(self._engine)
+        insert = f"INSERT INTO metrics ({_NEW_COLUMNS}) VALUES ({', '.join([mark] * 7)}) ON CONFLICT DO NOTHING"
+        # An entry of the same date sorts behind the end of the page, because its id is larger.
+        drop = f"DELETE FROM metric_pages WHERE owner = {mark} AND name = {mark} AND end_date > {mark}"
+        with self._write_lock, self._engine.begin() as opened:
+            # By default, SQLAlchemy does not keep the row count of an insert of many rows.
+            connection = opened.execution_options(preserve_rowcount=True)
+            with _large_cache(connection) if sum(counts.values()) > _PAGE else contextlib.nullcontext():
+                added = [connection.exec_driver_sql(insert, list(b)).rowcount if b else 0 for b in batches]
+            if firsts:
+                connection.exec_driver_sql(drop, [(*key, date) for key, date in firsts.items()])
+            if any(name in (GOAL_METRIC, GOAL_TEXT_METRIC) for _, name in firsts):
+                with Session(connection) as session:
+                    for metric in itertools.chain.from_iterable(batches):
+                        if metric.name in (GOAL_METRIC, GOAL_TEXT_METRIC) and metric.owner.startswith("run:"):
+                            _record_goal(session, metric)
+                    session.commit()
+        if len(self._loose) > _MOST_LOOSE:
+            # Metrics of runs that ended long ago, too. Those that go on are counted again from now on.
+            self._loose.clear()
+        self._loose.update(counts)
+        for owner, name in counts:
+            self.pack_loose(owner, [name])
+        return added
+
+    def pack_loose(self, owner: str, names: Iterable[str] | None = None) -> None:
+        """Pack the full pages of metrics that have some outside of the packed ones.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            names: The metrics; by default all that this process has written or read.
+        """
+        for name in [name for found, name in list(self._loose) if found == owner] if names is None else names:
+            if self._loose[owner, name] >= PAGE:
+                # Without the pages, reading the metrics only takes longer.
+                with contextlib.suppress(SQLAlchemyError):
+                    self.pack_pages(owner, name)
+
+    def pack_pages(self, owner: str, name: str) -> None:
+        """Store the full pages of a metric that are not packed yet; other threads write between them.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            name: The metric.
+        """
+        while True:
+            with self._writing() as session:
+                page, end = _end_of_pages(session, owner, name)
+                rows = _rows_after(session, owner, name, end, PAGE)
+                # A damaged row may change its place when it is mended.
+                is_sound = all(type(row[1]) is int for row in rows)
+                self._loose[owner, name] = len(rows) if is_sound else 0
+                if len(rows) < PAGE or not is_sound:
+                    return
+                data = Columns.of_rows(rows).pack()
+                end_id, end_date, *_ = rows[-1]
+                session.add(_Page(owner=owner, name=name, page=page, end_date=end_date, end_id=end_id, data=data))
+
+    def size(self, owner: str, name: str) -> int:
+        """Return the number of entries of a metric."""
+        with self._reading() as session:
+            pages, end = _end_of_pages(session, owner, name)
+            rest = sa.select(sa.func.count()).where(Metric.owner == owner, Metric.name == name)
+            if end is not None:
+                rest = rest.where(sa.tuple_(Metric.date, Metric.id) > sa.tuple_(*end))
+            return PAGE * pages + (session.scalar(rest) or 0)
+
+    def columns(self, owner: str, name: str) -> Iterator[Columns]:
+        """Yield all entries of a metric by date, in successive parts.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            name: The metric.
+
+        Yields:
+            Parts of up to 65,536 entries, none of them empty. Memory holds one of them.
+        """
+        end = None
+        for start in itertools.count(0, _PACKED):
+            # The data of the page before, which was read last, is not wanted.
+            data = sa.case((_Page.page >= start, _Page.data)).label("data")
+            query = sa.select(_Page.page, _Page.end_date, _Page.end_id, data)
+            query = query.where(_Page.owner == owner, _Page.name == name)
+            query = query.where(_Page.page >= start - 1, _Page.page < start + _PACKED).order_by(_Page.page)
+            with self._reading() as session:
+                pages = session.execute(query).all()
+            # Pages that a late entry has deleted in the meantime are read from the rows. They may also have been packed
+            # again since then, and begin at another entry.
+            if end is not None and (not pages or end != (pages[0].end_date, pages[0].end_id)):
+                break
+            pages = [row for index, row in enumerate(pages[start > 0 :], start) if row.page == index]
+            if pages:
+                yield Columns.join([Columns.unpack(row.data) for row in pages])
+                end = pages[-1].end_date, pages[-1].end_id
+            if len(pages) < _PACKED:
+                break
+        size = PAGE * _PACKED
+        loose = 0
+        while True:
+            with self._reading() as session:
+                rows = _rows_after(session, owner, name, end, size)
+            loose += len(rows)
+            if rows:
+                yield Columns.of_rows(rows)
+                end = rows[-1][1], rows[-1][0]
+            if len(rows) < size:
+                if loose:  # a request may ask for any name
+                    self._loose[owner, name] = loose
+                return
+
+    def points_with(self, ids: Sequence[int]) -> dict[int, Point]:
+        """Return the entries with these ids, by id; at most 500 of them."""
+        with self._reading() as session:
+            return {row[0]: _point(row) for row in session.execute(sa.select(*_POINT).where(Metric.id.in_(ids)))}
+
+    def thin_metrics(
+        self, owner: str, names: Collection[str], mark: str, since: int, until: int, interval_us: int
+    ) -> None:
+        """Replace the entries of each interval of time by one with their mean value and date.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            names: The metrics.
+            mark: Only entries whose ``client_id`` begins with this text.
+            since: Only entries from this date on (microseconds since 1970), a multiple of ``interval_us``.
+            until: Only entries before this date.
+            interval_us: Length of an interval in microseconds.
+        """
+        found = sa.select(Metric.id, Metric.name, Metric.date, Metric.value).order_by(Metric.name, Metric.date)
+        found = found.where(Metric.owner == owner, Metric.name.in_(names), Metric.client_id.startswith(mark))
+        with self._writing() as session:
+            rows = session.execute(found.where(Metric.date >= since, Metric.date < until)).all()
+            changed = (_Page.owner == owner) & _Page.name.in_(names) & (_Page.end_date >= since)
+            session.execute(sa.delete(_Page).where(changed))
+            for _, group in itertools.groupby(rows, key=lambda row: (row.name, row.date // interval_us)):
+                entries = list(group)
+                if len(entries) < 2:
+                    continue
+                try:
+                    mean = sum(float(entry.value) for entry in entries) / len(entries)
+                except ValueError:  # of a damaged record
+                    continue
+                date = sum(entry.date for entry in entries) // len(entries)
+                first, *others = (entry.id for entry in entries)
+                session.execute(sa.update(Metric).where(Metric.id == first).values(date=date, value=f"{mean:.15g}"))
+                for start in range(0, len(others), _MANY):
+                    session.execute(sa.delete(Metric).where(Metric.id.in_(others[start : start + _MANY])))
+
+    def newest_date(self, owners: Sequence[str], name: str) -> int:
+        """Return the latest date of a metric of any of the owners in microseconds since 1970; 0 without entries."""
+        latest = [0]
+        with self._reading() as session:
+            for start in range(0, len(owners), _MANY):
+                part = sa.and_(Metric.owner.in_(owners[start : start + _MANY]), Metric.name == name)
+                latest.append(session.scalar(sa.select(sa.func.max(Metric.date)).where(part)) or 0)
+        return max(latest)
+
+    def newest_value(self, owner: str, name: str) -> str | None:
+        """Return the latest value of a metric, or None without one.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            name: The metric.
+        """
+        with self._reading() as session:
+            value = session.scalar(_newest(owner, name))
+        return None if value is None else _text(value)
+
+    def existing_runs(self, ids: Iterable[int]) -> set[int]:
+        """Return those of the ids that belong to runs."""
+        wanted = [number for number in set(ids) if number <= _MAX_RUN_ID]
+        found: set[int] = set()
+        with self._reading() as session:
+            for start in range(0, len(wanted), _MANY):
+                found.update(session.scalars(sa.select(Run.id).where(Run.id.in_(wanted[start : start + _MANY]))))
+        return found
+
+    def pods_with_metrics(self) -> list[str]:
+        """Return the names of all pods that have metrics, sorted."""
+        query = sa.select(Metric.owner).where(Metric.owner.startswith("pod:")).distinct().order_by(Metric.owner)
+        with self._reading() as session:
+            return [owner[4:] for owner in session.scalars(query)]
+
+    def metric_counts(
+        self, owners: Sequence[str], name: str | None = None, since: int | None = None
+    ) -> dict[tuple[str, str], int]:
+        """Count the entries of each metric of some owners.
+
+        Args:
+            owners: From :func:`run_owner` or :func:`pod_owner`.
+            name: Only this metric.
+            since: Count only entries from this date on (microseconds since 1970).
+
+        Returns:
+            Number of entries by owner and name, in the order of the owners and then of the names.
+        """
+        query = sa.select(Metric.owner, Metric.name, sa.func.count()).group_by(Metric.owner, Metric.name)
+        if name is not None:
+            query = query.where(Metric.name == name)
+        if since is not None:
+            query = query.where(Metric.date >= since)
+        counts: dict[tuple[str, str], int] = {}
+        with self._reading() as session:
+            for start in range(0, len(owners), _MANY):
+                part = owners[start : start + _MANY]
+                rows = session.execute(query.where(Metric.owner.in_(part)).order_by(Metric.name))
+                counts.update({(owner, metric): count for owner, metric, count in rows if isinstance(metric, str)})
+        # A database sorts owners by its own rules, so their order is restored here.
+        place = {owner: index for index, owner in enumerate(owners)}
+        return dict(sorted(counts.items(), key=lambda item: place[item[0][0]]))
+
+    def entries(
+        self, counts: Mapping[tuple[str, str], int], since: int | None = None, last_n: int | None = None
+    ) -> Iterator[tuple[str, str, Iterable[Point]]]:
+        """Yield the entries of metrics: those of small metrics from one statement, those of large ones page by page.
+
+        The number of statements grows with the number of entries, but not with the number of metrics (up to 500), of
+        which a run has one for each value and rank.
+
+        Args:
+            counts: From :meth:`metric_counts`.
+            since: Only entries from this date on (microseconds since 1970).
+            last_n: Only this number of latest entries of each metric.
+
+        Yields:
+            Owner, name and entries of each metric, in the order of ``counts``; entries as :meth:`points` has them.
+        """
+        small: list[tuple[str, str]] = []
+        size = 0
+        for (owner, name), count in counts.items():
+            wanted = count if last_n is None else min(count, last_n)
+            if small and (size + wanted > _PAGE or len(small) == _MANY):
+                yield from self._read_together(small, since, last_n)
+                small, size = [], 0
+            if wanted > _PAGE:
+                yield owner, name, self.points(owner, name, since, skip=count - wanted)
+            else:
+                small.append((owner, name))
+                size += wanted
+        if small:
+            yield from self._read_together(small, since, last_n)
+
+    def _read_together(
+        self, metrics: Sequence[tuple[str, str]], since: int | None, last_n: int | None
+    ) -> Iterator[tuple[str, str, list[Point]]]:
+        # One SELECT per metric, because each then reads only its own end of the index metrics_by_name. SQLite allows
+        # ORDER BY and LIMIT in a part of a UNION only inside a subquery. SQLAlchemy's own objects would take longer
+        # to compile than the database needs for the answer.
+        parts = (
+            f"SELECT * FROM (SELECT {index} AS part, id, date, value, cumulative, metadata AS extra FROM metrics "
+            f"WHERE owner = :owner{index} AND name = :name{index} AND date >= :since "
+            f"ORDER BY date DESC, id DESC LIMIT :most) AS part{index}"
+            for index in range(len(metrics))
+        )
+        text = f"{' UNION ALL '.join(parts)} ORDER BY part, date, id"
+        values: dict[str, Any] = {
+            "since": -sys.maxsize if since is None else since,
+            "most": sys.maxsize if last_n is None else last_n,
+        }
+        for index, (owner, name) in enumerate(metrics):
+            values |= {f"owner{index}": owner, f"name{index}": name}
+        with self._reading() as session:
+            rows = session.execute(sa.text(text).columns(sa.column("part"), *_POINT), values).all()
+        for index, group in itertools.groupby(rows, key=lambda row: row[0]):
+            yield *metrics[index], [_point(row[1:]) for row in group]
+
+    def points(self, owner: str, name: str, since: int | None = None, skip: int = 0) -> Iterator[Point]:
+        """Yield the entries of one metric by date; entries of the same date come in the order of their arrival.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            name: The metric.
+            since: Only entries from this date on (microseconds since 1970).
+            skip: Number of first entries to leave out.
+
+        Yields:
+            The entries. Memory holds one page of them.
+        """
+        base = sa.select(*_POINT).where(Metric.owner == owner, Metric.name == name)
+        if since is not None:
+            base = base.where(Metric.date >= since)
+        page = base.order_by(Metric.date, Metric.id).limit(_PAGE)
+        query = page.offset(skip)
+        while True:
+            with self._reading() as session:
+                rows = [_point(row) for row in session.execute(query)]
+            yield from rows
+            if len(rows) < _PAGE:
+                return
+            # Continue after the last row read: an offset would shift when entries arrive in the meantime.
+            query = page.where(sa.tuple_(Metric.date, Metric.id) > sa.tuple_(rows[-1].date, rows[-1].id))
+
+    def latest(self, owner: str) -> list[tuple[str, Point]]:
+        """Return name and latest entry of each metric of an owner, by name, with one statement."""
+        entry = aliased(Metric)
+        # DISTINCT would read all entries. Each step of this recursion finds the next name in the index metrics_by_name.
+        names = sa.select(sa.func.min(Metric.name).label("name")).where(Metric.owner == owner).cte(recursive=True)
+        following = sa.select(sa.func.min(entry.name)).where(entry.owner == owner, entry.name > names.c.name)
+        names = names.union_all(sa.select(following.scalar_subquery()).where(names.c.name.is_not(None)))
+        # The index metrics_by_name ends with date and id, so the database reads one entry of each metric.
+        newest = sa.select(entry.id).where(entry.owner == owner, entry.name == names.c.name)
+        newest = newest.order_by(entry.date.desc(), entry.id.desc()).limit(1)
+        query = sa.select(Metric.name, *_POINT).join_from(names, Metric, Metric.id == newest.scalar_subquery())
+        with self._reading() as session:
+            rows = session.execute(query.order_by(Metric.name)).all()
+        return [(row[0], _point(row[1:])) for row in rows if isinstance(row[0], str)]
+
+    def last_id(self) -> int:
+        """Return the id of the entry that arrived last, 0 without one."""
+        with self._reading() as session:
+            return session.scalar(sa.select(sa.func.max(Metric.id))) or 0
+
+    def first_date(self, owner: str) -> int:
+        """Return the earliest date of the metrics of an owner, 0 without one."""
+        with self._reading() as session:
+            date = session.scalar(sa.select(sa.func.min(Metric.date)).where(Metric.owner == owner))
+        return date if isinstance(date, int) else 0
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other threads from writing during several calls."""
+        with self._write_lock:
+            yield
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[Session]:
+        if self._in_memory:  # all threads share one connection
+            with self._write_lock, Session(self._engine, expire_on_commit=False) as session:
+                yield session
+            return
+        with Session(self._engine, expire_on_commit=False) as session:
+            yield session
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[Session]:
+        # expire_on_commit=False: callers read the attributes of a Run after its session has ended.
+        with self._write_lock, Session(self._engine, expire_on_commit=False) as session, session.begin():
+            yield session
+
+
+def _end_of_pages(session: Session, owner: str, name: str) -> tuple[int, tuple[int, int] | None]:
+    """Return the number of packed pages of a metric, and date and id of the last entry in them."""
+    query = sa.select(_Page.page, _Page.end_date, _Page.end_id).where(_Page.owner == owner, _Page.name == name)
+    last = session.execute(query.order_by(_Page.page.desc()).limit(1)).first()
+    return (0, None) if last is None else (last.page + 1, (last.end_date, last.end_id))
+
+
+def _rows_after(session: Session, owner: str, name: str, end: tuple[int, int] | None, most: int) -> list[Any]:
+    """Return id, date, value and metadata of the first entries of a metric after one, by date."""
+    # As plain tuples of the driver, in half the time of SQLAlchemy's rows.
+    connection = session.connection()
+    mark = _mark(connection)
+    after = "" if end is None else f" AND (date, id) > ({mark}, {mark})"
+    query = f"SELECT id, date, value, metadata FROM metrics WHERE owner = {mark} AND name = {mark}{after}"
+    values = (owner, name, *(end or ()), most)
+    found = connection.exec_driver_sql(f"{query} ORDER BY date, id LIMIT {mark}", values)
+    assert found.cursor is not None
+    rows = list(found.cursor.fetchall())
+    found.close()
+    return rows
+
+
+@contextlib.contextmanager
+def _large_cache(connection: sa.Connection) -> Iterator[None]:
+    """Give SQLite 16 MB for many inserts: the ids of clients are random, so each one changes another page."""
+    is_sqlite = connection.dialect.name == "sqlite"
+    if is_sqlite:
+        connection.exec_driver_sql("PRAGMA cache_size=-16000")
+    try:
+        yield
+    finally:
+        # Its default. All connections together would need too much memory.
+        if is_sqlite:
+            connection.exec_driver_sql("PRAGMA cache_size=-2000")
+
+
+def _mark(connection: sa.Connection | sa.Engine) -> str:
+    """Return the text that stands for a parameter in a statement of the database's driver."""
+    return "?" if connection.dialect.paramstyle == "qmark" else "%s"
+
+
+def _chosen(query: sa.Select[Any], states: Collection[str], text: str) -> sa.Select[Any]:
+    """Limit a query to the runs in one of some states, all states if it is empty, with each word of a text."""
+    if states:
+        # The text of the JSON, because PostgreSQL cannot parse what the output of a worker may hold.
+        by_user = Run.job_metadata.contains(f'"reason": "{STOPPED.reason}', autoescape=True)
+        failed = Run.state == STOPPED.state
+        special = {"stopped": sa.and_(failed, by_user), "failed itself": sa.and_(failed, sa.not_(by_user))}
+        query = query.where(sa.or_(*(special.get(state, Run.state == state) for state in states)))
+    for word in text.split():
+        places = (Run.name, Run.image, Run.backend, Run.command)
+        query = query.where(sa.or_(*(place.icontains(word, autoescape=True) for place in places)))
+    return query
+
+
+def _newest(owner: str, name: str, count: int = 1) -> sa.Select[Any]:
+    """Select the latest values of a metric, the latest one first."""
+    query = sa.select(Metric.value).where(Metric.owner == owner, Metric.name == name)
+    return query.order_by(Metric.date.desc(), Metric.id.desc()).limit(count)
+
+
+def _record_goal(session: Session, metric: NewMetric) -> None:
+    """Add the result of the goal to the record of the run, because pages and lists of runs show it."""
+    run = session.get(Run, int(metric.owner[4:]))
+    if run is None:
+        return
+    if metric.name == GOAL_TEXT_METRIC:
+        run.goal_result = metric.value
+        return
+    # The goal is sent when it is reached and at the end, and the first one may arrive last.
+    goals = map(read_goal, session.scalars(_newest(metric.owner, metric.name, _LATEST_GOALS)))
+    newest = next((goal for goal in goals if goal is not None), None)
+    if newest is not None:
+        run.goal = newest.model_dump_json()
+
+
+def new_run(**values: Any) -> Run:
+    """Make a run that waits for its start.
+
+    Args:
+        values: Columns of :class:`Run`.
+    """
+    return Run(created_at=now_us(), state="initialized", **{"job_metadata": "{}", **values})
+
+
+def _make_engine(database_url: str) -> sa.Engine:
+    url = sa.make_url(database_url)
+    # Without the name of a driver, SQLAlchemy 2.0 looks for psycopg2, and it refuses the usual "postgres://".
+    if url.drivername in ("postgres", "postgresql"):
+        url = url.set(drivername="postgresql+psycopg")
+    # FastAPI answers requests in up to 40 threads.
+    pool = {"pool_size": 10, "max_overflow": 40}
+    if url.get_backend_name() != "sqlite":
+        # The server may have closed a connection since its last use.
+        return sa.create_engine(url, pool_pre_ping=True, **pool)
+    # The pool lends a connection to one thread after another.
+    arguments = {"check_same_thread": False, "timeout": 30}
+    # A database in memory exists as long as its one connection.
+    if url.database in (None, "", ":memory:"):
+        engine = sa.create_engine(url, poolclass=StaticPool, connect_args=arguments)
+    else:
+        Path(url.database or "").expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
+        # The last connection returned is lent first. Each has a cache of 2 MB, and those of the others stay empty.
+        engine = sa.create_engine(url, connect_args=arguments, pool_use_lifo=True, **pool)
+    event.listen(engine, "connect", _prepare_sqlite)
+    return engine
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    # By default, one text that is not UTF-8 makes a whole statement fail.
+    connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
+    cursor = connection.cursor()
+    # In WAL mode, readers continue while one connection writes.
+    # The first one must precede everything that writes into a new file; see Store.reclaim.
+    settings = ("auto_vacuum=INCREMENTAL", "journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON")
+    for pragma in (*settings, f"busy_timeout={_BUSY_MS}"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()

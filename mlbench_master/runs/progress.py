@@ -1,0 +1,81 @@
+"""The way of a run to its goal: the best value so far against the threshold, and its epochs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlbench_core.results.published import describe_run, goal_fraction
+from mlbench_master.database.columns import epoch_of, number_of
+from mlbench_master.database.store import Point, Run, Store, run_owner
+from mlbench_master.goals import PLAN_METRIC, RunPlan
+
+__all__ = ["RunProgress", "progress_of"]
+
+# Metrics that a worker sends at the end of each epoch, and of each validation.
+_OF_EPOCH = "CumulativeTrainTimeEpoch @ 0"
+_MOST_VALUES = 2000
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """The way of a run to its goal.
+
+    Attributes:
+        plan: The goal of the run and its number of epochs.
+        aim: The goal as text, empty without one.
+        best: The best value of the goal's metric so far, or None.
+        fraction: The part of the way to the goal, from 0 to 1, as ``mlbench run --wait`` shows it.
+        epochs: Number of finished epochs.
+    """
+
+    plan: RunPlan
+    aim: str
+    best: float | None
+    fraction: float
+    epochs: int
+
+
+def progress_of(store: Store, run: Run, latest: Mapping[str, Point]) -> RunProgress:
+    """Return the way of a run to its goal.
+
+    Args:
+        store: The database.
+        run: The run.
+        latest: The latest entry of each of its metrics.
+    """
+    sent = latest.get(PLAN_METRIC)
+    plan = RunPlan() if sent is None else RunPlan.read(sent.value)
+    goal = run.goal_record
+    known: Any = goal if goal is not None else plan
+    aim = {name: getattr(known, name) for name in ("metric", "threshold", "minimize", "budget_s")}
+    if aim["metric"] is None:
+        # A task is known before its first epoch ends: by its command.
+        aim |= describe_run(run.to_json()).get("goal") or {}
+    plan = plan.model_copy(update=aim)
+    best = _best(store, run, plan)
+    return RunProgress(
+        plan=plan,
+        aim=plan.aim,
+        best=best,
+        fraction=goal_fraction(best, plan.threshold, bool(plan.minimize)),
+        epochs=max(_epochs(latest.get(_OF_EPOCH)), _epochs(latest.get(f"{plan.metric} @ 0"))),
+    )
+
+
+def _best(store: Store, run: Run, plan: RunPlan) -> float | None:
+    if plan.metric is None:
+        return None
+    owner = (run_owner(run.id), f"{plan.metric} @ 0")
+    for *_, points in store.entries({owner: _MOST_VALUES}, last_n=_MOST_VALUES):
+        numbers = [number for point in points if (number := number_of(point.value)) is not None]
+        return (min if plan.minimize else max)(numbers, default=None)
+    return None
+
+
+def _epochs(point: Point | None) -> int:
+    """Return the number of epochs that were finished with an entry."""
+    epoch = math.nan if point is None else epoch_of(point.extra)
+    return int(epoch) + 1 if epoch.is_integer() else 0

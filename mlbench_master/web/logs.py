@@ -1,0 +1,68 @@
+"""The log of a run: a part of the run's page, and a page of its own that also filters without a script."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+
+from mlbench_master.api.routes import LauncherPart, StorePart, read_query, run_or_404
+from mlbench_master.database.store import Run
+from mlbench_master.launchers.interface import Launcher, LogPage, LogRange
+from mlbench_master.schemas import MAX_ID, LogsQuery
+from mlbench_master.web.render import page
+
+__all__ = ["log_view", "router"]
+
+_LINES = 200
+# A longer list of workers would make every page of the run large; its rank is typed instead.
+_MOST_CHOICES = 64
+
+# A line that reports an error, for Python and JavaScript alike. The stream says nothing: loggers write to standard
+# error.
+ERROR_LINE = re.compile(
+    r"^(\[rank\d+\]: ?)?(Traceback \(most recent call last\)|[A-Za-z_.]*(Error|Exception|Interrupt)\b)"
+    r"|^(Fatal |E\d{4} |\[E\d)"
+    r"|^[^\s:]+: error: |\b(ERROR|CRITICAL|FATAL)\b"
+)
+
+router = APIRouter()
+
+
+@router.get("/runs/{run_id}/logs/")
+def logs_page(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
+    run = run_or_404(store, run_id)
+    query = read_query(LogsQuery, request)
+    return page(request, "logs.html", run=run, log=log_view(run, launcher, query))
+
+
+def log_view(run: Run, launcher: Launcher, query: LogsQuery | None = None) -> dict[str, Any]:
+    """Return the values of the template ``run_logs.html``.
+
+    Args:
+        run: The run.
+        launcher: The launcher that has its log.
+        query: The lines to show; by default the last ones.
+    """
+    query = query or LogsQuery()
+    before = MAX_ID if query.before_line is None else query.before_line
+    found = LogPage([], 0)
+    if run.job_id is not None:
+        found = launcher.logs(run.job_id, LogRange(0, _LINES, before, query.wanted))
+    chosen = {name: value for name, value in asdict(query.wanted).items() if value not in (None, "")}
+    return {
+        "lines": found.lines,
+        "next": found.next,
+        "previous": found.previous,
+        "ranks": range(run.worker_count) if run.worker_count <= _MOST_CHOICES else None,
+        "wanted": query.wanted,
+        "is_filtered": bool(chosen),
+        "errors": ERROR_LINE.pattern,
+        "is_error": lambda text: ERROR_LINE.search(text) is not None,
+        "earlier": f"/runs/{run.id}/logs/?{urlencode({**chosen, 'before_line': found.previous})}",
+        "download": f"/api/runs/{run.id}/logs/?{urlencode({**chosen, 'format': 'text'})}",
+    }

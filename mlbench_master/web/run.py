@@ -1,0 +1,189 @@
+"""The page of one run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic_core
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+
+from mlbench_core.results.published import describe_run
+from mlbench_master.api.export import result_json
+from mlbench_master.api.routes import LauncherPart, StorePart, results_of, run_or_404
+from mlbench_master.database.curves import start_of
+from mlbench_master.database.store import Point, Run, run_owner
+from mlbench_master.dates import now_us
+from mlbench_master.goals import GOAL_METRIC, PLAN_METRIC
+from mlbench_master.launchers.interface import Launcher
+from mlbench_master.runs.phases import PHASE_TITLES, epoch_phases, is_measured, longest_s, total_phases
+from mlbench_master.runs.progress import progress_of
+from mlbench_master.runs.results import RESULT_METRIC, ResultFolder
+from mlbench_master.web.logs import log_view
+from mlbench_master.web.render import moment, page
+from mlbench_master.web.workers import list_workers
+
+__all__ = ["router"]
+
+_LAST_LINES = 15
+_MOST_ROWS = 200
+_MOST_NAMES = 1000
+_MOST_CHARACTERS = 200
+_MOST_WORKERS = 32
+_MOST_FACTS = 500
+_RANKED = re.compile(r"(.*) @ (\d{1,6})")
+_FAILED_RANK = re.compile(r"\b(?:worker|rank) (\d{1,6})\b")
+# Metrics that charts show without being asked come first in the list of names.
+_FIRST = re.compile(r"train_|val_|lr$|samples_per_s$|tokens_per_s$")
+
+router = APIRouter()
+
+
+@router.get("/runs/{run_id}/")
+def run_page(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
+    run = run_or_404(store, run_id)
+    owner = run_owner(run.id)
+    # The page has a link to the result, which is a text of several kilobytes.
+    latest = [item for item in store.latest(owner) if item[0] != RESULT_METRIC]
+    folder = _Folder.of(run, launcher)
+    result = _parsed(result_json(store, run, results_of(run, launcher)))
+    wanted = request.query_params.get("filter", "")[:255]
+    found = [item for item in latest if wanted.lower() in item[0].lower()]
+    goal = run.goal_record
+    totals = total_phases(latest, result, goal.phases_s if goal else {})
+    epochs = epoch_phases(store, owner, latest)
+    return page(
+        request,
+        "run.html",
+        run=run,
+        is_open=run.state in ("initialized", "started"),
+        lasted_s=_lasted(run),
+        facts=_facts(run, folder),
+        reason=str(run.metadata_dict().get("reason") or ""),
+        failed=_failure(run, launcher),
+        progress=progress_of(store, run, dict(latest)),
+        has_result=bool(result),
+        phases=PHASE_TITLES,
+        totals=totals,
+        longest_total=longest_s(totals),
+        unknown=() if not totals or is_measured(totals, result, run.worker_count) else ("communication", "hidden"),
+        epochs=epochs,
+        longest_epoch=longest_s(epochs),
+        configuration=_flat(result.get("configuration") or describe_run(run.to_json(), run.num_workers)),
+        environment=_flat(folder.environment or {name: result.get(name) for name in ("machine", "software")}),
+        start_s=start_of(run) / 1e6,
+        workers=list_workers(store, [(run, rank) for rank in range(run.worker_count)][:_MOST_WORKERS]),
+        curves=_curve_names(latest),
+        metrics=[(name, point.value[:_MOST_CHARACTERS], point) for name, point in found[:_MOST_ROWS]],
+        metric_count=len(found),
+        filter=wanted,
+        log=log_view(run, launcher),
+    )
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """The result folder of a run: its path, empty without one, and its ``environment.json``."""
+
+    path: str
+    environment: dict[str, Any]
+
+    @classmethod
+    def of(cls, run: Run, launcher: Launcher) -> _Folder:
+        folder = ResultFolder.find(results_of(run, launcher))
+        if folder is None:
+            return cls("", {})
+        with folder:
+            return cls(str(folder.path), _parsed(folder.read("environment.json")))
+
+
+def _parsed(content: bytes | None) -> dict[str, Any]:
+    """Return the object in JSON that a worker wrote, empty if there is none."""
+    try:
+        parsed = pydantic_core.from_json(content or b"", allow_inf_nan=False)
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _lasted(run: Run) -> float | None:
+    """Return the seconds since the start of a run, or until its end."""
+    # A damaged record may hold any type.
+    if not isinstance(run.started_at, int):
+        return None
+    end = run.finished_at if isinstance(run.finished_at, int) else now_us()
+    return max(end - run.started_at, 0) / 1e6
+
+
+def _facts(run: Run, folder: _Folder) -> dict[str, str]:
+    metadata = run.metadata_dict()
+    return {
+        "Workers": f"{run.num_workers}, cores per worker: {run.num_cpus:g}",
+        "Backend": run.backend,
+        "Image": run.image,
+        "Command": run.command,
+        "Folder of the workers": str(metadata.get("cwd") or ""),
+        "Created": moment(run.created_at),
+        "Finished": moment(run.finished_at),
+        "Notes": " ".join(map(str, metadata.get("notes") or ())),
+        "Reason": str(metadata.get("reason") or ""),
+        "Result folder": folder.path,
+    }
+
+
+def _failure(run: Run, launcher: Launcher) -> tuple[int, list[str]] | None:
+    """Return the worker that made a run fail, as far as its reason names one, with its last lines."""
+    named = _FAILED_RANK.search(str(run.metadata_dict().get("reason") or ""))
+    if run.state != "failed" or named is None or run.job_id is None:
+        return None
+    lines = [line for line in launcher.log_tail(run.job_id) if line["rank"] == int(named[1])]
+    errors = [line for line in lines if line["stream"] == "stderr"]
+    shown = [line["text"][: _LAST_LINES * _MOST_CHARACTERS] for line in (errors or lines)[-_LAST_LINES:]]
+    return (int(named[1]), shown) if shown else None
+
+
+def _curve_names(latest: Sequence[tuple[str, Point]]) -> dict[str, list[int]]:
+    """Return the names of the metrics that are numbers, without their ranks, and the ranks that each has."""
+    ranks: dict[str, list[int]] = {}
+    for name, point in latest:
+        if name in (GOAL_METRIC, PLAN_METRIC) or not _is_number(point.value):
+            continue
+        ranked = _RANKED.fullmatch(name)
+        of_name = ranks.setdefault(ranked[1] if ranked else name, [])
+        if ranked:
+            of_name.append(int(ranked[2]))
+    names = sorted(ranks, key=lambda name: (_FIRST.match(name) is None, name))[:_MOST_NAMES]
+    return {name: sorted(ranks[name]) for name in names}
+
+
+def _is_number(value: str) -> bool:
+    """Return True also for NaN: the curve of a loss that diverged must stay."""
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _flat(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the values of nested objects with the path to each, as text."""
+    found: list[tuple[str, str]] = []
+
+    def add(path: str, value: Any) -> None:
+        if len(found) >= _MOST_FACTS:
+            return
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                add(f"{path}.{name}" if path else str(name), inner)
+        elif isinstance(value, list) and not any(isinstance(item, (dict, list)) for item in value):
+            found.append((path, " ".join(map(str, value))))
+        elif value not in (None, ""):
+            text = value if isinstance(value, str) else json.dumps(value)
+            found.append((path, text))
+
+    add("", values)
+    return [(path, text[:5000]) for path, text in found if text]

@@ -1,0 +1,139 @@
+"""The page of one worker, and the load of workers as pages show it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import HTMLResponse
+
+from mlbench_master.api.routes import POD_PHASES, LauncherPart, StorePart
+from mlbench_master.database.columns import number_of
+from mlbench_master.database.curves import start_of
+from mlbench_master.database.store import Point, Run, Store, pod_owner
+from mlbench_master.launchers.load_sampler import LOAD_METRICS
+from mlbench_master.schemas import LogsQuery
+from mlbench_master.web.logs import log_view
+from mlbench_master.web.render import page, size
+
+__all__ = ["Figure", "Worker", "list_workers", "router"]
+
+_TITLES = {
+    "cpu": "CPU",
+    "memory": "Memory",
+    "gpu": "GPU",
+    "gpu_memory": "GPU memory",
+    "network_in": "Network in",
+    "network_out": "Network out",
+}
+
+router = APIRouter()
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the load of a worker.
+
+    Attributes:
+        metric: Name of the metric.
+        point: Its latest entry; None if nothing has been measured yet.
+    """
+
+    metric: str
+    point: Point | None = None
+
+    @property
+    def title(self) -> str:
+        """Return the title of the figure."""
+        return _TITLES[self.metric]
+
+    @property
+    def scope(self) -> str:
+        """Return a note on a figure that is not of the worker alone; see the module ``load_sampler``."""
+        if self.point is not None and '"machine"' in self.point.extra:
+            return "machine"
+        return ""
+
+    @property
+    def text(self) -> str:
+        """Return the latest value with its unit, ``-`` without a value. static/load.js writes the same texts."""
+        value = None if self.point is None else number_of(self.point.value)
+        if value is None:
+            return "-"
+        if self.metric in ("cpu", "gpu"):
+            return f"{value:.0f} %"
+        return size(value) + ("/s" if self.metric.startswith("network") else "")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker of a run with its load.
+
+    Attributes:
+        run: The run.
+        rank: The worker's rank.
+        figures: Its load; without those that are not measured.
+    """
+
+    run: Run
+    rank: int
+    figures: list[Figure]
+
+    @property
+    def name(self) -> str:
+        """Return the name of the worker's pod."""
+        return _pod_name(self.run, self.rank)
+
+    @property
+    def phase(self) -> str:
+        """Return the state in the words of ``GET /api/pods/``, or ``"Stopped"``, which pods do not have."""
+        return "Stopped" if self.run.is_stopped else POD_PHASES.get(self.run.state, "Unknown")
+
+
+def list_workers(store: Store, places: Sequence[tuple[Run, int]]) -> list[Worker]:
+    """Return workers with their latest load, read together.
+
+    Args:
+        store: The database.
+        places: Run and rank of each worker.
+    """
+    wanted = {(pod_owner(_pod_name(*place)), metric): 1 for place in places for metric in LOAD_METRICS}
+    latest = {(owner, name): point for owner, name, points in store.entries(wanted, last_n=1) for point in points}
+    workers = []
+    for run, rank in places:
+        owner = pod_owner(_pod_name(run, rank))
+        figures = [Figure(metric, latest.get((owner, metric))) for metric in LOAD_METRICS]
+        # The others may still be measured; a GPU is there from the first sample on.
+        awaited = [] if run.state in ("finished", "failed") else [name for name in LOAD_METRICS if "gpu" not in name]
+        shown = [figure for figure in figures if figure.point is not None or figure.metric in awaited]
+        workers.append(Worker(run, rank, shown))
+    return workers
+
+
+def _pod_name(run: Run, rank: int) -> str:
+    return f"{run.name}-worker-{rank}"
+
+
+@router.get("/workers/{name}/")
+def worker_page(name: str, request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
+    run, rank = _place_or_404(store, name)
+    [worker] = list_workers(store, [(run, rank)])
+    return page(
+        request,
+        "worker.html",
+        worker=worker,
+        most_rank=run.worker_count - 1,
+        start_s=start_of(run) / 1e6,
+        sampled_at=max((figure.point.date for figure in worker.figures if figure.point is not None), default=None),
+        log=log_view(run, launcher, LogsQuery(rank=str(rank))),
+    )
+
+
+def _place_or_404(store: Store, name: str) -> tuple[Run, int]:
+    run_name, _, rank = name.rpartition("-worker-")
+    # PostgreSQL refuses NUL in a parameter.
+    run = None if "\x00" in name else store.run_named(run_name)
+    if run is None or name not in run.worker_names():
+        raise HTTPException(404, f"name: there is no worker {name[:80]!r}: the page of a run leads to its workers")
+    return run, int(rank)
