@@ -17,7 +17,7 @@ tasks = sorted({path.parent.name for path in ROOT.glob("benchmarks/*/*.py")} - {
 
 setup(
     packages=[
-        *find_packages(include=["mlbench_core*", "mlbench_master*"]),
+        *find_packages(include=["mlbench_core*", "mlbench_master*", "mlbench_cli*"]),
         "mlbench_benchmarks",
         *(f"mlbench_benchmarks.{name}" for name in tasks),
         # Container images are built from a part of the source tree, without the chart.
@@ -25,6 +25,7 @@ setup(
     ],
     package_dir={"mlbench_benchmarks": "benchmarks", "mlbench_charts": "charts"},
     package_data={
+        "mlbench_cli": ["py.typed"],
         "mlbench_core": ["py.typed"],
         "mlbench_core.results": ["*.json", "*.mplstyle", "*.toml", "references/*.json"],
         "mlbench_core.sweep": ["*.css"],

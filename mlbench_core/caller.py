@@ -178,8 +178,8 @@ def module_command(module: str, *arguments: str) -> list[str]:
         *arguments: The arguments of the program.
 
     Example:
-        >>> module_command("mlbench_core.cli", "tasks")[-2:]
-        ['mlbench_core.cli', 'tasks']
+        >>> module_command("mlbench_cli", "tasks")[-2:]
+        ['mlbench_cli', 'tasks']
     """
     start: Sequence[str] = ("-P", "-m") if sys.version_info >= (3, 11) else ("-c", _SAFE)
     return [sys.executable, *start, module, *arguments]

@@ -65,7 +65,7 @@ def test_a_program_of_mlbench_imports_nothing_from_the_folder_of_its_call(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([".", "", str(tmp_path), "/nonexistent"]))
     monkeypatch.setattr(sys, "version_info", version)
-    command = caller.module_command("mlbench_core.cli", "tasks")
+    command = caller.module_command("mlbench_cli", "tasks")
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([".", "", str(tmp_path), "/nonexistent"]))

@@ -12,7 +12,7 @@ import click
 import pytest
 from measure_house import WORDS
 
-from mlbench_core.cli import cli_group
+from mlbench_cli import cli_group
 
 DOCS = Path(__file__).parents[1] / "docs"
 MOST_WORDS = 30

@@ -11,10 +11,11 @@ from types import ModuleType
 
 import pytest
 
+import mlbench_cli
 import mlbench_core
 import mlbench_master
 
-PACKAGES = (mlbench_core, mlbench_master)
+PACKAGES = (mlbench_core, mlbench_master, mlbench_cli)
 
 
 def with_examples(package: ModuleType) -> list[str]:

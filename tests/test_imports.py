@@ -16,7 +16,7 @@ import mlbench_core
 FRAMEWORK_FREE = [
     "mlbench_core",
     "mlbench_core.client.api",
-    "mlbench_core.cli",
+    "mlbench_cli",
     "mlbench_core.dataset.download",
     "mlbench_core.dataset.preparation",
     "mlbench_core.dataset.verification",

@@ -21,7 +21,7 @@ from release import build
 
 # The code that must run with an extra alone. "base" is the installation without an extra.
 CHECKS = {
-    "base": "from mlbench_core.tracking import Tracker; from mlbench_core.cli import cli_group",
+    "base": "from mlbench_core.tracking import Tracker; from mlbench_cli import cli_group",
     "torch": "import mlbench_core.optim.pytorch, mlbench_core.models.pytorch.resnet, mlbench_core.dataset.pytorch",
     "vision": "from mlbench_core.dataset.imagerecognition.pytorch import Digits; assert len(Digits()) == 1438",
     "text": "import pyarrow, sacrebleu, sacremoses, tokenizers",

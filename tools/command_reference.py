@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import click
 
-from mlbench_core.cli.cli import cli_group
+from mlbench_cli.cli import cli_group
 
 # What click adds to the help of an option: "[default: 4; x>=1]", "[required]".
 _EXTRA = re.compile(r"\s*\[((?:default: |required|[\w.]+<=?x|x[<>]).*)\]$")

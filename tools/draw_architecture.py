@@ -31,7 +31,7 @@ def read_packages(root: Path) -> tuple[set[str], set[Edge], list[str]]:
     """Read the packages of a tree.
 
     Args:
-        root: The folder that has ``mlbench_core``, ``mlbench_master`` and ``benchmarks``.
+        root: The folder that has ``mlbench_core``, ``mlbench_master``, ``mlbench_cli`` and ``benchmarks``.
 
     Returns:
         The packages above the ground floor, the imports between them, and the public modules of the ground floor.
@@ -144,7 +144,7 @@ def draw(root: Path = ROOT) -> str:
     """Draw the figure of a tree.
 
     Args:
-        root: The folder that has ``mlbench_core``, ``mlbench_master`` and ``benchmarks``.
+        root: The folder that has ``mlbench_core``, ``mlbench_master``, ``mlbench_cli`` and ``benchmarks``.
 
     Returns:
         The SVG text.

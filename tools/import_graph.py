@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ROOTS = ("mlbench_core", "mlbench_master", "benchmarks")
+ROOTS = ("mlbench_core", "mlbench_master", "mlbench_cli", "benchmarks")
 GROUND = {"", "addresses", "arguments", "errors", "paths", "files", "tasks", "statistics", "checkpoint_names", "caller"}
 GROUND |= {"wire_bytes", "install_cuda_extensions", "torch_private", "_lazy", "_torch", "_torchvision", "_tensorflow"}
-FACES = {"utils", "api"}  # layers that have faces only; `find_faces` finds the others by their code
+FACES = {"utils", "api", "cli"}  # layers that have faces only; `find_faces` finds the others by their code
 SIDE_BY_SIDE = {"tracking", "client", "dataset", "evaluation", "models", "network", "ops"}
 LAYERS: dict[str, set[str]] = {
     **{name: set() for name in GROUND},
@@ -35,7 +35,7 @@ LAYERS: dict[str, set[str]] = {
     # It reads the outboxes of workers that have ended, proves its identity to clients, and emulates networks of runs.
     "mlbench_master": {"client", "results", "network"},
     # `mlbench master` runs the master in its own process.
-    "cli": {"client", "dataset", "results", "network", "prediction", "sweep", "mlbench_master"},
+    "mlbench_cli": {"client", "dataset", "results", "network", "prediction", "sweep", "mlbench_master"},
 }
 LAYERS["benchmarks"] = set(LAYERS)
 

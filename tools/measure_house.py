@@ -264,7 +264,7 @@ def measure(root: Path) -> dict[str, Any]:
     """Take all figures of a tree.
 
     Args:
-        root: The folder that has ``mlbench_core``, ``mlbench_master`` and ``benchmarks``.
+        root: The folder that has ``mlbench_core``, ``mlbench_master``, ``mlbench_cli`` and ``benchmarks``.
 
     Returns:
         ``figures`` by name (a number, or None if it could not be measured), ``packages`` with their files, code lines
@@ -302,7 +302,8 @@ def measure(root: Path) -> dict[str, Any]:
     figures: dict[str, float | None] = {
         "code lines: library": code["mlbench_core"],
         "code lines: master": code["mlbench_master"],
-        "code lines: library and master": code["mlbench_core"] + code["mlbench_master"],
+        "code lines: command": code["mlbench_cli"],
+        "code lines: library, master and command": code["mlbench_core"] + code["mlbench_master"] + code["mlbench_cli"],
         "code lines: benchmarks": code["benchmarks"],
         "files": len(modules),
         "functions": len(functions),

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {
     "mlbench_core": "mlbench_core",
     "mlbench_master": "mlbench_master",
+    "mlbench_cli": "mlbench_cli",
     "benchmarks": "mlbench_benchmarks",
     "charts": "mlbench_charts",
 }

@@ -15,8 +15,8 @@ from _bench import Subject, finish, make_parser, measure, parse
 COMMANDS = {
     "python -c pass": ["-c", "pass"],
     "import click": ["-c", "import click"],
-    "mlbench --help": ["-m", "mlbench_core.cli", "--help"],
-    "mlbench --version": ["-m", "mlbench_core.cli", "--version"],
+    "mlbench --help": ["-m", "mlbench_cli", "--help"],
+    "mlbench --version": ["-m", "mlbench_cli", "--version"],
 }
 SUBJECT = Subject(
     "cli_start",

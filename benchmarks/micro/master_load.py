@@ -108,7 +108,7 @@ def running(folder: Path, runs: int, sizes: Sequence[tuple[int, int]] = ()) -> I
     for number, (names, entries) in enumerate(sizes):
         fill(store, store.add_run(new_run(name=f"long-{number}", **FIELDS)), names, entries)
     store.close()
-    command = [sys.executable, "-m", "mlbench_core.cli", "master", "--port", "0", "--data-dir", str(folder)]
+    command = [sys.executable, "-m", "mlbench_cli", "master", "--port", "0", "--data-dir", str(folder)]
     environment = {**os.environ, "MLBENCH_TOKEN": TOKEN, "MLBENCH_HOME": str(folder)}
     log = folder / "benchmark.log"
     with log.open("wb") as output_file:

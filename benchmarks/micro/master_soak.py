@@ -124,7 +124,7 @@ def _start_master(folder: Path) -> tuple[subprocess.Popen[bytes], int]:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
     environment = {**os.environ, "MLBENCH_HOME": str(folder), "MLBENCH_TOKEN": _TOKEN}
-    command = [sys.executable, "-m", "mlbench_core.cli", "master", "--port", str(port)]
+    command = [sys.executable, "-m", "mlbench_cli", "master", "--port", str(port)]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:

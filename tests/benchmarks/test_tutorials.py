@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import mlbench_core
-from mlbench_core.cli.run import run
+from mlbench_cli.commands.run import run
 from mlbench_core.network import EmulatedNetwork
 from tests.benchmarks.tutorial_pages import COMPLETE, PAGES, Reader, as_pattern, blocks, missing_line
 from tests.helpers.processes import ROOT

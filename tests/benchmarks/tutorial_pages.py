@@ -111,7 +111,7 @@ class Reader:
         self.programs.mkdir(exist_ok=True)
         if COMPLETE:
             return
-        for name, module in (("mlbench", "-m mlbench_core.cli"), ("python", "")):
+        for name, module in (("mlbench", "-m mlbench_cli"), ("python", "")):
             program = self.programs / name
             program.write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
             program.chmod(0o755)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 # Only a process whose terminal this is gets a signal for Ctrl-C.
 _START = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
-_MAIN = "from mlbench_core.cli import main\nmain()"
+_MAIN = "from mlbench_cli import main\nmain()"
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 CTRL_C = "\x03"
 

@@ -11,7 +11,8 @@ import fastjsonschema
 import pytest
 import yaml
 
-from mlbench_core.cli import _cloud, _kind, clusters
+from mlbench_cli import _cloud, _kind
+from mlbench_cli.commands import clusters
 from mlbench_core.client.clusters import Cluster, current_cluster, forget_cluster, read_clusters, remember_cluster
 from mlbench_core.client.masters import find_credentials
 from mlbench_core.paths import user_folder

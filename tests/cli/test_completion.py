@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_core.cli import completion
+from mlbench_cli.commands import completion
 from mlbench_core.errors import MasterError
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster
 
-CODE = "import sys, mlbench_core.cli as cli\ntry: cli.main()\nfinally: "
+CODE = "import sys, mlbench_cli as cli\ntry: cli.main()\nfinally: "
 
 
 def complete(words: str, code: str = "pass") -> list[str]:
@@ -29,7 +29,7 @@ def complete(words: str, code: str = "pass") -> list[str]:
 
 
 def test_commands_and_options_are_completed_without_loading_commands() -> None:
-    loaded = "print('x,', [m for m in ('requests', 'mlbench_core.cli.runs') if m in sys.modules])"
+    loaded = "print('x,', [m for m in ('requests', 'mlbench_cli.commands.runs') if m in sys.modules])"
     assert complete("mlbench st", loaded) == ["status", "stop", " []"]
     assert complete("mlbench status --da") == ["--dashboard-url"]
     assert complete("mlbench run x 1 --task 1") == ["1a", "1b"]
@@ -73,7 +73,7 @@ def test_the_shell_accepts_its_script(shell: str, call: Call, tmp_path: Path) ->
 def test_bash_completes_the_name_of_a_run(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
     fake.add("demo-1")
     program = tmp_path / "mlbench"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m mlbench_core.cli "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m mlbench_cli "$@"\n')
     program.chmod(0o755)
     script = call("completion", "bash").stdout
     ask = f"COMP_WORDS=(mlbench logs d); COMP_CWORD=2; _mlbench_completion {program}; echo ${{COMPREPLY[@]}}"

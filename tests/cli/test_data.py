@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import requests
 
+from mlbench_cli.commands.data import _size
 from mlbench_core import files
-from mlbench_core.cli.data import _size
 from mlbench_core.dataset import download, preparation, registry
 from mlbench_core.dataset.libsvm_names import KNOWN, KnownDataset, TextFile
 from mlbench_core.dataset.registry import DATASETS, WMT16_ARCHIVES, DataFile, DatasetRecord, FileForm, get_dataset

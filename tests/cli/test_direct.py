@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_core.cli import _wait
+from mlbench_cli import _wait
 from mlbench_core.client.masters import read_record
 from mlbench_core.results.folder import FILES, verify_folder
 from mlbench_master.launchers import LauncherError, slurm, slurm_queue

@@ -12,9 +12,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from mlbench_cli import cli_group
+from mlbench_cli.cli import COMMANDS
 from mlbench_core import __version__
-from mlbench_core.cli import cli_group
-from mlbench_core.cli.cli import COMMANDS
 from mlbench_core.errors import MasterError
 from tests.cli.conftest import Call
 
@@ -24,7 +24,7 @@ HEAVY = ("numpy", "requests", "rich", "torch", "kubernetes", "matplotlib", "plat
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_help_and_version_load_click_only(option: str) -> None:
     code = (
-        "import sys, mlbench_core.cli as cli\n"
+        "import sys, mlbench_cli as cli\n"
         f"sys.argv = ['mlbench', '{option}']\n"
         "try:\n    cli.main()\nexcept SystemExit as end:\n    assert end.code == 0\n"
         f"loaded = [m for m in {HEAVY!r} if m in sys.modules]\nassert not loaded, loaded"
@@ -55,7 +55,7 @@ def test_commands_need_the_base_requirements_only() -> None:
     code = (
         "import sys\n"
         f"sys.modules.update(dict.fromkeys({blocked!r}))\n"
-        "from mlbench_core.cli.cli import COMMANDS, cli_group\n"
+        "from mlbench_cli.cli import COMMANDS, cli_group\n"
         "for name in COMMANDS:\n    assert cli_group.get_command(None, name)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -65,7 +65,7 @@ def test_commands_need_the_base_requirements_only() -> None:
 def _modules_of_packages() -> dict[str, set[str]]:
     """Every importable module of the installed packages, with the packages that have it."""
     found = importlib.metadata.packages_distributions()
-    ours = ("mlbench_core", "mlbench_master", "mlbench_benchmarks")
+    ours = ("mlbench_cli", "mlbench_core", "mlbench_master", "mlbench_benchmarks")
     return {
         name: {canonicalize_name(package) for package in packages}
         for name, packages in found.items()
@@ -101,7 +101,7 @@ def test_every_command_has_json() -> None:
 
 
 def test_module_runs_as_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "mlbench_core.cli", "--version"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "mlbench_cli", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"mlbench, version {__version__}\n", "")
 
 
@@ -111,7 +111,7 @@ def test_unknown_command_is_wrong_use(call: Call) -> None:
 
 
 def test_the_path_of_3_0() -> None:
-    from mlbench_core.cli.cli import cli_group as old
+    from mlbench_cli.cli import cli_group as old
 
     assert old is cli_group
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_core.cli import _embedded
-from mlbench_core.cli._client import MasterClient
+from mlbench_cli import _embedded
+from mlbench_cli._client import MasterClient
 from mlbench_core.client import settings
 from mlbench_core.client.masters import find_credentials, read_record, remember_master, start_mark
 from mlbench_core.errors import MasterError, MissingDependencyError
@@ -36,7 +36,7 @@ def real_master() -> Iterator[None]:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "mlbench_core.cli", *arguments]
+    return [sys.executable, "-m", "mlbench_cli", *arguments]
 
 
 def test_run_with_the_embedded_master_from_start_to_stop(real_master: None, call: Call, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_core.cli import _output
-from mlbench_core.cli.runs import _cell
+from mlbench_cli import _output
+from mlbench_cli.commands.runs import _cell
 from mlbench_core.results.load import save
 
 LONG = '{"mean": 1.0, "spread": 0.5, "values": [' + ", ".join(map(str, range(100))) + "]}"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.cli import _embedded, _follow, _wait
-from mlbench_core.cli import run as run_module
+from mlbench_cli import _embedded, _follow, _wait
+from mlbench_cli.commands import run as run_module
 from mlbench_core.client import settings
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.results.folder import FILES, verify_folder
@@ -404,7 +404,7 @@ def test_a_chart_that_cannot_be_drawn_is_one_line(
     def fail(*_: object) -> None:
         raise RuntimeError("no\nfont")
 
-    patch.setattr("mlbench_core.cli.charts.draw_overview", fail)
+    patch.setattr("mlbench_cli.commands.charts.draw_overview", fail)
     result = call("run", "demo", "1", "--task", "1a", "--wait", "--output", str(tmp_path / "out"))
     assert result.stderr.splitlines()[-1] == "no chart: RuntimeError: no font"
     assert result.stdout.splitlines()[1].split()[:4] == ["demo-1", "1", "yes", "81.5"]
@@ -510,7 +510,7 @@ def test_wait_fails_if_output_is_lost(fake: FakeMaster, call: Call, tmp_path: Pa
 def test_wait_survives_a_master_that_is_away_for_a_while(
     fake: FakeMaster, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mlbench_core.cli._client import MasterClient
+    from mlbench_cli._client import MasterClient
 
     run_id = fake.add("a-1")
     real, calls = MasterClient.run, []
@@ -533,7 +533,7 @@ def test_wait_survives_a_master_that_is_away_for_a_while(
 
 
 def test_wait_finds_a_metric_to_show_without_a_task(fake: FakeMaster, capsys: pytest.CaptureFixture[str]) -> None:
-    from mlbench_core.cli._client import MasterClient
+    from mlbench_cli._client import MasterClient
 
     run_id = fake.add("a-1", val_global_F1=0.5)
     fake.metrics[run_id]["val_global_F1 @ 0"].append(entry(0.75))

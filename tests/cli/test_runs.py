@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
-from mlbench_core.cli import _client
+from mlbench_cli import _client
 from mlbench_core.client.rest import base_url
 from mlbench_core.errors import ConfigurationError
 from tests.cli.conftest import Call

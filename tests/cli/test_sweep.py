@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_core.cli import sweep as module
+from mlbench_cli.commands import sweep as module
 from mlbench_core.sweep import runner
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster

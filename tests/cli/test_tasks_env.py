@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mlbench_cli.commands import env as env_module
 from mlbench_core import __version__
-from mlbench_core.cli import env as env_module
 from mlbench_core.tasks import TASKS
 from tests.cli.conftest import Call
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.cli._live import live_table
-from mlbench_core.cli._progress import Progress
+from mlbench_cli._live import live_table
+from mlbench_cli._progress import Progress
 from tests.cli.fake_master import FakeMaster
 from tests.cli.terminal import CTRL_C, on_terminal
 
 RUN = ("run", "demo", "1", "2", "--task", "1a", "--wait", "--output")
-QUICK = "import mlbench_core.cli._wait as w; w.POLL_S = 0.3"
+QUICK = "import mlbench_cli._wait as w; w.POLL_S = 0.3"
 QUESTION = "Stop the runs, too?"
 CONTINUE = "stopped waiting; the runs continue ('mlbench stop demo-1 demo-2' stops them)"
 

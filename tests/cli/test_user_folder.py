@@ -15,9 +15,9 @@ import pytest
 from mlbench_core.client.masters import read_record
 from tests.cli.fake_master import FakeMaster
 
-MLBENCH = [sys.executable, "-m", "mlbench_core.cli"]
+MLBENCH = [sys.executable, "-m", "mlbench_cli"]
 # The script that pip installs, whose first place for modules is its own folder.
-INSTALLED = [sys.executable, "-P", "-m", "mlbench_core.cli"] if sys.version_info >= (3, 11) else MLBENCH
+INSTALLED = [sys.executable, "-P", "-m", "mlbench_cli"] if sys.version_info >= (3, 11) else MLBENCH
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mlbench_core
-from mlbench_core.cli._client import MasterClient
+from mlbench_cli._client import MasterClient
 from mlbench_core.client.api import ApiClient
 from mlbench_core.errors import MasterRequestError
 from tests.client.stub_master import StubMaster

@@ -189,7 +189,7 @@ def rank_of(process: psutil.Process) -> str:
 
 def test_the_command_is_killed(fault: Fault) -> None:
     """Its runs go on; a killed command has either created its run or not."""
-    command = [sys.executable, "-m", "mlbench_core.cli", "run", "--num-cpus", "0.5", "--wait"]
+    command = [sys.executable, "-m", "mlbench_cli", "run", "--num-cpus", "0.5", "--wait"]
     for number in range(MOMENTS):
         options = ["--command", str(fault.script), "--output", str(fault.folder / "out")]
         with subprocess.Popen(

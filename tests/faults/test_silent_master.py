@@ -20,7 +20,7 @@ from tests.master.helpers import processes_of, wait_for
 
 def mlbench(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "mlbench_core.cli", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "mlbench_cli", *arguments], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done

@@ -82,7 +82,7 @@ class Master:
         options = ["--port", str(self.port), "--data-dir", str(self.folder), "--no-token"]
         with open(self.folder / "master.log", "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mlbench_core.cli", "master", *options],
+                [sys.executable, "-m", "mlbench_cli", "master", *options],
                 stdout=log,
                 stderr=log,
                 env=environment(),

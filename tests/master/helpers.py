@@ -97,7 +97,7 @@ def server(
     ``setup`` is Python that runs before it, for example to shorten its time limits. ``token`` are the options that say
     who may use it: ``()`` for a random token; by default everybody here, unless the other options name a token.
     """
-    start = ["-c", f"{setup}\nfrom mlbench_core.cli import main\nmain()"] if setup else ["-m", "mlbench_core.cli"]
+    start = ["-c", f"{setup}\nfrom mlbench_cli import main\nmain()"] if setup else ["-m", "mlbench_cli"]
     if token is None:
         token = () if "--token" in options else ("--no-token",)
     log = data_dir.parent / "master.log"

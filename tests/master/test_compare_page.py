@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlbench_core.cli._records import compare_records, from_master
+from mlbench_cli._records import compare_records, from_master
 from mlbench_core.results.prices import Pricing, load_prices
 from mlbench_core.results.table import cell
 from mlbench_master import create_app

@@ -21,7 +21,7 @@ from tests.master.helpers import PYTHON, ROOT, TestClient, server, wait_for
 
 def master(*options: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [PYTHON, "-m", "mlbench_core.cli", "master", *options]
+    command = [PYTHON, "-m", "mlbench_cli", "master", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=30, env=env, cwd=ROOT)
 
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlbench_core.cli import cli_group
+from mlbench_cli import cli_group
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.folder import RESULT, finish_folder, lacking, read_result, verify_folder
 from mlbench_core.results.load import load

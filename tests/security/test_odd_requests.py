@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from mlbench_core.cli._output import clean
+from mlbench_cli._output import clean
 from mlbench_master import create_app
 from mlbench_master.database.store import Store
 from mlbench_master.events import EventBus

@@ -22,7 +22,7 @@ RUN = {"name": "eve", "num_workers": 1, "command": "id"}
 
 
 def mlbench(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mlbench_core.cli", *arguments]
+    command = [sys.executable, "-m", "mlbench_cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(**variables))
 
 

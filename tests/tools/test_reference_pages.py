@@ -15,7 +15,7 @@ import schema_reference
 from api_reference import all_names, find_origin, handed_on, own_names, public_modules
 from generated_pages import MARKER, WRITERS, fill_page
 
-from mlbench_core.cli.cli import COMMANDS, cli_group
+from mlbench_cli.cli import COMMANDS, cli_group
 from mlbench_core.tasks import TASKS, Task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,7 +162,7 @@ def test_every_task_has_a_page_with_its_definition_curve_results_and_differences
 def names_in_code() -> set[str]:
     """The environment variables of MLBench that the code reads or sets, by their full names."""
     found: set[str] = set()
-    folders = ("mlbench_core", "mlbench_master", "benchmarks")
+    folders = ("mlbench_core", "mlbench_master", "mlbench_cli", "benchmarks")
     for path in [ROOT / "setup.py", *(path for name in folders for path in (ROOT / name).rglob("*.py"))]:
         text = path.read_text()
         if not re.search(r"MLBENCH_|\bvariable\(|read_interval\(", text):

@@ -41,7 +41,7 @@ def test_the_metadata_are_those_of_the_project(built: tuple[Path, Path]) -> None
     assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
     with zipfile.ZipFile(built[1]) as archive:
         (scripts,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
-        assert archive.read(scripts).decode().split() == ["[console_scripts]", "mlbench", "=", "mlbench_core.cli:main"]
+        assert archive.read(scripts).decode().split() == ["[console_scripts]", "mlbench", "=", "mlbench_cli:main"]
 
 
 def test_a_missing_and_a_foreign_file_are_reported(built: tuple[Path, Path], tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlbench_core.cli import _embedded
-from mlbench_core.cli._output import clean, print_table, remark
+from mlbench_cli import _embedded
+from mlbench_cli._output import clean, print_table, remark
 from mlbench_core.paths import user_folder
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from mlbench_core.cli._output import clean, json_option, print_json, remark
-from mlbench_core.cli._records import compare_records, price_options, write_texts
+from mlbench_cli._output import clean, json_option, print_json, remark
+from mlbench_cli._records import compare_records, price_options, write_texts
 from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.results.folder import RESULT, find_folders, lacking, read_result, verify_folder
 from mlbench_core.results.load import load

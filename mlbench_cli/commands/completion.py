@@ -8,8 +8,8 @@ import threading
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
-from mlbench_core.cli._embedded import connect
-from mlbench_core.cli.cli import cli_group
+from mlbench_cli._embedded import connect
+from mlbench_cli.cli import cli_group
 from mlbench_core.errors import MLBenchError
 from mlbench_core.tasks import is_run_name
 

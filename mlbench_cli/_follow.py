@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from mlbench_core.cli import _wait
-from mlbench_core.cli._client import RunSource, reason_of, state_of
-from mlbench_core.cli._output import clean, log_line, print_json, remark
-from mlbench_core.cli._records import compare_records, print_comparison, print_records
+from mlbench_cli import _wait
+from mlbench_cli._client import RunSource, reason_of, state_of
+from mlbench_cli._output import clean, log_line, print_json, remark
+from mlbench_cli._records import compare_records, print_comparison, print_records
 from mlbench_core.errors import ConfigurationError, MasterRequestError, MLBenchError
 from mlbench_core.results.load import load, save
 from mlbench_core.results.pool import pool, usable
@@ -126,7 +126,7 @@ def _draw(folder: Path, records: Sequence[RunRecord]) -> Path | None:
     if not drawable:
         return None
     try:
-        from mlbench_core.cli.charts import draw_overview
+        from mlbench_cli.commands.charts import draw_overview
 
         return draw_overview(pool(drawable), folder / "overview.png")
     # The runs themselves are done, so a chart that cannot be drawn must not make the command fail.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from mlbench_core.cli._output import clean
+from mlbench_cli._output import clean
 from mlbench_core.results.published import goal_fraction
 
 __all__ = ["Goal", "Progress"]

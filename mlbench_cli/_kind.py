@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlbench_core.cli._client import MasterClient
-from mlbench_core.cli._helm_chart import chart_folder
-from mlbench_core.cli._output import remark
-from mlbench_core.cli._programs import ProgramFailed, Step, ask, check_programs, perform
+from mlbench_cli._client import MasterClient
+from mlbench_cli._helm_chart import chart_folder
+from mlbench_cli._output import remark
+from mlbench_cli._programs import ProgramFailed, Step, ask, check_programs, perform
 from mlbench_core.client.clusters import Cluster, forget_cluster, read_clusters, remember_cluster
 from mlbench_core.errors import ConfigurationError, MasterError
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from mlbench_core.cli._output import dashboard_option, remark
-from mlbench_core.cli._records import (
+from mlbench_cli._output import dashboard_option, remark
+from mlbench_cli._records import (
     FORMATS,
     compare_records,
     find_records,
@@ -15,7 +15,7 @@ from mlbench_core.cli._records import (
     print_comparison,
     write_comparison,
 )
-from mlbench_core.cli.completion import complete_runs_and_files
+from mlbench_cli.commands.completion import complete_runs_and_files
 from mlbench_core.results.prices import Pricing
 
 __all__ = ["compare"]

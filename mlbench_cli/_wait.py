@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from mlbench_core.cli._client import FINAL_STATES, RunSource, reason_of, state_of
-from mlbench_core.cli._output import clean, remark, seconds
-from mlbench_core.cli._progress import Goal, Progress
+from mlbench_cli._client import FINAL_STATES, RunSource, reason_of, state_of
+from mlbench_cli._output import clean, remark, seconds
+from mlbench_cli._progress import Goal, Progress
 from mlbench_core.errors import MasterRequestError
 
 __all__ = ["Goal", "Progress", "wait_for"]
@@ -139,7 +139,7 @@ Show = Callable[[Sequence[Progress]], None]
 def _display() -> contextlib.AbstractContextManager[Show]:
     if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         return contextlib.nullcontext(_lines())
-    from mlbench_core.cli._live import live_table
+    from mlbench_cli._live import live_table
 
     return live_table()
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlbench_core.caller import describe_call
-from mlbench_core.cli import _embedded
-from mlbench_core.cli._client import MasterClient
-from mlbench_core.cli._output import (
+from mlbench_cli import _embedded
+from mlbench_cli._client import MasterClient
+from mlbench_cli._output import (
     clean,
     dashboard_option,
     json_option,
@@ -22,6 +21,7 @@ from mlbench_core.cli._output import (
     remark,
     seconds,
 )
+from mlbench_core.caller import describe_call
 from mlbench_core.errors import MLBenchError
 from mlbench_core.sweep.estimate import Estimate, estimate
 from mlbench_core.sweep.file import Point, Sweep, load_sweep
@@ -114,7 +114,7 @@ def _run(
 ) -> bool:
     """Run the pending points; return False if the budget ended first."""
     # Imported here: --dry-run needs neither.
-    from mlbench_core.cli._sweep_progress import open_display
+    from mlbench_cli._sweep_progress import open_display
     from mlbench_core.sweep.runner import Runner
 
     def connect() -> MasterClient:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from mlbench_core.cli._output import clean, remark
+from mlbench_cli._output import clean, remark
 from mlbench_core.errors import ConfigurationError, MLBenchError
 
 __all__ = ["ProgramFailed", "Step", "ask", "check_programs", "perform", "show"]

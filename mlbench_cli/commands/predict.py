@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlbench_core.cli._networks import NetworkType
-from mlbench_core.cli._output import clean, json_option, number, print_json, print_table, remark
-from mlbench_core.cli._records import price_options
+from mlbench_cli._networks import NetworkType
+from mlbench_cli._output import clean, json_option, number, print_json, print_table, remark
+from mlbench_cli._records import price_options
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.pool import usable
 from mlbench_core.results.prices import Pricing, price_of

@@ -11,8 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mlbench_core.cli._output import clean, number, seconds
-from mlbench_core.cli._progress import Progress
+from mlbench_cli._output import clean, number, seconds
+from mlbench_cli._progress import Progress
 
 __all__ = ["live_table"]
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from mlbench_cli._client import MasterClient
+from mlbench_cli._cloud import open_tunnel
+from mlbench_cli._output import remark
 from mlbench_core import files
 from mlbench_core.caller import module_command, safe_environment
-from mlbench_core.cli._client import MasterClient
-from mlbench_core.cli._cloud import open_tunnel
-from mlbench_core.cli._output import remark
 from mlbench_core.client import settings
 from mlbench_core.client.clusters import current_cluster
 from mlbench_core.client.masters import MasterRecord, find_credentials, forget_master, read_record
@@ -246,7 +246,7 @@ def check_installed() -> None:
 def master_command(host: str, port: int) -> list[str]:
     """Return the command of a master process; secrets are not in it, because all users can see arguments."""
     address = ("--host", host, "--port", str(port))
-    return module_command("mlbench_core.cli", "master", *address, "--end-when-idle", f"{END_WHEN_IDLE_S:g}")
+    return module_command("mlbench_cli", "master", *address, "--end-when-idle", f"{END_WHEN_IDLE_S:g}")
 
 
 def _is_free(port: int) -> bool:

@@ -11,9 +11,9 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from mlbench_core.cli._client import FINAL_STATES, MasterClient
-from mlbench_core.cli._embedded import connect
-from mlbench_core.cli._output import clean, number, print_json, print_table, remark
+from mlbench_cli._client import FINAL_STATES, MasterClient
+from mlbench_cli._embedded import connect
+from mlbench_cli._output import clean, number, print_json, print_table, remark
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.files import replacing
 from mlbench_core.results.load import load

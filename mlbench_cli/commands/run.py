@@ -16,12 +16,12 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from mlbench_cli import _direct, _embedded, _follow, _wait
+from mlbench_cli._client import MasterClient, RunSource
+from mlbench_cli._engines import EngineType
+from mlbench_cli._networks import NetworkType
+from mlbench_cli._output import clean, dashboard_option, json_option, print_json, print_table, remark
 from mlbench_core.caller import call_folder, check_variable, describe_call
-from mlbench_core.cli import _direct, _embedded, _follow, _wait
-from mlbench_core.cli._client import MasterClient, RunSource
-from mlbench_core.cli._engines import EngineType
-from mlbench_core.cli._networks import NetworkType
-from mlbench_core.cli._output import clean, dashboard_option, json_option, print_json, print_table, remark
 from mlbench_core.client import settings
 from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend, check_placeholders, parse_workers
 from mlbench_core.errors import MasterRequestError, MLBenchError

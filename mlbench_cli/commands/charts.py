@@ -11,9 +11,9 @@ from pathlib import Path
 
 import click
 
-from mlbench_core.cli._embedded import connect
-from mlbench_core.cli._output import clean, dashboard_option, json_option, print_json, remark
-from mlbench_core.cli._records import from_master, matches, print_records
+from mlbench_cli._embedded import connect
+from mlbench_cli._output import clean, dashboard_option, json_option, print_json, remark
+from mlbench_cli._records import from_master, matches, print_records
 from mlbench_core.errors import ConfigurationError, MasterNotFoundError
 from mlbench_core.results.load import load
 from mlbench_core.results.pool import Group, check_comparable, pool, usable

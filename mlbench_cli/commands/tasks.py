@@ -6,7 +6,7 @@ import dataclasses
 
 import click
 
-from mlbench_core.cli._output import json_option, print_json, print_table
+from mlbench_cli._output import json_option, print_json, print_table
 from mlbench_core.tasks import TASKS
 
 __all__ = ["tasks"]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from mlbench_core.cli._output import clean, json_option, print_json, print_table, remark
+from mlbench_cli._output import clean, json_option, print_json, print_table, remark
 from mlbench_core.dataset.registry import DATASETS, DEFAULT_FOLDER
 from mlbench_core.errors import DatasetError
 from mlbench_core.paths import user_folder

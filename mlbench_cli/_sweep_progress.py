@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from mlbench_core.cli._output import clean, remark, seconds
+from mlbench_cli._output import clean, remark, seconds
 from mlbench_core.sweep.estimate import estimate
 from mlbench_core.sweep.file import Point, Sweep
 from mlbench_core.sweep.folder import Done, Failure

@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from mlbench_core.cli._client import FINAL_STATES, MasterClient, reason_of, state_of
-from mlbench_core.cli._embedded import connect
-from mlbench_core.cli._output import (
+from mlbench_cli._client import FINAL_STATES, MasterClient, reason_of, state_of
+from mlbench_cli._embedded import connect
+from mlbench_cli._output import (
     clean,
     confirm_deletion,
     dashboard_option,
@@ -26,9 +26,9 @@ from mlbench_core.cli._output import (
     print_table,
     remark,
 )
-from mlbench_core.cli._state_files import connect_or_read
-from mlbench_core.cli._streams import stdout_is_closed
-from mlbench_core.cli.completion import complete_runs
+from mlbench_cli._state_files import connect_or_read
+from mlbench_cli._streams import stdout_is_closed
+from mlbench_cli.commands.completion import complete_runs
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.files import replacing
 

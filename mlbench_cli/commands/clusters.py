@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from mlbench_core.cli import _cloud, _kind
-from mlbench_core.cli._output import confirm_deletion, json_option, print_json, print_table, remark
-from mlbench_core.cli._programs import ProgramFailed, Step, check_programs, perform, show
+from mlbench_cli import _cloud, _kind
+from mlbench_cli._output import confirm_deletion, json_option, print_json, print_table, remark
+from mlbench_cli._programs import ProgramFailed, Step, check_programs, perform, show
 from mlbench_core.client.clusters import (
     PROVIDERS,
     Cluster,

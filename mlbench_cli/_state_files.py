@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlbench_core.cli import _embedded
-from mlbench_core.cli._client import FINAL_STATES, MasterClient
-from mlbench_core.cli._output import clean, remark
+from mlbench_cli import _embedded
+from mlbench_cli._client import FINAL_STATES, MasterClient
+from mlbench_cli._output import clean, remark
 from mlbench_core.client.masters import read_record
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.paths import user_folder

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mlbench_core.cli._networks import NetworkType
-from mlbench_core.cli._output import json_option, print_field, print_json, print_table, remark
+from mlbench_cli._networks import NetworkType
+from mlbench_cli._output import json_option, print_field, print_json, print_table, remark
 from mlbench_core.network.named import NETWORKS
 
 if TYPE_CHECKING:
