@@ -221,12 +221,12 @@ def set_mpi_class(maker: Any) -> None:
 
 PARTS = (
     Part(
-        "aggregation.pytorch.overlap",
+        "aggregation.pytorch.transport.overlap",
         "telling one backward pass from another that runs inside it, and acting at its end",
         ("_C._current_graph_task_id", "autograd.Variable._execution_engine.queue_callback"),
     ),
     Part(
-        "aggregation.pytorch.buckets",
+        "aggregation.pytorch.transport.buckets",
         "reducing a gradient in place only if no other tensor shares its memory",
         ("_C._storage_Use_Count", "UntypedStorage._cdata"),
     ),

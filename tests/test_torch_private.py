@@ -28,7 +28,8 @@ def test_the_installed_torch_has_the_part(part: torch_private.Part) -> None:
 def test_a_missing_part_is_named_with_its_user_and_its_reason() -> None:
     part = dataclasses.replace(PARTS[0], names=("_foreach_copy_", "_C._gone", "_gone"))
     assert part.problem() == (
-        f"torch {torch.__version__} no longer has _C._gone, _gone, which mlbench_core.aggregation.pytorch.overlap uses "
+        f"torch {torch.__version__} no longer has _C._gone, _gone, which "
+        "mlbench_core.aggregation.pytorch.transport.overlap uses "
         "for telling one backward pass from another that runs inside it, and acting at its end"
     )
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
 from _workers import Workers, serve
 
-from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
+from mlbench_core.aggregation.pytorch.transport.shared_memory import SharedMemorySum
 
 TOTAL_BYTES = 44_695_848  # the gradient of ResNet-18
 MESSAGE_BYTES = (4096, 1 << 16, 1 << 20, 8 << 20, TOTAL_BYTES)

@@ -30,7 +30,7 @@ from mlbench_core.aggregation.pytorch import (
     SparseLoCoAggregation,
     StreamingDiLoCoAggregation,
 )
-from mlbench_core.aggregation.pytorch.topology import ring
+from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.controlflow.task_arguments import count
 from mlbench_core.dataset.imagerecognition.pytorch import ImageDataset
 from mlbench_core.dataset.pytorch import Partition, parse_partition, partition_dataset_by_rank

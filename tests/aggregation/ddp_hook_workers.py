@@ -19,7 +19,7 @@ from torch.optim import SGD
 
 from mlbench_core.aggregation import pytorch as aggregations
 from mlbench_core.aggregation.pytorch import Aggregation, AllReduceAggregation, as_ddp_hook
-from mlbench_core.aggregation.pytorch.topology import ring
+from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.optim.pytorch import GenericCentralizedOptimizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "ddp_hooks.md"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
-from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
+from mlbench_core.aggregation.pytorch.transport.shared_memory import SharedMemorySum
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.errors import BackendError
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mlbench_core.aggregation.pytorch import AVG_CUSTOM, AVG_WORLD, Aggregation, AllReduceAggregation, all_reduce
-from mlbench_core.aggregation.pytorch.timing import CommunicationClock
+from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
 from mlbench_core.distributed.pytorch import process_groups
 from tests.helpers.ranks import run_ranks
 

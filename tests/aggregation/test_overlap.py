@@ -11,8 +11,8 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 from torch import nn
 
 from mlbench_core.aggregation.pytorch import AllReduceAggregation
-from mlbench_core.aggregation.pytorch.buckets import plan_buckets
 from mlbench_core.aggregation.pytorch.power import PowerAggregation
+from mlbench_core.aggregation.pytorch.transport.buckets import plan_buckets
 from mlbench_core.optim.pytorch import CentralizedAdam, CentralizedSGD
 from tests.aggregation import overlap_workers as workers
 from tests.helpers.ranks import run_ranks

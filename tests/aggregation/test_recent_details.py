@@ -26,13 +26,13 @@ from mlbench_core.aggregation.pytorch import (
     ScaffoldAggregation,
     SparseLoCoAggregation,
     StreamingDiLoCoAggregation,
-    messages,
 )
 from mlbench_core.aggregation.pytorch import (
     qsgd as qsgd_module,
 )
 from mlbench_core.aggregation.pytorch.demo import dct_matrix
 from mlbench_core.aggregation.pytorch.streaming import _Fragment
+from mlbench_core.aggregation.pytorch.transport import messages
 from mlbench_core.optim.pytorch import SCAFFOLD, DeMo, Dion, EFSignSGD, OneBitAdam, SignSGD, SparsifiedSGD
 from tests.references.sparse_loco import compress
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from mlbench_core.aggregation.pytorch import shared_memory
-from mlbench_core.aggregation.pytorch.shared_memory import Arena, SharedMemorySum
+from mlbench_core.aggregation.pytorch.transport import shared_memory
+from mlbench_core.aggregation.pytorch.transport.shared_memory import Arena, SharedMemorySum
 from mlbench_core.errors import BackendError
 from tests.aggregation import shared_memory_workers as workers
 from tests.helpers.ranks import run_ranks

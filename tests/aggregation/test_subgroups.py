@@ -33,7 +33,7 @@ from mlbench_core.aggregation.pytorch import (
     StreamingDiLoCoAggregation,
 )
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
-from mlbench_core.aggregation.pytorch.topology import ring
+from mlbench_core.aggregation.pytorch.transport.topology import ring
 from mlbench_core.optim.pytorch import (
     QSGD,
     SCAFFOLD,

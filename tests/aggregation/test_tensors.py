@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlbench_core.aggregation.pytorch.tensors import orthogonalize, orthonormal_rows, pack_tensors, unpack_tensors
+from mlbench_core.aggregation.pytorch.transport.tensors import (
+    orthogonalize,
+    orthonormal_rows,
+    pack_tensors,
+    unpack_tensors,
+)
 
 
 def _random(rows: int, columns: int, rank: int | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mlbench_core.aggregation.pytorch.topology import Topology, complete, exponential, from_edges, ring, torus
+from mlbench_core.aggregation.pytorch.transport.topology import Topology, complete, exponential, from_edges, ring, torus
 from mlbench_core.distributed.pytorch import FCGraph
 from mlbench_core.errors import ConfigurationError
 

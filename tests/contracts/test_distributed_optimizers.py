@@ -28,7 +28,7 @@ from torch.optim import SGD, AdamW
 
 from mlbench_core.aggregation.pytorch import AllReduceAggregation, ChocoAggregation, StreamingDiLoCoAggregation
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
-from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
+from mlbench_core.aggregation.pytorch.transport.shared_memory import SharedMemorySum
 from mlbench_core.optim.pytorch import (
     LARS,
     QSGD,

@@ -24,7 +24,7 @@ from mlbench_core.aggregation.pytorch import (
     StreamingDiLoCoAggregation,
     consensus_distance,
 )
-from mlbench_core.aggregation.pytorch.topology import Topology, from_edges, ring
+from mlbench_core.aggregation.pytorch.transport.topology import Topology, from_edges, ring
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.optim.pytorch import (
     QSGD,

@@ -10,7 +10,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from mlbench_core.aggregation.pytorch import direct
+from mlbench_core.aggregation.pytorch.transport import pairwise
 from mlbench_core.distributed.pytorch import process_groups
 
 
@@ -18,14 +18,14 @@ from mlbench_core.distributed.pytorch import process_groups
 def recording_averages(record: Callable[[Tensor], Any]) -> Iterator[None]:
     """Call a function with every message that is averaged in the block. All workers enter the block together."""
     process_groups.is_on_one_machine()  # so that the comparison of machines is not recorded
-    original = direct.average
+    original = pairwise.average
 
     def average(messages: Sequence[Tensor], *args: Any) -> None:
         for message in messages:
             record(message)
         original(messages, *args)
 
-    with mock.patch.object(direct, "average", average):
+    with mock.patch.object(pairwise, "average", average):
         yield
 
 

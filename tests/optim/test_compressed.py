@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlbench_core.aggregation.pytorch import sparsified
 from mlbench_core.aggregation.pytorch.centralized import EFSignAggregation, SignAggregation, SparsifiedAggregation
-from mlbench_core.aggregation.pytorch.messages import KeptMemory, as_bytes
 from mlbench_core.aggregation.pytorch.sign import (
     pack_bits,
     pack_signs,
@@ -24,6 +23,7 @@ from mlbench_core.aggregation.pytorch.sign import (
     unpack_with_torch,
 )
 from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_entries
+from mlbench_core.aggregation.pytorch.transport.messages import KeptMemory, as_bytes
 from mlbench_core.lr_scheduler.pytorch.lr import SparsifiedSGDLR
 from mlbench_core.optim.pytorch import (
     NTASGD,

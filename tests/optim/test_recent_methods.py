@@ -29,13 +29,13 @@ from mlbench_core.aggregation.pytorch import (
     ScaffoldAggregation,
     SparseLoCoAggregation,
     StreamingDiLoCoAggregation,
-    messages,
 )
 from mlbench_core.aggregation.pytorch import qsgd as qsgd_module
 from mlbench_core.aggregation.pytorch.aggregation import UnknownOperationError
 from mlbench_core.aggregation.pytorch.demo import dct_matrix
-from mlbench_core.aggregation.pytorch.packing import pack_codes, packed_bytes, unpack_codes
 from mlbench_core.aggregation.pytorch.streaming import from_float4, to_float4
+from mlbench_core.aggregation.pytorch.transport import messages
+from mlbench_core.aggregation.pytorch.transport.packing import pack_codes, packed_bytes, unpack_codes
 from mlbench_core.optim.pytorch import LARS, SCAFFOLD, DeMo, Dion, LocalSGD, MuonAdamW, OneBitAdam
 from tests.helpers.ranks import run_ranks
 from tests.optim import recent_workers as workers

@@ -13,9 +13,9 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.choco import Compression, Identity, RandomK, ScaledSign, TopK
-from mlbench_core.aggregation.pytorch.messages import KeptMemory
 from mlbench_core.aggregation.pytorch.sparsified import draw_coordinates
-from mlbench_core.aggregation.pytorch.topology import ring
+from mlbench_core.aggregation.pytorch.transport.messages import KeptMemory
+from mlbench_core.aggregation.pytorch.transport.topology import ring
 from tests.helpers.ranks import run_ranks
 from tests.optim import weight_averaging as workers
 from tests.optim.weight_averaging import COMPRESSIONS, STEPS, gradient, start, target, topologies

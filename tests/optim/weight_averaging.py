@@ -23,7 +23,7 @@ from mlbench_core.aggregation.pytorch import (
     average_weights,
     consensus_distance,
 )
-from mlbench_core.aggregation.pytorch.topology import Topology, complete, exponential, from_edges, ring
+from mlbench_core.aggregation.pytorch.transport.topology import Topology, complete, exponential, from_edges, ring
 from mlbench_core.optim.pytorch import (
     CentralizedSGD,
     ChocoSGD,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from mlbench_core.aggregation.pytorch.timing import CommunicationClock, count_collective, uncounted
+from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock, count_collective, uncounted
 from mlbench_core.optim.pytorch import LocalSGD
 from mlbench_core.tracking import Tracker
 from mlbench_core.tracking.collectives import CollectiveCounts

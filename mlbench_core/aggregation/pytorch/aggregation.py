@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mlbench_core.aggregation.pytorch.layout import Layout, start_comparing, takes_part
-from mlbench_core.aggregation.pytorch.names import plain_name
-from mlbench_core.aggregation.pytorch.timing import count_collective
+from mlbench_core.aggregation.pytorch.transport.layout import Layout, start_comparing, takes_part
+from mlbench_core.aggregation.pytorch.transport.names import plain_name
+from mlbench_core.aggregation.pytorch.transport.timing import count_collective
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.distributed.pytorch.lost_workers import introduce, naming_lost_workers
 

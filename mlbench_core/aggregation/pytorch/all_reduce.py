@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlbench_core.aggregation.pytorch import direct
 from mlbench_core.aggregation.pytorch.aggregation import (
     AVG_CUSTOM,
     AVG_WORLD,
@@ -20,9 +19,10 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     Denominator,
     Parameters,
 )
-from mlbench_core.aggregation.pytorch.buckets import BUCKET_SIZE_BYTES
-from mlbench_core.aggregation.pytorch.messages import as_real, by_dtype_and_device, divide, pack, unpack
-from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
+from mlbench_core.aggregation.pytorch.transport import pairwise
+from mlbench_core.aggregation.pytorch.transport.buckets import BUCKET_SIZE_BYTES
+from mlbench_core.aggregation.pytorch.transport.messages import as_real, by_dtype_and_device, divide, pack, unpack
+from mlbench_core.aggregation.pytorch.transport.shared_memory import SharedMemorySum
 from mlbench_core.arguments import check_int
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
@@ -87,8 +87,8 @@ class AllReduceAggregation(Aggregation):
     memory, whatever their strides. With ``by_layer=True``, every tensor travels alone. One worker alone sends nothing.
     If all workers run on one machine and use Gloo, averages of CPU tensors travel by sends and receives instead of
     Gloo's all-reduce, unless ``overlap`` or ``shared_memory`` is True. The result is the same bit for bit. Received
-    parts need up to 64 MiB during the call; see :mod:`mlbench_core.aggregation.pytorch.direct`. Tensors must be on a
-    CPU on all workers, or on a GPU on all workers.
+    parts need up to 64 MiB during the call; see :mod:`mlbench_core.aggregation.pytorch.transport.pairwise`. Tensors
+    must be on a CPU on all workers, or on a GPU on all workers.
     After an error in an aggregation, such as a lost worker, the values of its tensors are undefined.
 
     Args:
@@ -97,7 +97,7 @@ class AllReduceAggregation(Aggregation):
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         overlap: Let an optimizer send gradients in buckets while the backward pass still computes others.
             ``backward()`` returns when all of them are averages. Calls of the functions that :meth:`agg_grad` and
-            :meth:`agg_model` return do not change. See :mod:`mlbench_core.aggregation.pytorch.overlap`.
+            :meth:`agg_model` return do not change. See :mod:`mlbench_core.aggregation.pytorch.transport.overlap`.
         comm_dtype: The dtype in which tensors travel, for example ``torch.bfloat16``; None for each tensor's own. A
             message that is converted is divided before it is sent, so that its sum stays in range. If workers send
             half precision, all get the same values, rounded to it.
@@ -106,7 +106,7 @@ class AllReduceAggregation(Aggregation):
         shared_memory: Sum through memory that the workers share instead of the backend's all-reduce. All workers must
             run on one machine, with their tensors in its memory. The sums of two workers equal the backend's to the
             last bit, those of more workers to rounding. Every worker must make its aggregations in the same order. See
-            :mod:`mlbench_core.aggregation.pytorch.shared_memory`.
+            :mod:`mlbench_core.aggregation.pytorch.transport.shared_memory`.
         process_group: Average over the workers of a subgroup, from ``torch.distributed.new_group``; None for all.
             ``world_size`` is then their number. Each group is a world of its own: its result is that of a run of
             its workers alone.
@@ -327,7 +327,7 @@ class AllReduceAggregation(Aggregation):
         sent = [self._converted(message) for message in messages]
         for tensor in sent:
             self._count("all_reduce", self.world_size, tensor.nbytes)
-        direct.average(sent, divisor, self.group)
+        pairwise.average(sent, divisor, self.group)
         for message, tensor in zip(messages, sent, strict=True):
             self._write_back(tensor, message)
 

@@ -42,7 +42,9 @@ from mlbench_core.aggregation.pytorch.decentralized import (
     check_average,
     refuse_gradients,
 )
-from mlbench_core.aggregation.pytorch.messages import (
+from mlbench_core.aggregation.pytorch.sign import mean_in_range, pack_signs, scaled_signs, unpack_part
+from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_entries
+from mlbench_core.aggregation.pytorch.transport.messages import (
     KeptMemory,
     all_finite,
     as_bytes,
@@ -51,10 +53,8 @@ from mlbench_core.aggregation.pytorch.messages import (
     from_bytes,
     in_blocks,
 )
-from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
-from mlbench_core.aggregation.pytorch.sign import mean_in_range, pack_signs, scaled_signs, unpack_part
-from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_entries
-from mlbench_core.aggregation.pytorch.topology import Topology
+from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.transport.topology import Topology
 
 __all__ = ["ChocoAggregation", "Compressed", "Compression", "Identity", "RandomK", "ScaledSign", "TopK"]
 

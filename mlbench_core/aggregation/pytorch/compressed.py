@@ -18,8 +18,8 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     UnknownOperationError,
 )
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
-from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes
-from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.transport.messages import as_bytes, divide, from_bytes
+from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["CompressedAggregation", "LossyAggregation"]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, UnknownOperationError
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, messages_of
-from mlbench_core.aggregation.pytorch.messages import KeptMemory, by_dtype_and_device, in_blocks, pack, unpack
-from mlbench_core.aggregation.pytorch.topology import Topology, from_edges
+from mlbench_core.aggregation.pytorch.transport.messages import KeptMemory, by_dtype_and_device, in_blocks, pack, unpack
+from mlbench_core.aggregation.pytorch.transport.topology import Topology, from_edges
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["DecentralizedAggregation"]
@@ -29,10 +29,10 @@ class DecentralizedAggregation(Aggregation):
 
     .. math:: x_i \leftarrow \sum_j W_{ij} x_j = x_i + \sum_{j \ne i} W_{ij} (x_j - x_i).
 
-    :math:`W` has Metropolis-Hastings weights, see :class:`~mlbench_core.aggregation.pytorch.topology.Topology`. It is
-    doubly stochastic for every graph, so the average of all workers does not change (up to rounding). If all workers
-    have the same number of neighbors, the weights are :math:`1 / (1 + \deg)`. Values that are equal on all workers do
-    not change, bit for bit.
+    :math:`W` has Metropolis-Hastings weights, see
+    :class:`~mlbench_core.aggregation.pytorch.transport.topology.Topology`. It is doubly stochastic for every graph, so
+    the average of all workers does not change (up to rounding). If all workers have the same number of neighbors, the
+    weights are :math:`1 / (1 + \deg)`. Values that are equal on all workers do not change, bit for bit.
 
     Each worker knows only its own neighbors. In the first aggregation, the workers exchange their lists once. If only
     one of two workers lists the other, it would wait for messages indefinitely, so all workers raise an error.
@@ -64,7 +64,7 @@ class DecentralizedAggregation(Aggregation):
             exist, or ``topology`` is for another number of workers.
 
     Example:
-        >>> from mlbench_core.aggregation.pytorch.topology import ring
+        >>> from mlbench_core.aggregation.pytorch.transport.topology import ring
         >>> aggregation = DecentralizedAggregation(rank=0, neighbors=None, topology=ring(1))
         >>> aggregation.topology.spectral_gap
         1.0
@@ -259,7 +259,7 @@ def _check_neighbors(
             return ()
         raise ValueError(
             "neighbors is missing: give the ranks that this worker averages with, or topology=, for example "
-            f"mlbench_core.aggregation.pytorch.topology.ring({world_size})"
+            f"mlbench_core.aggregation.pytorch.transport.topology.ring({world_size})"
         )
     ranks = sorted({int(neighbor) for neighbor in neighbors})
     wrong = [neighbor for neighbor in ranks if neighbor == rank or not 0 <= neighbor < world_size]

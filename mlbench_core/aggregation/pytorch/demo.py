@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
-from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes
-from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
-from mlbench_core.aggregation.pytorch.tensors import flush_tiny_
+from mlbench_core.aggregation.pytorch.transport.messages import as_bytes, divide, from_bytes
+from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.transport.tensors import flush_tiny_
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 
 __all__ = ["DeMoAggregation", "dct_matrix"]

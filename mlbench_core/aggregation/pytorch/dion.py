@@ -12,8 +12,8 @@ from torch import Tensor
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation, recall
-from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
-from mlbench_core.aggregation.pytorch.tensors import flush_tiny_, orthonormal_rows
+from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.transport.tensors import flush_tiny_, orthonormal_rows
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 
 __all__ = ["DionAggregation"]

@@ -10,8 +10,8 @@ from torch import Tensor
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM
 from mlbench_core.aggregation.pytorch.compressed import recall
-from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
 from mlbench_core.aggregation.pytorch.sign import EFSignAggregation, mean_in_range, scaled_signs
+from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 
 __all__ = ["OneBitAggregation"]

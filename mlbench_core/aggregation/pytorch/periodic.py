@@ -43,8 +43,8 @@ from torch.optim import SGD, Optimizer
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Flight
 from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse_gradients
-from mlbench_core.aggregation.pytorch.layout import Layout
-from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.transport.layout import Layout
+from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys
 from mlbench_core.arguments import check_int
 
 __all__ = ["DiLoCoAggregation", "PeriodicAggregation", "check_delay", "count_step"]

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
-from mlbench_core.aggregation.pytorch.messages import BLOCK_ELEMENTS, all_finite, as_bytes, divide, from_bytes
-from mlbench_core.aggregation.pytorch.names import check_keys
-from mlbench_core.aggregation.pytorch.packing import bits_for, pack_codes, unpack_codes
+from mlbench_core.aggregation.pytorch.transport.messages import BLOCK_ELEMENTS, all_finite, as_bytes, divide, from_bytes
+from mlbench_core.aggregation.pytorch.transport.names import check_keys
+from mlbench_core.aggregation.pytorch.transport.packing import bits_for, pack_codes, unpack_codes
 from mlbench_core.arguments import check_int
 from mlbench_core.distributed.pytorch import process_groups
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse_gradients
-from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys
 
 __all__ = ["ScaffoldAggregation"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
-from mlbench_core.aggregation.pytorch.messages import (
+from mlbench_core.aggregation.pytorch.transport.messages import (
     KeptMemory,
     all_finite,
     as_bytes,
@@ -26,7 +26,7 @@ from mlbench_core.aggregation.pytorch.messages import (
     in_blocks,
     unpack,
 )
-from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = [

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
-from mlbench_core.aggregation.pytorch.messages import (
+from mlbench_core.aggregation.pytorch.transport.messages import (
     BLOCK_ELEMENTS,
     KeptMemory,
     all_finite,
@@ -24,7 +24,7 @@ from mlbench_core.aggregation.pytorch.messages import (
     divide,
     from_bytes,
 )
-from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys, check_names, plain_name
+from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys, check_names, plain_name
 
 __all__ = ["SparsifiedAggregation", "coordinates_sent", "draw_coordinates", "largest_entries"]
 

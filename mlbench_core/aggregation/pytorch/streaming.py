@@ -24,11 +24,11 @@ from torch.optim import Optimizer
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, AggregationFunction, Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import Flight
 from mlbench_core.aggregation.pytorch.decentralized import check_average
-from mlbench_core.aggregation.pytorch.layout import Layout
-from mlbench_core.aggregation.pytorch.messages import as_bytes, by_dtype_and_device, from_bytes
-from mlbench_core.aggregation.pytorch.names import by_plain_name
-from mlbench_core.aggregation.pytorch.packing import pack_codes, packed_bytes, unpack_codes
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, check_delay, count_step
+from mlbench_core.aggregation.pytorch.transport.layout import Layout
+from mlbench_core.aggregation.pytorch.transport.messages import as_bytes, by_dtype_and_device, from_bytes
+from mlbench_core.aggregation.pytorch.transport.names import by_plain_name
+from mlbench_core.aggregation.pytorch.transport.packing import pack_codes, packed_bytes, unpack_codes
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 from mlbench_core.distributed.pytorch import process_groups
 

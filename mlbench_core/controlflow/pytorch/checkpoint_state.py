@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlbench_core.aggregation.pytorch.names import plain_name
+from mlbench_core.aggregation.pytorch.transport.names import plain_name
 from mlbench_core.checkpoint_names import BEST_NAME
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.errors import CheckpointError

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
-from mlbench_core.aggregation.pytorch.timing import uncounted
+from mlbench_core.aggregation.pytorch.transport.timing import uncounted
 from mlbench_core.arguments import check_at_least
 from mlbench_core.controlflow.pytorch.batches import batch_size, maybe_range, prepare_batch
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer

@@ -16,11 +16,11 @@ from torch.optim.optimizer import required
 from mlbench_core.aggregation.pytorch.aggregation import refuse_complex, refuse_sparse
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, LossyAggregation
-from mlbench_core.aggregation.pytorch.messages import KeptMemory
-from mlbench_core.aggregation.pytorch.names import check_names, plain_name
 from mlbench_core.aggregation.pytorch.sign import EFSignAggregation, SignAggregation
 from mlbench_core.aggregation.pytorch.sparsified import SparsifiedAggregation, check_size, coordinates_sent
-from mlbench_core.aggregation.pytorch.timing import CommunicationClock
+from mlbench_core.aggregation.pytorch.transport.messages import KeptMemory
+from mlbench_core.aggregation.pytorch.transport.names import check_names, plain_name
+from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
 from mlbench_core.arguments import check_finite_at_least_0, check_number
 from mlbench_core.optim.pytorch.distributed import (
     Closure,

@@ -23,9 +23,9 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     refuse_complex,
 )
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
-from mlbench_core.aggregation.pytorch.names import check_names
-from mlbench_core.aggregation.pytorch.overlap import OverlappedReduction
-from mlbench_core.aggregation.pytorch.timing import CommunicationClock
+from mlbench_core.aggregation.pytorch.transport.names import check_names
+from mlbench_core.aggregation.pytorch.transport.overlap import OverlappedReduction
+from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
 from mlbench_core.arguments import check_finite_at_least_0
 from mlbench_core.optim.pytorch.fused import is_dense
 

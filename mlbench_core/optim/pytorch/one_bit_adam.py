@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.messages import all_finite
 from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
+from mlbench_core.aggregation.pytorch.transport.messages import all_finite
 from mlbench_core.arguments import check_int
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer, Params, adam_defaults
 from mlbench_core.optim.pytorch.distributed import check_aggregation

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mlbench_core.aggregation.pytorch.messages import pack
+from mlbench_core.aggregation.pytorch.transport.messages import pack
 from mlbench_core.arguments import check_at_least
 
 __all__ = ["flush_tiny_", "orthogonalize", "orthonormal_rows", "pack_tensors", "unpack_tensors"]

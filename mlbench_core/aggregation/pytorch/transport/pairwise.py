@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.messages import in_blocks
+from mlbench_core.aggregation.pytorch.transport.messages import in_blocks
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["average"]

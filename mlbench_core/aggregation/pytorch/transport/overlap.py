@@ -39,9 +39,9 @@ from torch import Tensor, nn
 from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import parameters_of, refuse_sparse
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Transfer
-from mlbench_core.aggregation.pytorch.buckets import Bucket, Signature, plan_buckets, signature
-from mlbench_core.aggregation.pytorch.messages import as_real, divide
-from mlbench_core.aggregation.pytorch.timing import CommunicationClock, Interval
+from mlbench_core.aggregation.pytorch.transport.buckets import Bucket, Signature, plan_buckets, signature
+from mlbench_core.aggregation.pytorch.transport.messages import as_real, divide
+from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock, Interval
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 
 __all__ = ["OverlappedReduction"]
@@ -71,9 +71,9 @@ class _Pass:
 class OverlappedReduction:
     r"""A reduction of a model's gradients over the workers during the backward passes.
 
-    Gradients are grouped in flat buckets (:mod:`mlbench_core.aggregation.pytorch.buckets`). A hook on each parameter
-    sends a bucket once it is full. At the end of the backward pass the remaining buckets are sent, with zeros for
-    parameters that took no part. ``backward()`` returns once all buckets are reduced. Gradients can then be read,
+    Gradients are grouped in flat buckets (:mod:`mlbench_core.aggregation.pytorch.transport.buckets`). A hook on each
+    parameter sends a bucket once it is full. At the end of the backward pass the remaining buckets are sent, with zeros
+    for parameters that took no part. ``backward()`` returns once all buckets are reduced. Gradients can then be read,
     clipped or accumulated on as without communication.
 
     A second pass before the step accumulates its gradient on an average, which gives the same average:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mlbench_core.aggregation.pytorch import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation, direct
+from mlbench_core.aggregation.pytorch import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
+from mlbench_core.aggregation.pytorch.transport import pairwise
 from mlbench_core.distributed.pytorch import process_groups
 from tests.helpers.ranks import run_ranks
 
@@ -22,14 +23,14 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 def average(rank: int, world_size: int, piece_bytes: int, room_bytes: int) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Averages and sums by dtype, with those of Gloo."""
-    direct._PIECE_BYTES, direct._ROOM_BYTES = piece_bytes, room_bytes
+    pairwise._PIECE_BYTES, pairwise._ROOM_BYTES = piece_bytes, room_bytes
     generator = torch.Generator().manual_seed(rank)
     results = []
     for dtype in DTYPES:
         messages = [torch.randn(length, generator=generator, dtype=torch.float64).to(dtype) for length in LENGTHS]
         averages, sums, of_gloo = ([message.clone() for message in messages] for _ in range(3))
-        direct.average(averages, world_size)
-        direct.average(sums, None)
+        pairwise.average(averages, world_size)
+        pairwise.average(sums, None)
         for message in of_gloo:
             dist.all_reduce(message)
         results.append((averages + sums, [message / world_size for message in of_gloo] + of_gloo))
@@ -46,10 +47,10 @@ def test_averages_have_the_bits_of_gloo(world_size: int, piece_bytes: int, room_
 
 
 def test_received_parts_need_no_more_room_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "_PIECE_BYTES", 4 * 40)
-    monkeypatch.setattr(direct, "_ROOM_BYTES", 4 * 75)
+    monkeypatch.setattr(pairwise, "_PIECE_BYTES", 4 * 40)
+    monkeypatch.setattr(pairwise, "_ROOM_BYTES", 4 * 75)
     messages = [torch.arange(100.0), torch.arange(100.0, 120)]
-    batches = [[[part.tolist() for part in parts] for parts in batch] for batch in direct._batches(messages, 4)]
+    batches = [[[part.tolist() for part in parts] for parts in batch] for batch in pairwise._batches(messages, 4)]
     # Parts have 26 and 6 elements, and pieces 10 of each part, of which a worker receives three versions.
     sizes = [[[len(part) for part in parts] for parts in batch] for batch in batches]
     assert sizes == [[[10] * 4, [10] * 4], [[6, 6, 6, 2], [6, 6, 6, 2]]]
@@ -61,7 +62,7 @@ def beside_another_message(rank: int, world_size: int) -> tuple[float, float]:
     """Worker 0 sends a number before an average, and worker 1 receives it afterwards."""
     number, message = torch.tensor([7.0 if rank == 0 else 0.0]), torch.full((100,), float(rank))
     work = dist.isend(number, 1) if rank == 0 else None
-    direct.average([message], world_size)
+    pairwise.average([message], world_size)
     if work is None:
         dist.recv(number, 0)
     else:

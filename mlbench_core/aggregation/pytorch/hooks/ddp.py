@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mlbench_core.aggregation.pytorch.aggregation import AVG_WORLD, Aggregation, refuse_complex
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation, Transfer
-from mlbench_core.aggregation.pytorch.buckets import strides_of
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
-from mlbench_core.aggregation.pytorch.messages import divide
-from mlbench_core.aggregation.pytorch.names import check_names, plain_name
+from mlbench_core.aggregation.pytorch.transport.buckets import strides_of
+from mlbench_core.aggregation.pytorch.transport.messages import divide
+from mlbench_core.aggregation.pytorch.transport.names import check_names, plain_name
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 
 __all__ = ["DDPHookState", "as_ddp_hook", "check_combines_gradients"]
