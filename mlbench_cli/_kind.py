@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -13,13 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlbench_cli._client import MasterClient
-from mlbench_cli._helm_chart import chart_folder
 from mlbench_cli._output import remark
 from mlbench_cli._programs import ProgramFailed, Step, ask, check_programs, perform
 from mlbench_core.client.clusters import Cluster, forget_cluster, read_clusters, remember_cluster
 from mlbench_core.errors import ConfigurationError, MasterError
 
-__all__ = ["KindOptions", "check", "create", "delete_steps", "names", "steps"]
+__all__ = ["KindOptions", "chart_folder", "check", "create", "delete_steps", "names", "steps"]
 
 NAMESPACE = "mlbench"
 NODE_PORT = 30080
@@ -48,6 +48,26 @@ class KindOptions:
     chart: Path | None = None
     values: tuple[str, ...] = ()
     images: tuple[str, ...] = ()
+
+
+def chart_folder() -> Path:
+    """Return the absolute path of the folder with the Helm chart.
+
+    Raises:
+        ConfigurationError: The chart is not installed.
+    """
+    found = importlib.util.find_spec("mlbench_charts")
+    roots = [Path(root) for root in (found.submodule_search_locations or ())] if found else []
+    # In a checkout, the chart is in the folder charts beside the library, even if it is not installed.
+    roots.append(Path(__file__).resolve().parents[1] / "charts")
+    for root in roots:
+        folder = root / "mlbench"
+        if (folder / "Chart.yaml").is_file():
+            return folder.resolve()
+    raise ConfigurationError(
+        f"the Helm chart is missing: no mlbench/Chart.yaml below {', '.join(map(str, roots))}; "
+        "reinstall mlbench-core or run from a checkout"
+    )
 
 
 def check() -> None:

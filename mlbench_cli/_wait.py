@@ -1,4 +1,4 @@
-"""Watch runs until they end, for ``mlbench run --wait``."""
+"""Watch runs until they end, and show their progress, for ``mlbench run --wait``."""
 
 from __future__ import annotations
 
@@ -8,22 +8,112 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlbench_cli._client import FINAL_STATES, RunSource, reason_of, state_of
-from mlbench_cli._output import clean, remark, seconds
-from mlbench_cli._progress import Goal, Progress
+from mlbench_cli._output import clean, number, remark, seconds
 from mlbench_core.errors import MasterRequestError
+from mlbench_core.results.published import goal_fraction
 
-__all__ = ["Goal", "Progress", "wait_for"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Goal", "Progress", "live_table", "wait_for"]
 
 POLL_S = 1.0
 _GLOBAL_METRIC = re.compile(r"val_global_(.*) @ 0")
 _PLAN = "plan @ 0"
 LOST_MASTER_S = 120.0
 """Seconds for which requests to the master may fail (a restart, a network failure) before waiting ends."""
+
+# A narrower terminal has no room for the time, and for less of the bar.
+_WIDE = 100
+_COLORS = {"finished": "green", "failed": "red", "stopped": "yellow", "lost": "red", "started": "cyan"}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The value that a run should reach, used only for the display: the training script decides.
+
+    ``max_epochs`` is the number of epochs after which a run ends without it, if known.
+    """
+
+    metric: str
+    threshold: float | None
+    minimize: bool = False
+    max_epochs: int | None = None
+
+
+@dataclass
+class Progress:
+    """The progress of a run while it runs."""
+
+    name: str
+    state: str = "initialized"
+    epochs: int = 0
+    metric: str | None = None
+    value: float | None = None
+    goal: Goal | None = None
+    epoch_s: float | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    reason: str = ""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Return the seconds since the run was first seen running, 0 before."""
+        if self.started_at is None:
+            return 0.0
+        return (time.monotonic() if self.ended_at is None else self.ended_at) - self.started_at
+
+    @property
+    def most_left_s(self) -> float | None:
+        """Return the seconds until the run ends if it does not reach its goal, or None if they are unknown."""
+        most = self.goal.max_epochs if self.goal else None
+        if self.state != "started" or self.epoch_s is None or most is None:
+            return None
+        return max(most - self.epochs, 0) * self.epoch_s
+
+    @property
+    def metric_text(self) -> str:
+        """Return the name and the value of the metric, with the goal if it is known."""
+        if self.value is None:
+            return "-"
+        target = f" of {self.goal.threshold:g}" if self.goal and self.goal.threshold else ""
+        return f"{self.metric} {self.value:.4g}{target}"
+
+    @property
+    def epoch_text(self) -> str:
+        """Return the number of epochs that are done, with the largest number if it is known."""
+        most = self.goal.max_epochs if self.goal else None
+        return f"{self.epochs}/{most}" if most else str(self.epochs)
+
+    @property
+    def fraction(self) -> float:
+        """Return the progress of the metric toward the goal, from 0 to 1; 1 if the run has finished."""
+        if self.state == "finished":
+            return 1.0
+        return goal_fraction(self.value, self.goal.threshold, self.goal.minimize) if self.goal else 0.0
+
+    @property
+    def waits_for(self) -> str:
+        """Return what the run waits for before it starts, or an empty text."""
+        return self.reason if self.state == "initialized" else ""
+
+    def describe(self) -> str:
+        """Return state, number of epochs and metric in one line."""
+        parts = [self.state]
+        if self.waits_for:
+            parts.append(self.waits_for)
+        # A number of epochs and not "epoch N", because the logs of the workers count epochs from 0.
+        if self.epochs:
+            parts.append(f"{self.epochs} epoch{'' if self.epochs == 1 else 's'} done")
+        if self.value is not None:
+            parts.append(self.metric_text)
+        return clean(", ".join(parts))
 
 
 def wait_for(client: RunSource, runs: Sequence[Mapping[str, Any]], goal: Goal | None) -> list[dict[str, Any]]:
@@ -139,8 +229,6 @@ Show = Callable[[Sequence[Progress]], None]
 def _display() -> contextlib.AbstractContextManager[Show]:
     if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         return contextlib.nullcontext(_lines())
-    from mlbench_cli._live import live_table
-
     return live_table()
 
 
@@ -157,3 +245,58 @@ def _lines() -> Show:
                 remark(f"[{seconds(time.monotonic() - start)}] {clean(run.name)}: {text}")
 
     return show
+
+
+@contextlib.contextmanager
+def live_table() -> Iterator[Callable[[Sequence[Progress]], None]]:
+    """Show a table on standard error that is updated in place; the function that it yields sets a row for each run."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    rows: Sequence[Progress] = ()
+    told: dict[str, str] = {}
+    # get_renderable draws the table again between two calls, so that the elapsed time goes on.
+    console = Console(stderr=True)
+
+    def table() -> Table:
+        return _table(rows, console.width >= _WIDE)
+
+    with Live(console=console, get_renderable=table, refresh_per_second=2) as live:
+
+        def show(runs: Sequence[Progress]) -> None:
+            nonlocal rows
+            rows = runs
+            # Above the table, whose cells are too narrow for a sentence.
+            for run in runs:
+                if run.waits_for and told.get(run.name) != run.waits_for:
+                    told[run.name] = run.waits_for
+                    console.print(Text(clean(f"{run.name} {run.waits_for}")))
+            live.refresh()
+
+        yield show
+
+
+def _table(runs: Sequence[Progress], is_wide: bool) -> Table:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("RUN", "GOAL", "METRIC"):
+        table.add_column(title, no_wrap=True)
+    for title in ("EPOCH", "S/EPOCH", *(["TIME"] if is_wide else [])):
+        table.add_column(title, no_wrap=True, justify="right")
+    table.add_column("STATE", no_wrap=True)
+    for run in runs:
+        bar = ProgressBar(total=1.0, completed=run.fraction, width=20 if is_wide else 8)
+        cells = [run.metric_text, run.epoch_text, number(run.epoch_s), *([seconds(run.elapsed_s)] if is_wide else [])]
+        # Text and not str, because rich would read a name with brackets as a style.
+        state = Text(_state(run), style=_COLORS.get(run.state, "dim"))
+        table.add_row(Text(clean(run.name), style="bold"), bar, *(Text(clean(cell)) for cell in cells), state)
+    return table
+
+
+def _state(run: Progress) -> str:
+    # A bound: a run ends before its last epoch if it reaches the goal, and nobody knows when.
+    return clean(run.state) if run.most_left_s is None else f"<= {seconds(run.most_left_s)} left"

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlbench_cli._live import live_table
-from mlbench_cli._progress import Progress
+from mlbench_cli._wait import Progress, live_table
 from tests.cli.fake_master import FakeMaster
 from tests.cli.terminal import CTRL_C, on_terminal
 
