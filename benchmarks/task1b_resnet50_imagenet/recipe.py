@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mlbench_core.controlflow.task_arguments import count
 from mlbench_core.dataset.imagerecognition.pytorch import CenterCrop, RandomCrop
 from mlbench_core.lr_scheduler.pytorch.lr import MultiStepLRLinearWarmUp, PolyDecayLRLinearWarmup
-from mlbench_core.optim.pytorch.lars import LARS
+from mlbench_core.optim.pytorch.updates.lars import LARS
 from mlbench_core.tasks import get_task
 
 __all__ = ["PRESETS", "Preset", "add_arguments", "make_optimizer", "make_scheduler", "peak_lr", "take_defaults"]

@@ -20,7 +20,7 @@ from mlbench_core.controlflow.task_arguments import task_main
 from mlbench_core.dataset.imagerecognition.pytorch import CenterCrop, RandomCrop
 from mlbench_core.errors import ConfigurationError, DatasetNotFoundError
 from mlbench_core.models.pytorch.resnet import get_resnet_model
-from mlbench_core.optim.pytorch.lars import LARS
+from mlbench_core.optim.pytorch.updates.lars import LARS
 from mlbench_core.tasks import get_task
 from mlbench_core.tracking.tracker import Tracker
 from tests.benchmarks.test_task1a import assert_equal

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from mlbench_core.optim.pytorch import CentralizedSGD
-from mlbench_core.optim.pytorch.one_pass_sgd import OnePassSGD
+from mlbench_core.optim.pytorch.updates.one_pass_sgd import OnePassSGD
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},

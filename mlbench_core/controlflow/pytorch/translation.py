@@ -118,8 +118,8 @@ def train_round_by_tokens(
             ``target`` and ``ntokens``, the number of tokens of the target that the loss counts.
         model: The model. It returns scores, or a tuple that begins with them, and is set to training mode.
         optimizer: An optimizer that divides by the ``denom`` of its ``step`` (``average_custom=True``): a
-            :class:`~mlbench_core.optim.pytorch.presets.CustomCentralizedOptimizer` or a
-            :class:`~mlbench_core.optim.pytorch.half_precision.FP16Optimizer`.
+            :class:`~mlbench_core.optim.pytorch.all_reduce.CustomCentralizedOptimizer` or a
+            :class:`~mlbench_core.optim.pytorch.fp_optimizers.FP16Optimizer`.
         loss_function: Called ``(scores, target)``; returns the sum of the losses of all tokens.
         scheduler: Steps after each update; None for a constant rate.
         update_freq: Number of batches of each worker before an update.

@@ -5,30 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core import _torch as _torch
-from mlbench_core.optim.pytorch.compressed import EFSignSGD, SignSGD, SparsifiedSGD
+from mlbench_core.optim.pytorch.all_reduce import CentralizedAdam, CentralizedSGD, CustomCentralizedOptimizer
+from mlbench_core.optim.pytorch.choco import ChocoSGD
+from mlbench_core.optim.pytorch.decentralized import DecentralizedSGD
 from mlbench_core.optim.pytorch.demo import DeMo
 from mlbench_core.optim.pytorch.dion import Dion
-from mlbench_core.optim.pytorch.half_precision import DistributedGradScaler, DynamicLossScaler, FP16Optimizer
-from mlbench_core.optim.pytorch.lars import LARS
-from mlbench_core.optim.pytorch.muon import MuonAdamW
-from mlbench_core.optim.pytorch.ntasgd import NTASGD, AveragedSGD, scaled_rate
-from mlbench_core.optim.pytorch.one_bit_adam import OneBitAdam
-from mlbench_core.optim.pytorch.presets import (
-    CentralizedAdam,
-    CentralizedSGD,
-    CentralizedSparsifiedSGD,
-    ChocoSGD,
-    CustomCentralizedOptimizer,
-    DecentralizedSGD,
-    DiLoCo,
-    GenericCentralizedOptimizer,
-    LocalSGD,
-    PowerSGD,
-)
+from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer
+from mlbench_core.optim.pytorch.fp_optimizers import DistributedGradScaler, DynamicLossScaler, FP16Optimizer
+from mlbench_core.optim.pytorch.one_bit import OneBitAdam
+from mlbench_core.optim.pytorch.periodic import DiLoCo, LocalSGD
+from mlbench_core.optim.pytorch.power import PowerSGD
 from mlbench_core.optim.pytorch.qsgd import QSGD
 from mlbench_core.optim.pytorch.scaffold import SCAFFOLD
+from mlbench_core.optim.pytorch.sign import EFSignSGD, SignSGD
 from mlbench_core.optim.pytorch.sparse_loco import SparseLoCo
+from mlbench_core.optim.pytorch.sparsified import CentralizedSparsifiedSGD, SparsifiedSGD
 from mlbench_core.optim.pytorch.streaming import StreamingDiLoCo
+from mlbench_core.optim.pytorch.updates.lars import LARS
+from mlbench_core.optim.pytorch.updates.muon import MuonAdamW
+from mlbench_core.optim.pytorch.updates.ntasgd import NTASGD, AveragedSGD, scaled_rate
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -1,4 +1,4 @@
-"""Optimizers of given parameters whose workers exchange signs, a few coordinates, or other compressed steps."""
+"""Base of the optimizers whose workers exchange signs, a few coordinates, or other compressed steps."""
 
 from __future__ import annotations
 
@@ -6,25 +6,21 @@ import contextlib
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
-from torch.optim.optimizer import required
+from torch.optim import Optimizer
 
 from mlbench_core.aggregation.pytorch.aggregation import refuse_complex, refuse_sparse
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD
-from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, LossyAggregation
-from mlbench_core.aggregation.pytorch.sign import EFSignAggregation, SignAggregation
-from mlbench_core.aggregation.pytorch.sparsified import SparsifiedAggregation, check_size, coordinates_sent
+from mlbench_core.aggregation.pytorch.compressed import LossyAggregation
 from mlbench_core.aggregation.pytorch.transport.messages import KeptMemory
 from mlbench_core.aggregation.pytorch.transport.names import check_names, plain_name
 from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
 from mlbench_core.arguments import check_finite_at_least_0, check_number
 from mlbench_core.optim.pytorch.distributed import (
     Closure,
-    check_aggregation,
     check_lr,
     evaluate,
     must_skip,
@@ -33,7 +29,7 @@ from mlbench_core.optim.pytorch.distributed import (
     state_without_hooks,
 )
 
-__all__ = ["CentralizedSparsifiedSGD", "CompressedOptimizer", "EFSignSGD", "Params", "SignSGD", "SparsifiedSGD"]
+__all__ = ["CompressedOptimizer", "Params", "adam_defaults", "sgd_defaults"]
 
 Params: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]"
 
@@ -325,331 +321,3 @@ def adam_defaults(lr: float, betas: tuple[float, float], eps: float, weight_deca
     check_finite_at_least_0("eps", eps)
     check_finite_at_least_0("weight_decay", weight_decay)
     return {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-
-
-class _OneBitSGD(CompressedOptimizer):
-    """Base of the optimizers that send one bit per weight."""
-
-    _kind: ClassVar[type[SignAggregation] | type[EFSignAggregation]]
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float = required,  # type: ignore[assignment]
-        momentum: float = 0,
-        weight_decay: float = 0,
-        dampening: float = 0,
-        nesterov: bool = False,
-        *,
-        world_size: int | None = None,
-        aggregation: CompressedAggregation | None = None,
-    ) -> None:
-        defaults = sgd_defaults(lr, momentum, weight_decay, dampening, nesterov)
-        if aggregation is None:
-            aggregation = self._kind(world_size=world_size)
-        super().__init__(params, defaults, check_aggregation(aggregation, self._kind, world_size=world_size))
-
-
-class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a tracker too
-    r"""SignSGD with majority vote, which sends one bit per weight.
-
-    Worker :math:`i` computes the direction :math:`d_i` of :class:`torch.optim.SGD` (gradient, weight decay, momentum)
-    and votes with its signs; with :math:`k` workers and the learning rate :math:`\eta`,
-
-    .. math:: x \leftarrow x - \eta \operatorname{sign}\Bigl(\sum_{i=1}^{k} \operatorname{sign}(d_i)\Bigr).
-
-    With momentum this is Signum. A tie moves nothing. For zeros and bytes see
-    :class:`~mlbench_core.aggregation.pytorch.sign.SignAggregation`. Every step has the size :math:`\eta`, so
-    the rate must decay for the parameters to settle. The class is a :class:`torch.optim.SGD`, since its options are
-    those of SGD; only the step is another one.
-
-    Args:
-        params: Parameters, groups of them, or ``model.named_parameters()``.
-        lr: Learning rate :math:`\eta`, the distance that each parameter moves per step.
-        momentum: Momentum factor of the local direction.
-        weight_decay: L2 penalty, part of the direction.
-        dampening: Dampening for momentum.
-        nesterov: Use Nesterov momentum.
-        world_size: Number of workers; None takes that of the process group, when the optimizer is made.
-        aggregation: The exchange, for example ``SignAggregation(process_group=group)`` for a subgroup of workers.
-
-    Raises:
-        ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the process group.
-        TypeError: An option is not a number, or the aggregation is of another class.
-
-    Example:
-        >>> import torch
-        >>> x = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
-        >>> optimizer = SignSGD([x], lr=0.25)
-        >>> x.grad = torch.tensor([0.001, -30.0])
-        >>> optimizer.step()
-        >>> x.tolist()
-        [0.75, -0.75]
-
-    References:
-        Bernstein, Wang, Azizzadenesheli, Anandkumar: signSGD: Compressed Optimisation for Non-Convex Problems.
-        arXiv:1802.04434
-    """
-
-    _kind = SignAggregation
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # SGD's own method would add options that this class does not have.
-        Optimizer.__setstate__(self, state)
-
-    def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        return self._direction(parameter, group)
-
-    def _rate(self, group: dict[str, Any]) -> float:
-        return float(group["lr"])
-
-
-class EFSignSGD(_OneBitSGD):
-    r"""Scaled signs with error feedback, which send one bit per weight and converge like SGD.
-
-    Worker :math:`i` computes the direction :math:`d_i` of :class:`torch.optim.SGD` and, for each tensor of :math:`d`
-    coordinates, with the learning rate :math:`\eta` and :math:`k` workers,
-
-    .. math::
-
-        p_i &= \eta d_i + e_i \\
-        \Delta_i &= \frac{\lVert p_i \rVert_1}{d} \operatorname{sign}(p_i) \\
-        e_i &\leftarrow p_i - \Delta_i \\
-        x &\leftarrow x - \frac{1}{k} \sum_{i=1}^{k} \Delta_i
-
-    The memory :math:`e_i` is in units of steps, as in the paper, and contains the learning rate. So
-    :math:`x - \frac{1}{k} \sum_i e_i` moves as SGD does under any schedule. Steps that are sent later keep the rate of
-    their own step.
-
-    Args:
-        params: Parameters, groups of them, or ``model.named_parameters()``.
-        lr: Learning rate :math:`\eta`.
-        aggregation: The exchange, for example ``EFSignAggregation(process_group=group)`` for a subgroup of workers.
-
-    Other arguments: see :class:`SignSGD`.
-
-    Raises:
-        ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the process group.
-        TypeError: An option is not a number, or the aggregation is of another class.
-
-    Example:
-        >>> import torch
-        >>> x = torch.nn.Parameter(torch.zeros(2))
-        >>> optimizer = EFSignSGD([x], lr=1.0)
-        >>> x.grad = torch.tensor([3.0, -1.0])
-        >>> optimizer.step()
-        >>> x.tolist(), optimizer.aggregation.memory("group0.0").tolist()
-        ([-2.0, 2.0], [1.0, 1.0])
-
-    References:
-        Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD and other Gradient Compression Schemes.
-        arXiv:1901.09847
-    """
-
-    _kind = EFSignAggregation
-
-    def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        # The rate goes into the memory, so that a later rate does not rescale errors of earlier steps.
-        return self._direction(parameter, group, group["lr"])
-
-
-class SparsifiedSGD(CompressedOptimizer):
-    r"""SGD that sends the :math:`k` largest coordinates of each tensor and remembers the rest (Mem-SGD).
-
-    With gradient :math:`g_i` (and weight decay) of worker :math:`i` of :math:`n`, and the learning rate
-    :math:`\eta`, for each tensor
-
-    .. math::
-
-        m_i &\leftarrow m_i + \eta g_i \\
-        c_i &= \operatorname{comp}_k(m_i) \\
-        x &\leftarrow x - \frac{1}{n} \sum_{i=1}^{n} c_i \\
-        m_i &\leftarrow m_i - c_i
-
-    The memory :math:`m_i` is in units of steps: the learning rate is inside.
-    :class:`~mlbench_core.lr_scheduler.pytorch.lr.SparsifiedSGDLR` is the paper's schedule. For messages and bytes see
-    :class:`~mlbench_core.aggregation.pytorch.sparsified.SparsifiedAggregation`.
-
-    Args:
-        params: Parameters, groups of them, or ``model.named_parameters()``.
-        lr: Learning rate :math:`\eta`.
-        weight_decay: L2 penalty.
-        sparse_grad_size: :math:`k`, coordinates sent per tensor (an integer), or their share (a float).
-        momentum: Momentum factor of the local direction, which then stands for :math:`g_i`.
-        world_size: Number of workers; None takes that of the process group, when the optimizer is made.
-        aggregation: The exchange with all its settings, instead of ``sparse_grad_size``: for example
-            ``SparsifiedAggregation(None, size=0.01, random=True)``.
-
-    Raises:
-        ValueError: ``lr`` is missing, an option is out of range, ``world_size`` is not that of the process group, or
-            ``sparse_grad_size`` contradicts the aggregation.
-        TypeError: An option is not a number, or the aggregation is of another class.
-
-    Example:
-        >>> import torch
-        >>> x = torch.nn.Parameter(torch.zeros(3))
-        >>> optimizer = SparsifiedSGD([x], lr=1.0, sparse_grad_size=1)
-        >>> x.grad = torch.tensor([1.0, -3.0, 2.0])
-        >>> optimizer.step()
-        >>> x.tolist(), optimizer.aggregation.memory("group0.0").tolist()
-        ([0.0, 3.0, 0.0], [1.0, 0.0, 2.0])
-
-    References:
-        Stich, Cordonnier, Jaggi: Sparsified SGD with Memory. arXiv:1809.07599
-    """
-
-    aggregation: SparsifiedAggregation
-
-    def __init__(
-        self,
-        params: Params | None,
-        lr: float = required,  # type: ignore[assignment]
-        weight_decay: float = 0,
-        sparse_grad_size: int | float = 10,
-        *,
-        momentum: float = 0,
-        world_size: int | None = None,
-        aggregation: SparsifiedAggregation | None = None,
-    ) -> None:
-        if aggregation is None:
-            size = check_size(sparse_grad_size, "sparse_grad_size")
-            aggregation = SparsifiedAggregation(None, size=size, world_size=world_size)
-        self._size = check_aggregation(aggregation, SparsifiedAggregation, world_size=world_size).size
-        # The default of version 3.0 counts as left out.
-        if sparse_grad_size not in (10, self._size):
-            raise ValueError(
-                f"sparse_grad_size must be left out or {self._size}, not {sparse_grad_size}, because the aggregation "
-                f"decides on it: write size={sparse_grad_size} in SparsifiedAggregation(...)"
-            )
-        super().__init__(params, sgd_defaults(lr, momentum, weight_decay), aggregation)
-
-    def get_estimated_weights(self) -> list[Tensor]:
-        r"""Return the weighted average of the iterates, the estimate for which the paper proves convergence.
-
-        .. math:: \bar{x}_T = \frac{1}{\sum_t w_t} \sum_{t=0}^{T-1} w_t x_t, \qquad w_t = (a + t)^2
-
-        with :math:`x_t` the parameters before step :math:`t` and the shift :math:`a` = d/k of the tensor of which the
-        smallest share is sent, one for all parameters. A step that a gradient scaler skips is not counted.
-
-        Returns:
-            One tensor per parameter, in the order of the groups and their parameters, on its device in its dtype. It is
-            the running average itself, so copy it before you write to it. Before the first step, copies of the
-            parameters.
-
-        Example:
-            >>> import torch
-            >>> x = torch.nn.Parameter(torch.tensor([2.0]))
-            >>> optimizer = SparsifiedSGD([x], lr=1.0)
-            >>> for _ in range(2):  # x is 2, then 1
-            ...     x.grad = torch.tensor([1.0])
-            ...     optimizer.step()
-            >>> optimizer.get_estimated_weights()  # (1 * 2 + 4 * 1) / 5
-            [tensor([1.2000])]
-        """
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return [self.state[p].get("estimated_weights", p.detach().clone()) for p in parameters]
-
-    def update_estimated_weights(self, iteration: int | None = None, sparse_vector_size: int | None = None) -> None:
-        """Do nothing, because :meth:`step` keeps the estimate up to date; for scripts of version 3.0.
-
-        Args:
-            iteration: Not used; the steps are counted here.
-            sparse_vector_size: Not used; the number of coordinates sent is known here.
-        """
-
-    def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        return self._direction(parameter, group, group["lr"])
-
-    def _update(self, name: str, parameter: Tensor, agreed: Tensor, group: dict[str, Any]) -> None:
-        changed = self.aggregation.changed(name)
-        if changed is None or not (parameter.is_contiguous() and agreed.is_contiguous()):
-            super()._update(name, parameter, agreed, group)
-            return
-        # Several workers may have sent a coordinate. Each writes the same result.
-        x, steps = parameter.view(-1), agreed.view(-1).index_select(0, changed)
-        x.index_copy_(0, changed, x.index_select(0, changed).sub_(steps))
-
-    def _before_step(self) -> None:
-        """Add the parameters before a step to the averages."""
-        parameters = [p for group in self.param_groups for p in group["params"] if p.numel() > 0]
-        # The theorem needs a shift of at least d/k for every tensor, so the one for all is the largest.
-        a = max((p.numel() / coordinates_sent(self._size, p.numel()) for p in parameters), default=1.0)
-        for x in parameters:
-            state = self.state[x]
-            t = state["step"] = state.get("step", -1) + 1
-            if "estimated_weights" in state:
-                state["estimated_weights"].lerp_(x, _newest_share(t, a))
-            else:
-                state["estimated_weights"] = x.detach().clone()
-
-
-class CentralizedSparsifiedSGD(SparsifiedSGD):
-    r"""SGD that sends a few coordinates of each tensor, the largest or random ones, and remembers the rest.
-
-    See :class:`SparsifiedSGD`, which this is with the number of workers stated and the choice of coordinates.
-
-    Args:
-        random_sparse: Send random coordinates, the same on all workers, instead of the largest.
-        world_size: Number of workers; None takes that of the process group. In a group of several, the default of 1 is
-            refused rather than letting the workers train apart.
-        average_world: Divide the sum over workers by their number; False leaves the sum.
-        aggregation: The exchange with all its settings, instead of ``sparse_grad_size``, ``random_sparse`` and
-            ``world_size``.
-
-    Other arguments: see :class:`SparsifiedSGD`.
-
-    Raises:
-        ValueError: ``params`` or ``lr`` is missing, an option is out of range, ``world_size`` is not that of the
-            process group, or an argument contradicts the aggregation.
-        TypeError: An option is not a number, or the aggregation is of another class.
-
-    Example:
-        >>> import torch
-        >>> x = torch.nn.Parameter(torch.zeros(100))
-        >>> optimizer = CentralizedSparsifiedSGD([x], lr=1.0, sparse_grad_size=0.05, random_sparse=True)
-        >>> x.grad = torch.ones(100)
-        >>> optimizer.step()
-        >>> x.count_nonzero()
-        tensor(5)
-
-    References:
-        Stich, Cordonnier, Jaggi: Sparsified SGD with Memory. arXiv:1809.07599
-    """
-
-    def __init__(
-        self,
-        params: Params | None = None,
-        lr: float = required,  # type: ignore[assignment]
-        weight_decay: float = 0,
-        sparse_grad_size: int | float = 10,
-        random_sparse: bool = False,
-        world_size: int | None = 1,
-        average_world: bool = True,
-        *,
-        momentum: float = 0,
-        aggregation: SparsifiedAggregation | None = None,
-    ) -> None:
-        if aggregation is None:
-            size = check_size(sparse_grad_size, "sparse_grad_size")
-            aggregation = SparsifiedAggregation(None, size=size, random=random_sparse, world_size=world_size)
-        # The default of 1 comes from version 3.0, and counts as left out.
-        check_aggregation(aggregation, SparsifiedAggregation, world_size=None if world_size == 1 else world_size)
-        if random_sparse and not aggregation.random:
-            raise ValueError(
-                "random_sparse must be left out or False, not True, because the aggregation sends the largest "
-                "coordinates: write random=True in SparsifiedAggregation(...)"
-            )
-        super().__init__(params, lr, weight_decay, sparse_grad_size, momentum=momentum, aggregation=aggregation)
-        self._average = average_world
-
-
-def _newest_share(t: int, a: float) -> float:
-    r"""Return :math:`w_t / \sum_{s \le t} w_s` for :math:`w_t = (a + t)^2`.
-
-    Example:
-        >>> _newest_share(0, 3.0), _newest_share(1, 1.0)
-        (1.0, 0.8)
-    """
-    # The closed form of the sum of (a + s)^2 over s = 0, ..., t.
-    total = (t + 1) * (a * a + a * t + t * (2 * t + 1) / 6)
-    return (a + t) ** 2 / total

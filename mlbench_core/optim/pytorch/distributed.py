@@ -27,7 +27,7 @@ from mlbench_core.aggregation.pytorch.transport.names import check_names
 from mlbench_core.aggregation.pytorch.transport.overlap import OverlappedReduction
 from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock
 from mlbench_core.arguments import check_finite_at_least_0
-from mlbench_core.optim.pytorch.fused import is_dense
+from mlbench_core.optim.pytorch.updates.fused import is_dense
 
 __all__ = [
     "Closure",

@@ -28,9 +28,9 @@ class SCAFFOLD(GenericCentralizedOptimizer):
     Then all average their weights, and :math:`c_i` becomes the mean of the worker's own gradients of these steps; see
     :class:`~mlbench_core.aggregation.pytorch.scaffold.ScaffoldAggregation`. So each worker steps along the common
     gradient, and workers with different data do not drift apart as those of
-    :class:`~mlbench_core.optim.pytorch.presets.LocalSGD` do. There is no momentum, because the control variates are
+    :class:`~mlbench_core.optim.pytorch.periodic.LocalSGD` do. There is no momentum, because the control variates are
     computed from the length of the way, which momentum changes. Workers must have the same learning rates. See
-    :class:`~mlbench_core.optim.pytorch.presets.LocalSGD` for when to evaluate, and for frozen layers.
+    :class:`~mlbench_core.optim.pytorch.periodic.LocalSGD` for when to evaluate, and for frozen layers.
 
     Args:
         world_size: Number of workers; None takes that of the process group.

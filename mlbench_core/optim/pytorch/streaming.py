@@ -19,7 +19,7 @@ from mlbench_core.optim.pytorch.distributed import (
     check_aggregation,
     check_lr,
 )
-from mlbench_core.optim.pytorch.fused import suits_fused
+from mlbench_core.optim.pytorch.updates.fused import suits_fused
 
 __all__ = ["StreamingDiLoCo"]
 

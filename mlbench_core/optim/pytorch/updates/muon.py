@@ -35,7 +35,7 @@ class MuonAdamW(Optimizer):
 
     For distributed training give it to
     :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`, or as ``inner_optimizer`` to
-    :class:`~mlbench_core.optim.pytorch.presets.DiLoCo`; the latter is known as MuLoCo.
+    :class:`~mlbench_core.optim.pytorch.periodic.DiLoCo`; the latter is known as MuLoCo.
 
     Args:
         params: Parameters, or groups of parameters. A group may have options of its own. With ``"use_muon": False``,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,10 +10,10 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.optim.sgd import sgd
 
-from mlbench_core.optim.pytorch.distributed import Closure, evaluate
-from mlbench_core.optim.pytorch.fused import is_dense
+from mlbench_core.optim.pytorch.distributed import Closure, OptimizerFactory, check_lr, evaluate
+from mlbench_core.optim.pytorch.updates.fused import is_dense
 
-__all__ = ["OnePassSGD", "sgd_step"]
+__all__ = ["OnePassSGD", "make_sgd", "sgd_step"]
 
 _LEAST_ELEMENTS = 1 << 14  # smaller tensors stay in the cache between the passes of the plain update
 _UNIT_ELEMENTS = 64  # a multiple of the elements that a CPU adds up in one instruction
@@ -116,3 +117,24 @@ def _is_alike(parameter: Tensor, gradient: Tensor, buffer: Tensor | None) -> boo
 def _flat(tensor: Tensor) -> Tensor:
     """Return the memory of a dense tensor as a vector."""
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def make_sgd(
+    optimizer: str,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    fused: bool | None = None,
+) -> OptimizerFactory:
+    """Return a function that makes the wrapped SGD of an optimizer."""
+    return partial(
+        OnePassSGD,
+        lr=check_lr(lr, optimizer),
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        fused=fused,
+    )

@@ -32,7 +32,7 @@ class LARS(Optimizer):
 
     For distributed training give it to
     :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`, or as ``inner_optimizer`` to
-    :class:`~mlbench_core.optim.pytorch.presets.DiLoCo`.
+    :class:`~mlbench_core.optim.pytorch.periodic.DiLoCo`.
 
     Args:
         params: Parameters, or groups of parameters. A group may have options of its own. With ``"use_lars": False``,

@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer
 from mlbench_core.arguments import check_int
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer
 from mlbench_core.optim.pytorch.distributed import Closure, OptimizerWrapper, evaluate
-from mlbench_core.optim.pytorch.one_pass_sgd import sgd_step
+from mlbench_core.optim.pytorch.updates.one_pass_sgd import sgd_step
 
 __all__ = ["NTASGD", "AveragedSGD", "scaled_rate"]
 
@@ -111,7 +111,7 @@ class NTASGD:
 
     Args:
         optimizer: An optimizer of this package that wraps a :class:`torch.optim.SGD`, for example a
-            :class:`~mlbench_core.optim.pytorch.presets.CentralizedSGD`.
+            :class:`~mlbench_core.optim.pytorch.all_reduce.CentralizedSGD`.
         interval: Non-monotone interval n; None is 5.
         patience: Use the rule of patience instead: the number of values in a row that are not better than the best
             before them.
