@@ -19,8 +19,9 @@ from mlbench_core.files import replacing
 from mlbench_core.results.load import load
 from mlbench_core.results.pool import Group
 from mlbench_core.results.prices import Pricing, load_prices
-from mlbench_core.results.record import PHASES, UNKNOWN, RunRecord
+from mlbench_core.results.record import UNKNOWN, RunRecord
 from mlbench_core.results.table import Comparison, cell, compare_runs
+from mlbench_core.run_terms import PHASES
 
 __all__ = [
     "FORMATS",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mlbench_cli._client import FINAL_STATES, RunSource, reason_of, state_of
 from mlbench_cli._output import clean, number, remark, seconds
 from mlbench_core.errors import MasterRequestError
-from mlbench_core.results.published import goal_fraction
+from mlbench_core.run_terms import GoalAim
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,12 +38,12 @@ _COLORS = {"finished": "green", "failed": "red", "stopped": "yellow", "lost": "r
 class Goal:
     """The value that a run should reach, used only for the display: the training script decides.
 
-    ``max_epochs`` is the number of epochs after which a run ends without it, if known.
+    Attributes:
+        aim: The aim, with the name of its metric as the script records it.
+        max_epochs: Number of epochs after which a run ends without it, if known.
     """
 
-    metric: str
-    threshold: float | None
-    minimize: bool = False
+    aim: GoalAim
     max_epochs: int | None = None
 
 
@@ -82,7 +82,8 @@ class Progress:
         """Return the name and the value of the metric, with the goal if it is known."""
         if self.value is None:
             return "-"
-        target = f" of {self.goal.threshold:g}" if self.goal and self.goal.threshold else ""
+        threshold = self.goal.aim.threshold if self.goal else None
+        target = f" of {threshold:g}" if threshold else ""
         return f"{self.metric} {self.value:.4g}{target}"
 
     @property
@@ -96,7 +97,7 @@ class Progress:
         """Return the progress of the metric toward the goal, from 0 to 1; 1 if the run has finished."""
         if self.state == "finished":
             return 1.0
-        return goal_fraction(self.value, self.goal.threshold, self.goal.minimize) if self.goal else 0.0
+        return self.goal.aim.fraction(self.value) if self.goal else 0.0
 
     @property
     def waits_for(self) -> str:
@@ -196,7 +197,7 @@ def _metric_name(client: RunSource, progress: Progress, run_id: int | str) -> st
     if progress.goal is None:
         progress.goal = _planned_goal(client, run_id)
     if progress.goal is not None:
-        progress.metric = progress.goal.metric
+        progress.metric = (progress.goal.aim.metric or "").removeprefix("val_global_")
     if progress.metric is None:
         known = sorted(client.metrics(run_id, last_n=1))
         progress.metric = next((found[1] for name in known if (found := _GLOBAL_METRIC.fullmatch(name))), None)
@@ -208,18 +209,12 @@ def _planned_goal(client: RunSource, run_id: int | str) -> Goal | None:
     try:
         (entry,) = client.metrics(run_id, metric_filter=_PLAN, last_n=1)[_PLAN]
         plan = json.loads(entry["value"])
-        metric = _GLOBAL_METRIC.fullmatch(f"{plan['metric']} @ 0")
-        if metric is None:
+        aim, most = GoalAim.from_dict(plan), plan["max_epochs"]
+        if _GLOBAL_METRIC.fullmatch(f"{aim.metric} @ 0") is None:
             return None
-        threshold, most = plan["threshold"], plan["max_epochs"]
-        return Goal(
-            metric[1],
-            None if threshold is None else float(threshold),
-            bool(plan["minimize"]),
-            None if most is None else int(most),
-        )
+        return Goal(aim, None if most is None else int(most))
     # Scripts can send anything under this name, or nothing.
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
 
 

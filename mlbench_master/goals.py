@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mlbench_core.results.published import number
+from mlbench_core.run_terms import GoalAim
 from mlbench_core.tasks import Task, find_image, get_task, option_value
 
 __all__ = [
@@ -54,8 +55,8 @@ class RunPlan(BaseModel):
 
     @property
     def aim(self) -> str:
-        """Return the goal as text, as :attr:`RunGoal.aim` does."""
-        return _aim(self)
+        """Return the aim of the goal as text, empty without a metric."""
+        return GoalAim.of(self).text if self.metric else ""
 
     @classmethod
     def read(cls, text: str) -> RunPlan:
@@ -96,15 +97,13 @@ class RunGoal(BaseModel):
 
     @property
     def aim(self) -> str:
-        """Return the goal as text, empty for a plain function.
+        """Return the aim of the goal as text.
 
         Example:
             >>> RunGoal(metric="val_global_Prec@1", threshold=95, reached=False).aim
             'Prec@1 >= 95'
-            >>> RunGoal(metric="val_global_Prec@1", budget_s=60, reached=False).aim
-            'Prec@1 after 60 s'
         """
-        return _aim(self)
+        return GoalAim.of(self).text
 
     @property
     def outcome(self) -> str:
@@ -125,16 +124,6 @@ class RunGoal(BaseModel):
         time = "" if self.time_to_goal_s is None else f" {preposition} {self.time_to_goal_s:.1f} s"
         unit = "epoch" if self.epochs == 1 else "epochs"
         return f"{result}{time}" + ("" if self.epochs is None else f" ({self.epochs} {unit})")
-
-
-def _aim(goal: RunPlan | RunGoal) -> str:
-    # The prefix says that the value is one of the validation, over the data of all workers.
-    name = (goal.metric or "").removeprefix("val_").removeprefix("global_")
-    if name and goal.budget_s is not None:
-        return f"{name} after {goal.budget_s:g} s"
-    if not name or goal.threshold is None:
-        return name
-    return f"{name} {'<=' if goal.minimize else '>='} {goal.threshold:g}"
 
 
 def read_goal(text: str | bytes | None) -> RunGoal | None:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 ROOTS = ("mlbench_core", "mlbench_master", "mlbench_cli", "benchmarks")
 GROUND = {"", "addresses", "arguments", "errors", "paths", "files", "tasks", "statistics", "checkpoint_names", "caller"}
-GROUND |= {"wire_bytes", "install_cuda_extensions", "torch_private", "_lazy", "_torch", "_torchvision", "_tensorflow"}
+GROUND |= {"run_terms", "wire_bytes", "install_cuda_extensions", "torch_private"}
+GROUND |= {"_lazy", "_torch", "_torchvision", "_tensorflow"}
 FACES = {"utils", "api", "cli"}  # layers that have faces only; `find_faces` finds the others by their code
 SIDE_BY_SIDE = {"tracking", "client", "dataset", "evaluation", "models", "network", "ops"}
 LAYERS: dict[str, set[str]] = {

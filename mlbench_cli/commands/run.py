@@ -26,6 +26,7 @@ from mlbench_core.client import settings
 from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend, check_placeholders, parse_workers
 from mlbench_core.errors import MasterRequestError, MLBenchError
 from mlbench_core.network.description import Network
+from mlbench_core.run_terms import GoalAim
 from mlbench_core.tasks import BACKENDS, TASKS, Task, get_task, is_run_name, option_value
 from mlbench_master.launchers.containers import PROGRAMS
 
@@ -498,7 +499,8 @@ def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goa
     if task is None or task.metric is None:
         return None
     threshold = task.goal_of(arguments, light) if option_value(arguments, "--goal-after") is None else None
-    return _wait.Goal(task.metric, threshold, task.minimize, _max_epochs(task, arguments))
+    aim = GoalAim(f"val_global_{task.metric}", threshold, task.minimize)
+    return _wait.Goal(aim, _max_epochs(task, arguments))
 
 
 def _max_epochs(task: Task, arguments: Sequence[str]) -> int | None:

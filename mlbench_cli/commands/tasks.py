@@ -7,6 +7,7 @@ import dataclasses
 import click
 
 from mlbench_cli._output import json_option, print_json, print_table
+from mlbench_core.run_terms import GoalAim
 from mlbench_core.tasks import TASKS
 
 __all__ = ["tasks"]
@@ -27,7 +28,7 @@ def tasks(as_json: bool) -> None:
             task.title,
             task.model,
             task.data,
-            f"{task.metric} {sign[task.minimize]} {task.goal:g}" if task.has_goal else "-",
+            GoalAim(task.metric, task.goal, task.minimize).text if task.has_goal else "-",
             f"{sign[task.minimize]} {task.light_goal:g}" if task.has_goal else "-",
             task.max_epochs or "-",
             ", ".join(task.backends),

@@ -43,8 +43,8 @@ from mlbench_core.results.folder import (
 )
 from mlbench_core.results.lines import LinesSink
 from mlbench_core.results.summary import goal_message
+from mlbench_core.run_terms import GoalAim
 from mlbench_core.tasks import TASKS
-from mlbench_core.tracking.goal import describe_goal
 
 __all__ = ["RunFolder", "Workers", "task_configuration", "task_environment"]
 
@@ -346,6 +346,6 @@ def task_configuration(
         network=os.environ.get("MLBENCH_NETWORK") or None,
         light=args.light_target,
         changed=tuple(sorted(set(options) - _FREE_OPTIONS)),
-        goal=None if goal is None else describe_goal(goal),
+        goal=None if goal is None else GoalAim.of(goal).to_dict(),
         seed=getattr(args, "seed", None),
     )

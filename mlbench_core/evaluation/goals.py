@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol
 
 from mlbench_core.arguments import check_finite_at_least_0
+from mlbench_core.run_terms import TRACKER_PHASES, GoalAim
 from mlbench_core.tasks import get_task
 
 __all__ = [
@@ -57,8 +58,6 @@ BLEU = "val_global_BLEU-Score"
 # Read from the list of tasks, so that each threshold is written in one place only.
 _PERPLEXITY_GOAL = get_task("3a").goal_on(None)
 _BLEU_GOAL = get_task("4a").goal_on(None)
-
-_PHASES = ("compute", "communication", "metrics", "preprocess")
 
 _P = ParamSpec("_P")
 
@@ -120,7 +119,7 @@ class TimeToGoal:
 
     def is_reached(self, value: float) -> bool:
         """Return True if a value of the metric is good enough; nan never is."""
-        return bool(value <= self.threshold if self.minimize else value >= self.threshold)
+        return GoalAim(self.metric, self.threshold, self.minimize).reached_by(value)
 
     def __call__(self, metric_name: str, value: float, tracker: TrackedTimes) -> str | None:
         """Check one recorded statistic.
@@ -237,12 +236,14 @@ class AccuracyAfterTime:
 
 
 def _times(tracker: TrackedTimes) -> dict[str, float]:
-    return {f"{part}_time_s": float(getattr(tracker, f"get_total_{part}_time")()) for part in ("train", *_PHASES)}
+    parts = ("train", *TRACKER_PHASES.values())
+    return {f"{part}_time_s": float(getattr(tracker, f"get_total_{part}_time")()) for part in parts}
 
 
 def _detailed_times(tracker: TrackedTimes) -> str:
     times = _times(tracker)
-    return "".join(f", {phase.capitalize()}: {times[f'{phase}_time_s']:.3f} seconds" for phase in _PHASES)
+    phases = TRACKER_PHASES.values()
+    return "".join(f", {phase.capitalize()}: {times[f'{phase}_time_s']:.3f} seconds" for phase in phases)
 
 
 def _check_finite(name: str, value: object) -> None:

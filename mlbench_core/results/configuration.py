@@ -28,7 +28,7 @@ class Configuration:
         light: True if the light goal ends the run.
         changed: Names of the hyper-parameters that differ from the task's own.
         goal: ``metric``, ``threshold`` and ``minimize`` of the goal, see
-            :func:`~mlbench_core.tracking.goal.describe_goal`.
+            :meth:`~mlbench_core.run_terms.GoalAim.to_dict`.
         seed: The seed of the run.
 
     Example:

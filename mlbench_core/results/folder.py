@@ -24,6 +24,7 @@ from mlbench_core.results.lines import RawLines, ends_line, read_lines, statisti
 from mlbench_core.results.mlperf import mlperf_lines
 from mlbench_core.results.schema import check_result
 from mlbench_core.results.summary import summarize
+from mlbench_core.run_terms import GoalAim
 
 __all__ = [
     "FILES",
@@ -305,9 +306,10 @@ def _check_goal(result: Mapping[str, Any], lines: RawLines) -> list[str]:
         return _check_budget(goal, lines)
     if goal is None or goal["metric"] is None or goal["threshold"] is None:
         return []
+    aim = GoalAim.from_dict(goal)
     for line in statistics(lines, goal["metric"]):
         value = line["value"]
-        if value is not None and (value <= goal["threshold"] if goal["minimize"] else value >= goal["threshold"]):
+        if aim.reached_by(value):
             if not goal["reached"]:
                 return [f"{goal['metric']} reached the goal at step {line['step']}, but the result says it did not"]
             if (line["step"], line["epoch"] + 1, value) != (goal["step"], goal["epochs"], goal["value"]):

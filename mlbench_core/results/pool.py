@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.results.record import UNKNOWN, RunRecord, goal_text
+from mlbench_core.results.record import UNKNOWN, RunRecord
 from mlbench_core.results.times import complete, is_miss
+from mlbench_core.run_terms import goal_text
 
 __all__ = ["Group", "Series", "check_comparable", "differences", "plural", "pool", "series", "usable", "workload"]
 

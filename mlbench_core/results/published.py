@@ -11,16 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlbench_core.run_terms import PHASES, STEPS, TRACKER_PHASES, GoalAim
 from mlbench_core.tasks import TASKS, Task, find_image
 
 __all__ = [
-    "PHASES",
-    "STEPS",
     "UNKNOWN",
     "Metrics",
     "count_ranks",
     "describe_run",
-    "goal_fraction",
     "latest_json",
     "number",
     "read_fields",
@@ -28,20 +26,6 @@ __all__ = [
 ]
 
 Metrics = Mapping[str, Sequence[Mapping[str, Any]]]
-
-STEPS: dict[str, str] = {
-    "batch_load": "data",
-    "fwd_pass": "compute",
-    "comp_loss": "compute",
-    "backprop": "compute",
-    "opt_step": "compute",
-    "agg": "communication",
-    "comp_metrics": "metrics",
-}
-"""Steps of a batch as the tracker names them, and the phase that each belongs to."""
-
-PHASES = ("compute", "communication", "metrics", "data", "other")
-"""Phases of the training time, in the order in which charts stack them."""
 
 UNKNOWN = "unknown"
 """State of a run whose record is missing, as in a zip file of an earlier version."""
@@ -129,14 +113,14 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _goal_of(task: Task, found: Mapping[str, Any], after_s: float | None) -> dict[str, Any] | None:
     """Return the goal of a task on the data set of a run, or None if the task has none on it."""
+    metric = f"val_global_{task.metric}"
     if after_s is not None:
-        aim = {"metric": f"val_global_{task.metric}", "threshold": None, "minimize": task.minimize}
-        return {**aim, "budget_s": after_s}
+        return GoalAim(metric, minimize=task.minimize, budget_s=after_s).to_dict()
     try:
         threshold = task.goal_on(str(found["dataset"]), bool(found["light"]), found["preset"])
     except ValueError:
         return None
-    return {"metric": f"val_global_{task.metric}", "threshold": threshold, "minimize": task.minimize}
+    return GoalAim(metric, threshold, task.minimize).to_dict()
 
 
 def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
@@ -170,26 +154,6 @@ def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
     path = Path(words[start])
     task = next((task for task in TASKS.values() if (task.folder, "main.py") == (path.parent.name, path.name)), None)
     return task, " ".join(words[: start + 1]), options
-
-
-def goal_fraction(value: float | None, threshold: float | None, minimize: bool) -> float:
-    """Return the progress of a metric toward its goal, for displays of a run that goes on.
-
-    Args:
-        value: A value of the metric, or None before the first one.
-        threshold: The value of the goal, or None without one.
-        minimize: True if the metric has to become as small as the threshold, False if as large.
-
-    Returns:
-        The ratio of the two values, from 0 to 1.
-
-    Example:
-        >>> goal_fraction(40.0, 80.0, minimize=False), goal_fraction(140.0, 70.0, minimize=True)
-        (0.5, 0.5)
-    """
-    if value is None or not threshold or value <= 0:
-        return 0.0
-    return max(0.0, min(threshold / value if minimize else value / threshold, 1.0))
 
 
 def latest_json(metrics: Metrics, name: str) -> dict[str, Any]:
@@ -235,10 +199,8 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         phases_s.pop("communication", None)
     configuration = describe_run(run, workers)
     if "metric" in goal:
-        named = {key: goal.get(key) for key in ("metric", "threshold", "minimize")}
-        if "budget_s" in goal:
-            named["budget_s"] = goal["budget_s"]
-        configuration["goal"] = named if goal["metric"] else None
+        aim = GoalAim.from_dict(goal)
+        configuration["goal"] = aim.to_dict() if aim.metric else None
     elif "goal" not in configuration and (told := _goal_in_text(result)):
         configuration["goal"] = told
     all_reduces = next((metrics[f"{name} @ 0"] for name in _ALL_REDUCE_TIMES if f"{name} @ 0" in metrics), None)
@@ -286,7 +248,7 @@ def _goal_in_text(result: str) -> dict[str, Any] | None:
     names = {"perplexity": "Perplexity", "loss": "Loss", "accuracy": f"Prec@{named.get('k') or 1}"}
     metric = names.get((named.get("metric") or "accuracy").lower(), "BLEU-Score")
     minimize = metric in ("Perplexity", "Loss")
-    return {"metric": f"val_global_{metric}", "threshold": number(match["threshold"]), "minimize": minimize}
+    return GoalAim(f"val_global_{metric}", number(match["threshold"]), minimize).to_dict()
 
 
 def _task_of(run: Mapping[str, Any], configuration: Mapping[str, Any], metrics: Metrics) -> str | None:
@@ -355,7 +317,7 @@ def _times(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def _named_phases(times: Mapping[str, Any]) -> dict[str, float]:
     """Return the phases that have a time; the phase "data" is called "preprocess" in summaries."""
-    named = {phase: times.get(phase, times.get("preprocess") if phase == "data" else None) for phase in PHASES}
+    named = {phase: times.get(phase, times.get(TRACKER_PHASES.get(phase, phase))) for phase in PHASES}
     return {phase: value for phase, raw in named.items() if (value := number(raw)) is not None}
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from mlbench_core.results.lines import read_lines, statistics
 from mlbench_core.results.published import (
-    PHASES,
-    STEPS,
     UNKNOWN,
     Metrics,
     latest_json,
@@ -21,9 +19,10 @@ from mlbench_core.results.published import (
     state_of_run,
 )
 from mlbench_core.results.schema import check_result
+from mlbench_core.run_terms import PHASES, GoalAim, goal_text
 from mlbench_core.wire_bytes import total_wire_bytes
 
-__all__ = ["NOT_MEASURED", "PHASES", "STEPS", "UNKNOWN", "CurvePoint", "RunRecord", "goal_text"]
+__all__ = ["NOT_MEASURED", "UNKNOWN", "CurvePoint", "RunRecord"]
 
 
 NOT_MEASURED = "its communication was not measured, so it is a part of the other times"
@@ -254,8 +253,7 @@ class RunRecord:
         if exposed_s is None and bytes_sent is None and (configuration.get("workers") or 1) > 1:
             remarks = (*remarks, NOT_MEASURED)
         if goal and not configuration.get("goal"):
-            names = ("metric", "threshold", "minimize", *(["budget_s"] if "budget_s" in goal else []))
-            configuration["goal"] = {name: goal.get(name) for name in names}
+            configuration["goal"] = GoalAim.from_dict(goal).to_dict()
         return cls(
             name=str(run.get("name") or run.get("id") or "run"),
             source=source,
@@ -319,28 +317,6 @@ class RunRecord:
         derived = ("workers", "seed", "goal_text", "total_s", "without_communication_s", "seconds_per_epoch")
         fields = {**dataclasses.asdict(self), "folder": str(self.folder) if self.folder else None}
         return {**fields, **{name: getattr(self, name) for name in derived}}
-
-
-def goal_text(goal: Mapping[str, Any] | None) -> str:
-    """Return a goal as a text.
-
-    Args:
-        goal: ``metric``, ``threshold``, ``minimize`` and, for a fixed training time, ``budget_s``; or None.
-
-    Example:
-        >>> goal_text({"metric": "val_global_Prec@1", "threshold": 95.0, "minimize": False})
-        'Prec@1 >= 95'
-    """
-    if not goal:
-        return "no goal"
-    threshold, budget_s = number(goal.get("threshold")), number(goal.get("budget_s"))
-    # A goal watches the validation on the data of all workers unless its metric says otherwise.
-    metric = str(goal.get("metric") or "").removeprefix("val_global_")
-    if budget_s is not None:
-        return f"{metric} after {budget_s:g} s of training".removeprefix(" after ")
-    if not metric:
-        return "a goal of the script"
-    return metric if threshold is None else f"{metric} {'<=' if goal.get('minimize') else '>='} {threshold:g}"
 
 
 def _earlier_wire_bytes(bytes_sent: float | None, collectives: Sequence[Mapping[str, Any]] | None) -> float | None:

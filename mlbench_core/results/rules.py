@@ -11,6 +11,7 @@ from mlbench_core.results.folder import verify_folder
 from mlbench_core.results.lines import read_lines
 from mlbench_core.results.pool import Group, plural, pool, usable
 from mlbench_core.results.record import RunRecord
+from mlbench_core.run_terms import TRACKER_PHASES
 
 __all__ = ["LEAST_REPEATS", "Finding", "check_rules"]
 
@@ -108,9 +109,7 @@ def _check_phases(record: RunRecord, folder: Path) -> Finding:
     excesses = []
     for totals in last.values():
         train_s = totals.get("train_s") or 0.0
-        total_s = sum(
-            totals.get(f"{phase}_s") or 0.0 for phase in ("compute", "communication", "metrics", "preprocess")
-        )
+        total_s = sum(totals.get(f"{phase}_s") or 0.0 for phase in TRACKER_PHASES.values())
         # A smaller sum is not wrong: the rest of the training time is the phase "other".
         excesses.append(max(total_s - train_s, 0.0) / train_s if train_s else 0.0)
     if not excesses:

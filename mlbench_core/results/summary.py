@@ -12,6 +12,7 @@ from typing import Any
 
 from mlbench_core.results.environment import machine_of, software_of
 from mlbench_core.results.lines import SCHEMA_VERSION
+from mlbench_core.run_terms import TRACKER_PHASES
 from mlbench_core.statistics import QuantileSketch
 from mlbench_core.wire_bytes import total_wire_bytes
 
@@ -163,13 +164,7 @@ def _times(totals: Mapping[str, Any], is_measured: bool) -> dict[str, Any]:
     """Return the times of one worker by phase, in seconds; those of communication are None if nobody measured it."""
     train_s = totals.get("train_s", 0.0)
     phases: dict[str, Any] = {
-        name: totals.get(f"{source}_s", 0.0)
-        for name, source in (
-            ("compute_s", "compute"),
-            ("communication_s", "communication"),
-            ("metrics_s", "metrics"),
-            ("data_s", "preprocess"),
-        )
+        f"{phase}_s": totals.get(f"{tracked}_s", 0.0) for phase, tracked in TRACKER_PHASES.items()
     }
     other_s = max(0.0, train_s - sum(phases.values()))
     if not is_measured:
@@ -288,7 +283,7 @@ def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
 
     def times_of(worker: str) -> dict[str, Any]:
         times = (goal["times"] or result["times"])[worker]
-        phases = {phase: times[f"{phase}_s"] for phase in ("compute", "communication", "metrics", "data")}
+        phases = {phase: times[f"{phase}_s"] for phase in TRACKER_PHASES}
         reached_s = goal["time_to_goal_s"]
         return {"time_to_goal_s": None if reached_s is None else reached_s[worker], "phases_s": phases}
 

@@ -33,9 +33,10 @@ from mlbench_core.results.pool import (
     workload,
 )
 from mlbench_core.results.prices import Pricing, price_index
-from mlbench_core.results.record import RunRecord, goal_text
+from mlbench_core.results.record import RunRecord
 from mlbench_core.results.stats import describe, holm, log_interval, performance_profile, performance_score
 from mlbench_core.results.times import compare_times, cost_per_success_s, median_s
+from mlbench_core.run_terms import goal_text
 
 __all__ = [
     "COLUMNS",

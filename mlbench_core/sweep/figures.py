@@ -16,8 +16,9 @@ from mlbench_core.results.figures import canvas
 from mlbench_core.results.figures.captions import caption
 from mlbench_core.results.figures.looks import method_looks
 from mlbench_core.results.prices import Pricing
-from mlbench_core.results.record import RunRecord, goal_text
+from mlbench_core.results.record import RunRecord
 from mlbench_core.results.stats import confidence_interval, log_interval
+from mlbench_core.run_terms import goal_text
 from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from mlbench_core.client.log_metrics import LogMetrics
+from mlbench_core.run_terms import TRACKER_PHASES, GoalAim
 
 __all__ = [
     "Goal",
     "as_goal",
-    "describe_goal",
     "end_at_exit",
     "finite",
     "goal_metric",
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 Goal = Callable[[str, float, Any], "str | None"]
 """A goal is called ``(metric_name, value, tracker)``, see :class:`~mlbench_core.tracking.tracker.Tracker`."""
-
-_PHASES = {"compute": "compute_s", "communication": "communication_s", "metrics": "metrics_s", "data": "preprocess_s"}
 
 
 class TrackedRun(Protocol):
@@ -98,31 +96,6 @@ def finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def describe_goal(goal: Any) -> dict[str, Any]:
-    """Return the attributes of a goal that define it.
-
-    Args:
-        goal: The goal; may be None.
-
-    Returns:
-        ``metric`` (text), ``threshold`` (number) and ``minimize`` (bool). An attribute that the goal lacks is None, so
-        all are None for a plain function. A goal of a fixed training time also has ``budget_s``.
-
-    Example:
-        >>> from mlbench_core.evaluation.goals import time_to_accuracy_goal
-        >>> describe_goal(time_to_accuracy_goal(80))
-        {'metric': 'val_global_Prec@1', 'threshold': 80.0, 'minimize': False}
-    """
-    metric, minimize = getattr(goal, "metric", None), getattr(goal, "minimize", None)
-    described: dict[str, Any] = {
-        "metric": metric if isinstance(metric, str) else None,
-        "threshold": finite(getattr(goal, "threshold", None)),
-        "minimize": minimize if isinstance(minimize, bool) else None,
-    }
-    budget_s = finite(getattr(goal, "budget_s", None))
-    return described if budget_s is None else {**described, "budget_s": budget_s}
-
-
 def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
     """Return the metric ``goal`` as the master receives it.
 
@@ -130,15 +103,16 @@ def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
         tracker: The tracker.
 
     Returns:
-        The goal as :func:`describe_goal` returns it, with ``reached``, ``value``, ``time_to_goal_s``, ``epochs`` and
-        ``phases_s``. If it was reached, these belong to that moment, and ``epochs`` counts the epoch that ran then.
-        Otherwise ``epochs`` and ``phases_s`` are those of the run so far. None without a goal.
+        The aim of the goal, see :class:`~mlbench_core.run_terms.GoalAim`, with ``reached``, ``value``,
+        ``time_to_goal_s``, ``epochs`` and ``phases_s``. If it was reached, these belong to that moment, and ``epochs``
+        counts the epoch that ran then. Otherwise ``epochs`` and ``phases_s`` are those of the run so far. None without
+        a goal.
     """
     if tracker.goal is None and not tracker.goal_reached:
         return None
     # A script may set goal_reached to False in order to continue.
     result = tracker.goal_result if tracker.goal_reached else None
-    goal = describe_goal(tracker.goal)
+    goal = GoalAim.of(tracker.goal).to_dict()
     if result is not None:
         goal.update({name: result[name] for name in (*goal, "budget_s") if name in result})
     # Checkpoints of earlier versions say that the goal was reached, but not when.
@@ -151,7 +125,7 @@ def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
         "value": None if result is None else result["value"],
         "time_to_goal_s": tracker.time_to_goal_s if tracker.goal_reached else None,
         "epochs": epochs if is_known else None,
-        "phases_s": {phase: totals[name] for phase, name in _PHASES.items()} if is_known else {},
+        "phases_s": {phase: totals[f"{tracked}_s"] for phase, tracked in TRACKER_PHASES.items()} if is_known else {},
     }
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mlbench_core.run_terms import TRACKER_PHASES
+
 __all__ = ["Counters", "Totals", "TrackerSummary"]
 
 
@@ -123,7 +125,7 @@ class TrackerSummary:
         """Return the shares of ``train_s`` by phase, with ``"other"`` for the rest; empty before any training."""
         if self.train_s <= 0:
             return {}
-        phases = ("compute", "communication", "metrics", "preprocess")
+        phases = tuple(TRACKER_PHASES.values())
         shares = {phase: getattr(self, f"{phase}_s") / self.train_s for phase in phases}
         # A step may belong to two groups. The sum of the shares can then exceed 1, but "other" is never negative.
         return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}

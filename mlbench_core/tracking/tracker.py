@@ -14,6 +14,7 @@ from typing import Any
 from mlbench_core.arguments import check_at_least
 from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.errors import CheckpointError
+from mlbench_core.run_terms import GoalAim
 from mlbench_core.statistics import AverageMeter, QuantileSketch
 from mlbench_core.tracking.clock import DeviceClock, cuda_in_use
 from mlbench_core.tracking.collectives import CollectiveCounts
@@ -21,7 +22,6 @@ from mlbench_core.tracking.energy import energy_counter
 from mlbench_core.tracking.goal import (
     Goal,
     as_goal,
-    describe_goal,
     end_at_exit,
     finite,
     goal_metric,
@@ -1069,7 +1069,7 @@ class Tracker(PhaseTimes):
         best_value = getattr(self._goal, "best_value", None)
         value = value if best_value is None else best_value(value, self)
         others = {"value": finite(value), "text": self.goal_text, "time_to_goal_s": self.time_to_goal_s}
-        self.goal_result = {**self._moment(), **describe_goal(self._goal), **others}
+        self.goal_result = {**self._moment(), **GoalAim.of(self._goal).to_dict(), **others}
         logger.info("goal reached: %s", text)
         result: dict[str, float | str] = {
             "TaskResult": self.goal_text,
@@ -1103,7 +1103,7 @@ class Tracker(PhaseTimes):
         if self.rank != 0 or self._has_sent_plan or (self._goal is None and self._most_epochs is None):
             return
         self._has_sent_plan = True
-        self._send("plan", json.dumps({**describe_goal(self._goal), "max_epochs": self._most_epochs}))
+        self._send("plan", json.dumps({**GoalAim.of(self._goal).to_dict(), "max_epochs": self._most_epochs}))
 
     def _send(self, name: str, value: float | str) -> None:
         LogMetrics.log(self.run_id, self.rank, self.current_epoch, name, value)

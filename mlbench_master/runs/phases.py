@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlbench_core.results.published import STEPS
+from mlbench_core.run_terms import STEPS
 from mlbench_master.database.columns import epoch_of, number_of
 from mlbench_master.database.store import Point, Store
 

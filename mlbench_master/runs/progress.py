@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlbench_core.results.published import describe_run, goal_fraction
+from mlbench_core.results.published import describe_run
+from mlbench_core.run_terms import GoalAim
 from mlbench_master.database.columns import epoch_of, number_of
 from mlbench_master.database.store import Point, Run, Store, run_owner
 from mlbench_master.goals import PLAN_METRIC, RunPlan
@@ -60,7 +61,7 @@ def progress_of(store: Store, run: Run, latest: Mapping[str, Point]) -> RunProgr
         plan=plan,
         aim=plan.aim,
         best=best,
-        fraction=goal_fraction(best, plan.threshold, bool(plan.minimize)),
+        fraction=GoalAim.of(plan).fraction(best),
         epochs=max(_epochs(latest.get(_OF_EPOCH)), _epochs(latest.get(f"{plan.metric} @ 0"))),
     )
 

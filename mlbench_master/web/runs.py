@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from mlbench_core.results.published import goal_fraction
+from mlbench_core.run_terms import GoalAim
 from mlbench_core.tasks import option_value
 from mlbench_master.api.routes import StorePart
 from mlbench_master.database.columns import number_of
@@ -115,7 +115,7 @@ class ListedRun:
         value = number_of(self.value)
         if self.goal is None or not self.goal.threshold or value is None:
             return None
-        return round(goal_fraction(value, self.goal.threshold, bool(self.goal.minimize)), 4)
+        return round(GoalAim.of(self.goal).fraction(value), 4)
 
 
 def list_runs(store: Store, runs: Sequence[Run]) -> list[ListedRun]:

@@ -16,6 +16,7 @@ from mlbench_core.client import settings
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.results.folder import FILES, verify_folder
 from mlbench_core.results.load import load
+from mlbench_core.run_terms import GoalAim
 from mlbench_core.tasks import get_task
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster, entry
@@ -545,10 +546,10 @@ def test_wait_finds_a_metric_to_show_without_a_task(fake: FakeMaster, capsys: py
 @pytest.mark.parametrize(
     ("value", "goal", "fraction"),
     [
-        (40.0, _wait.Goal("Prec@1", 80.0), 0.5),
-        (90.0, _wait.Goal("Prec@1", 80.0), 1.0),
-        (140.0, _wait.Goal("Perplexity", 70.0, minimize=True), 0.5),
-        (None, _wait.Goal("Prec@1", 80.0), 0.0),
+        (40.0, _wait.Goal(GoalAim("val_global_Prec@1", 80.0)), 0.5),
+        (90.0, _wait.Goal(GoalAim("val_global_Prec@1", 80.0)), 1.0),
+        (140.0, _wait.Goal(GoalAim("val_global_Perplexity", 70.0, minimize=True)), 0.5),
+        (None, _wait.Goal(GoalAim("val_global_Prec@1", 80.0)), 0.0),
         (40.0, None, 0.0),
     ],
 )
@@ -574,7 +575,7 @@ def test_the_largest_number_of_epochs_is_that_of_the_script(key: str, options: s
 
 
 def test_time_left_is_a_bound_of_a_run_that_runs() -> None:
-    goal = _wait.Goal("Prec@1", 80.0, max_epochs=10)
+    goal = _wait.Goal(GoalAim("val_global_Prec@1", 80.0), max_epochs=10)
     running = _wait.Progress("a", "started", 4, "Prec@1", 60.0, goal, epoch_s=2.5)
     assert running.most_left_s == 15.0
     assert dataclasses.replace(running, epochs=12).most_left_s == 0.0
@@ -612,7 +613,7 @@ def test_wait_says_what_a_run_waits_for_and_that_it_was_stopped(
         ({"threshold": None}, "Brier 0.25"),
         # A goal on a value of one worker, and messages that no tracker sends.
         ({"metric": "train_loss"}, "Prec@1 60"),
-        ({"threshold": "low"}, "Prec@1 60"),
+        ({"threshold": "low"}, "Brier 0.25"),
         ({"max_epochs": float("inf")}, "Prec@1 60"),
     ],
 )

@@ -95,13 +95,16 @@ def test_the_goal_of_a_task_is_known_from_the_beginning(client: TestClient) -> N
 
 def test_a_goal_of_a_fixed_time_shows_the_time_and_the_best_value(client: TestClient) -> None:
     run_id = start(client, command=None, task="1a", arguments=["--goal-after", "60"])
-    assert part(page_of(client, run_id), "goal") == "Goal: Prec@1 after 60 s not reached yet"
+    assert part(page_of(client, run_id), "goal") == "Goal: Prec@1 after 60 s of training not reached yet"
     send(client, run_id, ("val_global_Prec@1 @ 0", 70), ("val_global_Prec@1 @ 0", 45), epoch=1)
     assert "not reached yet best 70 so far" in part(page_of(client, run_id), "goal")
     goal = {"metric": "val_global_Prec@1", "threshold": None, "minimize": False, "budget_s": 60.0, "reached": True}
     goal |= {"value": 91.5, "time_to_goal_s": 63.25, "epochs": 3}
     send(client, run_id, ("goal @ 0", json.dumps(goal)))
-    assert part(page_of(client, run_id), "goal") == "Goal: Prec@1 after 60 s 91.5 after 63.2 s (3 epochs) 2 epochs"
+    assert (
+        part(page_of(client, run_id), "goal")
+        == "Goal: Prec@1 after 60 s of training 91.5 after 63.2 s (3 epochs) 2 epochs"
+    )
 
 
 def test_more_cores_than_the_machine_has_are_a_note(client: TestClient) -> None:

@@ -155,7 +155,7 @@ def test_the_goal_shows_how_close_a_run_is(client: Any) -> None:
         rows["own"].startswith('<span title="2.0">2</span> <span class="faint">of loss &lt;= 0.5</span>')
         and 'value="0.25"' in rows["own"]
     )
-    assert rows["timed"].split("\n")[0].endswith('>45</span> <span class="faint">Prec@1 after 60 s</span>')
+    assert rows["timed"].split("\n")[0].endswith('>45</span> <span class="faint">Prec@1 after 60 s of training</span>')
     assert rows["fresh"] == '<span class="faint">Prec@1 &gt;= 90</span>'
     assert rows["text"].startswith("&lt;script&gt;") and "progress" not in rows["text"]
     assert '<progress max="1" value="0.0"' in rows["zero"]

@@ -21,7 +21,7 @@ from mlbench_core.evaluation.goals import (
     task1_time_to_accuracy_goal,
     task3_time_to_perplexity_goal,
 )
-from mlbench_core.tracking.goal import describe_goal
+from mlbench_core.run_terms import GoalAim
 from mlbench_core.tracking.tracker import Tracker
 from tests.client.stub_master import StubMaster
 
@@ -231,14 +231,14 @@ def test_the_goal_of_a_fixed_time_has_the_best_value_until_then(clock: Clock, lo
 
 def test_goals_are_described_by_their_attributes() -> None:
     nothing = {"metric": None, "threshold": None, "minimize": None}
-    assert describe_goal(None) == describe_goal(lambda name, value, tracker: None) == nothing
+    assert GoalAim.of(None).to_dict() == GoalAim.of(lambda name, value, tracker: None).to_dict() == nothing
     described = {"metric": "val_global_Prec@1", "threshold": None, "minimize": False, "budget_s": 60.0}
-    assert describe_goal(accuracy_after_time_goal(60)) == described
+    assert GoalAim.of(accuracy_after_time_goal(60)).to_dict() == described
 
     class Strange:
         metric, threshold, minimize = 3, math.inf, "yes"
 
-    assert describe_goal(Strange()) == nothing
+    assert GoalAim.of(Strange()).to_dict() == nothing
 
 
 # ---------------------------------------------------------------------- the end of a process

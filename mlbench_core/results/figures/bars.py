@@ -14,8 +14,8 @@ from mlbench_core.results.figures import canvas
 from mlbench_core.results.figures.captions import INTERVAL, caption, not_drawn
 from mlbench_core.results.figures.numbers import Estimate, mean, mean_time
 from mlbench_core.results.pool import Group, series
-from mlbench_core.results.record import PHASES, STEPS
 from mlbench_core.results.times import cost_per_success_s
+from mlbench_core.run_terms import PHASES, STEPS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_core.results.pool import Group, plural
-from mlbench_core.results.record import goal_text
+from mlbench_core.run_terms import goal_text
 
 __all__ = ["INTERVAL", "caption", "name_of", "not_drawn", "shared_goal", "subtitle"]
 
