@@ -56,10 +56,10 @@ def chart_folder() -> Path:
     Raises:
         ConfigurationError: The chart is not installed.
     """
-    found = importlib.util.find_spec("mlbench_charts")
+    found = importlib.util.find_spec("mlbench_helm")
     roots = [Path(root) for root in (found.submodule_search_locations or ())] if found else []
-    # In a checkout, the chart is in the folder charts beside the library, even if it is not installed.
-    roots.append(Path(__file__).resolve().parents[1] / "charts")
+    # In a checkout, the chart is in the folder helm beside the library, even if it is not installed.
+    roots.append(Path(__file__).resolve().parents[1] / "helm")
     for root in roots:
         folder = root / "mlbench"
         if (folder / "Chart.yaml").is_file():

@@ -32,7 +32,7 @@ from mlbench_master.launchers.kubernetes_settings import read_setting
 from tests.helpers.kubernetes_store import Store, kubernetes_store
 
 ROOT = Path(__file__).resolve().parents[1]
-CHART = ROOT / "charts" / "mlbench"
+CHART = ROOT / "helm" / "mlbench"
 VALUE_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
 HELM = os.environ.get("MLBENCH_HELM") or shutil.which("helm")
 needs_helm = pytest.mark.skipif(HELM is None, reason="no helm here: put it on PATH, or name it in MLBENCH_HELM")

@@ -29,11 +29,11 @@ PACKAGES = {
     "mlbench_master": "mlbench_master",
     "mlbench_cli": "mlbench_cli",
     "benchmarks": "mlbench_benchmarks",
-    "charts": "mlbench_charts",
+    "helm": "mlbench_helm",
 }
 # Measured results, the files of experiments, and values with which tests render the chart.
 ONLY_IN_THE_CHECKOUT = re.compile(
-    r"mlbench_benchmarks/(micro/(RESULTS\.md|results/.*)|experiments/.*)|mlbench_charts/mlbench/ci/.*"
+    r"mlbench_benchmarks/(micro/(RESULTS\.md|results/.*)|experiments/.*)|mlbench_helm/mlbench/ci/.*"
 )
 NEVER = re.compile(r"(^|/)(tests|docs|tools)/|\.pyc$|\.so$")
 SOURCES = (

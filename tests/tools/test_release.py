@@ -26,7 +26,7 @@ def test_both_files_have_everything_and_nothing_else(built: tuple[Path, Path]) -
     assert release.find_problems(source, wheel) == []
     assert source.name == f"mlbench_core-{mlbench_core.__version__}.tar.gz"
     assert wheel.name == f"mlbench_core-{mlbench_core.__version__}-py3-none-any.whl"
-    chart = {name for name in release.names_in_wheel(wheel) if name.startswith("mlbench_charts/")}
+    chart = {name for name in release.names_in_wheel(wheel) if name.startswith("mlbench_helm/")}
     assert len(chart) > 10
     assert not any("/ci/" in name for name in chart)
 
