@@ -388,8 +388,9 @@ def stop_embedded() -> Mapping[str, Any]:
         # The record may have been replaced, and then the process of its id is another one.
         if not _listens(record):
             raise MasterError(
-                f"the record {user_folder(settings.MASTER)} must name the process of the master at {record.url}, but "
-                f"process {record.pid} does not listen there: find the process, end it, and delete the record"
+                f"the record {user_folder(settings.MASTER)} has the address {record.url}, but "
+                f"process {record.pid} does not listen there: find the process of the master, end "
+                "it, and delete the record"
             )
         # The lock keeps other commands from starting a master while this one ends.
         _send(record, signal.SIGTERM)

@@ -147,7 +147,8 @@ def test_verify(folder: Path, call: Call) -> None:
     found = json.loads(call("results", "verify", str(folder), "--json", code=1).stdout)
     assert [bool(problems) for problems in found.values()] == [False, False, True, False]
     (folder / "empty").mkdir()
-    assert "empty must be a result folder" in call("results", "verify", str(folder / "empty"), code=1).stderr
+    told = call("results", "verify", str(folder / "empty"), code=1).stderr
+    assert "empty is not a result folder and has none below it" in told
 
 
 def test_a_run_that_a_sweep_stopped_has_nothing_to_verify(folder: Path, call: Call) -> None:
