@@ -152,8 +152,8 @@ class RunFolder:
                     prepare()
             except OSError as error:
                 raise ConfigurationError(
-                    f"the result folder must be on a disk with space and be writable, but {folder} is not "
-                    f"({error.strerror or error}): choose another --root-output"
+                    f"the result folder {folder} cannot be written ({error.strerror or error}): "
+                    "choose another --root-output, on a disk with space"
                 ) from error
             except ConfigurationError:
                 self._claimed.close()
@@ -229,8 +229,8 @@ class RunFolder:
             self._claimed.enter_context(lock(self.folder / ".lock", wait=False))
         except TimeoutError as error:
             raise ConfigurationError(
-                f"the result folder must belong to one run at a time, and another run is writing to {self.folder}: "
-                "give another --run_id, or wait until it has ended"
+                f"another run is writing to {self.folder}: give another --run_id, or wait until it "
+                "has ended"
             ) from error
         except NotImplementedError:
             logger.debug("%s is on a file system without locks", self.folder)
@@ -298,8 +298,8 @@ def _check_same_settings(folder: Path, configuration: Mapping[str, Any]) -> None
             f"{name} was {then} and is {here}" for name, (then, here) in zip(differing, values, strict=True)
         )
         raise ConfigurationError(
-            f"a resumed run must have the settings of its first part in {folder}, but {listed}: give the same "
-            "settings, or start a new run without --resume"
+            f"the resumed run has other settings than its first part in {folder}, because "
+            f"{listed}: give the same settings, or start a new run without --resume"
         )
 
 

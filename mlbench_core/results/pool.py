@@ -164,7 +164,7 @@ def check_comparable(records: Sequence[RunRecord]) -> None:
         if other.goal_text != record.goal_text:
             raise ConfigurationError(
                 f"runs must have the same goal, not '{other.goal_text}' ({other.name}) and '{record.goal_text}' "
-                f"({record.name}): compare the runs of each goal by themselves"
+                f"({record.name}): compare the runs of each goal separately"
             )
 
 

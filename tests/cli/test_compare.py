@@ -205,8 +205,8 @@ def dirty(division: str) -> dict[str, Any]:
     [
         ([{}], "fail: sgd, 1 worker: 1 run, at least 5 are required"),
         ([{}, {"epoch_s": 12.0}], "fail: sgd, 1 worker: run-1 has the seed 0 of run-0: it counts once"),
-        ([{"seed": None}], "fail: sgd, 1 worker: the seed of every run must be recorded"),
-        ([{"environment": {}}], "fail: run-0: the commit of the source must be known: run it in a checkout"),
+        ([{"seed": None}], "fail: sgd, 1 worker: a run did not record its seed"),
+        ([{"environment": {}}], "fail: run-0: the commit of the source is not known: run it in a"),
         (
             [dirty("closed")],
             "fail: run-0: the source is commit abababababab with the local difference cdcdcdcdcdcd: the",

@@ -208,9 +208,9 @@ def test_only_regular_files_of_limited_size_are_read(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(bytes(100))
     (tmp_path / "mark").write_bytes("\ufefftext".encode())
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
-        with pytest.raises(OSError, match="must be a regular file"):
+        with pytest.raises(OSError, match="not a regular file"):
             read_bytes(path)
-    with pytest.raises(OSError, match="must have at most 99 bytes"):
+    with pytest.raises(OSError, match="has more than 99 bytes"):
         read_bytes(tmp_path / "large", 99)
     assert (len(read_bytes(tmp_path / "large", 100)), read_text(tmp_path / "mark")) == (100, "text")
 

@@ -238,8 +238,8 @@ def _check_newstest2014(path: Path) -> None:
     lines = count_lines(path)
     if lines == _NEWSTEST2014_FILTERED_LINES:
         raise DatasetError(
-            f"{path} is the filtered copy of newstest2014 with {lines} lines, not the whole text of "
-            f"{_NEWSTEST2014_LINES}: get https://www.statmt.org/wmt14/test-full.tgz"
+            f"{path} is the filtered copy of newstest2014 with {lines} lines, not the whole text "
+            f"of {_NEWSTEST2014_LINES}: get https://www.statmt.org/wmt14/test-full.tgz"
         )
     if lines != _NEWSTEST2014_LINES:
         _log.warning("%s has %d lines; newstest2014 has %d", path, lines, _NEWSTEST2014_LINES)

@@ -150,14 +150,14 @@ class PairStore:
             raise DatasetError(f"{error}; {_ADVICE}") from error
         if (numbers.dtype, numbers.shape) != (self.header.dtype, (tokens,)):
             raise DatasetError(
-                f"{self.folder} is damaged: the {side} is {numbers.dtype} of shape {numbers.shape}, "
-                f"not {tokens} numbers of {self.header.dtype}; {_ADVICE}"
+                f"{self.folder} is damaged: the {side} is {numbers.dtype} of shape "
+                f"{numbers.shape}, not {tokens} numbers of {self.header.dtype}; {_ADVICE}"
             )
         is_known = (offsets.dtype, offsets.shape) == (np.dtype("<i8"), (self.header.pairs + 1,))
         if not is_known or offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 0).any():
             raise DatasetError(
-                f"{self.folder} is damaged: the {side} does not have {self.header.pairs} sentences, "
-                f"one after the other, with {tokens} numbers; {_ADVICE}"
+                f"{self.folder} is damaged: the {side} does not have {self.header.pairs} "
+                f"sentences, one after the other, with {tokens} numbers; {_ADVICE}"
             )
         return Sentences(numbers, offsets)
 
