@@ -163,7 +163,7 @@ class _Body(BaseModel):
 
 def _network(text: str) -> str:
     """Return the text of a network that is given by its name or its text."""
-    # A file of the master's machine is none of a client's business.
+    # Do not reveal server paths: a client must not learn which files the master's machine has.
     if text.strip().endswith(".toml"):
         raise ValueError(f"must be a name or a text such as '100mbit,20ms', not the file {text[:80]!r}")
     return str(get_network(text)) if text.strip() else ""

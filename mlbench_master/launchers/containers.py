@@ -190,8 +190,8 @@ def check_program(program: str) -> None:
         found = [name for name in PROGRAMS if shutil.which(name)]
         advice = f"give {' or '.join(found)} instead" if found else f"install {program}"
         raise ValueError(
-            f"engine_options: --container must be a program on the master's machine, not {program}, which was not "
-            f"found: {advice}, or leave out --container to start processes"
+            f"engine_options: {program} was not found on the master's machine: {advice}, or leave "
+            "out --container to start processes"
         )
 
 
