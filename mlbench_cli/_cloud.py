@@ -269,7 +269,7 @@ def open_tunnel(cluster: Cluster) -> None:
     if _is_open(cluster.port):
         return
     forward = f"127.0.0.1:{cluster.port}:127.0.0.1:{cluster.port}"
-    # The process ends by itself when the machine does not answer any more, so nothing must end it.
+    # The process ends when the machine does not answer any more, so nothing must end it.
     options = _options("BatchMode=yes", "ConnectTimeout=10", "ExitOnForwardFailure=yes", "ServerAliveInterval=15")
     command = ["ssh", "-f", "-N", *options, "-L", forward, cluster.name]
     log = user_folder("clusters", f"{cluster.name}.ssh.log")

@@ -157,8 +157,8 @@ def find(dashboard_url: str | None = None) -> Location:
     location = configured(dashboard_url) or embedded()
     if location is None:
         raise MasterNotFoundError(
-            "no master is running: start one with 'mlbench master' (or 'mlbench run', which starts it by itself), "
-            "or name one with --dashboard-url or MLBENCH_MASTER_URL"
+            "no master is running: start one with 'mlbench master' (or 'mlbench run', which starts "
+            "one when needed), or name one with --dashboard-url or MLBENCH_MASTER_URL"
         )
     return location
 
@@ -236,7 +236,7 @@ def check_installed() -> None:
         MissingDependencyError: A package is missing; the message has the pip command.
     """
     for package in ("fastapi", "jinja2", "uvicorn", "sqlalchemy", "psutil", "mlbench_master"):
-        # Found but not imported: the master runs in a process of its own.
+        # Found but not imported: the master runs in another process.
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(
                 f"the master needs the package '{package}', which is not installed: pip install 'mlbench-core[master]'"

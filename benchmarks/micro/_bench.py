@@ -72,7 +72,7 @@ FORM: Any = {
         }
     ],
 }
-"""Keys and types of a result; ``...`` stands for any key, a list for any number of such values."""
+"""Keys and types of a result; ``...`` is any key, and a list is any number of such values."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 python benchmarks/micro/master_load.py [--save]
 
-The master is a process of its own with SQLite on disk; all clients share this process and the machine with it. Its
-largest resident memory so far is in the column "memory MB".
+The master is a separate process with SQLite on disk; all clients share this process and the machine
+with it. Its largest resident memory so far is in the column "memory MB".
 """
 
 from __future__ import annotations

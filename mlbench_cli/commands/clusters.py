@@ -42,7 +42,7 @@ _WITHOUT_MEANING = {
     "kubernetes_version": ("--kubernetes-version", _NO_KUBERNETES),
     "custom_value": ("--custom-value", _NO_KUBERNETES),
     "chart_location": ("--chart-location", _NO_KUBERNETES),
-    "ssh_key": ("--ssh-key", "SkyPilot makes a key of its own"),
+    "ssh_key": ("--ssh-key", "SkyPilot makes its own key"),
     "registry_name": ("--registry_name", "the images of this machine are loaded without a registry; see --load-image"),
     "registry_port": ("--registry_port", "the images of this machine are loaded without a registry; see --load-image"),
     "host_port": ("--host_port", "the images of this machine are loaded without a registry; see --load-image"),

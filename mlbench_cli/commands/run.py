@@ -507,5 +507,5 @@ def _max_epochs(task: Task, arguments: Sequence[str]) -> int | None:
     given = option_value(arguments, "--epochs")
     if given is not None:
         return int(given) if given.isdecimal() else None
-    # A preset may have a budget of its own, which only the script knows.
+    # A preset may have its own budget, which only the script knows.
     return task.max_epochs if option_value(arguments, "--preset") is None else None

@@ -1,7 +1,7 @@
 """Write the result folder of a run, together with all of its workers. This module imports no framework.
 
-Each worker writes its raw lines to a file of its own. At the end rank 0 joins them and writes the result. Workers on
-hosts that do not share the folder with rank 0 send their lines to it::
+Each worker writes its raw lines to its own file. At the end rank 0 joins them and writes the
+result. Workers on hosts that do not share the folder with rank 0 send their lines to it::
 
     rank 0: prepare the folder, put a mark into it    other ranks: is the mark there?
                                 ... training ...
@@ -50,7 +50,7 @@ __all__ = ["RunFolder", "Workers", "task_configuration", "task_environment"]
 
 logger = logging.getLogger(__name__)
 
-# Arguments that are not settings of the training, or have a field of their own in the configuration.
+# Arguments that are not settings of the training, or have their own field in the configuration.
 _NOT_OPTIONS = frozenset(
     (
         *("run_id", "root_dataset", "root_checkpoint", "root_output", "data", "rank", "hosts", "timeout", "resume"),
@@ -69,7 +69,7 @@ _FREE_OPTIONS = frozenset(
     )
 )
 
-# Settings that have a field of their own and that a resumed run keeps.
+# Settings that have their own field and that a resumed run keeps.
 _FIXED_SETTINGS = ("task", "dataset", "preset", "algorithm", "workers", "seed")
 
 _FLUSH_TIMEOUT_S = 5.0

@@ -59,7 +59,7 @@ NEUTRAL_OPTIONS = frozenset(
     (
         *("backend", "checkpoint", "data", "epochs", "gpu", "hosts", "past_goal", "rank", "resume"),
         *("root_checkpoint", "root_dataset", "root_output", "run_id", "seed", "timeout", "validation_only"),
-        # The configuration has fields of their own for these.
+        # The configuration has separate fields for these.
         *("dataset", "light", "light_target", "optimizer", "preset", "variant"),
         # They change the rounding of the arithmetic only.
         *("channels_last", "compile", "cuda_graphs"),

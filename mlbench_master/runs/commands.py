@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 CUSTOM_BACKEND = "custom_backend"
-"""The backend that stands for the one in the field ``custom_backend``."""
+"""The value of ``backend`` if the field ``custom_backend`` names the backend."""
 
 CUSTOM_IMAGE = "custom_image"
-"""The image that stands for the one in the field ``custom_image_name``."""
+"""The value of ``image_name`` if the field ``custom_image_name`` names the image."""
 
 
 def resolve_command(run: RunIn, in_container: bool = False) -> tuple[str, str]:

@@ -54,8 +54,8 @@ class SubtokenVocabulary:
 
     Args:
         subtokens: The sub-tokens in their order, each of them once: ``<pad>``, ``<EOS>``, and then all others. Among
-            them must be each of their characters by itself, and ``\``, ``_``, ``u``, ``;`` and ``0`` to ``9`` for
-            escapes.
+            them must be each of their characters as a sub-token, and ``\``, ``_``, ``u``, ``;``
+            and ``0`` to ``9`` for escapes.
 
     Raises:
         ValueError: The first two sub-tokens are others, a sub-token occurs twice or is empty, or a character is
