@@ -135,7 +135,9 @@ def _package(options: CloudOptions) -> tuple[str, dict[str, str]]:
         return _quote(chosen), {}
     wheel = Path(chosen).absolute()
     if not wheel.is_file():
-        raise ConfigurationError(f"--package must be a requirement or a wheel that exists, not {chosen}")
+        raise ConfigurationError(
+            f"{wheel} does not exist: give --package a requirement or a wheel that exists"
+        )
     # pip wants the name of a wheel unchanged.
     return f"~/{_quote(wheel.name)}{_quote(_EXTRAS)}", {f"~/{wheel.name}": str(wheel)}
 
@@ -187,8 +189,8 @@ def create(cluster: Cluster, options: CloudOptions, *, confirmed: bool) -> Clust
     check_programs(["sky", "ssh"])
     if options.package is None and ".dev" in __version__:
         raise ConfigurationError(
-            f"--package must be given, because the package index has no version {__version__}: build a wheel with "
-            "'python -m build --wheel' and give --package dist/NAME.whl"
+            f"the package index does not have the development version {__version__}: build a wheel "
+            "with 'python -m build --wheel' and give --package dist/NAME.whl"
         )
     write_task(cluster, options)
     perform(price(cluster))
@@ -267,7 +269,7 @@ def open_tunnel(cluster: Cluster) -> None:
     if _is_open(cluster.port):
         return
     forward = f"127.0.0.1:{cluster.port}:127.0.0.1:{cluster.port}"
-    # The process ends by itself when the machine does not answer any more, so nothing must end it.
+    # The process ends when the machine does not answer any more, so nothing must end it.
     options = _options("BatchMode=yes", "ConnectTimeout=10", "ExitOnForwardFailure=yes", "ServerAliveInterval=15")
     command = ["ssh", "-f", "-N", *options, "-L", forward, cluster.name]
     log = user_folder("clusters", f"{cluster.name}.ssh.log")

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["ENGINE", "open_runs", "show_submitted"]
 
 ENGINE = "slurm"
-"""The only engine that needs no master: it has a queue of its own, and its workers share a folder with this machine."""
+"""The only engine that needs no master.
+
+It has its own queue, and its workers share a folder with this machine.
+"""
 
 
 def open_runs(name: str, data_dir: Path | None) -> MasterlessRuns:

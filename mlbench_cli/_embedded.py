@@ -157,8 +157,8 @@ def find(dashboard_url: str | None = None) -> Location:
     location = configured(dashboard_url) or embedded()
     if location is None:
         raise MasterNotFoundError(
-            "no master is running: start one with 'mlbench master' (or 'mlbench run', which starts it by itself), "
-            "or name one with --dashboard-url or MLBENCH_MASTER_URL"
+            "no master is running: start one with 'mlbench master' (or 'mlbench run', which starts "
+            "one when needed), or name one with --dashboard-url or MLBENCH_MASTER_URL"
         )
     return location
 
@@ -236,7 +236,7 @@ def check_installed() -> None:
         MissingDependencyError: A package is missing; the message has the pip command.
     """
     for package in ("fastapi", "jinja2", "uvicorn", "sqlalchemy", "psutil", "mlbench_master"):
-        # Found but not imported: the master runs in a process of its own.
+        # Found but not imported: the master runs in another process.
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(
                 f"the master needs the package '{package}', which is not installed: pip install 'mlbench-core[master]'"
@@ -388,8 +388,9 @@ def stop_embedded() -> Mapping[str, Any]:
         # The record may have been replaced, and then the process of its id is another one.
         if not _listens(record):
             raise MasterError(
-                f"the record {user_folder(settings.MASTER)} must name the process of the master at {record.url}, but "
-                f"process {record.pid} does not listen there: find the process, end it, and delete the record"
+                f"the record {user_folder(settings.MASTER)} has the address {record.url}, but "
+                f"process {record.pid} does not listen there: find the process of the master, end "
+                "it, and delete the record"
             )
         # The lock keeps other commands from starting a master while this one ends.
         _send(record, signal.SIGTERM)

@@ -125,8 +125,9 @@ def create(cluster: Cluster, options: KindOptions) -> Cluster:
     exists = cluster.name in names()
     if exists and cluster.name not in read_clusters():
         raise ConfigurationError(
-            f"NAME must be new: mlbench did not make the cluster {cluster.name!r}, which 'kind get clusters' shows; "
-            f"remove it with 'kind delete cluster --name {cluster.name}', or choose another name"
+            f"cluster {cluster.name} already exists and was not created by mlbench: 'kind get "
+            f"clusters' shows it, so remove it with 'kind delete cluster --name {cluster.name}', "
+            "or choose another name"
         )
     if exists:
         remark(f"the cluster {cluster.name} exists, so only what is missing is done")

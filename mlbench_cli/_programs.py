@@ -63,7 +63,7 @@ def check_programs(names: Sequence[str]) -> None:
     missing = [name for name in names if shutil.which(name) is None]
     if missing:
         sources = "; ".join(f"{name} ({SOURCES[name]})" for name in missing)
-        raise ConfigurationError(f"these programs must be installed, but are not found: {sources}")
+        raise ConfigurationError(f"install these programs, which were not found: {sources}")
 
 
 def show(steps: Sequence[Step]) -> None:

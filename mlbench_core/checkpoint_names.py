@@ -21,7 +21,10 @@ def epoch_name(epoch: int, rank: int) -> str:
 
 
 def saved_epochs(folder: str | os.PathLike[str], rank: int) -> set[int]:
-    """Return the epochs that a worker can read from a folder, which need not exist: those of its own and of rank 0."""
+    """Return the epochs, its own and those of rank 0, that a worker can read from a folder.
+
+    The folder need not exist.
+    """
     names = os.listdir(folder) if os.path.isdir(folder) else ()
     matches = [match for name in names if (match := EPOCH_NAME.fullmatch(name))]
     return {int(match[1]) for match in matches if int(match[2]) in (0, rank)}

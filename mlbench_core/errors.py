@@ -1,7 +1,8 @@
 """Define the library's exceptions as one tree.
 
-Every error about the outside world (a network, a file, a process, a missing package) derives from
-:class:`MLBenchError`. A wrong argument is a plain :class:`ValueError` or :class:`TypeError`.
+Every error from outside the process (a network, a file, another process, a missing package)
+derives from :class:`MLBenchError`. A wrong argument is a plain :class:`ValueError` or
+:class:`TypeError`.
 
 .. code-block:: text
 
@@ -45,7 +46,7 @@ __all__ = [
 
 
 class MLBenchError(Exception):
-    """Base class of every error that this library raises about the outside world."""
+    """Base class of every error that this library raises for a cause outside the process."""
 
 
 class ConfigurationError(MLBenchError):

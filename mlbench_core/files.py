@@ -164,14 +164,16 @@ def check_only_own(path: Path, found: os.stat_result | None = None) -> None:
         return
     if found.st_uid not in (os.geteuid(), 0):
         raise ConfigurationError(
-            f"{path} must belong to this user, not to user {found.st_uid}, who could change it: delete it, or choose "
+            f"{path} belongs to user {found.st_uid}, who could change it: delete it, or choose "
             "another folder with MLBENCH_HOME"
         )
     writes = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if writes == stat.S_IWGRP and _is_private_group(found.st_gid):
         return
     if writes:
-        raise ConfigurationError(f"{path} must be writable by its owner only, because it is trusted: chmod go-w {path}")
+        raise ConfigurationError(
+            f"users other than its owner can write to {path}, which is trusted: chmod go-w {path}"
+        )
 
 
 def _is_private_group(number: int) -> bool:
@@ -231,20 +233,22 @@ def read_bytes(path: Path, most_bytes: int = _SMALL_BYTES) -> bytes:
     Example:
         >>> read_bytes(Path("/dev/zero"))
         Traceback (most recent call last):
-        OSError: /dev/zero must be a regular file, not a folder, a pipe or a device
+        OSError: /dev/zero is a folder, a pipe or a device, not a regular file
     """
     # Without O_NONBLOCK, opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{path} must be a regular file, not a folder, a pipe or a device")
+            raise OSError(f"{path} is a folder, a pipe or a device, not a regular file")
         with open(descriptor, "rb", closefd=False) as file:
             # One byte more than allowed shows that a file is too large, also one that grows.
             content = file.read(most_bytes + 1)
     finally:
         os.close(descriptor)
     if len(content) > most_bytes:
-        raise OSError(f"{path} must have at most {most_bytes} bytes: it is not the file that is meant here")
+        raise OSError(
+            f"{path} has more than {most_bytes} bytes: it is not the file that is meant here"
+        )
     return content
 
 

@@ -17,8 +17,8 @@ def main() -> int:
         The exit status, 0.
     """
     sys.stdout.write(
-        "There is nothing to build: MLBench has no CUDA extensions of its own any more and uses torch's kernels, see "
-        "docs/explanation/cuda_kernels.md\n"
+        "There is nothing to build: MLBench has no CUDA extensions any more and uses torch's "
+        "kernels, see docs/explanation/cuda_kernels.md\n"
     )
     return 0
 

@@ -303,7 +303,7 @@ TASKS: dict[str, Task] = {
                 Image(
                     "PyTorch Cifar-10 ResNet-20",
                     "pytorch-cifar10-resnet20-all-reduce",
-                    # The task on TensorFlow has the same goal, and needs an environment of its own.
+                    # The task on TensorFlow has the same goal, and needs a separate environment.
                     other_names=(
                         "pytorch-cifar10-resnet",
                         "pytorch-cifar10-resnet20",
@@ -476,7 +476,7 @@ def get_task(key: str) -> Task:
 
 
 def find_image(image: str) -> tuple[Task, Image]:
-    """Look up the task that an image of version 3.0 stands for.
+    """Look up the task of an image of version 3.0.
 
     Args:
         image: Its name or its menu entry, in upper or lower case: ``"mlbench/pytorch-cifar10-resnet20-ddp:latest"``,

@@ -195,7 +195,7 @@ class _PathMiddleware:
 
 
 async def _answer_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send the header of the answer to a GET, and end the answer before its body, which may never end by itself."""
+    """Send the header of the answer to a GET, without the body, which may be an endless stream."""
     is_sent = False
 
     async def send_header(message: Message) -> None:
@@ -244,7 +244,7 @@ def _allowed_methods(request: Request) -> list[str]:
         for method in ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
         if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
     }
-    # Files below /static do not have a route of their own, and allow only reading.
+    # Files below /static do not have routes, and allow only reading.
     return sorted({*found, "HEAD"}) if "GET" in found else sorted(found or {"GET", "HEAD"})
 
 

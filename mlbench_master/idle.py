@@ -1,4 +1,4 @@
-"""Measure for how long nothing has used the master, so that one that a command started can end by itself."""
+"""Track idle time, so that an auto-started master can exit."""
 
 from __future__ import annotations
 

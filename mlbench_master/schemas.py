@@ -163,7 +163,7 @@ class _Body(BaseModel):
 
 def _network(text: str) -> str:
     """Return the text of a network that is given by its name or its text."""
-    # A file of the master's machine is none of a client's business.
+    # Do not reveal server paths: a client must not learn which files the master's machine has.
     if text.strip().endswith(".toml"):
         raise ValueError(f"must be a name or a text such as '100mbit,20ms', not the file {text[:80]!r}")
     return str(get_network(text)) if text.strip() else ""
@@ -252,18 +252,19 @@ class RunIn(_Body):
         custom_backend: Name of a custom backend.
         run_all_nodes: True if every worker runs the command. With False and a custom backend, only the first one does,
             and starts the others itself.
-        gpu_enabled: True if the workers use GPUs: the command gets ``--gpu``, and each worker a GPU of its own. More
-            workers than GPUs are refused.
+        gpu_enabled: True if the workers use GPUs: the command gets ``--gpu``, and each worker its
+            own GPU. More workers than GPUs are refused.
         light_target: True for the light goal of the task: the command gets ``--light``.
         exclusive: True to run it alone: it starts when no other run is running, and no other run starts until it ends.
         engine_options: Options of the engine's own command, for example of ``sbatch``; refused if it has none.
-        network: Name or text of an emulated network in which each worker has a host of its own, for example
-            ``"wan-continent"`` or ``"100mbit,20ms"``; refused if the launcher cannot emulate it.
+        network: Name or text of an emulated network in which each worker has its own host, for
+            example ``"wan-continent"`` or ``"100mbit,20ms"``; refused if the launcher cannot
+            emulate it.
         cwd: Absolute path of the folder in which the workers start; by default that of ``caller``, and without it a
             folder of the run. Refused if the workers run in containers.
         environment: Variables of the workers, besides those of ``caller`` or of the master.
         caller: The place from which the run is started, as ``mlbench run`` sends it; ignored if the workers run in
-            containers, which have a folder and an environment of their own.
+            containers, which have their own folder and environment.
         oversubscribe: True to start more workers than the cores can serve; otherwise, more than four on a core are
             refused.
     """

@@ -145,8 +145,8 @@ def serve(
 def _use_few_arenas() -> None:
     """Let the threads of the master share their free memory.
 
-    glibc gives threads arenas of their own, up to eight for each core. The threads that answer requests would each keep
-    what their largest answer needed, so the memory would grow for hours.
+    glibc gives threads their own arenas, up to eight for each core. The threads that answer
+    requests would each keep what their largest answer needed, so the memory would grow for hours.
     """
     with contextlib.suppress(AttributeError, OSError):  # a system without glibc
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
@@ -154,7 +154,7 @@ def _use_few_arenas() -> None:
 
 def _url(listen: Listen, port: int) -> str:
     """Return the URL under which workers on this machine reach the master."""
-    # They cannot connect to the address that stands for all addresses.
+    # They cannot connect to the wildcard address, which means all addresses.
     host = listen.host.strip("[]")
     name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{'https' if listen.certificate else 'http'}://{f'[{name}]' if ':' in name else name}:{port}"

@@ -48,7 +48,7 @@ def test_a_folder_that_was_deleted_is_named(tmp_path: Path, monkeypatch: pytest.
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with pytest.raises(ConfigurationError, match="the current folder must be one that exists"):
+    with pytest.raises(ConfigurationError, match="the current folder cannot be used"):
         caller.describe_call()
     assert caller.call_folder(tmp_path) == str(tmp_path)
     assert caller.safe_environment()["PYTHONPATH"].endswith(str(Path(caller.__file__).parents[1]))

@@ -72,7 +72,7 @@ FORM: Any = {
         }
     ],
 }
-"""Keys and types of a result; ``...`` stands for any key, a list for any number of such values."""
+"""Keys and types of a result; ``...`` is any key, and a list is any number of such values."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def rotated(names: Sequence[str], block: int) -> Iterator[str]:
 def equal(variant: str, expected: Any, found: Any) -> None:
     """End the script if two variants have different results."""
     if expected != found:
-        raise SystemExit(f"{variant} must have the result of the other variants, {expected}, not {found}")
+        raise SystemExit(f"{variant} gives {found}, but the other variants give {expected}")
 
 
 def measure(

@@ -156,7 +156,8 @@ class Workers:
             tail = next((line for line in reversed(lines) if "Error" in line), lines[-1]).strip()[:200]
             code = process.poll()
             if code:
-                # A signal, or an error of its own, is the cause; a connection that a peer closed is the consequence.
+                # A signal or a worker's own error is the cause. A connection that a peer closed is
+                # the consequence.
                 found.append((code > 0, "peer" in tail, rank, f"exit code {code}: {tail}"))
         return min(found)[-1] if found else f"no answer within {REQUEST_TIMEOUT_S:.0f} s"
 

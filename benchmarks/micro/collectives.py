@@ -1,7 +1,7 @@
 """Time Task 0's all-reduce against a bare loop of torch.distributed, over Gloo, and over MPI against Gloo.
 
-All variants run in the same worker processes, each with a process group of its own. They differ in the code that
-measures, not in the operation, so Task 0 should report the times of the bare loop.
+All variants run in the same worker processes, each with its own process group. They differ in the
+code that measures, not in the operation, so Task 0 should report the times of the bare loop.
 
     python benchmarks/micro/collectives.py [--workers 2 4] [--save]
 """

@@ -2,8 +2,8 @@
 
 python benchmarks/micro/master_load.py [--save]
 
-The master is a process of its own with SQLite on disk; all clients share this process and the machine with it. Its
-largest resident memory so far is in the column "memory MB".
+The master is a separate process with SQLite on disk; all clients share this process and the machine
+with it. Its largest resident memory so far is in the column "memory MB".
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def request(connection: http.client.HTTPConnection, method: str, path: str, body
                 raise
     content = answer.read()
     if answer.status >= 300:
-        raise SystemExit(f"{method} {path} must succeed, not answer {answer.status}: {content[:200]!r}")
+        raise SystemExit(f"{method} {path} was answered with {answer.status}: {content[:200]!r}")
     return content
 
 
@@ -193,7 +193,7 @@ def posts(master: Master, clients: int, count: int) -> Timed:
                         break
                 seconds.append(time.perf_counter() - start)
                 if not answer.startswith(b"HTTP/1.1 201"):
-                    raise SystemExit(f"a post must succeed, not be answered with {answer[:200]!r}")
+                    raise SystemExit(f"a post was answered with {answer[:200]!r}, not with 201")
 
     threads = [threading.Thread(target=client) for _ in range(clients)]
     start = time.perf_counter()
@@ -253,7 +253,7 @@ def summary(master: Master, run_id: int, groups: int) -> Timed:
         content = request(connection, "GET", path)
         seconds = time.perf_counter() - start
     if [len(entries) for entries in json.loads(content).values()] != [groups]:
-        raise SystemExit(f"the answer must have {groups} entries")
+        raise SystemExit(f"the answer does not have {groups} entries for one metric")
     return Timed(seconds, {"answer MB": len(content) / 1e6, "memory MB": master.memory()})
 
 
@@ -269,7 +269,7 @@ def run_page(master: Master, run_id: int) -> Timed:
         seconds = time.perf_counter() - start
     points = [len(curve["step"]) for curve in json.loads(content)["curves"]]
     if not names or not 0 < min(points) <= max(points) <= 2000:
-        raise SystemExit(f"each curve must have up to 2,000 points, not {points}")
+        raise SystemExit(f"the curves have {points} points, not 1 to 2,000 each")
     return Timed(seconds, {"answer MB": len(content) / 1e6, "memory MB": master.memory()})
 
 
@@ -289,7 +289,7 @@ def bulk(master: Master, streams: int, size: int) -> Timed:
         # Each stream has the beginning of its answer, and then all events.
         while any(count < 1 + size for count in counts.values()):
             if time.perf_counter() - start > 60:
-                raise SystemExit("every event must reach every stream within a minute")
+                raise SystemExit("an event did not reach every stream within a minute")
             time.sleep(0.01)
         delivered = time.perf_counter() - start
     return Timed(seconds, {"delivered after ms": 1e3 * delivered, "memory MB": master.memory()})

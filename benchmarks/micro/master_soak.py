@@ -1,8 +1,9 @@
 """Watch the memory of a master that receives metrics for a long time: it must stay flat.
 
-A master is started with a folder of its own and one run that sleeps. Workers post metrics at a fixed rate, a browser's
-event stream is open, and the pages and the API are read now and then. Every ten seconds, the memory of the master's
-process is printed (resident set, in MiB). At the end stands its growth after a warm-up, in which caches and pools fill.
+A master is started with a new folder and one run that sleeps. Workers post metrics at a fixed rate,
+a browser's event stream is open, and the pages and the API are read now and then. Every ten
+seconds, the memory of the master's process is printed (resident set, in MiB). At the end stands its
+growth after a warm-up, in which caches and pools fill.
 
     python benchmarks/micro/master_soak.py [--minutes 30] [--rate 200] [--warm-up 5]
 

@@ -1,10 +1,11 @@
 """Measure the memory that every distributed optimizer needs beyond its wrapped optimizer, in bytes per parameter.
 
-Each variant has worker processes of its own. The backward pass gives fixed gradients, because activations would hide
-the optimizer's intermediate results. A worker counts the memory of its process: the peak while the optimizer is made
-and takes some steps, and the memory that is kept after them. The state of the wrapped optimizer (momentum and the
-moments of Adam) is subtracted from both. Freed memory is returned at once here. Within
-``initialize_backends``, a process keeps its peak.
+Each variant has its own worker processes. The backward pass gives fixed gradients, because
+activations would hide the optimizer's intermediate results. A worker counts the memory of its
+process: the peak while the optimizer is made and takes some steps, and the memory that is kept
+after them. The state of the wrapped optimizer (momentum and the moments of Adam) is subtracted from
+both. Freed memory is returned at once here. Within ``initialize_backends``, a process keeps its
+peak.
 
     python benchmarks/micro/optimizer_memory.py [--models mlp resnet18] [--workers 2] [--save]
 """
@@ -110,7 +111,7 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 
 
 def measure_variant(model: str, count: int, name: str) -> Row:
-    """Measure a variant in processes of its own."""
+    """Measure a variant in separate processes."""
     case, title = f"{WORKLOADS[model].title}, {count} workers", VARIANTS[name].title.format(steps=STEPS)
     try:
         with Workers(__file__, count, {"model": model}) as workers:
@@ -128,8 +129,8 @@ def measure_variant(model: str, count: int, name: str) -> Row:
 
 def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    # DistributedDataParallel needs a forward pass of its own, FP16Optimizer makes the network smaller, and a period of
-    # 4 needs more steps.
+    # DistributedDataParallel needs its own forward pass, FP16Optimizer makes the network smaller,
+    # and a period of 4 needs more steps.
     names = [name for name, variant in VARIANTS.items() if variant.keeps_memory]
     names = [name for name in names if not name.startswith(("ddp", "half", "local4"))]
     default = [name for name in names if VARIANTS[name].is_default or name in OTHERS]

@@ -1,9 +1,10 @@
 """Time the training steps of every distributed optimizer, against torch's DistributedDataParallel and no communication.
 
 By default all variants share the same worker processes. If they need more memory than there is, they are split into
-several launches, each with both references. With ``--apart`` each variant has worker processes of its own, as in a
-training run, and so does not use memory that other variants freed. As in ``initialize_backends``, freed memory is kept,
-except by the variants whose name ends with ``_returned``.
+several launches, each with both references. With ``--apart`` each variant has separate worker
+processes, as in a training run, and so does not use memory that other variants freed. As in
+``initialize_backends``, freed memory is kept, except by the variants whose name ends with
+``_returned``.
 
 Exposed communication is the time that the optimizer reports to the Tracker. Variants without a tracker have the time
 beyond a step without communication. Bytes are those that one worker hands to collectives in a step.
@@ -212,7 +213,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", nargs="+", type=positive, default=[2, 4], help="numbers of workers")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=default, metavar="VARIANT", help=others)
     parser.add_argument("--steps", type=positive, help="steps of a block (default: by network, 2 to 10)")
-    parser.add_argument("--apart", action="store_true", help="give each variant worker processes of its own")
+    parser.add_argument("--apart", action="store_true", help="give each variant its own processes")
     parser.add_argument("--profile", action="store_true", help="list the operations of a step instead of timing it")
     parser.add_argument("--network", metavar="BANDWIDTH", help="put each worker on an emulated host, e.g. 100mbit")
     parser.add_argument("--gpu", action="store_true", help="compute on the current GPU")
@@ -228,7 +229,9 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"argument --workers: must be at least 2, not {min(arguments.workers)}")
     apart = [name for name in arguments.variants if not VARIANTS[name].keeps_memory]
     if apart and not arguments.apart:
-        parser.error(f"argument --variants: {', '.join(apart)} must run in processes of their own: add --apart")
+        parser.error(
+            f"argument --variants: {', '.join(apart)} must run in separate processes: add --apart"
+        )
     if arguments.network and (reason := EmulatedNetwork.why_not()):
         parser.error(f"argument --network: {reason}")
     return arguments

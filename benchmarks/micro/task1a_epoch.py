@@ -1,7 +1,7 @@
 """Time the training of task 1a against a plain PyTorch loop on the same images.
 
-Each variant has worker processes of its own, with one thread each, so none meets the memory or the compiled code that
-another one left.
+Each variant has its own worker processes, with one thread each, so none meets the memory or the
+compiled code that another one left.
 
     python benchmarks/micro/task1a_epoch.py --data FOLDER [--save]
     python benchmarks/micro/task1a_epoch.py --variants task --steps 2 --blocks 3

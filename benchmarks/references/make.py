@@ -133,7 +133,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if args.jobs < 1:
         parser.error(f"argument --jobs: must be at least 1, not {args.jobs}")
     if not SCRIPT.is_file():
-        parser.error(f"the script of the task must be {SCRIPT}, which does not exist: run this from a checkout")
+        parser.error(f"{SCRIPT} does not exist: run this from a checkout")
     return args
 
 

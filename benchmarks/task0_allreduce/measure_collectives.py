@@ -69,7 +69,7 @@ MIN_REPETITIONS = 3
 
 
 class Collective(ABC):
-    """One collective operation on buffers of its own, with values whose results are known.
+    """One collective operation on its own buffers, with values whose results are known.
 
     The values of worker r repeat a sequence :math:`v_r` of random whole numbers from 0 to ``256 // world_size``. In the
     part of a buffer that worker j receives, the sequence is rolled by j (:meth:`torch.Tensor.roll`). Workers from rank
@@ -347,7 +347,7 @@ def measure(
         operations: Number of operations between two readings of the clock (for ``send_recv``, of round trips). None
             chooses it by ``block_s``.
         block_s: Smallest time between two readings of the clock, in seconds. If a single operation takes longer, each
-            one is timed by itself.
+            one is timed separately.
         budget_s: Seconds that all repetitions may take together; None for no limit. If they would take longer, fewer
             than ``repetitions`` are done, but at least 3. Workers may give different budgets; the smallest counts.
 

@@ -70,7 +70,7 @@ Exchange = Callable[[], Aggregation] | None
 
 
 def named(name: str, exchange: Exchange = None, **options: Any) -> Make:
-    """Return a function that makes an optimizer of the library that takes a model, with an aggregation of its own."""
+    """Return a function that makes an optimizer for a model, with a new aggregation."""
     return lambda model, lr: get_optimizer(name, model=model, lr=lr, **options, **_made(exchange))
 
 

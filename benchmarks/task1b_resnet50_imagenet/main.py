@@ -47,13 +47,13 @@ def find_images(folder: str, preset: str) -> tuple[JpegFiles, JpegFiles]:
         train, validation = map(images.select, stratified_split(images.targets))
     if train.classes != validation.classes:
         raise ConfigurationError(
-            f"train and val in {folder} must have the same classes, not {len(train.classes)} and "
+            f"train and val in {folder} have different classes, {len(train.classes)} and "
             f"{len(validation.classes)} of which some differ: check the folders of both"
         )
     if preset == "full" and len(train.classes) != CLASSES:
         raise ConfigurationError(
-            f"{folder} must have the {CLASSES:,} classes of ImageNet, not {len(train.classes)}: use --preset small for "
-            "other images"
+            f"{folder} has {len(train.classes)} classes, not the {CLASSES:,} of ImageNet: use "
+            "--preset small for other images"
         )
     return train, validation
 

@@ -32,7 +32,7 @@ from mlbench_core.tracking.tracker import Tracker
 
 TASK = get_task("2a")
 L2 = 2.5e-6
-# Data sets whose features have units of their own, so they are standardized without --standardize too.
+# Data sets whose features have different units, so they are standardized without --standardize too.
 UNSCALED = ("australian",)
 
 
@@ -67,7 +67,8 @@ def load_data(run: Run, batch_size: int) -> tuple[LinearBatches, LinearBatches, 
     part = {"rank": run.rank, "world_size": run.world_size, "seed": run.args.seed}
     own_rows, own_part = training, part
     if run.args.partition != "uniform":
-        # LinearBatches divides by stored blocks. A part by label has rows of all blocks, so it is a set of its own.
+        # LinearBatches divides by stored blocks. A part by label has rows of all blocks, so it is
+        # a separate data set.
         chosen = partition_dataset_by_rank(training, **part, **parse_partition(run.args.partition))
         own_rows, own_part = RowSubset(training, sorted(chosen.indices)), {**part, "world_size": 1}
     # Larger batches are faster, and the results of an evaluation do not depend on their size.

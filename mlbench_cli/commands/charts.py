@@ -66,8 +66,8 @@ def charts(
     """
     if not folder.is_dir() and not dashboard_url:
         raise ConfigurationError(
-            f"FOLDER must be a folder with results, but {folder} does not exist: name another one, or make it to draw "
-            "the runs of the master into it"
+            f"{folder} does not exist: name a folder with results, or make it to draw the runs of "
+            "the master into it"
         )
     found = load([folder], empty_is_error=False) if not dashboard_url else []
     if found:

@@ -42,7 +42,7 @@ _WITHOUT_MEANING = {
     "kubernetes_version": ("--kubernetes-version", _NO_KUBERNETES),
     "custom_value": ("--custom-value", _NO_KUBERNETES),
     "chart_location": ("--chart-location", _NO_KUBERNETES),
-    "ssh_key": ("--ssh-key", "SkyPilot makes a key of its own"),
+    "ssh_key": ("--ssh-key", "SkyPilot makes its own key"),
     "registry_name": ("--registry_name", "the images of this machine are loaded without a registry; see --load-image"),
     "registry_port": ("--registry_port", "the images of this machine are loaded without a registry; see --load-image"),
     "host_port": ("--host_port", "the images of this machine are loaded without a registry; see --load-image"),
@@ -235,7 +235,8 @@ def _new_cluster(provider: str, num_workers: int, name: str) -> Cluster:
     if full_name in known:
         if known[full_name].provider != provider:
             raise ConfigurationError(
-                f"NAME must be new, not {name}: the cluster {full_name} at {known[full_name].provider} has it"
+                f"cluster {full_name} already exists at {known[full_name].provider}: choose "
+                "another name"
             )
         return known[full_name]
     taken = {cluster.port for cluster in known.values()}

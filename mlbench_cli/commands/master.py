@@ -45,8 +45,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option(
     "--token",
     envvar="MLBENCH_TOKEN",
-    help="Token that clients must send; by default a random one, which your own clients find by themselves. 'ps' shows "
-    "it to others; MLBENCH_TOKEN and --token-file do not.",
+    help="Token that clients must send; by default a random one, which your own clients find "
+    "automatically. 'ps' shows it to others; MLBENCH_TOKEN and --token-file do not.",
 )
 @click.option("--token-file", type=_FILE, help="File with the token.")
 @click.option(

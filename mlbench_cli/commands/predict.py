@@ -71,7 +71,7 @@ def predict(
     for reason in reasons:
         leave_out(reason)
     if not kept:
-        raise ConfigurationError("PATH must have a run that has ended and sent its times, but it has none")
+        raise ConfigurationError("no run in PATH has ended and recorded its times: give others")
     for records in _by_configuration(kept):
         for network in networks:
             rows += [_row(records, network, count, critical_workers) for count in workers]

@@ -69,8 +69,7 @@ def result_folders(folders: Sequence[Path]) -> list[Path]:
         inside = list(find_folders(folder)) if folder.is_dir() else []
         if not inside:
             raise ConfigurationError(
-                f"{folder} must be a result folder or have result folders below it, but it has none: "
-                "give the folder of a run"
+                f"{folder} is not a result folder and has none below it: give the folder of a run"
             )
         found += inside
     return list(dict.fromkeys(found))

@@ -186,9 +186,8 @@ class _Options:
                 )
             return
         if self.engine != _direct.ENGINE:
-            given = "left out" if self.engine is None else self.engine
             raise click.UsageError(
-                f"--engine must be {_direct.ENGINE} with --no-master, not {given}: with another engine, the "
+                f"--no-master works only with --engine {_direct.ENGINE}: with another engine, the "
                 "master decides when a run starts, or collects its results"
             )
         if self.dashboard_url is not None:
@@ -196,7 +195,7 @@ class _Options:
         if self.exclusive:
             raise click.UsageError(
                 "--exclusive cannot be given with --no-master: no master keeps other runs waiting; "
-                "--engine-options=--exclusive gives each run nodes of its own"
+                "--engine-options=--exclusive gives each run its own nodes"
             )
 
     @property
@@ -260,7 +259,7 @@ class _Options:
             is_missing = word.endswith(".py") and not path.is_file() and not Path(word).is_absolute()
             if is_missing and (position or not shutil.which(word)):
                 raise click.UsageError(
-                    f"--command must name a script that exists, not {path}: give its path from this folder"
+                    f"the script {path} does not exist: give its path from this folder"
                 )
 
 
@@ -411,7 +410,7 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
         try:
             check_variable(name)
             if not equals and name not in os.environ:
-                raise ValueError(f"{name} must be set here, or be given with a value: write {name}=VALUE")
+                raise ValueError(f"{name} is not set here: set it, or write {name}=VALUE")
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--env") from None
         found[name] = value if equals else os.environ[name]
@@ -510,5 +509,5 @@ def _max_epochs(task: Task, arguments: Sequence[str]) -> int | None:
     given = option_value(arguments, "--epochs")
     if given is not None:
         return int(given) if given.isdecimal() else None
-    # A preset may have a budget of its own, which only the script knows.
+    # A preset may have its own budget, which only the script knows.
     return task.max_epochs if option_value(arguments, "--preset") is None else None

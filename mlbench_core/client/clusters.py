@@ -89,7 +89,7 @@ def find_cluster(name: str, provider: str | None = None) -> Cluster:
     if cluster is None or (provider is not None and cluster.provider != provider):
         all_names = ", ".join(f"{each.provider} {each.name}" for each in known.values()) or "none yet"
         wanted = f"{provider} {name}" if provider else name
-        raise ConfigurationError(f"NAME must be that of a cluster, not {wanted!r}; clusters: {all_names}")
+        raise ConfigurationError(f"cluster {wanted!r} does not exist; clusters: {all_names}")
     return cluster
 
 

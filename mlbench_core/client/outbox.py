@@ -5,10 +5,10 @@ share one database in the user's folder. A process inserts rows if the master do
 the oldest rows, post them and delete them; one process does so at a time. So no metric depends on the process that
 logged it.
 
-Each client of a worker has a database of its own in the folder of the run, where the master finds it. It inserts each
-metric before sending it, so a killed worker leaves all undelivered metrics there. As this happens while training waits,
-the file is not synchronized with the disk: a killed process loses nothing that it has written, only a machine that
-stops does.
+Each client of a worker has its own database in the folder of the run, where the master finds it. It
+inserts each metric before sending it, so a killed worker leaves all undelivered metrics there. As
+this happens while training waits, the file is not synchronized with the disk: a killed process
+loses nothing that it has written, only a machine that stops does.
 
 SQLite protects the database with a rollback journal. Its write-ahead log does not work on network file systems, on
 which home folders often are. Each operation opens its own connection, because neither threads nor a forked process may

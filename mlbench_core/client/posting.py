@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["ListRuns", "NoAnswer", "Post", "Poster"]
 
 logger = logging.getLogger(__name__)
-# A generator of its own: a draw from the global one would change the results of a seeded run.
+# A separate generator: a draw from the global one would change the results of a seeded run.
 _random = random.Random()
 
 # requests does not accept a time limit of 0 or less.

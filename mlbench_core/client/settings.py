@@ -44,14 +44,16 @@ def read(name: str) -> dict[str, Any]:
         with open(descriptor, "rb") as file:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
-                raise ConfigurationError(f"{path} must be a file: delete it")
+                raise ConfigurationError(f"{path} is not a regular file: delete it")
             files.check_only_own(path, found)
             files.check_only_own(path.parent)
             text = file.read(_MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
-        raise ConfigurationError(f"{path} must be readable for this user: {error.strerror or error}") from error
+        raise ConfigurationError(
+            f"{path} cannot be read by this user: {error.strerror or error}"
+        ) from error
     try:
         value = json.loads(text.decode("utf-8-sig"))
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
 """Write the result folder of a run, together with all of its workers. This module imports no framework.
 
-Each worker writes its raw lines to a file of its own. At the end rank 0 joins them and writes the result. Workers on
-hosts that do not share the folder with rank 0 send their lines to it::
+Each worker writes its raw lines to its own file. At the end rank 0 joins them and writes the
+result. Workers on hosts that do not share the folder with rank 0 send their lines to it::
 
     rank 0: prepare the folder, put a mark into it    other ranks: is the mark there?
                                 ... training ...
@@ -50,7 +50,7 @@ __all__ = ["RunFolder", "Workers", "task_configuration", "task_environment"]
 
 logger = logging.getLogger(__name__)
 
-# Arguments that are not settings of the training, or have a field of their own in the configuration.
+# Arguments that are not settings of the training, or have their own field in the configuration.
 _NOT_OPTIONS = frozenset(
     (
         *("run_id", "root_dataset", "root_checkpoint", "root_output", "data", "rank", "hosts", "timeout", "resume"),
@@ -69,7 +69,7 @@ _FREE_OPTIONS = frozenset(
     )
 )
 
-# Settings that have a field of their own and that a resumed run keeps.
+# Settings that have their own field and that a resumed run keeps.
 _FIXED_SETTINGS = ("task", "dataset", "preset", "algorithm", "workers", "seed")
 
 _FLUSH_TIMEOUT_S = 5.0
@@ -152,8 +152,8 @@ class RunFolder:
                     prepare()
             except OSError as error:
                 raise ConfigurationError(
-                    f"the result folder must be on a disk with space and be writable, but {folder} is not "
-                    f"({error.strerror or error}): choose another --root-output"
+                    f"the result folder {folder} cannot be written ({error.strerror or error}): "
+                    "choose another --root-output, on a disk with space"
                 ) from error
             except ConfigurationError:
                 self._claimed.close()
@@ -229,8 +229,8 @@ class RunFolder:
             self._claimed.enter_context(lock(self.folder / ".lock", wait=False))
         except TimeoutError as error:
             raise ConfigurationError(
-                f"the result folder must belong to one run at a time, and another run is writing to {self.folder}: "
-                "give another --run_id, or wait until it has ended"
+                f"another run is writing to {self.folder}: give another --run_id, or wait until it "
+                "has ended"
             ) from error
         except NotImplementedError:
             logger.debug("%s is on a file system without locks", self.folder)
@@ -298,8 +298,8 @@ def _check_same_settings(folder: Path, configuration: Mapping[str, Any]) -> None
             f"{name} was {then} and is {here}" for name, (then, here) in zip(differing, values, strict=True)
         )
         raise ConfigurationError(
-            f"a resumed run must have the settings of its first part in {folder}, but {listed}: give the same "
-            "settings, or start a new run without --resume"
+            f"the resumed run has other settings than its first part in {folder}, because "
+            f"{listed}: give the same settings, or start a new run without --resume"
         )
 
 

@@ -218,7 +218,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser for which two spellings of one option do not make its short form ambiguous."""
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Return the options that a short form may stand for, each once."""
+        """Return the options that a short form may mean, each once."""
         return list({id(found[0]): found for found in super()._get_option_tuples(option_string)}.values())
 
 

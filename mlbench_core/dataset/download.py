@@ -238,7 +238,7 @@ def _wrong_digest(path: Path, sha256: str | None, md5: str | None) -> str:
     """Return a description of the first wrong checksum of a file, or an empty text."""
     for name, expected in (("sha256", sha256), ("md5", md5)):
         if expected and (found := files.digest(path, name)) != expected.lower():
-            return f"its {name} must be {expected.lower()}, not {found}"
+            return f"its {name} is {found}, not {expected.lower()}"
     return ""
 
 

@@ -1,6 +1,6 @@
 """Download a data set, and prepare it so that a task can start at once.
 
-The classes that read the data do both by themselves when a task starts. Here, both are done before, for machines
+The classes that read the data do both when a task starts. Here, both are done before, for machines
 without a network or for large data. The results are those of the tasks, so a task with the same folder uses them.
 """
 

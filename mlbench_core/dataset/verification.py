@@ -89,7 +89,7 @@ def _check_file(file: DataFile, folder: Path) -> list[FileStatus]:
     except DatasetError as error:
         return [FileStatus(path, "damaged", str(error).removeprefix(f"{path} is damaged: "))]
     if value != form.expected:
-        problem = f"its {name} must be {form.expected}, not {value}: delete it and get it again"
+        problem = f"its {name} is {value}, not {form.expected}: delete it and get it again"
         return [FileStatus(path, "damaged", problem)]
     return [FileStatus(path, "ok", name)]
 

@@ -1,7 +1,8 @@
 """Find out how the workers of a run were started, and the place of this worker among them.
 
-Every launcher (torchrun, ``mpirun``, SLURM) leaves rank and world size in environment variables of its own. A class for
-each launcher reads these variables, and :func:`detect_environment` chooses the class.
+Every launcher (torchrun, ``mpirun``, SLURM) sets its own environment variables with rank and world
+size. A class for each launcher reads these variables, and :func:`detect_environment` chooses the
+class.
 """
 
 from __future__ import annotations

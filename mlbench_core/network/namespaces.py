@@ -1,7 +1,7 @@
 """Network namespaces: create them, run programs in them, remove them; as root, or in a user namespace.
 
-Root creates namespaces that every user sees in ``ip netns list``. Another user gets a user namespace with a table of
-namespaces and process ids of its own, which ends with its holder::
+Root creates namespaces that every user sees in ``ip netns list``. Another user gets a user
+namespace with its own table of namespaces and process ids, which ends with its holder::
 
     this process -- pipe --> unshare -- forks --> sh, process 1 of the user namespace: reads the pipe
                                                    ip netns exec ... (workers and the switch, through nsenter)

@@ -186,7 +186,9 @@ def predict_time_to_goal(record: RunRecord, network: Network, workers: int) -> f
     """
     time_s = predict(record, network, workers).time_to_goal_s
     if time_s is None:
-        raise ConfigurationError(f"the run {record.name} must have reached its goal: its steps to the goal are unknown")
+        raise ConfigurationError(
+            f"run {record.name} did not reach its goal: its steps to the goal are unknown"
+        )
     return time_s
 
 
@@ -200,7 +202,7 @@ def _read(record: RunRecord, alone: RunRecord | None) -> _Measured:
         elif not record.batches:
             remedy = "train with a Tracker that marks the start and the end of each batch"
         raise ConfigurationError(
-            f"the run {record.name} must have several workers and a record of its collectives: {remedy}"
+            f"run {record.name} did not record the collectives of several workers: {remedy}"
         )
     collectives = tuple(
         Collective(e["op"], e["group"], e["calls"] / record.batches, e["bytes"] / e["calls"], e["overlapped"])
@@ -249,7 +251,9 @@ def _compute_s(record: RunRecord) -> float:
     if seconds is None and record.workers == 1:
         seconds = record.total_s
     if seconds is None:
-        raise ConfigurationError(f"the run {record.name} must have its times of compute and communication, and has not")
+        raise ConfigurationError(
+            f"run {record.name} did not record compute and communication times"
+        )
     return seconds / _steps_of(record)
 
 

@@ -59,7 +59,7 @@ NEUTRAL_OPTIONS = frozenset(
     (
         *("backend", "checkpoint", "data", "epochs", "gpu", "hosts", "past_goal", "rank", "resume"),
         *("root_checkpoint", "root_dataset", "root_output", "run_id", "seed", "timeout", "validation_only"),
-        # The configuration has fields of their own for these.
+        # The configuration has separate fields for these.
         *("dataset", "light", "light_target", "optimizer", "preset", "variant"),
         # They change the rounding of the arithmetic only.
         *("channels_last", "compile", "cuda_graphs"),
@@ -213,16 +213,16 @@ class Reference:
         try:
             content = json.loads(path.read_text(encoding="utf-8-sig"))
             if not isinstance(content, dict):
-                raise TypeError("the content must be an object in braces")
+                raise TypeError("its content is not an object in braces")
             version = content.pop("schema_version", None)
             if version != _SCHEMA_VERSION:
-                raise ValueError(f"schema_version must be {_SCHEMA_VERSION}, not {version!r}")
+                raise ValueError(f"its schema_version is {version!r}, not {_SCHEMA_VERSION}")
             content["values"] = {int(seed): value for seed, value in content["values"].items()}
             return cls(**content)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             reason = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigurationError(
-                f"{path} must hold a reference, but {reason}: make it with benchmarks/references/make.py"
+                f"{path} is not a reference: {reason}; make it with benchmarks/references/make.py"
             ) from error
 
 
@@ -332,7 +332,7 @@ def load_references(folder: Path | None = None) -> list[Reference]:
     """
     folder = folder or _FOLDER
     if not folder.is_dir():
-        raise ConfigurationError(f"folder must be a folder of references, not {folder}: it does not exist")
+        raise ConfigurationError(f"{folder} does not exist: give a folder of references")
     return [Reference.load(path) for path in sorted(folder.glob("*.json"))]
 
 

@@ -67,8 +67,8 @@ def load(
             unreadable(problem)
         if not found and not problems and empty_is_error:
             raise ConfigurationError(
-                f"{path} must have a result, but it has none: name a result folder, or a file of "
-                "'mlbench run --wait' or 'mlbench download'"
+                f"{path} has no result: name a result folder, or a file of 'mlbench run --wait' or "
+                "'mlbench download'"
             )
         for record in found:
             try:
@@ -76,7 +76,7 @@ def load(
                 key = json.dumps(without_place, sort_keys=True, default=str)
             except RecursionError as error:
                 raise ConfigurationError(
-                    f"{record.source} must not be nested hundreds of levels deep: remove it"
+                    f"{record.source} is nested hundreds of levels deep: remove it"
                 ) from error
             if key not in records or record.folder is not None:
                 records[key] = record
@@ -91,7 +91,7 @@ def _load(path: Path, unreadable: Callable[[str], None] | None) -> Iterator[RunR
             yield from _read(_load_zip if path.suffix == ".zip" else _load_json, path, unreadable)
         return
     if not path.is_dir():
-        raise ConfigurationError(f"{path} must be a folder or a file with results, but it does not exist")
+        raise ConfigurationError(f"{path} does not exist")
     folders = set(find_folders(path))
     for folder in sorted(folders):
         yield from _read(_load_folder, folder, unreadable)
@@ -119,7 +119,7 @@ def _load_folder(folder: Path) -> RunRecord:
     lines = read_lines(folder)
     if not lines.paths:
         raise ConfigurationError(
-            f"{folder} must hold the raw lines of the run (metrics.jsonl), but it has none: copy the whole folder"
+            f"{folder} has no raw lines of the run (metrics.jsonl): copy the whole folder"
         )
     result = read_result(folder)
     remarks = []

@@ -21,7 +21,7 @@ __all__ = ["Group", "Series", "check_comparable", "differences", "plural", "pool
 
 # These options name the run and the folders of its files.
 _NEUTRAL_OPTIONS = {"resume", "run_id", "seed", "root_checkpoint", "root_dataset", "root_output"}
-# The configuration has fields of their own for these options.
+# The configuration has separate fields for these options.
 _SAME_AS = {"optimizer": "algorithm", "light_target": "light", "gpu": "device"}
 # A label begins with these, and the options follow, as in "power_sgd, rank 2".
 _FIRST = ("task", "program", "series", "dataset", "preset", "algorithm")
@@ -165,7 +165,7 @@ def check_comparable(records: Sequence[RunRecord]) -> None:
         if other.goal_text != record.goal_text:
             raise ConfigurationError(
                 f"runs must have the same goal, not '{other.goal_text}' ({other.name}) and '{record.goal_text}' "
-                f"({record.name}): compare the runs of each goal by themselves"
+                f"({record.name}): compare the runs of each goal separately"
             )
 
 
@@ -214,7 +214,7 @@ def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
 
     Returns:
         Properties, for example ``"algorithm"``, ``"options.rank"`` or ``"machine.cpu"``, and their different values.
-        None stands for a group that does not have the property.
+        The value is None for a group that does not have the property.
     """
     rows = [_properties(group.records[0]) for group in groups]
     found: dict[str, list[Any]] = {}

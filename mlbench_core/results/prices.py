@@ -146,7 +146,7 @@ def load_prices(path: Path | None = None) -> dict[str, Machine]:
 
 
 def price_of(train_s: float, workers: int, machine: Machine, spot: bool = False) -> float | None:
-    """Return the price of a run if each worker has a machine of its own, which is paid by the second.
+    """Return the price of a run if each worker has its own machine, which is paid by the second.
 
     Args:
         train_s: Seconds of training, for example the time to the goal.

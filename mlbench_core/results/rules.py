@@ -93,7 +93,9 @@ def _check_division(record: RunRecord) -> Finding:
 def _check_source(record: RunRecord) -> Finding:
     commit, difference = record.software.get("commit"), record.software.get("difference_sha256")
     if not commit:
-        return Finding("fail", record.name, "the commit of the source must be known: run it in a checkout")
+        return Finding(
+            "fail", record.name, "the commit of the source is not known: run it in a checkout"
+        )
     source = f"the source is commit {str(commit)[:12]}"
     if not difference:
         return Finding("ok", record.name, source)
@@ -125,7 +127,7 @@ def _check_group(group: Group) -> Iterable[Finding]:
     yield from (Finding("fail", subject, remark) for remark in group.remarks)
     seeds = [record.seed for record in group.records]
     if None in seeds:
-        yield Finding("fail", subject, "the seed of every run must be recorded")
+        yield Finding("fail", subject, "a run did not record its seed")
     elif not group.remarks:
         yield Finding("ok", subject, f"the seeds differ: {', '.join(map(str, seeds))}")
     enough = len(group.records) >= LEAST_REPEATS

@@ -44,24 +44,27 @@ def check_result(result: Any, name: str = "result.json") -> Mapping[str, Any]:
     Example:
         >>> check_result({"schema_version": 9})  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        mlbench_core.errors.ConfigurationError: schema_version of result.json must be 1, not 9: read it with the ...
+        mlbench_core.errors.ConfigurationError: schema_version of result.json is 9, not 1: read ...
     """
     import fastjsonschema
 
     version = result.get("schema_version") if isinstance(result, dict) else None
     if version != SCHEMA_VERSION or isinstance(version, bool):
         raise ConfigurationError(
-            f"schema_version of {name} must be {SCHEMA_VERSION}, not {version!r}: read it with the version of "
-            "mlbench-core that wrote it, or with a later one"
+            f"schema_version of {name} is {version!r}, not {SCHEMA_VERSION}: read it with the "
+            "version of mlbench-core that wrote it, or with a later one"
         )
     for place, number in _not_finite(result):
-        raise ConfigurationError(f"{place} of {name} must be a finite number, not {number}: restore it from a copy")
+        raise ConfigurationError(
+            f"{place} of {name} is {number}, not a finite number: restore it from a copy"
+        )
     try:
         _validator()(result)
     except fastjsonschema.JsonSchemaValueException as error:
         place = ".".join(error.path[1:]) or "the whole file"
         raise ConfigurationError(
-            f"{name} must follow its schema, but {place} {error.message.partition(' ')[2]}: restore it from a copy"
+            f"wrong field in {name}: {place} {error.message.partition(' ')[2]}; restore it from a "
+            "copy"
         ) from error
     checked: Mapping[str, Any] = result
     return checked

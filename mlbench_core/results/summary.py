@@ -75,7 +75,7 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
             workers.setdefault(line["rank"], _Worker()).add(dict(line))
     starts = [workers[rank].start for rank in sorted(workers) if workers[rank].start is not None]
     if not starts:
-        raise ValueError("the raw lines must have a line of the kind 'start', and there is none: the run never began")
+        raise ValueError("metrics.jsonl has no start record: the run never began")
     start, first, ranks = starts[0] or {}, workers[min(workers)], [workers[rank] for rank in sorted(workers)]
     configuration = dict(start.get("configuration") or {})
     number = configuration.get("workers") or len(ranks)

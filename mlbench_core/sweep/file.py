@@ -216,7 +216,7 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
     arguments = _words(content.get("arguments", []), "arguments")
     for option in _OWN_OPTIONS:
         if option in arguments or option_value(arguments, option) is not None:
-            raise ValueError(f"arguments must not have {option}: the sweep gives it to each run by itself")
+            raise ValueError(f"arguments must not have {option}: the sweep gives it to each run")
     workers = _workers(content.get("workers"))
     seeds = content.get("seeds", 1)
     if not _is_count(seeds) or seeds > _MOST_SEEDS:
@@ -271,7 +271,7 @@ def _pricing(price: Any, folder: Path, files: dict[str, Path]) -> Pricing:
 
 
 def _command(text: str, folder: Path) -> str:
-    """Return a command with the full path of its script, because workers run in folders of their own."""
+    """Return a command with the full path of its script, because workers run in other folders."""
     words = shlex.split(text)
     for position, word in enumerate(words[:2]):
         if word.endswith(".py") and (folder / word).is_file():

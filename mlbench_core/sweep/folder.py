@@ -113,7 +113,7 @@ class SweepFolder:
                 yield
         except TimeoutError:
             raise ConfigurationError(
-                f"{self.path} must be used by one sweep at a time: wait for the other, or end it with Ctrl-C"
+                f"another sweep uses {self.path}: wait for it, or end it with Ctrl-C"
             ) from None
 
     def run_folder(self, point: Point) -> Path:
@@ -157,8 +157,8 @@ class SweepFolder:
             record = _read(folder / RECORD)
             for name, old, new in _differences(record, point, sweep):
                 raise ConfigurationError(
-                    f"{name} must not change while a sweep has runs, but {folder} had {old!r}, and now it is {new!r}: "
-                    "undo the change, or give another --output folder"
+                    f"{name} changed from {old!r} to {new!r} after the run {folder}: undo the "
+                    "change, or give another --output folder"
                 )
             try:
                 found[point.name] = Done(record["outcome"], float(record["seconds"]))
@@ -256,7 +256,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise ValueError(f"it holds a {type(content).__name__}")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(
-            f"{path} must be a file of a sweep, but {error}: delete it to repeat the run"
+            f"{path} is not a file of a sweep: {error}; delete it to repeat the run"
         ) from error
     return content
 

@@ -63,7 +63,7 @@ def write_page(
     pricing = pricing if pricing is not None else sweep.price
     outcome = read_outcome(folder, sweep, title)
     if not outcome.groups:
-        raise ConfigurationError(f"{folder} must have runs that ended, but it has none: run the sweep first")
+        raise ConfigurationError(f"{folder} has no runs that have ended: run the sweep first")
     maps = _maps(outcome, predict_time_to_goal, report)
     sections, captions, written = _figures(outcome, maps, pricing, folder, report)
     rows = table_rows(outcome, pricing)

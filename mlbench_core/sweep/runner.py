@@ -4,7 +4,7 @@ The steps of one run, each of which can be the last one of a killed process::
 
     1. write current.json: the point, and a new name for the run at the master
     2. request the run from the master
-    3. wait for its end; at the limit of its training time, the run ends by itself
+    3. wait for its end; at the limit of its training time, the run stops
     4. put its folder together in unfinished/, and move it to runs/
     5. remove current.json
 

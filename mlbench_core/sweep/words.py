@@ -140,7 +140,10 @@ def _winners(outcome: Outcome, rows: dict[tuple[str, int], list[Cell]]) -> list[
     sentences = []
     for name, cells in sorted(wins.items(), key=lambda item: -len(item[1])):
         text = f"{name} had the least median time on {_places(cells)}"
-        sentences.append(f"{text}. A difference to the second is shown in {clear[name]} of {len(cells)} cases.")
+        sentences.append(
+            f"{text}. The difference from the runner-up is significant in {clear[name]} of "
+            f"{len(cells)} cases."
+        )
     return sentences
 
 

@@ -1,4 +1,4 @@
-"""Tell services how this process ends: by itself, by an exception, or because it is stopped.
+"""Tell services how this process ends: normally, by an exception, or because it is stopped.
 
 A service keeps a run until somebody says that it has ended. A script may not close its sinks, and SIGTERM, with which
 launchers and job queues stop a process, ends Python without any handler.

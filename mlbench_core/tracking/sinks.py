@@ -480,7 +480,7 @@ class MLflowSink(_ServiceSink):
             self._send_by_name(metrics, error)
 
     def _send_by_name(self, metrics: list[Any], error: Exception) -> None:
-        """Send each metric in a request of its own, and leave out those that are refused."""
+        """Send each metric in a separate request, and leave out those that are refused."""
         by_name: dict[str, list[Any]] = {}
         for metric in metrics:
             by_name.setdefault(metric.key, []).append(metric)
@@ -539,8 +539,9 @@ _BUILT_IN: dict[str, Callable[..., Sink]] = {
 def make_sink(text: str, run_id: str | None = None, resume: bool = False) -> Sink:
     """Make a sink from ``NAME`` or ``NAME:ARGUMENT``.
 
-    With ``run_id``, several runs can have the same text: ``{run_id}`` in it is replaced. Each run gets a folder of its
-    own in ``FOLDER``. If the file ``PATH`` exists, the run writes to another one with its id in the name.
+    With ``run_id``, several runs can have the same text: ``{run_id}`` in it is replaced. Each run
+    gets its own folder in ``FOLDER``. If the file ``PATH`` exists, the run writes to another one
+    with its id in the name.
 
     Args:
         text: The name is one of

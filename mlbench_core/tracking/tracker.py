@@ -861,7 +861,7 @@ class Tracker(PhaseTimes):
         state.update(asdict(self._counters))
         state.update({group: list(getattr(self, group)) for group in _STEP_GROUPS})
         state["metrics"] = [str(metric.name) for metric in self.metrics]
-        # JSON has no infinities, so None stands for "no value yet".
+        # JSON has no infinities, so None means "no value yet".
         state["best_metric_value"] = self.best_metric_value if self._has_best else None
         state["goal_result"] = self.goal_result
         state["steps_s"] = dict(self._step_s)

@@ -147,7 +147,7 @@ async def _read(request: Request, kind: str, max_bytes: int) -> Any:
                 raise HTTPException(413, f"body: must have at most {max_bytes} bytes: send it in parts")
             chunks.append(chunk)
     except ClientDisconnect:  # nobody gets this answer, but an error would be logged with its traceback
-        raise HTTPException(400, "body: must be complete: the connection was closed before its end") from None
+        raise HTTPException(400, "body: the connection was closed before its end") from None
     body = b"".join(chunks)
     chunks.clear()
     try:

@@ -174,8 +174,8 @@ class Curve(BaseModel):
     """The entries of a metric for a chart, by date and thinned; only name and count if no metric was asked for.
 
     ``count`` is the number of all entries. The lists have the same length: seconds since the start of the run, the
-    epoch of the metadata, the number of the entry within its metric (from 0), and the value. Null stands for a missing
-    epoch, and for a value that is not a finite number.
+    epoch of the metadata, the number of the entry within its metric (from 0), and the value. A
+    missing epoch is null, and so is a value that is not a finite number.
     """
 
     name: str

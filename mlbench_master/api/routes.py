@@ -136,7 +136,7 @@ def pod_curves(name: str, request: Request, store: StorePart) -> StreamingRespon
     **documented(None, media=("text/event-stream",)),
 )
 async def stream_events(request: Request, events: EventsPart) -> StreamingResponse:
-    # nginx would collect events in a buffer, unless this header of its own asks it not to.
+    # nginx would collect events in a buffer, unless its header X-Accel-Buffering forbids it.
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     client = request.client.host if request.client else ""
     return _StreamedResponse(events.subscribe(client), media_type="text/event-stream", headers=headers)

@@ -4,8 +4,9 @@ Each file in ``_alembic/versions`` is a revision: it leads from the tables of th
 names of revisions are numbers, so a master recognizes the database of a newer one. A change of the tables needs a new
 file there and the new value of :data:`HEAD`. A change that SQLite's ALTER cannot do goes into ``batch_alter_table``.
 
-The master runs Alembic by itself, in the transaction that also holds the lock, and only on a database of an older
-version: an empty one gets the tables of the models and the number of the newest revision, so a start imports nothing.
+The master runs Alembic in the transaction that also holds the lock, and only on a database of an
+older version: an empty one gets the tables of the models and the number of the newest revision, so
+a start imports nothing.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class Metric(_Base):
         {"sqlite_autoincrement": True},
     )
 
-    # SQLite numbers rows by itself only in a column of the type INTEGER.
+    # SQLite numbers rows automatically only in a column of the type INTEGER.
     id: Mapped[int] = mapped_column(sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True)
     owner: Mapped[str] = mapped_column(sa.String(300))
     client_id: Mapped[str | None] = mapped_column(sa.String(128))
@@ -572,8 +572,8 @@ class Store:
     def reclaim(self) -> None:
         """Give the space of deleted rows back to the disk; other threads write between its steps.
 
-        PostgreSQL reuses the space by itself. A database of an earlier version of the master is rewritten once, when
-        more than half of it is free.
+        PostgreSQL reuses the space. A database of an earlier version of the master is rewritten
+        once, when more than half of it is free.
         """
         if self._engine.dialect.name != "sqlite" or self._in_memory or not self._reclaiming.acquire(blocking=False):
             return
@@ -1013,7 +1013,7 @@ def _large_cache(connection: sa.Connection) -> Iterator[None]:
 
 
 def _mark(connection: sa.Connection | sa.Engine) -> str:
-    """Return the text that stands for a parameter in a statement of the database's driver."""
+    """Return the placeholder of a parameter in a statement of the database's driver."""
     return "?" if connection.dialect.paramstyle == "qmark" else "%s"
 
 

@@ -3,8 +3,9 @@
 The functions return command lines. The supervisor of a run starts one container for each worker in place of a process,
 and waits for the program in the foreground. All containers of a run are on this machine, and share its network:
 
-* A worker reaches the others and the master at 127.0.0.1, as a process does. In a network of their own, the workers
-  would not reach a master that listens on 127.0.0.1, and a master on all addresses would be less safe.
+* A worker reaches the others and the master at 127.0.0.1, as a process does. In a separate network,
+  the workers would not reach a master that listens on 127.0.0.1, and a master on all addresses
+  would be less safe.
 * They also share its memory for communication between processes, through which NCCL and ``--shared-memory`` pass data.
 
 The folders of the run are mounted at the paths that they have on this machine. Values of variables are in the
@@ -190,8 +191,8 @@ def check_program(program: str) -> None:
         found = [name for name in PROGRAMS if shutil.which(name)]
         advice = f"give {' or '.join(found)} instead" if found else f"install {program}"
         raise ValueError(
-            f"engine_options: --container must be a program on the master's machine, not {program}, which was not "
-            f"found: {advice}, or leave out --container to start processes"
+            f"engine_options: {program} was not found on the master's machine: {advice}, or leave "
+            "out --container to start processes"
         )
 
 

@@ -1,4 +1,4 @@
-"""Run each worker of a local run on a host of its own in an emulated network."""
+"""Run each worker of a local run on a separate host in an emulated network."""
 
 from __future__ import annotations
 

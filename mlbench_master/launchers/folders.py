@@ -1,4 +1,4 @@
-"""What launchers share that keep each run in a folder of its own, with its log, its results and undelivered metrics."""
+"""Code shared by launchers with one folder per run, for its log, results and pending metrics."""
 
 from __future__ import annotations
 

@@ -264,8 +264,8 @@ class HostsLauncher(FolderLauncher):
             address = host.address or self._ssh.address(host.name)
             if is_loopback(address):
                 raise ValueError(
-                    f"engine_options: the host {host.name!r} must have an address that the other hosts reach, not "
-                    f"{address}: add address=IP to its line"
+                    f"engine_options: the host {host.name!r} has the address {address}, which the "
+                    "other hosts do not reach: add address=IP to its line"
                 )
 
     def _content(self, job: Job, options: HostOptions, shares: Sequence[Share]) -> dict[str, Any]:

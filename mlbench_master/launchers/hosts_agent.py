@@ -1,8 +1,9 @@
-"""The end of the hosts launcher on a host: ``python -m mlbench_master.launchers.hosts_agent``, called through ssh.
+"""The remote side of the hosts launcher: ``python -m mlbench_master.launchers.hosts_agent``.
 
-It reads a request from its standard input, does it, writes the answer to its standard output and ends. A request
-concerns all runs with workers on this host. Each run has a folder ``<root>/<run id>`` with the files of a local run,
-and its supervisor is the one of local runs. A step for a run is one of::
+The master calls it through ssh. It reads a request from its standard input, does it, writes the
+answer to its standard output and ends. A request concerns all runs with workers on this host. Each
+run has a folder ``<root>/<run id>`` with the files of a local run, and its supervisor is the one of
+local runs. A step for a run is one of::
 
     prepare  check the script and the GPUs, and choose a port
     run      start the supervisor, if it was not started before; then look
@@ -51,7 +52,7 @@ _LINES = 5000
 _ANSWER_BYTES = 8 * 2**20
 _STARTING_S = 20.0
 _NEVER = "stopped before the start"
-# What the master takes; see the module hosts_run.
+# Formats the master accepts; see the module hosts_run.
 _STREAM = re.compile("[a-z]{1,10}")
 _DATE = re.compile("[0-9T:.Z-]{0,40}")
 

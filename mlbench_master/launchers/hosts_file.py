@@ -134,7 +134,7 @@ def _hosts(listed: str | None, hostfile: str | None) -> tuple[Host, ...]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ValueError(
-            f"engine_options: the host file must be a text file that the master can read, not {file}: {why}"
+            f"engine_options: the master cannot read the host file {file}: {why}"
         ) from error
     return parse_hosts(text.splitlines(), str(file), "line")
 

@@ -1,4 +1,4 @@
-"""Call one host about all runs with workers on it: one call for each interval, from a thread of its own."""
+"""Call one host about all runs with workers on it: one call per interval, from its own thread."""
 
 from __future__ import annotations
 

@@ -381,7 +381,7 @@ class HostRun:
         if not all(part.is_over and part.kept.is_fetched for part in parts):
             return
         finished_at = max((part.ended_at for part in parts if part.ended_at is not None), default=None)
-        # A host without a status ended for a reason of its own, at a time that nobody knows.
+        # A host without a status ended for its own reason, at a time that nobody knows.
         failed = sorted(
             (part for part in parts if part.failure), key=lambda part: (part.is_consequence, part.failed_at or 0.0)
         )

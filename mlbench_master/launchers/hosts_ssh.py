@@ -31,7 +31,7 @@ _OPTIONS = {
     "ConnectTimeout": "10",
     "ServerAliveInterval": "5",
     "ServerAliveCountMax": "3",
-    # One connection serves all calls, and ends by itself after a master that was killed.
+    # One connection serves all calls, and ends some time after a master was killed.
     "ControlMaster": "auto",
     "ControlPersist": "60",
     # The user's configuration may have these for people.

@@ -54,7 +54,7 @@ class Job:
         env: Environment variables of the workers, in addition to those of the master.
         notes: Lines for the beginning of the run's log.
         options: Options of the engine's own command, for launchers that have one.
-        network: Text of the emulated network in which each worker has a host of its own; empty for none.
+        network: Text of the emulated network in which each worker has its own host; empty for none.
         is_task: True if the command is the script of a task, which needs no file of the user's folder.
         cwd: Absolute path of the folder in which the workers start; empty for the folder ``work`` of the run.
         caller_env: The variables that the run takes from the call that started it, instead of those of the master; see
@@ -102,7 +102,7 @@ class JobStatus:
 
 
 STOPPED = JobStatus("failed", "stopped by a user")
-"""The status of a job that a user stopped. The API has no state of its own for it."""
+"""The status of a job that a user stopped. The API has no separate state for it."""
 
 
 class LogLine(TypedDict):

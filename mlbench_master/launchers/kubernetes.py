@@ -110,7 +110,7 @@ class KubernetesLauncher(FolderLauncher):
 
     @property
     def capacity(self) -> float:
-        """Return infinity, because Kubernetes has a queue of its own."""
+        """Return infinity, because Kubernetes has its own queue."""
         return math.inf
 
     def check_options(self, options: Sequence[str]) -> None:
@@ -321,7 +321,7 @@ class KubernetesLauncher(FolderLauncher):
         if trouble is not None and trouble.has_error:
             said = self._said(known, trouble)
             if is_consequence(said):
-                # The worker that failed by itself, and not because another one had gone.
+                # The worker that is the cause: it did not fail because another one had gone.
                 others = [(other, self._said(known, other)) for other in view.troubles.values() if other.has_error]
                 causes = (pair for pair in others if pair[1] and not is_consequence(pair[1]))
                 trouble, said = next(causes, (trouble, said))

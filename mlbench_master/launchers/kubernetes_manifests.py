@@ -47,7 +47,7 @@ _RUN_FOLDER = "/mlbench"
 _PORT = 29500
 _USER = 1000
 _SHM_SIZE = "1Gi"
-# A worker that is stopped has this time to end by itself.
+# A worker that is stopped has this time to end before it is killed.
 _GRACE_S = 10
 # A master that was away for a day still learns how its runs ended.
 _KEPT_S = 86_400

@@ -12,10 +12,11 @@ memory          Resident memory in bytes. Memory that processes of the tree shar
 gpu             Percent of the time in which the worker's GPU was busy; of the whole GPU, whoever used it.
 gpu_memory      Bytes in use on the worker's GPU; of the whole GPU.
 network_in      Bytes per second that arrived, and
-network_out     bytes per second that left. A worker in a network namespace of its own has figures of its own, without
-                its loopback interface. Workers that share the network of the machine have the figures of the whole
-                machine, with the loopback interface, which carries the traffic between local workers. The system
-                counts no bytes of a single process, so these figures are marked with ``"network": "machine"``.
+network_out     bytes per second that left. A worker in its own network namespace has its own
+                figures, without its loopback interface. Workers that share the network of the
+                machine have the figures of the whole machine, with the loopback interface, which
+                carries the traffic between local workers. The system counts no bytes of a single
+                process, so these figures are marked with ``"network": "machine"``.
 ==============  =======================================================================================================
 """
 
@@ -109,7 +110,8 @@ class LoadSampler:
                     rank = self._roots.get(process.pid, ranks.get(process.ppid()))
                     told = self._told_rank(process) if self._starts_others or rank is None else None
                     rank = rank if told is None else told
-                    # A launcher may just have forked a process, which has no variables of its own before it executes.
+                    # A launcher may just have forked a process, which has the launcher's variables
+                    # until it executes another program.
                     if rank is not None and (told is not None or not self._starts_others):
                         known[process] = rank
                 if rank is not None:

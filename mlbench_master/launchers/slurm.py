@@ -109,7 +109,7 @@ class SlurmLauncher(FolderLauncher):
 
     @property
     def capacity(self) -> float:
-        """Return infinity, because Slurm has a queue of its own."""
+        """Return infinity, because Slurm has its own queue."""
         return math.inf
 
     def check_options(self, options: Sequence[str]) -> None:
@@ -248,7 +248,7 @@ class SlurmLauncher(FolderLauncher):
         now = time.monotonic()
         known.ended_since = known.ended_since or now
         begun, status = (_read_number(known.folder / name) for name in ("begun", "exit"))
-        # Slurm knows all other states by itself.
+        # Slurm reports all other states.
         if entry.state in ("COMPLETED", "FAILED", UNKNOWN) and status is None and now - known.ended_since < _FILES_S:
             return JobStatus("running")
         known.logs.collect(at_end=True)
@@ -332,7 +332,7 @@ class _Ended:
         for rank, number in [first, *(one for one in failed if one != first and one[1] != _TERMINATED)]:
             number = _SHELL_SIGNAL - number if _SHELL_SIGNAL < number < 2 * _SHELL_SIGNAL else number
             ends.append((rank, number, self._known.logs.said(rank, number)))
-        # The worker that failed by itself, and not because another one had gone.
+        # The worker that is the cause: it did not fail because another one had gone.
         causes = (end for end in ends if (end[2] or end[1] < 0) and not is_consequence(end[2]))
         rank, number, error = next(causes, ends[0]) if is_consequence(ends[0][2]) else ends[0]
         return f"{describe_exit(rank, number)}{': ' + error if error else ''}", number
@@ -366,7 +366,9 @@ def _submit(command: list[str], folder: Path, mark: str, caller_env: Mapping[str
             raise
         return found
     if not slurm_id.isdecimal():
-        raise LauncherError(f"sbatch must answer with the number of a job, not {slurm_id[:80]!r}: look at squeue")
+        raise LauncherError(
+            f"sbatch answered {slurm_id[:80]!r}, which is not the number of a job: look at squeue"
+        )
     return slurm_id
 
 

@@ -40,8 +40,8 @@ _FIELDS = 6
 _TIMEOUT_S = 60.0
 # Slurm's controller serves a whole cluster, so changes that are expected soon do not lead to more calls than this.
 _SHORTEST_PAUSE_S = 1.0
-# Slurm reads these variables of its own commands. The others would carry settings of a job in which the master runs
-# over to the jobs that it starts.
+# Slurm's commands read these variables. The others would carry settings of a job in which the
+# master runs over to the jobs that it starts.
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_MPI_TYPE")
 # Its commands read options from their variables, too. Only those for the place and the limits of a job are the user's:
 # others would change what is submitted, or what squeue answers.

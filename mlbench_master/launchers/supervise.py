@@ -6,7 +6,7 @@ psutil, so it starts quickly. Its steps are::
     write DIR/supervisor.json: its process id and start mark
     -> start the commands of DIR/job.json; if one cannot start, go on with the clean-up
     -> wait until all processes have ended, one has failed, or SIGTERM arrives
-       (after a failure the others have grace_s seconds to end by themselves)
+       (after a failure the others have grace_s seconds to end)
     -> clean up: end every descendant, orphans included, and remove containers of the run
     -> write DIR/status.json: exit status and reason
 
@@ -100,7 +100,7 @@ def _open_network(text: str, num_workers: int) -> EmulatedNetwork:
 
 
 class _Supervisor:
-    """A supervisor, which runs the processes of one job to their end."""
+    """Run the processes of one job to their end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 CUSTOM_BACKEND = "custom_backend"
-"""The backend that stands for the one in the field ``custom_backend``."""
+"""The value of ``backend`` if the field ``custom_backend`` names the backend."""
 
 CUSTOM_IMAGE = "custom_image"
-"""The image that stands for the one in the field ``custom_image_name``."""
+"""The value of ``image_name`` if the field ``custom_image_name`` names the image."""
 
 
 def resolve_command(run: RunIn, in_container: bool = False) -> tuple[str, str]:
@@ -222,7 +222,9 @@ def _check_network(run: RunIn, launcher: Launcher, all_nodes: bool) -> list[str]
     if not launcher.emulates_networks:
         raise ValueError(f"{given}: {no_network(launcher)}")
     if launcher.uses_image(run.engine_options):
-        raise ValueError(f"{given}: containers have a network of their own; leave out the network or the container")
+        raise ValueError(
+            f"{given}: containers have their own network; leave out the network or the container"
+        )
     try:
         return check_network(run.network, run.num_workers, run.backend.lower(), all_nodes=all_nodes)
     except ValueError as error:
@@ -299,7 +301,7 @@ def _check_image(run: RunIn, launcher: Launcher) -> None:
     if not image:
         raise ValueError(
             f"custom_image_name: must be given for a command in a container of the {launcher.name} launcher: name the "
-            "image that has the command, or give a task, which has an image of its own"
+            "image that has the command, or give a task, which has its own image"
         )
     problem = image_problem(image)
     if problem:
@@ -342,8 +344,9 @@ def check_gpus(num_workers: int, launcher: Launcher) -> None:
     if not gpus:
         raise ValueError(f"gpu_enabled: must be false, not true: {no_gpu(launcher)}")
     raise ValueError(
-        f"num_workers: must be at most {len(gpus)} with gpu_enabled, not {num_workers}: each worker needs a GPU of its "
-        f"own, and the {launcher.name} launcher has {len(gpus)}; start fewer workers"
+        f"num_workers: must be at most {len(gpus)} with gpu_enabled, not {num_workers}: each "
+        f"worker needs its own GPU, and the {launcher.name} launcher has {len(gpus)}; start fewer "
+        "workers"
     )
 
 

@@ -53,7 +53,7 @@ class _Position:
 
 
 class LoadKeeper:
-    """A keeper of the load of all running workers.
+    """Store and thin load samples.
 
     Args:
         store: The database.

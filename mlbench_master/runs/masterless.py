@@ -1,7 +1,7 @@
 """Start and follow runs without a master: their jobs are submitted here, and their results are read from their folders.
 
-This is for an engine with a queue of its own, on a machine where no master may stay. The runs of one name share a
-folder, which all nodes must see::
+This is for an engine with its own queue, on a machine where no master may stay. The runs of one
+name share a folder, which all nodes must see::
 
     <folder>/<number>/           the run's folder, see the module ``launchers.slurm``
     <folder>/<number>/run.json   the run as the API of a master would show it

@@ -34,7 +34,7 @@ FILES: dict[str, int] = {
 }
 """The result files that the master passes on, with the largest size of each in bytes."""
 
-# During the run, and if it is stopped, each worker has its raw lines in a file of its own.
+# During the run, and if it is stopped, each worker has its raw lines in a separate file.
 _LINES_OF_WORKER = re.compile(r"metrics\.rank-\d{1,5}\.jsonl", re.ASCII)
 # A job has one result folder unless its command starts several programs, and a worker can make any number of folders.
 _MOST_FOLDERS = 100

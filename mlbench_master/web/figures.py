@@ -1,7 +1,7 @@
 """Draw the figures of a comparison, as ``mlbench compare --output`` does, and keep the latest ones in memory.
 
 matplotlib needs 90 MB and draws for seconds, during which other threads of its process hardly run. So figures are drawn
-in a process of their own, with a low priority, because runs may be measured at the same time.
+in a separate process, with a low priority, because runs may be measured at the same time.
 """
 
 from __future__ import annotations

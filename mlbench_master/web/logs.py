@@ -1,4 +1,4 @@
-"""The log of a run: a part of the run's page, and a page of its own that also filters without a script."""
+"""The log of a run: a part of its page, and a separate page that also filters without a script."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def _split(field: str, text: str) -> list[str]:
 
 
 def _option(form: Mapping[str, str], field: str, task: Task, known: tuple[str, ...]) -> list[str]:
-    """Return the words of an option of a task's script that has a field of its own."""
+    """Return the words of an option of a task's script that has its own field."""
     value = form.get(field, "")
     if not value:
         return []

@@ -30,7 +30,7 @@ def test_variants_that_return_memory_need_processes_of_their_own(
 ) -> None:
     with pytest.raises(SystemExit):
         micro("optimizers").read_arguments(["--variants", "ddp_returned"])
-    assert "ddp_returned must run in processes of their own: add --apart" in capsys.readouterr().err
+    assert "ddp_returned must run in separate processes: add --apart" in capsys.readouterr().err
     assert micro("optimizers").read_arguments(["--variants", "ddp_returned", "--apart"]).apart
 
 

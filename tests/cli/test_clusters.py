@@ -192,8 +192,8 @@ def test_missing_programs_are_named_with_their_source(
         (("kind", "2", "m" * 48), 2, "have at most 47 characters"),
         (("kind", "0", "my"), 2, "0 is not in the range"),
         (("gcloud", "2", "my", "-p", "x"), 2, "--project must not be given: SkyPilot uses the project of"),
-        (("aws", "2", "my"), 1, "--package must be given, because the package index has no version"),
-        (("aws", "2", "my", "--package", "x.whl"), 1, "--package must be a requirement or a wheel that exists"),
+        (("aws", "2", "my"), 1, "the package index does not have the development version"),
+        (("aws", "2", "my", "--package", "x.whl"), 1, "x.whl does not exist: give --package a"),
         (("aws", "2", "my", "--package", "x\nrun: y"), 1, "--package must be one line"),
     ],
 )
@@ -214,10 +214,11 @@ def test_h_is_the_port_of_the_registry_as_in_version_3_0(call: Call) -> None:
 
 def test_a_cluster_of_somebody_else_is_left_alone(programs: FakePrograms, call: Call, chart: tuple[str, str]) -> None:
     programs.answer("kind-get", "my-2\n")
-    assert "mlbench did not make the cluster 'my-2'" in call(*KIND, *chart, code=1).stderr
+    told = call(*KIND, *chart, code=1).stderr
+    assert "cluster my-2 already exists and was not created by mlbench" in told
     assert read_clusters() == {}
     remember_cluster(Cluster("my-2", "kind", 2, 15080))
-    assert "NAME must be new, not my: the cluster my-2 at kind has it" in call(*AWS, code=1).stderr
+    assert "cluster my-2 already exists at kind: choose another" in call(*AWS, code=1).stderr
 
 
 def test_dry_run_of_kind_creates_nothing(programs: FakePrograms, call: Call, chart: tuple[str, str]) -> None:
@@ -417,8 +418,8 @@ def test_list_asks_each_program_once(programs: FakePrograms, call: Call) -> None
         ((), 2, "give the NAME of a cluster, or --none"),
         (("my-2", "--none"), 2, "give the NAME of a cluster, or --none"),
         (("a", "b"), 2, "give NAME, or one of kind, gcloud, aws, azure and NAME"),
-        (("aws", "my-2"), 1, "NAME must be that of a cluster, not 'aws my-2'; clusters: kind my-2"),
-        (("other",), 1, "NAME must be that of a cluster, not 'other'; clusters: kind my-2"),
+        (("aws", "my-2"), 1, "cluster 'aws my-2' does not exist; clusters: kind my-2"),
+        (("other",), 1, "cluster 'other' does not exist; clusters: kind my-2"),
     ],
 )
 def test_set_used_wrongly(arguments: tuple[str, ...], code: int, told: str, call: Call) -> None:

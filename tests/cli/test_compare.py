@@ -147,7 +147,8 @@ def test_verify(folder: Path, call: Call) -> None:
     found = json.loads(call("results", "verify", str(folder), "--json", code=1).stdout)
     assert [bool(problems) for problems in found.values()] == [False, False, True, False]
     (folder / "empty").mkdir()
-    assert "empty must be a result folder" in call("results", "verify", str(folder / "empty"), code=1).stderr
+    told = call("results", "verify", str(folder / "empty"), code=1).stderr
+    assert "empty is not a result folder and has none below it" in told
 
 
 def test_a_run_that_a_sweep_stopped_has_nothing_to_verify(folder: Path, call: Call) -> None:
@@ -204,8 +205,8 @@ def dirty(division: str) -> dict[str, Any]:
     [
         ([{}], "fail: sgd, 1 worker: 1 run, at least 5 are required"),
         ([{}, {"epoch_s": 12.0}], "fail: sgd, 1 worker: run-1 has the seed 0 of run-0: it counts once"),
-        ([{"seed": None}], "fail: sgd, 1 worker: the seed of every run must be recorded"),
-        ([{"environment": {}}], "fail: run-0: the commit of the source must be known: run it in a checkout"),
+        ([{"seed": None}], "fail: sgd, 1 worker: a run did not record its seed"),
+        ([{"environment": {}}], "fail: run-0: the commit of the source is not known: run it in a"),
         (
             [dirty("closed")],
             "fail: run-0: the source is commit abababababab with the local difference cdcdcdcdcdcd: the",

@@ -125,9 +125,9 @@ def test_ctrl_c_says_how_to_cancel_the_jobs(fake: Path, call: Call, patch: pytes
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (("--no-master",), 2, "--engine must be slurm with --no-master, not left out"),
-        (("--no-master", "--engine", "local"), 2, "--engine must be slurm with --no-master, not local"),
-        ((*SLURM, "--exclusive"), 2, "--engine-options=--exclusive gives each run nodes of its own"),
+        (("--no-master",), 2, "--no-master works only with --engine slurm"),
+        (("--no-master", "--engine", "local"), 2, "--no-master works only with --engine slurm"),
+        ((*SLURM, "--exclusive"), 2, "--engine-options=--exclusive gives each run its own nodes"),
         ((*SLURM, "--dashboard-url", "http://x"), 2, "--dashboard-url cannot be given with --no-master"),
         ((*SLURM, "--container", "docker"), 2, "--container must be left out with --engine slurm: only local has it"),
         (("--data-dir", "x"), 2, "--data-dir needs --no-master"),

@@ -92,7 +92,7 @@ def test_waiting_for_other_load_is_not_added(tmp_path: Path, call: Call) -> None
 def test_a_run_that_cannot_be_predicted_is_named(tmp_path: Path, call: Call) -> None:
     write_run(tmp_path / "ddp", workers=2, algorithm="ddp")
     shown = call("predict", str(tmp_path), "--network", "lan-1g", "--workers", "4", code=1)
-    assert "the run ddp must have several workers and a record of its collectives" in shown.stderr
+    assert "run ddp did not record the collectives of several workers" in shown.stderr
 
 
 def test_a_configuration_without_a_prediction_has_an_empty_line(folder: Path, call: Call) -> None:

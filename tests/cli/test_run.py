@@ -118,7 +118,7 @@ def test_the_folder_and_the_environment_of_a_call_reach_the_master(
         (["--command", "true > log"], "'>' is for a shell"),
         (["--command", "true 2>&1"], "'2>&1' is for a shell"),
         (["--command", "true | cat"], "'|' is for a shell"),
-        (["--command", "true", "--env", "NOT_SET_HERE"], "NOT_SET_HERE must be set here, or be given with a value"),
+        (["--command", "true", "--env", "NOT_SET_HERE"], "NOT_SET_HERE is not set here: set it"),
         (["--command", "true", "--env", "RANK=1"], "must be one that MLBench does not set itself, not RANK"),
         (["--command", "true", "--env", "=1"], "the name of a variable must be letters, digits and '_'"),
     ],
@@ -276,7 +276,7 @@ def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pyte
         (["a" * 60, "1", "--task", "1a", "--repeats", "2"], "the name of a run must be"),
         (
             ["demo", "1", "--command", "python x.py"],
-            f"--command must name a script that exists, not {Path.cwd() / 'x.py'}",
+            f"the script {Path.cwd() / 'x.py'} does not exist: give its path from this folder",
         ),
         (["demo", "1", "--command", "true", "--repeats", "2"], "--repeats needs {seed} in the command"),
         (["demo", "1", "--command", "true", "--seed", "2"], "--seed needs {seed} in the command"),

@@ -139,7 +139,7 @@ def test_several_texts_make_one_data_set(separate: bool, tmp_path: Path) -> None
     assert torch.equal(collate_rows(sparse.__getitems__([4, 0, 3]))[0].to_dense(), features[:3])
     if separate:
         next(tmp_path.glob("*-00001-of-00002.lmdb")).unlink()
-        with pytest.raises(DatasetError, match=r"must have parts 0 to 1 of the data set, not \[0\]"):
+        with pytest.raises(DatasetError, match=r"has the parts \[0\] of the data set, not 0 to 1"):
             LMDBDataset("two", "train", tmp_path)
         with pytest.raises(DatasetError, match="other stores of the same name"):
             libsvm.convert([first], tmp_path / "two_train.lmdb")

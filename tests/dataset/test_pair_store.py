@@ -74,12 +74,12 @@ def test_damaged_and_foreign_stores_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetNotFoundError, match=r"the store .* does not exist"):
         PairStore(folder)
     write_pairs(folder, header(), [random_pairs(5)])
-    with pytest.raises(DatasetError, match="must have the vocabulary 4567, not 0123"):
+    with pytest.raises(DatasetError, match="has the vocabulary 0123, not 4567"):
         PairStore(folder, vocabulary_checksum="4567")
     original = (folder / "header.json").read_text()
     for change, message in (
-        ({"version": 99}, "must have version 1 of the format, not 99"),
-        ({"pairs": 6}, "is damaged: the source must have 6 sentences, one after the other, with 20"),
+        ({"version": 99}, "has version 99 of the format, not 1"),
+        ({"pairs": 6}, "is damaged: the source does not have 6 sentences, one after the other"),
         ({"surprise": 1}, "is damaged: .*surprise"),
     ):
         (folder / "header.json").write_text(json.dumps({**json.loads(original), **change}))

@@ -185,7 +185,7 @@ def test_files_that_are_no_vocabulary_are_named(tmp_path: Path) -> None:
         Subwords.load(tmp_path)
     (tmp_path / "vocab.bpe.5").write_text("a\nb\n")
     (tmp_path / "bpe.5").write_text("a b\n")
-    with pytest.raises(DatasetError, match=r"must begin with '#version: 0.2'"):
+    with pytest.raises(DatasetError, match=r"does not begin with '#version: 0.2'"):
         Subwords.load(tmp_path)
     (tmp_path / "bpe.5").write_text("#version: 0.2\na b</w>\nabc\n")
     with pytest.raises(DatasetError, match=r"bpe\.5, line 3: 'abc' is not a pair"):
@@ -195,7 +195,7 @@ def test_files_that_are_no_vocabulary_are_named(tmp_path: Path) -> None:
         with pytest.raises(DatasetError, match=rf"vocab\.bpe\.5 is not a vocabulary: '{line}' is not one symbol"):
             Subwords.load(tmp_path)
     (tmp_path / "vocab.bpe.6").write_text("a\nb\n")
-    with pytest.raises(DatasetError, match=r"must have one vocabulary, not vocab\.bpe\.5, vocab\.bpe\.6"):
+    with pytest.raises(DatasetError, match=r"several vocabularies, vocab\.bpe\.5, vocab\.bpe\.6"):
         Subwords.load(tmp_path)
 
 

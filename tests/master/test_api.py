@@ -273,7 +273,7 @@ def test_a_launcher_with_containers_gets_an_image_and_the_command_in_it(
     ("gpus", "message"),
     [
         ((), "gpu_enabled: must be false, not true: the idle launcher found no GPU on this machine; leave it out"),
-        (("0", "1"), "num_workers: must be at most 2 with gpu_enabled, not 3: each worker needs a GPU of its own"),
+        (("0", "1"), "num_workers: must be at most 2 with gpu_enabled, not 3: each worker needs its"),
     ],
 )
 def test_a_run_that_needs_more_gpus_than_there_are_is_refused(

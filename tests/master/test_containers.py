@@ -239,8 +239,8 @@ def test_a_missing_program_is_refused_at_once(
     refused = client.post("/api/runs/", json=body)
     assert (refused.status_code, refused.json()["message"]) == (
         400,
-        "engine_options: --container must be a program on the master's machine, not apptainer, which was not found: "
-        "give podman instead, or leave out --container to start processes",
+        "engine_options: apptainer was not found on the master's machine: give podman instead, or "
+        "leave out --container to start processes",
     )
     podman.path.unlink()
     with pytest.raises((ValueError, ConfigurationError), match="install podman, or leave out"):

@@ -366,11 +366,12 @@ def test_a_run_that_can_never_start_is_refused_at_once(client: TestClient) -> No
     body = {"name": "b", "num_workers": 5, "num_cpus": 1, "command": "true"}
     for change, message in (
         ({}, "num_workers: must be at most 4, not 5: the 2 host(s) have 4 slots together"),
-        ({"engine_options": "--host loop,b", "num_workers": 2}, "engine_options: the host 'loop' must have an address"),
+        ({"engine_options": "--host loop,b", "num_workers": 2},
+         "engine_options: the host 'loop' has the address "),
         ({"backend": "mpi", "num_workers": 1}, "backend: must be gloo or nccl, not mpi: "),
         ({"engine_options": "--time=10"}, "engine_options: unrecognized arguments: --time=10; the options are"),
-        ({"engine_options": "--hostfile /no/file"}, "engine_options: the host file must be a text file that the master "
-         "can read, not /no/file: No such file or directory"),
+        ({"engine_options": "--hostfile /no/file"},
+         "engine_options: the master cannot read the host file /no/file: No such file or"),
     ):  # fmt: skip
         answer = client.post("/api/runs/", json={**body, **change})
         assert answer.status_code == 400

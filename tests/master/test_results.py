@@ -104,7 +104,7 @@ def test_the_zip_has_the_result_files(client: Any, run: Run, folder: Path, tmp_p
     (tmp_path / "zips").mkdir()
     (tmp_path / "zips" / "r.zip").write_bytes(found.fp.getvalue())  # type: ignore[union-attr]
     # The reader finds the result in it, and refuses this one, which has no version.
-    with pytest.raises(ConfigurationError, match=r"schema_version of result.json in .*r.zip must be 1, not None"):
+    with pytest.raises(ConfigurationError, match=r"result.json in .*r.zip is None, not 1"):
         load([tmp_path / "zips"])
 
 

@@ -26,5 +26,5 @@ def test_a_recorded_command_does_not_end_its_block(tmp_path: Path) -> None:
 
 def test_a_damaged_environment_is_one_message(tmp_path: Path) -> None:
     (write_run(tmp_path / "run") / "environment.json").write_text("{")
-    with pytest.raises(ConfigurationError, match=r"environment\.json must hold a JSON object"):
+    with pytest.raises(ConfigurationError, match=r"environment\.json is not a JSON object"):
         recorded_commands(pool(load([tmp_path])))

@@ -164,9 +164,9 @@ def test_a_reference_survives_its_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "Expecting property name"),
-        ("[]", "the content must be an object in braces"),
-        ("{}", "schema_version must be 1, not None"),
-        ('{"schema_version": 2}', "schema_version must be 1, not 2"),
+        ("[]", "its content is not an object in braces"),
+        ("{}", "its schema_version is None, not 1"),
+        ('{"schema_version": 2}', "its schema_version is 2, not 1"),
         ('{"schema_version": 1}', "the field 'values' is missing"),
         ('{"schema_version": 1, "values": {}}', "missing 6 required"),
         ('{"schema_version": 1, "values": {"one": 2}}', "invalid literal"),
@@ -174,14 +174,12 @@ def test_a_reference_survives_its_file(tmp_path: Path) -> None:
 )
 def test_a_damaged_reference_is_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(ConfigurationError, match=rf"bad\.json must hold a reference, but .*{message}.*: make it"):
+    with pytest.raises(ConfigurationError, match=rf"bad\.json is not a .*: .*{message}.*; make it"):
         load_references(tmp_path)
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"^folder must be a folder of references, not .*absent: it does not exist"
-    ):
+    with pytest.raises(ConfigurationError, match=r"absent does not exist: give a folder"):
         load_references(tmp_path / "absent")
 
 

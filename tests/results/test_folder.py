@@ -211,19 +211,19 @@ def test_folders_are_found_at_any_depth(tmp_path: Path) -> None:
 
 
 def test_errors_name_the_file_and_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"must be a result folder, but it has no result\.json"):
+    with pytest.raises(ConfigurationError, match=r"is not a result folder: it has no result\.json"):
         read_result(tmp_path)
     folder = write_run(tmp_path / "run")
     set_in(folder / RESULT, 2, "schema_version")
-    with pytest.raises(ConfigurationError, match=r"schema_version of .*result\.json must be 1, not 2"):
+    with pytest.raises(ConfigurationError, match=r"schema_version of .*result\.json is 2, not 1"):
         read_result(folder)
     set_in(folder / RESULT, 1, "schema_version")
     set_in(folder / RESULT, "many", "epochs")
-    with pytest.raises(ConfigurationError, match=r"must follow its schema, but epochs must be integer"):
+    with pytest.raises(ConfigurationError, match=r"wrong field in .*: epochs must be integer"):
         read_result(folder)
     for damaged in ("[]", "{", "[" * 100_000):
         (folder / RESULT).write_text(damaged)
-        with pytest.raises(ConfigurationError, match=r"result\.json must hold a JSON object"):
+        with pytest.raises(ConfigurationError, match=r"result\.json is not a JSON object"):
             read_result(folder)
         assert verify_folder(folder) != []
 
@@ -265,7 +265,8 @@ def test_a_file_of_absurd_size_is_not_read(tmp_path: Path) -> None:
     assert any("official_result.txt was changed" in each for each in problems)
     os.truncate(folder / "environment.json", 1 << 40)
     problems = verify_folder(folder)
-    assert any("environment.json must hold a JSON object, but it has more than 16 MiB" in each for each in problems)
+    too_large = "environment.json is not a JSON object: it has more than 16 MiB"
+    assert any(too_large in each for each in problems)
 
 
 def test_every_file_needs_a_checksum(tmp_path: Path) -> None:
@@ -312,7 +313,7 @@ def test_wrong_types_in_raw_lines_are_one_message(tmp_path: Path, change_line: d
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
     assert any("result cannot be recomputed from the raw lines" in problem for problem in verify_folder(folder))
     (folder / RESULT).unlink()
-    with pytest.raises(ConfigurationError, match=r"run must be a result folder, but it has no result\.json and"):
+    with pytest.raises(ConfigurationError, match=r"run is not a result folder: it has no result"):
         read_result(folder)
 
 

@@ -74,16 +74,16 @@ def test_a_killed_run_is_unfinished_and_says_so(tmp_path: Path) -> None:
 def test_bad_folders_are_named(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "metrics.jsonl").unlink()
-    with pytest.raises(ConfigurationError, match=r"run must hold the raw lines of the run \(metrics.jsonl\)"):
+    with pytest.raises(ConfigurationError, match=r"run has no raw lines of the run \(metrics.js"):
         load([tmp_path])
     folder = write_run(tmp_path / "new")
     set_in(folder / "result.json", 7, "schema_version")
-    with pytest.raises(ConfigurationError, match=r"schema_version of .*new/result.json must be 1, not 7"):
+    with pytest.raises(ConfigurationError, match=r"version of .*new/result.json is 7, not 1"):
         load([folder])
-    with pytest.raises(ConfigurationError, match="missing must be a folder or a file with results"):
+    with pytest.raises(ConfigurationError, match="missing does not exist"):
         load([tmp_path / "missing"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigurationError, match=r"empty must have a result, but it has none: name a result folder"):
+    with pytest.raises(ConfigurationError, match=r"empty has no result: name a result folder"):
         load([tmp_path / "empty"])
 
 
@@ -101,7 +101,7 @@ def test_a_zip_with_a_result_folder(tmp_path: Path) -> None:
     (record,) = load([path])
     assert (record.name, record.time_to_goal_s, record.machine["cpu"]) == ("demo-2", 30.1, "Model 7")
     set_in(folder / "result.json", 7, "schema_version")
-    with pytest.raises(ConfigurationError, match=r"schema_version of result.json in .*c.zip must be 1, not 7"):
+    with pytest.raises(ConfigurationError, match=r"version of result.json in .*c.zip is 7, not 1"):
         load([zip_folder(folder, tmp_path / "c.zip")])
 
 
@@ -289,7 +289,7 @@ def test_json_files_that_are_not_results_are_skipped(tmp_path: Path) -> None:
 def test_a_result_that_is_nested_deeply_is_one_message(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     change(folder / "result.json", '"options": {}', '"options": {"x": ' + 900 * "[" + 900 * "]" + "}")
-    with pytest.raises(ConfigurationError, match="run must not be nested hundreds of levels deep"):
+    with pytest.raises(ConfigurationError, match="run is nested hundreds of levels deep"):
         load([folder])
 
 

@@ -87,7 +87,7 @@ def test_the_published_result_takes_precedence(tmp_path: Path) -> None:
     record = RunRecord.from_metrics(metrics, {"name": "demo-2", "state": "failed"})
     assert (record.name, record.state, record.time_to_goal_s) == ("demo-2", "failed", 30.1)
     metrics["result @ 0"] = [{"value": json.dumps({**result, "schema_version": 2})}]
-    with pytest.raises(ConfigurationError, match="schema_version of the result of run demo-2 must be 1, not 2"):
+    with pytest.raises(ConfigurationError, match="version of the result of run demo-2 is 2, not 1"):
         RunRecord.from_metrics(metrics, {"name": "demo-2"})
 
 

@@ -120,6 +120,6 @@ def test_a_folder_without_space_is_one_message_before_the_training(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(ConfigurationError, match=r"run is not \(No space left on device\): choose another"):
+    with pytest.raises(ConfigurationError, match=r"written \(No space left on device\): choose"):
         RunResults(tmp_path / "run", Configuration(workers=1), "7")
     assert list((tmp_path / "run").glob("environment*")) == []

@@ -65,7 +65,7 @@ def test_a_folder_that_is_shared_on_purpose_stays_so(tmp_path: Path, monkeypatch
 
 def test_files_of_another_user_are_refused(home: Path) -> None:
     found = os.stat_result((0o100600, 0, 0, 1, os.geteuid() + 54321, 0, 0, 0, 0, 0))
-    with pytest.raises(ConfigurationError, match=f"must belong to this user, not to user {found.st_uid}, who could"):
+    with pytest.raises(ConfigurationError, match=f"belongs to user {found.st_uid}, who could"):
         check_only_own(home / "settings.json", found)
 
 

@@ -115,7 +115,8 @@ def test_a_folder_of_all_users_is_not_closed(tmp_path: Path) -> None:
     shared.mkdir()
     shared.chmod(0o1777)
     done = mlbench("master", "--port", "0", "--data-dir", str(shared))
-    assert done.returncode == 1 and "is shared by all users: choose a folder of its own with --data-dir" in done.stderr
+    assert done.returncode == 1
+    assert "is shared by all users: choose a private folder with --data-dir" in done.stderr
     assert stat.S_IMODE(shared.stat().st_mode) == 0o1777
 
 

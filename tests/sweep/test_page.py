@@ -267,7 +267,7 @@ def test_an_unfinished_sweep_without_matplotlib_has_a_page(tmp_path: Path, monke
 
 def test_a_sweep_without_runs_has_no_page(tmp_path: Path) -> None:
     trials.make(tmp_path, FILE, lambda *_: None)
-    with pytest.raises(ConfigurationError, match="must have runs that ended"):
+    with pytest.raises(ConfigurationError, match="has no runs that have ended"):
         page.write_page(tmp_path)
 
 

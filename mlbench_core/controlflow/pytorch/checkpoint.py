@@ -126,7 +126,7 @@ class Checkpointer:
             raise ValueError(f"freq must be one of {known}, not {freq!r}") from None
         self.save_stats = save_stats
         self._run: str | None = None
-        # An epoch that is validated in parts is saved several times; each save needs an id of its own.
+        # An epoch that is validated in parts is saved several times; each save needs its own id.
         self._last_epoch: int | None = None
         self._saves_of_epoch = 0
 
@@ -245,7 +245,7 @@ class Checkpointer:
 
         If a file is damaged, or a kill interrupted a save, the previous save is loaded, with a warning.
         ``model_best.pth.tar`` is loaded last, or if it is the only file. The random generators are restored only if the
-        file comes from this rank. The class describes the parts that each worker has of its own.
+        file comes from this rank. The class describes the parts that differ by worker.
 
         Args:
             ckpt_run_dir: Folder of the checkpoints.

@@ -60,7 +60,7 @@ _KINDS: dict[str, Any] = {
     "freq": str | None,
     **dict.fromkeys(("optimizer", "tracker", "extra", "rng"), Mapping | None),
 }
-"""Types of entries of a state, whole or partial; None also stands for an entry that is missing."""
+"""Types of entries of a state, whole or partial; None also marks an entry that is missing."""
 
 PARTIAL = "partial"
 """Key of a state that holds only its differences from the state of rank 0."""
@@ -104,7 +104,7 @@ def write(path: Path, content: Mapping[str, Any] | bytes, rank: int) -> None:
             else:
                 torch.save(content, file)
     except (OSError, RuntimeError) as error:
-        # torch raises an error of its own when a write fails; the operating system's error says why it failed.
+        # torch raises its own error when a write fails. The operating system's error says why.
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__cause__ or cause.__context__
@@ -219,7 +219,9 @@ def read(path: Path) -> dict[str, Any]:
 def _check_regular(path: Path) -> None:
     """Refuse a folder, a pipe or a device; opening a pipe would wait for its writer."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(f"the checkpoint {path} must be a regular file, not a folder, a pipe or a device")
+        raise CheckpointError(
+            f"the checkpoint {path} is a folder, a pipe or a device, not a regular file"
+        )
 
 
 def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, dict[str, Any]]:

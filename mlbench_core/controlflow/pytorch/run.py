@@ -280,7 +280,7 @@ class Run:
             if part.is_last or is_reached or self._limit.is_over(self.tracker):
                 return
             self._save_part(self._is_best)
-            # Each part has means of its own.
+            # Each part has its own means.
             self.tracker.reset_epoch_stats()
 
     def _load_together(self, load: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -299,7 +299,8 @@ class Run:
         tracker = self.tracker
         names = ["loss", *(metric.name for metric in tracker.metrics)]
         stats: dict[str, list[dict[str, Any]]] = {"train": [], "val": []}
-        # Workers may have folders of their own, in which a kill left different files. All must load the same epochs.
+        # Workers may have different folders, in which a kill left different files. All must load
+        # the same epochs.
         found = saved_epochs(self.ckpt_run_dir, self.rank)
         newest = smallest(max(found, default=-1))
         kept: list[int | None] = [epoch for epoch in range(newest + 1) if smallest(int(epoch in found))]
@@ -320,7 +321,7 @@ class Run:
 
 
 class _AgreedAfterTime(AccuracyAfterTime):
-    """The goal of ``--goal-after``, for several workers with clocks of their own."""
+    """The goal of ``--goal-after``, for several workers whose clocks differ."""
 
     def is_over(self, train_time_s: float) -> bool:
         """Return True on all workers as soon as the time of one is over: the times of a run are the slowest's."""

@@ -1,4 +1,4 @@
-"""Batches of small images as NumPy arrays, for a framework that has no loader of its own here.
+"""Batches of small images as NumPy arrays, for a framework that has no loader here.
 
 Images, parts of the workers, augmentation and normalization are those of the ``pytorch`` package. Only the random
 numbers of order and augmentation come from another generator. This module imports no framework.

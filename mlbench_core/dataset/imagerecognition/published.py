@@ -102,7 +102,7 @@ def _read_cifar_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
     # The number of records also detects truncation of a file without a published checksum.
     expected = 1_000 if "first1000" in name else _CIFAR10_RECORDS
     if len(images) != expected:
-        raise DatasetError(f"{path} is damaged: it must have {expected} images, not {len(images)}")
+        raise DatasetError(f"{path} is damaged: it has {len(images)} images, not {expected}")
     return images, labels
 
 

@@ -41,7 +41,8 @@ def read_bytes(path: Path, md5: str | None = None) -> bytes:
     found = files.digest(content, "md5") if md5 else None
     if found != md5:
         raise DatasetError(
-            f"{path} is damaged: the md5 of its content must be {md5}, not {found}; delete it and get it again"
+            f"{path} is damaged: the md5 of its content is {found}, not {md5}; delete it and get "
+            "it again"
         )
     return content
 
@@ -103,7 +104,7 @@ def _images(path: Path, rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarra
     if not len(labels):
         raise DatasetError(f"{path} is damaged: it has no images")
     if labels.dtype.kind not in "iu":
-        raise DatasetError(f"{path} is damaged: its labels must be integers, not {labels.dtype}")
+        raise DatasetError(f"{path} is damaged: its labels are {labels.dtype}, not integers")
     if labels.min() < 0 or labels.max() > 9:
         wrong = labels[(labels < 0) | (labels > 9)][0]
         raise DatasetError(f"{path} is damaged: a label is {wrong}, but classes go from 0 to 9")

@@ -107,8 +107,9 @@ def open_existing(path: Path, world_size: int, timeout: datetime.timedelta) -> d
     own = folder.st_uid == file.st_uid == os.geteuid()
     if not (private and own and stat.S_ISREG(file.st_mode)):
         raise WorkerError(
-            f"the workers of this machine must meet in a file that is private to their user, not in {path}: another "
-            "program has answered on the port of rank 0, or the workers run as different users"
+            f"the workers of this machine cannot meet in {path}, which is not private to their "
+            "user: another program has answered on the port of rank 0, or the workers run as "
+            "different users"
         )
     return _open(real, world_size, timeout)
 
@@ -116,8 +117,8 @@ def open_existing(path: Path, world_size: int, timeout: datetime.timedelta) -> d
 def leave(path: Path, world_size: int) -> None:
     """Let go of a store; the last worker that does so removes the folder. Call it when nothing uses the store here.
 
-    torch's store removes its file by itself, but not if two workers let go of it at the same moment: each of them then
-    takes the other one for the last.
+    torch's store removes its file, but not if two workers release it at the same moment: each of
+    them then takes the other one for the last.
 
     Args:
         path: The path of the store.

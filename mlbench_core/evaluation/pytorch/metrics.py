@@ -145,7 +145,7 @@ class _Call:
 
 
 class _StatisticsMetric(MLBenchMetric):
-    """A metric whose batches add statistics of their own instead of a weighted value.
+    """A metric whose batches add statistics instead of a weighted value.
 
     A call stores the statistics from which it computed its value. An update with this value adds the stored statistics
     to the sums. Calls and updates may come in any order. ``average_meter`` has the mean of the batches' values, which

@@ -89,7 +89,8 @@ class Convolution(tf.Module):
 class BatchNorm(tf.Module):
     """Batch normalization with running statistics.
 
-    Under a strategy, each replica has statistics of its own. Read outside of a replica, they are the mean over all.
+    Under a strategy, each replica has its own statistics. Read outside of a replica, they are the
+    mean over all.
 
     Args:
         width: Channels.

@@ -1,6 +1,7 @@
 """Draw the training time by phase or by step as one bar for each number of workers.
 
-Bars are horizontal, so that time runs from left to right as in a trace, and long labels have a line of their own.
+Bars are horizontal, so that time runs from left to right as in a trace, and each long label has a
+line.
 """
 
 from __future__ import annotations

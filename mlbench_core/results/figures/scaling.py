@@ -169,7 +169,7 @@ def speed_up_panels(panels: Sequence[Axes], groups: Sequence[Group], every: Sequ
         _prepare(axes, every)
         for index, start in enumerate(starts):
             ideal: canvas.Look = {"linestyle": (0, (4, 2)), "color": canvas.GRAY, "linewidth": 0.8}
-            # One entry in the legend stands for the lines of all starts.
+            # One entry in the legend is for the lines of all starts.
             # With both axes logarithmic, as with both linear, the ideal is a straight line.
             axes.plot([start, largest], [1.0, largest / start], label="_" * bool(index) + "ideal", **ideal)
         _lines(axes, every, rows)

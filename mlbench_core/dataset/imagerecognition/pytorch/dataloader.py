@@ -227,8 +227,8 @@ class Imagenet(Dataset):
         folder = self.root / ("train" if train else "val")
         if not folder.is_dir():
             raise DatasetNotFoundError(
-                f"no ImageNet here: the folder {folder} does not exist; it must have one folder of images for each "
-                "class (https://image-net.org/download)"
+                f"{folder} does not exist: get ImageNet (https://image-net.org/download) and put "
+                "one folder of images for each class there"
             )
         try:
             self._images = _torchvision.load("datasets").ImageFolder(str(folder), loader=_load_rgb)

@@ -55,8 +55,8 @@ too large; get it again, make it smaller, or delete it
         height, width = _jpeg_size(name, encoded)
     else:
         raise DatasetError(
-            f"{name} is damaged: it must be a JPEG or PNG image, but begins with {encoded[:16]!r}; delete it and get "
-            "it again"
+            f"{name} is damaged: it is not a JPEG or PNG image, but begins with {encoded[:16]!r}; "
+            "delete it and get it again"
         )
     check_pixels(name, height, width)
 
@@ -74,8 +74,8 @@ def check_pixels(name: str, height: int, width: int) -> None:
     """
     if not 1 <= height * width <= MOST_PIXELS:
         raise DatasetError(
-            f"{name} must have 1 to {MOST_PIXELS} pixels, not {width} x {height}: it is damaged or too large; get it "
-            "again, make it smaller, or delete it"
+            f"{name} has {width} x {height} pixels, not 1 to {MOST_PIXELS}: it is damaged or too "
+            "large; get it again, make it smaller, or delete it"
         )
 
 
@@ -141,7 +141,7 @@ def to_rgb(picture: Any) -> Any:
         return picture
     # TIFF's integers of 32 bits have the mode "I"; for PNG and PGM it means 16 bits.
     if picture.mode == "F" or (picture.mode == "I" and picture.format == "TIFF"):
-        raise ValueError(f"its levels must have 8 or 16 bits, not those of Pillow's mode {picture.mode!r}")
+        raise ValueError(f"its levels have Pillow's mode {picture.mode!r}, not 8 or 16 bits")
     if picture.mode == "I" or picture.mode.startswith("I;16"):
         pictures: Any = require("PIL.Image", "vision")
         picture = pictures.fromarray((np.asarray(picture) >> 8).astype(np.uint8))

@@ -179,8 +179,8 @@ def find_jpegs(root: str | os.PathLike[str], part: str = "") -> JpegFiles:
     if not folder.is_dir() and not archives:
         tars = f", nor do tar files {root / part}*.tar" if part else ""
         raise DatasetNotFoundError(
-            f"no images here: the folder {folder} does not exist{tars}; it must have one folder of JPEG images for "
-            "each class (for ImageNet see https://image-net.org/download)"
+            f"{folder} does not exist{tars}: put one folder of JPEG images for each class there "
+            "(for ImageNet see https://image-net.org/download)"
         )
     solution = _read_solution(root)
     if archives and folder.is_dir() and any(path.is_dir() for path in folder.glob("[!.]*")):
@@ -207,7 +207,8 @@ def _read_solution(root: Path) -> dict[str, str]:
             return {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(file)}
     except (KeyError, IndexError, AttributeError, UnicodeDecodeError, csv.Error) as error:
         raise DatasetError(
-            f"{path} is damaged: it must have the columns ImageId and PredictionString; delete it and get it again"
+            f"{path} is damaged: it does not have the columns ImageId and PredictionString; delete "
+            "it and get it again"
         ) from error
 
 
@@ -227,8 +228,8 @@ def _scan_folder(folder: Path, solution: Mapping[str, str]) -> list[_Found]:
                 # Without an error, the other classes would get other numbers.
                 if not images:
                     raise DatasetError(
-                        f"{entry.path} must have JPEG images of the class {entry.name}, not none: delete it if it is "
-                        "empty"
+                        f"{entry.path} has no JPEG images of the class {entry.name}: delete it if "
+                        "it is empty"
                     )
                 found += images
             elif _is_image(entry.name):
@@ -249,14 +250,16 @@ def _scan_archive(path: Path, number: int, solution: Mapping[str, str]) -> list[
     labels: dict[str, str] = {}
     found: list[tuple[str, tarfile.TarInfo]] = []
     try:
-        # "r:" refuses compressed files, in which no position can be read by itself.
+        # "r:" refuses compressed files, in which no position can be read without those before it.
         with tarfile.open(path, "r:") as archive:
             for member in archive:
                 base, ending = os.path.splitext(member.name)
                 if not member.isdir() and (ending == ".cls" or _is_image(ending)):
                     # A link would lead out of the archive, and a sparse file has its bytes elsewhere.
                     if not member.isreg() or member.issparse() or member.size < 0:
-                        raise DatasetError(f"{member.name} in {path} must be a regular file, not a link or a device")
+                        raise DatasetError(
+                            f"{member.name} in {path} is a link or a device, not a regular file"
+                        )
                     if ending == ".cls":
                         labels[base] = _read_class(archive, member, path)
                     else:
@@ -280,7 +283,9 @@ def _read_class(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -
     stream = archive.extractfile(member) if member.size <= _CLASS_BYTES else None
     label = stream.read().decode("utf-8-sig", errors="replace").strip() if stream is not None else ""
     if not label:
-        raise DatasetError(f"{member.name} in {path} must have the name or the number of a class in one line")
+        raise DatasetError(
+            f"{member.name} in {path} does not have the name or the number of a class in one line"
+        )
     return label
 
 

@@ -130,7 +130,8 @@ def _wrong_line(path: Path, first_line: int, text: bytes, parse: Callable[[bytes
     if b"\r" in lines[low].rstrip(b"\r"):
         reason = f"it has a carriage return without a line feed, which does not end a line ({reason})"
     return DatasetError(
-        f"{path}, line {first_line + low}: a line must be 'label index:value index:value ...', not {shown!r}: {reason}"
+        f"{path}, line {first_line + low}: {shown!r} is not 'label index:value index:value ...': "
+        f"{reason}"
     )
 
 

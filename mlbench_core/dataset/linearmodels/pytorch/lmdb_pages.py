@@ -26,7 +26,7 @@ __all__ = ["check_pages"]
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _BRANCH, _LEAF, _META = 1, 2, 8
-_ELSEWHERE = 1  # flag of a node whose data is on pages of its own
+_ELSEWHERE = 1  # flag of a node whose data is on separate pages
 _NO_PAGE = 2**64 - 1  # root of an empty database
 _HEADER_BYTES = _NODE_BYTES = 16
 _NODE = struct.Struct("<HHHH")

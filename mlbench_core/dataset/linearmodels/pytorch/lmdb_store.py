@@ -149,7 +149,7 @@ def _other_format(path: Path) -> DatasetError:
 class LinearStore:
     """Read rows of one store from the pages of its file.
 
-    Each process opens the file by itself, at its first use. Therefore an object can be pickled, sent to worker
+    Each process opens the file at its first use. Therefore an object can be pickled, sent to worker
     processes, and used on both sides of a ``fork``. All objects of a process on the same file share the open file.
 
     Args:
@@ -190,7 +190,7 @@ class LinearStore:
         return self.header.n_rows
 
     def __getstate__(self) -> dict[str, Any]:
-        # The open file and its views belong to this process. Another process opens the file by itself.
+        # The open file and its views belong to this process. Another process opens the file again.
         return {**self.__dict__, "_opened": None, "_dense": None, "_copies": {}}
 
     def close(self) -> None:
@@ -332,8 +332,8 @@ def _get_dense(opened: _ReadEnvironment, number: int, header: StoreHeader, path:
     expected = header.rows_of(number) * header.n_features * header.number.itemsize
     if len(block) != expected:
         raise DatasetError(
-            f"block {number} of {path} is damaged: it must have {expected} bytes, not {len(block)}; convert the data "
-            "again, or copy it again"
+            f"block {number} of {path} is damaged: it has {len(block)} bytes, not {expected}; "
+            "convert the data again, or copy it again"
         )
     return block
 
@@ -391,7 +391,7 @@ class _ReadEnvironment:
 
     def __init__(self, environment: Any, path: Path, failure: type[Exception]) -> None:
         self._path, self._failure = path, failure
-        # A process that `fork` creates inherits the object, but must open the file by itself.
+        # A process that `fork` creates inherits the object, but must open the file again.
         self.pid = os.getpid()
         self._environment = environment
         self._transaction = environment.begin(buffers=True)
@@ -432,7 +432,7 @@ def _open_for_reading(path: Path) -> _ReadEnvironment:
         if found is not None:
             found.close()
         if not stat.S_ISREG(status.st_mode):
-            raise DatasetError(f"{file} must be a regular file, not a folder, a pipe or a device")
+            raise DatasetError(f"{file} is a folder, a pipe or a device, not a regular file")
         # A damaged page number could end the process with a bus error.
         check_pages(file)
         try:

@@ -224,8 +224,8 @@ def _download(folder: Path, archive: Archive, languages: Sequence[str]) -> None:
         lines = count_lines(path) if path.is_file() else 0
         if lines != archive.lines:
             raise DownloadError(
-                f"{path} from {archive.url} must have {archive.lines} lines, not {lines}: delete {path.parent} and get "
-                f"the archive from another place"
+                f"{path} from {archive.url} has {lines} lines, not {archive.lines}: delete "
+                f"{path.parent} and get the archive from another place"
             )
     for path, text in zip(found, texts, strict=True):
         place = folder / text
@@ -238,8 +238,8 @@ def _check_newstest2014(path: Path) -> None:
     lines = count_lines(path)
     if lines == _NEWSTEST2014_FILTERED_LINES:
         raise DatasetError(
-            f"{path} must be the whole newstest2014 of {_NEWSTEST2014_LINES} lines, not its filtered copy of {lines}: "
-            f"get https://www.statmt.org/wmt14/test-full.tgz"
+            f"{path} is the filtered copy of newstest2014 with {lines} lines, not the whole text "
+            f"of {_NEWSTEST2014_LINES}: get https://www.statmt.org/wmt14/test-full.tgz"
         )
     if lines != _NEWSTEST2014_LINES:
         _log.warning("%s has %d lines; newstest2014 has %d", path, lines, _NEWSTEST2014_LINES)

@@ -134,8 +134,8 @@ class PairStore:
         self.header = _read_header(self.folder)
         if vocabulary_checksum is not None and vocabulary_checksum != self.header.vocabulary_checksum:
             raise DatasetError(
-                f"{self.folder} must have the vocabulary {vocabulary_checksum}, not "
-                f"{self.header.vocabulary_checksum}: {_ADVICE}"
+                f"{self.folder} has the vocabulary {self.header.vocabulary_checksum}, not "
+                f"{vocabulary_checksum}: {_ADVICE}"
             )
         self.source, self.target = (
             self._load(side, tokens, mapped=not in_memory)
@@ -150,14 +150,14 @@ class PairStore:
             raise DatasetError(f"{error}; {_ADVICE}") from error
         if (numbers.dtype, numbers.shape) != (self.header.dtype, (tokens,)):
             raise DatasetError(
-                f"{self.folder} is damaged: the {side} must have {tokens} numbers of {self.header.dtype}, not "
-                f"{numbers.dtype} of shape {numbers.shape}; {_ADVICE}"
+                f"{self.folder} is damaged: the {side} is {numbers.dtype} of shape "
+                f"{numbers.shape}, not {tokens} numbers of {self.header.dtype}; {_ADVICE}"
             )
         is_known = (offsets.dtype, offsets.shape) == (np.dtype("<i8"), (self.header.pairs + 1,))
         if not is_known or offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 0).any():
             raise DatasetError(
-                f"{self.folder} is damaged: the {side} must have {self.header.pairs} sentences, one after the other, "
-                f"with {tokens} numbers; {_ADVICE}"
+                f"{self.folder} is damaged: the {side} does not have {self.header.pairs} "
+                f"sentences, one after the other, with {tokens} numbers; {_ADVICE}"
             )
         return Sentences(numbers, offsets)
 
@@ -249,7 +249,8 @@ def _read_header(folder: Path) -> PairHeader:
         content = json.loads((folder / "header.json").read_text(encoding="utf-8"))
         if content["version"] != FORMAT_VERSION:
             raise DatasetError(
-                f"{folder} must have version {FORMAT_VERSION} of the format, not {content['version']}: {_ADVICE}"
+                f"{folder} has version {content['version']} of the format, not {FORMAT_VERSION}: "
+                f"{_ADVICE}"
             )
         # JSON has no tuples, only lists.
         content["languages"], content["tokens"] = tuple(content["languages"]), tuple(content["tokens"])

@@ -196,7 +196,8 @@ def _encode(
 def _prepare_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path) -> PairFiles:
     """Return a text in words, from which both the vocabulary and the store are created.
 
-    Each file of the text has a result of its own. After an interruption, finished files are therefore not split again.
+    Each file of the text has its own result. After an interruption, finished files are therefore
+    not split again.
     """
     folders = [
         _split_words(PairFiles((source,), (target,)), recipe, cleaning, cache_dir)

@@ -54,8 +54,8 @@ class SubtokenVocabulary:
 
     Args:
         subtokens: The sub-tokens in their order, each of them once: ``<pad>``, ``<EOS>``, and then all others. Among
-            them must be each of their characters by itself, and ``\``, ``_``, ``u``, ``;`` and ``0`` to ``9`` for
-            escapes.
+            them must be each of their characters as a sub-token, and ``\``, ``_``, ``u``, ``;``
+            and ``0`` to ``9`` for escapes.
 
     Raises:
         ValueError: The first two sub-tokens are others, a sub-token occurs twice or is empty, or a character is
@@ -96,8 +96,8 @@ class SubtokenVocabulary:
         missing = sorted(characters - self._numbers.keys())
         if missing:
             raise ValueError(
-                f"each character of sub-tokens and of escapes must be a sub-token of its own, but {len(missing)} are "
-                f"missing: {' '.join(map(repr, missing[:10]))}"
+                "each character of sub-tokens and of escapes must also be a sub-token, but "
+                f"{len(missing)} are missing: {' '.join(map(repr, missing[:10]))}"
             )
         self._longest = max(map(len, self._numbers))
         self._cut_tokens: dict[str, list[int]] = {}
@@ -181,8 +181,8 @@ class SubtokenVocabulary:
             quoted = line.rstrip()
             if len(quoted) < 2 or quoted[0] not in "'\"" or quoted[-1] != quoted[0]:
                 raise DatasetError(
-                    f"{file} is not a vocabulary of sub-tokens: line {number} must be a sub-token in quotes, not "
-                    f"{quoted[:40]!r}"
+                    f"{file} is not a vocabulary of sub-tokens: line {number} is {quoted[:40]!r}, "
+                    "not a sub-token in quotes"
                 )
             subtokens.append(quoted[1:-1])
         try:
@@ -215,7 +215,7 @@ class SubtokenVocabulary:
         numbers, start = [], 0
         while start < len(escaped):
             end = min(start + self._longest, len(escaped))
-            # This ends, because each character that is left has a sub-token of its own.
+            # This ends, because each character that is left is a sub-token.
             while escaped[start:end] not in self._numbers:
                 end -= 1
             numbers.append(self._numbers[escaped[start:end]])

@@ -164,7 +164,7 @@ class Subwords:
             raise DatasetNotFoundError(f"{folder} has no vocabulary vocab.bpe.NAME, for example vocab.bpe.32000")
         if len(found) > 1:
             names = ", ".join(path.name for path in found)
-            raise DatasetError(f"{folder} must have one vocabulary, not {names}: remove the others")
+            raise DatasetError(f"{folder} has several vocabularies, {names}: remove all but one")
         left_out = set(skip)
         symbols = [symbol for symbol in _read_symbols(found[0]) if symbol not in left_out]
         merges = folder / found[0].name.removeprefix("vocab.")
@@ -345,7 +345,10 @@ def _read_symbols(path: Path) -> list[str]:
 def _read_merges(path: Path) -> list[Pair]:
     lines = _read_lines(path)
     if not lines or lines[0].strip() != _VERSION:
-        raise DatasetError(f"{path} must begin with {_VERSION!r}: other versions of the format are not supported")
+        raise DatasetError(
+            f"{path} does not begin with {_VERSION!r}: other versions of the format are not "
+            "supported"
+        )
     # Split at spaces only: a part may contain other white space of Unicode.
     pairs = [tuple(line.split(" ")) for line in lines[1:] if line]
     for number, pair in enumerate(pairs, 2):

@@ -2,7 +2,8 @@
 
 The wheels of torch have no MPI. This package gives them one: :func:`register` makes ``"mpi"`` a backend whose process
 groups work over mpi4py (``pip install 'mlbench-core[mpi]'``). As with an MPI built into torch, ``mpirun`` gives ranks
-and world size. :func:`~mlbench_core.distributed.pytorch.initialize_backends` registers it by itself::
+and world size. :func:`~mlbench_core.distributed.pytorch.initialize_backends` registers it
+automatically::
 
     mpirun -n 2 python main.py
 

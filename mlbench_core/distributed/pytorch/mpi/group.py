@@ -332,7 +332,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _end_coalescing(self, device: torch.device) -> Work:
         works, self._collected = self._collected or [], None
 
-        # One work stands for all: it is due when they are done, and passes on the first error.
+        # One work represents all: it is due when they are done, and passes on the first error.
         def finish() -> None:
             for work in works:
                 work.wait()

@@ -134,7 +134,8 @@ class Transfers:
             received = None if output is None else self.message(output, count=source.numel())
             self.comm.Gather(self.message(source), received, root)
             return
-        # MPI cannot count the whole output: each worker's part goes in messages of its own, all other parts are empty.
+        # MPI cannot count the whole output: each worker's part goes in separate messages, and all
+        # other parts are empty.
         incoming = self._empty_parts(source) if output is None else output.view(-1).split(source.numel())
         outgoing = self._empty_parts(source)
         outgoing[root] = source

@@ -105,8 +105,8 @@ def world() -> World:
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise BackendError(
             "this MPI was started for calls from one thread only; the backend mpi calls it from one thread after the "
-            "other and needs MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE (mpi4py asks for the latter by itself: leave "
-            "mpi4py.rc.thread_level alone)"
+            "other and needs MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE (mpi4py asks for the "
+            "latter by default: leave mpi4py.rc.thread_level alone)"
         )
     found = World(MPI, MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), Datatypes(MPI))
     # mpi4py finalizes MPI at the very end of the interpreter, after this handler.

@@ -170,7 +170,8 @@ class WeightDrop(nn.Module):
         if not self.training or self.dropout == 0:
             return self.module(*args, **kwargs)
         dropped = {name: F.dropout(self.module.get_parameter(name), self.dropout) for name in self.weights}
-        # Recurrent modules read a list of weights of their own, which functional_call does not replace cheaply.
+        # Recurrent modules read their own list of weights, which functional_call does not replace
+        # cheaply.
         if not isinstance(self.module, nn.RNNBase):
             return torch.func.functional_call(self.module, dropped, args, kwargs)
         with _computing_with(self.module, dropped):

@@ -96,7 +96,7 @@ class MultiheadAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the weights from Glorot's uniform distribution for each of the four matrices; set biases to 0."""
-        # Glorot's bound depends on the shape, so each of the three fused matrices is drawn as a matrix of its own.
+        # Glorot's bound depends on the shape, so the three fused matrices are drawn separately.
         for weight in (*self.in_proj_weight.chunk(3), self.out_proj.weight):
             nn.init.xavier_uniform_(weight)
         for bias in (self.in_proj_bias, self.out_proj.bias):
