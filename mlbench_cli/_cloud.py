@@ -135,9 +135,7 @@ def _package(options: CloudOptions) -> tuple[str, dict[str, str]]:
         return _quote(chosen), {}
     wheel = Path(chosen).absolute()
     if not wheel.is_file():
-        raise ConfigurationError(
-            f"{wheel} does not exist: give --package a requirement or a wheel that exists"
-        )
+        raise ConfigurationError(f"{wheel} does not exist: give --package a requirement or a wheel that exists")
     # pip wants the name of a wheel unchanged.
     return f"~/{_quote(wheel.name)}{_quote(_EXTRAS)}", {f"~/{wheel.name}": str(wheel)}
 

@@ -124,8 +124,7 @@ def call_folder(given: Path | None = None) -> str:
         if given is not None and given.is_absolute():
             return str(given)
         raise ConfigurationError(
-            f"the current folder cannot be used ({error.strerror}): change to another one, or give "
-            "--cwd"
+            f"the current folder cannot be used ({error.strerror}): change to another one, or give --cwd"
         ) from None
     return str(here / given.expanduser() if given is not None else here)
 

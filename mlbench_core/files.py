@@ -171,9 +171,7 @@ def check_only_own(path: Path, found: os.stat_result | None = None) -> None:
     if writes == stat.S_IWGRP and _is_private_group(found.st_gid):
         return
     if writes:
-        raise ConfigurationError(
-            f"users other than its owner can write to {path}, which is trusted: chmod go-w {path}"
-        )
+        raise ConfigurationError(f"users other than its owner can write to {path}, which is trusted: chmod go-w {path}")
 
 
 def _is_private_group(number: int) -> bool:
@@ -246,9 +244,7 @@ def read_bytes(path: Path, most_bytes: int = _SMALL_BYTES) -> bytes:
     finally:
         os.close(descriptor)
     if len(content) > most_bytes:
-        raise OSError(
-            f"{path} has more than {most_bytes} bytes: it is not the file that is meant here"
-        )
+        raise OSError(f"{path} has more than {most_bytes} bytes: it is not the file that is meant here")
     return content
 
 

@@ -81,9 +81,7 @@ def make_private(folder: Path) -> None:
     mode = folder.stat().st_mode
     if mode & 0o1000:
         # All users write there. To make it private would break their programs.
-        raise ConfigurationError(
-            f"{folder} is shared by all users: choose a private folder with --data-dir"
-        )
+        raise ConfigurationError(f"{folder} is shared by all users: choose a private folder with --data-dir")
     if os.name == "posix" and mode & 0o077:
         try:
             folder.chmod(0o700)

@@ -229,9 +229,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"argument --workers: must be at least 2, not {min(arguments.workers)}")
     apart = [name for name in arguments.variants if not VARIANTS[name].keeps_memory]
     if apart and not arguments.apart:
-        parser.error(
-            f"argument --variants: {', '.join(apart)} must run in separate processes: add --apart"
-        )
+        parser.error(f"argument --variants: {', '.join(apart)} must run in separate processes: add --apart")
     if arguments.network and (reason := EmulatedNetwork.why_not()):
         parser.error(f"argument --network: {reason}")
     return arguments

@@ -100,10 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=positive, default=2, help="steps of a block (default: 2)")
     arguments = parse(parser, argv, models=["mlp"], steps=1)
     if mpirun_command(2) is None:
-        sys.exit(
-            "mpi4py or mpirun was not found: pip install 'mlbench-core[mpi]', and see "
-            "docs/howto/mpi.md"
-        )
+        sys.exit("mpi4py or mpirun was not found: pip install 'mlbench-core[mpi]', and see docs/howto/mpi.md")
     rows = [
         row
         for model in arguments.models

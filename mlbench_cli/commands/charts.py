@@ -66,8 +66,7 @@ def charts(
     """
     if not folder.is_dir() and not dashboard_url:
         raise ConfigurationError(
-            f"{folder} does not exist: name a folder with results, or make it to draw the runs of "
-            "the master into it"
+            f"{folder} does not exist: name a folder with results, or make it to draw the runs of the master into it"
         )
     found = load([folder], empty_is_error=False) if not dashboard_url else []
     if found:

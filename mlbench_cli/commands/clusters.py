@@ -235,8 +235,7 @@ def _new_cluster(provider: str, num_workers: int, name: str) -> Cluster:
     if full_name in known:
         if known[full_name].provider != provider:
             raise ConfigurationError(
-                f"cluster {full_name} already exists at {known[full_name].provider}: choose "
-                "another name"
+                f"cluster {full_name} already exists at {known[full_name].provider}: choose another name"
             )
         return known[full_name]
     taken = {cluster.port for cluster in known.values()}

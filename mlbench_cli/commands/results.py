@@ -68,9 +68,7 @@ def result_folders(folders: Sequence[Path]) -> list[Path]:
     for folder in folders:
         inside = list(find_folders(folder)) if folder.is_dir() else []
         if not inside:
-            raise ConfigurationError(
-                f"{folder} is not a result folder and has none below it: give the folder of a run"
-            )
+            raise ConfigurationError(f"{folder} is not a result folder and has none below it: give the folder of a run")
         found += inside
     return list(dict.fromkeys(found))
 

@@ -258,9 +258,7 @@ class _Options:
             # The first word can be a program anywhere on the PATH.
             is_missing = word.endswith(".py") and not path.is_file() and not Path(word).is_absolute()
             if is_missing and (position or not shutil.which(word)):
-                raise click.UsageError(
-                    f"the script {path} does not exist: give its path from this folder"
-                )
+                raise click.UsageError(f"the script {path} does not exist: give its path from this folder")
 
 
 @click.command(cls=_RunCommand)

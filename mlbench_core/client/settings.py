@@ -51,9 +51,7 @@ def read(name: str) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
-        raise ConfigurationError(
-            f"{path} cannot be read by this user: {error.strerror or error}"
-        ) from error
+        raise ConfigurationError(f"{path} cannot be read by this user: {error.strerror or error}") from error
     try:
         value = json.loads(text.decode("utf-8-sig"))
     except (ValueError, RecursionError):

@@ -186,9 +186,7 @@ def predict_time_to_goal(record: RunRecord, network: Network, workers: int) -> f
     """
     time_s = predict(record, network, workers).time_to_goal_s
     if time_s is None:
-        raise ConfigurationError(
-            f"run {record.name} did not reach its goal: its steps to the goal are unknown"
-        )
+        raise ConfigurationError(f"run {record.name} did not reach its goal: its steps to the goal are unknown")
     return time_s
 
 
@@ -201,9 +199,7 @@ def _read(record: RunRecord, alone: RunRecord | None) -> _Measured:
             remedy = "measure a run of 2 workers or more, too"
         elif not record.batches:
             remedy = "train with a Tracker that marks the start and the end of each batch"
-        raise ConfigurationError(
-            f"run {record.name} did not record the collectives of several workers: {remedy}"
-        )
+        raise ConfigurationError(f"run {record.name} did not record the collectives of several workers: {remedy}")
     collectives = tuple(
         Collective(e["op"], e["group"], e["calls"] / record.batches, e["bytes"] / e["calls"], e["overlapped"])
         for e in found
@@ -251,9 +247,7 @@ def _compute_s(record: RunRecord) -> float:
     if seconds is None and record.workers == 1:
         seconds = record.total_s
     if seconds is None:
-        raise ConfigurationError(
-            f"run {record.name} did not record compute and communication times"
-        )
+        raise ConfigurationError(f"run {record.name} did not record compute and communication times")
     return seconds / _steps_of(record)
 
 

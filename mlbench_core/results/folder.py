@@ -184,8 +184,7 @@ def read_result(folder: Path) -> dict[str, Any]:
         return dict(check_result({**result, "files": {}}, f"the raw lines in {folder}"))
     except _DAMAGE as error:
         raise ConfigurationError(
-            f"{folder} is not a result folder: it has no {RESULT}, and {error}; give the folder of "
-            "a run"
+            f"{folder} is not a result folder: it has no {RESULT}, and {error}; give the folder of a run"
         ) from error
 
 
@@ -409,7 +408,5 @@ def _read_json(path: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}")
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(
-            f"{path} is not a JSON object: {error}; restore it from a copy"
-        ) from error
+        raise ConfigurationError(f"{path} is not a JSON object: {error}; restore it from a copy") from error
     return content

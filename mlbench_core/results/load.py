@@ -67,17 +67,14 @@ def load(
             unreadable(problem)
         if not found and not problems and empty_is_error:
             raise ConfigurationError(
-                f"{path} has no result: name a result folder, or a file of 'mlbench run --wait' or "
-                "'mlbench download'"
+                f"{path} has no result: name a result folder, or a file of 'mlbench run --wait' or 'mlbench download'"
             )
         for record in found:
             try:
                 without_place = dataclasses.replace(record, source="", folder=None).as_json()
                 key = json.dumps(without_place, sort_keys=True, default=str)
             except RecursionError as error:
-                raise ConfigurationError(
-                    f"{record.source} is nested hundreds of levels deep: remove it"
-                ) from error
+                raise ConfigurationError(f"{record.source} is nested hundreds of levels deep: remove it") from error
             if key not in records or record.folder is not None:
                 records[key] = record
     return sorted(records.values(), key=lambda record: (record.workers or 0, record.name))
@@ -118,9 +115,7 @@ def _read(
 def _load_folder(folder: Path) -> RunRecord:
     lines = read_lines(folder)
     if not lines.paths:
-        raise ConfigurationError(
-            f"{folder} has no raw lines of the run (metrics.jsonl): copy the whole folder"
-        )
+        raise ConfigurationError(f"{folder} has no raw lines of the run (metrics.jsonl): copy the whole folder")
     result = read_result(folder)
     remarks = []
     if not (folder / RESULT).exists():

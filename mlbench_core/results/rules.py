@@ -93,9 +93,7 @@ def _check_division(record: RunRecord) -> Finding:
 def _check_source(record: RunRecord) -> Finding:
     commit, difference = record.software.get("commit"), record.software.get("difference_sha256")
     if not commit:
-        return Finding(
-            "fail", record.name, "the commit of the source is not known: run it in a checkout"
-        )
+        return Finding("fail", record.name, "the commit of the source is not known: run it in a checkout")
     source = f"the source is commit {str(commit)[:12]}"
     if not difference:
         return Finding("ok", record.name, source)

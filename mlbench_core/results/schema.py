@@ -55,16 +55,13 @@ def check_result(result: Any, name: str = "result.json") -> Mapping[str, Any]:
             "version of mlbench-core that wrote it, or with a later one"
         )
     for place, number in _not_finite(result):
-        raise ConfigurationError(
-            f"{place} of {name} is {number}, not a finite number: restore it from a copy"
-        )
+        raise ConfigurationError(f"{place} of {name} is {number}, not a finite number: restore it from a copy")
     try:
         _validator()(result)
     except fastjsonschema.JsonSchemaValueException as error:
         place = ".".join(error.path[1:]) or "the whole file"
         raise ConfigurationError(
-            f"wrong field in {name}: {place} {error.message.partition(' ')[2]}; restore it from a "
-            "copy"
+            f"wrong field in {name}: {place} {error.message.partition(' ')[2]}; restore it from a copy"
         ) from error
     checked: Mapping[str, Any] = result
     return checked

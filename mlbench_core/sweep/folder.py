@@ -112,9 +112,7 @@ class SweepFolder:
                     _copy(source, self.path / _COPY)
                 yield
         except TimeoutError:
-            raise ConfigurationError(
-                f"another sweep uses {self.path}: wait for it, or end it with Ctrl-C"
-            ) from None
+            raise ConfigurationError(f"another sweep uses {self.path}: wait for it, or end it with Ctrl-C") from None
 
     def run_folder(self, point: Point) -> Path:
         """Return the result folder of a run, which may not exist yet."""
@@ -255,9 +253,7 @@ def _read(path: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}")
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(
-            f"{path} is not a file of a sweep: {error}; delete it to repeat the run"
-        ) from error
+        raise ConfigurationError(f"{path} is not a file of a sweep: {error}; delete it to repeat the run") from error
     return content
 
 

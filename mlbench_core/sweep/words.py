@@ -141,8 +141,7 @@ def _winners(outcome: Outcome, rows: dict[tuple[str, int], list[Cell]]) -> list[
     for name, cells in sorted(wins.items(), key=lambda item: -len(item[1])):
         text = f"{name} had the least median time on {_places(cells)}"
         sentences.append(
-            f"{text}. The difference from the runner-up is significant in {clear[name]} of "
-            f"{len(cells)} cases."
+            f"{text}. The difference from the runner-up is significant in {clear[name]} of {len(cells)} cases."
         )
     return sentences
 

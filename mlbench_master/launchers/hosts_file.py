@@ -133,9 +133,7 @@ def _hosts(listed: str | None, hostfile: str | None) -> tuple[Host, ...]:
             text = content.read(_FILE_BYTES).decode("utf-8-sig")  # editors on Windows begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ValueError(
-            f"engine_options: the master cannot read the host file {file}: {why}"
-        ) from error
+        raise ValueError(f"engine_options: the master cannot read the host file {file}: {why}") from error
     return parse_hosts(text.splitlines(), str(file), "line")
 
 

@@ -159,8 +159,7 @@ class LocalLauncher(FolderLauncher):
         containers = read_options(job.options)
         if job.cwd and not os.access(job.cwd, os.R_OK | os.X_OK):
             raise ConfigurationError(
-                f"cannot start run {job.run_id}: the folder of its workers, {job.cwd}, does not "
-                "exist any more"
+                f"cannot start run {job.run_id}: the folder of its workers, {job.cwd}, does not exist any more"
             )
         self.stop(job_id)  # a new database reuses the ids of runs that may still be running
         self.remove(job_id)

@@ -366,9 +366,7 @@ def _submit(command: list[str], folder: Path, mark: str, caller_env: Mapping[str
             raise
         return found
     if not slurm_id.isdecimal():
-        raise LauncherError(
-            f"sbatch answered {slurm_id[:80]!r}, which is not the number of a job: look at squeue"
-        )
+        raise LauncherError(f"sbatch answered {slurm_id[:80]!r}, which is not the number of a job: look at squeue")
     return slurm_id
 
 

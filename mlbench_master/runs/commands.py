@@ -222,9 +222,7 @@ def _check_network(run: RunIn, launcher: Launcher, all_nodes: bool) -> list[str]
     if not launcher.emulates_networks:
         raise ValueError(f"{given}: {no_network(launcher)}")
     if launcher.uses_image(run.engine_options):
-        raise ValueError(
-            f"{given}: containers have their own network; leave out the network or the container"
-        )
+        raise ValueError(f"{given}: containers have their own network; leave out the network or the container")
     try:
         return check_network(run.network, run.num_workers, run.backend.lower(), all_nodes=all_nodes)
     except ValueError as error:

@@ -179,9 +179,7 @@ def test_members_that_are_no_files_are_refused(tmp_path: Path, write: Callable[[
     with tarfile.open(tmp_path / "train.tar", "w") as archive:
         add(archive, "n00/a.jpg", b"x")
         write(archive)
-    with pytest.raises(
-        DatasetError, match=r"n00/b\.jpg in .*train\.tar is a link or a device, not a regular file"
-    ):
+    with pytest.raises(DatasetError, match=r"n00/b\.jpg in .*train\.tar is a link or a device, not a regular file"):
         find_jpegs(tmp_path, "train")
 
 

@@ -232,9 +232,7 @@ def test_only_line_feeds_end_lines_and_segments_are_unescaped(tmp_path: Path) ->
 
 def test_filtered_newstest2014_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_text(tmp_path, "newstest2014", {lang: ["x"] * 2737 for lang in ("en", "de")})
-    with pytest.raises(
-        DatasetError, match="the filtered copy of newstest2014 with 2737 lines, not the whole text"
-    ):
+    with pytest.raises(DatasetError, match="the filtered copy of newstest2014 with 2737 lines, not the whole text"):
         find_files(tmp_path, ["newstest2014"], ("en", "de"))
     write_text(tmp_path, "newstest2014", {lang: ["x"] * 10 for lang in ("en", "de")})
     assert find_files(tmp_path, ["newstest2014"], ("en", "de")) is not None

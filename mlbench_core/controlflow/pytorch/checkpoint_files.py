@@ -219,9 +219,7 @@ def read(path: Path) -> dict[str, Any]:
 def _check_regular(path: Path) -> None:
     """Refuse a folder, a pipe or a device; opening a pipe would wait for its writer."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(
-            f"the checkpoint {path} is a folder, a pipe or a device, not a regular file"
-        )
+        raise CheckpointError(f"the checkpoint {path} is a folder, a pipe or a device, not a regular file")
 
 
 def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, dict[str, Any]]:

@@ -41,8 +41,7 @@ def read_bytes(path: Path, md5: str | None = None) -> bytes:
     found = files.digest(content, "md5") if md5 else None
     if found != md5:
         raise DatasetError(
-            f"{path} is damaged: the md5 of its content is {found}, not {md5}; delete it and get "
-            "it again"
+            f"{path} is damaged: the md5 of its content is {found}, not {md5}; delete it and get it again"
         )
     return content
 

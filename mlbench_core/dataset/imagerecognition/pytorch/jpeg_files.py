@@ -207,8 +207,7 @@ def _read_solution(root: Path) -> dict[str, str]:
             return {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(file)}
     except (KeyError, IndexError, AttributeError, UnicodeDecodeError, csv.Error) as error:
         raise DatasetError(
-            f"{path} is damaged: it does not have the columns ImageId and PredictionString; delete "
-            "it and get it again"
+            f"{path} is damaged: it does not have the columns ImageId and PredictionString; delete it and get it again"
         ) from error
 
 
@@ -228,8 +227,7 @@ def _scan_folder(folder: Path, solution: Mapping[str, str]) -> list[_Found]:
                 # Without an error, the other classes would get other numbers.
                 if not images:
                     raise DatasetError(
-                        f"{entry.path} has no JPEG images of the class {entry.name}: delete it if "
-                        "it is empty"
+                        f"{entry.path} has no JPEG images of the class {entry.name}: delete it if it is empty"
                     )
                 found += images
             elif _is_image(entry.name):
@@ -257,9 +255,7 @@ def _scan_archive(path: Path, number: int, solution: Mapping[str, str]) -> list[
                 if not member.isdir() and (ending == ".cls" or _is_image(ending)):
                     # A link would lead out of the archive, and a sparse file has its bytes elsewhere.
                     if not member.isreg() or member.issparse() or member.size < 0:
-                        raise DatasetError(
-                            f"{member.name} in {path} is a link or a device, not a regular file"
-                        )
+                        raise DatasetError(f"{member.name} in {path} is a link or a device, not a regular file")
                     if ending == ".cls":
                         labels[base] = _read_class(archive, member, path)
                     else:
@@ -283,9 +279,7 @@ def _read_class(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -
     stream = archive.extractfile(member) if member.size <= _CLASS_BYTES else None
     label = stream.read().decode("utf-8-sig", errors="replace").strip() if stream is not None else ""
     if not label:
-        raise DatasetError(
-            f"{member.name} in {path} does not have the name or the number of a class in one line"
-        )
+        raise DatasetError(f"{member.name} in {path} does not have the name or the number of a class in one line")
     return label
 
 

@@ -274,6 +274,5 @@ def _check_together(stores: list[LinearStore]) -> None:
     numbers = [store.header.shard[0] for store in stores]
     if count > 1 and numbers != list(range(count)):
         raise DatasetError(
-            f"{first.path.parent} has the parts {numbers} of the data set, not 0 to {count - 1}: "
-            "convert it again"
+            f"{first.path.parent} has the parts {numbers} of the data set, not 0 to {count - 1}: convert it again"
         )

@@ -427,9 +427,7 @@ def _make(options: argparse.Namespace, part: str) -> list[Path]:
         if rows != text.n_rows:
             for path in paths:
                 path.unlink()
-            raise DatasetError(
-                f"{text.file_name} has {rows} rows, not {text.n_rows}: delete it and start again"
-            )
+            raise DatasetError(f"{text.file_name} has {rows} rows, not {text.n_rows}: delete it and start again")
     return paths
 
 

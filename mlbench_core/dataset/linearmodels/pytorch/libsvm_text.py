@@ -130,8 +130,7 @@ def _wrong_line(path: Path, first_line: int, text: bytes, parse: Callable[[bytes
     if b"\r" in lines[low].rstrip(b"\r"):
         reason = f"it has a carriage return without a line feed, which does not end a line ({reason})"
     return DatasetError(
-        f"{path}, line {first_line + low}: {shown!r} is not 'label index:value index:value ...': "
-        f"{reason}"
+        f"{path}, line {first_line + low}: {shown!r} is not 'label index:value index:value ...': {reason}"
     )
 
 

@@ -249,8 +249,7 @@ def _read_header(folder: Path) -> PairHeader:
         content = json.loads((folder / "header.json").read_text(encoding="utf-8"))
         if content["version"] != FORMAT_VERSION:
             raise DatasetError(
-                f"{folder} has version {content['version']} of the format, not {FORMAT_VERSION}: "
-                f"{_ADVICE}"
+                f"{folder} has version {content['version']} of the format, not {FORMAT_VERSION}: {_ADVICE}"
             )
         # JSON has no tuples, only lists.
         content["languages"], content["tokens"] = tuple(content["languages"]), tuple(content["tokens"])

@@ -345,10 +345,7 @@ def _read_symbols(path: Path) -> list[str]:
 def _read_merges(path: Path) -> list[Pair]:
     lines = _read_lines(path)
     if not lines or lines[0].strip() != _VERSION:
-        raise DatasetError(
-            f"{path} does not begin with {_VERSION!r}: other versions of the format are not "
-            "supported"
-        )
+        raise DatasetError(f"{path} does not begin with {_VERSION!r}: other versions of the format are not supported")
     # Split at spaces only: a part may contain other white space of Unicode.
     pairs = [tuple(line.split(" ")) for line in lines[1:] if line]
     for number, pair in enumerate(pairs, 2):
