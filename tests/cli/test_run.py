@@ -434,7 +434,7 @@ def test_wait_hides_the_goal_of_data_it_does_not_know(fake: FakeMaster, call: Ca
 def test_the_goal_shown_is_that_of_the_data_and_the_preset(key: str, options: str, threshold: float | None) -> None:
     goal = run_module._goal(get_task(key), False, options.split())
     assert goal is not None
-    assert goal.threshold == threshold
+    assert goal.aim.threshold == threshold
 
 
 def test_wait_fails_with_the_end_of_the_log(
