@@ -17,7 +17,6 @@ done
 rm -rf "$folder"
 sed -i 's|the folder `runs` has the result folder of each run|[runs.tar.xz](runs.tar.xz) has the result folder of each run|' \
     "$page/index.md"
-[ "$name" = language_networks ] || exit 0
 # These runs are older than the rules of the page.
 cat >> "$page/index.md" << 'END'
 
