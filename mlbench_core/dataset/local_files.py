@@ -134,9 +134,11 @@ def load_array(path: Path, *, mapped: bool) -> np.ndarray:
     """
     try:
         return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
-    # The header is parsed as Python text, and its shape may promise any size.
-    except (OSError, ValueError, EOFError, SyntaxError, TypeError, MemoryError, tokenize.TokenError) as error:
-        raise DatasetError(f"{path} cannot be read: {str(error) or type(error).__name__}") from error
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read: {error}") from error
+    # The header is parsed as Python text, and its shape may promise any size. The messages of NumPy do not help.
+    except (ValueError, EOFError, SyntaxError, TypeError, MemoryError, tokenize.TokenError) as error:
+        raise DatasetError(f"{path} is damaged: it cannot be read as an array") from error
 
 
 def count_lines(path: Path) -> int:

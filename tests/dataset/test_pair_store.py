@@ -87,5 +87,5 @@ def test_damaged_and_foreign_stores_are_refused(tmp_path: Path) -> None:
             PairStore(folder)
     (folder / "header.json").write_text(original)
     (folder / "target.npy").write_bytes((folder / "target.npy").read_bytes()[:-3])
-    with pytest.raises(DatasetError, match=r"target.npy cannot be read"):
+    with pytest.raises(DatasetError, match=r"target.npy is damaged"):
         PairStore(folder)
