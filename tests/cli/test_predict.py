@@ -101,7 +101,7 @@ def test_a_configuration_without_a_prediction_has_an_empty_line(folder: Path, ca
     lines = sorted(line.split()[:5] for line in shown.stdout.splitlines()[1:])
     assert lines[1] == ["ddp", "1gbit", "4", "none", "-"]
     assert lines[0][:4] == ["centralized_sgd", "1gbit", "4", "predicted"]
-    assert "ddp: the run ddp must have several workers" in shown.stderr
+    assert "ddp: run ddp did not record the collectives of several workers" in shown.stderr
 
 
 def test_bytes_are_those_until_the_goal(tmp_path: Path, call: Call) -> None:

@@ -692,7 +692,7 @@ def test_imagenet(imagenet: Path, train: bool) -> None:
 
 
 def test_missing_or_damaged_imagenet(imagenet: Path, tmp_path: Path) -> None:
-    with pytest.raises(DatasetNotFoundError, match=r"folder .*other.train does not exist"):
+    with pytest.raises(DatasetNotFoundError, match=r"other.train does not exist"):
         Imagenet(tmp_path / "other")
     (tmp_path / "empty" / "val").mkdir(parents=True)
     with pytest.raises(DatasetNotFoundError, match="no ImageNet in"):

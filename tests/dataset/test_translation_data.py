@@ -541,7 +541,7 @@ def test_an_archive_with_other_text_is_refused_at_every_start(
     served = {"validation": (dataclasses.replace(archive, lines=6),)}
     monkeypatch.setattr(wmt16_dataset, "WMT16_ARCHIVES", served)
     for _ in range(2):
-        with pytest.raises(DownloadError, match=r"newstest2014-deen-src\.en\.sgm from .* must have 6 lines, not 5"):
+        with pytest.raises(DownloadError, match=r"newstest2014-deen-src\.en\.sgm from .* has 5 lines, not 6"):
             WMT16Dataset(tmp_path / "root", validation=True)
 
 

@@ -87,7 +87,7 @@ def test_the_group_of_this_user_alone_may_write(home: Path) -> None:
 def test_a_pipe_or_a_huge_file_in_place_of_settings(home: Path) -> None:
     (home / "settings.json").unlink()
     os.mkfifo(home / "settings.json", 0o600)
-    with pytest.raises(ConfigurationError, match="must be a file"):
+    with pytest.raises(ConfigurationError, match="is not a regular file"):
         settings.read(settings.SETTINGS)
     (home / "settings.json").unlink()
     with (home / "settings.json").open("wb") as file:

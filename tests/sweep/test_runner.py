@@ -268,5 +268,5 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path: Path, master: MemoryMaster) 
     state = SweepFolder(tmp_path / "out")
     source = tmp_path / "a.toml"
     source.write_text("")
-    with state.open(source, {}), pytest.raises(ConfigurationError, match="one sweep at a time"):
+    with state.open(source, {}), pytest.raises(ConfigurationError, match="another sweep uses"):
         start(tmp_path / "out", master)

@@ -31,7 +31,7 @@ class ChocoSGD(GossipOptimizer):
 
     Example:
         >>> import torch
-        >>> model = nn.Linear(2, 1)
+        >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = ChocoSGD(
         ...     model=model, lr=0.1, aggregation=ChocoAggregation(neighbors=[], compression="sign", gamma=0.4)
         ... )

@@ -46,7 +46,7 @@ def check_encoded(name: str, encoded: bytes) -> None:
         >>> header = b"\\x89PNG\\r\\n\\x1a\\n\\0\\0\\0\\rIHDR" + (10**5).to_bytes(4, "big") * 2
         >>> check_encoded("a.png", header)
         Traceback (most recent call last):
-        mlbench_core.errors.DatasetError: a.png must have 1 to 89478485 pixels, not 100000 x 100000: it is damaged or \
+        mlbench_core.errors.DatasetError: a.png has 100000 x 100000 pixels, not 1 to 89478485: it is damaged or \
 too large; get it again, make it smaller, or delete it
     """
     if encoded.startswith(_PNG) and encoded[12:16] == b"IHDR" and len(encoded) >= 24:
