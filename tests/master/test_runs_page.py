@@ -152,7 +152,7 @@ def test_the_goal_shows_how_close_a_run_is(client: Any) -> None:
     assert '<progress max="1" value="0.5014"' in rows["close"]
     assert rows["missed"].startswith("not reached: ") and '<progress max="1" value="0.5"' in rows["missed"]
     assert (
-        rows["own"].startswith('<span title="2.0">2</span> <span class="faint">of loss &lt;= 0.5</span>')
+        rows["own"].startswith('<span title="2.0">2</span> <span class="faint">of val_loss &lt;= 0.5</span>')
         and 'value="0.25"' in rows["own"]
     )
     assert rows["timed"].split("\n")[0].endswith('>45</span> <span class="faint">Prec@1 after 60 s of training</span>')
