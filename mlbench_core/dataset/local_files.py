@@ -97,7 +97,7 @@ def read_lines(path: Path) -> Iterator[str]:
         The lines, or the texts of the segments.
 
     Raises:
-        DatasetError: The file cannot be decompressed, or a line is not valid UTF-8.
+        DatasetError: The file cannot be decompressed, or a line is not valid UTF-8 or too long.
     """
     with open_file(path) as file:
         lines = _decoded(path, file)
