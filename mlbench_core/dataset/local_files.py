@@ -97,7 +97,7 @@ def read_lines(path: Path) -> Iterator[str]:
         The lines, or the texts of the segments.
 
     Raises:
-        DatasetError: The file cannot be decompressed, or a line is not valid UTF-8.
+        DatasetError: The file cannot be decompressed, or a line is not valid UTF-8 or too long.
     """
     with open_file(path) as file:
         lines = _decoded(path, file)
@@ -110,7 +110,7 @@ def _decoded(path: Path, file: IO[bytes]) -> Iterator[str]:
     """Yield the lines of a file that is open in binary mode, which splits at line feeds only."""
     for number, line in enumerate(iter(partial(file.readline, MOST_LINE_BYTES), b""), 1):
         if len(line) == MOST_LINE_BYTES:
-            raise DatasetError(f"{path}: line {number} is longer than {MOST_LINE_BYTES >> 20} MiB: it is no text")
+            raise DatasetError(f"{path}: line {number} is longer than {MOST_LINE_BYTES >> 20} MiB: it is not text")
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         try:
@@ -137,7 +137,9 @@ def load_array(path: Path, *, mapped: bool) -> np.ndarray:
     except OSError as error:
         raise DatasetError(f"{path} cannot be read: {error}") from error
     # The header is parsed as Python text, and its shape may promise any size. The messages of NumPy do not help.
-    except (ValueError, EOFError, SyntaxError, TypeError, MemoryError, tokenize.TokenError) as error:
+    except MemoryError as error:
+        raise DatasetError(f"{path} is damaged, or too large for the memory of this machine") from error
+    except (ValueError, EOFError, SyntaxError, TypeError, tokenize.TokenError) as error:
         raise DatasetError(f"{path} is damaged: it cannot be read as an array") from error
 
 

@@ -176,7 +176,7 @@ def test_work_is_at_most_the_waiting_that_the_network_does_not_explain() -> None
     found = predict(record(communication_cpu_s=2.0), network, 8)
     assert found.exposed_s == predict(record(), network, 8).exposed_s
     assert found.caveats == ()
-    # 4 workers share 2 cores, but time without a core is no processor time.
+    # 4 workers share 2 cores, and the time without a core does not count as processor time.
     busy = record(communication_cpu_s=0.4, machine={"cores": 2, "hosts": 1})
     assert predict(busy, network, 8).exposed_s == pytest.approx(collective_s("all_reduce", 4000, 8, network) + 0.004)
 

@@ -16,10 +16,10 @@ def work_s() -> float:
     """Return the processor seconds of this thread since an arbitrary moment, without those in :func:`polling`.
 
     Example:
-        >>> before_s = work_s()
+        >>> work_before_s, thread_before_s = work_s(), time.thread_time()
         >>> with polling():
         ...     _ = sum(range(100_000))
-        >>> work_s() - before_s < 0.01
+        >>> time.thread_time() - thread_before_s > work_s() - work_before_s
         True
     """
     return time.thread_time() - getattr(_of_thread, "polled_s", 0.0)
