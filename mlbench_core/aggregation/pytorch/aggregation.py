@@ -79,6 +79,7 @@ class Aggregation(ABC):
             :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
         use_cuda: As given.
         group: The process group; None for all workers.
+        world_size: Number of workers that take part.
         bytes_sent: Bytes this worker handed to collectives since it was made.
         last_bytes: Bytes of the last call of an aggregation function.
         compression_ratio: Bytes of the values in memory over bytes of the values as sent; 1 without compression.
@@ -93,6 +94,7 @@ class Aggregation(ABC):
         process_group: The workers that take part, from ``torch.distributed.new_group``; None for all.
     """
 
+    world_size: int
     compression_ratio: float = 1.0
     overlap: bool = False
     takes_complex: bool = True
@@ -106,16 +108,13 @@ class Aggregation(ABC):
     def __init__(self, use_cuda: bool = False, *, process_group: Any = None) -> None:
         self.use_cuda = use_cuda
         self.group = process_groups.check_group(process_group)
+        # Not by assignment, because a subclass may have a property of this name.
+        vars(self)["world_size"] = process_groups.world_size(self.group)
         self.bytes_sent = 0
         self.last_bytes = 0
         self.layout = Layout()
         self._asked: list[str] = []  # frozen parameters for which the next flags may have a mark
         introduce()
-
-    @property
-    @abstractmethod
-    def world_size(self) -> int:
-        """Return the number of workers that take part."""
 
     @abstractmethod
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:

@@ -143,7 +143,7 @@ class AllReduceAggregation(Aggregation):
             raise TypeError(f"overlap must be True or False, not {overlap!r}")
         if comm_dtype is not None and comm_dtype not in COMM_DTYPES:
             raise ValueError(f"comm_dtype must be None or one of {', '.join(map(str, COMM_DTYPES))}, not {comm_dtype}")
-        self._world_size = check_world_size(world_size, self.group)
+        check_world_size(world_size, self.group)
         self.divide_before = divide_before
         self.overlap = overlap
         self.comm_dtype = comm_dtype
@@ -151,14 +151,9 @@ class AllReduceAggregation(Aggregation):
         self.shared_memory = shared_memory
         self._is_by_layer = False
         self._shared: SharedMemorySum | None = None
-        if shared_memory and self._world_size > 1:
+        if shared_memory and self.world_size > 1:
             # Workers meet here and not at the first message, so that a machine without shared memory fails early.
             self._shared = SharedMemorySum(self.group)
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of workers that take part."""
-        return self._world_size
 
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
         """Replace every tensor by the sum over workers divided by k or ``denom``, in place.

@@ -45,11 +45,6 @@ class LossyAggregation(Aggregation):
         self._compressed_bytes = 0
 
     @property
-    def world_size(self) -> int:
-        """Return the number of workers that take part."""
-        return self._uncompressed.world_size
-
-    @property
     def compression_ratio(self) -> float:  # type: ignore[override]
         """Return the bytes of the gradients over those sent for them, without bookkeeping; 1 before any message."""
         return self._original_bytes / self._compressed_bytes if self._compressed_bytes else 1.0

@@ -98,11 +98,6 @@ class DecentralizedAggregation(Aggregation):
         # graph has a neighbor.
         self._weights: tuple[float, ...] = ()
 
-    @property
-    def world_size(self) -> int:
-        """Return the number of workers in the graph."""
-        return self._all_reduce.world_size
-
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
         """Replace every tensor by its average with the neighbors', in place.
 

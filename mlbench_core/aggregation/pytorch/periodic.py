@@ -131,6 +131,7 @@ class PeriodicAggregation(Aggregation):
         # Raises an error for aggregations that compress gradients, because they would destroy weights.
         aggregation.agg_model()
         super().__init__(use_cuda=aggregation.use_cuda, process_group=aggregation.group)
+        self.world_size = aggregation.world_size
         self.inside = aggregation
         self.takes_complex = aggregation.takes_complex
         self.period = check_int("period", period)
@@ -139,11 +140,6 @@ class PeriodicAggregation(Aggregation):
             _check_travels(aggregation)
         self._counts: dict[str, int] = {}
         self._flights: list[_Correction] = []
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of workers that take part."""
-        return self.inside.world_size
 
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
@@ -304,11 +300,6 @@ class DiLoCoAggregation(Aggregation):
         self._all_reduce = AllReduceAggregation(world_size, use_cuda=use_cuda, process_group=process_group)
         self._shared: dict[str, nn.Parameter] = {}  # theta by name
         self.outer_optimizer = _make_outer(outer_optimizer)
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of workers that take part."""
-        return self._all_reduce.world_size
 
     # Only weights can move the shared weights, so aggregating gradients would leave them as they are.
     agg_grad = refuse_gradients

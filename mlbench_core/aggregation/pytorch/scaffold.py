@@ -73,11 +73,6 @@ class ScaffoldAggregation(Aggregation):
         self._own: dict[str, Tensor] = {}  # c_i
         self._rates: dict[str, float] = {}  # S since the last call
 
-    @property
-    def world_size(self) -> int:
-        """Return the number of workers that take part."""
-        return self._all_reduce.world_size
-
     # Control variates are computed from weights, so aggregating gradients would leave them as they are.
     agg_grad = refuse_gradients
 

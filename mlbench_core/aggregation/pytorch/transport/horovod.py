@@ -55,7 +55,7 @@ class AllReduceAggregationHVD(AllReduceAggregation):
                 f"world_size is {world_size!r}, but Horovod has {hvd.size()} worker(s): give {hvd.size()}, or None"
             )
         super().__init__(None, divide_before=divide_before, use_cuda=use_cuda)
-        self._world_size = int(hvd.size())
+        self.world_size = int(hvd.size())
 
     @torch.no_grad()
     def any_worker(self, flag: Tensor) -> None:
