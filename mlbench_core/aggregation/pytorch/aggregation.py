@@ -14,14 +14,20 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.transport.layout import Layout, start_comparing, takes_part
 from mlbench_core.aggregation.pytorch.transport.messages import Denominator, divide
-from mlbench_core.aggregation.pytorch.transport.names import is_buffer, name_of_buffer, plain_name
+from mlbench_core.aggregation.pytorch.transport.names import (
+    Parameters,
+    is_buffer,
+    name_of_buffer,
+    parameters_of,
+    plain_name,
+)
 from mlbench_core.aggregation.pytorch.transport.timing import count_collective
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.distributed.pytorch.lost_workers import introduce, naming_lost_workers
@@ -42,7 +48,6 @@ AVG_CUSTOM = "avg_custom"
 """Divide the sum over workers by the denominator given with the call."""
 
 _T = TypeVar("_T")
-Parameters: TypeAlias = "nn.Module | Mapping[str, Tensor]"
 
 
 class UnknownOperationError(ValueError, NotImplementedError):
@@ -489,14 +494,6 @@ class Aggregation(ABC):
         if frozen:
             self.admit(frozen)
         return self._without_frozen(weights)
-
-
-def parameters_of(model: Parameters) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a model, each once, in the order of registration, by their plain names."""
-    parameters: Iterable[tuple[str, Tensor]] = (
-        model.named_parameters() if isinstance(model, nn.Module) else model.items()
-    )
-    return ((plain_name(name), parameter) for name, parameter in parameters)
 
 
 def trainable(model: Parameters) -> Iterator[tuple[str, Tensor]]:

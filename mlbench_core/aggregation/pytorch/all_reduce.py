@@ -18,11 +18,11 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     Aggregation,
     AggregationFunction,
     Denominator,
-    Parameters,
 )
 from mlbench_core.aggregation.pytorch.transport import pairwise
 from mlbench_core.aggregation.pytorch.transport.buckets import BUCKET_SIZE_BYTES
 from mlbench_core.aggregation.pytorch.transport.messages import as_real, by_dtype_and_device, divide, pack, unpack
+from mlbench_core.aggregation.pytorch.transport.names import Parameters
 from mlbench_core.aggregation.pytorch.transport.shared_memory import SharedMemorySum
 from mlbench_core.arguments import check_int
 from mlbench_core.distributed.pytorch import process_groups

@@ -83,8 +83,9 @@ class LossyAggregation(Aggregation):
 
     def _average_uncompressed(self, tensors: Iterable[Tensor], divisor: Denominator) -> None:
         """Replace tensors by their sum over the workers divided by a number, in place."""
-        with self._counting_bytes_of(self._uncompressed):
-            self._uncompressed.average(tensors, divisor)
+        before = self._uncompressed.bytes_sent
+        self._uncompressed.average(tensors, divisor)
+        self._count_bytes(self._uncompressed.bytes_sent - before)
 
     def _count_compression(self, original_bytes: int, compressed_bytes: int) -> None:
         """Add to the counts of bytes from which :attr:`compression_ratio` is computed."""

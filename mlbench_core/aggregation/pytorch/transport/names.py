@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
-__all__ = ["by_plain_name", "check_keys", "check_names", "is_buffer", "name_of_buffer", "plain_name"]
+from torch import Tensor, nn
 
+__all__ = [
+    "Parameters",
+    "by_plain_name",
+    "check_keys",
+    "check_names",
+    "is_buffer",
+    "name_of_buffer",
+    "parameters_of",
+    "plain_name",
+]
+
+Parameters: TypeAlias = "nn.Module | Mapping[str, Tensor]"
 _BUFFER = ":buffer:"  # no name of a parameter begins with it
 
 
@@ -24,6 +36,14 @@ def plain_name(name: str) -> str:
         'layer.weight'
     """
     return name.replace("_orig_mod.", "")
+
+
+def parameters_of(model: Parameters) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a model, each once, in the order of registration, by their plain names."""
+    parameters: Iterable[tuple[str, Tensor]] = (
+        model.named_parameters() if isinstance(model, nn.Module) else model.items()
+    )
+    return ((plain_name(name), parameter) for name, parameter in parameters)
 
 
 def name_of_buffer(name: str) -> str:
