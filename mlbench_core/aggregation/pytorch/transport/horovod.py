@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation, Transfer
@@ -57,12 +56,11 @@ class AllReduceAggregationHVD(AllReduceAggregation):
         super().__init__(None, divide_before=divide_before, use_cuda=use_cuda)
         self.world_size = int(hvd.size())
 
-    @torch.no_grad()
-    def any_worker(self, flag: Tensor) -> None:
-        """Raise a flag on every worker if one worker raised it, in place."""
+    def _reduce(self, tensor: Tensor, op: Any) -> None:
+        """Sum a tensor over the workers, in place. A sum of flags is positive if one of them is."""
         if self.world_size > 1:
-            flag.copy_(_horovod().allreduce(flag, op=_horovod().Sum))
-            self._count("all_reduce", self.world_size, flag.nbytes)
+            tensor.copy_(_horovod().allreduce(tensor, op=_horovod().Sum))
+            self._count("all_reduce", self.world_size, tensor.nbytes)
 
     def compare_models(
         self, parameters: Mapping[str, Tensor] | None = None, pending: list[Callable[[], None]] | None = None
