@@ -385,7 +385,7 @@ class DiLoCoAggregation(Aggregation):
         return moved
 
     def _share(self, name: str, weights: Tensor) -> None:
-        """Store a copy of weights as shared weights, and let the outer optimizer update it; not so for a buffer."""
+        """Store a copy of weights as shared weights, which the outer optimizer updates; leave out buffers."""
         if is_buffer(name):
             return
         theta = nn.Parameter(weights.detach().to(torch.promote_types(weights.dtype, torch.float32), copy=True))
