@@ -500,9 +500,9 @@ class TestDeMo:
         coefficients = torch.tensor([[[4.0, 1.0], [3.0, 0.0]], [[8.0, 1.0], [0.0, 5.0]]], dtype=torch.float64)
         tensors = [(blocks @ dct).view(4) for blocks in coefficients]
         sent: list[Tensor] = []
-        monkeypatch.setattr(second, "_gather", lambda message: sent.append(message) or message[None])
+        monkeypatch.setattr(second, "_gather", lambda message, divisor, extra: sent.append(message) or message[None])
         second.aggregate({"x": tensors[1].clone()}, "avg_world")
-        monkeypatch.setattr(first, "_gather", lambda message: torch.stack([message, *sent]))
+        monkeypatch.setattr(first, "_gather", lambda message, divisor, extra: torch.stack([message, *sent]))
         x = tensors[0].clone()
         first.aggregate({"x": x}, "avg_custom", 2)
         expected = [[6.0, 0.0], [3.0, 5.0]] if mean_of_senders else [[6.0, 0.0], [1.5, 2.5]]
@@ -607,7 +607,7 @@ class TestOneBit:
     def test_tensors_are_compressed_in_their_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The order of a set may differ between workers."""
         aggregation, orders = OneBitAggregation(warmup_steps=0), []
-        monkeypatch.setattr(aggregation, "_compress", lambda tensors, divisor: orders.append(list(tensors)))
+        monkeypatch.setattr(aggregation, "_compress", lambda tensors, *_: orders.append(list(tensors)))
         names = [f"layer{i}" for i in range(40)]
         aggregation.aggregate({name: torch.ones(2) for name in names}, "avg_world")
         assert orders == [names]

@@ -517,7 +517,7 @@ def test_a_cpu_sums_the_scaled_signs_of_three_workers_as_a_gpu_does(
     their_scales = torch.rand(2, len(sizes), generator=generator, dtype=dtype)
     gathered = list[Tensor]()
 
-    def gather(message: Tensor) -> Tensor:
+    def gather(message: Tensor, *_: Any) -> Tensor:
         others = [as_bytes(s, pack_bits(bits)) for s, bits in zip(their_scales, theirs, strict=True)]
         gathered.append(torch.stack([message, *others]))
         return gathered[0]

@@ -164,9 +164,9 @@ class PowerAggregation(LossyAggregation):
         # Q is always averaged. For "avg_custom", the product P Q^T is multiplied by the scale once.
         self._average_uncompressed(right.values(), self.world_size)
 
+        factors = [flush_tiny_(right[matrix.name].to(matrix.delta.dtype)) for matrix in matrices]
         # Every worker computes the same P Q^T, because it has the same averages as the others.
-        for matrix, p in zip(matrices, bases, strict=True):
-            q = flush_tiny_(right[matrix.name].to(matrix.delta.dtype))
+        for matrix, p, q in zip(matrices, bases, factors, strict=True):
             matrix.replace(p, q, None if op == AVG_WORLD else scale)
             if self.reuse_query:
                 self._queries[matrix.name] = q
