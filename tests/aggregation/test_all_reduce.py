@@ -200,6 +200,22 @@ def average_large_tensors(rank: int, world_size: int) -> dict[str, Any]:
     return results
 
 
+def unfreeze_on_worker_0(rank: int, world_size: int) -> list[Any]:
+    """All parameters are frozen at the first aggregation, and one worker trains them at the second."""
+    model, aggregate = nn.Linear(2, 1).requires_grad_(False), AllReduceAggregation(world_size).agg_grad()
+    aggregate(model, AVG_WORLD)
+    if rank == 0:
+        model.requires_grad_(True)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 4.0)
+    aggregate(model, AVG_WORLD)
+    return [parameter.grad.tolist() for parameter in model.parameters()]
+
+
+def test_a_model_that_was_wholly_frozen_travels_when_a_worker_trains_it() -> None:
+    assert run_ranks(2, unfreeze_on_worker_0) == [[[[2.0, 2.0]], [2.0]]] * 2
+
+
 class Recording(AllReduceAggregation):
     """Notes the bytes of each message."""
 

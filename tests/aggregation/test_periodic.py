@@ -93,7 +93,7 @@ def test_a_tensor_that_no_worker_moved_keeps_its_momentum_and_stays() -> None:
     assert (weights["x"].tolist(), weights["y"].tolist()) == ([0.5] * 3, [0.5 + 0.75] * 3)
 
 
-def test_shared_weights_have_at_least_float32_and_leave_out_bookkeeping() -> None:
+def test_shared_weights_have_at_least_float32_and_leave_out_buffers() -> None:
     aggregation = momentum()
     tensors = {"x": torch.ones(2, dtype=torch.float16), ":buffer:mean": torch.ones(2)}
     aggregation.aggregate(tensors, AVG)

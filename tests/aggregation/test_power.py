@@ -124,11 +124,11 @@ def test_what_compression_would_not_make_smaller_is_left_alone() -> None:
     assert aggregation.state_dict()["errors"] == {}
 
 
-def test_bookkeeping_is_never_compressed() -> None:
+def test_extra_tensors_are_never_compressed() -> None:
     flags = draw(20, 20)
     given = flags.clone()
     aggregation = PowerAggregation(make_model())
-    aggregation.aggregate({":flags": flags}, AVG_WORLD)
+    aggregation.aggregate({}, AVG_WORLD, extra=[flags])
     assert torch.equal(flags, given)
     assert aggregation.state_dict()["errors"] == {}
 

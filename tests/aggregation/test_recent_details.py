@@ -500,9 +500,9 @@ class TestDeMo:
         coefficients = torch.tensor([[[4.0, 1.0], [3.0, 0.0]], [[8.0, 1.0], [0.0, 5.0]]], dtype=torch.float64)
         tensors = [(blocks @ dct).view(4) for blocks in coefficients]
         sent: list[Tensor] = []
-        monkeypatch.setattr(second, "_gather", lambda message: sent.append(message) or message[None])
+        monkeypatch.setattr(second, "_gather", lambda message, divisor, extra: sent.append(message) or message[None])
         second.aggregate({"x": tensors[1].clone()}, "avg_world")
-        monkeypatch.setattr(first, "_gather", lambda message: torch.stack([message, *sent]))
+        monkeypatch.setattr(first, "_gather", lambda message, divisor, extra: torch.stack([message, *sent]))
         x = tensors[0].clone()
         first.aggregate({"x": x}, "avg_custom", 2)
         expected = [[6.0, 0.0], [3.0, 5.0]] if mean_of_senders else [[6.0, 0.0], [1.5, 2.5]]
@@ -580,11 +580,12 @@ class TestOneBit:
         assert x.tolist() == [1, 1]
         assert aggregation.memory("x").tolist() == [1, -1]
 
-    def test_bookkeeping_shares_the_message_of_the_warm_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        aggregation, calls = OneBitAggregation(warmup_steps=1), []
-        monkeypatch.setattr(aggregation._uncompressed, "aggregate", lambda tensors, *op: calls.append(list(tensors)))
-        aggregation.aggregate({"x": torch.zeros(2), ":flag": torch.zeros(1)}, "avg_world")
-        assert calls == [["x", ":flag"]]
+    def test_extra_tensors_share_the_message_of_the_warm_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        aggregation, calls, x, flag = OneBitAggregation(warmup_steps=1), [], torch.zeros(2), torch.zeros(1)
+        aggregation.world_size = 2
+        monkeypatch.setattr(aggregation._uncompressed, "average", lambda tensors, divisor: calls.append(tensors))
+        aggregation.aggregate({"x": x}, "avg_world", extra=[flag])
+        assert calls == [[x, flag]]
 
     def test_a_zero_of_the_average_counts_as_positive_too(self) -> None:
         aggregation, x = OneBitAggregation(beta=0.0, warmup_steps=0), torch.tensor([3.0, 1.0])
@@ -606,7 +607,7 @@ class TestOneBit:
     def test_tensors_are_compressed_in_their_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The order of a set may differ between workers."""
         aggregation, orders = OneBitAggregation(warmup_steps=0), []
-        monkeypatch.setattr(aggregation, "_compress", lambda tensors, divisor: orders.append(list(tensors)))
+        monkeypatch.setattr(aggregation, "_compress", lambda tensors, *_: orders.append(list(tensors)))
         names = [f"layer{i}" for i in range(40)]
         aggregation.aggregate({name: torch.ones(2) for name in names}, "avg_world")
         assert orders == [names]
@@ -674,15 +675,15 @@ class TestDion:
             assert not y.isfinite().any()
             assert aggregation.state_dict()["queries"]["x"].abs().tolist() == [[1.0]]
 
-    def test_bookkeeping_does_not_count_as_compressed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_extra_tensors_do_not_count_as_compressed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         aggregation, counted = DionAggregation(), []
         monkeypatch.setattr(aggregation, "_count_compression", lambda *sizes: counted.append(sizes))
-        aggregation.aggregate({"x": randn(0), ":flag": torch.zeros(3)}, "avg_world")
+        aggregation.aggregate({"x": randn(0)}, "avg_world", extra=[torch.zeros(3)])
         assert counted == [(8 * 60, -4 * 3)]  # one worker alone sends nothing
 
-    def test_bookkeeping_is_averaged_even_if_it_is_a_matrix(self) -> None:
+    def test_an_extra_tensor_is_averaged_even_if_it_is_a_matrix(self) -> None:
         x = torch.full((2, 2), 3.0)
-        DionAggregation().aggregate({":buffer:x": x}, "avg_custom", 3)
+        DionAggregation().aggregate({}, "avg_custom", 3, extra=[x])
         assert x.tolist() == [[1, 1], [1, 1]]
 
     def test_others_than_matrices_of_real_numbers_are_averaged(self) -> None:

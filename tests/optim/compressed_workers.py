@@ -162,7 +162,7 @@ def aggregations(rank: int, world_size: int) -> dict[str, Any]:
             owed = {key: tensor.clone() for key, tensor in aggregation.state_dict().get("memory", {}).items()}
             flag = torch.tensor([float(rank)])
             with counted_collectives() as calls:
-                aggregation.aggregate({**tensors, ":flag": flag}, AVG_WORLD)
+                aggregation.aggregate(tensors, AVG_WORLD, extra=[flag])
             still = {key: tensor.clone() for key, tensor in aggregation.state_dict().get("memory", {}).items()}
             rounds.append({"in": before, "owed": owed, "out": tensors, "still": still, "calls": calls, "flag": flag})
         result[name] = {

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -312,8 +312,8 @@ def demo(rank: int, world_size: int) -> dict[Any, Any]:
 class Uncompressed(OneBitAggregation):
     """Its compression is the identity."""
 
-    def _compress(self, tensors: Mapping[str, Tensor], divisor: Any) -> None:
-        self._delegate(self._uncompressed, tensors, "avg_custom", divisor)
+    def _compress(self, tensors: Mapping[str, Tensor], divisor: Any, extra: Sequence[Tensor]) -> None:
+        self._average_uncompressed([*tensors.values(), *extra], divisor)
 
 
 def one_bit_adam(rank: int, world_size: int) -> dict[Any, Any]:

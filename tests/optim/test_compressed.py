@@ -211,19 +211,20 @@ def test_messages_have_the_documented_number_and_size(ranks: Ranks, aggregation:
     for result in ranks:
         report = result["aggregations"][aggregation]
         for each in report["rounds"]:
-            # The bookkeeping travels with the first message.
+            # The extra tensor travels with the first message.
             assert each["calls"] == [(expected[0][0], expected[0][1] + 4), *expected[1:]]
         assert report["bytes_sent"] == 2 * (sum(size for _, size in expected) + 4)
         assert report["ratio"] == pytest.approx(original / sum(size for _, size in expected))
 
 
-def test_bookkeeping_travels_with_a_message_on_its_device() -> None:
-    aggregation = SignAggregation()
+def test_extra_tensors_travel_with_the_first_message_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    aggregation, messages = SignAggregation(), list[Any]()
+    aggregation.world_size = 2
+    monkeypatch.setattr(aggregation, "_aggregate_kind", lambda tensors, divisor, extra: messages.append(extra))
+    monkeypatch.setattr(aggregation, "_average_uncompressed", lambda extra, divisor: messages.append(list(extra)))
     here, elsewhere = torch.ones(1), torch.ones(1, device="meta")
-    aggregation._riders = {":here": here, ":elsewhere": elsewhere}
-    assert aggregation._take_riders(here.device) == {":here": here}
-    assert aggregation._take_riders() == {":elsewhere": elsewhere}
-    assert aggregation._take_riders() == {}
+    aggregation.aggregate({"x": torch.ones(2), "y": torch.ones(2).double()}, "avg_world", extra=[here, elsewhere])
+    assert messages == [[here], [], [elsewhere]]
 
 
 @pytest.mark.parametrize("aggregation", workers.AGGREGATIONS)
@@ -516,7 +517,7 @@ def test_a_cpu_sums_the_scaled_signs_of_three_workers_as_a_gpu_does(
     their_scales = torch.rand(2, len(sizes), generator=generator, dtype=dtype)
     gathered = list[Tensor]()
 
-    def gather(message: Tensor) -> Tensor:
+    def gather(message: Tensor, *_: Any) -> Tensor:
         others = [as_bytes(s, pack_bits(bits)) for s, bits in zip(their_scales, theirs, strict=True)]
         gathered.append(torch.stack([message, *others]))
         return gathered[0]

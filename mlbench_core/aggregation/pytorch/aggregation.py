@@ -9,17 +9,25 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.transport.layout import Layout, start_comparing, takes_part
-from mlbench_core.aggregation.pytorch.transport.names import plain_name
+from mlbench_core.aggregation.pytorch.transport.messages import Denominator, divide
+from mlbench_core.aggregation.pytorch.transport.names import (
+    Parameters,
+    is_buffer,
+    name_of_buffer,
+    parameters_of,
+    plain_name,
+)
 from mlbench_core.aggregation.pytorch.transport.timing import count_collective
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.distributed.pytorch.lost_workers import introduce, naming_lost_workers
@@ -27,7 +35,6 @@ from mlbench_core.distributed.pytorch.lost_workers import introduce, naming_lost
 __all__ = [
     "AVG_CUSTOM",
     "AVG_WORLD",
-    "BOOKKEEPING",
     "Aggregation",
     "AggregationFunction",
     "Denominator",
@@ -40,12 +47,7 @@ AVG_WORLD = "avg_world"
 AVG_CUSTOM = "avg_custom"
 """Divide the sum over workers by the denominator given with the call."""
 
-BOOKKEEPING = ":"
-"""Prefix of the names of tensors that do not belong to a parameter: a loss, flags sent with gradients, a buffer."""
-
-Denominator: TypeAlias = "float | Tensor"
 _T = TypeVar("_T")
-Parameters: TypeAlias = "nn.Module | Mapping[str, Tensor]"
 
 
 class UnknownOperationError(ValueError, NotImplementedError):
@@ -79,6 +81,7 @@ class Aggregation(ABC):
             :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
         use_cuda: As given.
         group: The process group; None for all workers.
+        world_size: Number of workers that take part.
         bytes_sent: Bytes this worker handed to collectives since it was made.
         last_bytes: Bytes of the last call of an aggregation function.
         compression_ratio: Bytes of the values in memory over bytes of the values as sent; 1 without compression.
@@ -93,6 +96,7 @@ class Aggregation(ABC):
         process_group: The workers that take part, from ``torch.distributed.new_group``; None for all.
     """
 
+    world_size: int
     compression_ratio: float = 1.0
     overlap: bool = False
     takes_complex: bool = True
@@ -102,20 +106,21 @@ class Aggregation(ABC):
     _selects_late: ClassVar[bool] = False
     _named_state: ClassVar[tuple[str, ...]] = ()  # keys of state_dict() under which values stand by parameter name
     _own_state: ClassVar[tuple[str, ...]] = ()  # those of them whose values differ from worker to worker
+    _takes_extra: ClassVar[bool] = False  # True if `aggregate` has the parameter `extra`
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._takes_extra = "extra" in inspect.signature(cls.aggregate).parameters
 
     def __init__(self, use_cuda: bool = False, *, process_group: Any = None) -> None:
         self.use_cuda = use_cuda
         self.group = process_groups.check_group(process_group)
+        # Not by assignment, because a subclass may have a property of this name.
+        vars(self)["world_size"] = process_groups.world_size(self.group)
         self.bytes_sent = 0
         self.last_bytes = 0
         self.layout = Layout()
-        self._asked: list[str] = []  # frozen parameters for which the next flags may have a mark
         introduce()
-
-    @property
-    @abstractmethod
-    def world_size(self) -> int:
-        """Return the number of workers that take part."""
 
     @abstractmethod
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
@@ -123,12 +128,35 @@ class Aggregation(ABC):
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker. Dense, of any
-                strides. An aggregation remembers values of a tensor under its name. Tensors whose name starts with
-                :data:`BOOKKEEPING` hold a few numbers that must only be averaged, not compressed, remembered or
-                extrapolated. A number that is not zero on some worker must not become zero on any.
+                strides. An aggregation remembers values of a tensor under its name. Aggregations of weights must not
+                compress, remember or extrapolate a buffer; see
+                :func:`~mlbench_core.aggregation.pytorch.transport.names.is_buffer`.
             op: The operation, for example ``"avg_world"``.
             denom: Divisor for the operations that take one.
         """
+
+    def combine(
+        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None, extra: Sequence[Tensor] = ()
+    ) -> None:
+        """Call :meth:`aggregate`, and average extra tensors over the workers as they are, in place.
+
+        If the method :meth:`aggregate` of a subclass has a fourth parameter ``extra``, it averages them itself, in its
+        own messages. Otherwise each of them is a message of its own.
+
+        Args:
+            tensors: See :meth:`aggregate`.
+            op: See :meth:`aggregate`.
+            denom: See :meth:`aggregate`.
+            extra: A few numbers, such as a loss. Their sum over the workers is divided by ``denom`` if ``op`` is
+                ``"avg_custom"``, and otherwise by the number of workers.
+        """
+        if self._takes_extra:
+            self.aggregate(tensors, op, denom, extra)  # type: ignore[call-arg]
+            return
+        self.aggregate(tensors, op, denom)
+        for tensor in extra:
+            self._reduce(tensor, process_groups.dist.ReduceOp.SUM)
+            divide(tensor, check_denominator(denom) if op == AVG_CUSTOM else self.world_size)
 
     def agg_grad(self, by_layer: bool = False) -> AggregationFunction:
         """Make the function that aggregates a model's gradients.
@@ -182,14 +210,18 @@ class Aggregation(ABC):
         Args:
             flag: Zero for no, positive for yes; any shape, floating point or integer. Every worker gives one.
         """
+        self._reduce(flag, process_groups.dist.ReduceOp.MAX)
+
+    def _reduce(self, tensor: Tensor, op: Any) -> None:
+        """Reduce a tensor over the workers, in place, in a message of its own; one worker alone sends none."""
         if self.world_size == 1:
             return
         # Gloo needs it in the host's memory, NCCL on the GPU.
-        sent = process_groups.get_backend_tensor(flag, self.group)
-        process_groups.dist.all_reduce(sent, op=process_groups.dist.ReduceOp.MAX, group=self.group)
+        sent = process_groups.get_backend_tensor(tensor, self.group)
+        process_groups.dist.all_reduce(sent, op=op, group=self.group)
         self._count("all_reduce", self.world_size, sent.nbytes)
-        if sent is not flag:
-            flag.copy_(sent)
+        if sent is not tensor:
+            tensor.copy_(sent)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values kept between calls, keyed by parameter name; empty if there are none."""
@@ -236,7 +268,11 @@ class Aggregation(ABC):
             state_dict: The result of :meth:`state_dict`.
         """
         names = {plain_name(name) for key in self._named_state for name in state_dict.get(key, {})}
-        return {name for name in names if not name.startswith(BOOKKEEPING)}
+        return {name for name in names if not is_buffer(name)}
+
+    def _remembered_by_name(self) -> list[dict[str, Any]]:
+        """Return the mappings from names to remembered values, which must not change if a tensor is skipped."""
+        return []
 
     def _divisor(self, op: str, denom: Denominator | None) -> Denominator:
         """Return the number by which ``op`` divides a sum over workers."""
@@ -285,11 +321,12 @@ class Aggregation(ABC):
             self._aggregate_alone(self._without_frozen(parameters), op, denom)
             return
         sent, frozen = self._without_frozen(parameters), [name for name in parameters if name in self.layout.frozen]
-        self._asked = frozen
-        for names in [[name] for name in sent] if by_layer else [list(sent)]:
-            self._aggregate_some_gradients({name: sent[name] for name in names}, op, denom)
-        if self._asked:  # no parameter travels
-            self.admit(frozen)
+        asked = frozen  # by the flags of the first message
+        for part in [{name: sent[name]} for name in sent] if by_layer or not sent else [sent]:
+            self._aggregate_some_gradients(part, op, denom, asked)
+            asked = []
+        if asked:  # no parameter travels
+            self.admit(asked)
         admitted = {name: parameters[name] for name in frozen if name not in self.layout.frozen}
         if admitted:
             self._aggregate_some_gradients(admitted, op, denom)
@@ -365,37 +402,61 @@ class Aggregation(ABC):
         """Aggregate the gradients of the only worker, who knows which of them exist."""
         self.aggregate({n: p.grad for n, p in parameters.items() if p.grad is not None}, op, denom)
 
-    def _aggregate_some_gradients(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
-        """Aggregate gradients together, with flags for the gradients that exist here."""
+    def _aggregate_some_gradients(
+        self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None, frozen: Sequence[str] = ()
+    ) -> None:
+        """Aggregate gradients together, with flags for the gradients that exist here.
+
+        Args:
+            parameters: Their parameters by name, at least one.
+            op: The operation.
+            denom: Its divisor.
+            frozen: Frozen parameters for which the flags may have a mark; see :meth:`mark`.
+        """
         gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in parameters.items()}
         names_by_kind: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, gradient in gradients.items():
             names_by_kind.setdefault((gradient.dtype, gradient.device), []).append(name)
-        flags = {
-            f"{BOOKKEEPING}present:{names[0]}": torch.tensor(
-                [0.0 if parameters[name].grad is None else 1.0 for name in names], dtype=dtype, device=device
-            )
+        flags = [
+            torch.tensor([float(parameters[name].grad is not None) for name in names], dtype=dtype, device=device)
             for (dtype, device), names in names_by_kind.items()
-        }
+        ]
         # A flag of 1 divided by a large number would be rounded to 0 in half precision.
         if op == AVG_CUSTOM:
-            for flag in flags.values():
+            for flag in flags:
                 divisor = torch.as_tensor(check_denominator(denom), dtype=torch.float64, device=flag.device)
                 flag.mul_(divisor.clamp(1, torch.finfo(flag.dtype).max))
-        asked, self._asked = self._asked, []
-        first = next(iter(flags.values()), None)
-        if asked and first is not None:
-            self.mark(first, asked)
-        self.aggregate({**gradients, **flags}, op, denom)
-        if asked and first is not None:
-            self.read_mark(first, asked, parameters[next(iter(names_by_kind.values()))[0]].grad is not None)
-        for names, present in zip(names_by_kind.values(), flags.values(), strict=True):
+        missing = [name for name, parameter in parameters.items() if parameter.grad is None]
+        before = [
+            copy.deepcopy({name: remembered[name] for name in missing if name in remembered})
+            for remembered in self._remembered_by_name()
+        ]
+        if frozen:
+            self.mark(flags[0], frozen)
+        self.combine(gradients, op, denom, flags)
+        if frozen:
+            first = next(iter(parameters))
+            self.read_mark(flags[0], frozen, parameters[first].grad is not None)
+        for names, flag in zip(names_by_kind.values(), flags, strict=True):
             # Only a worker without a gradient reads the flags, because reading them waits for a GPU.
             if all(parameters[name].grad is not None for name in names):
                 continue
-            for name, is_present in zip(names, present.abs().tolist(), strict=True):
+            for name, is_present in zip(names, flag.abs().tolist(), strict=True):
                 if parameters[name].grad is None and is_present > 0:
                     parameters[name].grad = gradients[name]
+                elif parameters[name].grad is None:
+                    self._restore(name, before)
+
+    def _restore(self, name: str, before: Iterable[Mapping[str, Any]]) -> None:
+        """Restore the remembered values of a parameter that was skipped, because no worker has a gradient of it."""
+        for remembered, kept in zip(self._remembered_by_name(), before, strict=True):
+            if name not in kept:
+                remembered.pop(name, None)
+            elif isinstance(kept[name], Tensor):
+                # In place, because a state_dict() that the caller holds shares the tensor.
+                remembered[name].copy_(kept[name])
+            else:
+                remembered[name] = kept[name]
 
     @torch.no_grad()
     @naming_lost_workers()
@@ -406,7 +467,7 @@ class Aggregation(ABC):
         named = model.named_buffers() if isinstance(model, nn.Module) else ()
         # Counters, such as BatchNorm's num_batches_tracked, are integers, of which an average makes no sense.
         buffers = (
-            (f"{BOOKKEEPING}buffer:{plain_name(name)}", buffer)
+            (name_of_buffer(name), buffer)
             for name, buffer in named
             if buffer.is_floating_point() or buffer.is_complex()
         )
@@ -433,14 +494,6 @@ class Aggregation(ABC):
         if frozen:
             self.admit(frozen)
         return self._without_frozen(weights)
-
-
-def parameters_of(model: Parameters) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a model, each once, in the order of registration, by their plain names."""
-    parameters: Iterable[tuple[str, Tensor]] = (
-        model.named_parameters() if isinstance(model, nn.Module) else model.items()
-    )
-    return ((plain_name(name), parameter) for name, parameter in parameters)
 
 
 def trainable(model: Parameters) -> Iterator[tuple[str, Tensor]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,13 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     AVG_CUSTOM,
     AVG_WORLD,
     Aggregation,
+    AggregationFunction,
     Denominator,
-    Parameters,
 )
 from mlbench_core.aggregation.pytorch.transport import pairwise
 from mlbench_core.aggregation.pytorch.transport.buckets import BUCKET_SIZE_BYTES
 from mlbench_core.aggregation.pytorch.transport.messages import as_real, by_dtype_and_device, divide, pack, unpack
+from mlbench_core.aggregation.pytorch.transport.names import Parameters
 from mlbench_core.aggregation.pytorch.transport.shared_memory import SharedMemorySum
 from mlbench_core.arguments import check_int
 from mlbench_core.distributed.pytorch import process_groups
@@ -143,7 +144,7 @@ class AllReduceAggregation(Aggregation):
             raise TypeError(f"overlap must be True or False, not {overlap!r}")
         if comm_dtype is not None and comm_dtype not in COMM_DTYPES:
             raise ValueError(f"comm_dtype must be None or one of {', '.join(map(str, COMM_DTYPES))}, not {comm_dtype}")
-        self._world_size = check_world_size(world_size, self.group)
+        check_world_size(world_size, self.group)
         self.divide_before = divide_before
         self.overlap = overlap
         self.comm_dtype = comm_dtype
@@ -151,16 +152,33 @@ class AllReduceAggregation(Aggregation):
         self.shared_memory = shared_memory
         self._is_by_layer = False
         self._shared: SharedMemorySum | None = None
-        if shared_memory and self._world_size > 1:
+        if shared_memory and self.world_size > 1:
             # Workers meet here and not at the first message, so that a machine without shared memory fails early.
             self._shared = SharedMemorySum(self.group)
 
-    @property
-    def world_size(self) -> int:
-        """Return the number of workers that take part."""
-        return self._world_size
+    def agg_grad(self, by_layer: bool = False) -> AggregationFunction:
+        """Make the function that aggregates a model's gradients; see :meth:`Aggregation.agg_grad`."""
+        function = super().agg_grad()
+        return functools.partial(self._aggregate_by_layer, function) if by_layer else function
 
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+    def agg_model(self, by_layer: bool = False) -> AggregationFunction:
+        """Make the function that aggregates a model's weights; see :meth:`Aggregation.agg_model`."""
+        function = super().agg_model()
+        return functools.partial(self._aggregate_by_layer, function) if by_layer else function
+
+    def _aggregate_by_layer(
+        self, function: AggregationFunction, model: Parameters, op: str, denom: Denominator | None = None
+    ) -> None:
+        """Let a function send every tensor in a message of its own, one right after another."""
+        self._is_by_layer = True
+        try:
+            function(model, op, denom)
+        finally:
+            self._is_by_layer = False
+
+    def aggregate(
+        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None, extra: Sequence[Tensor] = ()
+    ) -> None:
         """Replace every tensor by the sum over workers divided by k or ``denom``, in place.
 
         Args:
@@ -168,41 +186,28 @@ class AllReduceAggregation(Aggregation):
             op: ``"avg_world"`` or ``"avg_custom"``.
             denom: Divisor for ``"avg_custom"``: a positive number or a tensor with one element, the same on every
                 worker.
+            extra: More tensors to average, after the others.
 
         Raises:
             UnknownOperationError: ``op`` is neither. It is a ValueError and a NotImplementedError.
             ValueError: ``denom`` is missing or not positive.
         """
-        divisor = self._divisor(op, denom)
-        for kind in by_dtype_and_device(tensors.values()):
-            if self.world_size == 1:
-                # An average over one worker is the tensor itself.
-                if op != AVG_WORLD:
-                    for tensor in kind:
-                        divide(tensor, divisor)
-            else:
-                self._average(kind, divisor)
+        self.average([*tensors.values(), *extra], self._divisor(op, denom))
 
-    def _aggregate_gradients(
-        self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
-    ) -> None:
-        with self._sending(by_layer):
-            super()._aggregate_gradients(model, op, denom)
+    def average(self, tensors: Iterable[Tensor], divisor: Denominator) -> None:
+        """Replace every tensor by the sum over workers divided by a number, in place.
 
-    def _aggregate_weights(
-        self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
-    ) -> None:
-        with self._sending(by_layer):
-            super()._aggregate_weights(model, op, denom)
-
-    @contextmanager
-    def _sending(self, by_layer: bool) -> Iterator[None]:
-        """In the block, send every tensor in a message of its own, or only the large ones."""
-        self._is_by_layer = by_layer
-        try:
-            yield
-        finally:
-            self._is_by_layer = False
+        Args:
+            tensors: In the same order with the same shapes and dtypes on every worker.
+            divisor: A positive number or a tensor with one element, the same on every worker.
+        """
+        for kind in by_dtype_and_device(tensors):
+            if self.world_size > 1:
+                self._average_kind(kind, divisor)
+            # An average over one worker is the tensor itself.
+            elif isinstance(divisor, Tensor) or divisor != 1:
+                for tensor in kind:
+                    divide(tensor, divisor)
 
     def divides_early(self, dtype: torch.dtype) -> bool:
         """Return whether tensors of a dtype are divided before they are sent, on request or because of a conversion.
@@ -287,7 +292,7 @@ class AllReduceAggregation(Aggregation):
 
         return receive
 
-    def _average(self, tensors: Sequence[Tensor], divisor: Denominator) -> None:
+    def _average_kind(self, tensors: Sequence[Tensor], divisor: Denominator) -> None:
         """Sum tensors of one dtype and device over the workers and divide them, in place."""
         # Half precision has room for an average over many workers, but not for their sum.
         early = self.divides_early(tensors[0].dtype)

@@ -26,7 +26,7 @@ import hashlib
 import logging
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Denominator
+from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import recall
 from mlbench_core.aggregation.pytorch.decentralized import (
     TAG_BYTES,
@@ -53,7 +53,7 @@ from mlbench_core.aggregation.pytorch.transport.messages import (
     from_bytes,
     in_blocks,
 )
-from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys, is_buffer
 from mlbench_core.aggregation.pytorch.transport.topology import Topology
 
 __all__ = ["ChocoAggregation", "Compressed", "Compression", "Identity", "RandomK", "ScaledSign", "TopK"]
@@ -236,7 +236,7 @@ class ChocoAggregation(DecentralizedAggregation):
     Each tensor is compressed by itself. A call sends one message to each neighbor. In it, a tensor of n numbers of b
     bytes takes, with k = max(1, round(ratio n)): for ``top_k`` k (b + 4) bytes, for ``random_k`` k b, for ``sign`` b
     plus n / 8 rounded up, and for ``identity`` n b. Half-precision tensors are sent in half precision; copies and sums
-    are kept in float32. Buffers and other bookkeeping are not compressed. They are averaged as in
+    are kept in float32. Buffers are not compressed. They are averaged as in
     :class:`~mlbench_core.aggregation.pytorch.decentralized.DecentralizedAggregation`.
 
     If a number of a worker is infinite or nan, its message is not finite either. So all neighbors see it in the same
@@ -320,13 +320,16 @@ class ChocoAggregation(DecentralizedAggregation):
     # much for that.
     agg_grad = refuse_gradients
 
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+    def aggregate(
+        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None, extra: Sequence[Tensor] = ()
+    ) -> None:
         """Move every tensor toward those of the neighbors, in place.
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
             op: ``"avg_world"``.
             denom: Not used.
+            extra: Tensors to average over all workers.
 
         Raises:
             UnknownOperationError: ``op`` is another one.
@@ -334,10 +337,10 @@ class ChocoAggregation(DecentralizedAggregation):
                 ``top_k``, or the workers' lists of neighbors do not fit together.
         """
         check_average(op)
-        compressed = {n: t for n, t in tensors.items() if not n.startswith(BOOKKEEPING) and t.numel()}
+        compressed = {name: tensor for name, tensor in tensors.items() if not is_buffer(name) and tensor.numel()}
         if self.world_size > 1 and compressed:
             self._mix_compressed(compressed)
-        super().aggregate({n: t for n, t in tensors.items() if n.startswith(BOOKKEEPING)}, op, denom)
+        super().aggregate({name: tensor for name, tensor in tensors.items() if is_buffer(name)}, op, denom, extra)
 
     def _mix_compressed(self, tensors: Mapping[str, Tensor]) -> None:
         if self._must_agree:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import (
-    BOOKKEEPING,
     Aggregation,
     AggregationFunction,
     Denominator,
@@ -33,7 +32,7 @@ class LossyAggregation(Aggregation):
     can be sent in this way. Weights would lose the part that is not sent.
 
     Args:
-        uncompressed: Averages the tensors that are not compressed, such as bookkeeping, over the same workers.
+        uncompressed: Averages the tensors that are not compressed over the same workers.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
     """
 
@@ -45,13 +44,8 @@ class LossyAggregation(Aggregation):
         self._compressed_bytes = 0
 
     @property
-    def world_size(self) -> int:
-        """Return the number of workers that take part."""
-        return self._uncompressed.world_size
-
-    @property
     def compression_ratio(self) -> float:  # type: ignore[override]
-        """Return the bytes of the gradients over those sent for them, without bookkeeping; 1 before any message."""
+        """Return the bytes of the gradients over those sent for them; 1 before any message."""
         return self._original_bytes / self._compressed_bytes if self._compressed_bytes else 1.0
 
     def agg_model(self, by_layer: bool = False) -> AggregationFunction:
@@ -74,7 +68,7 @@ class LossyAggregation(Aggregation):
         return self._memory.get(name)
 
     def _remembered_by_name(self) -> list[dict[str, Any]]:
-        """Return all mappings from names to remembered values. The values of a skipped tensor must not change."""
+        """Return the error memories."""
         return [self._memory]
 
     def _aggregate_alone(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
@@ -87,24 +81,11 @@ class LossyAggregation(Aggregation):
         else:
             super()._aggregate_alone(parameters, op, denom)
 
-    def _aggregate_some_gradients(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
-        """Aggregate, then restore the memory of tensors for which no worker had a gradient."""
-        missing = [name for name, parameter in parameters.items() if parameter.grad is None]
-        before = [
-            copy.deepcopy({name: remembered[name] for name in missing if name in remembered})
-            for remembered in self._remembered_by_name()
-        ]
-        super()._aggregate_some_gradients(parameters, op, denom)
-        skipped = [name for name in missing if parameters[name].grad is None]
-        for remembered, kept in zip(self._remembered_by_name(), before, strict=True):
-            for name in skipped:
-                if name not in kept:
-                    remembered.pop(name, None)
-                elif isinstance(kept[name], Tensor):
-                    # In place, because a state_dict() that the caller holds shares the tensor.
-                    remembered[name].copy_(kept[name])
-                else:
-                    remembered[name] = kept[name]
+    def _average_uncompressed(self, tensors: Iterable[Tensor], divisor: Denominator) -> None:
+        """Replace tensors by their sum over the workers divided by a number, in place."""
+        before = self._uncompressed.bytes_sent
+        self._uncompressed.average(tensors, divisor)
+        self._count_bytes(self._uncompressed.bytes_sent - before)
 
     def _count_compression(self, original_bytes: int, compressed_bytes: int) -> None:
         """Add to the counts of bytes from which :attr:`compression_ratio` is computed."""
@@ -117,9 +98,9 @@ class LossyAggregation(Aggregation):
 class CompressedAggregation(LossyAggregation):
     r"""Base class of lossy aggregations that compress every tensor.
 
-    It passes all tensors but bookkeeping to :meth:`_aggregate_kind`, in groups of one dtype and device. Each group is
-    one message. Bookkeeping travels uncompressed at the end of the first message of its device, because on a slow
-    network a message of a few bytes costs as much time as a longer one. An error memory has the shape of its tensor.
+    It passes all tensors to :meth:`_aggregate_kind`, in groups of one dtype and device. Each group is one message.
+    Extra tensors travel uncompressed at the end of the first message of their device, because on a slow network a
+    message of a few bytes costs as much time as a longer one. An error memory has the shape of its tensor.
 
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
@@ -138,11 +119,10 @@ class CompressedAggregation(LossyAggregation):
     def __init__(self, use_cuda: bool = False, *, world_size: int | None = None, process_group: Any = None) -> None:
         uncompressed = AllReduceAggregation(world_size, use_cuda=use_cuda, process_group=process_group)
         super().__init__(uncompressed, use_cuda)
-        # Bookkeeping that waits for the next message, and the divisor of its sum.
-        self._riders: dict[str, Tensor] = {}
-        self._riders_divisor: Denominator = 1
 
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+    def aggregate(
+        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None, extra: Sequence[Tensor] = ()
+    ) -> None:
         """Replace every tensor by the workers' common result, in place.
 
         Args:
@@ -150,6 +130,7 @@ class CompressedAggregation(LossyAggregation):
             op: ``"avg_world"`` or ``"avg_custom"``.
             denom: For ``"avg_custom"``, the divisor of sums over workers: a positive number or a tensor with one
                 element, the same on every worker.
+            extra: Tensors to average as they are.
 
         Raises:
             UnknownOperationError: ``op`` is neither.
@@ -160,26 +141,34 @@ class CompressedAggregation(LossyAggregation):
         # A message holds tensors of one dtype and device.
         kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            if not name.startswith(BOOKKEEPING) and tensor.numel() > 0:
+            if tensor.numel() > 0:
                 if not tensor.is_floating_point():
                     raise TypeError(
                         f"{name!r} has dtype {tensor.dtype}; only real floating-point tensors can be compressed"
                     )
                 kinds.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
-        bookkeeping = {name: tensor for name, tensor in tensors.items() if name.startswith(BOOKKEEPING)}
-        self._riders, self._riders_divisor = bookkeeping, divisor
+        waiting: dict[torch.device, list[Tensor]] = {}
+        for tensor in extra:
+            waiting.setdefault(tensor.device, []).append(tensor)
         before = self.bytes_sent
-        for kind in kinds.values():
-            self._aggregate_kind(kind, divisor)
+        for (_, device), kind in kinds.items():
+            # One worker alone sends no message with which they could travel.
+            riders = waiting.pop(device, []) if self.world_size > 1 else []
+            self._aggregate_kind(kind, divisor, riders)
+        if waiting:
+            self._average_uncompressed(chain(*waiting.values()), divisor)
         original = sum(tensor.nbytes for kind in kinds.values() for tensor in kind.values())
-        left = self._take_riders()
-        ridden_bytes = sum(tensor.nbytes for name, tensor in bookkeeping.items() if name not in left)
-        self._count_compression(original, self.bytes_sent - before - ridden_bytes)
-        self._delegate(self._uncompressed, left, op, denom)
+        self._count_compression(original, self.bytes_sent - before - sum(tensor.nbytes for tensor in extra))
 
     @abstractmethod
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
-        """Aggregate tensors of one dtype and device, none of them empty, in place."""
+    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
+        """Aggregate tensors of one dtype and device, none of them empty, in place.
+
+        Args:
+            tensors: The tensors by name.
+            divisor: The divisor of sums over workers.
+            extra: Tensors on the same device to average as they are, for :meth:`_gather`.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the error memory by parameter name under ``"memory"``; an empty dictionary without one."""
@@ -195,22 +184,15 @@ class CompressedAggregation(LossyAggregation):
         memory = by_plain_name(state_dict.get("memory", {}))
         self._memory = {name: error.clone() for name, error in memory.items()}
 
-    def _take_riders(self, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Remove and return the bookkeeping that travels with the next message, by name.
+    def _gather(self, message: Tensor, divisor: Denominator, extra: Sequence[Tensor]) -> Tensor:
+        """Return every worker's message, shape (k, length), in the order of ranks; one worker sends nothing.
 
-        Args:
-            device: Take only tensors on this device, because a message is on one device; None for all.
+        Extra tensors travel at the end of the message. They are replaced by their sum over the workers, divided by the
+        divisor.
         """
-        riders = {name: rider for name, rider in self._riders.items() if device in (None, rider.device)}
-        self._riders = {name: rider for name, rider in self._riders.items() if name not in riders}
-        return riders
-
-    def _gather(self, message: Tensor) -> Tensor:
-        """Return every worker's message, shape (k, length), in the order of ranks; one worker sends nothing."""
         if self.world_size == 1:
             return message[None]
-        riders = list(self._take_riders(message.device).values())
-        whole = as_bytes(message, *riders) if riders else message
+        whole = as_bytes(message, *extra) if extra else message
         is_gloo = process_groups.backend(self.group) == "gloo"
         sent = whole.cpu() if is_gloo else process_groups.get_backend_tensor(whole, self.group)
         # The messages arrive in the rows of one tensor, so they need not be copied together afterward.
@@ -219,10 +201,10 @@ class CompressedAggregation(LossyAggregation):
         self._count("all_gather", self.world_size, sent.nbytes)
         gathered = gathered.to(message.device)
         start = len(message)
-        for rider in riders:
-            theirs = [from_bytes(row, start, rider.numel(), rider.dtype) for row in gathered]
-            rider.copy_(divide(torch.stack(theirs).sum(dim=0), self._riders_divisor).view(rider.shape))
-            start += rider.nbytes
+        for tensor in extra:
+            theirs = [from_bytes(row, start, tensor.numel(), tensor.dtype) for row in gathered]
+            tensor.copy_(divide(torch.stack(theirs).sum(dim=0), divisor).view(tensor.shape))
+            start += tensor.nbytes
         return gathered[:, : len(message)]
 
 

@@ -9,15 +9,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, UnknownOperationError
+from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator, UnknownOperationError
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, messages_of
 from mlbench_core.aggregation.pytorch.transport.messages import KeptMemory, by_dtype_and_device, in_blocks, pack, unpack
 from mlbench_core.aggregation.pytorch.transport.topology import Topology, from_edges
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["DecentralizedAggregation"]
-
-BUFFER = f"{BOOKKEEPING}buffer:"
 
 TAG_BYTES = 8  # size of a hash that is sent with a list of neighbors
 
@@ -40,8 +38,7 @@ class DecentralizedAggregation(Aggregation):
     To every neighbor, a call sends a tensor of at least 8 MiB in a message of its own, without a copy, and the smaller
     ones of the same dtype and device in one message. All travel in their own dtype: ``degree`` times the bytes of the
     tensors. After an error in an aggregation, such as a lost worker, their values are undefined. Half-precision numbers
-    are mixed in float32. Buffers are mixed like weights; other bookkeeping, such as a loss, is averaged over all
-    workers. A single worker sends nothing.
+    are mixed in float32. Buffers are mixed like weights. A single worker sends nothing.
 
     An infinity or nan of a worker reaches its neighbors in the same call, and every other worker after as many calls as
     it is edges away.
@@ -98,31 +95,27 @@ class DecentralizedAggregation(Aggregation):
         # graph has a neighbor.
         self._weights: tuple[float, ...] = ()
 
-    @property
-    def world_size(self) -> int:
-        """Return the number of workers in the graph."""
-        return self._all_reduce.world_size
-
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+    def aggregate(
+        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None, extra: Sequence[Tensor] = ()
+    ) -> None:
         """Replace every tensor by its average with the neighbors', in place.
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
             op: ``"avg_world"``.
             denom: Not used.
+            extra: Tensors to average over all workers.
 
         Raises:
             UnknownOperationError: ``op`` is another one. It is a ValueError and a NotImplementedError.
             ValueError: The workers' lists of neighbors do not fit together.
         """
         check_average(op)
-        # Bookkeeping such as a flag or a loss must reach all workers in one call, so it is averaged over all of them.
-        shared = {n: t for n, t in tensors.items() if n.startswith(BOOKKEEPING) and not n.startswith(BUFFER)}
         if self.world_size > 1:
-            mixed = (tensor for name, tensor in tensors.items() if name not in shared and tensor.numel())
-            for kind in by_dtype_and_device(mixed):
+            for kind in by_dtype_and_device(tensor for tensor in tensors.values() if tensor.numel()):
                 self._mix(kind)
-        self._delegate(self._all_reduce, shared, op, denom)
+        with self._counting_bytes_of(self._all_reduce):
+            self._all_reduce.average(extra, self.world_size)
 
     def _mix(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors of one dtype and device by their weighted average with the neighbors', in place."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ class DeMoAggregation(CompressedAggregation):
         if self.block_size > 181:
             raise ValueError(f"block_size must be at most 181, so that a position fits into 2 bytes, not {block_size}")
 
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
+    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
         values, positions, totals = [], [], []
         for name, tensor in tensors.items():
             m = recall(self._memory, name, tensor).mul_(self.decay).add_(tensor)
@@ -111,7 +111,7 @@ class DeMoAggregation(CompressedAggregation):
         own = torch.cat([part.view(-1) for part in values])
         own_positions = torch.cat([part.view(-1) for part in positions]).to(torch.int16)
         # Added in the order of ranks, because sums in different orders differ in their last bits.
-        for message in self._gather(as_bytes(own, own_positions)):
+        for message in self._gather(as_bytes(own, own_positions), divisor, extra):
             sizes = [part.numel() for part in values]
             theirs = from_bytes(message, 0, len(own), own.dtype).split(sizes)
             places = from_bytes(message, own.nbytes, len(own), torch.int16).long().split(sizes)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Denominator
-from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
+from mlbench_core.aggregation.pytorch.aggregation import Denominator
+from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation, recall
 from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys
 from mlbench_core.aggregation.pytorch.transport.tensors import flush_tiny_, orthonormal_rows
@@ -100,31 +100,34 @@ class DionAggregation(LossyAggregation):
         self._queries: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+    def aggregate(
+        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None, extra: Sequence[Tensor] = ()
+    ) -> None:
         """Replace matrices by their orthonormal updates and average all other tensors, in place.
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
             op: ``"avg_world"``, or ``"avg_custom"`` to divide sums over workers by ``denom``.
             denom: For ``"avg_custom"``, a positive number or a tensor with one element, the same on every worker.
+            extra: Tensors to average as they are.
 
         Raises:
             UnknownOperationError: ``op`` is neither. It is a ValueError and a NotImplementedError.
             ValueError: ``denom`` is missing or not positive, or a restored state does not fit a tensor.
         """
-        self._divisor(op, denom)
+        divisor = self._divisor(op, denom)
         bytes_before = self.bytes_sent
         b = {}
         for name, tensor in tensors.items():
-            if not name.startswith(BOOKKEEPING) and is_matrix(tensor):
+            if is_matrix(tensor):
                 b[name] = recall(self._memory, name, tensor).add_(tensor).view(len(tensor), -1)
-        others = {name: tensor for name, tensor in tensors.items() if name not in b}
+        others = [tensor for name, tensor in tensors.items() if name not in b]
         # Rows stand for the columns of P, Q and R, because a row is contiguous in memory. Their scale does not matter.
         p = {name: self._query(name, b_n) @ b_n.t() for name, b_n in b.items()}
-        self._delegate(self._uncompressed, {**others, **p}, op, denom)
+        self._average_uncompressed([*others, *extra, *p.values()], divisor)
         p = {name: orthonormal_rows(p_n) for name, p_n in p.items()}
         r = {name: p[name] @ b_n for name, b_n in b.items()}
-        self._delegate(self._uncompressed, r, AVG_WORLD)
+        self._average_uncompressed(r.values(), self.world_size)
         for name, b_n in b.items():
             length = torch.linalg.vector_norm(r[name], dim=1, keepdim=True)
             # A direction that the momentum does not have has length 0. It takes no part in this update.
@@ -133,9 +136,9 @@ class DionAggregation(LossyAggregation):
             b_n.addmm_(p[name].t(), flush_tiny_(r[name]), alpha=self.momentum - 1)
             b_n.nan_to_num_(nan=0, posinf=0, neginf=0)
             self._queries[name] = torch.where((length > 0) & length.isfinite(), q, self._queries[name])
-        bookkeeping = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith(BOOKKEEPING))
-        original = sum(tensor.nbytes for tensor in tensors.values())
-        self._count_compression(original - bookkeeping, self.bytes_sent - bytes_before - bookkeeping)
+        # Extra tensors travel with the uncompressed ones, but they are not part of the gradients.
+        sent_bytes = self.bytes_sent - bytes_before - sum(tensor.nbytes for tensor in extra)
+        self._count_compression(sum(tensor.nbytes for tensor in tensors.values()), sent_bytes)
 
     def _query(self, name: str, matrix: Tensor) -> Tensor:
         r"""Return the rows of :math:`Q^\top`, random at first, the same on all workers."""

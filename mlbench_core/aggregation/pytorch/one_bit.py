@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM
 from mlbench_core.aggregation.pytorch.compressed import recall
 from mlbench_core.aggregation.pytorch.sign import EFSignAggregation, mean_in_range, scaled_signs
 from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys
@@ -109,12 +108,13 @@ class OneBitAggregation(EFSignAggregation):
         """
         return self._steps.get(name, 0)
 
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
+    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
         for name in tensors:
             self._steps[name] = self.steps(name) + 1
         warming = {name: tensor for name, tensor in tensors.items() if self.steps(name) <= self.warmup_steps}
         if warming:
-            self._delegate(self._uncompressed, {**warming, **self._take_riders()}, AVG_CUSTOM, divisor)
+            self._average_uncompressed([*warming.values(), *extra], divisor)
+            extra = ()
         for name, tensor in warming.items():
             m = recall(self._momentum, name, tensor)
             m.lerp_(tensor.to(m.dtype), 1 - self.beta).nan_to_num_(nan=0, posinf=0, neginf=0)
@@ -127,14 +127,14 @@ class OneBitAggregation(EFSignAggregation):
         # In the order of the tensors, which is the same on all workers; that of a set is not.
         candidates = {name: candidates[name] for name in tensors if name in candidates}
         if candidates:
-            self._compress(candidates, divisor)
+            self._compress(candidates, divisor, extra)
         for name, average in candidates.items():
             tensors[name].copy_(average)
             self._momentum[name].copy_(average.nan_to_num_(nan=0, posinf=0, neginf=0))
 
-    def _compress(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
+    def _compress(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
         """Replace tensors by their compressed average, in place."""
-        super()._aggregate_kind(tensors, divisor)
+        super()._aggregate_kind(tensors, divisor, extra)
         for name, average in tensors.items():
             p = recall(self._average_errors, name, average).add_(average)
             average.copy_(scaled_signs(p >= 0, mean_in_range(p.abs().mean(), p)))

@@ -40,11 +40,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, trainable
+from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator, trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Flight
 from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse_gradients
 from mlbench_core.aggregation.pytorch.transport.layout import Layout
-from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys, is_buffer
 from mlbench_core.arguments import check_int
 
 __all__ = ["DiLoCoAggregation", "PeriodicAggregation", "check_delay", "count_step"]
@@ -131,6 +131,7 @@ class PeriodicAggregation(Aggregation):
         # Raises an error for aggregations that compress gradients, because they would destroy weights.
         aggregation.agg_model()
         super().__init__(use_cuda=aggregation.use_cuda, process_group=aggregation.group)
+        self.world_size = aggregation.world_size
         self.inside = aggregation
         self.takes_complex = aggregation.takes_complex
         self.period = check_int("period", period)
@@ -139,11 +140,6 @@ class PeriodicAggregation(Aggregation):
             _check_travels(aggregation)
         self._counts: dict[str, int] = {}
         self._flights: list[_Correction] = []
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of workers that take part."""
-        return self.inside.world_size
 
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
@@ -259,8 +255,8 @@ class DiLoCoAggregation(Aggregation):
     If no worker has moved a tensor since the last call, as for a frozen layer, it takes no outer step.
 
     The differences are averaged in the dtype of the tensors. For half-precision weights, :math:`\theta` is kept in
-    float32. Buffers and other bookkeeping are only averaged. A single worker takes outer steps too, and sends nothing.
-    A call sends the bytes of the tensors.
+    float32. Buffers are only averaged. A single worker takes outer steps too, and sends nothing. A call sends the bytes
+    of the tensors.
 
     Attributes:
         outer_optimizer: The outer optimizer; a change of its learning rate takes effect at the next call.
@@ -305,11 +301,6 @@ class DiLoCoAggregation(Aggregation):
         self._shared: dict[str, nn.Parameter] = {}  # theta by name
         self.outer_optimizer = _make_outer(outer_optimizer)
 
-    @property
-    def world_size(self) -> int:
-        """Return the number of workers that take part."""
-        return self._all_reduce.world_size
-
     # Only weights can move the shared weights, so aggregating gradients would leave them as they are.
     agg_grad = refuse_gradients
 
@@ -349,8 +340,7 @@ class DiLoCoAggregation(Aggregation):
             theta_i.copy_(self._shared[name])
         # These tensors were averaged for the first time. From now on they take outer steps.
         for name, average in averages.items():
-            if not name.startswith(BOOKKEEPING):
-                self._share(name, average)
+            self._share(name, average)
 
     def _average(self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> None:
         """Replace the outer gradients, and tensors that are only averaged, by their averages; in one message."""
@@ -395,7 +385,9 @@ class DiLoCoAggregation(Aggregation):
         return moved
 
     def _share(self, name: str, weights: Tensor) -> None:
-        """Store a copy of weights as shared weights, and let the outer optimizer update it."""
+        """Store a copy of weights as shared weights, which the outer optimizer updates; leave out buffers."""
+        if is_buffer(name):
+            return
         theta = nn.Parameter(weights.detach().to(torch.promote_types(weights.dtype, torch.float32), copy=True))
         self._shared[name] = theta
         # All weights are in one group, so that its options, such as the learning rate, hold for all of them.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Denominator
+from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation, recall
 from mlbench_core.aggregation.pytorch.transport.messages import BLOCK_ELEMENTS
@@ -133,13 +133,16 @@ class PowerAggregation(LossyAggregation):
         self._queries: dict[str, Tensor] = {}
         self._uncompressed_steps: dict[str, int] = {}
 
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+    def aggregate(
+        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None, extra: Sequence[Tensor] = ()
+    ) -> None:
         """Replace every tensor by the approximate average over workers, in place.
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
             op: ``"avg_world"``, or ``"avg_custom"`` to divide the sum over workers by ``denom`` instead of by k.
             denom: For ``"avg_custom"``, a positive number or a tensor with one element, the same on every worker.
+            extra: Tensors to average as they are.
 
         Raises:
             UnknownOperationError: ``op`` is neither. It is a ValueError and a NotImplementedError.
@@ -154,23 +157,22 @@ class PowerAggregation(LossyAggregation):
         # P is made orthonormal, so its scale does not matter. It is sent with the uncompressed tensors and may be
         # divided like them.
         left = {matrix.name: self._to_send(matrix.accumulate(self._query(matrix))) for matrix in matrices}
-        self._delegate(self._uncompressed, {**tensors, **left}, op, denom)
+        self._average_uncompressed([*{**tensors, **left}.values(), *extra], divisor)
 
         bases = [orthonormal_rows(left[matrix.name].to(matrix.delta.dtype)) for matrix in matrices]
         right = {matrix.name: self._to_send(matrix.project(p)) for matrix, p in zip(matrices, bases, strict=True)}
         # Q is always averaged. For "avg_custom", the product P Q^T is multiplied by the scale once.
-        self._delegate(self._uncompressed, right, AVG_WORLD)
+        self._average_uncompressed(right.values(), self.world_size)
 
+        factors = [flush_tiny_(right[matrix.name].to(matrix.delta.dtype)) for matrix in matrices]
         # Every worker computes the same P Q^T, because it has the same averages as the others.
-        for matrix, p in zip(matrices, bases, strict=True):
-            q = flush_tiny_(right[matrix.name].to(matrix.delta.dtype))
+        for matrix, p, q in zip(matrices, bases, factors, strict=True):
             matrix.replace(p, q, None if op == AVG_WORLD else scale)
             if self.reuse_query:
                 self._queries[matrix.name] = q
-        # Bookkeeping is sent with the uncompressed tensors, but it is not part of the gradients.
-        bookkeeping = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith(BOOKKEEPING))
-        original = sum(tensor.nbytes for tensor in tensors.values())
-        self._count_compression(original - bookkeeping, self.bytes_sent - bytes_before - bookkeeping)
+        # Extra tensors travel with the uncompressed ones, but they are not part of the gradients.
+        sent_bytes = self.bytes_sent - bytes_before - sum(tensor.nbytes for tensor in extra)
+        self._count_compression(sum(tensor.nbytes for tensor in tensors.values()), sent_bytes)
 
     def state_dict(self) -> dict[str, Any]:
         r"""Return the values kept between steps.
@@ -215,7 +217,7 @@ class PowerAggregation(LossyAggregation):
 
     def _compresses(self, name: str, tensor: Tensor) -> bool:
         """Return True if a tensor is compressed in this step; count its first, uncompressed steps."""
-        if name.startswith(BOOKKEEPING) or not tensor.is_floating_point() or tensor.dim() < 2 or tensor.numel() == 0:
+        if not tensor.is_floating_point() or tensor.dim() < 2 or tensor.numel() == 0:
             return False
         rows, columns = len(tensor), tensor.numel() // len(tensor)
         if min(rows, columns, self.rank) * (rows + columns) >= rows * columns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,7 @@ class QSGDAggregation(CompressedAggregation):
         self._seed = check_int("seed", seed, least=0)
         self._draws = 0
 
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
+    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
         flats = [tensor.reshape(-1) for tensor in tensors.values()]
         dtype, device = torch.promote_types(flats[0].dtype, torch.float32), flats[0].device
         norms = torch.empty(sum(map(self._buckets, flats)), dtype=dtype, device=device)
@@ -113,7 +113,7 @@ class QSGDAggregation(CompressedAggregation):
             norms[first : first + len(own_norms)] = own_norms
             codes[start : start + len(block)] = own_codes
         bits = bits_for(2 * self.levels + 1)
-        messages = self._gather(as_bytes(norms, pack_codes(codes, bits)))
+        messages = self._gather(as_bytes(norms, pack_codes(codes, bits)), divisor, extra)
         received = [(from_bytes(message, 0, len(norms), dtype), message[norms.nbytes :]) for message in messages]
         for block, start, first in self._in_blocks(flats):
             total = torch.zeros(self._buckets(block), self.bucket_size, dtype=dtype, device=device)

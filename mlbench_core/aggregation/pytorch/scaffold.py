@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, trainable
+from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator, trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse_gradients
-from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys
+from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys, is_buffer
 
 __all__ = ["ScaffoldAggregation"]
 
@@ -73,11 +73,6 @@ class ScaffoldAggregation(Aggregation):
         self._own: dict[str, Tensor] = {}  # c_i
         self._rates: dict[str, float] = {}  # S since the last call
 
-    @property
-    def world_size(self) -> int:
-        """Return the number of workers that take part."""
-        return self._all_reduce.world_size
-
     # Control variates are computed from weights, so aggregating gradients would leave them as they are.
     agg_grad = refuse_gradients
 
@@ -133,7 +128,7 @@ class ScaffoldAggregation(Aggregation):
         for name, average in tensors.items():
             if name in stepped:
                 self._common[name] = (self._shared[name] - average).div_(self._rates[name])
-            if not name.startswith(BOOKKEEPING):
+            if not is_buffer(name):
                 self._share(name, average)
                 self._rates[name] = 0.0
 

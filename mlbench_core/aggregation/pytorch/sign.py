@@ -93,7 +93,7 @@ class SignAggregation(CompressedAggregation):
         super().__init__(use_cuda=use_cuda, world_size=world_size, process_group=process_group)
         self._votes_held: dict[str, int] = {}
 
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
+    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
         if self.world_size == 1:
             for tensor in tensors.values():
                 tensor.copy_(signs_or_nan(tensor))
@@ -115,7 +115,7 @@ class SignAggregation(CompressedAggregation):
                     yield block
             yield scaled_signs(torch.stack(flags).all(), block.new_ones(())).view(1)
 
-        ballots = self._gather(pack_signs(signed(), zero_is_positive))
+        ballots = self._gather(pack_signs(signed(), zero_is_positive), divisor, extra)
         end = sum(tensor.numel() for tensor in tensors.values())
         is_finite = torch.cat([unpack_part(ballot, end, end + 1) for ballot in ballots]).all()
 
@@ -193,7 +193,7 @@ class EFSignAggregation(CompressedAggregation):
         arXiv:1901.09847
     """
 
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
+    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
         # The error memory is changed in place: it holds p first, and then the new e.
         p = [recall(self._memory, name, tensor) for name, tensor in tensors.items()]
         scales_of_p, kept = [], KeptMemory()
@@ -219,7 +219,7 @@ class EFSignAggregation(CompressedAggregation):
         # On a GPU, reading the flag would make the host wait, so there the values are always replaced.
         if scales.is_cuda or not scales.isfinite().all():
             torch_private.foreach_copy_(p, [p_n.nan_to_num(nan=0, posinf=0, neginf=0) for p_n in p])
-        messages = self._gather(message)
+        messages = self._gather(message, divisor, extra)
         # One row per tensor, and one column per worker.
         their_scales = torch.stack([from_bytes(m, 0, len(p), scales.dtype) for m in messages], dim=1)
         if scales.device.type != "cpu":

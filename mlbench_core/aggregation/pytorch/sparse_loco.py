@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -107,7 +107,7 @@ class ChunkedTopKAggregation(CompressedAggregation):
         if self.chunk_size > 1 << 24:
             raise ValueError(f"chunk_size must be at most 2**24, not {chunk_size}")
 
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
+    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
         # The error memory is changed in place: it holds the sum first, and then the rest.
         e = [
             recall(self._memory, name, tensor).mul_(self.decay).add_(tensor).view(-1)
@@ -119,7 +119,7 @@ class ChunkedTopKAggregation(CompressedAggregation):
             e_n.nan_to_num_(nan=0, posinf=0, neginf=0)
         total = [torch.zeros_like(e_n) for e_n in e]
         # Added in the order of ranks, because sums in different orders differ in their last bits.
-        for message in self._gather(torch.cat(parts)):
+        for message in self._gather(torch.cat(parts), divisor, extra):
             start = 0
             for total_n in total:
                 for chunks in self._chunks(total_n):

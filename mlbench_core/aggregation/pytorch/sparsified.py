@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
 from mlbench_core.aggregation.pytorch.transport.messages import (
     BLOCK_ELEMENTS,
@@ -147,7 +146,7 @@ class SparsifiedAggregation(CompressedAggregation):
         if "generator" in state_dict:
             self._generator.set_state(state_dict["generator"].cpu())
 
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
+    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
         m = []
         for name, tensor in tensors.items():
             if tensor.numel() > torch.iinfo(torch.int32).max:
@@ -172,14 +171,13 @@ class SparsifiedAggregation(CompressedAggregation):
         sent = torch.cat([self._take(m_n, coordinates, dtype) for m_n, coordinates in zip(m, picked, strict=True)])
         if self.random:
             # All workers have drawn the same coordinates, so an all-reduce can add their values.
-            riders = self._take_riders()
-            self._delegate(self._uncompressed, {"values": sent, **riders}, AVG_CUSTOM, 1)
-            for rider in riders.values():
-                divide(rider, divisor)
+            self._average_uncompressed([sent, *extra], 1)
+            for tensor in extra:
+                divide(tensor, divisor)
             received = [(sent, torch.cat(picked))]
         else:
             # Coordinates are positions within a tensor, so that they fit into an int32.
-            messages = self._gather(as_bytes(sent, *picked))
+            messages = self._gather(as_bytes(sent, *picked), divisor, extra)
             # index_copy_ takes only int64.
             received = [
                 (from_bytes(m, 0, len(sent), dtype), from_bytes(m, sent.nbytes, len(sent), torch.int32).long())

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, AggregationFunction, Denominator
+from mlbench_core.aggregation.pytorch.aggregation import AggregationFunction, Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import Flight
 from mlbench_core.aggregation.pytorch.decentralized import check_average
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, check_delay, count_step
@@ -247,8 +247,7 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         """Take the outer steps of a fragment that has arrived, and mix the result into the tensors."""
         self._take_outer_step(flight.gradients)
         for name, average in flight.averages.items():
-            if not name.startswith(BOOKKEEPING):
-                self._share(name, average)
+            self._share(name, average)
         for name in (*flight.gradients, *flight.averages):
             if name in tensors:
                 merged = self._shared.get(name, flight.averages.get(name))

@@ -72,16 +72,12 @@ class CompressedOptimizer(Optimizer):
             raise ValueError("params is missing: give params=, for example model.parameters()")
         check_lr(defaults["lr"], type(self).__name__)
         self.aggregation = aggregation
+        self.world_size = aggregation.world_size
         self._aggregate_named = aggregation.agg_grad()
         self._clock = CommunicationClock()
         self._kept = KeptMemory()
         # Not super().__init__: SignSGD is a torch.optim.SGD too, whose constructor takes other options.
         Optimizer.__init__(self, params, defaults)
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of workers."""
-        return self.aggregation.world_size
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None, tracker: Any | None = None) -> Any:  # type: ignore[override]

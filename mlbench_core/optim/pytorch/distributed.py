@@ -16,7 +16,6 @@ from torch.optim.optimizer import required
 
 from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import (
-    BOOKKEEPING,
     Aggregation,
     Denominator,
     check_denominator,
@@ -603,7 +602,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
                 self._aggregate(tracker, denom)
                 # A copy: the script may report the loss of this worker.
                 shared = torch.as_tensor(losses[-1]).detach().clone()
-                self.aggregation.aggregate({f"{BOOKKEEPING}loss": shared}, self.agg_mode, denom)
+                self.aggregation.combine({}, self.agg_mode, denom, [shared])
             self._clip(grad_clip)
             return shared
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.aggregation import Denominator, parameters_of
+from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.periodic import PeriodicAggregation
 from mlbench_core.aggregation.pytorch.scaffold import ScaffoldAggregation
+from mlbench_core.aggregation.pytorch.transport.names import parameters_of
 from mlbench_core.optim.pytorch.distributed import Closure, GenericCentralizedOptimizer, check_aggregation, check_lr
 
 __all__ = ["SCAFFOLD"]

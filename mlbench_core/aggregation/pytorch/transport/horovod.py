@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation, Transfer
@@ -55,14 +54,13 @@ class AllReduceAggregationHVD(AllReduceAggregation):
                 f"world_size is {world_size!r}, but Horovod has {hvd.size()} worker(s): give {hvd.size()}, or None"
             )
         super().__init__(None, divide_before=divide_before, use_cuda=use_cuda)
-        self._world_size = int(hvd.size())
+        self.world_size = int(hvd.size())
 
-    @torch.no_grad()
-    def any_worker(self, flag: Tensor) -> None:
-        """Raise a flag on every worker if one worker raised it, in place."""
+    def _reduce(self, tensor: Tensor, op: Any) -> None:
+        """Sum a tensor over the workers, in place. A sum of flags is positive if one of them is."""
         if self.world_size > 1:
-            flag.copy_(_horovod().allreduce(flag, op=_horovod().Sum))
-            self._count("all_reduce", self.world_size, flag.nbytes)
+            tensor.copy_(_horovod().allreduce(tensor, op=_horovod().Sum))
+            self._count("all_reduce", self.world_size, tensor.nbytes)
 
     def compare_models(
         self, parameters: Mapping[str, Tensor] | None = None, pending: list[Callable[[], None]] | None = None

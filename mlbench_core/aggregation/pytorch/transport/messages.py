@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import cmath
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mlbench_core.aggregation.pytorch.aggregation import Denominator
-
 __all__ = [
+    "Denominator",
     "KeptMemory",
     "all_finite",
     "as_bytes",
@@ -26,6 +25,8 @@ __all__ = [
     "pack",
     "unpack",
 ]
+
+Denominator: TypeAlias = "float | Tensor"
 
 # Elements that a CPU processes at a time, so that intermediate results stay in its cache. Four blocks of float32 fit
 # into 2 MB.

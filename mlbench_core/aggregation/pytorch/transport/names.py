@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
-__all__ = ["by_plain_name", "check_keys", "check_names", "plain_name"]
+from torch import Tensor, nn
+
+__all__ = [
+    "Parameters",
+    "by_plain_name",
+    "check_keys",
+    "check_names",
+    "is_buffer",
+    "name_of_buffer",
+    "parameters_of",
+    "plain_name",
+]
+
+Parameters: TypeAlias = "nn.Module | Mapping[str, Tensor]"
+_BUFFER = ":buffer:"  # no name of a parameter begins with it
 
 
 def plain_name(name: str) -> str:
@@ -22,6 +36,36 @@ def plain_name(name: str) -> str:
         'layer.weight'
     """
     return name.replace("_orig_mod.", "")
+
+
+def parameters_of(model: Parameters) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a model, each once, in the order of registration, by their plain names."""
+    parameters: Iterable[tuple[str, Tensor]] = (
+        model.named_parameters() if isinstance(model, nn.Module) else model.items()
+    )
+    return ((plain_name(name), parameter) for name, parameter in parameters)
+
+
+def name_of_buffer(name: str) -> str:
+    """Return the name under which a buffer takes part in an aggregation of weights.
+
+    Args:
+        name: Its name in the model, for example from ``named_buffers()``.
+
+    Example:
+        >>> is_buffer(name_of_buffer("norm.running_mean"))
+        True
+    """
+    return _BUFFER + plain_name(name)
+
+
+def is_buffer(name: str) -> bool:
+    """Return True if a tensor in an aggregation of weights is a buffer, which is only averaged or mixed.
+
+    Args:
+        name: The name of the tensor.
+    """
+    return name.startswith(_BUFFER)
 
 
 def by_plain_name(values: Mapping[str, Any]) -> dict[str, Any]:

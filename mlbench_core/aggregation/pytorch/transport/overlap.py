@@ -37,10 +37,11 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core import torch_private
-from mlbench_core.aggregation.pytorch.aggregation import parameters_of, refuse_sparse
+from mlbench_core.aggregation.pytorch.aggregation import refuse_sparse
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Transfer
 from mlbench_core.aggregation.pytorch.transport.buckets import Bucket, Signature, plan_buckets, signature
 from mlbench_core.aggregation.pytorch.transport.messages import as_real, divide
+from mlbench_core.aggregation.pytorch.transport.names import parameters_of
 from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock, Interval
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 

@@ -66,7 +66,7 @@ def average(messages: Sequence[Tensor], divisor: Denominator | None, group: Any 
     exchanges: list[_Exchange] = []
     for batch, counts in zip(batches, counts_of, strict=True):
         received = memory[: sum(counts)].split(counts)
-        started = [_Exchange(*exchange, group) for exchange in zip(batch, received, strict=True)]
+        started = [_Exchange(rank, parts, versions, group) for parts, versions in zip(batch, received, strict=True)]
         for exchange in started:
             exchange.reduce(divisor)
         exchanges += started
@@ -118,9 +118,9 @@ class _Exchange:
     of all pieces in the same order.
     """
 
-    def __init__(self, parts: Sequence[Tensor], received: Tensor, group: Any) -> None:
+    def __init__(self, rank: int, parts: Sequence[Tensor], received: Tensor, group: Any) -> None:
         self._group = group
-        rank, size = process_groups.rank(group), process_groups.world_size(group)
+        size = len(parts)
         # The order of Gloo's ring, in which part j is added up from worker j - 1 down to worker j.
         self._others = [(rank - distance) % size for distance in range(1, size)]
         self._own, self._other_parts = parts[rank], [parts[other] for other in self._others]
