@@ -27,7 +27,8 @@ setup(
     package_data={
         "mlbench_cli": ["py.typed"],
         "mlbench_core": ["py.typed"],
-        "mlbench_core.results": ["*.json", "*.mplstyle", "*.toml", "references/*.json"],
+        "mlbench_core.comparison": ["*.mplstyle", "*.toml", "references/*.json"],
+        "mlbench_core.results": ["*.json"],
         "mlbench_core.sweep": ["*.css"],
         "mlbench_helm": ["mlbench/*", "mlbench/.helmignore", "mlbench/templates/*"],
         "mlbench_master": ["py.typed"],

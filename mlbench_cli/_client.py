@@ -202,7 +202,7 @@ class MasterClient(RestClient):
         Raises:
             ConfigurationError: The download is damaged.
         """
-        from mlbench_core.results.load import unpack
+        from mlbench_core.comparison.load import unpack
 
         with tempfile.TemporaryDirectory() as temporary:
             archive = Path(temporary, "run.zip")

@@ -13,10 +13,10 @@ from mlbench_cli import _wait
 from mlbench_cli._client import RunSource, reason_of, state_of
 from mlbench_cli._output import clean, log_line, print_json, remark
 from mlbench_cli._records import compare_records, print_comparison, print_records
+from mlbench_core.comparison.load import load, save
+from mlbench_core.comparison.pool import pool, usable
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError, MasterRequestError, MLBenchError
-from mlbench_core.results.load import load, save
-from mlbench_core.results.pool import pool, usable
-from mlbench_core.results.record import RunRecord
 
 __all__ = ["LOG_LINES_SHOWN", "follow"]
 

@@ -14,13 +14,13 @@ import click
 from mlbench_cli._client import FINAL_STATES, MasterClient
 from mlbench_cli._embedded import connect
 from mlbench_cli._output import clean, number, print_json, print_table, remark
+from mlbench_core.comparison.load import load
+from mlbench_core.comparison.pool import Group
+from mlbench_core.comparison.prices import Pricing, load_prices
+from mlbench_core.comparison.record import UNKNOWN, RunRecord
+from mlbench_core.comparison.table import Comparison, cell, compare_runs
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.files import replacing
-from mlbench_core.results.load import load
-from mlbench_core.results.pool import Group
-from mlbench_core.results.prices import Pricing, load_prices
-from mlbench_core.results.record import UNKNOWN, RunRecord
-from mlbench_core.results.table import Comparison, cell, compare_runs
 from mlbench_core.run_terms import PHASES
 
 __all__ = [
@@ -174,7 +174,7 @@ def write_comparison(
     Returns:
         The files.
     """
-    from mlbench_core.results.figures import draw_all
+    from mlbench_core.comparison.figures import draw_all
 
     contents = {"table.csv": comparison.as_csv(), "table.md": comparison.as_markdown()}
     written = write_texts(folder, {**contents, "results.json": comparison.as_json()})

@@ -20,6 +20,7 @@ _SUBPACKAGES = (
     "api",
     "cli",
     "client",
+    "comparison",
     "controlflow",
     "dataset",
     "distributed",

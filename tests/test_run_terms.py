@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from mlbench_cli import _wait
+from mlbench_core.comparison.figures.captions import caption
+from mlbench_core.comparison.pool import pool
+from mlbench_core.comparison.table import compare_groups
 from mlbench_core.evaluation.goals import AccuracyAfterTime, TimeToGoal
-from mlbench_core.results.figures.captions import caption
-from mlbench_core.results.pool import pool
-from mlbench_core.results.table import compare_groups
 from mlbench_core.run_terms import PHASES, STEPS, GoalAim, goal_text
 from mlbench_master.goals import RunGoal, RunPlan
-from tests.results.test_pool import a_record
+from tests.comparison.test_pool import a_record
 
 
 class OnlyMetric:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from mlbench_core.comparison.load import load
+from mlbench_core.comparison.table import compare_runs
 from mlbench_core.results.folder import read_environment, read_result, verify_folder
-from mlbench_core.results.load import load
-from mlbench_core.results.table import compare_runs
 from tests.helpers.data import test_data
 from tests.helpers.processes import ROOT, environment, free_port
 

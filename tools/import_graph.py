@@ -24,6 +24,7 @@ LAYERS: dict[str, set[str]] = {
     **{name: set() for name in GROUND},
     "distributed": set(),
     "results": set(),
+    "comparison": {"results"},
     "aggregation": {"distributed"},
     "optim": {"aggregation", "distributed"},
     "lr_scheduler": {"optim"},
@@ -31,12 +32,12 @@ LAYERS: dict[str, set[str]] = {
     "models": {"distributed", "ops"},  # a model calls operators, which know no models
     "tracking": {"distributed", "client"},  # as in version 3.0, a Tracker reports to the master by itself
     "controlflow": {"distributed", "aggregation", "optim", "lr_scheduler", "results", *SIDE_BY_SIDE},
-    "prediction": {"results", "network"},
-    "sweep": {"client", "results", "network", "prediction"},
+    "prediction": {"comparison", "network"},
+    "sweep": {"client", "results", "comparison", "network", "prediction"},
     # It reads the outboxes of workers that have ended, proves its identity to clients, and emulates networks of runs.
-    "mlbench_master": {"client", "results", "network"},
+    "mlbench_master": {"client", "results", "comparison", "network"},
     # `mlbench master` runs the master in its own process.
-    "mlbench_cli": {"client", "dataset", "results", "network", "prediction", "sweep", "mlbench_master"},
+    "mlbench_cli": {"client", "dataset", "results", "comparison", "network", "prediction", "sweep", "mlbench_master"},
 }
 LAYERS["benchmarks"] = set(LAYERS)
 

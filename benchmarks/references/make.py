@@ -5,7 +5,7 @@
 
 Each seed is one run of task 1a with one worker and one thread, until the goal is reached. The results stay in the
 folder of --runs. With --keep, finished runs in this folder are not repeated, so an interrupted command can continue.
-The reference is written to mlbench_core/results/references/. It depends on the task's program and settings; make it
+The reference is written to mlbench_core/comparison/references/. It depends on the task's program and settings; make it
 again when one of them changes.
 """
 
@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlbench_core.results.convergence import LEAST_SEEDS, Reference, deciding_options
+from mlbench_core.comparison.convergence import LEAST_SEEDS, Reference, deciding_options
 from mlbench_core.tasks import get_task
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from latency_report import LatencyReport
 
+from mlbench_core.comparison.figures.canvas import load_matplotlib
 from mlbench_core.errors import ConfigurationError, MLBenchError
-from mlbench_core.results.figures.canvas import load_matplotlib
 
 
 def draw(reports: Sequence[LatencyReport], path: Path, dtypes: Sequence[str] | None = None) -> Path:

@@ -1,6 +1,6 @@
 """``mlbench charts``: draw the figures of results, as PNG, SVG and CSV.
 
-The command finds the results; :mod:`mlbench_core.results.figures` draws them.
+The command finds the results; :mod:`mlbench_core.comparison.figures` draws them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import click
 from mlbench_cli._embedded import connect
 from mlbench_cli._output import clean, dashboard_option, json_option, print_json, remark
 from mlbench_cli._records import from_master, matches, print_records
+from mlbench_core.comparison.load import load
+from mlbench_core.comparison.pool import Group, check_comparable, pool, usable
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError, MasterNotFoundError
-from mlbench_core.results.load import load
-from mlbench_core.results.pool import Group, check_comparable, pool, usable
-from mlbench_core.results.record import RunRecord
 
 __all__ = ["charts", "draw_overview"]
 
@@ -81,7 +81,7 @@ def charts(
     for reason in left_out:
         remark(f"{clean(reason)} of the charts")
     check_comparable(kept)
-    from mlbench_core.results.figures import draw_all
+    from mlbench_core.comparison.figures import draw_all
 
     if not as_json:
         print_records(results)
@@ -120,7 +120,7 @@ def draw_overview(groups: Sequence[Group], path: Path) -> Path:
         ConfigurationError: No run reported a time.
         MissingDependencyError: matplotlib is not installed.
     """
-    from mlbench_core.results import figures
+    from mlbench_core.comparison import figures
 
     with figures.style():
         drawing = figures.draw_overview(groups)

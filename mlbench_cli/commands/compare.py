@@ -16,7 +16,7 @@ from mlbench_cli._records import (
     write_comparison,
 )
 from mlbench_cli.commands.completion import complete_runs_and_files
-from mlbench_core.results.prices import Pricing
+from mlbench_core.comparison.prices import Pricing
 
 __all__ = ["compare"]
 

@@ -14,10 +14,10 @@ import click
 from mlbench_cli._networks import NetworkType
 from mlbench_cli._output import clean, json_option, number, print_json, print_table, remark
 from mlbench_cli._records import price_options
+from mlbench_core.comparison.pool import usable
+from mlbench_core.comparison.prices import Pricing, price_of
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.results.pool import usable
-from mlbench_core.results.prices import Pricing, price_of
-from mlbench_core.results.record import RunRecord
 
 if TYPE_CHECKING:
     from mlbench_core.network.description import Network
@@ -60,7 +60,7 @@ def predict(
     predicted has a line without figures, and the reason below the table. A run that cannot be used is left out, with
     one line that says why.
     """
-    from mlbench_core.results.load import load
+    from mlbench_core.comparison.load import load
 
     def leave_out(reason: str) -> None:
         remark(clean(f"{reason} of the prediction"))

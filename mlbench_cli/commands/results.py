@@ -9,10 +9,10 @@ import click
 
 from mlbench_cli._output import clean, json_option, print_json, remark
 from mlbench_cli._records import compare_records, price_options, write_texts
+from mlbench_core.comparison.load import load
+from mlbench_core.comparison.prices import Pricing
 from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.results.folder import RESULT, find_folders, lacking, read_result, verify_folder
-from mlbench_core.results.load import load
-from mlbench_core.results.prices import Pricing
 
 __all__ = ["result_folders", "results"]
 
@@ -82,7 +82,7 @@ def check(folders: Sequence[Path], as_json: bool) -> None:
     Each line begins with 'ok', 'fail' or 'cannot be checked'. Exit status 1 if a rule fails. The rules are in the
     documentation, on the page "Rules".
     """
-    from mlbench_core.results.rules import check_rules
+    from mlbench_core.comparison.rules import check_rules
 
     findings = check_rules(load(result_folders(folders)))
     if as_json:
@@ -119,8 +119,8 @@ def collect(
     folders: Sequence[Path], output: Path, title: str, commands: Sequence[str], pricing: Pricing, as_json: bool
 ) -> None:
     """Make one page of all runs in FOLDER...: tables, figures, and links to the result folders."""
-    from mlbench_core.results.collection import collection_page, recorded_commands, runs_csv
-    from mlbench_core.results.figures import drawings, save
+    from mlbench_core.comparison.collection import collection_page, recorded_commands, runs_csv
+    from mlbench_core.comparison.figures import drawings, save
 
     groups, comparison = compare_records(load(folders), pricing)
     captions, written = {}, []

@@ -28,7 +28,7 @@ from mlbench_core.sweep.file import Point, Sweep, load_sweep
 from mlbench_core.sweep.folder import Done, Failure, SweepFolder
 
 if TYPE_CHECKING:
-    from mlbench_core.results.record import RunRecord
+    from mlbench_core.comparison.record import RunRecord
     from mlbench_core.sweep.outcome import Outcome
 
 __all__ = ["sweep"]
@@ -162,7 +162,7 @@ def _show_results(outcome: Outcome) -> None:
 
 def _records(folder: SweepFolder, points: Sequence[Point], done: Mapping[str, Done]) -> dict[str, RunRecord]:
     """Return the results of the runs that have ended, by name."""
-    from mlbench_core.results.load import load
+    from mlbench_core.comparison.load import load
 
     records = {}
     for point in points:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlbench_core.arguments import check_int
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
 from mlbench_core.network.named import get_network
 from mlbench_core.prediction.costs import Collective, collective_s
-from mlbench_core.results.record import RunRecord
 
 __all__ = ["Prediction", "predict", "predict_time_to_goal"]
 

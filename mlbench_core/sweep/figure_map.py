@@ -6,18 +6,18 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mlbench_core.results.figures import canvas
-from mlbench_core.results.figures.captions import caption
-from mlbench_core.results.figures.looks import method_look
-from mlbench_core.results.pool import plural
+from mlbench_core.comparison.figures import canvas
+from mlbench_core.comparison.figures.captions import caption
+from mlbench_core.comparison.figures.looks import method_look
+from mlbench_core.comparison.pool import plural
 from mlbench_core.sweep.outcome import CLOSE, Outcome
 from mlbench_core.sweep.winners import BANDWIDTHS, ROUND_TRIPS_S, Map
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from mlbench_core.results.figures.looks import method_look
-from mlbench_core.results.pool import Group
+    from mlbench_core.comparison.figures.looks import method_look
+from mlbench_core.comparison.pool import Group
 
 __all__ = ["draw_map"]
 

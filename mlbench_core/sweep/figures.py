@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mlbench_core.comparison.figures import canvas
+from mlbench_core.comparison.figures.captions import caption
+from mlbench_core.comparison.figures.looks import method_looks
+from mlbench_core.comparison.prices import Pricing
+from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.stats import confidence_interval, log_interval
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.results.figures import canvas
-from mlbench_core.results.figures.captions import caption
-from mlbench_core.results.figures.looks import method_looks
-from mlbench_core.results.prices import Pricing
-from mlbench_core.results.record import RunRecord
-from mlbench_core.results.stats import confidence_interval, log_interval
 from mlbench_core.run_terms import goal_text
 from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker
 

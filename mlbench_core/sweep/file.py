@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend
+from mlbench_core.comparison.prices import Pricing, load_prices
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import read_text
 from mlbench_core.network.description import MAX_HOSTS, Network
 from mlbench_core.network.named import get_network
-from mlbench_core.results.prices import Pricing, load_prices
 from mlbench_core.tasks import BACKENDS, Task, get_task, option_value
 
 __all__ = ["FILES", "LONGEST_NAME", "Point", "Sweep", "Variant", "copied_name", "load_sweep", "parse_sweep"]

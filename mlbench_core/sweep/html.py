@@ -10,10 +10,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlbench_core.results.table import Column, cell
+from mlbench_core.comparison.table import Column, cell
 
 if TYPE_CHECKING:
-    from mlbench_core.results.figures import Drawing
+    from mlbench_core.comparison.figures import Drawing
 
 __all__ = ["Section", "html_page", "inline_svg"]
 

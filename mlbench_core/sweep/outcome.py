@@ -1,6 +1,6 @@
 """Gather the runs of a sweep by algorithm, network and number of workers.
 
-The rule for runs that missed their goal is that of :mod:`mlbench_core.results.times`. All runs with the same network
+The rule for runs that missed their goal is that of :mod:`mlbench_core.comparison.times`. All runs with the same network
 and the same number of workers are judged up to the same training time: the least one at which one of them was stopped.
 A run that reached its goal later missed it by this rule, as the stopped run might have reached it then, too.
 """
@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from mlbench_core.results.figures.numbers import Estimate
-from mlbench_core.results.pool import Group, check_comparable
-from mlbench_core.results.record import RunRecord
-from mlbench_core.results.stats import holm, log_interval
-from mlbench_core.results.times import compare_times, cost_per_success_s, median_s
+from mlbench_core.comparison.figures.numbers import Estimate
+from mlbench_core.comparison.pool import Group, check_comparable
+from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.stats import holm, log_interval
+from mlbench_core.comparison.times import compare_times, cost_per_success_s, median_s
 
 if TYPE_CHECKING:
     from mlbench_core.network.description import Network
@@ -223,7 +223,7 @@ def order(cell: Cell) -> tuple[float, int]:
 
 
 def differ(a: Cell, b: Cell, row: Sequence[Cell] | None = None) -> bool | None:
-    """Return True if the test of :func:`~mlbench_core.results.times.compare_times` shows that two cells differ.
+    """Return True if the test of :func:`~mlbench_core.comparison.times.compare_times` shows that two cells differ.
 
     The level is 5 %, after Holm's correction for all tests of ``a`` against a cell of its row: ``a`` was selected from
     them because it is the fastest.

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlbench_core.comparison.collection import machine_text, software_text
+from mlbench_core.comparison.load import load
+from mlbench_core.comparison.pool import plural
+from mlbench_core.comparison.prices import Pricing
+from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.table import cell, escape
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from mlbench_core.files import replacing
 from mlbench_core.prediction import predict_time_to_goal
-from mlbench_core.results.collection import machine_text, software_text
-from mlbench_core.results.load import load
-from mlbench_core.results.pool import plural
-from mlbench_core.results.prices import Pricing
-from mlbench_core.results.record import RunRecord
-from mlbench_core.results.table import cell, escape
 from mlbench_core.sweep.file import Point, Sweep, load_sweep
 from mlbench_core.sweep.folder import RUNS, SweepFolder
 from mlbench_core.sweep.html import Section, html_page, inline_svg
@@ -27,7 +27,7 @@ from mlbench_core.sweep.winners import Map, Predict, predict_map
 from mlbench_core.sweep.words import per_network, summary
 
 if TYPE_CHECKING:
-    from mlbench_core.results.figures import Drawing
+    from mlbench_core.comparison.figures import Drawing
 
 __all__ = ["read_outcome", "write_page"]
 
@@ -136,7 +136,7 @@ def _figures(
     outcome: Outcome, maps: Sequence[Map], pricing: Pricing, folder: Path, report: Callable[[str], None]
 ) -> tuple[list[Section], dict[str, str], list[Path]]:
     """Draw all figures: inline for the page, and those of all networks as files."""
-    from mlbench_core.results.figures import save, style
+    from mlbench_core.comparison.figures import save, style
 
     sections: list[Section] = []
     captions: dict[str, str] = {}

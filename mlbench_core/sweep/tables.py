@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mlbench_core.results.prices import Pricing
-from mlbench_core.results.table import Column, safe_cell
+from mlbench_core.comparison.prices import Pricing
+from mlbench_core.comparison.table import Column, safe_cell
 from mlbench_core.sweep.outcome import Cell, Outcome, sent_per_worker, speed_ratio
 
 __all__ = ["COLUMNS", "as_csv", "known_columns", "table_rows"]

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import MLBenchError
 from mlbench_core.network.description import Link, Network
-from mlbench_core.results.record import RunRecord
 from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ
 
 __all__ = ["BANDWIDTHS", "ROUND_TRIPS_S", "Map", "MapCell", "MapPoint", "Predict", "predict_map"]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mlbench_core.results.figures.canvas import number
-from mlbench_core.results.figures.numbers import Estimate
-from mlbench_core.results.pool import plural
+from mlbench_core.comparison.figures.canvas import number
+from mlbench_core.comparison.figures.numbers import Estimate
+from mlbench_core.comparison.pool import plural
 from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ, speed_ratio
 from mlbench_core.sweep.winners import Map
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mlbench_core.results.table import safe_cell
+from mlbench_core.comparison.table import safe_cell
 from mlbench_master.database.columns import PAGE, Columns, number_of
 from mlbench_master.database.store import Point, Run, Store, pod_owner, run_owner
 from mlbench_master.dates import format_date

@@ -25,10 +25,10 @@ __all__ = [
 ]
 
 _CLASSES = {
-    "local": "local:LocalLauncher",
-    "hosts": "hosts:HostsLauncher",
-    "kubernetes": "kubernetes:KubernetesLauncher",
-    "slurm": "slurm:SlurmLauncher",
+    "local": "local.launcher:LocalLauncher",
+    "hosts": "hosts.launcher:HostsLauncher",
+    "kubernetes": "kubernetes.launcher:KubernetesLauncher",
+    "slurm": "slurm.launcher:SlurmLauncher",
 }
 
 LAUNCHERS = tuple(_CLASSES)

@@ -354,7 +354,7 @@ class Launcher(ABC):
 
         Returns:
             One line per worker and sample. Its text is JSON with some of
-            :data:`~mlbench_master.launchers.load_sampler.LOAD_METRICS`.
+            :data:`~mlbench_master.launchers.supervisor.load_sampler.LOAD_METRICS`.
         """
         return LogPage([], since_line)
 

@@ -7,13 +7,13 @@ import os
 import shlex
 from collections.abc import Sequence
 
+from mlbench_core.comparison.pool import plural
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
-from mlbench_core.results.pool import plural
 from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task
 from mlbench_master.launchers.command_line import python_environment
-from mlbench_master.launchers.containers import image_problem
-from mlbench_master.launchers.emulated_hosts import check_network
+from mlbench_master.launchers.containers.launcher import image_problem
 from mlbench_master.launchers.interface import WORKERS_PER_CORE, Launcher
+from mlbench_master.launchers.local.emulated_hosts import check_network
 from mlbench_master.schemas import DEFAULT_BANDWIDTH, RunIn
 
 __all__ = [

@@ -20,7 +20,7 @@ from mlbench_master.database.store import NewMetric, Run, Store, pod_owner
 from mlbench_master.dates import Date, format_date, now_us, to_us
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.interface import Launcher, LogLine
-from mlbench_master.launchers.load_sampler import LOAD_METRICS
+from mlbench_master.launchers.supervisor.load_sampler import LOAD_METRICS
 
 __all__ = ["LOAD_MARK", "LoadKeeper"]
 

@@ -30,7 +30,7 @@ from mlbench_core.results.upload import metrics_of
 from mlbench_master.database.store import Run
 from mlbench_master.dates import now_us
 from mlbench_master.launchers.interface import STOPPED, LogPage, LogRange
-from mlbench_master.launchers.slurm import SlurmLauncher
+from mlbench_master.launchers.slurm.launcher import SlurmLauncher
 from mlbench_master.runs.jobs import make_job, make_run
 from mlbench_master.schemas import RunIn, describe_error
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlbench_core.results.published import describe_run
+from mlbench_core.comparison.published import describe_run
 from mlbench_core.run_terms import GoalAim
 from mlbench_master.database.columns import epoch_of, number_of
 from mlbench_master.database.store import Point, Run, Store, run_owner

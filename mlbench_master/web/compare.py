@@ -11,9 +11,9 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 from fastapi.responses import HTMLResponse
 
-from mlbench_core.results.pool import Group, plural
-from mlbench_core.results.prices import Pricing, load_prices
-from mlbench_core.results.table import Column, Comparison, cell
+from mlbench_core.comparison.pool import Group, plural
+from mlbench_core.comparison.prices import Pricing, load_prices
+from mlbench_core.comparison.table import Column, Comparison, cell
 from mlbench_master.api.routes import StorePart, run_or_404
 from mlbench_master.database.store import Run, Store
 from mlbench_master.web.comparing import Compared, compare

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mlbench_core.comparison.pool import Group, usable
+from mlbench_core.comparison.prices import Pricing
+from mlbench_core.comparison.published import Metrics, latest_json
+from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.table import Comparison, compare_runs
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.results.pool import Group, usable
-from mlbench_core.results.prices import Pricing
-from mlbench_core.results.published import Metrics, latest_json
-from mlbench_core.results.record import RunRecord
-from mlbench_core.results.table import Comparison, compare_runs
 from mlbench_master.database.store import Run, Store, run_owner
 from mlbench_master.dates import format_date
 from mlbench_master.runs.results import RESULT_METRIC

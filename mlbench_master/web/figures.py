@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from mlbench_core.caller import module_command, safe_environment
 
 if TYPE_CHECKING:
-    from mlbench_core.results.pool import Group
+    from mlbench_core.comparison.pool import Group
 
 __all__ = ["TITLES", "Figures", "can_draw", "draw", "figures_key", "main"]
 
@@ -142,9 +142,9 @@ def _draw(content: bytes) -> Figures:
 
 def main() -> None:
     """Draw the figures of the results on standard input into the folder of the first argument."""
-    from mlbench_core.results.figures import drawings, save
-    from mlbench_core.results.pool import pool
-    from mlbench_core.results.record import RunRecord
+    from mlbench_core.comparison.figures import drawings, save
+    from mlbench_core.comparison.pool import pool
+    from mlbench_core.comparison.record import RunRecord
 
     with contextlib.suppress(AttributeError, OSError):  # Windows has no nice
         os.nice(10)

@@ -12,7 +12,7 @@ import pydantic_core
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from mlbench_core.results.published import describe_run
+from mlbench_core.comparison.published import describe_run
 from mlbench_master.api.export import result_json
 from mlbench_master.api.routes import LauncherPart, StorePart, results_of, run_or_404
 from mlbench_master.database.curves import start_of

@@ -17,13 +17,13 @@ import pytest
 import torch
 import torch._dynamo
 
+from mlbench_core.comparison.load import load
+from mlbench_core.comparison.table import compare_runs
 from mlbench_core.dataset.linearmodels.pytorch import LinearBatches
 from mlbench_core.dataset.linearmodels.pytorch.preparation import prepare_stores
 from mlbench_core.dataset.linearmodels.pytorch.subset import train_and_validation
 from mlbench_core.models.pytorch.linear_models import LogisticRegression
 from mlbench_core.results.folder import read_result, verify_folder
-from mlbench_core.results.load import load
-from mlbench_core.results.table import compare_runs
 from mlbench_core.tasks import get_task
 from tests.helpers.data import test_data
 from tests.helpers.forked import run_script, run_scripts

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.results import figures
-from mlbench_core.results.load import save
-from mlbench_core.results.pool import Group
+from mlbench_core.comparison import figures
+from mlbench_core.comparison.load import save
+from mlbench_core.comparison.pool import Group
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster, entry, summary
 

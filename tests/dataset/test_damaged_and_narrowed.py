@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from mlbench_core.comparison.prices import load_prices
 from mlbench_core.controlflow.pytorch import checkpoint_files
 from mlbench_core.dataset import download, local_files
 from mlbench_core.dataset.imagerecognition import readers
@@ -33,7 +34,6 @@ from mlbench_core.dataset.nlp.pytorch.pair_store import PairHeader, PairStore, w
 from mlbench_core.errors import CheckpointError, ConfigurationError, DatasetError
 from mlbench_core.files import read_bytes, read_text
 from mlbench_core.network.parsing import load_network
-from mlbench_core.results.prices import load_prices
 from mlbench_core.sweep.file import load_sweep
 
 lmdb = pytest.importorskip("lmdb", reason="the package lmdb is not installed")

@@ -129,9 +129,7 @@ def test_selected_images_keep_the_classes_of_all(root: Path, tmp_path: Path) -> 
 
 
 def test_missing_and_empty_folders(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        DatasetNotFoundError, match=r"val does not exist, nor do tar files .*val\*\.tar: put"
-    ):
+    with pytest.raises(DatasetNotFoundError, match=r"val does not exist, nor do tar files .*val\*\.tar: put"):
         find_jpegs(root, "val")
     with pytest.raises(DatasetNotFoundError, match="no JPEG images in"):
         find_jpegs(tmp_path)

@@ -13,7 +13,7 @@ import pytest
 from mlbench_master.database.store import Store
 from mlbench_master.events import EventBus
 from mlbench_master.launchers import Job
-from mlbench_master.launchers.local import LocalLauncher
+from mlbench_master.launchers.local.launcher import LocalLauncher
 from mlbench_master.launchers.logs import LogReader, LogWriter, append_log
 from mlbench_master.runs.scheduler import Scheduler
 from tests.faults.helpers import add_run, full

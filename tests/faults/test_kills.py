@@ -93,7 +93,9 @@ class Fault:
 
     def supervisors(self, run_id: int) -> list[psutil.Process]:
         return [
-            process for process in self.processes(run_id) if "mlbench_master.launchers.supervise" in process.cmdline()
+            process
+            for process in self.processes(run_id)
+            if "mlbench_master.launchers.supervisor.supervise" in process.cmdline()
         ]
 
     def end(self, run_id: int) -> dict[str, Any]:
@@ -177,7 +179,7 @@ def test_a_worker_is_killed(fault: Fault) -> None:
 
 def is_supervisor(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return "mlbench_master.launchers.supervise" in process.cmdline()
+        return "mlbench_master.launchers.supervisor.supervise" in process.cmdline()
     return False
 
 

@@ -15,8 +15,8 @@ import pytest
 from mlbench_master.database.store import Run, Store
 from mlbench_master.events import EventBus
 from mlbench_master.launchers import Job
-from mlbench_master.launchers import local as local_launcher
-from mlbench_master.launchers.local import LocalLauncher
+from mlbench_master.launchers.local import launcher as local_launcher
+from mlbench_master.launchers.local.launcher import LocalLauncher
 from mlbench_master.processes import start_mark
 from mlbench_master.runs.scheduler import Scheduler
 from tests.faults.helpers import add_run

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from mlbench_cli._records import compare_records, from_master
-from mlbench_core.results.prices import Pricing, load_prices
-from mlbench_core.results.table import cell
+from mlbench_core.comparison.prices import Pricing, load_prices
+from mlbench_core.comparison.table import cell
 from mlbench_master import create_app
 from mlbench_master.database.store import NewMetric, Run, new_run, run_owner
 from mlbench_master.runs.results import RESULT_METRIC

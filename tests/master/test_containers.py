@@ -15,8 +15,8 @@ import pytest
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers import Job
-from mlbench_master.launchers.containers import Containers, read_options
-from mlbench_master.launchers.local import LocalLauncher, worker_commands
+from mlbench_master.launchers.containers.launcher import Containers, read_options
+from mlbench_master.launchers.local.launcher import LocalLauncher, worker_commands
 from tests.master.helpers import TestClient, processes_of, wait_for
 
 TOKEN = "secret-of-the-master"

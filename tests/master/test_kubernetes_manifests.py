@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from mlbench_master.launchers import Job
-from mlbench_master.launchers.kubernetes_manifests import job_manifest, merge, secret_manifest, service_manifest
-from mlbench_master.launchers.kubernetes_options import parse_options
-from mlbench_master.launchers.kubernetes_settings import Setting
+from mlbench_master.launchers.kubernetes.manifests import job_manifest, merge, secret_manifest, service_manifest
+from mlbench_master.launchers.kubernetes.options import parse_options
+from mlbench_master.launchers.kubernetes.settings import Setting
 
 JOB = Job(
     run_id=7,

@@ -15,9 +15,10 @@ import httpx
 import psutil
 import pytest
 
-from mlbench_master.launchers import Job, local, make_launcher
+from mlbench_master.launchers import Job, make_launcher
 from mlbench_master.launchers.error_search import ErrorSearch
-from mlbench_master.launchers.local import LocalLauncher, worker_commands
+from mlbench_master.launchers.local import launcher as local
+from mlbench_master.launchers.local.launcher import LocalLauncher, worker_commands
 from mlbench_master.launchers.logs import LogReader, append_log
 from tests.master.helpers import TestClient, processes_of, server, wait_for
 

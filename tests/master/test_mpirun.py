@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.launchers import Job, mpirun
-from mlbench_master.launchers.local import LocalLauncher, worker_commands
-from mlbench_master.launchers.mpirun import MPICH_PREFIX, OPEN_MPI_PREFIX, mpirun_command, mpirun_options
+from mlbench_master.launchers import Job
+from mlbench_master.launchers.local import mpirun
+from mlbench_master.launchers.local.launcher import LocalLauncher, worker_commands
+from mlbench_master.launchers.local.mpirun import MPICH_PREFIX, OPEN_MPI_PREFIX, mpirun_command, mpirun_options
 from tests.master.helpers import processes_of, wait_for
 
 MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from mlbench_core.comparison.load import load, unpack
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.configuration import Configuration
-from mlbench_core.results.load import load, unpack
 from mlbench_master import create_app
 from mlbench_master.database.store import Run, new_run
 from mlbench_master.goals import read_goal

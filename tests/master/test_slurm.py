@@ -15,18 +15,11 @@ import pytest
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app
-from mlbench_master.launchers import (
-    LAUNCHERS,
-    Job,
-    JobStatus,
-    LauncherError,
-    launcher_names,
-    make_launcher,
-    slurm,
-    slurm_queue,
-)
-from mlbench_master.launchers.local import LocalLauncher
-from mlbench_master.launchers.slurm import SlurmLauncher
+from mlbench_master.launchers import LAUNCHERS, Job, JobStatus, LauncherError, launcher_names, make_launcher
+from mlbench_master.launchers.local.launcher import LocalLauncher
+from mlbench_master.launchers.slurm import launcher as slurm
+from mlbench_master.launchers.slurm import queue as slurm_queue
+from mlbench_master.launchers.slurm.launcher import SlurmLauncher
 from tests.master import fake_slurm
 from tests.master.helpers import TestClient, wait_for
 from tests.master.test_launcher import create, lines, wait_state
@@ -474,7 +467,7 @@ def mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         'for rank in 0 1; do SLURM_NTASKS=1 OMPI_COMM_WORLD_RANK=$rank "$@" || exit; done\n'
     )
     program.chmod(0o755)
-    monkeypatch.setattr("mlbench_master.launchers.mpirun._find_mpirun", lambda: str(program))
+    monkeypatch.setattr("mlbench_master.launchers.local.mpirun._find_mpirun", lambda: str(program))
     return program
 
 
@@ -561,7 +554,7 @@ def test_other_packages_add_launchers(tmp_path: Path, monkeypatch: pytest.Monkey
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text(
-        "[mlbench.launchers]\nours = mlbench_master.launchers.local:LocalLauncher\nwrong = pathlib:Path\n"
+        "[mlbench.launchers]\nours = mlbench_master.launchers.local.launcher:LocalLauncher\nwrong = pathlib:Path\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert launcher_names() == (*LAUNCHERS, "ours", "wrong")

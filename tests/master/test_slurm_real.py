@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from mlbench_master.launchers import Job, JobStatus
-from mlbench_master.launchers.slurm import SlurmLauncher
+from mlbench_master.launchers.slurm.launcher import SlurmLauncher
 from tests.master.helpers import server, wait_for
 from tests.master.slurm_cluster import Cluster, cluster, why_not
 from tests.master.test_launcher import create, lines, wait_state

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network import get_network, parse_network
 from mlbench_core.prediction import collective_s, predict, predict_time_to_goal
-from mlbench_core.results.record import RunRecord
 
 SLOW = "10mbit,40ms"
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from mlbench_core.comparison.load import load
+from mlbench_core.comparison.rules import check_rules
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import digest
 from mlbench_core.results.configuration import Configuration
@@ -24,8 +26,6 @@ from mlbench_core.results.folder import (
     verify_folder,
 )
 from mlbench_core.results.lines import LinesSink, read_lines, statistics
-from mlbench_core.results.load import load
-from mlbench_core.results.rules import check_rules
 from mlbench_core.results.schema import check_result
 from mlbench_core.results.summary import goal_message
 from tests.results.helpers import GOAL, change, set_in, totals, write_run

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlbench_core.comparison import figures
+from mlbench_core.comparison.prices import Pricing, load_prices
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
-from mlbench_core.results import figures
-from mlbench_core.results.prices import Pricing, load_prices
-from mlbench_core.results.record import RunRecord
 from mlbench_core.sweep.figures import draw_bytes, draw_rows, quantities
 from mlbench_core.sweep.file import Point
 from mlbench_core.sweep.outcome import Outcome, gather

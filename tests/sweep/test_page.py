@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from mlbench_core.comparison import figures
+from mlbench_core.comparison.pool import Group
+from mlbench_core.comparison.prices import Pricing, load_prices
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.description import Link, Network
-from mlbench_core.results import figures
-from mlbench_core.results.pool import Group
-from mlbench_core.results.prices import Pricing, load_prices
-from mlbench_core.results.record import RunRecord
 from mlbench_core.sweep import figures as rows_figures
 from mlbench_core.sweep import page
 from mlbench_core.sweep.figure_map import draw_map

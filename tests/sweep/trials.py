@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.network.description import Network
-from mlbench_core.results.record import RunRecord
 from mlbench_core.sweep.file import Point, Sweep, load_sweep
 
 REAL = Path(__file__).parents[2] / "docs" / "results" / "digits" / "runs" / "centralized-sgd-2-r1"

@@ -18,11 +18,11 @@ from torch import nn
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
 from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock, Interval
+from mlbench_core.comparison.record import RunRecord
 from mlbench_core.distributed.pytorch.work_clock import polling
 from mlbench_core.optim.pytorch import CentralizedSGD, LocalSGD, SparsifiedSGD
 from mlbench_core.results.folder import verify_folder
 from mlbench_core.results.lines import LinesSink, read_lines
-from mlbench_core.results.record import RunRecord
 from mlbench_core.tracking import Tracker
 from tests.helpers.ranks import run_ranks
 from tests.results.helpers import write_run

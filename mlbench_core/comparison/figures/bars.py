@@ -1,0 +1,297 @@
+"""Draw the training time by phase or by step as one bar for each number of workers.
+
+Bars are horizontal, so that time runs from left to right as in a trace, and each long label has a
+line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mlbench_core.comparison.figures import canvas
+from mlbench_core.comparison.figures.captions import INTERVAL, caption, not_drawn
+from mlbench_core.comparison.figures.numbers import Estimate, mean, mean_time
+from mlbench_core.comparison.pool import Group, series
+from mlbench_core.comparison.times import cost_per_success_s
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.run_terms import PHASES, STEPS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["draw_phases", "draw_steps", "panel_height", "phase_bars", "with_time"]
+
+_COMMUNICATION = "#E69F00"
+# The hatch distinguishes the phases in gray print.
+_PHASE_LOOKS: dict[str, canvas.Look] = {
+    "compute": {"facecolor": "#0072B2", "hatch": ""},
+    "communication": {"facecolor": _COMMUNICATION, "hatch": ""},
+    "metrics": {"facecolor": "#009E73", "hatch": "////"},
+    "data": {"facecolor": "#CC79A7", "hatch": "....."},
+    "other": {"facecolor": "#DDDDDD", "hatch": ""},
+}
+_STEP_LOOKS: dict[str, canvas.Look] = {
+    "batch_load": {"facecolor": "#CC79A7", "hatch": "....."},
+    "fwd_pass": {"facecolor": "#56B4E9", "hatch": ""},
+    "comp_loss": {"facecolor": "#56B4E9", "hatch": "xxxx"},
+    "backprop": {"facecolor": "#0072B2", "hatch": ""},
+    "opt_step": {"facecolor": "#0072B2", "hatch": "////"},
+    "agg": {"facecolor": _COMMUNICATION, "hatch": ""},
+    "comp_metrics": {"facecolor": "#009E73", "hatch": "////"},
+}
+_PHASE_NAMES = {"communication": "communication (waited for)"}
+_STEP_NAMES = {
+    "batch_load": "data loading",
+    "fwd_pass": "forward",
+    "comp_loss": "loss",
+    "backprop": "backward",
+    "opt_step": "update",
+    "agg": "aggregation",
+    "comp_metrics": "metrics",
+}
+_BAR_IN = 0.17
+_HEADING_SHARE = 0.62
+# An interval of two runs may be ten times the mean; the bars must stay readable beside it.
+_LONGEST_INTERVAL = 1.5
+
+
+def draw_phases(groups: Sequence[Group]) -> canvas.Drawing:
+    """Draw the training time by phase, with the communication that was hidden behind computation.
+
+    Args:
+        groups: Groups of runs.
+
+    Returns:
+        The figure ``total_time_by_phase``.
+
+    Raises:
+        ConfigurationError: No run reported a time.
+    """
+    every, groups = groups, with_time(groups)
+    figure = canvas.new_figure(canvas.COLUMN_IN, panel_height(groups))
+    axes = figure.subplots()
+    text = phase_bars(axes, groups, canvas.COLUMN_IN) + not_drawn(every, groups)
+    canvas.finish(figure, text, *axes.get_legend_handles_labels())
+    names = [*(f"{phase}_s" for phase in PHASES), "communication_hidden_s"]
+    rows: list[list[Any]] = [["setup", "workers", "runs", "missed", "total_s", "total_low_s", "total_high_s", *names]]
+    for group in groups:
+        total, parts = _total(group), _phases(group)
+        hidden = mean(group.values("communication_hidden_s"))
+        rows.append([group.label, group.workers, total.runs, group.missed, total.value, total.low, total.high])
+        rows[-1] += [*map(parts.get, PHASES), hidden.value if hidden else None]
+    return canvas.Drawing("total_time_by_phase", figure, text, rows)
+
+
+def draw_steps(groups: Sequence[Group]) -> canvas.Drawing:
+    """Draw the training time by step of a batch.
+
+    Args:
+        groups: Groups of runs.
+
+    Returns:
+        The figure ``time_all_phases``.
+
+    Raises:
+        ConfigurationError: No run reported the time of a step.
+    """
+    every, groups = groups, [group for group in groups if _steps(group)]
+    if not groups:
+        raise ConfigurationError("no run reported the time of its steps: nothing to draw")
+    figure = canvas.new_figure(canvas.COLUMN_IN, panel_height(groups))
+    axes = figure.subplots()
+    places = _places(axes, groups, canvas.COLUMN_IN)
+    ends = _stack(axes, places, _steps, _STEP_LOOKS, _STEP_NAMES)
+    _write_values(axes, [(y, end, end) for (y, _), end in zip(places, ends, strict=True)])
+    canvas.title(axes, "Training time by step", groups)
+    notes = [caption(groups), "Mean over the runs, whole training.", *_mark_notes(groups)]
+    text = " ".join(notes) + not_drawn(every, groups)
+    canvas.finish(figure, text, *axes.get_legend_handles_labels())
+    rows: list[list[Any]] = [["setup", "workers", "runs", *(f"{step}_s" for step in STEPS)]]
+    rows += [[group.label, group.workers, len(group.records), *map(_steps(group).get, STEPS)] for group in groups]
+    return canvas.Drawing("time_all_phases", figure, text, rows)
+
+
+def panel_height(groups: Sequence[Group]) -> float:
+    """Return the height in inches of a panel with one bar for each group."""
+    blocks = series(groups)
+    headings = 2 * len(blocks) if len(blocks) > 1 else 0
+    return 0.75 + _BAR_IN * max(len(groups) + headings * _HEADING_SHARE + 0.3 * len(blocks), 3)
+
+
+def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
+    """Draw one bar for each group: its phases, its hidden communication and the interval of its total.
+
+    Args:
+        axes: The axes to draw on.
+        groups: Groups with a time, see :func:`with_time`.
+        width: Width in inches, the labels of the axes included.
+
+    Returns:
+        The caption.
+    """
+    places = _places(axes, groups, width)
+    _stack(axes, places, _phases, _PHASE_LOOKS, _PHASE_NAMES)
+    hidden = [(y, value.value) for y, group in places if (value := mean(group.values("communication_hidden_s")))]
+    sentences = [caption(groups)]
+    if any(value for _, value in hidden):
+        axes.barh(
+            [y + 0.36 for y, _ in hidden],
+            [value for _, value in hidden],
+            height=0.2,
+            facecolor="white",
+            edgecolor="#A36F00",
+            hatch="////////",
+            label="communication (hidden)",
+        )
+        sentences.append(
+            "Hatched below a bar: hidden communication. It ran at the same time as the computation and is not part of "
+            "the total."
+        )
+    totals = [(y, _total(group)) for y, group in places]
+    cut = _intervals(axes, totals)
+    canvas.title(axes, "Training time by phase", groups)
+    if any(sum(_phases(group).values()) > 1.001 * _total(group).value for group in groups):
+        sentences.append("Each phase is that of its slowest worker, so the bars can exceed the totals.")
+    if any(total.low is not None for _, total in totals):
+        sentences.append(f"{INTERVAL}{'; an interval that leaves the axes is cut' if cut else ''}.")
+    return " ".join([*sentences, *_mark_notes(groups)])
+
+
+def with_time(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups with a known time.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    found = [group for group in groups if _known_total(group)]
+    if not found:
+        raise ConfigurationError("none of the runs reported a time: nothing to draw")
+    return found
+
+
+def _mark(group: Group) -> str:
+    """Return the mark of a group with misses, which the caption explains."""
+    if not group.missed:
+        return ""
+    return "*" if group.reached else "**"
+
+
+def _mark_notes(groups: Sequence[Group]) -> list[str]:
+    marks = set(map(_mark, groups))
+    notes = {
+        "*": "* some runs missed the goal: time of all runs, divided by the number that reached it.",
+        "**": "** all runs missed the goal: sum of the times of all runs.",
+    }
+    return [note for mark, note in notes.items() if mark in marks]
+
+
+def _known_total(group: Group) -> Estimate | None:
+    """Return the mean time; with misses the cost per success, and without a success the time of all runs."""
+    if _mark(group) == "*":
+        cost_s = cost_per_success_s(group.records)
+        return None if cost_s is None else Estimate(cost_s, runs=len(group.records))
+    times = [record.total_s for record in group.records if record.total_s is not None]
+    return Estimate(math.fsum(times), runs=len(times)) if times and group.missed else mean_time(times)
+
+
+def _total(group: Group) -> Estimate:
+    found = _known_total(group)
+    assert found is not None, "with_time() leaves out groups without a time"
+    return found
+
+
+def _phases(group: Group) -> dict[str, float]:
+    """Return the mean time of each phase; the rest of the total time counts as other."""
+    found = _parts(group, [record.phases_s for record in group.records], PHASES)
+    left = _total(group).value - sum(found.values())
+    # A smaller difference is a rounding error.
+    if left > 1e-6 * _total(group).value:
+        found["other"] = found.get("other", 0.0) + left
+    return found
+
+
+def _steps(group: Group) -> dict[str, float]:
+    return _parts(group, [record.steps_s for record in group.records], tuple(STEPS))
+
+
+def _parts(group: Group, parts: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
+    """Return the mean of each part over the runs; with misses, its sum divided by the number of successes, if any."""
+    found = {name: [part[name] for part in parts if part.get(name) is not None] for name in names}
+    # A mean over all runs would be smaller for a miss that ended early.
+    runs = max(len(group.reached), 1) if group.missed else None
+    return {name: math.fsum(values) / (runs or len(values)) for name, values in found.items() if values}
+
+
+def _places(axes: Axes, groups: Sequence[Group], width: float) -> list[tuple[float, Group]]:
+    """Place the bars from top to bottom, with the label of each series above its bars."""
+    places: list[tuple[float, Group]] = []
+    blocks, top = series(groups), 0.0
+    for block in blocks:
+        if len(blocks) > 1:
+            # The axes are narrower than the figure by the numbers of workers.
+            lines = canvas.wrap(block.label, width - 0.5, 6).split("\n")[:2]
+            top += _HEADING_SHARE * len(lines)
+            style: canvas.Look = {"ha": "left", "va": "bottom", "size": 6, "linespacing": 1.0}
+            axes.text(0.005, top - 0.32, "\n".join(lines), transform=axes.get_yaxis_transform(), **style)
+        for group in block.groups:
+            places.append((top + 0.3, group))
+            top += 1.0
+        top += 0.3
+    axes.set_yticks([y for y, _ in places], [f"{group.workers}{_mark(group)}" for _, group in places])
+    axes.set_ylim(max(top, 1.0), -0.2)
+    axes.set_ylabel("workers")
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("seconds")
+    return places
+
+
+def _stack(
+    axes: Axes,
+    places: Sequence[tuple[float, Group]],
+    parts: Callable[[Group], Mapping[str, float]],
+    looks: Mapping[str, canvas.Look],
+    names: Mapping[str, str],
+) -> list[float]:
+    """Draw stacked bars and return their ends."""
+    found = [parts(group) for _, group in places]
+    ends = [0.0] * len(places)
+    for part, look in looks.items():
+        lengths = [row.get(part, 0.0) for row in found]
+        if any(lengths):
+            y = [place for place, _ in places]
+            axes.barh(y, lengths, left=ends, height=0.5, label=names.get(part, part), **look)
+        ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+    return ends
+
+
+def _intervals(axes: Axes, totals: Sequence[tuple[float, Estimate]]) -> bool:
+    """Draw the totals' intervals and write the totals; return True if an interval leaves the axes."""
+    limit = _LONGEST_INTERVAL * max(total.value for _, total in totals)
+    ends, cut = [], False
+    for y, total in totals:
+        end = total.value
+        if total.low is not None and total.high is not None:
+            cut = cut or total.high > limit or total.low < 0
+            low, end = max(total.low, 0.0), min(total.high, limit)
+            bar: canvas.Look = {"fmt": "none", "ecolor": "black", "elinewidth": 0.8}
+            # The interval of the geometric mean may lie below the mean, which the bar shows.
+            lengths = [[max(total.value - low, 0.0)], [max(end - total.value, 0.0)]]
+            axes.errorbar([total.value], [y], xerr=lengths, **bar)
+        ends.append((y, total.value, end))
+    _write_values(axes, ends)
+    return cut
+
+
+def _write_values(axes: Axes, values: Sequence[tuple[float, float, float]]) -> None:
+    """Write each value to the right of its bar, and leave room for it.
+
+    Args:
+        axes: The axes to write on.
+        values: For each bar its place, its value, and the end of the bar with its interval.
+    """
+    for y, value, end in values:
+        axes.annotate(canvas.number(value), (end, y), (3, 0), textcoords="offset points", va="center", size=6)
+    axes.set_xlim(0, 1.16 * max(end for _, _, end in values) or 1.0)

@@ -1,0 +1,388 @@
+"""Read a run's result from the metrics that it sent to a master, those of version 3.0 included."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlbench_core.run_terms import PHASES, STEPS, TRACKER_PHASES, GoalAim
+from mlbench_core.tasks import TASKS, Task, find_image
+
+__all__ = [
+    "UNKNOWN",
+    "Metrics",
+    "count_ranks",
+    "describe_run",
+    "latest_json",
+    "number",
+    "read_fields",
+    "state_of_run",
+]
+
+Metrics = Mapping[str, Sequence[Mapping[str, Any]]]
+
+UNKNOWN = "unknown"
+"""State of a run whose record is missing, as in a zip file of an earlier version."""
+
+_NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
+# "80% Top 1 Validation Accuracy reached in 407.123 seconds, Compute: 300.000 seconds, Communication: 80.500 seconds"
+_TIME_IN_RESULT = re.compile(rf"\b(?:in|after) {_NUMBER} seconds", re.IGNORECASE)
+_PHASE_IN_RESULT = re.compile(rf"\b(compute|communication|metrics|preprocess): {_NUMBER} seconds")
+# The goal in such a text, of which version 3.0 and this one have several forms.
+_GOAL_IN_RESULT = (
+    re.compile(rf"(?P<threshold>{_NUMBER}) ?% (?:Top (?P<k>\d+) )?(?:Validation )?Accuracy\b", re.IGNORECASE),
+    re.compile(rf"\b(?P<metric>Perplexity|BLEU(?:-Score)?|Loss|Accuracy) of (?P<threshold>{_NUMBER})", re.IGNORECASE),
+)
+# The script of task 0 of version 3.0 sends these, with one entry for each all-reduce that it measures.
+_ALL_REDUCE_TIMES, _ALL_REDUCE_SIZES = ("avg_time", "val_avg_time"), ("tensor_size", "val_tensor_size")
+_PLACEHOLDER = re.compile(r"\{(run_id|rank|hosts|backend)\}")
+# Version 3.0 sends this default (in Mbit/s) with every run. No launcher limits the bandwidth.
+_NOT_LIMITED = 1000.0
+# Every custom command of version 3.0 has this image name, which says nothing about the run.
+_CUSTOM_IMAGE = "custom_image"
+
+
+def state_of_run(run: Mapping[str, Any]) -> str:
+    """Return the state of a run as the master describes it: ``"stopped"`` if a user stopped it.
+
+    The master calls it ``"failed"``, as in version 3.0. Its field ``stopped`` or, in older files, its reason tells.
+
+    Example:
+        >>> state_of_run({"state": "failed", "stopped": True}), state_of_run({"state": "finished"}), state_of_run({})
+        ('stopped', 'finished', 'unknown')
+    """
+    metadata = run.get("job_metadata")
+    reason = str(metadata.get("reason")) if isinstance(metadata, Mapping) else ""
+    is_stopped = run.get("stopped") is True or (run.get("state") == "failed" and reason.startswith("stopped by a user"))
+    return "stopped" if is_stopped else str(run.get("state") or UNKNOWN)
+
+
+def describe_run(run: Mapping[str, Any], workers: int | None = None) -> dict[str, Any]:
+    """Return the configuration of a run without a result folder, as far as the master's description has it.
+
+    Args:
+        run: The run as the master describes it. Its command line has the task, the options and the seed.
+        workers: Its number of workers. It is removed from the name to get ``series`` if the command is unknown.
+
+    Returns:
+        Entries as in the ``configuration`` of a result file; one that is unknown is missing. ``image``,
+        ``max_bandwidth`` (in Mbit/s) and ``series`` are further entries, because two runs may differ in them only.
+    """
+    job = run.get("job_metadata")
+    command = run.get("command") or (job.get("command") if isinstance(job, Mapping) else None)
+    found: dict[str, Any] = {"workers": workers, "backend": run.get("backend")}
+    if not isinstance(command, str) or not command.strip():
+        with contextlib.suppress(ValueError):
+            found["task"] = find_image(str(run.get("image")))[0].key
+        # 'mlbench run NAME 1 2 4' names its runs NAME-1, NAME-2 and NAME-4: one series.
+        found["series"] = str(run.get("name") or "run").removesuffix(f"-{workers}")
+        return _known(found)
+    task, program, options = _split(command)
+    image, bandwidth, cores = run.get("image"), number(run.get("max_bandwidth")), number(run.get("num_cpus"))
+    # The master adds both options to the command line; records of earlier versions lack the fields.
+    gpu, light = options.pop("gpu", run.get("gpu_enabled")), options.pop("light", run.get("light_target"))
+    seed = number(options.pop("seed", None))
+    # The goal of a task has this option. Of another program, it is an option as any other.
+    after_s = number(options.pop("goal_after", None)) if task else None
+    found |= {
+        "task": task.key if task else None,
+        "program": None if task else program,
+        "dataset": options.pop("dataset", task.dataset if task and task.has_goal else None),
+        "preset": options.pop("preset", None),
+        "options": options,
+        "threads": cores,
+        "device": None if gpu is None else "cuda" if gpu else "cpu",
+        "light": None if light is None else bool(light),
+        "seed": None if seed is None else int(seed),
+        "image": None if task or image == _CUSTOM_IMAGE else image,
+        "max_bandwidth": None if bandwidth == _NOT_LIMITED else bandwidth,
+    }
+    found["goal"] = _goal_of(task, found, after_s) if task else None
+    return _known(found)
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value not in (None, "")}
+
+
+def _goal_of(task: Task, found: Mapping[str, Any], after_s: float | None) -> dict[str, Any] | None:
+    """Return the goal of a task on the data set of a run, or None if the task has none on it."""
+    metric = f"val_global_{task.metric}"
+    if after_s is not None:
+        return GoalAim(metric, minimize=task.minimize, budget_s=after_s).to_dict()
+    try:
+        threshold = task.goal_on(str(found["dataset"]), bool(found["light"]), found["preset"])
+    except ValueError:
+        return None
+    return GoalAim(metric, threshold, task.minimize).to_dict()
+
+
+def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
+    """Split a command line into task, program and options, without placeholders.
+
+    A flag has the value True. An option that is given several times has all its values in one text, and ``arguments``
+    has the words before the first option.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        # A quote is not closed, which a custom command may have.
+        words = command.split()
+    # The program ends at the script, as in "python -u main.py"; without a script, it is the first word.
+    start = next((i for i, word in enumerate(words[:4]) if word.endswith(".py")), 0)
+    items: list[tuple[str, str]] = []
+    for word in words[start + 1 :]:
+        if re.match(r"--?[A-Za-z]", word):
+            name, equals, value = word.lstrip("-").partition("=")
+            items.append((name.replace("-", "_"), value if equals else ""))
+        # Words that follow an option are its values.
+        elif items:
+            items[-1] = (items[-1][0], f"{items[-1][1]} {word}".strip())
+        else:
+            items.append(("arguments", word))
+    options: dict[str, Any] = {}
+    for name, value in items:
+        if not _PLACEHOLDER.search(value):
+            options[name] = f"{options[name]} {value}" if name in options else value or True
+    # A task is recognized by its folder, because the rest of the path depends on the installation.
+    path = Path(words[start])
+    task = next((task for task in TASKS.values() if (task.folder, "main.py") == (path.parent.name, path.name)), None)
+    return task, " ".join(words[: start + 1]), options
+
+
+def latest_json(metrics: Metrics, name: str) -> dict[str, Any]:
+    """Return the latest value of a metric that is JSON text of an object, or an empty dict if there is none."""
+    value = _latest(metrics, name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a :class:`~mlbench_core.comparison.record.RunRecord` that the metrics of a run contain.
+
+    The metric ``summary @ 0``, which a training script sends at its end, and ``goal @ 0``, which its tracker sends,
+    take precedence. A run without them has reached its goal if it has the metric ``TaskResult @ 0``. Times then come
+    from the text of this metric, and times that it lacks from the cumulative times of the steps.
+
+    Args:
+        metrics: Entries of every metric, oldest first: ``{name: [{"date", "value", ...}, ...]}``.
+        run: The run as the master describes it. Without ``state`` the state is ``"unknown"``.
+    """
+    summary, goal = latest_json(metrics, "summary @ 0"), latest_json(metrics, "goal @ 0")
+    times = _times(summary)
+    steps = _steps(metrics, "global_cum") or _steps(metrics, "cum")
+    result = _latest(metrics, "TaskResult @ 0")
+    result = "" if result is None else str(result).strip()
+    flags = [report[key] for report, key in ((goal, "reached"), (summary, "goal_reached")) if key in report]
+    reached = next((flag for flag in flags if isinstance(flag, bool)), True if result else None)
+    workers, epochs = _workers(run, summary, metrics), number(summary.get("epochs"))
+    to_goal = number(goal.get("epochs")) if reached else None
+    sent = number(summary.get("bytes_sent"), summary.get("communication_size_bytes"))
+    on_wire, exchanges = (number(summary.get(name)) for name in ("bytes_on_wire", "exchanges"))
+    exposed_s, phases_s = (
+        number(times.get("exposed_communication")),
+        _phases(goal.get("phases_s") if reached else None, times, steps, result),
+    )
+    if summary and workers != 1 and not sent and not exposed_s and not phases_s.get("communication"):
+        # torch's own DistributedDataParallel reports nothing.
+        sent = exposed_s = None
+        phases_s.pop("communication", None)
+    configuration = describe_run(run, workers)
+    if "metric" in goal:
+        aim = GoalAim.from_dict(goal)
+        configuration["goal"] = aim.to_dict() if aim.metric else None
+    elif "goal" not in configuration and (told := _goal_in_text(result)):
+        configuration["goal"] = told
+    all_reduces = next((metrics[f"{name} @ 0"] for name in _ALL_REDUCE_TIMES if f"{name} @ 0" in metrics), None)
+    if not (configuration.keys() & {"task", "program"}) and (key := _task_of(run, configuration, metrics)):
+        configuration["task"] = key
+    remarks = []
+    if isinstance(all_reduces, list):
+        sizes = next((metrics[f"{name} @ 0"] for name in _ALL_REDUCE_SIZES if f"{name} @ 0" in metrics), ())
+        remarks.append(_all_reduces_text(all_reduces, sizes))
+    return {
+        "name": str(run.get("name") or "run"),
+        "state": state_of_run(run),
+        "configuration": configuration,
+        "started_at": run.get("started_at") or run.get("created_at"),
+        "reached": reached,
+        "goal_value": number(goal.get("value")) if reached else None,
+        "time_to_goal_s": _time_to_goal([goal, summary], result, metrics) if reached else None,
+        "train_s": number(times.get("train"), _latest(metrics, "TotalCumulativeTrainTime @ 0")),
+        "validation_s": number(times.get("validation")),
+        "wall_s": number(times.get("wall")),
+        "phases_s": phases_s,
+        "communication_exposed_s": exposed_s,
+        "steps_s": steps,
+        "epochs": None if epochs is None else int(epochs),
+        "epochs_to_goal": None if to_goal is None else int(to_goal),
+        "samples_per_s": number(summary.get("samples_per_s")),
+        "tokens_per_s": number(summary.get("tokens_per_s")),
+        "best": number(summary.get("best"), summary.get("best_metric_value")),
+        # The summary has the bytes of rank 0. All workers send the same number, because their parts have equal size.
+        "bytes_sent": None if sent is None or workers is None else sent * workers,
+        "bytes_on_wire": None if on_wire is None or workers is None else on_wire * workers,
+        "exchanges": None if exchanges is None else int(exchanges),
+        "remarks": tuple(remarks),
+    }
+
+
+def _goal_in_text(result: str) -> dict[str, Any] | None:
+    """Return the goal that the text of a result names, or None: ``"BLEU-Score of 24 reached in 28848 seconds"``."""
+    # What follows "reached" are times.
+    before, reached, _ = result.partition(" reached")
+    match = next((match for pattern in _GOAL_IN_RESULT if (match := pattern.search(before))), None)
+    if not reached or match is None:
+        return None
+    named = match.groupdict()
+    names = {"perplexity": "Perplexity", "loss": "Loss", "accuracy": f"Prec@{named.get('k') or 1}"}
+    metric = names.get((named.get("metric") or "accuracy").lower(), "BLEU-Score")
+    minimize = metric in ("Perplexity", "Loss")
+    return GoalAim(f"val_global_{metric}", number(match["threshold"]), minimize).to_dict()
+
+
+def _task_of(run: Mapping[str, Any], configuration: Mapping[str, Any], metrics: Metrics) -> str | None:
+    """Return the key of the task of a run of version 3.0 whose command is not recorded, or None if it is not clear.
+
+    Archives of several backends of one task have different names, but their metrics and the goal are those of one task.
+    """
+    sent = {name.partition(" @ ")[0] for name in metrics}
+    if sent & set(_ALL_REDUCE_TIMES):
+        return "0"
+    goal = configuration.get("goal") or {}
+    fitting = [
+        task
+        for task in TASKS.values()
+        if task.has_goal
+        and task.images
+        and f"val_global_{task.metric}" in ({goal["metric"]} if goal else sent)
+        and (not goal or goal.get("threshold") in (task.goal, task.light_goal))
+    ]
+    words = set(re.split(r"[^a-z0-9]+", str(run.get("name")).lower()))
+    for task in fitting:
+        # "task1a", "resnet20", "cifar10": the words in the name of its folder.
+        if words & ({*task.folder.split("_"), task.key} - {"small"}):
+            return task.key
+    if len(fitting) == 2 and {task.metric for task in fitting} == {"Prec@1"}:
+        # Of the two, only the images have a fifth class, and only the logistic regression an F1 score.
+        kinds = {"1a": "Prec@5", "2a": "F1-Score"}
+        shown = [key for key, kind in kinds.items() if any(name.endswith(kind) for name in sent)]
+        return shown[0] if len(shown) == 1 else None
+    return fitting[0].key if len(fitting) == 1 else None
+
+
+def _all_reduces_text(times: Sequence[Any], sizes: Any) -> str:
+    """Return a sentence on the all-reduces that task 0 of version 3.0 measured, which have no total time."""
+    seconds = [_value(entry) for entry in times]
+    elements = [_value(entry) for entry in sizes] if isinstance(sizes, list) else []
+    pairs = [(n, s) for n, s in zip(elements, seconds, strict=False) if n is not None and s is not None]
+    text = f"it measured {len(times)} all-reduces and has no training time"
+    if not pairs or len(elements) != len(seconds):
+        return text
+    most, longest = max(pairs)
+    return f"{text}; the longest mean time with {most:,.0f} elements is {longest:.4g} s"
+
+
+def _value(entry: Any) -> float | None:
+    return number(entry.get("value")) if isinstance(entry, Mapping) else None
+
+
+def _latest(metrics: Metrics, name: str) -> Any:
+    # The file of a saved run may hold anything.
+    entries = metrics.get(name)
+    last = entries[-1] if isinstance(entries, list) and entries else None
+    return last.get("value") if isinstance(last, Mapping) else None
+
+
+def _times(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return total times by name, from the entry ``total_s`` or else from the fields of the tracker's summary."""
+    # A script may publish the report of publish_summary or the whole summary of its tracker.
+    times = summary.get("total_s")
+    if isinstance(times, dict):
+        return times
+    names = ("train", "compute", "communication", "metrics", "preprocess", "validation", "wall")
+    found = {name: summary.get(f"{name}_s") for name in names}
+    return {**found, "exposed_communication": summary.get("communication_exposed_s")}
+
+
+def _named_phases(times: Mapping[str, Any]) -> dict[str, float]:
+    """Return the phases that have a time; the phase "data" is called "preprocess" in summaries."""
+    named = {phase: times.get(phase, times.get(TRACKER_PHASES.get(phase, phase))) for phase in PHASES}
+    return {phase: value for phase, raw in named.items() if (value := number(raw)) is not None}
+
+
+def _phases(at_goal: Any, times: Mapping[str, Any], steps: Mapping[str, float], result: str) -> dict[str, float]:
+    """Return the time of each phase from the best source: the goal, the summary, the steps, or the text of the goal."""
+    found = (_named_phases(at_goal) if isinstance(at_goal, Mapping) else {}) or _named_phases(times)
+    if found or not steps:
+        return found or _named_phases(dict(_PHASE_IN_RESULT.findall(result.lower())))
+    # Without total times, the times of the steps add up to those of the phases.
+    phases: dict[str, float] = {}
+    for step, value in steps.items():
+        phases[STEPS[step]] = phases.get(STEPS[step], 0.0) + value
+    return {phase: phases[phase] for phase in PHASES if phase in phases}
+
+
+def _steps(metrics: Metrics, prefix: str) -> dict[str, float]:
+    return {step: s for step in STEPS if (s := number(_latest(metrics, f"{prefix}_{step} @ 0"))) is not None}
+
+
+def _time_to_goal(reports: Sequence[Mapping[str, Any]], result: str, metrics: Metrics) -> float | None:
+    in_text = _TIME_IN_RESULT.search(result)
+    return number(
+        *(report.get("time_to_goal_s") for report in reports),
+        # A goal of the user may return only the number of seconds as its text.
+        result,
+        in_text[1] if in_text else None,
+        _latest(metrics, "TotalCumulativeTrainTime @ 0"),
+    )
+
+
+def _workers(run: Mapping[str, Any], summary: Mapping[str, Any], metrics: Metrics) -> int | None:
+    """Find the number of workers. The name of the run is not used, because ``exp-2024`` need not have 2024 workers."""
+    for value in (run.get("num_workers"), summary.get("workers")):
+        if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1:
+            return int(value)
+    # If there is only one rank, the number of workers stays unknown, because rank 0 may be the only one that sends.
+    ranks = count_ranks(metrics)
+    return ranks if ranks > 1 else None
+
+
+def count_ranks(metrics: Metrics) -> int:
+    """Return the number of ranks that sent metrics, whose names end with the rank.
+
+    Example:
+        >>> count_ranks({"cum_agg @ 0": [], "cum_agg @ 1": [], "train_loss @ 1": []})
+        2
+    """
+    return len({match[1] for metric in metrics if (match := re.search(r" @ (\d+)$", metric))})
+
+
+def number(*values: object) -> float | None:
+    """Return the first finite number among values, which may be texts; ``None`` if none of them is one.
+
+    Example:
+        >>> number(None, "nan", "2.5")
+        2.5
+    """
+    for value in values:
+        # In Python a bool is an int, but it is not a measurement.
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            try:
+                found = float(value)
+            # float() cannot convert an integer of hundreds of digits.
+            except (ValueError, OverflowError):
+                continue
+            if math.isfinite(found):
+                return found
+    return None

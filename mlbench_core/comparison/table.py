@@ -1,0 +1,515 @@
+"""Compare groups of repeated runs in a table, as terminal text, CSV, JSON or Markdown.
+
+A group with a run that missed its goal has a median and a cost per success, and no mean: see
+:mod:`mlbench_core.comparison.times`. Times of a program without a goal are its training times.
+
+Runs whose goal is the best value after a fixed training time are compared by this value. Their times are equal by
+definition, so they have no speed-up, no test and no performance profile.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlbench_core.comparison.pool import (
+    Group,
+    Series,
+    check_comparable,
+    differences,
+    plural,
+    pool,
+    series,
+    usable,
+    workload,
+)
+from mlbench_core.comparison.prices import Pricing, price_index
+from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.stats import describe, holm, log_interval, performance_profile, performance_score
+from mlbench_core.comparison.times import compare_times, cost_per_success_s, median_s
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.run_terms import goal_text
+
+__all__ = [
+    "COLUMNS",
+    "RATIOS",
+    "Column",
+    "Comparison",
+    "Price",
+    "cell",
+    "compare_groups",
+    "compare_runs",
+    "escape",
+    "safe_cell",
+    "times_to_goal",
+]
+
+Price = Callable[[float, int], "float | None"]
+"""Function that returns the price of a run from its seconds and its number of workers; None if it is unknown."""
+
+RATIOS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
+"""Factors of the best time at which performance profiles are given."""
+
+_MEGA = 1e6
+# All except tab and line feed: a name with such characters could change the reader's terminal. Marks that turn the
+# direction of text, and characters without width, make it look like another name.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table.
+
+    Attributes:
+        key: Name in JSON and CSV; the unit is its last part if it has one.
+        header: Title with the unit, for people.
+        digits: Digits after the decimal point; None for a text.
+        table: Title of the table for people that has this column.
+        missing: Text for people if the value of a row is unknown.
+    """
+
+    key: str
+    header: str
+    digits: int | None = None
+    table: str = "time"
+    missing: str = "-"
+
+
+_NOT_MEASURED = "not measured"
+
+_NAMES = (Column("label", "CONFIGURATION"), Column("workers", "WORKERS", 0))
+
+COLUMNS = (
+    Column("label", "CONFIGURATION"),
+    Column("workers", "WORKERS", 0),
+    Column("workload", "TASK", table="data"),
+    Column("goal", "GOAL", table="data"),
+    Column("runs", "N", 0),
+    Column("reached", "REACHED", 0),
+    Column("missed", "MISSED", 0),
+    Column("goal_value", "VALUE", 2),
+    Column("goal_value_standard_deviation", "VALUE SD", 2),
+    Column("mean_s", "MEAN (s)", 2),
+    Column("standard_deviation_s", "SD (s)", 2),
+    Column("median_s", "MEDIAN (s)", 2),
+    Column("interval_low_s", "95 % FROM (s)", 2),
+    Column("interval_high_s", "TO (s)", 2),
+    Column("olympic_mean_s", "OLYMPIC (s)", 2),
+    Column("cost_per_success_s", "COST PER SUCCESS (s)", 2),
+    Column("epochs_to_goal", "EPOCHS TO GOAL", 1),
+    Column("seconds_per_epoch_s", "EPOCH (s)", 3),
+    Column("train_s", "TRAINING (s)", 2, "scaling"),
+    Column("times_as_fast", "x BASELINE", 2, "scaling"),
+    Column("speedup", "SPEED-UP", 2, "scaling"),
+    Column("speedup_without_communication", "WITHOUT COMM.", 2, "scaling"),
+    Column("efficiency", "EFFICIENCY", 2, "scaling"),
+    Column("communication_exposed_s", "EXPOSED (s)", 2, "scaling", _NOT_MEASURED),
+    Column("communication_hidden_s", "HIDDEN (s)", 2, "scaling", _NOT_MEASURED),
+    Column("bytes_on_wire_mb", "ON THE WIRE (MB)", 2, "scaling", _NOT_MEASURED),
+    Column("bytes_sent_mb", "HANDED OVER (MB)", 2, "scaling", _NOT_MEASURED),
+    Column("samples_per_s", "SAMPLES/S", 0, "scaling"),
+    Column("best", "BEST", 2, "scaling"),
+    Column("price", "PRICE", 4, "scaling"),
+    Column("price_index", "PRICE INDEX", 2, "scaling"),
+)
+"""All columns, in the order of the CSV file."""
+
+_TESTS = (
+    Column("a", "A"),
+    Column("b", "B"),
+    Column("workers", "WORKERS"),
+    Column("test", "TEST"),
+    Column("ratio", "A / B", 2),
+    Column("ratio_low", "95 % FROM", 2),
+    Column("ratio_high", "TO", 2),
+    Column("effect", "EFFECT (g)", 2),
+    Column("p", "P", 4),
+    Column("p_holm", "P (HOLM)", 4),
+    Column("verdict", "IS A FASTER?"),
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The table of some groups, with the tests between them.
+
+    Attributes:
+        rows: One for each group, with an entry for each of :data:`COLUMNS` and ``names``, the names of its runs.
+        tests: One for each pair of groups: ``a``, ``b``, ``workers``, ``test``, ``ratio``, ``ratio_low``,
+            ``ratio_high``, ``effect``, ``p``, ``p_holm`` and ``verdict``.
+        profile: Share of the tasks that each algorithm solves within each of :data:`RATIOS` of the best time, and
+            ``score``; empty with one task.
+        differences: Differences between the groups, see :func:`~mlbench_core.comparison.pool.differences`.
+        remarks: Sentences for people.
+    """
+
+    rows: tuple[dict[str, Any], ...]
+    tests: tuple[dict[str, Any], ...] = ()
+    profile: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    differences: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+
+    def tables(self) -> list[tuple[Sequence[Column], Sequence[Mapping[str, Any]]]]:
+        """Return the tables for people: columns and rows.
+
+        A column without any value is left out, unless it says of a row with several workers that it was not measured.
+        """
+        found: list[tuple[Sequence[Column], Sequence[Mapping[str, Any]]]] = []
+        for title in ("time", "scaling"):
+            columns = [column for column in COLUMNS if column.table == title and column not in _NAMES]
+            known = [column for column in columns if any(_is_shown(column, row) for row in self.rows)]
+            if known:
+                found.append(([*_NAMES, *known], self.rows))
+        if self.tests:
+            found.append((_TESTS, self.tests))
+        if self.profile:
+            columns = [Column("score", "SCORE", 2), *(Column(f"{r:g}", f"<= {r:g} x BEST", 2) for r in RATIOS)]
+            rows = [{"algorithm": name, **shares} for name, shares in self.profile.items()]
+            found.append(([Column("algorithm", "PERFORMANCE PROFILE"), *columns], rows))
+        return found
+
+    def notes(self) -> list[str]:
+        """Return the lines below the tables: the differences between rows, explanations and remarks."""
+        lines = []
+        if self.differences:
+            parts = []
+            for name, values in self.differences.items():
+                shown = ("none" if value is None else goal_text(value) if name == "goal" else value for value in values)
+                # The beginning of a hash is enough to distinguish two of them.
+                longest = 12 if name.endswith(("commit", "sha256")) else None
+                parts.append(f"{name} ({', '.join(str(value)[:longest] for value in shown)})")
+            lines.append(f"The rows differ in {'; '.join(parts)}.")
+        goals = list(dict.fromkeys(f"{row['workload']}: {row['goal']}" for row in self.rows))
+        lines.append(
+            f"Goal: {'; '.join(goals)}. Times are training times until the goal, and the interval is that of the "
+            "geometric mean."
+        )
+        if any(row.get("missed") for row in self.rows):
+            lines.append(
+                "A row with a missed run has no mean. Its median counts a miss as longer than every time. The cost per "
+                "success is the training time of all runs, divided by the number of those that reached the goal."
+            )
+        if any(row.get("goal_value") is not None for row in self.rows):
+            lines.append("VALUE is the mean of the best values after the training time, and VALUE SD their deviation.")
+        if self.tests:
+            lines.append(
+                "Tests: t tests on the logarithms of the times, two-sided at 5 % after Holm's correction for all "
+                "pairs: paired if both have the same seeds, Welch's otherwise. A / B is the ratio of the geometric "
+                "means. The effect is Hedges' g; 0.8 and more is large."
+            )
+        return [*lines, *self.remarks]
+
+    def as_csv(self) -> str:
+        """Return all columns as CSV; a value that is unknown is empty."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(column.key for column in COLUMNS)
+        writer.writerows([safe_cell(row[column.key]) for column in COLUMNS] for row in self.rows)
+        return text.getvalue()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as JSON-ready values; a value that is unknown or not finite is None."""
+        content = {
+            "rows": self.rows,
+            "tests": self.tests,
+            "profile": self.profile,
+            "differences": self.differences,
+            "remarks": self.remarks,
+        }
+        finite: dict[str, Any] = _finite(content)
+        return finite
+
+    def as_markdown(self) -> str:
+        """Return the tables for people and the notes as Markdown."""
+        parts = []
+        for columns, rows in self.tables():
+            lines = [" | ".join(column.header for column in columns)]
+            lines.append(" | ".join("---" if column.digits is None else "---:" for column in columns))
+            lines += [" | ".join(escape(cell(column, row)) for column in columns) for row in rows]
+            parts.append("\n".join(f"| {line} |" for line in lines))
+        return "\n\n".join([*parts, *(escape(note) for note in self.notes())]) + "\n"
+
+
+def compare_runs(
+    records: Iterable[RunRecord], *, pricing: Pricing | None = None, baseline: str | None = None
+) -> tuple[list[Group], Comparison]:
+    """Pool the runs that can be compared, and compare the groups.
+
+    Args:
+        records: The runs.
+        pricing: Price of the machines; None if it is unknown.
+        baseline: See :func:`compare_groups`.
+
+    Returns:
+        The groups, and their comparison, in which a remark names each run that is left out. Both are empty if no run
+        can be compared.
+
+    Raises:
+        ConfigurationError: Runs had different goals, or no group has the label ``baseline``.
+    """
+    kept, left_out = usable(records)
+    if not kept:
+        return [], Comparison(rows=(), remarks=tuple(left_out))
+    check_comparable(kept)
+    groups = pool(kept)
+    pricing = pricing or Pricing()
+    price = pricing.price if pricing.machine else None
+    return groups, compare_groups(groups, price=price, baseline=baseline, remarks=[*pricing.remarks, *left_out])
+
+
+def compare_groups(
+    groups: Sequence[Group], *, price: Price | None = None, baseline: str | None = None, remarks: Iterable[str] = ()
+) -> Comparison:
+    """Compare groups of repeated runs.
+
+    Args:
+        groups: The groups, see :func:`~mlbench_core.comparison.pool.pool`.
+        price: Price of a run; None if it is unknown.
+        baseline: Label of the groups against which all others are tested. By default, every pair is tested that has the
+            same number of workers.
+        remarks: Further sentences for people.
+
+    Raises:
+        ConfigurationError: No group has the label ``baseline``; the message lists the labels.
+    """
+    known = [group.label for group in groups]
+    if baseline is not None and baseline not in known:
+        labels = ", ".join(f"'{label}'" for label in dict.fromkeys(known))
+        raise ConfigurationError(f"baseline must be one of {labels}, not {baseline!r}: give the label of a row")
+    rows = [row for each in series(groups) for row in _rows(each, price)]
+    _add_ratios(rows, baseline)
+    # In the order of the groups, whatever the order of the series.
+    order = {(group.label, group.workers): place for place, group in enumerate(groups)}
+    rows.sort(key=lambda row: order[row["label"], row["workers"]])
+    own = [remark for group in groups for remark in group.remarks]
+    own += [f"{record.name}: {remark}" for group in groups for record in group.records for remark in record.remarks]
+    return Comparison(
+        rows=tuple(rows),
+        tests=tuple(_tests(groups, baseline)),
+        profile=_profile(groups),
+        differences=differences(groups),
+        remarks=tuple(dict.fromkeys([*own, *remarks])),
+    )
+
+
+def _rows(of: Series, price: Price | None) -> list[dict[str, Any]]:
+    """Return the rows of one series."""
+    groups = of.groups
+    timed = [group for group in groups if not group.records[0].has_fixed_time]
+    seconds = {group.workers: mean for group in timed if (mean := _mean(group.values("total_s")))}
+    # Without the time of the fewest workers there is no reference: that of more workers would look like a better one.
+    base = groups[0].workers
+    scale: dict[int, dict[str, float | None]] = {}
+    for group in groups:
+        if group.workers in seconds and base in seconds:
+            total_s, compute_s = seconds[group.workers], _mean(group.values("without_communication_s"))
+            speedup = seconds[base] / total_s
+            scale[group.workers] = {
+                "speedup": speedup,
+                "speedup_without_communication": seconds[base] / compute_s if compute_s else None,
+                "efficiency": speedup * base / group.workers,
+                "price_index": None
+                if price is None or price(total_s, group.workers) is None
+                else price_index(total_s, group.workers, seconds[base], base),
+            }
+    empty = dict.fromkeys(("speedup", "speedup_without_communication", "efficiency", "price_index"))
+    rows = [{**_times(group, price), **scale.get(group.workers, empty)} for group in groups]
+    return [{column.key: row[column.key] for column in COLUMNS} | {"names": row["names"]} for row in rows]
+
+
+def _add_ratios(rows: Sequence[dict[str, Any]], baseline: str | None) -> None:
+    """Set how many times as fast each row is as the baseline with the same task and number of workers."""
+    base = {(row["workload"], row["workers"]): row["mean_s"] for row in rows if row["label"] == baseline}
+    for row in rows:
+        mean = base.get((row["workload"], row["workers"]))
+        # The times of a goal with a fixed training time are equal by definition.
+        if mean and row["mean_s"] and row["goal_value"] is None:
+            row["times_as_fast"] = mean / row["mean_s"]
+
+
+def _times(group: Group, price: Price | None) -> dict[str, Any]:
+    """Return the columns that need no other group."""
+    seconds = describe(group.values("total_s"))
+    low, high = log_interval(group.values("total_s")) or (None, None)
+    cost_s = cost_per_success_s(group.records)
+    known = any(record.reached is not None for record in group.records)
+    values = describe(group.values("goal_value") if group.records[0].has_fixed_time else [])
+    sent, on_wire = (_mean(group.values(name)) for name in ("bytes_sent", "bytes_on_wire"))
+    return {
+        "label": group.label,
+        "workers": group.workers,
+        "workload": _workload_text(group),
+        "goal": group.records[0].goal_text,
+        "names": [record.name for record in group.records],
+        "runs": len(group.records),
+        "reached": len(group.reached) if known else None,
+        "missed": group.missed if known else None,
+        "goal_value": values.mean,
+        "goal_value_standard_deviation": values.standard_deviation,
+        "mean_s": seconds.mean,
+        "standard_deviation_s": seconds.standard_deviation,
+        "median_s": median_s(group.records),
+        "interval_low_s": low,
+        "interval_high_s": high,
+        "olympic_mean_s": seconds.olympic_mean,
+        "cost_per_success_s": cost_s,
+        "times_as_fast": None,
+        "epochs_to_goal": _mean(group.values("epochs_to_goal")),
+        "seconds_per_epoch_s": _mean(group.values("seconds_per_epoch")),
+        "train_s": _mean(group.values("train_s")),
+        "communication_exposed_s": _mean(group.values("communication_exposed_s")),
+        "communication_hidden_s": _mean(group.values("communication_hidden_s")),
+        "bytes_on_wire_mb": None if on_wire is None else on_wire / _MEGA,
+        "bytes_sent_mb": None if sent is None else sent / _MEGA,
+        "samples_per_s": _mean(group.values("samples_per_s")),
+        "best": _mean(group.values("best")),
+        "price": None if price is None or cost_s is None else price(cost_s, group.workers),
+    }
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _workload_text(group: Group) -> str:
+    program, dataset = workload(group.records[0])
+    name = f"task {program}" if group.configuration.get("task") else program
+    return name if dataset == "None" else f"{name} on {dataset}"
+
+
+def _tests(groups: Sequence[Group], baseline: str | None) -> list[dict[str, Any]]:
+    """Test each pair of groups of one workload that have the same number of workers, or the same label."""
+    found = []
+    several = len({group.label for group in groups}) > 1
+    for a, b in itertools.combinations(groups, 2):
+        if workload(a.records[0]) != workload(b.records[0]) or a.records[0].has_fixed_time:
+            continue
+        # Groups of one series are compared only if there is nothing else to compare: their speed-ups are in the table.
+        if (a.workers != b.workers) if several else (a.label != b.label):
+            continue
+        if baseline is not None and several:
+            if baseline not in (a.label, b.label):
+                continue
+            if a.label == baseline:
+                a, b = b, a
+        found.append(_test(a, b))
+    adjusted = iter(holm([row["p"] for row in found if row["p"] is not None]))
+    for row in found:
+        if row["p"] is not None:
+            row["p_holm"] = next(adjusted)
+            which = "yes" if row["ratio"] < 1 else "no, slower"
+            row["verdict"] = which if row["p_holm"] < 0.05 else "no difference shown"
+    return found
+
+
+def _test(a: Group, b: Group) -> dict[str, Any]:
+    """Return the test of two groups, without the columns that depend on the other tests."""
+    row: dict[str, Any] = {
+        "a": a.label,
+        "b": b.label,
+        "workers": str(a.workers) if a.workers == b.workers else f"{a.workers} and {b.workers}",
+        **dict.fromkeys(("test", "ratio", "ratio_low", "ratio_high", "effect", "p", "p_holm")),
+    }
+    test = compare_times(a.records, b.records)
+    if test is None:
+        reason = "a run missed the goal" if a.missed or b.missed else "each needs two runs with a time"
+        return {**row, "verdict": f"not tested: {reason}"}
+    low, high = test.interval
+    return {
+        **row,
+        "test": test.kind,
+        "ratio": test.ratio,
+        "ratio_low": low,
+        "ratio_high": high,
+        "effect": test.effect,
+        "p": test.p,
+    }
+
+
+def times_to_goal(groups: Sequence[Group]) -> dict[str, dict[str, float | None]]:
+    """Return the median time to the goal of each algorithm on each workload, for performance profiles.
+
+    In the median, a miss is longer than every time, so a setting solves the workload if more than half of its runs
+    reach the goal. Of several settings of one algorithm, the fastest counts, as after tuning.
+
+    Args:
+        groups: Groups of runs. Those whose goal has a fixed training time are left out.
+
+    Returns:
+        Algorithm with its number of workers to workload to seconds; None if the workload is not solved.
+    """
+    times: dict[str, dict[str, float | None]] = {}
+    for group in groups:
+        if group.records[0].has_fixed_time:
+            continue
+        algorithm = str(group.configuration.get("algorithm") or "default")
+        name = f"{algorithm}, {plural(group.workers, 'worker')}"
+        median = median_s(group.records) or None
+        row, task = times.setdefault(name, {}), _workload_text(group)
+        known = row.get(task)
+        if median is not None:
+            row[task] = median if known is None else min(known, median)
+        else:
+            row.setdefault(task, None)
+    return times
+
+
+def _profile(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
+    """Return AlgoPerf's performance profiles over the workloads; empty with a single workload."""
+    times = times_to_goal(groups)
+    if len({task for row in times.values() for task in row}) < 2:
+        return {}
+    shares, scores = performance_profile(times, RATIOS), performance_score(times)
+    return {
+        name: {"score": scores[name], **{f"{ratio:g}": share for ratio, share in zip(RATIOS, of_each, strict=True)}}
+        for name, of_each in shares.items()
+    }
+
+
+def cell(column: Column, row: Mapping[str, Any]) -> str:
+    """Return the value of a row in a column as a text for people."""
+    value = row[column.key]
+    if value is None:
+        # A row with a miss has no means, also of quantities that were measured.
+        return "-" if row.get("missed") else column.missing
+    if column.key == "p" and value < 1e-4:
+        return "< 0.0001"
+    return f"{value:,.{column.digits}f}" if column.digits is not None else str(value)
+
+
+def _is_shown(column: Column, row: Mapping[str, Any]) -> bool:
+    return row[column.key] is not None or (cell(column, row) == _NOT_MEASURED and row["workers"] > 1)
+
+
+def safe_cell(value: Any) -> Any:
+    """Return a value for a CSV file that people may open in a spreadsheet."""
+    if isinstance(value, str):
+        value = _CONTROL.sub("", value)
+    # A spreadsheet would run a text that begins with one of these as a formula.
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value if isinstance(value, str | int | float | bool | None) else json.loads(json.dumps(value, default=str))
+
+
+def escape(text: str) -> str:
+    """Escape the characters of a text that Markdown or HTML would interpret."""
+    for character in "\\|`*_<>[]":
+        text = text.replace(character, f"\\{character}")
+    return _CONTROL.sub("", " ".join(text.split()))

@@ -1,0 +1,127 @@
+"""Judge the times of repeated runs: the one rule for misses, the cost of a success, and the test of two groups.
+
+A run *missed* if it did not reach its goal, or if it failed. Its time to the goal is only known to be longer than the
+training time that it took. So a group with misses
+
+* has no mean, deviation, interval or olympic mean, and nothing that is made of a mean: speed-up, efficiency, price
+  index, ratio, and "yes" in a test;
+* has a median in which each miss is longer than every time; it is unknown if half of the runs or more missed;
+* has a cost per success: the training time of all runs, successes and misses, divided by the number of successes.
+
+A further miss therefore never makes a group look better. Tables, sweeps, figures and the dashboard all use this module.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mlbench_core.comparison.record import RunRecord
+from mlbench_core.comparison.stats import paired_test, welch_test
+
+__all__ = ["TimesTest", "compare_times", "complete", "cost_per_success_s", "is_miss", "median_s"]
+
+
+def is_miss(record: RunRecord) -> bool:
+    """Return True if a run did not reach its goal, or failed before it; a run without a goal only misses if it fails.
+
+    Args:
+        record: The run.
+    """
+    return record.reached is False or (record.state == "failed" and not record.reached)
+
+
+def complete(records: Sequence[RunRecord]) -> tuple[RunRecord, ...]:
+    """Return the runs of a group that may be averaged: all of them, or none if one of them missed.
+
+    Args:
+        records: The runs of one group.
+    """
+    return () if any(map(is_miss, records)) else tuple(records)
+
+
+def median_s(records: Sequence[RunRecord], lost: int = 0) -> float | None:
+    """Return the median time to the goal in seconds, in which a miss is longer than every time.
+
+    Args:
+        records: The runs of one group.
+        lost: Number of further misses of which there is no record.
+
+    Returns:
+        The median; None if half of the runs or more missed, or if no time is known.
+    """
+    misses = sum(map(is_miss, records)) + lost
+    times = [time for record in records if not is_miss(record) and (time := record.total_s) is not None]
+    found = statistics.median([*times, *[math.inf] * misses]) if times else math.inf
+    return found if math.isfinite(found) else None
+
+
+def cost_per_success_s(records: Sequence[RunRecord], lost: int = 0) -> float | None:
+    """Return the training time that was paid for each success: that of all runs, divided by the number of successes.
+
+    Args:
+        records: The runs of one group.
+        lost: Number of further misses of which there is no record.
+
+    Returns:
+        Seconds; None without a success, or if the training time of a run is not known.
+    """
+    successes = sum(not is_miss(record) for record in records)
+    paid = [record.total_s for record in records]
+    if lost or not successes or any(time is None for time in paid):
+        return None
+    return math.fsum(time for time in paid if time is not None) / successes
+
+
+@dataclass(frozen=True)
+class TimesTest:
+    """The result of :func:`compare_times`.
+
+    Attributes:
+        kind: ``"paired by seed"`` or ``"Welch"``.
+        ratio: Geometric mean of the times of ``a``, divided by that of ``b``.
+        interval: 95 % confidence interval of the ratio; never negative.
+        effect: Difference of the mean logarithms in standard deviations (Hedges' g).
+        p: Two-sided p value.
+    """
+
+    kind: str
+    ratio: float
+    interval: tuple[float, float]
+    effect: float
+    p: float
+
+
+def compare_times(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> TimesTest | None:
+    """Test whether the times of two groups differ, by Student's t on the logarithms of the times.
+
+    Runs with equal seeds have equal data orders and initial weights, so their times vary together. If the two groups
+    have the same seeds, each once, the test is the paired one, on the ratios of the times of each seed. Otherwise, it
+    is Welch's test for independent samples; no run is left out to make pairs.
+
+    Args:
+        a: The runs of one group.
+        b: Those of the other.
+
+    Returns:
+        The test; None if a group has a miss, fewer than two runs, or a time that is unknown or 0.
+    """
+    times = [[record.total_s or 0.0 for record in complete(each)] for each in (a, b)]
+    if any(len(each) < 2 or min(each) <= 0 for each in times):
+        return None
+    first, second = ([math.log(time) for time in each] for each in times)
+    seeds = [[record.seed for record in each] for each in (a, b)]
+    if None not in seeds[0] and len(set(seeds[0])) == len(a) and len(b) == len(a) and set(seeds[0]) == set(seeds[1]):
+        by_seed: Mapping[int | None, float] = dict(zip(seeds[1], second, strict=True))
+        test, kind = paired_test(first, [by_seed[seed] for seed in seeds[0]]), "paired by seed"
+    else:
+        test, kind = welch_test(first, second), "Welch"
+    low, high = test.interval
+    return TimesTest(kind, _exp(test.difference), (_exp(low), _exp(high)), test.effect, test.p)
+
+
+def _exp(value: float) -> float:
+    # The interval of two very different runs may be wider than the range of a float.
+    return math.exp(value) if value < 709 else math.inf

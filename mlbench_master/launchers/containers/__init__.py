@@ -1,0 +1,1 @@
+"""Run the workers of the local launcher in containers."""

@@ -1,0 +1,398 @@
+"""Run workers as tasks of a Slurm cluster.
+
+A run is one job: ``sbatch`` submits a script that starts one task for each worker with ``srun``. The master runs on a
+machine that has Slurm's commands. Its data folder is on a file system that all nodes share. The files in the run's
+folder are::
+
+    job.json   written by the master before it submits the job: a mark, which is also the job's comment
+    slurm_job  written by the master after that: Slurm's number of the job
+    job.sh     the script of the job; it writes the next two
+    begun      Slurm's number of the job, when the script starts
+    exit       the exit status of srun, when the script ends
+    env.sh     the variables of the workers, for the eyes of their user only
+    worker.sh  the script of a worker; without it, a job ends at once
+    status/    the exit status of each worker, by rank
+    logs/      the output of each worker, which the master merges into log.jsonl; see the module ``rank_logs``
+    log.jsonl  lines of the workers and of the master; see the module ``logs``
+    spool/     metrics that the workers could not deliver; the master stores them at the end of the run
+    work/      the folder in which the workers run
+    output/    the results of the workers
+
+Slurm says whether the job waits, runs or has ended; the files say how. A job that Slurm has forgotten has ended, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import shlex
+import shutil
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from mlbench_core.addresses import is_loopback
+from mlbench_core.errors import ConfigurationError
+from mlbench_master.launchers.command_line import variables_to_remove, worker_environment
+from mlbench_master.launchers.error_search import is_consequence
+from mlbench_master.launchers.folders import FolderLauncher, read_interval
+from mlbench_master.launchers.interface import Job, JobStatus, LauncherError
+from mlbench_master.launchers.logs import log_limit_bytes, open_at_once
+from mlbench_master.launchers.slurm import script
+from mlbench_master.launchers.slurm.queue import ENDED, UNKNOWN, QueueEntry, SlurmQueue, all_jobs, cancel, run_slurm
+from mlbench_master.launchers.slurm.rank_logs import RankLogs
+from mlbench_master.launchers.supervisor.supervise import describe_exit, write_json
+
+__all__ = ["SlurmLauncher"]
+
+_PROGRAMS = ("sbatch", "squeue", "scancel")
+_DROPPING = "lines of output are dropped, because the log cannot be written: is the disk full?"
+_LOOK_S = 1.0
+# Another machine may see a file of a node some seconds late on a network file system.
+_FILES_S = 10.0
+# Slurm waits 30 s (KillWait) between SIGTERM and SIGKILL by default.
+_STOP_S = 90.0
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+_STATE_BYTES = 4096
+_SHELL_SIGNAL = 128  # shells report a signal as 128 plus its number
+_TERMINATED = _SHELL_SIGNAL + 15  # also of workers that srun ends because another one has failed
+_SRUN_ERROR = re.compile(r"srun: error: (\S+): tasks? (\d+)[-,\d]*: (.+)")
+_FAILED_NODE = re.compile(r"DUE TO NODE ([\w.-]+) FAILURE|Node failure on ([\w.-]+)", re.IGNORECASE)
+
+
+@dataclass
+class _Known:
+    """A job that this launcher looks after."""
+
+    folder: Path
+    logs: RankLogs
+    slurm_id: str | None = None
+    next_look: float = 0.0
+    ended_since: float | None = None
+    status: JobStatus | None = None
+
+
+class SlurmLauncher(FolderLauncher):
+    """A launcher that starts each run as a job of Slurm.
+
+    Args:
+        folder: Folder for the folders of runs, which all nodes can reach under the same path.
+        interval_s: Seconds between two questions to Slurm's controller, each about all runs; by default
+            ``MLBENCH_SLURM_INTERVAL_S``, or 5.
+
+    Raises:
+        ConfigurationError: Slurm's commands were not found.
+    """
+
+    name = "slurm"
+    starts_processes = True
+    sees_folders = True
+    options_example = "--partition=gpu --time=1:00:00"
+
+    def __init__(self, folder: Path, interval_s: float | None = None) -> None:
+        missing = [program for program in _PROGRAMS if shutil.which(program) is None]
+        if missing:
+            raise ConfigurationError(
+                f"the slurm launcher needs {', '.join(_PROGRAMS)}, but {', '.join(missing)} cannot be found: start the "
+                "master on a machine from which you submit jobs, such as a login node of the cluster"
+            )
+        super().__init__(folder)
+        self.place = f"slurm:{self._folder}"
+        self._limit_bytes = log_limit_bytes()
+        self._queue = SlurmQueue(read_interval(self.name) if interval_s is None else interval_s)
+        self._jobs: dict[str, _Known] = {}
+
+    @property
+    def capacity(self) -> float:
+        """Return infinity, because Slurm has its own queue."""
+        return math.inf
+
+    def check_options(self, options: Sequence[str]) -> None:
+        """Refuse options of sbatch that a run cannot have; see :meth:`Launcher.check_options`."""
+        script.check_options(options)
+
+    def start(self, job: Job) -> str:
+        """Submit a job; see :meth:`Launcher.start`."""
+        job_id = f"slurm-{job.run_id}"
+        self.check_options(job.options)
+        folder = self._job_folder(job_id)
+        if folder.exists():  # a new database reuses the ids of runs that may still be running
+            self.stop(job_id)
+            self.remove(job_id)
+        mark = f"mlbench {uuid.uuid4()}"
+        command = script.sbatch_command(job, str(folder), mark)
+        try:
+            self._write_files(job, folder, mark)
+            known = self._known(job_id)
+            for note in (*job.notes, f"command: {shlex.join(command)}"):
+                known.logs.note(note)
+            known.slurm_id = _submit(command, folder, mark, job.caller_env)
+            (folder / "slurm_job").write_text(known.slurm_id)
+        except OSError as error:
+            (folder / "worker.sh").unlink(missing_ok=True)
+            raise ConfigurationError(f"cannot start run {job.run_id} in {folder}: {error}") from error
+        except LauncherError:
+            # If Slurm has accepted the job nevertheless, it ends at once.
+            (folder / "worker.sh").unlink(missing_ok=True)
+            raise
+        known.logs.note(f"submitted as job {known.slurm_id} of Slurm")
+        self._queue.watch(known.slurm_id)
+        return job_id
+
+    def poll(self, job_id: str) -> JobStatus:
+        """Return the status of a job; see :meth:`Launcher.poll`."""
+        known = self._known(job_id)
+        if known.status is not None:
+            return known.status
+        if known.slurm_id is None:
+            try:
+                known.slurm_id = _find_job(known.folder)
+            except LauncherError as error:
+                return JobStatus("running", str(error))
+            if known.slurm_id is None:
+                return JobStatus("unstarted", "an earlier master ended before it submitted the run to Slurm")
+        self._queue.watch(known.slurm_id)
+        entry = self._queue.entry(known.slurm_id)
+        if entry is None:
+            return JobStatus("running", self._queue.problem)
+        if entry.state in _WAITING:
+            why = "" if entry.reason in ("", "None") else f": {entry.reason}"
+            return JobStatus("waiting", self._queue.problem or f"job {known.slurm_id} waits in Slurm's queue{why}")
+        if entry.state in ENDED or entry.state == UNKNOWN:
+            return self._look_at_end(known, entry)
+        if time.monotonic() >= known.next_look:
+            known.next_look = time.monotonic() + _LOOK_S
+            known.logs.collect()
+            if (known.folder / "exit").exists():
+                self._queue.look_soon()
+        problem = ""
+        if entry.state == "SUSPENDED":
+            problem = f"job {known.slurm_id} is suspended by Slurm"
+        elif entry.state == "COMPLETING":
+            problem = f"job {known.slurm_id} ends when Slurm has cleaned up on {entry.nodes or 'its nodes'}"
+        return JobStatus("running", self._queue.problem or problem or (_DROPPING if known.logs.is_dropping else ""))
+
+    def stop(self, job_id: str) -> None:
+        """Cancel a job, and wait until Slurm has ended its processes; see :meth:`Launcher.stop`.
+
+        Raises:
+            LauncherError: Slurm does not answer, or has not ended the job.
+        """
+        known = self._known(job_id)
+        if known.status is not None or not known.folder.exists():
+            return
+        slurm_id = known.slurm_id or _find_job(known.folder)
+        if slurm_id is None:
+            (known.folder / "worker.sh").unlink(missing_ok=True)
+            return
+        cancel(slurm_id, _STOP_S)
+        known.logs.collect(at_end=True)
+        self._queue.forget(slurm_id)
+
+    def slurm_id(self, job_id: str) -> str:
+        """Return Slurm's number of a job, empty if it was not submitted."""
+        return self._known(job_id).slurm_id or ""
+
+    def note(self, job_id: str, text: str) -> None:
+        """Add a line of the master to a job's log; see :meth:`Launcher.note`."""
+        self._known(job_id).logs.note(text)
+
+    def remove(self, job_id: str) -> None:
+        """Delete a job's folder; see :meth:`Launcher.remove`."""
+        known = self._jobs.pop(job_id, None)
+        if known is not None and known.slurm_id is not None:
+            self._queue.forget(known.slurm_id)
+        super().remove(job_id)
+
+    def close(self) -> None:
+        """End the thread that asks Slurm; the jobs continue."""
+        self._queue.close()
+        self._jobs.clear()
+        super().close()
+
+    def _known(self, job_id: str) -> _Known:
+        known = self._jobs.get(job_id)
+        if known is None:
+            folder = self._job_folder(job_id)
+            known = self._jobs.setdefault(job_id, _Known(folder, RankLogs(folder, self._limit_bytes)))
+        return known
+
+    def _write_files(self, job: Job, folder: Path, mark: str) -> None:
+        for part in ("work", "output", "logs", "status"):
+            (folder / part).mkdir(parents=True)
+        # A job may set its own number of threads, but not the folders, which the master reads.
+        own = {
+            "MLBENCH_RUN_DIR": str(folder),
+            "MLBENCH_SPOOL": str(folder / "spool"),
+            "MLBENCH_OUTPUT": str(folder / "output"),
+        }
+        (folder / "env.sh").touch(mode=0o600)  # only for its owner: it may hold a token
+        (folder / "env.sh").write_text(script.environment_script(*_variables(job, own)))
+        (folder / "job.sh").write_text(script.job_script(job))
+        (folder / "worker.sh").write_text(script.worker_script(job))
+        write_json(folder / "job.json", {"mark": mark})
+        url = job.env.get("MLBENCH_MASTER_URL", "")
+        if is_loopback(urlsplit(url).hostname or ""):
+            self._known(f"slurm-{job.run_id}").logs.note(
+                f"note: workers on other machines cannot reach the master at {url}, so their metrics arrive when the "
+                "run ends; to see them earlier, start the master with --host and an address of this machine"
+            )
+
+    def _look_at_end(self, known: _Known, entry: QueueEntry) -> JobStatus:
+        """Return the status of a job that has ended, or that it runs as long as its files may be on their way."""
+        now = time.monotonic()
+        known.ended_since = known.ended_since or now
+        begun, status = (_read_number(known.folder / name) for name in ("begun", "exit"))
+        # Slurm reports all other states.
+        if entry.state in ("COMPLETED", "FAILED", UNKNOWN) and status is None and now - known.ended_since < _FILES_S:
+            return JobStatus("running")
+        known.logs.collect(at_end=True)
+        ended = _Ended(known, entry, begun is not None, status)
+        known.status = ended.status()
+        known.logs.note(known.status.reason or "finished")
+        assert known.slurm_id is not None
+        self._queue.forget(known.slurm_id)
+        return known.status
+
+
+class _Ended:
+    """A job that has ended, of which Slurm's word and the files of the run are read."""
+
+    def __init__(self, known: _Known, entry: QueueEntry, begun: bool, status: int | None) -> None:
+        self._known = known
+        self._entry = entry
+        self._begun = begun
+        self._status = status
+        self._who = f"job {known.slurm_id} of Slurm"
+        # (time, rank, status), by the time at which the workers ended, which the server of the files has set.
+        self._workers: list[tuple[float, int, int]] = []
+        with contextlib.suppress(OSError):
+            for path in (known.folder / "status").iterdir():
+                number = _read_number(path)
+                if path.name.isdecimal() and number is not None:
+                    self._workers.append((path.stat().st_mtime, int(path.name), number))
+        self._workers.sort()
+
+    def status(self) -> JobStatus:
+        """Return how the job ended."""
+        finished_at = self._workers[-1][0] if self._workers else None
+        state, status = self._entry.state, self._status
+        if state == UNKNOWN and status is None:
+            return JobStatus("lost", f"lost: Slurm has forgotten the {self._who}, and it left no status")
+        if state == "COMPLETED" or (state == UNKNOWN and status == 0):
+            return JobStatus("finished", returncode=0, finished_at=finished_at)
+        if state in ("FAILED", UNKNOWN):
+            reason, status = self._failure()
+        else:
+            reason = self._reason_of_slurm()
+        return JobStatus("failed", reason, status, finished_at)
+
+    def _reason_of_slurm(self) -> str:
+        """Return why Slurm has ended the job."""
+        entry, who = self._entry, self._who
+        if entry.state == "NODE_FAIL":
+            found = _FAILED_NODE.search("\n".join(self._known.logs.job_lines()))
+            failed = f"node {found[1] or found[2]}" if found else f"a node of {entry.nodes or 'the job'}"
+            return f"{failed} failed, which ended {who}"
+        reasons = {
+            "TIMEOUT": f"{who} reached its time limit ({entry.time_limit or 'see its partition'}): give a longer "
+            "--time in the engine options",
+            "CANCELLED": f"{who} was cancelled, but not by MLBench",
+            "PREEMPTED": f"{who} was preempted by a job of higher priority",
+            "OUT_OF_MEMORY": f"{who} used more memory than it had: give a larger --mem-per-cpu in the engine options",
+        }
+        why = "" if entry.reason in ("", "None") else f" ({entry.reason})"
+        return reasons.get(entry.state, f"{who} ended with the state {entry.state}{why}")
+
+    def _failure(self) -> tuple[str, int | None]:
+        """Return which worker failed first and how, with its exit status."""
+        lines = self._known.logs.job_lines()
+        if not self._begun:
+            return (
+                f"{self._who} ended before its script began: is {self._known.folder} on a file system that all nodes "
+                f"share?{' ' + lines[-1] if lines else ''}"
+            ), self._status
+        failed = [(rank, number) for _, rank, number in self._workers if number]
+        first = next(((rank, number) for rank, number in failed if number != _TERMINATED), None)
+        if first is None:
+            # A worker whose shell was killed has left no status, but srun names it.
+            named = next((match for line in lines if (match := _SRUN_ERROR.match(line))), None)
+            if named is not None and int(named[2]) not in dict(failed):
+                return f"worker {named[2]} on node {named[1]} died: {named[3]}", self._status
+            first = failed[0] if failed else None
+        if first is None:
+            last = f": {lines[-1]}" if lines else ""
+            return f"the script of {self._who} failed: exit status {self._status}{last}", self._status
+        ends = []
+        for rank, number in [first, *(one for one in failed if one != first and one[1] != _TERMINATED)]:
+            number = _SHELL_SIGNAL - number if _SHELL_SIGNAL < number < 2 * _SHELL_SIGNAL else number
+            ends.append((rank, number, self._known.logs.said(rank, number)))
+        # The worker that is the cause: it did not fail because another one had gone.
+        causes = (end for end in ends if (end[2] or end[1] < 0) and not is_consequence(end[2]))
+        rank, number, error = next(causes, ends[0]) if is_consequence(ends[0][2]) else ends[0]
+        return f"{describe_exit(rank, number)}{': ' + error if error else ''}", number
+
+
+def _variables(job: Job, own: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the variables of the workers of a job, and the names of those that they must not inherit."""
+    # Slurm says which devices belong to a job.
+    caller_env = job.caller_env
+    if caller_env is not None:
+        caller_env = {name: value for name, value in caller_env.items() if not name.endswith("VISIBLE_DEVICES")}
+    variables = worker_environment(job.env, caller_env, own, threads=1)
+    # The job's script knows the cores of a worker.
+    if "OMP_NUM_THREADS" not in {**(caller_env or {}), **job.env}:
+        del variables["OMP_NUM_THREADS"]
+    removed = [name for name in variables_to_remove(caller_env) if not name.endswith("VISIBLE_DEVICES")]
+    return variables, removed
+
+
+def _submit(command: list[str], folder: Path, mark: str, caller_env: Mapping[str, str] | None) -> str:
+    """Submit a job and return Slurm's number for it."""
+    try:
+        # "123", or "123;cluster"
+        slurm_id = run_slurm(*command, folder=folder, caller_env=caller_env).strip().splitlines()[-1].partition(";")[0]
+    except (LauncherError, IndexError):
+        # The answer may be lost, and the job be submitted.
+        found: str | None = None
+        with contextlib.suppress(LauncherError):
+            found = _find_mark(mark)
+        if found is None:
+            raise
+        return found
+    if not slurm_id.isdecimal():
+        raise LauncherError(f"sbatch answered {slurm_id[:80]!r}, which is not the number of a job: look at squeue")
+    return slurm_id
+
+
+def _find_job(folder: Path) -> str | None:
+    """Return Slurm's number of the job of a run, or None if the run was not submitted.
+
+    Raises:
+        LauncherError: Slurm has to be asked, and does not answer.
+    """
+    # The master may have died between sbatch and the first file.
+    number = _read_number(folder / "slurm_job") or _read_number(folder / "begun")
+    if number is not None:
+        return str(number)
+    try:
+        mark = json.loads((folder / "job.json").read_text())["mark"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return _find_mark(mark)
+
+
+def _find_mark(mark: str) -> str | None:
+    return next((slurm_id for slurm_id, entry in all_jobs().items() if entry.mark == mark), None)
+
+
+def _read_number(path: Path) -> int | None:
+    """Return the number in a file, or None if there is none."""
+    with contextlib.suppress(OSError, ValueError), open_at_once(path) as file:
+        return int(file.read(_STATE_BYTES))
+    return None
