@@ -73,7 +73,7 @@ class Group:
         A mean over the other runs would make the group look better for its misses.
 
         Args:
-            name: Name of the attribute of :class:`~mlbench_core.comparison.record.RunRecord`, for example ``"total_s"``.
+            name: Attribute of :class:`~mlbench_core.comparison.record.RunRecord`, for example ``"total_s"``.
         """
         return [value for record in complete(self.records) if (value := getattr(record, name)) is not None]
 
