@@ -71,7 +71,9 @@ def builds() -> list[Build]:
     return [*found, custom]
 
 
-def _task_build(task: Task, arguments: tuple[str, ...], images: Sequence[Image], start: str) -> Build:
+def _task_build(
+    task: Task, arguments: tuple[str, ...], images: Sequence[Image], start: str
+) -> Build:
     """Return the image of a task with these arguments before those of the user."""
     name = f"task{task.key}" + "".join(f"-{word}" for word in arguments if not word.startswith("-"))
     own = (start, *([f"ARGUMENTS={' '.join(arguments)}"] if arguments else []))
@@ -102,13 +104,22 @@ def main(arguments: Sequence[str]) -> None:
     """Build, push and list the images that the command line names."""
     known = builds()
     parser = argparse.ArgumentParser(
-        description="Build the container images.", epilog="Words after -- are options of the program's build command."
+        description="Build the container images.",
+        epilog="Words after -- are options of the program's build command.",
     )
-    parser.add_argument("--program", choices=PROGRAMS, help="by default the first that is installed")
-    parser.add_argument("--registry", help="replaces mlbench/ in the names [MLBENCH_IMAGE_REGISTRY]")
-    parser.add_argument("--only", nargs="+", choices=[build.name for build in known], metavar="NAME", help="not all")
+    parser.add_argument(
+        "--program", choices=PROGRAMS, help="by default the first that is installed"
+    )
+    parser.add_argument(
+        "--registry", help="replaces mlbench/ in the names [MLBENCH_IMAGE_REGISTRY]"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=[build.name for build in known], metavar="NAME", help="not all"
+    )
     parser.add_argument("--push", action="store_true", help="push each image to its registry")
-    parser.add_argument("--list", action="store_true", help="show the commands without running them")
+    parser.add_argument(
+        "--list", action="store_true", help="show the commands without running them"
+    )
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     args, extra = parser.parse_args(arguments[:cut]), arguments[cut + 1 :]
     if args.registry:
@@ -116,13 +127,17 @@ def main(arguments: Sequence[str]) -> None:
         known = builds()
     program = args.program or next((name for name in PROGRAMS if shutil.which(name)), None)
     if program is None and not args.list:
-        parser.error(f"one of {', '.join(PROGRAMS)} must be installed to build images: install one, or give --list")
+        parser.error(
+            f"one of {', '.join(PROGRAMS)} must be installed to build images: install one, or give --list"
+        )
     chosen = [build for build in known if args.only is None or build.name in args.only]
     rows = []
     for build in chosen:
         commands = [build_command(program or PROGRAMS[0], build, extra)]
         if args.push:
-            commands += [[program or PROGRAMS[0], "push", tag] for tag in (build.tag, *build.other_tags)]
+            commands += [
+                [program or PROGRAMS[0], "push", tag] for tag in (build.tag, *build.other_tags)
+            ]
         start = time.monotonic()
         for command in commands:
             print(shlex.join(command), flush=True)

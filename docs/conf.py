@@ -84,11 +84,15 @@ def to_mathml(formula: str, as_block: bool) -> str:
     return tex2mathml(known, as_block=as_block)
 
 
-def limit_navigation(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+def limit_navigation(
+    app: Any, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
     """Show at most ``NAVIGATION_DEPTH`` levels of pages in the sidebar, which every page contains."""
     whole_tree = context.get("toctree")
     if whole_tree is not None:
-        context["toctree"] = lambda **options: whole_tree(**{**options, "maxdepth": NAVIGATION_DEPTH})
+        context["toctree"] = lambda **options: whole_tree(
+            **{**options, "maxdepth": NAVIGATION_DEPTH}
+        )
 
 
 def fill_markers(app: Any, page: str, source: list[str]) -> None:
@@ -100,7 +104,9 @@ def shorten_diffs(app: Any, doctree: Any) -> None:
     """Leave only the names of the compared files in the head of a diff, not their paths on this machine."""
     for block in doctree.findall(literal_block):
         if block.get("language") == "udiff":
-            block.rawsource = re.sub(r"^(---|\+\+\+) .*/", r"\1 ", block.astext(), count=2, flags=re.MULTILINE)
+            block.rawsource = re.sub(
+                r"^(---|\+\+\+) .*/", r"\1 ", block.astext(), count=2, flags=re.MULTILINE
+            )
             block[:] = [Text(block.rawsource)]
 
 
@@ -114,7 +120,13 @@ def resolve_short_path(app: Any, env: Any, node: Any, text: Any) -> Any:
     """Resolve a reference to a name by the path of a package that hands it on."""
     module, _, name = node.get("reftarget", "").rpartition(".")
     modules = public_modules()
-    if node.get("refdomain") != "py" or module not in modules or name not in handed_on(modules[module]):
+    if (
+        node.get("refdomain") != "py"
+        or module not in modules
+        or name not in handed_on(modules[module])
+    ):
         return None
     origin = find_origin(module, name, modules)
-    return env.get_domain("py").resolve_xref(env, node["refdoc"], app.builder, node["reftype"], origin, node, text)
+    return env.get_domain("py").resolve_xref(
+        env, node["refdoc"], app.builder, node["reftype"], origin, node, text
+    )

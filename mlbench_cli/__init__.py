@@ -49,4 +49,6 @@ def _leave_out_current_folder() -> None:
         here = ""
     # A checkout that is not installed is found only there.
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    sys.path[:] = [place for place in sys.path if place and (place == own or os.path.realpath(place) != here)]
+    sys.path[:] = [
+        place for place in sys.path if place and (place == own or os.path.realpath(place) != here)
+    ]

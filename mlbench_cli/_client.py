@@ -186,7 +186,9 @@ class MasterClient(RestClient):
 
     def download_metrics(self, run_id: int | str, target: Path) -> int:
         """Stream the zip file of a run's metrics into ``target`` and return its size in bytes."""
-        return self.download(f"metrics/{path_part(run_id)}/", target, params={"metric_type": "run", "format": "zip"})
+        return self.download(
+            f"metrics/{path_part(run_id)}/", target, params={"metric_type": "run", "format": "zip"}
+        )
 
     def fetch_result(self, run_id: int | str, target: Path, *, unfinished: bool = False) -> bool:
         """Download the result folder of a run.

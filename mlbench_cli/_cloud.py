@@ -31,7 +31,17 @@ from mlbench_core.client.masters import check_token
 from mlbench_core.errors import ConfigurationError, MasterTokenError
 from mlbench_core.paths import user_folder
 
-__all__ = ["CloudOptions", "connect", "create", "delete_steps", "price", "states", "steps", "task_file", "task_text"]
+__all__ = [
+    "CloudOptions",
+    "connect",
+    "create",
+    "delete_steps",
+    "price",
+    "states",
+    "steps",
+    "task_file",
+    "task_text",
+]
 
 CLOUDS = {"gcloud": "gcp", "aws": "aws", "azure": "azure"}
 """SkyPilot's names of the clouds."""
@@ -78,10 +88,15 @@ def task_text(cluster: Cluster, options: CloudOptions) -> str:
     """Return SkyPilot's description of a cluster in YAML; it holds no secret."""
     lines = [f"name: {cluster.name}", f"num_nodes: {cluster.num_workers}", "resources:"]
     # A value in JSON is also one in YAML.
-    lines += [f"  {name}: {json.dumps(value)}" for name, value in _resources(cluster, options).items()]
+    lines += [
+        f"  {name}: {json.dumps(value)}" for name, value in _resources(cluster, options).items()
+    ]
     package, mounts = _package(options)
     if mounts:
-        lines += ["file_mounts:", *(f"  {json.dumps(there)}: {json.dumps(here)}" for there, here in mounts.items())]
+        lines += [
+            "file_mounts:",
+            *(f"  {json.dumps(there)}: {json.dumps(here)}" for there, here in mounts.items()),
+        ]
     idle = f" --end-when-idle {options.autostop_min * 60}" if options.autostop_min else ""
     slots = max(options.num_gpus, 1)
     setup = f"""
@@ -100,7 +115,11 @@ run: |
 
 
 def _resources(cluster: Cluster, options: CloudOptions) -> dict[str, Any]:
-    place = [CLOUDS[cluster.provider], options.region or ("*" if options.zone else None), options.zone]
+    place = [
+        CLOUDS[cluster.provider],
+        options.region or ("*" if options.zone else None),
+        options.zone,
+    ]
     found: dict[str, Any] = {"infra": "/".join(part for part in place if part)}
     if options.machine_type is not None:
         found["instance_type"] = options.machine_type
@@ -135,7 +154,9 @@ def _package(options: CloudOptions) -> tuple[str, dict[str, str]]:
         return _quote(chosen), {}
     wheel = Path(chosen).absolute()
     if not wheel.is_file():
-        raise ConfigurationError(f"{wheel} does not exist: give --package a requirement or a wheel that exists")
+        raise ConfigurationError(
+            f"{wheel} does not exist: give --package a requirement or a wheel that exists"
+        )
     # pip wants the name of a wheel unchanged.
     return f"~/{_quote(wheel.name)}{_quote(_EXTRAS)}", {f"~/{wheel.name}": str(wheel)}
 
@@ -143,7 +164,9 @@ def _package(options: CloudOptions) -> tuple[str, dict[str, str]]:
 def _quote(text: str) -> str:
     # A line break would end the block of YAML.
     if not text.isprintable():
-        raise ConfigurationError(f"--package must be one line of printable characters, not {text!r}")
+        raise ConfigurationError(
+            f"--package must be one line of printable characters, not {text!r}"
+        )
     return shlex.quote(text)
 
 
@@ -154,14 +177,30 @@ def task_file(cluster: Cluster) -> Path:
 
 def price(cluster: Cluster) -> Step:
     """Return the call that shows the machines that SkyPilot chooses, and their price."""
-    command = ["sky", "launch", "--dryrun", "--yes", "--cluster", cluster.name, str(task_file(cluster))]
+    command = [
+        "sky",
+        "launch",
+        "--dryrun",
+        "--yes",
+        "--cluster",
+        cluster.name,
+        str(task_file(cluster)),
+    ]
     return Step("show the machines and the price of all of them per hour", command)
 
 
 def steps(cluster: Cluster) -> list[Step]:
     """Return the calls that make a cluster."""
     # Detached: the job lasts as long as the master.
-    command = ["sky", "launch", "--yes", "--detach-run", "--cluster", cluster.name, str(task_file(cluster))]
+    command = [
+        "sky",
+        "launch",
+        "--yes",
+        "--detach-run",
+        "--cluster",
+        cluster.name,
+        str(task_file(cluster)),
+    ]
     return [Step("rent the machines and start the master", command)]
 
 
@@ -193,7 +232,9 @@ def create(cluster: Cluster, options: CloudOptions, *, confirmed: bool) -> Clust
     write_task(cluster, options)
     perform(price(cluster))
     if not confirmed:
-        click.confirm(f"The cloud charges this price until {_end(options)}. Go on?", abort=True, err=True)
+        click.confirm(
+            f"The cloud charges this price until {_end(options)}. Go on?", abort=True, err=True
+        )
     remember_cluster(cluster)
     try:
         for step in steps(cluster):
@@ -234,12 +275,22 @@ def connect(cluster: Cluster, wait_s: float = 0.0) -> Cluster:
         try:
             # SkyPilot writes the name of each cluster to the configuration of ssh.
             text = ask(
-                ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", cluster.name, "cat mlbench/master.json"]
+                [
+                    "ssh",
+                    "-o",
+                    "BatchMode=yes",
+                    "-o",
+                    "ConnectTimeout=10",
+                    cluster.name,
+                    "cat mlbench/master.json",
+                ]
             )
             break
         except ProgramFailed as error:
             if time.monotonic() >= deadline:
-                raise ProgramFailed(f"no master was found on the first machine of {cluster.name}: {error}") from error
+                raise ProgramFailed(
+                    f"no master was found on the first machine of {cluster.name}: {error}"
+                ) from error
             time.sleep(POLL_S)
     cluster = _with_secrets(cluster, text)
     remember_cluster(cluster)
@@ -255,7 +306,9 @@ def _with_secrets(cluster: Cluster, text: str) -> Cluster:
             raise TypeError("key")
         return replace(cluster, token=check_token(token), key=key)
     except (ValueError, TypeError, KeyError, MasterTokenError):
-        raise ProgramFailed(f"the first machine of {cluster.name} has no valid record of a master") from None
+        raise ProgramFailed(
+            f"the first machine of {cluster.name} has no valid record of a master"
+        ) from None
 
 
 def open_tunnel(cluster: Cluster) -> None:
@@ -268,15 +321,21 @@ def open_tunnel(cluster: Cluster) -> None:
         return
     forward = f"127.0.0.1:{cluster.port}:127.0.0.1:{cluster.port}"
     # The process ends when the machine does not answer any more, so nothing must end it.
-    options = _options("BatchMode=yes", "ConnectTimeout=10", "ExitOnForwardFailure=yes", "ServerAliveInterval=15")
+    options = _options(
+        "BatchMode=yes", "ConnectTimeout=10", "ExitOnForwardFailure=yes", "ServerAliveInterval=15"
+    )
     command = ["ssh", "-f", "-N", *options, "-L", forward, cluster.name]
     log = user_folder("clusters", f"{cluster.name}.ssh.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     # Not a pipe: ssh keeps it open in the background, and reading it would not end.
     with log.open("wb") as errors:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
+        )
     if done.returncode != 0:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it wrote nothing"]
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
+            "it wrote nothing"
+        ]
         raise ProgramFailed(
             f"no tunnel to the cluster {cluster.name}: {lines[-1]}; see its state with 'mlbench list-clusters', or "
             "return to the master of this machine with 'mlbench set-cluster --none'"
@@ -306,7 +365,9 @@ def states() -> dict[str, str]:
         found, _ = json.JSONDecoder().raw_decode(text, text.index("["))
         return {str(each["name"]): str(each["status"]).lower() for each in found}
     except (ValueError, TypeError, KeyError):
-        raise ProgramFailed("'sky status' gave an unknown answer; SkyPilot 0.14 is known to work") from None
+        raise ProgramFailed(
+            "'sky status' gave an unknown answer; SkyPilot 0.14 is known to work"
+        ) from None
 
 
 def delete_steps(cluster: Cluster) -> list[Step]:

@@ -44,7 +44,12 @@ def open_runs(name: str, data_dir: Path | None) -> MasterlessRuns:
 def show_submitted(runs: MasterlessRuns, started: Sequence[Mapping[str, Any]], waits: bool) -> None:
     """Write the jobs and the folders of submitted runs, and how to go on if the command does not wait."""
     rows = [
-        (item["name"], item["num_workers"], item["job_metadata"]["slurm_job"], item["job_metadata"]["folder"])
+        (
+            item["name"],
+            item["num_workers"],
+            item["job_metadata"]["slurm_job"],
+            item["job_metadata"]["folder"],
+        )
         for item in started
     ]
     if waits:
@@ -54,5 +59,7 @@ def show_submitted(runs: MasterlessRuns, started: Sequence[Mapping[str, Any]], w
     print_table(("RUN", "WORKERS", "JOB", "FOLDER"), rows, right=(1, 2))
     jobs = ",".join(str(job) for _, _, job, _ in rows)
     place = clean(shlex.quote(str(runs.folder)))
-    remark(f"'squeue --jobs={jobs}' shows the jobs, and '{clean(runs.stop_command(started))}' ends them")
+    remark(
+        f"'squeue --jobs={jobs}' shows the jobs, and '{clean(runs.stop_command(started))}' ends them"
+    )
     remark(f"when they have ended, 'mlbench compare {place}' shows their results")

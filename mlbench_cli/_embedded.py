@@ -28,7 +28,12 @@ from mlbench_core.client import settings
 from mlbench_core.client.clusters import current_cluster
 from mlbench_core.client.masters import MasterRecord, find_credentials, forget_master, read_record
 from mlbench_core.client.rest import base_url
-from mlbench_core.errors import ConfigurationError, MasterError, MasterNotFoundError, MissingDependencyError
+from mlbench_core.errors import (
+    ConfigurationError,
+    MasterError,
+    MasterNotFoundError,
+    MissingDependencyError,
+)
 from mlbench_core.paths import user_folder
 
 __all__ = [
@@ -65,7 +70,9 @@ class SilentMasterError(MasterError):
     """The embedded master runs, but does not answer; ``record`` is its record."""
 
     def __init__(self, record: MasterRecord, reason: str) -> None:
-        super().__init__(f"the master at {record.url} (process {record.pid}) does not answer: {reason}")
+        super().__init__(
+            f"the master at {record.url} (process {record.pid}) does not answer: {reason}"
+        )
         self.record = record
 
 
@@ -246,7 +253,9 @@ def check_installed() -> None:
 def master_command(host: str, port: int) -> list[str]:
     """Return the command of a master process; secrets are not in it, because all users can see arguments."""
     address = ("--host", host, "--port", str(port))
-    return module_command("mlbench_cli", "master", *address, "--end-when-idle", f"{END_WHEN_IDLE_S:g}")
+    return module_command(
+        "mlbench_cli", "master", *address, "--end-when-idle", f"{END_WHEN_IDLE_S:g}"
+    )
 
 
 def _is_free(port: int) -> bool:
@@ -265,7 +274,9 @@ def _free_port() -> int:
         if _is_free(port):
             return port
     last = DEFAULT_PORT + _PORTS_TRIED - 1
-    raise ConfigurationError(f"no port from {DEFAULT_PORT} to {last} is free; start one with 'mlbench master --port P'")
+    raise ConfigurationError(
+        f"no port from {DEFAULT_PORT} to {last} is free; start one with 'mlbench master --port P'"
+    )
 
 
 def _start(engine: str | None) -> Location:
@@ -286,7 +297,10 @@ def _start_at(port: int, engine: str | None) -> Location:
     with open(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as output:
         os.chmod(log, 0o600)
         process = subprocess.Popen(
-            [*master_command(DEFAULT_HOST, port), *([] if engine is None else ["--launcher", engine])],
+            [
+                *master_command(DEFAULT_HOST, port),
+                *([] if engine is None else ["--launcher", engine]),
+            ],
             env=safe_environment(),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -295,7 +309,11 @@ def _start_at(port: int, engine: str | None) -> Location:
             start_new_session=True,
         )
     # The new process inherits MLBENCH_TOKEN; without it, the client finds the token in the record.
-    location = Location(f"http://{DEFAULT_HOST}:{port}", os.environ.get("MLBENCH_TOKEN") or None, "the embedded master")
+    location = Location(
+        f"http://{DEFAULT_HOST}:{port}",
+        os.environ.get("MLBENCH_TOKEN") or None,
+        "the embedded master",
+    )
     try:
         _await_health(process, location, log)
     # Ctrl-C too must not leave a master behind that nobody knows of.
@@ -315,12 +333,18 @@ def _await_health(process: subprocess.Popen[bytes], location: Location, log: Pat
         healthy = _healthy(location)
         # Checked after the answer: if our process has ended, another server answered.
         if process.poll() is not None:
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it wrote nothing"]
-            raise MasterError(f"the master ended at its start: {lines[-1].strip()} (all of it: {log})")
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
+                "it wrote nothing"
+            ]
+            raise MasterError(
+                f"the master ended at its start: {lines[-1].strip()} (all of it: {log})"
+            )
         if healthy:
             return
         if time.monotonic() > deadline:
-            raise MasterError(f"the master did not answer within {START_TIMEOUT_S:g} s; its log: {log}")
+            raise MasterError(
+                f"the master did not answer within {START_TIMEOUT_S:g} s; its log: {log}"
+            )
         pause.wait(0.1)
 
 
@@ -399,10 +423,14 @@ def stop_embedded() -> Mapping[str, Any]:
             _send(record, signal.SIGCONT)
         if not _has_ended(record, STOP_TIMEOUT_S):
             if not is_silent:
-                raise MasterError(f"the master (process {record.pid}) did not end within {STOP_TIMEOUT_S:g} s")
+                raise MasterError(
+                    f"the master (process {record.pid}) did not end within {STOP_TIMEOUT_S:g} s"
+                )
             _send(record, getattr(signal, "SIGKILL", signal.SIGTERM))
             if not _has_ended(record, STOP_TIMEOUT_S):
-                raise MasterError(f"the master (process {record.pid}) cannot be ended: its system call does not return")
+                raise MasterError(
+                    f"the master (process {record.pid}) cannot be ended: its system call does not return"
+                )
         forget_master(record.pid)
         return {"url": record.url, "pid": record.pid}
 

@@ -55,7 +55,10 @@ def follow(
     records = [_save(client, item, folder, problems) for item in ended]
     chart = _draw(folder, records)
     if as_json:
-        places = {"folder": str(folder.absolute()), "chart": str(chart.absolute()) if chart else None}
+        places = {
+            "folder": str(folder.absolute()),
+            "chart": str(chart.absolute()) if chart else None,
+        }
         compared = {"comparison": compare_records(records)[1].as_json()} if pooled else {}
         print_json({"results": [record.as_json() for record in records], **compared, **places})
     else:
@@ -84,13 +87,17 @@ def follow(
 def _interrupted(client: RunSource, started: Sequence[Mapping[str, Any]]) -> str:
     """Ask on a terminal if Ctrl-C should also stop the runs, and return what became of them."""
     names = " ".join(clean(item["name"]) for item in started)
-    continues = f"stopped waiting; the runs continue ('{clean(client.stop_command(started))}' stops them)"
+    continues = (
+        f"stopped waiting; the runs continue ('{clean(client.stop_command(started))}' stops them)"
+    )
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return continues
     try:
         # The terminal shows ^C at the end of its last line.
         remark("")
-        if not click.confirm("Stop the runs, too? Otherwise only the watching stops, and they continue.", err=True):
+        if not click.confirm(
+            "Stop the runs, too? Otherwise only the watching stops, and they continue.", err=True
+        ):
             return continues
     # A second Ctrl-C leaves at once, and so does the end of the input.
     except click.Abort:
@@ -103,7 +110,9 @@ def _interrupted(client: RunSource, started: Sequence[Mapping[str, Any]]) -> str
     return f"stopped the runs {names}; their metrics are kept"
 
 
-def _save(client: RunSource, item: Mapping[str, Any], folder: Path, problems: list[str]) -> RunRecord:
+def _save(
+    client: RunSource, item: Mapping[str, Any], folder: Path, problems: list[str]
+) -> RunRecord:
     """Save the metrics of a run as ``NAME.json``, and its result folder beside it if there is one.
 
     A result folder that exists and cannot be fetched is added to the problems.
@@ -142,6 +151,8 @@ def _show_log(client: RunSource, item: Mapping[str, Any]) -> None:
     workers = [line for line in lines if line.get("rank") is not None][-LOG_LINES_SHOWN:]
     others = [line for line in lines if line.get("rank") is None]
     verdict = [line for line in others if line.get("stream") == "system"][-1:]
-    remark(f"--- the last lines of {clean(item['name'])} (all lines: {clean(client.log_place(item))})")
+    remark(
+        f"--- the last lines of {clean(item['name'])} (all lines: {clean(client.log_place(item))})"
+    )
     for line in [*(workers or others[-LOG_LINES_SHOWN:]), *verdict]:
         remark(log_line(line))

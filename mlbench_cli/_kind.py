@@ -189,7 +189,17 @@ def _engine() -> str | None:
 
 
 def _create_step(cluster: Cluster, options: KindOptions) -> Step:
-    command = ["kind", "create", "cluster", "--name", cluster.name, "--config", "-", "--wait", "300s"]
+    command = [
+        "kind",
+        "create",
+        "cluster",
+        "--name",
+        cluster.name,
+        "--config",
+        "-",
+        "--wait",
+        "300s",
+    ]
     if options.kubernetes_version is not None:
         version = _VERSION.fullmatch(options.kubernetes_version)
         if version is None:
@@ -223,7 +233,12 @@ def _token_manifest(token: str) -> str:
     labels = {"app": "mlbench"}
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
     metadata = {"name": _SECRET, "namespace": NAMESPACE, "labels": labels}
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"token": token}}
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata,
+        "stringData": {"token": token},
+    }
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": [namespace, secret]}, indent=2)
 
 
@@ -252,7 +267,9 @@ def _local_images() -> Sequence[str]:
         found = ask(["docker", "images", "--format", "{{.Repository}}:{{.Tag}}"]).split()
     except ProgramFailed:
         return []
-    return [image for image in found if image.startswith("mlbench/") and not image.endswith(":<none>")]
+    return [
+        image for image in found if image.startswith("mlbench/") and not image.endswith(":<none>")
+    ]
 
 
 def _await_answer(cluster: Cluster) -> None:
@@ -265,5 +282,7 @@ def _await_answer(cluster: Cluster) -> None:
                 return
             except MasterError as error:
                 if time.monotonic() > deadline:
-                    raise ProgramFailed(f"the master does not answer at {cluster.url}: {error}") from error
+                    raise ProgramFailed(
+                        f"the master does not answer at {cluster.url}: {error}"
+                    ) from error
                 time.sleep(1.0)

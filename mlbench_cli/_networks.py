@@ -21,7 +21,9 @@ class NetworkType(click.ParamType):
 
     name = "network"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Network:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Network:
         """Return the network."""
         # click may pass a value that is already converted.
         if not isinstance(value, str):
@@ -31,10 +33,14 @@ class NetworkType(click.ParamType):
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
         """Return the names that begin with ``incomplete``."""
         from click.shell_completion import CompletionItem
 
         return [
-            CompletionItem(name, help=known.title) for name, known in NETWORKS.items() if name.startswith(incomplete)
+            CompletionItem(name, help=known.title)
+            for name, known in NETWORKS.items()
+            if name.startswith(incomplete)
         ]

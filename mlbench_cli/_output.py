@@ -41,7 +41,9 @@ _CONTROL = re.compile(rf"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f\x80-\x9
 
 def json_option(command: Command) -> Command:
     """Give a command the flag ``--json`` (argument ``as_json``)."""
-    return click.option("--json", "as_json", is_flag=True, help="Write JSON instead of text.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Write JSON instead of text.")(
+        command
+    )
 
 
 def dashboard_option(command: Command) -> Command:
@@ -133,7 +135,9 @@ def local_time(date: str) -> str:
         '2026-01-31 13:00:00 +01:00'
     """
     # Before version 3.11, Python did not know the letter for UTC.
-    text = datetime.fromisoformat(date.replace("Z", "+00:00")).astimezone().isoformat(" ", "seconds")
+    text = (
+        datetime.fromisoformat(date.replace("Z", "+00:00")).astimezone().isoformat(" ", "seconds")
+    )
     return f"{text[:19]} {text[19:]}"
 
 
@@ -151,7 +155,9 @@ def print_field(name: str, value: object, indent: int = 14) -> None:
     click.echo(line)
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> None:
+def print_table(
+    header: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()
+) -> None:
     """Write a table with aligned columns, of which the widest ones are cut to the width of a terminal.
 
     Args:
@@ -163,12 +169,18 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]], right: 
     cells = [[clean(cell).replace("\n", " ") for cell in row] for row in [header, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     most = terminal_width()
-    while most is not None and sum(widths) + 2 * (len(widths) - 1) > most and max(widths) > _NARROWEST:
+    while (
+        most is not None and sum(widths) + 2 * (len(widths) - 1) > most and max(widths) > _NARROWEST
+    ):
         widths[widths.index(max(widths))] -= 1
     for index, row in enumerate(cells):
-        row = [cell if len(cell) <= w else f"{cell[: w - 3]}..." for cell, w in zip(row, widths, strict=True)]
+        row = [
+            cell if len(cell) <= w else f"{cell[: w - 3]}..."
+            for cell, w in zip(row, widths, strict=True)
+        ]
         parts = [
-            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(w) if i in right else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         line = "  ".join(parts).rstrip()
         click.secho(line, bold=True) if index == 0 else click.echo(line)

@@ -51,7 +51,11 @@ class Step:
 
     def public(self) -> dict[str, Any]:
         """Return the step without secrets, for JSON."""
-        return {"title": self.title, "command": list(self.command), "stdin": self.shown or self.stdin}
+        return {
+            "title": self.title,
+            "command": list(self.command),
+            "stdin": self.shown or self.stdin,
+        }
 
 
 def check_programs(names: Sequence[str]) -> None:
@@ -94,7 +98,9 @@ def perform(step: Step) -> None:
             text=True,
         )
     except OSError as error:
-        raise ProgramFailed(f"could not {step.title}: {step.command[0]}: {error.strerror}") from error
+        raise ProgramFailed(
+            f"could not {step.title}: {step.command[0]}: {error.strerror}"
+        ) from error
     if done.returncode != 0:
         raise ProgramFailed(
             f"could not {step.title}: '{shlex.join(step.command)}' ended with exit status {done.returncode}, and its "
@@ -110,10 +116,17 @@ def ask(command: Sequence[str], timeout_s: float = 60.0) -> str:
     """
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout_s
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
-        raise ProgramFailed(f"'{shlex.join(command)}' did not answer within {timeout_s:g} s") from None
+        raise ProgramFailed(
+            f"'{shlex.join(command)}' did not answer within {timeout_s:g} s"
+        ) from None
     except OSError as error:
         raise ProgramFailed(f"{command[0]}: {error.strerror}") from error
     if done.returncode != 0:

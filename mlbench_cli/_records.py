@@ -45,9 +45,13 @@ def price_options(command: Command) -> Command:
     """Give a command the options ``--prices``, ``--machine`` and ``--spot`` (argument ``pricing``)."""
 
     @functools.wraps(command)
-    def with_pricing(*arguments: Any, prices: Path | None, machine: str | None, spot: bool, **options: Any) -> Any:
+    def with_pricing(
+        *arguments: Any, prices: Path | None, machine: str | None, spot: bool, **options: Any
+    ) -> Any:
         if machine is None and (prices or spot):
-            raise click.UsageError("--prices and --spot need --machine: the machine on which each worker runs")
+            raise click.UsageError(
+                "--prices and --spot need --machine: the machine on which each worker runs"
+            )
         found = None
         if machine is not None:
             known = load_prices(prices)
@@ -62,7 +66,11 @@ def price_options(command: Command) -> Command:
 
     for option in (
         click.option("--spot", is_flag=True, help="Use the price of interruptible machines."),
-        click.option("--machine", metavar="NAME", help="Machine on which each worker runs, to show what a run costs."),
+        click.option(
+            "--machine",
+            metavar="NAME",
+            help="Machine on which each worker runs, to show what a run costs.",
+        ),
         click.option(
             "--prices",
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -95,7 +103,9 @@ def find_records(places: Sequence[str], dashboard_url: str | None) -> list[RunRe
             chosen: dict[Any, dict[str, Any]] = {}
             for name in names:
                 # Without a match, find() raises an error that lists the latest runs.
-                matching = [run for run in runs if fnmatch.fnmatchcase(str(run["name"]), name)] or [client.find(name)]
+                matching = [run for run in runs if fnmatch.fnmatchcase(str(run["name"]), name)] or [
+                    client.find(name)
+                ]
                 chosen.update({run["id"]: run for run in matching})
             known = {(record.name, record.started_at) for record in records}
             # A run whose result folder is among the paths is the same run.
@@ -119,7 +129,9 @@ def matches(name: str, pattern: str | None) -> bool:
     """Return True if a name matches a shell pattern or contains a text; without a pattern every name matches."""
     if not pattern:
         return True
-    return fnmatch.fnmatchcase(name, pattern) if any(c in pattern for c in "*?[") else pattern in name
+    return (
+        fnmatch.fnmatchcase(name, pattern) if any(c in pattern for c in "*?[") else pattern in name
+    )
 
 
 def compare_records(
@@ -186,22 +198,48 @@ def write_texts(folder: Path, contents: Mapping[str, Any]) -> list[Path]:
     """Write files of text, or of JSON if the content is not a text, and return their paths."""
     for name, content in contents.items():
         with replacing(folder / name) as temporary:
-            text = content if isinstance(content, str) else json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+            text = (
+                content
+                if isinstance(content, str)
+                else json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+            )
             temporary.write_text(text, encoding="utf-8")
     return [folder / name for name in contents]
 
 
 def print_records(records: Sequence[RunRecord]) -> None:
     """Write a table with one row for each run, ``-`` for a value that it did not report."""
-    known = [phase for phase in PHASES if phase != "other" or any(record.phases_s.get(phase) for record in records)]
+    known = [
+        phase
+        for phase in PHASES
+        if phase != "other" or any(record.phases_s.get(phase) for record in records)
+    ]
     rows = []
     for record in records:
         outcome = {True: "yes", False: "no", None: "-"}[record.reached]
         # If the run's record is missing, only the goal can show how the run ended.
-        if record.state != "finished" and not (record.state == UNKNOWN and record.reached is not None):
+        if record.state != "finished" and not (
+            record.state == UNKNOWN and record.reached is not None
+        ):
             outcome = record.state
         phases = (number(record.phases_s.get(phase)) for phase in known)
         workers = "-" if record.workers is None else record.workers
-        rows.append((record.name, workers, outcome, number(record.total_s), *phases, number(record.samples_per_s, 0)))
-    header = ("RUN", "WORKERS", "REACHED", "SECONDS", *(phase.upper() for phase in known), "SAMPLES/S")
+        rows.append(
+            (
+                record.name,
+                workers,
+                outcome,
+                number(record.total_s),
+                *phases,
+                number(record.samples_per_s, 0),
+            )
+        )
+    header = (
+        "RUN",
+        "WORKERS",
+        "REACHED",
+        "SECONDS",
+        *(phase.upper() for phase in known),
+        "SAMPLES/S",
+    )
     print_table(header, rows, right=(1, *range(3, len(header))))

@@ -43,7 +43,9 @@ class StateFiles:
         self._database = folder / "master.db"
         self._problem = problem
         if not self._database.is_file():
-            raise MasterRequestError(f"{problem}; its runs are in a database that only the master knows")
+            raise MasterRequestError(
+                f"{problem}; its runs are in a database that only the master knows"
+            )
         self._launcher = make_launcher(engine, folder)
 
     def runs(self) -> list[dict[str, Any]]:
@@ -52,9 +54,13 @@ class StateFiles:
             with contextlib.closing(
                 sqlite3.connect(f"{self._database.as_uri()}?mode=ro", uri=True, timeout=_BUSY_S)
             ) as database:
-                rows = database.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY id").fetchall()
+                rows = database.execute(
+                    f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY id"
+                ).fetchall()
         except sqlite3.Error as error:
-            raise MasterRequestError(f"{self._problem}; its database cannot be read either: {error}") from error
+            raise MasterRequestError(
+                f"{self._problem}; its database cannot be read either: {error}"
+            ) from error
         return [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
 
     def find(self, name: str) -> dict[str, Any]:

@@ -17,7 +17,9 @@ __all__ = ["open_display"]
 
 
 @contextlib.contextmanager
-def open_display(sweep: Sweep, points: Sequence[Point], done: dict[str, Done]) -> Iterator[Observer]:
+def open_display(
+    sweep: Sweep, points: Sequence[Point], done: dict[str, Done]
+) -> Iterator[Observer]:
     """Return the display of a sweep.
 
     Args:
@@ -32,7 +34,12 @@ def open_display(sweep: Sweep, points: Sequence[Point], done: dict[str, Done]) -
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    columns = (
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         yield _Bar(lines, bar, bar.add_task("", total=len(points), completed=len(done)))
 
@@ -57,7 +64,11 @@ class _Lines(Observer):
 
     def left(self, elapsed_s: float) -> str:
         """Return the time that is left when the current run has taken some seconds."""
-        return "" if self._left_s is None else f", about {seconds(max(self._left_s - elapsed_s, 0))} left"
+        return (
+            ""
+            if self._left_s is None
+            else f", about {seconds(max(self._left_s - elapsed_s, 0))} left"
+        )
 
     def _expected_s(self, pending: Sequence[Point]) -> float | None:
         return estimate(pending, self._points, self._done, self._sweep.limit_s).expected_s
@@ -94,7 +105,9 @@ class _Bar(Observer):
 
     def watch(self, point: Point, state: str, seconds: float) -> None:
         elapsed = f" {int(seconds)} s" if state == "started" else f" {state}"
-        self._bar.update(self._task, description=clean(f"{point.name}{elapsed}{self._lines.left(seconds)}"))
+        self._bar.update(
+            self._task, description=clean(f"{point.name}{elapsed}{self._lines.left(seconds)}")
+        )
 
     def end(self, point: Point, ended: Done | Failure) -> None:
         self._lines.end(point, ended)

@@ -31,7 +31,13 @@ LOST_MASTER_S = 120.0
 
 # A narrower terminal has no room for the time, and for less of the bar.
 _WIDE = 100
-_COLORS = {"finished": "green", "failed": "red", "stopped": "yellow", "lost": "red", "started": "cyan"}
+_COLORS = {
+    "finished": "green",
+    "failed": "red",
+    "stopped": "yellow",
+    "lost": "red",
+    "started": "cyan",
+}
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,9 @@ class Progress:
         return clean(", ".join(parts))
 
 
-def wait_for(client: RunSource, runs: Sequence[Mapping[str, Any]], goal: Goal | None) -> list[dict[str, Any]]:
+def wait_for(
+    client: RunSource, runs: Sequence[Mapping[str, Any]], goal: Goal | None
+) -> list[dict[str, Any]]:
     """Watch runs until all have ended, and show their progress on standard error.
 
     On a terminal, a table with one line per run is updated in place. Elsewhere, a line is written when something
@@ -142,7 +150,10 @@ def wait_for(client: RunSource, runs: Sequence[Mapping[str, Any]], goal: Goal | 
             try:
                 for run_id, progress in watched.items():
                     # The second condition repeats a request for metrics that failed after the run had ended.
-                    if latest[run_id].get("state") not in FINAL_STATES or progress.state not in FINAL_STATES:
+                    if (
+                        latest[run_id].get("state") not in FINAL_STATES
+                        or progress.state not in FINAL_STATES
+                    ):
                         latest[run_id] = client.run(run_id)
                         _update(client, progress, latest[run_id])
                 failing_since = None
@@ -186,7 +197,9 @@ def _epoch_s(entries: Sequence[Mapping[str, Any]]) -> float | None:
         return None
     try:
         # Before version 3.11, Python did not know the letter for UTC.
-        first, last = (datetime.fromisoformat(str(entries[i]["date"]).replace("Z", "+00:00")) for i in (0, -1))
+        first, last = (
+            datetime.fromisoformat(str(entries[i]["date"]).replace("Z", "+00:00")) for i in (0, -1)
+        )
         return (last - first).total_seconds() / (len(entries) - 1)
     except (KeyError, TypeError, ValueError):
         return None
@@ -200,7 +213,9 @@ def _metric_name(client: RunSource, progress: Progress, run_id: int | str) -> st
         progress.metric = (progress.goal.aim.metric or "").removeprefix("val_global_")
     if progress.metric is None:
         known = sorted(client.metrics(run_id, last_n=1))
-        progress.metric = next((found[1] for name in known if (found := _GLOBAL_METRIC.fullmatch(name))), None)
+        progress.metric = next(
+            (found[1] for name in known if (found := _GLOBAL_METRIC.fullmatch(name))), None
+        )
     return None if progress.metric is None else f"val_global_{progress.metric} @ 0"
 
 
@@ -285,10 +300,17 @@ def _table(runs: Sequence[Progress], is_wide: bool) -> Table:
     table.add_column("STATE", no_wrap=True)
     for run in runs:
         bar = ProgressBar(total=1.0, completed=run.fraction, width=20 if is_wide else 8)
-        cells = [run.metric_text, run.epoch_text, number(run.epoch_s), *([seconds(run.elapsed_s)] if is_wide else [])]
+        cells = [
+            run.metric_text,
+            run.epoch_text,
+            number(run.epoch_s),
+            *([seconds(run.elapsed_s)] if is_wide else []),
+        ]
         # Text and not str, because rich would read a name with brackets as a style.
         state = Text(_state(run), style=_COLORS.get(run.state, "dim"))
-        table.add_row(Text(clean(run.name), style="bold"), bar, *(Text(clean(cell)) for cell in cells), state)
+        table.add_row(
+            Text(clean(run.name), style="bold"), bar, *(Text(clean(cell)) for cell in cells), state
+        )
     return table
 
 

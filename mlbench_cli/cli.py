@@ -24,7 +24,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "charts": ("charts", "Draw charts of downloaded results, or of a master's runs."),
     "compare": ("compare", "Compare runs: mean, spread, confidence interval, tests, prices."),
     "completion": ("completion", "Print the completion script of bash, zsh or fish."),
-    "create-cluster": ("clusters", "Create a cluster with a master, which the other commands then use."),
+    "create-cluster": (
+        "clusters",
+        "Create a cluster with a master, which the other commands then use.",
+    ),
     "data": ("data", "List, download, prepare and verify the data sets of the tasks."),
     "delete": ("runs", "Delete runs and their metrics."),
     "delete-cluster": ("clusters", "Delete a cluster with all runs that are only there."),
@@ -36,7 +39,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "logs": ("runs", "Show the output of the workers of a run."),
     "master": ("master", "Start the master in the foreground, or stop it."),
     "network": ("network", "Describe, test and remove networks emulated on this machine."),
-    "predict": ("predict", "Predict the time of measured runs on other networks with other numbers of workers."),
+    "predict": (
+        "predict",
+        "Predict the time of measured runs on other networks with other numbers of workers.",
+    ),
     "results": ("results", "Verify result folders, check them against the rules, collect them."),
     "run": ("run", "Start runs of a task or of a command of your own."),
     "set-cluster": ("clusters", "Choose the cluster that run, status and the other commands use."),
@@ -122,7 +128,11 @@ class LazyGroup(click.Group):
         """Return the subcommands that begin with ``incomplete``, loading none of them, and the group's options."""
         from click.shell_completion import CompletionItem
 
-        items = [CompletionItem(name, help=line) for name, (_, line) in COMMANDS.items() if name.startswith(incomplete)]
+        items = [
+            CompletionItem(name, help=line)
+            for name, (_, line) in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
         # Not the group's own method, which would import the module of every command.
         return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
@@ -161,7 +171,12 @@ def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool
     epilog="Exit status: 0 done, 1 failed, 2 used wrongly. MLBENCH_MASTER_URL and MLBENCH_TOKEN name the master.",
 )
 @click.option(
-    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Show the version."
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_version,
+    help="Show the version.",
 )
 def cli_group() -> None:
     """Benchmark distributed machine learning: start runs, watch them, compare them."""

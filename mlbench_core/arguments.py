@@ -8,7 +8,14 @@ import operator
 import reprlib
 from typing import Any
 
-__all__ = ["check_at_least", "check_finite_at_least_0", "check_int", "check_number", "check_positive", "check_rank"]
+__all__ = [
+    "check_at_least",
+    "check_finite_at_least_0",
+    "check_int",
+    "check_number",
+    "check_positive",
+    "check_rank",
+]
 
 
 def check_int(name: str, value: Any, least: int = 1) -> int:

@@ -46,7 +46,19 @@ PREFIXES = (
         "I_MPI_",
         "MPICH_",
     ),
-    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "VECLIB_", "NUMEXPR_", "ONEDNN_", "DNNL_", "MALLOC_"),
+    *(
+        "OMP_",
+        "GOMP_",
+        "KMP_",
+        "MKL_",
+        "OPENBLAS_",
+        "BLIS_",
+        "VECLIB_",
+        "NUMEXPR_",
+        "ONEDNN_",
+        "DNNL_",
+        "MALLOC_",
+    ),
     *("TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "TF_", "XLA_"),
     *("PYTHON", "CONDA_", "LD_", "DYLD_", "LC_"),
     *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_", "TENSORBOARD_"),
@@ -56,10 +68,31 @@ PREFIXES = (
 VARIABLES = frozenset(
     (
         *("PATH", "VIRTUAL_ENV", "LANG", "TZ", "GLIBC_TUNABLES"),
-        *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+        *(
+            "HTTP_PROXY",
+            "HTTPS_PROXY",
+            "ALL_PROXY",
+            "NO_PROXY",
+            "http_proxy",
+            "https_proxy",
+            "all_proxy",
+            "no_proxy",
+        ),
         *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
-        *("SBATCH_ACCOUNT", "SBATCH_CONSTRAINT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION"),
-        *("SBATCH_TIMELIMIT", "SBATCH_WCKEY", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU", "SBATCH_MEM_PER_NODE"),
+        *(
+            "SBATCH_ACCOUNT",
+            "SBATCH_CONSTRAINT",
+            "SBATCH_PARTITION",
+            "SBATCH_QOS",
+            "SBATCH_RESERVATION",
+        ),
+        *(
+            "SBATCH_TIMELIMIT",
+            "SBATCH_WCKEY",
+            "SBATCH_MEM_PER_CPU",
+            "SBATCH_MEM_PER_GPU",
+            "SBATCH_MEM_PER_NODE",
+        ),
     )
 )
 """Further variables that a run takes from the call that starts it."""
@@ -68,16 +101,16 @@ VARIABLES = frozenset(
 _OF_TERMINAL = ("PYTHONIOENCODING", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONUNBUFFERED")
 
 _OF_ENGINES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_OF_MASTER = re.compile("MLBENCH_(?:RUN_.*|MASTER_.*|TOKEN|OUTPUT|SPOOL|SPOOL_ONLY|NETWORK|NODES|NAMED_VARIABLES)")
+_OF_MASTER = re.compile(
+    "MLBENCH_(?:RUN_.*|MASTER_.*|TOKEN|OUTPUT|SPOOL|SPOOL_ONLY|NETWORK|NODES|NAMED_VARIABLES)"
+)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 NAMED_VARIABLES = "MLBENCH_NAMED_VARIABLES"
 """The variable of workers that lists, separated by spaces, the names of the variables that the user chose."""
 
 # Without its first entry, the folder of the call, as with the option -P of Python 3.11.
-_SAFE = (
-    "import sys; del sys.path[0]; import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-)
+_SAFE = "import sys; del sys.path[0]; import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 
 
 def is_carried(name: str) -> bool:
@@ -105,7 +138,9 @@ def check_variable(name: str) -> str:
             f"the name of a variable must be letters, digits and '_', not {name[:80]!r}: give for example NCCL_DEBUG"
         )
     if name in _OF_ENGINES or _OF_MASTER.fullmatch(name):
-        raise ValueError(f"the variable must be one that MLBench does not set itself, not {name[:80]}: leave it out")
+        raise ValueError(
+            f"the variable must be one that MLBench does not set itself, not {name[:80]}: leave it out"
+        )
     return name
 
 
@@ -147,7 +182,11 @@ def call_environment(variables: Mapping[str, str] | None = None) -> dict[str, st
     path = known.get("PATH", os.defpath)
     own = str(Path(sys.executable).parent)
     # If an environment is active, a shell in this folder would find its Python.
-    active = [os.path.join(known[name], "bin") for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if known.get(name)]
+    active = [
+        os.path.join(known[name], "bin")
+        for name in ("VIRTUAL_ENV", "CONDA_PREFIX")
+        if known.get(name)
+    ]
     found = shutil.which("python", path=path)
     if found is None or os.path.dirname(found) not in (own, *active):
         path = os.pathsep.join([own, path])

@@ -171,7 +171,9 @@ def check_only_own(path: Path, found: os.stat_result | None = None) -> None:
     if writes == stat.S_IWGRP and _is_private_group(found.st_gid):
         return
     if writes:
-        raise ConfigurationError(f"users other than its owner can write to {path}, which is trusted: chmod go-w {path}")
+        raise ConfigurationError(
+            f"users other than its owner can write to {path}, which is trusted: chmod go-w {path}"
+        )
 
 
 def _is_private_group(number: int) -> bool:
@@ -182,7 +184,11 @@ def _is_private_group(number: int) -> bool:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
     except KeyError:
         return False
-    return group.gr_name == user.pw_name and number == user.pw_gid and set(group.gr_mem) <= {user.pw_name}
+    return (
+        group.gr_name == user.pw_name
+        and number == user.pw_gid
+        and set(group.gr_mem) <= {user.pw_name}
+    )
 
 
 def digest(source: Path | bytes | IO[bytes], algorithm: str = "sha256") -> str:
@@ -234,7 +240,9 @@ def read_bytes(path: Path, most_bytes: int = _SMALL_BYTES) -> bytes:
         OSError: /dev/zero is a folder, a pipe or a device, not a regular file
     """
     # Without O_NONBLOCK, opening a pipe would wait for its writer.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    descriptor = os.open(
+        path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    )
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path} is a folder, a pipe or a device, not a regular file")
@@ -244,7 +252,9 @@ def read_bytes(path: Path, most_bytes: int = _SMALL_BYTES) -> bytes:
     finally:
         os.close(descriptor)
     if len(content) > most_bytes:
-        raise OSError(f"{path} has more than {most_bytes} bytes: it is not the file that is meant here")
+        raise OSError(
+            f"{path} has more than {most_bytes} bytes: it is not the file that is meant here"
+        )
     return content
 
 
@@ -262,7 +272,9 @@ def read_text(path: Path, most_bytes: int = _SMALL_BYTES) -> str:
         OSError: The file cannot be read, is not a regular file, or is larger.
         UnicodeDecodeError: It is not UTF-8, a ``ValueError``.
     """
-    return read_bytes(path, most_bytes).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    return (
+        read_bytes(path, most_bytes).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    )
 
 
 def _new_name(path: Path) -> Path:

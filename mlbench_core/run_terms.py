@@ -9,7 +9,12 @@ from typing import Any
 
 __all__ = ["PHASES", "STEPS", "TRACKER_PHASES", "GoalAim", "goal_text"]
 
-TRACKER_PHASES = {"compute": "compute", "communication": "communication", "metrics": "metrics", "data": "preprocess"}
+TRACKER_PHASES = {
+    "compute": "compute",
+    "communication": "communication",
+    "metrics": "metrics",
+    "data": "preprocess",
+}
 """The phases of a training batch, with the names that the Tracker of version 3.0 gives them."""
 
 PHASES = (*TRACKER_PHASES, "other")
@@ -102,7 +107,9 @@ class GoalAim:
         """
         if value is None or not self.threshold or value <= 0:
             return 0.0
-        return max(0.0, min(self.threshold / value if self.minimize else value / self.threshold, 1.0))
+        return max(
+            0.0, min(self.threshold / value if self.minimize else value / self.threshold, 1.0)
+        )
 
 
 def goal_text(goal: Mapping[str, Any] | None) -> str:

@@ -48,7 +48,9 @@ class AverageMeter:
             ValueError: ``n`` is negative.
         """
         if n < 0:
-            raise ValueError(f"n must be at least 0, not {n}: pass the number of samples behind the value")
+            raise ValueError(
+                f"n must be at least 0, not {n}: pass the number of samples behind the value"
+            )
         self.val = val
         # A mean over no samples may be nan, and nan times 0 would make the sum nan.
         if n == 0:
@@ -123,7 +125,9 @@ class QuantileSketch:
             ValueError: ``share`` is outside [0, 1].
         """
         if not 0 <= share <= 1:
-            raise ValueError(f"share must be from 0 to 1, not {share}: pass 0.99 for the 99th percentile")
+            raise ValueError(
+                f"share must be from 0 to 1, not {share}: pass 0.99 for the 99th percentile"
+            )
         if self.count == 0:
             return None
         # The rank of the quantile among the sorted values, from 0.

@@ -161,7 +161,10 @@ class Task:
     optimizers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        given = [value is not None for value in (self.metric, self.goal, self.light_goal, self.max_epochs)]
+        given = [
+            value is not None
+            for value in (self.metric, self.goal, self.light_goal, self.max_epochs)
+        ]
         if any(given) and not all(given):
             raise ValueError(
                 f"metric, goal, light_goal and max_epochs of task {self.key} must be all given or all None, not "
@@ -189,7 +192,10 @@ class Task:
         if not self.has_goal:
             return ()
         # "wikitext2-small" is the own data set with another model.
-        return (self.dataset, *sorted(name for name in self.stand_ins if not name.startswith(f"{self.dataset}-")))
+        return (
+            self.dataset,
+            *sorted(name for name in self.stand_ins if not name.startswith(f"{self.dataset}-")),
+        )
 
     def goal_on(self, dataset: str | None, light: bool = False, preset: str | None = None) -> float:
         """Return the threshold of the goal on a data set.
@@ -211,7 +217,9 @@ class Task:
             raise ValueError(f"task {self.key} has no goal: it only measures")
         goals = {self.dataset: (self.goal, self.light_goal), **self.stand_ins}
         if dataset is not None and dataset not in goals:
-            raise ValueError(f"dataset must be one of {', '.join(sorted(goals))} for task {self.key}, not {dataset!r}")
+            raise ValueError(
+                f"dataset must be one of {', '.join(sorted(goals))} for task {self.key}, not {dataset!r}"
+            )
         dataset = dataset or self.dataset
         return goals.get(f"{dataset}-{preset}", goals[dataset])[1 if light else 0]
 
@@ -227,7 +235,9 @@ class Task:
             90.0
         """
         try:
-            return self.goal_on(option_value(arguments, "--dataset"), light, option_value(arguments, "--preset"))
+            return self.goal_on(
+                option_value(arguments, "--dataset"), light, option_value(arguments, "--preset")
+            )
         except ValueError:
             return None
 
@@ -268,7 +278,9 @@ class Task:
         """
         # Quoted, because the path of a checkout may contain a space.
         script = _SCRIPT_IN_CONTAINER if in_container else str(self.script)
-        return " ".join([shlex.quote(script), "--run_id", "{run_id}", "--backend", "{backend}", *arguments])
+        return " ".join(
+            [shlex.quote(script), "--run_id", "{run_id}", "--backend", "{backend}", *arguments]
+        )
 
 
 TASKS: dict[str, Task] = {
@@ -284,7 +296,10 @@ TASKS: dict[str, Task] = {
                 Image(
                     "PyTorch Backend Benchmark",
                     "pytorch-backend-benchmark",
-                    other_names=("PyTorch Communication Backends", "PyTorch Distributed Backend benchmarking"),
+                    other_names=(
+                        "PyTorch Communication Backends",
+                        "PyTorch Distributed Backend benchmarking",
+                    ),
                 ),
             ),
         ),
@@ -382,7 +397,10 @@ TASKS: dict[str, Task] = {
                 Image(
                     "PyTorch Linear Logistic Regression",
                     "pytorch-epsilon-logistic-regression-all-reduce",
-                    other_names=("pytorch-epsilon-logistic-regression", "PyTorch Epsilon Logistic Regression"),
+                    other_names=(
+                        "pytorch-epsilon-logistic-regression",
+                        "PyTorch Epsilon Logistic Regression",
+                    ),
                 ),
             ),
         ),
@@ -502,7 +520,9 @@ def find_image(image: str) -> tuple[Task, Image]:
     wanted = _OLD_ENDING.sub("", wanted)
     for task in TASKS.values():
         for candidate in task.images:
-            names = [known.lower() for known in (candidate.name, candidate.title, *candidate.other_names)]
+            names = [
+                known.lower() for known in (candidate.name, candidate.title, *candidate.other_names)
+            ]
             if wanted in names or name in names:
                 return task, candidate
     known = ", ".join(candidate.reference for task in TASKS.values() for candidate in task.images)

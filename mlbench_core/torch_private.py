@@ -272,7 +272,9 @@ PARTS = (
         "optim.pytorch",
         "calling a user's hooks around the state dict of a distributed optimizer",
         tuple(
-            f"_optimizer_{kind}_{time}_hooks" for kind in ("state_dict", "load_state_dict") for time in ("pre", "post")
+            f"_optimizer_{kind}_{time}_hooks"
+            for kind in ("state_dict", "load_state_dict")
+            for time in ("pre", "post")
         ),
         "optim/optimizer.py",
     ),
@@ -308,7 +310,10 @@ PARTS = (
     Part(
         "distributed.pytorch.process_groups",
         "the records of the workers, which name a lost worker, and the time limit of a subgroup",
-        ("distributed.distributed_c10d._get_default_store", "distributed.ProcessGroup._get_backend"),
+        (
+            "distributed.distributed_c10d._get_default_store",
+            "distributed.ProcessGroup._get_backend",
+        ),
     ),
     Part(
         "distributed.pytorch.mpi",

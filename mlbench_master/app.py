@@ -76,7 +76,9 @@ def create_app(
             folder.
         MasterTokenError: The token has characters that a request cannot carry. The error is also a ``ValueError``.
     """
-    folder = Path(data_dir).expanduser().absolute() if data_dir is not None else user_folder("master")
+    folder = (
+        Path(data_dir).expanduser().absolute() if data_dir is not None else user_folder("master")
+    )
     # Only the owner may read the folder: it holds logs, and jobs with the token in their environment.
     make_private(folder)
     access = Access(folder, token)
@@ -92,7 +94,9 @@ def create_app(
     # Before a run is touched: another master may be looking after them.
     lease = Lease(store)
     lease.acquire()
-    scheduler = Scheduler(store, launcher, events, _worker_variables(master_url, access), lease=lease)
+    scheduler = Scheduler(
+        store, launcher, events, _worker_variables(master_url, access), lease=lease
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -118,13 +122,20 @@ def create_app(
         # login.py serves the description, with the root path.
         openapi_url=None,
     )
-    app.state.store, app.state.scheduler, app.state.launcher, app.state.events = store, scheduler, launcher, events
+    app.state.store, app.state.scheduler, app.state.launcher, app.state.events = (
+        store,
+        scheduler,
+        launcher,
+        events,
+    )
     app.state.writer = writer
     app.include_router(router)
     app.state.access = access
     app.include_router(make_pages())
     add_login(app, access)
-    app.mount("/static", StaticFiles(directory=Path(__file__).parent / "web" / "static"), name="static")
+    app.mount(
+        "/static", StaticFiles(directory=Path(__file__).parent / "web" / "static"), name="static"
+    )
     _add_error_handlers(app)
     set_description(app)
     app.add_middleware(GuardMiddleware, access=access)
@@ -187,9 +198,15 @@ class _PathMiddleware:
                 query = scope["query_string"] + b"&" if scope["query_string"] else b""
                 scope = {**scope, "query_string": query + b"format=" + suffix[2].encode()}
             if not path.endswith("/") and path.startswith(_WITH_FINAL_SLASH):
-                scope = {**scope, "path": path + "/", "raw_path": path.encode("utf-8", "replace") + b"/"}
+                scope = {
+                    **scope,
+                    "path": path + "/",
+                    "raw_path": path.encode("utf-8", "replace") + b"/",
+                }
             if scope["method"] == "HEAD":
-                await _answer_head(self._app, {**scope, "method": "GET", "is_head": True}, receive, send)
+                await _answer_head(
+                    self._app, {**scope, "method": "GET", "is_head": True}, receive, send
+                )
                 return
         await self._app(scope, receive, send)
 
@@ -217,11 +234,17 @@ async def _answer_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
     await app(scope, disconnect, send_header)
 
 
-def _error(request: Request, status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+def _error(
+    request: Request, status: int, message: str, headers: dict[str, str] | None = None
+) -> Response:
     """Return an error as JSON, or as a page if somebody has opened a wrong address in a browser."""
     if wants_page(request.url.path, request.headers):
         return error_page(request, status, message, headers)
-    return JSONResponse({"status": HTTPStatus(status).phrase, "message": message}, status_code=status, headers=headers)
+    return JSONResponse(
+        {"status": HTTPStatus(status).phrase, "message": message},
+        status_code=status,
+        headers=headers,
+    )
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -237,12 +260,16 @@ def _allowed_methods(request: Request) -> list[str]:
     # For the routes, the word "import" in a path could be the id of a run.
     described = request.app.openapi()["paths"].get(request.url.path)
     if described is not None:
-        return sorted({*(method.upper() for method in described), *(["HEAD"] if "get" in described else [])})
+        return sorted(
+            {*(method.upper() for method in described), *(["HEAD"] if "get" in described else [])}
+        )
     routes = request.app.routes
     found = {
         method
         for method in ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
-        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
+        if any(
+            route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes
+        )
     }
     # Files below /static do not have routes, and allow only reading.
     return sorted({*found, "HEAD"}) if "GET" in found else sorted(found or {"GET", "HEAD"})
@@ -250,7 +277,10 @@ def _allowed_methods(request: Request) -> list[str]:
 
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    parts = [f"{'.'.join(str(part) for part in item['loc'][1:])}: {item['msg']}" for item in error.errors()]
+    parts = [
+        f"{'.'.join(str(part) for part in item['loc'][1:])}: {item['msg']}"
+        for item in error.errors()
+    ]
     return _error(request, 400, "; ".join(parts))
 
 

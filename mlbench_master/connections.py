@@ -76,7 +76,9 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._waits_since = 0.0  # start of the header or body that is not complete, or of the idle time
+        self._waits_since = (
+            0.0  # start of the header or body that is not complete, or of the idle time
+        )
         self._received = 0  # bytes of the body
 
     @property
@@ -87,7 +89,11 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_request()
-        others = [other for other in self.connections if other is not self and isinstance(other, Connection)]
+        others = [
+            other
+            for other in self.connections
+            if other is not self and isinstance(other, Connection)
+        ]
         address = self._address
         neighbors = [other for other in others if other._address == address]
         if len(neighbors) >= MAX_PER_ADDRESS and not is_loopback(address):
@@ -123,7 +129,9 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         # uvicorn's own answer is plain text, unlike every other one of the master.
-        self._refuse("400 Bad Request", "the request must be HTTP/1.1, with a header of at most 16 KiB")
+        self._refuse(
+            "400 Bad Request", "the request must be HTTP/1.1, with a header of at most 16 KiB"
+        )
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -163,9 +171,13 @@ class Connection(H11Protocol):
             self._refuse("408 Request Timeout", f"the request did not arrive within {allowed:g} s")
 
     def _take_place_of(self, others: Iterable[Connection]) -> None:
-        waiting = [other for other in others if other.is_waiting and not other.transport.is_closing()]
+        waiting = [
+            other for other in others if other.is_waiting and not other.transport.is_closing()
+        ]
         if not waiting:
-            self._refuse("503 Service Unavailable", "too many connections are open; try again later")
+            self._refuse(
+                "503 Service Unavailable", "too many connections are open; try again later"
+            )
             return
         # A client that has sent a request before is more likely an honest one between two requests.
         oldest = min(waiting, key=lambda other: (other.cycle is not None, other._waits_since))
@@ -174,7 +186,11 @@ class Connection(H11Protocol):
 
     def _refuse(self, status: str, message: str) -> None:
         """Answer without the application, unless it has answered before the end of the body, and close."""
-        is_answered = self.cycle is not None and self.cycle.response_started and self.conn.their_state is h11.SEND_BODY
+        is_answered = (
+            self.cycle is not None
+            and self.cycle.response_started
+            and self.conn.their_state is h11.SEND_BODY
+        )
         if not is_answered:
             body = json.dumps({"status": status[4:], "message": message})
             self.transport.write(

@@ -34,7 +34,9 @@ class EventBus:
         max_per_client: Number of subscribers of one client.
     """
 
-    def __init__(self, max_bytes: int = 4 * 2**20, max_streams: int = 256, max_per_client: int = 64) -> None:
+    def __init__(
+        self, max_bytes: int = 4 * 2**20, max_streams: int = 256, max_per_client: int = 64
+    ) -> None:
         self._max_bytes = max_bytes
         self._max_streams = max_streams
         self._max_per_client = max_per_client
@@ -91,7 +93,9 @@ class EventBus:
         wake = asyncio.Event()
         with self._lock:
             if len(self._subscribers) >= self._max_streams:
-                raise TooManyStreamsError(f"events: at most {self._max_streams} streams may be open: try again later")
+                raise TooManyStreamsError(
+                    f"events: at most {self._max_streams} streams may be open: try again later"
+                )
             if self._clients[client] >= self._max_per_client:
                 raise TooManyStreamsError(
                     f"events: at most {self._max_per_client} streams of one client may be open: close one of them"

@@ -26,7 +26,9 @@ def place() -> str:
 def processes_with(variable: str, value: str) -> Iterator[psutil.Process]:
     """Yield the other processes that have a variable with this value in their environment."""
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):  # of another user, or ended in the meantime
+        with contextlib.suppress(
+            psutil.Error, OSError
+        ):  # of another user, or ended in the meantime
             if process.pid != os.getpid() and process.environ().get(variable) == value:
                 yield process
 

@@ -12,7 +12,15 @@ import shlex
 import unicodedata
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from mlbench_core.caller import check_variable, is_carried
 from mlbench_core.network.named import get_network
@@ -77,9 +85,13 @@ def _plain_text(text: str) -> str:
 
 def _one_line(text: str) -> str:
     if not text.isprintable():
-        unseen = next((character for character in text if unicodedata.category(character) in _UNSEEN), None)
+        unseen = next(
+            (character for character in text if unicodedata.category(character) in _UNSEEN), None
+        )
         if unseen is not None:
-            raise ValueError(f"must not contain control characters or invisible ones, such as U+{ord(unseen):04X}")
+            raise ValueError(
+                f"must not contain control characters or invisible ones, such as U+{ord(unseen):04X}"
+            )
     if not text.strip():
         raise ValueError("must not be empty")
     return text
@@ -165,7 +177,9 @@ def _network(text: str) -> str:
     """Return the text of a network that is given by its name or its text."""
     # Do not reveal server paths: a client must not learn which files the master's machine has.
     if text.strip().endswith(".toml"):
-        raise ValueError(f"must be a name or a text such as '100mbit,20ms', not the file {text[:80]!r}")
+        raise ValueError(
+            f"must be a name or a text such as '100mbit,20ms', not the file {text[:80]!r}"
+        )
     return str(get_network(text)) if text.strip() else ""
 
 
@@ -183,16 +197,23 @@ class MetricIn(_Body):
         id: An id from the client. A repeated delivery of the same id for the same run or pod is stored once.
     """
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["run_id"]}, {"required": ["pod_name"]}]})
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": ["run_id"]}, {"required": ["pod_name"]}]}
+    )
 
     run_id: Identifier | None = None
     pod_name: Annotated[Text, AfterValidator(_pod_name)] | None = None
     name: Annotated[Line, Field(max_length=255)]
     date: Date | None = None
-    value: Annotated[Text, BeforeValidator(_number_to_text, _TEXT_OR_NUMBER), Field(max_length=65_536)]
+    value: Annotated[
+        Text, BeforeValidator(_number_to_text, _TEXT_OR_NUMBER), Field(max_length=65_536)
+    ]
     cumulative: bool = False
     metadata: Annotated[Text, BeforeValidator(_json_to_text, Any), Field(max_length=65_536)] = ""
-    id: Annotated[Line, BeforeValidator(_number_to_text, _TEXT_OR_NUMBER), Field(max_length=128)] | None = None
+    id: (
+        Annotated[Line, BeforeValidator(_number_to_text, _TEXT_OR_NUMBER), Field(max_length=128)]
+        | None
+    ) = None
 
     @model_validator(mode="after")
     def _one_owner(self) -> MetricIn:
@@ -210,13 +231,16 @@ def _folder(text: str) -> str:
 def _carried(variables: dict[str, str]) -> dict[str, str]:
     for name in variables:
         if not is_carried(name):
-            raise ValueError(f"must have only variables that a run takes from its call, not {name[:80]!r}")
+            raise ValueError(
+                f"must have only variables that a run takes from its call, not {name[:80]!r}"
+            )
     return variables
 
 
 VariableName = Annotated[Text, AfterValidator(check_variable), Field(max_length=256)]
 Variables = Annotated[
-    dict[VariableName, Annotated[Text, Field(max_length=_MAX_VARIABLE)]], Field(max_length=_MAX_VARIABLES)
+    dict[VariableName, Annotated[Text, Field(max_length=_MAX_VARIABLE)]],
+    Field(max_length=_MAX_VARIABLES),
 ]
 Folder = Annotated[Line, AfterValidator(_folder), Field(max_length=4096)]
 
@@ -270,7 +294,9 @@ class RunIn(_Body):
     """
 
     model_config = ConfigDict(
-        json_schema_extra={"anyOf": [{"required": [name]} for name in ("command", "task", "image_name")]}
+        json_schema_extra={
+            "anyOf": [{"required": [name]} for name in ("command", "task", "image_name")]
+        }
     )
 
     name: RunName
@@ -366,7 +392,9 @@ class CurvesQuery(_Body):
         points: Maximum number of points of each curve; the smallest and the largest values are kept.
     """
 
-    metric: Annotated[list[Annotated[Text, Field(max_length=255)]], Field(max_length=_MAX_CURVES)] = []
+    metric: Annotated[
+        list[Annotated[Text, Field(max_length=255)]], Field(max_length=_MAX_CURVES)
+    ] = []
     points: Annotated[int, Field(ge=1, le=MAX_POINTS)] = MAX_POINTS
 
 
@@ -386,7 +414,12 @@ class LogsQuery(_Body):
     """
 
     rank: (
-        Annotated[str, AfterValidator(_rank), Field(json_schema_extra={"pattern": "^(master|[0-9]{1,9})$"})] | None
+        Annotated[
+            str,
+            AfterValidator(_rank),
+            Field(json_schema_extra={"pattern": "^(master|[0-9]{1,9})$"}),
+        ]
+        | None
     ) = None
     stream: Literal["stdout", "stderr", "system"] | None = None
     search: Annotated[Text, Field(max_length=1000)] = ""
@@ -461,7 +494,9 @@ def describe_errors(error: ValidationError) -> list[tuple[str, str]]:
 
 def _unknown(field: str, model: str) -> str:
     """Return what is wrong with a field that a model does not have."""
-    fields = list(next(body.model_fields for body in _Body.__subclasses__() if body.__name__ == model))
+    fields = list(
+        next(body.model_fields for body in _Body.__subclasses__() if body.__name__ == model)
+    )
     begun = [name for name in fields if name.startswith(f"{field.lower()}_")]
     similar = begun or difflib.get_close_matches(field.lower(), fields, 1)
     hint = f"did you mean {similar[0]!r}?" if similar else f"the fields are {', '.join(fields)}"
@@ -479,7 +514,8 @@ def describe_error(error: ValidationError, prefix: str = "") -> str:
         For example ``"num_workers: Input should be greater than or equal to 1 (got 0)"``.
     """
     return "; ".join(
-        prefix + (f"{field}: {message}" if field else message) for field, message in describe_errors(error)
+        prefix + (f"{field}: {message}" if field else message)
+        for field, message in describe_errors(error)
     )
 
 

@@ -39,7 +39,15 @@ from mlbench_core.addresses import is_loopback
 from mlbench_core.client.masters import NONCE_HEADER, PROOF_HEADER, check_token, make_proof
 from mlbench_core.errors import ConfigurationError
 
-__all__ = ["CODE_S", "TOO_MANY_GUESSES", "Access", "GuardMiddleware", "make_private", "random_token", "wants_page"]
+__all__ = [
+    "CODE_S",
+    "TOO_MANY_GUESSES",
+    "Access",
+    "GuardMiddleware",
+    "make_private",
+    "random_token",
+    "wants_page",
+]
 
 _log = logging.getLogger("mlbench_master")
 
@@ -81,7 +89,9 @@ def make_private(folder: Path) -> None:
     mode = folder.stat().st_mode
     if mode & 0o1000:
         # All users write there. To make it private would break their programs.
-        raise ConfigurationError(f"{folder} is shared by all users: choose a private folder with --data-dir")
+        raise ConfigurationError(
+            f"{folder} is shared by all users: choose a private folder with --data-dir"
+        )
     if os.name == "posix" and mode & 0o077:
         try:
             folder.chmod(0o700)
@@ -199,13 +209,19 @@ class Access:
             try:
                 self._path.unlink(missing_ok=True)
             except OSError as error:
-                _log.error("a logout ends with this master, because %s cannot be deleted: %s", self._path, error)
+                _log.error(
+                    "a logout ends with this master, because %s cannot be deleted: %s",
+                    self._path,
+                    error,
+                )
 
     def must_wait(self, address: str) -> bool:
         """Return True if a client has guessed wrongly too often within a minute."""
         with self._lock:
             times = self._guesses.get(_network(address), [])
-            return len(times) >= _MAX_GUESSES and time.monotonic() - times[-_MAX_GUESSES] < _GUESSES_S
+            return (
+                len(times) >= _MAX_GUESSES and time.monotonic() - times[-_MAX_GUESSES] < _GUESSES_S
+            )
 
     def limits_tokens_of(self, address: str) -> bool:
         """Return True if also tokens in headers count as guesses.
@@ -244,7 +260,11 @@ class Access:
                 temporary.touch(mode=0o600)
                 temporary.write_text(json.dumps(self._sessions))
         except OSError as error:
-            _log.warning("logins are lost when the master ends, because %s cannot be written: %s", self._path, error)
+            _log.warning(
+                "logins are lost when the master ends, because %s cannot be written: %s",
+                self._path,
+                error,
+            )
             return False
         return True
 
@@ -293,7 +313,9 @@ class GuardMiddleware:
         if self._access.token is None:
             if not _is_loopback_host(headers.get("host", "")):
                 return _refuse(
-                    403, "Forbidden", "Host: a master without a token answers only to localhost; start it with a token"
+                    403,
+                    "Forbidden",
+                    "Host: a master without a token answers only to localhost; start it with a token",
                 )
         elif "authorization" in headers:
             address = scope["client"][0] if scope.get("client") else ""
@@ -308,14 +330,22 @@ class GuardMiddleware:
                 self._access.count_guess(address)
             if path not in _OPEN_PATHS:
                 return _unauthorized()
-        elif not (path in _OPEN_PATHS or path.startswith("/static/") or self._access.has_session(headers)):
+        elif not (
+            path in _OPEN_PATHS or path.startswith("/static/") or self._access.has_session(headers)
+        ):
             if wants_page(path, headers):
                 return RedirectResponse("/login/", status_code=303)
             return _unauthorized()
         # Any web page can make a browser send a request, so only the master's own pages may write.
         origin = headers.get("origin")
-        if scope["method"] not in _SAFE_METHODS and origin is not None and not _same_origin(origin, headers):
-            return _refuse(403, "Forbidden", f"Origin: {origin[:80]!r} may not write to this master")
+        if (
+            scope["method"] not in _SAFE_METHODS
+            and origin is not None
+            and not _same_origin(origin, headers)
+        ):
+            return _refuse(
+                403, "Forbidden", f"Origin: {origin[:80]!r} may not write to this master"
+            )
         return None
 
 
@@ -344,7 +374,11 @@ def _is_loopback_host(host: str) -> bool:
 def _same_origin(origin: str, headers: Headers) -> bool:
     # Other schemes are refused: a page of a browser's extension does not belong to the master, whatever its host.
     scheme, separator, place = origin.partition("://")
-    return bool(separator) and scheme.lower() in ("http", "https") and place.lower() == headers.get("host", "").lower()
+    return (
+        bool(separator)
+        and scheme.lower() in ("http", "https")
+        and place.lower() == headers.get("host", "").lower()
+    )
 
 
 def _network(address: str) -> str:
@@ -369,5 +403,7 @@ def _drop_oldest(items: MutableMapping[str, Any], most: int) -> None:
         del items[next(iter(items))]
 
 
-def _refuse(status: int, phrase: str, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+def _refuse(
+    status: int, phrase: str, message: str, headers: dict[str, str] | None = None
+) -> JSONResponse:
     return JSONResponse({"status": phrase, "message": message}, status_code=status, headers=headers)

@@ -84,11 +84,17 @@ def serve(
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            listener.listen(LISTEN_BACKLOG)  # asyncio has set it to the number that it accepts at once
+            listener.listen(
+                LISTEN_BACKLOG
+            )  # asyncio has set it to the number that it accepts at once
 
         async def on_tick(self, counter: int) -> bool:
             """Return True if the server must end, which uvicorn asks ten times per second."""
-            if end_when_idle_s is not None and clock.look() >= end_when_idle_s and not self.should_exit:
+            if (
+                end_when_idle_s is not None
+                and clock.look() >= end_when_idle_s
+                and not self.should_exit
+            ):
                 _log.info("the master is ending: no run and no request for %g s", end_when_idle_s)
                 self.should_exit = True
             return await super().on_tick(counter)
@@ -117,7 +123,9 @@ def serve(
             ) from None
         url = _url(listen, listener.getsockname()[1])
         token = None if no_token else token or random_token(folder)
-        app = create_app(database_url, folder, token, make_launcher(launcher, folder), url, root_path)
+        app = create_app(
+            database_url, folder, token, make_launcher(launcher, folder), url, root_path
+        )
         clock = IdleClock(app, lambda: app.state.scheduler.has_runs)
         started(url, app.state.access)
         _log.info("MLBench master on %s (data in %s)", url, folder)
@@ -164,12 +172,16 @@ def _say_who_has_access(url: str, access: Access, listen: Listen) -> None:
     from mlbench_master.web.login import login_path
 
     if access.token is None:
-        _log.warning("no token is needed: every program and user of this machine can run commands as you")
+        _log.warning(
+            "no token is needed: every program and user of this machine can run commands as you"
+        )
         return
     path = login_path(access)
     _log.info("open it in a browser: %s%s (works once, within %d minutes)", url, path, CODE_S // 60)
     if listen.certificate is None and not is_loopback(listen.host):
-        _log.warning("the network can read the token: use --certificate, or a proxy with https on this machine")
+        _log.warning(
+            "the network can read the token: use --certificate, or a proxy with https on this machine"
+        )
     if len(access.token) < _SHORT_TOKEN:
         _log.warning("the token can be guessed: use at least %d random characters", _SHORT_TOKEN)
 
@@ -183,7 +195,9 @@ def _check_certificate(listen: Listen) -> None:
         context.load_cert_chain(listen.certificate, listen.key, password="")
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigurationError(f"cannot use --certificate {listen.certificate} and its key: {reason}") from None
+        raise ConfigurationError(
+            f"cannot use --certificate {listen.certificate} and its key: {reason}"
+        ) from None
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -198,5 +212,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         listener.close()
         reason = getattr(error, "strerror", None) or error
-        raise ConfigurationError(f"cannot listen on {host} port {port}: {reason}; choose another with --port") from None
+        raise ConfigurationError(
+            f"cannot listen on {host} port {port}: {reason}; choose another with --port"
+        ) from None
     return listener

@@ -38,7 +38,9 @@ def definitions(text: str) -> dict[str, str]:
 def labels() -> set[str]:
     """Names that pages of the documentation give to places, as ``(name)=``."""
     return {
-        label for page in DOCS.rglob("*.md") for label in re.findall(r"^\(([\w-]+)\)=$", page.read_text(), re.MULTILINE)
+        label
+        for page in DOCS.rglob("*.md")
+        for label in re.findall(r"^\(([\w-]+)\)=$", page.read_text(), re.MULTILINE)
     }
 
 
@@ -49,7 +51,9 @@ def test_links_within_the_repository_lead_to_something(page: Path) -> None:
             continue
         file, _, anchor = target.partition("#")
         assert (page.parent / file).exists(), target
-        if not file and not re.search(rf"^#+ .*{anchor.split('-')[0]}", page.read_text(), re.MULTILINE | re.IGNORECASE):
+        if not file and not re.search(
+            rf"^#+ .*{anchor.split('-')[0]}", page.read_text(), re.MULTILINE | re.IGNORECASE
+        ):
             assert anchor in labels(), target
 
 
@@ -57,8 +61,12 @@ def test_no_warning_of_dead_links_is_suppressed() -> None:
     assert "xref_missing" not in (DOCS / "conf.py").read_text()
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("benchmarks/task*/README.md")), ids=lambda page: page.parent.name)
-def test_every_task_says_how_it_differs_from_version_3_and_is_named_on_the_page_on_upgrading(page: Path) -> None:
+@pytest.mark.parametrize(
+    "page", sorted(ROOT.glob("benchmarks/task*/README.md")), ids=lambda page: page.parent.name
+)
+def test_every_task_says_how_it_differs_from_version_3_and_is_named_on_the_page_on_upgrading(
+    page: Path,
+) -> None:
     differences = page.read_text().partition("\n## Differences from version 3.0\n")[2]
     assert len(re.findall(r"^\| .* \|$", differences, re.MULTILINE)) > 2
     task = page.parent.name.partition("_")[0].removeprefix("task")
@@ -74,7 +82,9 @@ def test_a_page_installs_this_version_and_cpu_builds_that_fit_together(name: str
         assert not any(re.search(r"mlbench-core\b", line) for line in installs)
     wheels = [line for line in installs if ".whl" in line]
     assert len(wheels) == (name != "README.md")
-    assert all(f"mlbench_core-{mlbench_core.__version__}-py3-none-any.whl[" in line for line in wheels)
+    assert all(
+        f"mlbench_core-{mlbench_core.__version__}-py3-none-any.whl[" in line for line in wheels
+    )
     from_an_index = [line for line in installs if "--index-url" in line]
     assert from_an_index
     assert all(" torch torchvision " in line for line in from_an_index)
@@ -84,19 +94,32 @@ def test_a_page_installs_this_version_and_cpu_builds_that_fit_together(name: str
 
 
 def test_the_table_of_extras_is_that_of_the_package() -> None:
-    table = (DOCS / "start" / "install.md").read_text().partition("\n## Extras\n")[2].partition("\n## ")[0]
+    table = (
+        (DOCS / "start" / "install.md")
+        .read_text()
+        .partition("\n## Extras\n")[2]
+        .partition("\n## ")[0]
+    )
     cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", " ".join(cells))) == extras_of_the_package()
 
 
 def extras_of_the_package() -> set[str]:
-    section = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    section = (
+        (ROOT / "pyproject.toml")
+        .read_text()
+        .partition("[project.optional-dependencies]")[2]
+        .partition("\n[")[0]
+    )
     return set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
 
 
 def test_the_readme_begins_with_the_two_commands_and_a_picture() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert re.search(r"^```\n(.*?)```", readme, re.MULTILINE | re.DOTALL)[1] == "make demo\nmake test\n"
+    assert (
+        re.search(r"^```\n(.*?)```", readme, re.MULTILINE | re.DOTALL)[1]
+        == "make demo\nmake test\n"
+    )
     assert len(re.findall(r"^!\[[^\]]+\]\([^)]+\.png\)$", readme, re.MULTILINE)) == 1
 
 

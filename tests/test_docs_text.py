@@ -17,7 +17,9 @@ from mlbench_cli import cli_group
 DOCS = Path(__file__).parents[1] / "docs"
 MOST_WORDS = 30
 FOR_USERS = sorted(
-    str(page.relative_to(DOCS)) for folder in ("start", "tutorials", "howto") for page in (DOCS / folder).rglob("*.md")
+    str(page.relative_to(DOCS))
+    for folder in ("start", "tutorials", "howto")
+    for page in (DOCS / folder).rglob("*.md")
 )
 
 
@@ -26,7 +28,9 @@ def without_code(text: str) -> str:
 
     def replace(fence: re.Match[str]) -> str:
         # A figure or a note is a directive with sentences in it.
-        directive = re.match(r"\{(figure|note|tip|warning|important|admonition|grid.*|tab.*)\}[^\n]*\n", fence[2])
+        directive = re.match(
+            r"\{(figure|note|tip|warning|important|admonition|grid.*|tab.*)\}[^\n]*\n", fence[2]
+        )
         kept = fence[2][directive.end() :] if directive else ""
         return "\n" + re.sub(r"^:[\w-]+:.*$", "", kept, flags=re.MULTILINE) + "\n"
 
@@ -50,7 +54,9 @@ def sentences(text: str) -> Iterator[str]:
     # Each item of a list is a paragraph.
     text = re.sub(r"^ *([*+-]|\d+\.) ", "\n", "\n".join(lines), flags=re.MULTILINE)
     for paragraph in re.split(r"\n\s*\n", text):
-        yield from re.split(r"(?<=[.?!])[*_\")]*\s+(?=[\"(*_]*[A-Zx0-9])", " ".join(paragraph.split()))
+        yield from re.split(
+            r"(?<=[.?!])[*_\")]*\s+(?=[\"(*_]*[A-Zx0-9])", " ".join(paragraph.split())
+        )
 
 
 def long_sentences(text: str) -> list[str]:
@@ -61,7 +67,11 @@ def other_words(text: str) -> list[str]:
     """Return the words of the style guide's left column, as the measure of the whole source tree finds them."""
     text = without_targets(without_code(text))
     found = (re.finditer(pattern, text, re.IGNORECASE | re.MULTILINE) for pattern in WORDS.values())
-    return [" ".join(text[match.start() : match.end() + 30].split()) for matches in found for match in matches]
+    return [
+        " ".join(text[match.start() : match.end() + 30].split())
+        for matches in found
+        for match in matches
+    ]
 
 
 def test_a_long_sentence_and_a_word_are_found_in_text_only() -> None:
@@ -92,9 +102,16 @@ def test_every_page_can_be_reached_through_the_navigation() -> None:
     while waiting:
         page = waiting.pop()
         reached.add(page)
-        for tree in re.findall(r"^`{3,}\{toctree\}\n(.*?)^`{3,}", page.read_text(encoding="utf-8"), re.M | re.S):
-            entries = [line for line in tree.splitlines() if line.strip() and not line.startswith(":")]
-            found = {(page.parent / re.sub(r".*<(.*)>$", r"\1", entry).strip()).with_suffix(".md") for entry in entries}
+        for tree in re.findall(
+            r"^`{3,}\{toctree\}\n(.*?)^`{3,}", page.read_text(encoding="utf-8"), re.M | re.S
+        ):
+            entries = [
+                line for line in tree.splitlines() if line.strip() and not line.startswith(":")
+            ]
+            found = {
+                (page.parent / re.sub(r".*<(.*)>$", r"\1", entry).strip()).with_suffix(".md")
+                for entry in entries
+            }
             waiting += found - reached
     assert sorted(map(str, pages - reached)) == []
 
@@ -103,7 +120,9 @@ def test_every_page_can_be_reached_through_the_navigation() -> None:
 def test_commands_and_options_of_mlbench_exist(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     fences = re.findall(r"^ *(`{3,})(\S*)[^\n]*\n(.*?)^ *\1 *$", text, re.MULTILINE | re.DOTALL)
-    blocks = "\n".join(content for _, language, content in fences if language in ("", "bash", "console"))
+    blocks = "\n".join(
+        content for _, language, content in fences if language in ("", "bash", "console")
+    )
     for line in blocks.replace("\\\n", " ").splitlines():
         called = re.match(r"(?:\$ )?mlbench ([a-z][\w-]*)(.*)", line.strip())
         if called is None:
@@ -113,7 +132,11 @@ def test_commands_and_options_of_mlbench_exist(page: str) -> None:
         assert command is not None, line
         words = shlex.split(called[2].partition(" -- ")[0], comments=True)
         words = list(takewhile(lambda word: word not in ("|", ">", "&", "&&"), words))
-        if isinstance(command, click.Group) and words and (inner := command.get_command(context, words[0])):
+        if (
+            isinstance(command, click.Group)
+            and words
+            and (inner := command.get_command(context, words[0]))
+        ):
             command = inner
         # It raises an error for an unknown option.
         command.make_parser(click.Context(command)).parse_args(words)

@@ -63,11 +63,15 @@ def test_every_subpackage_that_loads_on_first_use_exists() -> None:
     for path in sorted(Path(mlbench_core.__file__).parent.rglob("__init__.py")):
         # `make test-tensorflow` imports the packages that need TensorFlow.
         if "lazy_subpackages(" in path.read_text() and "tensorflow" not in path.parts:
-            name = ".".join(["mlbench_core", *path.parent.relative_to(Path(mlbench_core.__file__).parent).parts])
+            name = ".".join(
+                ["mlbench_core", *path.parent.relative_to(Path(mlbench_core.__file__).parent).parts]
+            )
             package = importlib.import_module(name)
             load = getattr(package, "_subpackage", package.__getattr__)
             lazy = inspect.getclosurevars(load).nonlocals["names"]
-            assert [one for one in lazy if importlib.util.find_spec(f"{name}.{one}") is None] == [], name
+            assert [
+                one for one in lazy if importlib.util.find_spec(f"{name}.{one}") is None
+            ] == [], name
 
 
 def test_parts_of_utils_load_on_first_use() -> None:
@@ -86,9 +90,13 @@ def test_parts_of_utils_load_on_first_use() -> None:
         ("tensorflow", "tensorflow", "mlbench_core.models.tensorflow"),
     ],
 )
-def test_without_its_framework_every_package_names_the_extra(framework: str, folder: str, example: str) -> None:
+def test_without_its_framework_every_package_names_the_extra(
+    framework: str, folder: str, example: str
+) -> None:
     root = Path(mlbench_core.__file__).parent
-    packages = [".".join(path.relative_to(root.parent).parts) for path in sorted(root.rglob(folder))]
+    packages = [
+        ".".join(path.relative_to(root.parent).parts) for path in sorted(root.rglob(folder))
+    ]
     assert example in packages
     code = (
         f"import importlib, sys\nsys.modules[{framework!r}] = None\n"

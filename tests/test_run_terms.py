@@ -68,7 +68,10 @@ def test_what_is_no_value_reaches_no_goal(value: float | None) -> None:
 
 
 def test_other_types_count_as_absent() -> None:
-    assert GoalAim.from_dict({"metric": 3, "threshold": True, "minimize": "yes", "budget_s": "inf"}) == GoalAim()
+    assert (
+        GoalAim.from_dict({"metric": 3, "threshold": True, "minimize": "yes", "budget_s": "inf"})
+        == GoalAim()
+    )
     assert GoalAim.from_dict({"threshold": "2.5"}).threshold == 2.5
 
 

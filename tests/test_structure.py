@@ -71,7 +71,9 @@ def test_every_module_is_in_a_layer() -> None:
         ("dataset.download", "import mlbench_core.dataset.util", False, True),
     ],
 )
-def test_an_import_in_the_wrong_direction_is_found(source: str, line: str, goes_up: bool, takes_a_face: bool) -> None:
+def test_an_import_in_the_wrong_direction_is_found(
+    source: str, line: str, goes_up: bool, takes_a_face: bool
+) -> None:
     names = [
         "errors",
         "aggregation.power",
@@ -83,7 +85,9 @@ def test_an_import_in_the_wrong_direction_is_found(source: str, line: str, goes_
         "dataset.download",
         "dataset.util",
     ]
-    trees = {f"mlbench_core.{name}": ("", ast.parse(line if name == source else "")) for name in names}
+    trees = {
+        f"mlbench_core.{name}": ("", ast.parse(line if name == source else "")) for name in names
+    }
     trees["mlbench_core.dataset.util.tools"] = ("", ast.parse("sys.modules[__name__] = download"))
     found: list[Import] = read_imports(trees)
     assert [(each.goes_up, each.takes_a_face) for each in found] == [(goes_up, takes_a_face)]

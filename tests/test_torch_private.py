@@ -41,7 +41,11 @@ def test_a_name_that_is_missing_in_a_file_of_torch_is_named_with_the_file(file: 
 
 
 def test_no_other_module_touches_a_private_part_of_torch() -> None:
-    texts = {file: file.read_text(encoding="utf-8") for file in LIBRARY.rglob("*.py") if file.stem != "torch_private"}
+    texts = {
+        file: file.read_text(encoding="utf-8")
+        for file in LIBRARY.rglob("*.py")
+        if file.stem != "torch_private"
+    }
     whole = "\n".join(texts.values())
     # Names that the library defines or assigns itself.
     own = {*OF_PYTHON, *re.findall(r"\b(?:def|class) (_\w+)", whole)}
@@ -52,6 +56,10 @@ def test_no_other_module_touches_a_private_part_of_torch() -> None:
         if set(re.findall(r"\.(_[a-zA-Z]\w*)", text)) <= own:
             continue
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr) and node.attr not in own:
+            if (
+                isinstance(node, ast.Attribute)
+                and re.match("_[^_]", node.attr)
+                and node.attr not in own
+            ):
                 found.append(f"{file.relative_to(LIBRARY)}:{node.lineno} {ast.unparse(node)}")
     assert found == []

@@ -70,7 +70,8 @@ def test_name_is_there_and_takes_its_arguments(module: str, call: str) -> None:
     assert [p.name for p in parameters] == [argument.arg for argument in expected.args]
     defaults = [p.default for p in parameters if p.default is not p.empty]
     assert [getattr(default, "name", default) for default in defaults] == [
-        default.id if isinstance(default, ast.Name) else ast.literal_eval(default) for default in expected.defaults
+        default.id if isinstance(default, ast.Name) else ast.literal_eval(default)
+        for default in expected.defaults
     ]
 
 
@@ -85,9 +86,7 @@ def test_no_module_for_tensorflow_loads_torch() -> None:
     found = pkgutil.walk_packages(mlbench_core.__path__, "mlbench_core.", onerror=lambda name: None)
     names = [name for _, name, _ in found if ".tensorflow" in name]
     assert len(names) > 10
-    code = (
-        f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nassert 'torch' not in sys.modules"
-    )
+    code = f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -105,8 +104,14 @@ def test_packages_load_their_modules_on_first_use() -> None:
 
 def modules_with_examples() -> list[str]:
     root = Path(mlbench_core.__file__).parent
-    paths = [path for path in sorted(root.rglob("*.py")) if "tensorflow" in path.parts and ">>> " in path.read_text()]
-    return [".".join(["mlbench_core", *path.relative_to(root).with_suffix("").parts]) for path in paths]
+    paths = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if "tensorflow" in path.parts and ">>> " in path.read_text()
+    ]
+    return [
+        ".".join(["mlbench_core", *path.relative_to(root).with_suffix("").parts]) for path in paths
+    ]
 
 
 @pytest.mark.parametrize("name", modules_with_examples())
@@ -114,8 +119,12 @@ def test_examples(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def test_the_script_of_the_page_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(mlbench_core.__file__).parents[1] / "docs" / "howto" / "tensorflow.md").read_text(encoding="utf-8")
+def test_the_script_of_the_page_prints_what_the_page_shows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (Path(mlbench_core.__file__).parents[1] / "docs" / "howto" / "tensorflow.md").read_text(
+        encoding="utf-8"
+    )
     ((code, shown),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
     exec(compile(code, "tensorflow.md", "exec"), {"__name__": "page"})
     assert capsys.readouterr().out == shown

@@ -43,7 +43,9 @@ def all_names(tree: ast.Module) -> list[str] | None:
     """Return the names that are written in ``__all__``; None if a module has no such list."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return [str(item.value) for item in ast.walk(node.value) if isinstance(item, ast.Constant)]
+            return [
+                str(item.value) for item in ast.walk(node.value) if isinstance(item, ast.Constant)
+            ]
     return None
 
 
@@ -73,7 +75,9 @@ def public_modules(root: Path = ROOT) -> dict[str, ast.Module]:
     return {
         name: tree
         for name, (_, tree) in read_trees(root).items()
-        if name.startswith("mlbench_") and layer(name) not in FACES and not re.search(r"(^|\.)_", name)
+        if name.startswith("mlbench_")
+        and layer(name) not in FACES
+        and not re.search(r"(^|\.)_", name)
         if own_names(tree) or handed_on(tree)
     }
 
@@ -97,7 +101,11 @@ def modules_of(package: str, packages: set[str], modules: dict[str, ast.Module])
     """
 
     def owner(module: str) -> str:
-        return max((other for other in packages if f"{module}.".startswith(f"{other}.")), key=len, default="")
+        return max(
+            (other for other in packages if f"{module}.".startswith(f"{other}.")),
+            key=len,
+            default="",
+        )
 
     return sorted(module for module in modules if owner(module) == package)
 
@@ -121,8 +129,13 @@ def write_reference(package: str) -> str:
         text += ["```{eval-rst}", f".. automodule:: {name}"]
         own = own_names(modules[name])
         text += [f"   :members: {', '.join(own)}" if own else "   :no-members:", ""]
-        text += [line for entry in left_out(modules[name]) for line in write_entry(name, *entry)] + ["```", ""]
-        others = [f"{{py:obj}}`~{find_origin(name, other, modules)}`" for other in sorted(handed_on(modules[name]))]
+        text += [
+            line for entry in left_out(modules[name]) for line in write_entry(name, *entry)
+        ] + ["```", ""]
+        others = [
+            f"{{py:obj}}`~{find_origin(name, other, modules)}`"
+            for other in sorted(handed_on(modules[name]))
+        ]
         text += ["Can also be imported from here: " + ", ".join(others) + ".", ""] if others else []
     return "\n".join(text)
 
@@ -140,8 +153,14 @@ def left_out(tree: ast.Module) -> list[tuple[str, str]]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = [name for target in targets for name in getattr(target, "elts", [target])]
             # autodoc has an entry for another name of a class.
-            is_alias = {ast.unparse(value) for value in getattr(node.value, "elts", [node.value]) if value} <= classes
-            listed = [name.id for name in names if isinstance(name, ast.Name) and name.id in public and not is_alias]
+            is_alias = {
+                ast.unparse(value) for value in getattr(node.value, "elts", [node.value]) if value
+            } <= classes
+            listed = [
+                name.id
+                for name in names
+                if isinstance(name, ast.Name) and name.id in public and not is_alias
+            ]
             found += [(name, describe_value(node.value)) for name in listed]
         elif isinstance(node, ast.FunctionDef) and node.name in public and is_command(node):
             found.append((node.name, (ast.get_docstring(node) or "").partition("\n")[0]))
@@ -151,17 +170,28 @@ def left_out(tree: ast.Module) -> list[tuple[str, str]]:
 def describe_value(value: ast.expr | None) -> str:
     """Return the value of a constant in reStructuredText; the place of the code if it is long."""
     text = "" if value is None else ast.unparse(value)
-    return f"Value: ``{text}``" if 0 < len(text) <= LONGEST_VALUE and "`" not in text else "See the source."
+    return (
+        f"Value: ``{text}``"
+        if 0 < len(text) <= LONGEST_VALUE and "`" not in text
+        else "See the source."
+    )
 
 
 def is_command(node: ast.FunctionDef) -> bool:
     """Return True if click makes a command or a group of a function."""
-    return any(re.match(r"\w+\.(command|group)\b", ast.unparse(decorator)) for decorator in node.decorator_list)
+    return any(
+        re.match(r"\w+\.(command|group)\b", ast.unparse(decorator))
+        for decorator in node.decorator_list
+    )
 
 
 def is_text(node: ast.stmt) -> bool:
     """Return True if a statement is a text, such as the docstring of the constant before it."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def write_entry(module: str, name: str, text: str) -> list[str]:
@@ -187,6 +217,8 @@ def list_members(module: str) -> list[str]:
     Constants are left out: their docstring is that of their type.
     """
     tree = public_modules().get(module, ast.Module([], []))
-    functions = {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    functions = {
+        node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    }
     rows = [f"   {name}" for name in own_names(tree) if name in functions]
     return ["", ".. autosummary::", "   :nosignatures:", "", *rows, ""] if rows else []

@@ -70,7 +70,12 @@ def check(wheel: Path, extra: str, folder: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for command in commands:
         done = subprocess.run(
-            command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command,
+            cwd=folder,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         if done.returncode:
             return "\n".join(done.stdout.splitlines()[-8:]) or f"exit status {done.returncode}"
@@ -80,7 +85,9 @@ def check(wheel: Path, extra: str, folder: Path) -> str:
 def main() -> int:
     """Check the extras that the command line names, or all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("extras", nargs="*", help="extras to check; 'base' is the installation without an extra")
+    parser.add_argument(
+        "extras", nargs="*", help="extras to check; 'base' is the installation without an extra"
+    )
     names = parser.parse_args().extras or list(CHECKS)
     if unknown := set(names) - {*CHECKS, *IF_NAMED}:
         parser.error(f"extras must be some of {[*CHECKS, *IF_NAMED]}, not {sorted(unknown)}")

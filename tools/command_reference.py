@@ -39,11 +39,15 @@ def write_commands(names: str) -> str:
     return "\n".join(sections)
 
 
-def _write_command(command: click.Command, parent: click.Context, name: str, level: int = 3) -> Iterator[str]:
+def _write_command(
+    command: click.Command, parent: click.Context, name: str, level: int = 3
+) -> Iterator[str]:
     """Write the section of a command, and below it those of its subcommands."""
     context = click.Context(command, parent=parent, info_name=name)
     path = context.command_path
-    usage = textwrap.fill(" ".join([path, *command.collect_usage_pieces(context)]), 95, subsequent_indent="    ")
+    usage = textwrap.fill(
+        " ".join([path, *command.collect_usage_pieces(context)]), 95, subsequent_indent="    "
+    )
     yield f"({path.replace(' ', '-')})=\n\n{'#' * level} {path}\n"
     yield f"{_write_help(command.help or '')}\n\n```text\n{usage}\n```\n"
     yield _write_options(command, context)
@@ -59,7 +63,9 @@ def _write_help(text: str) -> str:
     paragraphs = []
     for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(text)):
         if paragraph.startswith("\b"):
-            paragraphs.append(f"```bash\n{textwrap.dedent(paragraph.removeprefix(chr(8)).strip(chr(10)))}\n```")
+            paragraphs.append(
+                f"```bash\n{textwrap.dedent(paragraph.removeprefix(chr(8)).strip(chr(10)))}\n```"
+            )
         else:
             paragraphs.append(escape(" ".join(paragraph.split())))
     return "\n\n".join(paragraphs)
@@ -73,7 +79,9 @@ def _write_options(command: click.Command, context: click.Context) -> str:
         if record is not None:
             names, text = record
             meaning, default = split_default(text)
-            spelled = names.replace("|", r"\|").replace("INTEGER RANGE", "N").replace("FLOAT RANGE", "X")
+            spelled = (
+                names.replace("|", r"\|").replace("INTEGER RANGE", "N").replace("FLOAT RANGE", "X")
+            )
             rows.append(f"| `{spelled}` | {escape(meaning)} | {escape(default)} |")
     return "\n".join(["| option | meaning | default |", "|---|---|---|", *rows, ""]) if rows else ""
 
@@ -121,7 +129,9 @@ def escape(text: str) -> str:
     text = re.sub(r"(?<!\w)'([^']+)'(?!\w)", r"`\1`", text)
     parts = re.split(r"(`[^`]*`)", text)
     for i in range(0, len(parts), 2):
-        parts[i] = re.sub(r"(?<![\w-])(--[a-z][\w-]*|-- |[A-Z]+(?:_[A-Z]+)+|\{\w+\})", _as_code, parts[i])
+        parts[i] = re.sub(
+            r"(?<![\w-])(--[a-z][\w-]*|-- |[A-Z]+(?:_[A-Z]+)+|\{\w+\})", _as_code, parts[i]
+        )
         parts[i] = parts[i].replace("*", r"\*").replace("<", r"\<")
     return "".join(parts).replace("|", r"\|")
 

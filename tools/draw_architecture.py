@@ -40,8 +40,16 @@ def read_packages(root: Path) -> tuple[set[str], set[Edge], list[str]]:
     layers = {layer(name) for name in trees}
     shown = layers - GROUND - FACES
     edges = {found.layers for found in read_imports(trees)}
-    edges = {(source, target) for source, target in edges if source != target and {source, target} <= shown}
-    return shown, edges, sorted(name for name in layers & GROUND if name and not name.startswith("_"))
+    edges = {
+        (source, target)
+        for source, target in edges
+        if source != target and {source, target} <= shown
+    }
+    return (
+        shown,
+        edges,
+        sorted(name for name in layers & GROUND if name and not name.startswith("_")),
+    )
 
 
 def without_detours(edges: Iterable[Edge]) -> set[Edge]:
@@ -102,13 +110,17 @@ def place(rows: dict[str, int], paths: list[list[str]]) -> dict[str, int]:
         for upper, lower in pairwise(path):
             neighbors[upper].append(lower)
             neighbors[lower].append(upper)
-    by_row = [sorted(node for node in rows if rows[node] == row) for row in range(max(rows.values()) + 1)]
+    by_row = [
+        sorted(node for node in rows if rows[node] == row) for row in range(max(rows.values()) + 1)
+    ]
     x = dict.fromkeys(rows, 0)
     for nodes in by_row:
         x.update(zip(nodes, spread(nodes, [0] * len(nodes)), strict=True))
     for sweep in range(SWEEPS):
         for nodes in by_row if sweep % 2 else reversed(by_row):
-            wanted = {node: mean([x[other] for other in neighbors[node]] or [x[node]]) for node in nodes}
+            wanted = {
+                node: mean([x[other] for other in neighbors[node]] or [x[node]]) for node in nodes
+            }
             nodes.sort(key=lambda node, wanted=wanted: (wanted[node], node))  # type: ignore[misc]
             x.update(zip(nodes, spread(nodes, [wanted[node] for node in nodes]), strict=True))
     return x
@@ -119,7 +131,9 @@ def spread(nodes: list[str], wanted: list[int]) -> list[int]:
     halves = [(BEND_WIDTH if ">" in node else BOX_WIDTH + GAP) // 2 for node in nodes]
     from_left: list[int] = []
     for i, position in enumerate(wanted):
-        from_left.append(max(position, from_left[-1] + halves[i - 1] + halves[i]) if i else position)
+        from_left.append(
+            max(position, from_left[-1] + halves[i - 1] + halves[i]) if i else position
+        )
     from_right = wanted[-1:]
     for i in range(len(wanted) - 2, -1, -1):
         from_right.insert(0, min(wanted[i], from_right[0] - halves[i] - halves[i + 1]))
@@ -173,12 +187,16 @@ def draw(root: Path = ROOT) -> str:
     ]
     for path in paths:
         points = [point(path[0], 1), *(point(node, 0) for node in path[1:-1]), point(path[-1], -1)]
-        lines.append(f'<path d="{curve(points)}"><title>{path[0]} imports {path[-1]}</title></path>')
+        lines.append(
+            f'<path d="{curve(points)}"><title>{path[0]} imports {path[-1]}</title></path>'
+        )
     lines.append("</g>")
     for node in sorted(packages):
         center, top = point(node, -1)
         lines += box(node, center, top, BOX_WIDTH, "#2f6690")
-    lines += box("ground floor: " + ", ".join(ground), width // 2, ground_y, width - 2 * MARGIN, "#5b6570")
+    lines += box(
+        "ground floor: " + ", ".join(ground), width // 2, ground_y, width - 2 * MARGIN, "#5b6570"
+    )
     return "\n".join([*lines, "</svg>", ""])
 
 

@@ -15,10 +15,25 @@ from functools import cache
 from pathlib import Path
 
 ROOTS = ("mlbench_core", "mlbench_master", "mlbench_cli", "benchmarks")
-GROUND = {"", "addresses", "arguments", "errors", "paths", "files", "tasks", "statistics", "checkpoint_names", "caller"}
+GROUND = {
+    "",
+    "addresses",
+    "arguments",
+    "errors",
+    "paths",
+    "files",
+    "tasks",
+    "statistics",
+    "checkpoint_names",
+    "caller",
+}
 GROUND |= {"run_terms", "wire_bytes", "install_cuda_extensions", "torch_private"}
 GROUND |= {"_lazy", "_torch", "_torchvision", "_tensorflow"}
-FACES = {"utils", "api", "cli"}  # layers that have faces only; `find_faces` finds the others by their code
+FACES = {
+    "utils",
+    "api",
+    "cli",
+}  # layers that have faces only; `find_faces` finds the others by their code
 SIDE_BY_SIDE = {"tracking", "client", "dataset", "evaluation", "models", "network", "ops"}
 LAYERS: dict[str, set[str]] = {
     **{name: set() for name in GROUND},
@@ -30,14 +45,33 @@ LAYERS: dict[str, set[str]] = {
     "lr_scheduler": {"optim"},
     **{name: {"distributed"} for name in SIDE_BY_SIDE},
     "models": {"distributed", "ops"},  # a model calls operators, which know no models
-    "tracking": {"distributed", "client"},  # as in version 3.0, a Tracker reports to the master by itself
-    "controlflow": {"distributed", "aggregation", "optim", "lr_scheduler", "results", *SIDE_BY_SIDE},
+    "tracking": {
+        "distributed",
+        "client",
+    },  # as in version 3.0, a Tracker reports to the master by itself
+    "controlflow": {
+        "distributed",
+        "aggregation",
+        "optim",
+        "lr_scheduler",
+        "results",
+        *SIDE_BY_SIDE,
+    },
     "prediction": {"comparison", "network"},
     "sweep": {"client", "results", "comparison", "network", "prediction"},
     # It reads the outboxes of workers that have ended, proves its identity to clients, and emulates networks of runs.
     "mlbench_master": {"client", "results", "comparison", "network"},
     # `mlbench master` runs the master in its own process.
-    "mlbench_cli": {"client", "dataset", "results", "comparison", "network", "prediction", "sweep", "mlbench_master"},
+    "mlbench_cli": {
+        "client",
+        "dataset",
+        "results",
+        "comparison",
+        "network",
+        "prediction",
+        "sweep",
+        "mlbench_master",
+    },
 }
 LAYERS["benchmarks"] = set(LAYERS)
 
@@ -63,7 +97,11 @@ class Import:
     def goes_up(self) -> bool:
         """True if the importing layer may not import the other one."""
         source, target = self.layers
-        return source in LAYERS and target in LAYERS and target not in {source} | GROUND | LAYERS[source]
+        return (
+            source in LAYERS
+            and target in LAYERS
+            and target not in {source} | GROUND | LAYERS[source]
+        )
 
 
 def layer(module: str) -> str:
@@ -88,13 +126,17 @@ def read_trees(root: Path) -> dict[str, tuple[str, ast.Module]]:
     Returns:
         File, relative to ``root``, and syntax tree of each module, by its full name.
     """
-    paths = [path.relative_to(root) for name in ROOTS for path in sorted((root / name).rglob("*.py"))]
+    paths = [
+        path.relative_to(root) for name in ROOTS for path in sorted((root / name).rglob("*.py"))
+    ]
     return {module_name(path): (str(path), ast.parse((root / path).read_text())) for path in paths}
 
 
 def replaces_itself(tree: ast.Module) -> bool:
     """Return True if a module puts another one in its place: ``sys.modules[__name__] = ...``."""
-    targets = (target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets)
+    targets = (
+        target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
+    )
     return any(ast.unparse(target) == "sys.modules[__name__]" for target in targets)
 
 
@@ -156,5 +198,8 @@ def circles(edges: Iterable[tuple[str, str]]) -> list[str]:
             seen |= new
             left += new
         reached[start] = seen
-    groups = {frozenset(other for other in seen if start in reached.get(other, ())) for start, seen in reached.items()}
+    groups = {
+        frozenset(other for other in seen if start in reached.get(other, ()))
+        for start, seen in reached.items()
+    }
     return sorted(" ".join(sorted(group)) for group in groups if len(group) > 1)

@@ -36,7 +36,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 MICRO = ROOT / "benchmarks" / "micro"
 TASK_1A = "benchmarks/task1a_resnet20_cifar10/main.py"
-ONE_PROCESS = ("--run_id", "gpu", "--hosts", "127.0.0.1", "--rank", "0", "--backend", "nccl", "--gpu")
+ONE_PROCESS = (
+    "--run_id",
+    "gpu",
+    "--hosts",
+    "127.0.0.1",
+    "--rank",
+    "0",
+    "--backend",
+    "nccl",
+    "--gpu",
+)
 FAST, GRAPHS = ("--channels-last", "--autocast", "bf16"), "--cuda-graphs"
 PROBE_LIMIT_S = 40
 LEAST_CAPABILITY = (8, 0)  # earlier GPUs only emulate bfloat16
@@ -70,7 +80,14 @@ class Step:
 def make_steps(data: Path | None) -> list[Step]:
     """List the steps in their order; ``data`` is the folder of CIFAR-10, or None for the digits."""
     # pytest-timeout may be missing: each step has its own limit, and the setting of that plug-in is only a warning.
-    options = ("-o", "addopts=", "-W", "default::pytest.PytestConfigWarning", "-p", "no:cacheprovider")
+    options = (
+        "-o",
+        "addopts=",
+        "-W",
+        "default::pytest.PytestConfigWarning",
+        "-p",
+        "no:cacheprovider",
+    )
     if importlib.util.find_spec("xdist"):
         # All tests of a file run in one process, because they share what its workers computed.
         # pytest-benchmark, if it is installed, warns that it is off in parallel runs.
@@ -86,11 +103,24 @@ def make_steps(data: Path | None) -> list[Step]:
         "gpu",
     )
     # A part of CIFAR-10 is enough for the light goal only.
-    images = ("--dataset", "cifar10", "--data", str(data), "--partial", "--light") if data else ("--dataset", "digits")
+    images = (
+        ("--dataset", "cifar10", "--data", str(data), "--partial", "--light")
+        if data
+        else ("--dataset", "digits")
+    )
     folders = [f"--root-{name}={{results}}/{name}" for name in ("dataset", "checkpoint", "output")]
     task_1a = (TASK_1A, *ONE_PROCESS, *folders, *images)
     language = ("benchmarks/micro/awd_lstm.py", "--gpu", "--blocks", "5", "--steps", "20", "--bf16")
-    optimizers = ("benchmarks/micro/optimizers.py", "--gpu", "--models", "mlp", "--workers", "2", "--blocks", "5")
+    optimizers = (
+        "benchmarks/micro/optimizers.py",
+        "--gpu",
+        "--models",
+        "mlp",
+        "--workers",
+        "2",
+        "--blocks",
+        "5",
+    )
     variants = ("sgd", "sgd_overlap", "power2", "sign", "ef_sign", "top1", "choco", "qsgd")
     return [
         Step(
@@ -100,7 +130,10 @@ def make_steps(data: Path | None) -> list[Step]:
             (*pytest, *find_gpu_tests(ROOT / "tests")),
         ),
         Step(
-            "task1a-graphs", "task 1a on one GPU, channels_last, bfloat16, CUDA graphs", 60, (*task_1a, *FAST, GRAPHS)
+            "task1a-graphs",
+            "task 1a on one GPU, channels_last, bfloat16, CUDA graphs",
+            60,
+            (*task_1a, *FAST, GRAPHS),
         ),
         Step("task1a", "the same without graphs", 60, (*task_1a, *FAST)),
         Step("task1a-compiled", "the same, compiled", 120, (*task_1a, *FAST, "--compile")),
@@ -117,7 +150,9 @@ def make_steps(data: Path | None) -> list[Step]:
 def find_gpu_tests(folder: Path) -> list[str]:
     """Return the test files with tests for a GPU: collecting the others would need all of their packages."""
     mark = re.compile(r"^ *@?pytest\.mark\.gpu\b", re.MULTILINE)
-    marked = (path for path in sorted(folder.rglob("test_*.py")) if mark.search(path.read_text("utf-8")))
+    marked = (
+        path for path in sorted(folder.rglob("test_*.py")) if mark.search(path.read_text("utf-8"))
+    )
     return [path.relative_to(folder.parent).as_posix() for path in marked]
 
 
@@ -156,11 +191,17 @@ def find_missing_gpu() -> list[str]:
     except ImportError as error:
         return [f"torch must be installed for {sys.executable}: {error}"]
     if torch.version.cuda is None:
-        return [f"torch must be a build with CUDA, not {torch.__version__}: install one, see pytorch.org"]
+        return [
+            f"torch must be a build with CUDA, not {torch.__version__}: install one, see pytorch.org"
+        ]
     if not torch.cuda.is_available():
-        return ["torch must find an NVIDIA GPU, and it finds none: look at the output of nvidia-smi"]
+        return [
+            "torch must find an NVIDIA GPU, and it finds none: look at the output of nvidia-smi"
+        ]
     if (found := torch.cuda.get_device_capability()) < LEAST_CAPABILITY:
-        return [f"the GPU must have compute capability 8.0 or later, not {found[0]}.{found[1]}: use a newer one"]
+        return [
+            f"the GPU must have compute capability 8.0 or later, not {found[0]}.{found[1]}: use a newer one"
+        ]
     return []
 
 
@@ -188,7 +229,9 @@ def describe() -> dict[str, Any]:
 def run_limited(command: Sequence[str], limit_s: int, **options: Any) -> int:
     """Run a command in its own process group and return its exit status, ``KILLED`` at its limit."""
     # The program timeout ends the whole group at the limit even if this script was killed before.
-    process = subprocess.Popen(["timeout", "--signal=KILL", f"{limit_s}s", *command], cwd=ROOT, **options)
+    process = subprocess.Popen(
+        ["timeout", "--signal=KILL", f"{limit_s}s", *command], cwd=ROOT, **options
+    )
     try:
         status = process.wait()
     except BaseException:
@@ -207,9 +250,17 @@ def probe() -> dict[str, Any]:
         output.seek(0)
         text = output.read()
     if status == KILLED:
-        return {"missing": [f"torch and the driver must answer within {PROBE_LIMIT_S} s: look at nvidia-smi"]}
+        return {
+            "missing": [
+                f"torch and the driver must answer within {PROBE_LIMIT_S} s: look at nvidia-smi"
+            ]
+        }
     # Libraries may print lines before.
-    return json.loads(text.splitlines()[-1]) if status == 0 else {"missing": ["the error above must be mended"]}
+    return (
+        json.loads(text.splitlines()[-1])
+        if status == 0
+        else {"missing": ["the error above must be mended"]}
+    )
 
 
 def run_step(step: Step, machine: dict[str, Any]) -> dict[str, Any]:
@@ -223,7 +274,12 @@ def run_step(step: Step, machine: dict[str, Any]) -> dict[str, Any]:
         start = time.monotonic()
         with log.open("wb") as file:
             status = run_limited(
-                command, step.limit_s, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+                command,
+                step.limit_s,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
         seconds = time.monotonic() - start
         output = log.read_text("utf-8", errors="replace")
@@ -251,7 +307,12 @@ def run_step(step: Step, machine: dict[str, Any]) -> dict[str, Any]:
 
 def key_of(step: Step, machine: dict[str, Any]) -> dict[str, Any]:
     """Return the entries that an earlier result must share to be used again."""
-    return {"step": step.name, "command": [*step.command], "gpu": machine["gpu"], "source": machine["source"]}
+    return {
+        "step": step.name,
+        "command": [*step.command],
+        "gpu": machine["gpu"],
+        "source": machine["source"],
+    }
 
 
 def read_result(folder: Path, step: Step) -> dict[str, Any] | None:
@@ -269,7 +330,11 @@ def write(path: Path, content: Any) -> None:
 
     # The temporary name is fixed, so a killed run leaves at most one of them.
     with replacing(path, path.with_name(f".{path.name}.tmp")) as temporary:
-        text = content if isinstance(content, str) else json.dumps(content, indent=1, ensure_ascii=False)
+        text = (
+            content
+            if isinstance(content, str)
+            else json.dumps(content, indent=1, ensure_ascii=False)
+        )
         temporary.write_text(text.rstrip() + "\n", encoding="utf-8")
 
 
@@ -277,10 +342,19 @@ def write_report(folder: Path, steps: Sequence[Step], machine: dict[str, Any]) -
     """Write results.json and table.md from the result files."""
     found = [result for step in steps if (result := read_result(folder, step))]
     write(folder / "results.json", {"machine": machine, "steps": found})
-    lines = [f"# Results of make gpu on {machine['gpu']}", "", "| step | result | s | summary |", "|---|---|---|---|"]
+    lines = [
+        f"# Results of make gpu on {machine['gpu']}",
+        "",
+        "| step | result | s | summary |",
+        "|---|---|---|---|",
+    ]
     for step in steps:
         result = next((result for result in found if result["step"] == step.name), None)
-        cells = (result["ended"], str(result["seconds"]), summarize(result)) if result else ("not run", "", "")
+        cells = (
+            (result["ended"], str(result["seconds"]), summarize(result))
+            if result
+            else ("not run", "", "")
+        )
         lines.append(f"| {step.name}: {step.title} | {' | '.join(cells)} |")
     sys.path.insert(0, str(MICRO))
     import _bench
@@ -322,11 +396,17 @@ def run_all(steps: Sequence[Step], chosen: Sequence[Step], folder: Path, again: 
         result = run_step(step, machine)
         write(folder / "steps" / f"{step.name}.json", result)
         write_report(folder, steps, machine)
-        print(f"{step.name}: {result['ended']} after {result['seconds']} s. {summarize(result)}", flush=True)
+        print(
+            f"{step.name}: {result['ended']} after {result['seconds']} s. {summarize(result)}",
+            flush=True,
+        )
         if result["ended"] != "done":
             failed.append(step.name)
     write_report(folder, steps, machine)
-    print(f"{folder}/table.md has the results" + (f"; not done: {', '.join(failed)}" if failed else ""))
+    print(
+        f"{folder}/table.md has the results"
+        + (f"; not done: {', '.join(failed)}" if failed else "")
+    )
     return int(bool(failed))
 
 
@@ -334,7 +414,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the steps, or print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, default=ROOT / "gpu-results", metavar="FOLDER")
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="files of CIFAR-10 (default: train on digits)")
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="files of CIFAR-10 (default: train on digits)"
+    )
     parser.add_argument("--only", nargs="+", metavar="STEP", help="run only these steps")
     parser.add_argument("--again", action="store_true", help="also run steps that are done")
     parser.add_argument("--dry-run", action="store_true", help="print the steps and run nothing")
@@ -348,11 +430,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = make_steps(args.data.resolve() if args.data else None)
     names = {step.name for step in steps}
     if unknown := set(args.only or ()) - names:
-        parser.error(f"argument --only: must be from {', '.join(sorted(names))}, not {', '.join(sorted(unknown))}")
+        parser.error(
+            f"argument --only: must be from {', '.join(sorted(names))}, not {', '.join(sorted(unknown))}"
+        )
     chosen = [step for step in steps if not args.only or step.name in args.only]
     if args.dry_run:
         for step in chosen:
-            print(f"{step.name:16} {step.limit_s:4} s  {step.title}\n    python {shlex.join(step.command)}")
+            print(
+                f"{step.name:16} {step.limit_s:4} s  {step.title}\n    python {shlex.join(step.command)}"
+            )
         print(
             f"At most {PROBE_LIMIT_S + sum(step.limit_s for step in chosen)} s, with {PROBE_LIMIT_S} s to look at GPU."
         )

@@ -29,7 +29,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from import_graph import FACES, LAYERS, ROOTS, circles, layer, module_name, read_imports, replaces_itself
+from import_graph import (
+    FACES,
+    LAYERS,
+    ROOTS,
+    circles,
+    layer,
+    module_name,
+    read_imports,
+    replaces_itself,
+)
 
 PROSE = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "docker/**/*.md")
 LONG_FUNCTION, MANY_PARAMETERS, SHORT_BODY, WINDOW = 50, 8, 6, 6
@@ -100,14 +109,26 @@ class Module:
 
     @cached_property
     def tokens(self) -> list[tokenize.TokenInfo]:
-        skipped = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+        skipped = (
+            tokenize.NL,
+            tokenize.NEWLINE,
+            tokenize.INDENT,
+            tokenize.DEDENT,
+            tokenize.ENDMARKER,
+        )
         found = tokenize.generate_tokens(io.StringIO(self.text).readline)
         return [token for token in found if token.type not in skipped]
 
     @cached_property
     def docstring_lines(self) -> set[int]:
-        texts = (node for node in ast.walk(self.tree) if isinstance(node, ast.stmt) and is_text(node))
-        return {line for node in texts for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+        texts = (
+            node for node in ast.walk(self.tree) if isinstance(node, ast.stmt) and is_text(node)
+        )
+        return {
+            line
+            for node in texts
+            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        }
 
     @cached_property
     def code_lines(self) -> set[int]:
@@ -117,8 +138,14 @@ class Module:
     @cached_property
     def comments(self) -> list[tuple[int, str]]:
         """Comments for people, not for tools: line and text."""
-        texts = ((t.start[0], t.string.lstrip("#! ")) for t in self.tokens if t.type == tokenize.COMMENT)
-        return [(line, text) for line, text in texts if not re.match(r"(noqa|type:|fmt:|pragma|/usr/bin)", text)]
+        texts = (
+            (t.start[0], t.string.lstrip("#! ")) for t in self.tokens if t.type == tokenize.COMMENT
+        )
+        return [
+            (line, text)
+            for line, text in texts
+            if not re.match(r"(noqa|type:|fmt:|pragma|/usr/bin)", text)
+        ]
 
     @property
     def comment_lines(self) -> int:
@@ -127,10 +154,19 @@ class Module:
 
     @cached_property
     def functions(self) -> list[Function]:
-        nodes = [node for node in ast.walk(self.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        nodes = [
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        ]
         spans = [set(range(node.lineno, (node.end_lineno or 0) + 1)) for node in nodes]
         return [
-            Function(node.name, f"{self.file}:{node.lineno} {node.name}", node, len(self.code_lines & span))
+            Function(
+                node.name,
+                f"{self.file}:{node.lineno} {node.name}",
+                node,
+                len(self.code_lines & span),
+            )
             for node, span in zip(nodes, spans, strict=True)
         ]
 
@@ -140,7 +176,10 @@ class Module:
         return replaces_itself(self.tree) or all(
             isinstance(node, (ast.Import, ast.ImportFrom))
             or is_text(node)
-            or (isinstance(node, ast.Assign) and all(re.match(r"__\w+__$", ast.unparse(t)) for t in node.targets))
+            or (
+                isinstance(node, ast.Assign)
+                and all(re.match(r"__\w+__$", ast.unparse(t)) for t in node.targets)
+            )
             for node in self.tree.body
         )
 
@@ -161,7 +200,11 @@ class Module:
 
 def is_text(node: ast.stmt) -> bool:
     """Return True for a statement that is a string on its own: a docstring of something."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def hidden_one_liners(modules: list[Module]) -> list[str]:
@@ -183,9 +226,17 @@ def hidden_one_liners(modules: list[Module]) -> list[str]:
     for module in modules:
         for function in module.functions:
             node = function.node
-            plain = {ast.unparse(decorator) for decorator in node.decorator_list} <= {"staticmethod", "classmethod"}
+            plain = {ast.unparse(decorator) for decorator in node.decorator_list} <= {
+                "staticmethod",
+                "classmethod",
+            }
             yields = any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node))
-            if not re.match(r"_[^_]", function.name) or function.body_lines >= SHORT_BODY or not plain or yields:
+            if (
+                not re.match(r"_[^_]", function.name)
+                or function.body_lines >= SHORT_BODY
+                or not plain
+                or yields
+            ):
                 continue
             own = {id(inner) for inner in ast.walk(node)}
             places = [
@@ -223,7 +274,13 @@ def repeated_lines(modules: list[Module]) -> list[str]:
         for start in range(len(lines) - WINDOW + 1):
             span = tuple(lines[start : start + WINDOW])
             windows[tuple(shapes[line] for line in span)].append((module, span))
-    places = {(m.file, line) for found in windows.values() if len(found) > 1 for m, span in found for line in span}
+    places = {
+        (m.file, line)
+        for found in windows.values()
+        if len(found) > 1
+        for m, span in found
+        for line in span
+    }
     return [f"{file}:{line}" for file, line in sorted(places)]
 
 
@@ -233,16 +290,32 @@ def not_imperative(modules: list[Module], root: Path) -> list[str] | None:
     ruff = str(beside) if beside.exists() else shutil.which("ruff")
     if ruff is None or not modules:
         return None
-    command = [ruff, "check", "--isolated", "--no-cache", "--select", "D401", "--output-format", "json", "--exit-zero"]
-    done = subprocess.run([*command, *(m.file for m in modules)], cwd=root, capture_output=True, text=True, check=True)
+    command = [
+        ruff,
+        "check",
+        "--isolated",
+        "--no-cache",
+        "--select",
+        "D401",
+        "--output-format",
+        "json",
+        "--exit-zero",
+    ]
+    done = subprocess.run(
+        [*command, *(m.file for m in modules)], cwd=root, capture_output=True, text=True, check=True
+    )
     public = {
         (str(module.path), node.lineno)
         for module in modules
-        for node in (function.node for function in module.functions if not function.name.startswith("_"))
+        for node in (
+            function.node for function in module.functions if not function.name.startswith("_")
+        )
         for node in node.body[:1]
     }
     reports = [(item["filename"], item["location"]["row"]) for item in json.loads(done.stdout)]
-    return [f"{Path(file).relative_to(root)}:{row}" for file, row in reports if (file, row) in public]
+    return [
+        f"{Path(file).relative_to(root)}:{row}" for file, row in reports if (file, row) in public
+    ]
 
 
 def dialect(modules: list[Module], root: Path) -> dict[str, list[str]]:
@@ -250,7 +323,12 @@ def dialect(modules: list[Module], root: Path) -> dict[str, list[str]]:
     texts = [(module.file, line, text) for module in modules for line, text in module.prose()]
     for page in sorted({page for pattern in PROSE for page in root.glob(pattern)}):
         if page.name != "CHANGELOG.md" and "_build" not in page.parts:
-            text = re.sub(r"```.*?```", lambda code: "\n" * code[0].count("\n"), page.read_text(), flags=re.DOTALL)
+            text = re.sub(
+                r"```.*?```",
+                lambda code: "\n" * code[0].count("\n"),
+                page.read_text(),
+                flags=re.DOTALL,
+            )
             texts.append((str(page.relative_to(root)), 1, re.sub(r"`[^`\n]*`", "x", text)))
     found: dict[str, list[str]] = {name: [] for name in WORDS}
     for name, pattern in WORDS.items():
@@ -276,34 +354,49 @@ def measure(root: Path) -> dict[str, Any]:
     functions = [function for module in modules for function in module.functions]
     imports = read_imports({module.name: (module.file, module.tree) for module in modules})
     between = [found.layers for found in imports if "" not in found.layers]
-    no_summary = [m.file for m in modules if not (ast.get_docstring(m.tree) or "").strip() and m.text.strip()]
+    no_summary = [
+        m.file for m in modules if not (ast.get_docstring(m.tree) or "").strip() and m.text.strip()
+    ]
     words = dialect(modules, root)
     places: dict[str, list[str] | None] = {
-        f"functions over {LONG_FUNCTION} code lines": [f.place for f in functions if f.code_lines > LONG_FUNCTION],
-        f"functions over {MANY_PARAMETERS} parameters": [f.place for f in functions if f.parameters > MANY_PARAMETERS],
+        f"functions over {LONG_FUNCTION} code lines": [
+            f.place for f in functions if f.code_lines > LONG_FUNCTION
+        ],
+        f"functions over {MANY_PARAMETERS} parameters": [
+            f.place for f in functions if f.parameters > MANY_PARAMETERS
+        ],
         f"private functions, one caller, under {SHORT_BODY} lines": hidden_one_liners(modules),
         "repeated code lines": repeated_lines(house),
         "modules without a docstring summary": no_summary,
         "public functions without an imperative (D401)": not_imperative(modules, root),
         "modules with a name only faces may have": [
-            m.file for m in modules if not m.is_face and FACE_NAMES & {part.strip("_") for part in m.name.split(".")}
+            m.file
+            for m in modules
+            if not m.is_face and FACE_NAMES & {part.strip("_") for part in m.name.split(".")}
         ],
         "import circles of modules": circles((found.source, found.target) for found in imports),
         "import circles of packages": circles(between),
         "imports that go up": [str(found) for found in imports if found.goes_up],
         "imports of faces from within": [str(found) for found in imports if found.takes_a_face],
-        "modules that are in no layer": [m.file for m in modules if layer(m.name) not in {*LAYERS, *FACES}],
+        "modules that are in no layer": [
+            m.file for m in modules if layer(m.name) not in {*LAYERS, *FACES}
+        ],
         **{f"words: {name}": found for name, found in words.items()},
     }
     packages: dict[str, Counter[str]] = defaultdict(Counter)
     for m in modules:
         packages[m.package].update(files=1, code=len(m.code_lines), comments=m.comment_lines)
-    code = {name: sum(len(m.code_lines) for m in modules if m.name.split(".")[0] == name) for name in ROOTS}
+    code = {
+        name: sum(len(m.code_lines) for m in modules if m.name.split(".")[0] == name)
+        for name in ROOTS
+    }
     figures: dict[str, float | None] = {
         "code lines: library": code["mlbench_core"],
         "code lines: master": code["mlbench_master"],
         "code lines: command": code["mlbench_cli"],
-        "code lines: library, master and command": code["mlbench_core"] + code["mlbench_master"] + code["mlbench_cli"],
+        "code lines: library, master and command": code["mlbench_core"]
+        + code["mlbench_master"]
+        + code["mlbench_cli"],
         "code lines: benchmarks": code["benchmarks"],
         "files": len(modules),
         "functions": len(functions),
@@ -315,7 +408,11 @@ def measure(root: Path) -> dict[str, Any]:
         **{name: None if found is None else len(found) for name, found in places.items()},
         "words: all": sum(map(len, words.values())),
     }
-    return {"figures": figures, "packages": {name: dict(packages[name]) for name in sorted(packages)}, "places": places}
+    return {
+        "figures": figures,
+        "packages": {name: dict(packages[name]) for name in sorted(packages)},
+        "places": places,
+    }
 
 
 def per_100(count: int, modules: list[Module]) -> float:
@@ -327,7 +424,9 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).resolve().parents[1])
-    parser.add_argument("--json", action="store_true", help="figures and the places that they count, as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="figures and the places that they count, as JSON"
+    )
     args = parser.parse_args()
     found = measure(args.root.resolve())
     if args.json:

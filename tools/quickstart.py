@@ -39,10 +39,17 @@ def run(command: str, folder: Path, environment: dict[str, str], log: Path) -> s
     """Run a command, add it with its output and duration to the log, and return the output."""
     begin = time.monotonic()
     done = subprocess.run(
-        shlex.split(command), cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        shlex.split(command),
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     with log.open("a") as file:
-        file.write(f"$ {command}\n{done.stdout}[status {done.returncode}, {time.monotonic() - begin:.1f} s]\n\n")
+        file.write(
+            f"$ {command}\n{done.stdout}[status {done.returncode}, {time.monotonic() - begin:.1f} s]\n\n"
+        )
     print(f"{command}: {time.monotonic() - begin:.1f} s", flush=True)
     if done.returncode:
         raise SystemExit(f"{command!r} failed")
@@ -55,7 +62,9 @@ def shorten(output: str) -> str:
     # Another master may run here. A reader's first one has the default port.
     output = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:5080", output)
     # Of each run, the first epoch remains; dots stand for the others.
-    output = re.sub(r"^\[\S+ \S+: started, \d+ epochs done.*\n", "...\n", output, flags=re.MULTILINE)
+    output = re.sub(
+        r"^\[\S+ \S+: started, \d+ epochs done.*\n", "...\n", output, flags=re.MULTILINE
+    )
     return re.sub(r"(\.\.\.\n)+", "...\n", output)
 
 
@@ -73,7 +82,9 @@ def update_page(outputs: dict[str, str], page: Path = PAGE) -> None:
 
 def ask(*command: str, environment: dict[str, str]) -> Any:
     """Return the JSON answer of an ``mlbench`` command."""
-    done = subprocess.run(["mlbench", *command, "--json"], env=environment, text=True, capture_output=True, check=True)
+    done = subprocess.run(
+        ["mlbench", *command, "--json"], env=environment, text=True, capture_output=True, check=True
+    )
     return json.loads(done.stdout)
 
 
@@ -85,12 +96,20 @@ def take_pictures(target: Path, environment: dict[str, str]) -> None:
     address = login["url"] if isinstance(login, dict) else login
     base = "/".join(address.split("/")[:3])
     runs = {item["name"]: item["id"] for item in ask("status", environment=environment)}
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    program = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        browser = playwright.chromium.launch(
+            executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
         page.goto(address)
-        pages = {"overview": "/", "runs": "/runs/", **{name: f"/runs/{number}/" for name, number in runs.items()}}
+        pages = {
+            "overview": "/",
+            "runs": "/runs/",
+            **{name: f"/runs/{number}/" for name, number in runs.items()},
+        }
         for name, path in pages.items():
             # A page stays connected to the master, so the network is never idle.
             page.goto(base + path)
@@ -104,7 +123,11 @@ def main() -> None:
     """Follow the page in a folder that is deleted afterwards."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, help="folder for the log and the pictures")
-    parser.add_argument("--update", action="store_true", help="put the outputs and two pictures into the documentation")
+    parser.add_argument(
+        "--update",
+        action="store_true",
+        help="put the outputs and two pictures into the documentation",
+    )
     args = parser.parse_args()
     target = args.folder.resolve()
     target.mkdir(parents=True, exist_ok=True)

@@ -51,11 +51,17 @@ SOURCE_FOLDERS = [*PACKAGES, "requirements"]
 
 def copy_sources(target: Path) -> None:
     """Copy the parts of the checkout that a build reads, and some that it must leave out."""
-    skipped = shutil.ignore_patterns("__pycache__", "*.pyc", "*.so", "*.egg-info", "_build", "results")
+    skipped = shutil.ignore_patterns(
+        "__pycache__", "*.pyc", "*.so", "*.egg-info", "_build", "results"
+    )
     for name in SOURCES:
         shutil.copy(ROOT / name, target)
     for name in SOURCE_FOLDERS:
-        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "*.so"))
+        shutil.copytree(
+            ROOT / name,
+            target / name,
+            ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "*.so"),
+        )
     for name in ("docs", "tools"):
         shutil.copytree(ROOT / name, target / name, ignore=skipped)
 
@@ -76,7 +82,9 @@ def build(folder: Path) -> tuple[Path, Path]:
     with tempfile.TemporaryDirectory() as name:
         copy_sources(Path(name))
         command = [sys.executable, "-m", "build", *options, name]
-        done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
     if done.returncode:
         raise SystemExit(f"{done.stdout}\nthe build failed")
     (source,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
@@ -101,7 +109,11 @@ def expected_in_wheel() -> set[str]:
     for folder, package in PACKAGES.items():
         for path in (ROOT / folder).rglob("*"):
             name = f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
-            if path.is_file() and not NEVER.search(name) and not ONLY_IN_THE_CHECKOUT.fullmatch(name):
+            if (
+                path.is_file()
+                and not NEVER.search(name)
+                and not ONLY_IN_THE_CHECKOUT.fullmatch(name)
+            ):
                 found.add(name)
     return found
 
@@ -112,7 +124,11 @@ def find_problems(source: Path, wheel: Path) -> list[str]:
     Returns:
         One sentence for each file that is missing or must not be there; an empty list if all is right.
     """
-    in_source, in_wheel, expected = names_in_source(source), names_in_wheel(wheel), expected_in_wheel()
+    in_source, in_wheel, expected = (
+        names_in_source(source),
+        names_in_wheel(wheel),
+        expected_in_wheel(),
+    )
     metadata = {name for name in in_wheel if name.split("/")[0].endswith(".dist-info")}
     sources = files_below("requirements") | set(SOURCES)
     packaged = {name for folder in PACKAGES for name in in_source if name.startswith(f"{folder}/")}
@@ -122,7 +138,11 @@ def find_problems(source: Path, wheel: Path) -> list[str]:
         *(f"{wheel.name} must not have {name}" for name in sorted(in_wheel - metadata - expected)),
         *(f"{source.name} lacks {name}" for name in sorted(sources - in_source)),
         *(f"{source.name} lacks {name}" for name in sorted(expected - as_packaged)),
-        *(f"{source.name} must not have {name}" for name in sorted(in_source) if NEVER.search(name)),
+        *(
+            f"{source.name} must not have {name}"
+            for name in sorted(in_source)
+            if NEVER.search(name)
+        ),
     ]
 
 
@@ -167,13 +187,20 @@ def run_twine(*files: Path) -> bool:
     if importlib.util.find_spec("twine") is None:
         print("twine check: skipped, because twine is not installed (pip install twine)")
         return True
-    return subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *map(str, files)]).returncode == 0
+    return (
+        subprocess.run(
+            [sys.executable, "-m", "twine", "check", "--strict", *map(str, files)]
+        ).returncode
+        == 0
+    )
 
 
 def main() -> int:
     """Build, check and describe."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "dist", help="folder for both files")
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=ROOT / "dist", help="folder for both files"
+    )
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("*.whl"), *folder.glob("*.tar.gz")):
@@ -183,7 +210,9 @@ def main() -> int:
     problems = find_problems(source, wheel)
     print("\n".join(problems) or "contents: as expected")
     twine_agrees = run_twine(source, wheel)
-    print(f"Nothing was published. A real release:\n{next_steps(str(read_metadata(wheel)['Version']))}")
+    print(
+        f"Nothing was published. A real release:\n{next_steps(str(read_metadata(wheel)['Version']))}"
+    )
     return int(bool(problems) or not twine_agrees)
 
 

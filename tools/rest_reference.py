@@ -31,7 +31,11 @@ def describe_api() -> dict[str, Any]:
 def list_requests() -> list[tuple[str, str, dict[str, Any]]]:
     """Return method, path and description of all requests, ordered by path."""
     paths = describe_api()["paths"]
-    return [(method.upper(), path, operation) for path in sorted(paths) for method, operation in paths[path].items()]
+    return [
+        (method.upper(), path, operation)
+        for path in sorted(paths)
+        for method, operation in paths[path].items()
+    ]
 
 
 def write_requests(tag: str) -> str:
@@ -54,15 +58,27 @@ def _write_overview() -> str:
     rows = []
     for method, path, operation in list_requests():
         fields = ", ".join(f"`{name}`" for name, *_ in _fields(operation))
-        errors = ", ".join(sorted(set(operation["responses"]) - COMMON_ERRORS - _successes(operation)))
+        errors = ", ".join(
+            sorted(set(operation["responses"]) - COMMON_ERRORS - _successes(operation))
+        )
         summary = operation["summary"].replace("|", r"\|")
         rows.append(f"| `{method} {path}` | {summary} | {fields} | {errors} |")
-    return "\n".join(["| request | answer or effect | parameters or fields | errors |", "|---|---|---|---|", *rows, ""])
+    return "\n".join(
+        [
+            "| request | answer or effect | parameters or fields | errors |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
 
 
 def _write_fields(method: str, path: str, operation: dict[str, Any]) -> str:
     """Write the heading and the table of the parameters, or of the fields of the body, of a request."""
-    rows = [f"| `{name}` | {kind} | {meaning} | {default} |" for name, kind, meaning, default in _fields(operation)]
+    rows = [
+        f"| `{name}` | {kind} | {meaning} | {default} |"
+        for name, kind, meaning, default in _fields(operation)
+    ]
     if not rows:
         return ""
     status = min(_successes(operation))
@@ -82,7 +98,9 @@ def _fields(operation: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     A required field has the default ``required``. The parameters in the path are left out: the path shows them.
     """
     queries = [found for found in operation.get("parameters", []) if found["in"] == "query"]
-    fields = {found["name"]: {**found["schema"], "description": found["description"]} for found in queries}
+    fields = {
+        found["name"]: {**found["schema"], "description": found["description"]} for found in queries
+    }
     required: list[str] = []
     if "requestBody" in operation:
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
@@ -92,7 +110,9 @@ def _fields(operation: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     found = []
     for name, field in fields.items():
         default = "required" if name in required else _show_default(field.get("default"))
-        found.append((name, _show_type(field), field.get("description", "").replace("|", r"\|"), default))
+        found.append(
+            (name, _show_type(field), field.get("description", "").replace("|", r"\|"), default)
+        )
     return found
 
 
@@ -132,9 +152,15 @@ def _show_limits(kind: dict[str, Any]) -> str:
     # The limit of 64 bits is that of the database, and nobody reaches it.
     most = None if most is not None and most > 2**62 else most
     if kind.get("type") == "string":
-        return f", at most {kind['maxLength']:,} characters" if 1 < kind.get("maxLength", 0) < 2**17 else ""
+        return (
+            f", at most {kind['maxLength']:,} characters"
+            if 1 < kind.get("maxLength", 0) < 2**17
+            else ""
+        )
     if "exclusiveMinimum" in kind:
-        return f", more than {kind['exclusiveMinimum']:g}" + (f", at most {most:,.0f}" if most is not None else "")
+        return f", more than {kind['exclusiveMinimum']:g}" + (
+            f", at most {most:,.0f}" if most is not None else ""
+        )
     if least is not None and most is not None:
         return f", {least:,.0f} to {most:,.0f}"
     return f", at least {least:,.0f}" if least is not None else ""

@@ -51,7 +51,11 @@ WORLD_SIZES = (1, 2)
 def train_digits(rank: int, world_size: int, *, overlap: bool) -> nn.Module:
     """Train ResNet-20 as task 1a does, with smaller batches."""
     batches = ImageBatches(
-        partition_dataset_by_rank(Digits(train=True), rank, world_size), 32, augment=True, shuffle=True, rank=rank
+        partition_dataset_by_rank(Digits(train=True), rank, world_size),
+        32,
+        augment=True,
+        shuffle=True,
+        rank=rank,
     )
     torch.manual_seed(1)
     model = get_resnet_model("resnet20", 1, "fp32", num_classes=10)
@@ -65,7 +69,11 @@ def train_digits(rank: int, world_size: int, *, overlap: bool) -> nn.Module:
         overlap=overlap,
     )
     scheduler = ReduceLROnPlateauWithWarmup(
-        optimizer, warmup_init_lr=0.02, scaled_lr=0.02 * world_size, warmup_epochs=1, batches_per_epoch=STEPS
+        optimizer,
+        warmup_init_lr=0.02,
+        scaled_lr=0.02 * world_size,
+        warmup_epochs=1,
+        batches_per_epoch=STEPS,
     )
     train_round(
         batches,
@@ -85,13 +93,21 @@ def make_optimizer(name: str, model: nn.Module, rank: int, world_size: int) -> O
     """Make an optimizer with the arguments that it had in version 3.0."""
     if name == "PowerSGD":
         return PowerSGD(
-            model, lr=0.05, momentum=0.9, weight_decay=1e-4, reuse_query=True, world_size=world_size, rank=2
+            model,
+            lr=0.05,
+            momentum=0.9,
+            weight_decay=1e-4,
+            reuse_query=True,
+            world_size=world_size,
+            rank=2,
         )
     if name == "CentralizedAdam":
         return CentralizedAdam(world_size=world_size, model=model, lr=0.01, by_layer=True)
     if name == "CentralizedSparsifiedSGD":
         parameters = list(model.parameters())
-        return CentralizedSparsifiedSGD(parameters, lr=0.05, random_sparse=True, world_size=world_size)
+        return CentralizedSparsifiedSGD(
+            parameters, lr=0.05, random_sparse=True, world_size=world_size
+        )
     if name == "SignSGD":
         return SignSGD(list(model.parameters()), lr=0.001, momentum=0.9)
     neighbors = [other for other in range(world_size) if other != rank]
@@ -105,7 +121,9 @@ def train_small(rank: int, world_size: int, *, name: str) -> nn.Module:
     target = torch.randn(48, 16)
     optimizer = make_optimizer(name, model, rank, world_size)
     samples = torch.Generator().manual_seed(100 + rank)
-    torch.manual_seed(3)  # an optimizer that draws from the global generator draws the same on every worker
+    torch.manual_seed(
+        3
+    )  # an optimizer that draws from the global generator draws the same on every worker
     for _ in range(STEPS):
         inputs = torch.randn(32, 48, generator=samples)
         optimizer.zero_grad()
@@ -127,7 +145,11 @@ def train_language_model(rank: int, world_size: int, *, folder: Path) -> nn.Modu
     )  # fmt: skip
     torch.manual_seed(5 + rank)  # weights are the same on all workers, dropout is each worker's own
     optimizer = CustomCentralizedOptimizer(
-        model, world_size, partial(SGD, lr=30.0, weight_decay=1.2e-6), grad_clip=0.25, average_world=True
+        model,
+        world_size,
+        partial(SGD, lr=30.0, weight_decay=1.2e-6),
+        grad_clip=0.25,
+        average_world=True,
     )
     scheduler = LRLinearWarmUp(optimizer, init_lr=10.0, scaled_lr=30.0, warmup_duration=STEPS)
     regularization = ActivationRegularization(alpha=2.0, beta=1.0)
@@ -147,7 +169,13 @@ def train_language_model(rank: int, world_size: int, *, folder: Path) -> nn.Modu
 
 def recipes(folder: Path) -> dict[str, Callable[[int, int], nn.Module]]:
     """List the trainings, by the name that is printed."""
-    small = ("PowerSGD", "CentralizedAdam", "CentralizedSparsifiedSGD", "SignSGD", "DecentralizedSGD")
+    small = (
+        "PowerSGD",
+        "CentralizedAdam",
+        "CentralizedSparsifiedSGD",
+        "SignSGD",
+        "DecentralizedSGD",
+    )
     return {
         "digits, CentralizedSGD": partial(train_digits, overlap=False),
         "digits, CentralizedSGD, overlap": partial(train_digits, overlap=True),
@@ -160,12 +188,16 @@ def work(rank: int, world_size: int, folder: Path) -> None:
     """Be one worker: train everything, and leave the digest of each model in the folder."""
     torch.set_num_threads(1)
     hosts = ",".join(["127.0.0.1"] * world_size)
-    with initialize_backends("gloo", hosts, rank, logging_level="WARNING", seed=0, ckpt_run_dir=str(folder / "ckpt")):
+    with initialize_backends(
+        "gloo", hosts, rank, logging_level="WARNING", seed=0, ckpt_run_dir=str(folder / "ckpt")
+    ):
         for number, (title, train) in enumerate(recipes(folder).items()):
             digest = hashlib.sha256()
             for name, tensor in train(rank, world_size).state_dict().items():
                 if not torch.isfinite(tensor).all():
-                    raise ValueError(f"{title}: {name} is not finite, and its hash would hide a difference")
+                    raise ValueError(
+                        f"{title}: {name} is not finite, and its hash would hide a difference"
+                    )
                 digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
                 digest.update(tensor.detach().contiguous().numpy().tobytes())
             (folder / f"{number}-{world_size}-{rank}").write_text(digest.hexdigest())
@@ -189,7 +221,10 @@ def main() -> None:
             torch.multiprocessing.spawn(work, (world_size, folder), nprocs=world_size)
         for number, title in enumerate(recipes(folder)):
             for world_size in WORLD_SIZES:
-                digests = [(folder / f"{number}-{world_size}-{rank}").read_text() for rank in range(world_size)]
+                digests = [
+                    (folder / f"{number}-{world_size}-{rank}").read_text()
+                    for rank in range(world_size)
+                ]
                 total = hashlib.sha256("".join(digests).encode()).hexdigest()
                 print(f"{total}  {title}, workers: {world_size}")
 

@@ -10,14 +10,18 @@ import torch.distributed as dist
 WARM_UP = 10
 
 
-def bare_loop(elements: int, operations: int, repetitions: int, group: dist.ProcessGroup) -> list[float]:
+def bare_loop(
+    elements: int, operations: int, repetitions: int, group: dist.ProcessGroup
+) -> list[float]:
     """Return the seconds of one float32 all-reduce by repetition: the slowest worker's mean over several operations."""
     tensor = torch.ones(elements)
     for _ in range(WARM_UP):
         dist.all_reduce(tensor, group=group)
     seconds = torch.zeros(repetitions, dtype=torch.float64)
     for repetition in range(repetitions):
-        tensor.fill_(1.0)  # otherwise the sums overflow, and operations on inf may have another speed
+        tensor.fill_(
+            1.0
+        )  # otherwise the sums overflow, and operations on inf may have another speed
         dist.barrier(group=group)
         start = time.perf_counter()
         for _ in range(operations):

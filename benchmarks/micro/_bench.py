@@ -96,11 +96,17 @@ class Subject:
     def as_result(self, runs: list[dict[str, Any]]) -> dict[str, Any]:
         """Make the content of the subject's file."""
         declared = {**asdict(self), "peers": [*self.peers], "reading": [*self.reading]}
-        return {**declared, "reproduce": f"python benchmarks/micro/{self.subject}.py --save", "runs": runs}
+        return {
+            **declared,
+            "reproduce": f"python benchmarks/micro/{self.subject}.py --save",
+            "runs": runs,
+        }
 
     def value(self, seconds: float, amount: float) -> float:
         """Convert the seconds of a block with ``amount`` items to the unit."""
-        return amount / seconds if self.unit.endswith("/s") else SCALES[self.unit] * seconds / amount
+        return (
+            amount / seconds if self.unit.endswith("/s") else SCALES[self.unit] * seconds / amount
+        )
 
 
 class Timed(NamedTuple):
@@ -162,7 +168,9 @@ def measure(
             except RuntimeError as error:
                 errors[name] = " ".join(str(error).split())[:200]
                 continue
-            turns[name].append(result if isinstance(result, Timed) else Timed(seconds, result=result))
+            turns[name].append(
+                result if isinstance(result, Timed) else Timed(seconds, result=result)
+            )
     # Only variants with all their blocks can be compared block by block.
     working = {name: turn for name, turn in turns.items() if name not in errors}
     first = next(iter(working.values()), [])
@@ -170,15 +178,22 @@ def measure(
         # A variant with random output, such as augmented images, returns None.
         if turn[0].result is not None:
             check(name, first[0].result, turn[0].result)
-    values = {name: [subject.value(t.seconds, amount) for t in turn[1:]] for name, turn in working.items()}
+    values = {
+        name: [subject.value(t.seconds, amount) for t in turn[1:]] for name, turn in working.items()
+    }
     return [
         {"case": case, "variant": name, "error": errors[name], **summarize([])}
         if name in errors
         else {
             "case": case,
             "variant": name,
-            **summarize(values[name], {peer: values[peer] for peer in subject.peers if peer in values}),
-            "extra": {key: median(turn.extra[key] for turn in turns[name][1:]) for key in turns[name][0].extra},
+            **summarize(
+                values[name], {peer: values[peer] for peer in subject.peers if peer in values}
+            ),
+            "extra": {
+                key: median(turn.extra[key] for turn in turns[name][1:])
+                for key in turns[name][0].extra
+            },
         }
         for name in variants
     ]
@@ -192,7 +207,11 @@ def summarize(values: Sequence[float], peers: Mapping[str, Sequence[float]] | No
         found = [own / other for own, other in zip(values, others, strict=True)]
         ratios[peer] = [median(found), min(found), max(found)]
     summary = (median(values), min(values), max(values)) if values else (None, None, None)
-    return {**dict(zip(("value", "low", "high"), summary, strict=True)), "ratios": ratios, "extra": {}}
+    return {
+        **dict(zip(("value", "low", "high"), summary, strict=True)),
+        "ratios": ratios,
+        "extra": {},
+    }
 
 
 def positive(text: str) -> int:
@@ -204,16 +223,32 @@ def positive(text: str) -> int:
 
 def make_parser(description: str | None, *, blocks: int) -> argparse.ArgumentParser:
     """Make a parser with the arguments of all scripts."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=positive, default=blocks, help=f"blocks of each variant (default: {blocks})")
-    parser.add_argument("--quick", action="store_true", help="small sizes and one block, to try the script")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--save", nargs="?", type=Path, const=RESULTS, metavar="FOLDER", help="write SUBJECT.json (default: results)"
+        "--blocks",
+        type=positive,
+        default=blocks,
+        help=f"blocks of each variant (default: {blocks})",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes and one block, to try the script"
+    )
+    parser.add_argument(
+        "--save",
+        nargs="?",
+        type=Path,
+        const=RESULTS,
+        metavar="FOLDER",
+        help="write SUBJECT.json (default: results)",
     )
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, **quick: Any) -> argparse.Namespace:
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, **quick: Any
+) -> argparse.Namespace:
     """Read the command line; ``quick`` has the defaults under ``--quick``."""
     arguments = parser.parse_args(argv)
     if arguments.quick:
@@ -226,7 +261,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, **quick: 
     return arguments
 
 
-def finish(subject: Subject, rows: list[Row], arguments: argparse.Namespace, conditions: str) -> None:
+def finish(
+    subject: Subject, rows: list[Row], arguments: argparse.Namespace, conditions: str
+) -> None:
     """Print the table of a run, and store the run if ``--save`` was given."""
     run = {
         "date": date.today().isoformat(),
@@ -255,7 +292,9 @@ def save(result: dict[str, Any], folder: Path) -> None:
         kept = [row for row in run["rows"] if row["case"] not in cases]
         earlier += [{**run, "rows": kept}] if kept else []
     with replacing(path) as temporary:
-        text = json.dumps({**result, "runs": [*earlier, *result["runs"]]}, indent=1, ensure_ascii=False)
+        text = json.dumps(
+            {**result, "runs": [*earlier, *result["runs"]]}, indent=1, ensure_ascii=False
+        )
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
@@ -301,7 +340,11 @@ def machine() -> dict[str, Any]:
     import torch
 
     # platform.processor() is empty on most Linux distributions.
-    lines = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
+    lines = (
+        re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        if sys.platform == "linux"
+        else []
+    )
     return {
         "cpu": lines[0] if lines else platform.processor() or platform.machine(),
         "cores": os.cpu_count() or NOT_RECORDED,
@@ -312,7 +355,9 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the installed packages that matter, without importing them."""
-    installed = {distribution.metadata["Name"] for distribution in importlib.metadata.distributions()}
+    installed = {
+        distribution.metadata["Name"] for distribution in importlib.metadata.distributions()
+    }
     return {name: importlib.metadata.version(name) for name in PACKAGES if name in installed}
 
 
@@ -337,31 +382,47 @@ def markdown(result: Mapping[str, Any]) -> str:
         return "Not measured yet.\n"
     peers = [peer for peer in result["peers"] if any(peer in row["ratios"] for row in rows)]
     extras = list(dict.fromkeys(key for row in rows for key in row["extra"]))
-    header = ["run", "case", "variant", result["unit"], *(f"times {peer}" for peer in peers), *extras]
+    header = [
+        "run",
+        "case",
+        "variant",
+        result["unit"],
+        *(f"times {peer}" for peer in peers),
+        *extras,
+    ]
     many = len(result["runs"]) > 1
     lines = []
-    for run_number, row in ((n, row) for n, run in enumerate(result["runs"], 1) for row in run["rows"]):
+    for run_number, row in (
+        (n, row) for n, run in enumerate(result["runs"], 1) for row in run["rows"]
+    ):
         line = [str(run_number) if many else "", row["case"], row["variant"]]
         error = row.get("error", "").replace("|", "/")
-        line.append(f"failed: {error}" if error else _span(row["value"], row["low"], row["high"], number))
+        line.append(
+            f"failed: {error}" if error else _span(row["value"], row["low"], row["high"], number)
+        )
         line += [_span(*row["ratios"].get(peer, [None] * 3), _ratio) for peer in peers]
         lines.append([*line, *(number(row["extra"].get(key)) for key in extras)])
     # A column without a figure in any row is left out.
     used = [column for column in range(len(header)) if any(line[column] for line in lines)]
     table = [f"| {' | '.join(line[column] for column in used)} |" for line in (header, *lines)]
     table.insert(1, "|---" * len(used) + "|")
-    return "\n".join([*table, "", *(f"{n}. {provenance(run)}" for n, run in enumerate(result["runs"], 1))]) + "\n"
+    return (
+        "\n".join(
+            [*table, "", *(f"{n}. {provenance(run)}" for n, run in enumerate(result["runs"], 1))]
+        )
+        + "\n"
+    )
 
 
 def provenance(run: Mapping[str, Any]) -> str:
     """Say how a run was made."""
     machine = run["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items()) or NOT_RECORDED
+    versions = (
+        ", ".join(f"{name} {version}" for name, version in run["versions"].items()) or NOT_RECORDED
+    )
     command = run["command"] if run["command"] == NOT_RECORDED else f"`{run['command']}`"
     hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, GPU: {machine['gpu']}"
-    how = (
-        f"Command: {command}. Machine: {hardware}. Versions: {versions}. Date: {run['date']}. Commit: {run['commit']}."
-    )
+    how = f"Command: {command}. Machine: {hardware}. Versions: {versions}. Date: {run['date']}. Commit: {run['commit']}."
     return f"{run['conditions']} {how}"
 
 
@@ -369,6 +430,12 @@ def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
 
 
-def _span(value: float | None, low: float | None, high: float | None, form: Callable[[float | None], str]) -> str:
+def _span(
+    value: float | None, low: float | None, high: float | None, form: Callable[[float | None], str]
+) -> str:
     """Format a median and its range; a single block, or the ratio to itself, has no range."""
-    return form(value) if low is None or low == high else f"{form(value)} ({form(low)} to {form(high)})"
+    return (
+        form(value)
+        if low is None or low == high
+        else f"{form(value)} ({form(low)} to {form(high)})"
+    )

@@ -33,7 +33,9 @@ class Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(outputs)
         self.shortcut = nn.Sequential()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the block's output."""
@@ -75,7 +77,12 @@ class Images(Dataset):
 
 
 def make(
-    images: np.ndarray, labels: np.ndarray, rank: int, workers: int, batch_size: int, loader_processes: int
+    images: np.ndarray,
+    labels: np.ndarray,
+    rank: int,
+    workers: int,
+    batch_size: int,
+    loader_processes: int,
 ) -> Callable[[int], None]:
     """Make a function that trains for a number of steps.
 

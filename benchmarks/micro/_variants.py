@@ -63,7 +63,10 @@ def make_mlp() -> nn.Module:
 IMAGE = (3, 32, 32)
 WORKLOADS = {
     "resnet20": Workload(
-        "ResNet-20, batch 128", lambda: get_resnet_model("resnet20", 2, "fp32", num_classes=10), (128, *IMAGE), 2
+        "ResNet-20, batch 128",
+        lambda: get_resnet_model("resnet20", 2, "fp32", num_classes=10),
+        (128, *IMAGE),
+        2,
     ),
     "resnet18": Workload("ResNet-18 (32x32), batch 8", lambda: resnet18_32x32(10), (8, *IMAGE), 4),
     "vgg11": Workload("VGG11, batch 16", lambda: VGG("VGG11"), (16, *IMAGE), 4),
@@ -139,7 +142,13 @@ def alone(context: Context, fused: bool | None = None) -> Trainee:
     return Trainee(context.model, SGD(context.model.parameters(), LR, MOMENTUM, fused=fused))
 
 
-def ddp(context: Context, share: float = 1.0, fused: bool | None = None, hook: Any = None, **options: Any) -> Trainee:
+def ddp(
+    context: Context,
+    share: float = 1.0,
+    fused: bool | None = None,
+    hook: Any = None,
+    **options: Any,
+) -> Trainee:
     """Make torch's DistributedDataParallel; a hook sends the part ``share`` of the gradient's bytes."""
     module = DistributedDataParallel(context.model, **options)
     if hook is not None:
@@ -192,7 +201,11 @@ def sharing(context: Context) -> Trainee:
 def custom(context: Context) -> Trainee:
     """Make the library's wrapper around a given torch optimizer."""
     inside = SGD(context.model.parameters(), LR, MOMENTUM)
-    return Trainee(context.model, find("CustomCentralizedOptimizer")(context.model, None, inside), is_tracked=True)
+    return Trainee(
+        context.model,
+        find("CustomCentralizedOptimizer")(context.model, None, inside),
+        is_tracked=True,
+    )
 
 
 class NoUpdate(SGD):
@@ -204,7 +217,9 @@ class NoUpdate(SGD):
 
 def only_sums(context: Context) -> Trainee:
     """Average gradients as CentralizedSGD does, without an update: a bound for every update after the averages."""
-    optimizer = find("GenericCentralizedOptimizer")(None, context.model, optimizer=partial(NoUpdate, lr=LR))
+    optimizer = find("GenericCentralizedOptimizer")(
+        None, context.model, optimizer=partial(NoUpdate, lr=LR)
+    )
     return Trainee(context.model, optimizer, is_tracked=True)
 
 
@@ -216,7 +231,14 @@ def ddp_adam(context: Context) -> Trainee:
 
 def power(context: Context, rank: int) -> Trainee:
     """Make PowerSGD with warm start."""
-    return ours("PowerSGD", context, momentum=MOMENTUM, rank=rank, reuse_query=True, world_size=context.workers)
+    return ours(
+        "PowerSGD",
+        context,
+        momentum=MOMENTUM,
+        rank=rank,
+        reuse_query=True,
+        world_size=context.workers,
+    )
 
 
 def sign(context: Context, name: str) -> Trainee:
@@ -233,13 +255,18 @@ def compressed(context: Context, name: str, lr: float = LR, **options: Any) -> T
 def sparse(context: Context, random: bool) -> Trainee:
     """Send one percent of the gradient."""
     make, named = find("CentralizedSparsifiedSGD"), context.model.named_parameters()
-    optimizer = make(named, LR, sparse_grad_size=0.01, random_sparse=random, world_size=context.workers)
+    optimizer = make(
+        named, LR, sparse_grad_size=0.01, random_sparse=random, world_size=context.workers
+    )
     return Trainee(context.model, optimizer, is_tracked=True)
 
 
 def gossip(name: str, context: Context) -> Trainee:
     """Average with the neighbors on a ring."""
-    kind = getattr(importlib.import_module("mlbench_core.aggregation.pytorch"), name.replace("SGD", "Aggregation"))
+    kind = getattr(
+        importlib.import_module("mlbench_core.aggregation.pytorch"),
+        name.replace("SGD", "Aggregation"),
+    )
     return ours(name, context, momentum=MOMENTUM, aggregation=kind(topology=ring(context.workers)))
 
 
@@ -279,7 +306,9 @@ def streaming(context: Context) -> Trainee:
     The message of a block's last step travels between two blocks, so this row looks a little better than a run.
     """
     steps = context.steps
-    exchange = StreamingDiLoCoAggregation(period=steps, fragments=min(2, steps), delay=min(1, steps - 1), quantize=True)
+    exchange = StreamingDiLoCoAggregation(
+        period=steps, fragments=min(2, steps), delay=min(1, steps - 1), quantize=True
+    )
     return ours("StreamingDiLoCo", context, aggregation=exchange)
 
 
@@ -297,15 +326,22 @@ VARIANTS = {
     "alone_fused": Variant("no communication, fused SGD", partial(alone, fused=True)),
     DDP: Variant("DDP + SGD (both default)", ddp),
     "ddp_fused": Variant(
-        "DDP, gradients as bucket views, fused SGD", partial(ddp, fused=True, gradient_as_bucket_view=True)
+        "DDP, gradients as bucket views, fused SGD",
+        partial(ddp, fused=True, gradient_as_bucket_view=True),
     ),
-    "ddp_fp16": Variant("DDP, fp16 hook", partial(ddp, share=0.5, hook=default_hooks.fp16_compress_hook)),
+    "ddp_fp16": Variant(
+        "DDP, fp16 hook", partial(ddp, share=0.5, hook=default_hooks.fp16_compress_hook)
+    ),
     "ddp_power2": Variant("DDP, PowerSGD hook, rank 2, one bucket", partial(ddp_power, rank=2)),
     "sgd": Variant("CentralizedSGD", sgd),
     "sgd_no_update": Variant("CentralizedSGD, no update", only_sums, is_default=False),
     "sgd_fused": Variant("CentralizedSGD, fused", partial(sgd, fused=True)),
-    "sgd_by_layer": Variant("CentralizedSGD, by layer", partial(sgd, by_layer=True), is_default=False),
-    "sgd_weights": Variant("CentralizedSGD, averaged weights", partial(sgd, agg_grad=False), is_default=False),
+    "sgd_by_layer": Variant(
+        "CentralizedSGD, by layer", partial(sgd, by_layer=True), is_default=False
+    ),
+    "sgd_weights": Variant(
+        "CentralizedSGD, averaged weights", partial(sgd, agg_grad=False), is_default=False
+    ),
     "custom": Variant("CustomCentralizedOptimizer, torch's SGD", custom, is_default=False),
     "ddp_adam": Variant("DDP + Adam", ddp_adam, is_default=False),
     "adam": Variant("CentralizedAdam", partial(ours, "CentralizedAdam"), is_default=False),
@@ -327,7 +363,9 @@ VARIANTS = {
         for size_mb in (1, 4, 25, 1000)
     },
     **{
-        f"{name}_returned": Variant(f"{title}, freed memory returned", make, is_default=False, keeps_memory=False)
+        f"{name}_returned": Variant(
+            f"{title}, freed memory returned", make, is_default=False, keeps_memory=False
+        )
         for name, title, make in (("ddp", "DDP + SGD", ddp), ("sgd", "CentralizedSGD", sgd))
     },
     "power1": Variant("PowerSGD, rank 1", partial(power, rank=1)),
@@ -341,7 +379,9 @@ VARIANTS = {
     "choco": Variant("ChocoSGD, ring, largest 10 %", partial(gossip, "ChocoSGD")),
     "local": Variant("LocalSGD, every {steps} steps", periodic("LocalSGD", momentum=MOMENTUM)),
     "local4": Variant("LocalSGD, every 4 steps", local4, is_default=False),
-    "local4_delay": Variant("LocalSGD, every 4 steps, delay of 3", partial(local4, delay=3), is_default=False),
+    "local4_delay": Variant(
+        "LocalSGD, every 4 steps, delay of 3", partial(local4, delay=3), is_default=False
+    ),
     "diloco": Variant("DiLoCo (AdamW), every {steps} steps", periodic("DiLoCo")),
     "qsgd": Variant("QSGD, 4 bits", partial(ours, "QSGD", momentum=MOMENTUM, levels=7)),
     "demo": Variant("DeMo", partial(compressed, name="DeMo")),
@@ -353,7 +393,9 @@ VARIANTS = {
     "muloco": Variant("MuLoCo, every {steps} steps", muloco),
     "streaming": Variant("StreamingDiLoCo, 2 fragments of 4 bits, every {steps} steps", streaming),
     "sparse_loco": Variant("SparseLoCo, every {steps} steps", periodic("SparseLoCo")),
-    "half_fp16": Variant("FP16Optimizer, fp16", partial(half, dtype=torch.float16), is_default=False),
+    "half_fp16": Variant(
+        "FP16Optimizer, fp16", partial(half, dtype=torch.float16), is_default=False
+    ),
     "half_bf16": Variant("FP16Optimizer, bf16", partial(half, dtype=torch.bfloat16)),
 }
 """In the order of the table. A variant that fails is reported with its error."""

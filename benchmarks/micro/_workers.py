@@ -71,7 +71,13 @@ class Workers:
         launcher: Sequence[str] | None = None,
         network: EmulatedNetwork | None = None,
     ) -> None:
-        self.script, self.count, self.setup, self.launcher, self.network = script, count, setup, launcher, network
+        self.script, self.count, self.setup, self.launcher, self.network = (
+            script,
+            count,
+            setup,
+            launcher,
+            network,
+        )
         self.processes: list[subprocess.Popen[Any]] = []
         self.files = contextlib.ExitStack()
 
@@ -88,7 +94,9 @@ class Workers:
             self._start()
         pipe = self.processes[0].stdin
         assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):  # the worker has ended: _receive gives the reason
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # the worker has ended: _receive gives the reason
             pipe.write(f"{json.dumps(request)}\n")
             pipe.flush()
         line = self._receive()
@@ -125,7 +133,9 @@ class Workers:
                 process = self.network.popen(rank, command, variables, **options)
             else:
                 environment = {**os.environ, **variables}
-                process = subprocess.Popen([*(self.launcher or ()), *command], env=environment, **options)
+                process = subprocess.Popen(
+                    [*(self.launcher or ()), *command], env=environment, **options
+                )
             self.processes.append(process)
         for pipe in (self.processes[0].stdin, self.processes[0].stdout):
             assert pipe is not None
@@ -153,7 +163,9 @@ class Workers:
         found = []
         for rank, process in enumerate(self.processes):
             lines = (self.folder / f"log{rank}").read_text().splitlines() or ["no message"]
-            tail = next((line for line in reversed(lines) if "Error" in line), lines[-1]).strip()[:200]
+            tail = next((line for line in reversed(lines) if "Error" in line), lines[-1]).strip()[
+                :200
+            ]
             code = process.poll()
             if code:
                 # A signal or a worker's own error is the cause. A connection that a peer closed is
@@ -170,7 +182,9 @@ def _close(pipe: Any) -> None:
 def mpirun_command(count: int) -> list[str] | None:
     """Return the command that starts a number of processes of MPI; None if MPI cannot be used."""
     # Wheels of Open MPI put the program into the folder of this Python, which may not be on the path.
-    program = shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
+    program = shutil.which("mpirun") or shutil.which(
+        "mpirun", path=str(Path(sys.executable).parent)
+    )
     if program is None or importlib.util.find_spec("mpi4py") is None:
         return None
     # mpirun refuses to run as root without this option, and containers often have no other user.
@@ -187,14 +201,20 @@ def serve(make_handler: Callable[[Reply], Callable[[Reply], Reply]]) -> None:
     folder = Path(sys.argv[2])
     # The replies get a copy of standard output.
     replies_out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # text that a library prints must not become a reply
+    os.dup2(
+        sys.stderr.fileno(), sys.stdout.fileno()
+    )  # text that a library prints must not become a reply
     by_mpirun = "OMPI_COMM_WORLD_RANK" in os.environ
-    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE") if by_mpirun else ("RANK", "WORLD_SIZE")
+    names = (
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE") if by_mpirun else ("RANK", "WORLD_SIZE")
+    )
     rank, world_size = (int(os.environ[name]) for name in names)
     torch.set_num_threads(1)
     # A file needs no port, which another program could take in the meantime.
     store = dist.FileStore(str(folder / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
+    )
     handle = make_handler(json.loads((folder / "setup.json").read_text()))
     while True:
         request = [sys.stdin.readline() if rank == 0 else ""]

@@ -32,8 +32,18 @@ CLASSICAL = "classical: copies of weights, whole-matrix masks"
 PRODUCTS = "bound: the matrix products of the scores alone"
 BOUND = "bound: these products and torch's LSTM layers"
 PRESETS = {
-    "full": (400, 1150, 3, {"dropout": 0.4, "dropouth": 0.2, "dropouti": 0.65, "dropoute": 0.1, "wdrop": 0.5}),
-    "small": (200, 400, 2, {"dropout": 0.2, "dropouth": 0.1, "dropouti": 0.2, "dropoute": 0.1, "wdrop": 0.1}),
+    "full": (
+        400,
+        1150,
+        3,
+        {"dropout": 0.4, "dropouth": 0.2, "dropouti": 0.65, "dropoute": 0.1, "wdrop": 0.5},
+    ),
+    "small": (
+        200,
+        400,
+        2,
+        {"dropout": 0.2, "dropouth": 0.1, "dropouti": 0.2, "dropoute": 0.1, "wdrop": 0.1},
+    ),
 }
 SUBJECT = Subject(
     "awd_lstm",
@@ -91,12 +101,18 @@ class ClassicalModel(nn.Module):
         weight = model.encoder.weight
         if self.training and model.dropoute > 0:
             keep = 1 - model.dropoute
-            weight = weight.new_empty(weight.size(0), 1).bernoulli_(keep).expand_as(weight) / keep * weight
+            weight = (
+                weight.new_empty(weight.size(0), 1).bernoulli_(keep).expand_as(weight)
+                / keep
+                * weight
+            )
         x = self._locked(F.embedding(words, weight), model.drop_input.p)
         ends = []
         for number, (rnn, state) in enumerate(zip(model.rnns, hidden, strict=True), start=1):
             x, state = rnn(x, state)
-            x = self._locked(x, model.drop_hidden.p if number < model.nlayers else model.drop_output.p)
+            x = self._locked(
+                x, model.drop_hidden.p if number < model.nlayers else model.drop_output.p
+            )
             ends.append(state)
         return model.decoder(x.flatten(0, 1)), ends
 
@@ -108,10 +124,14 @@ def with_copies(model: LSTMLanguageModel) -> LSTMLanguageModel:
     return model
 
 
-def make_step(network: nn.Module, model: LSTMLanguageModel, words: Tensor, bf16: bool) -> Callable[[], None]:
+def make_step(
+    network: nn.Module, model: LSTMLanguageModel, words: Tensor, bf16: bool
+) -> Callable[[], None]:
     """Make a function that takes a training step, and continues from the state of the last one."""
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
-    hidden = [(h.to(words.device), c.to(words.device)) for h, c in model.init_hidden(words.shape[1])]
+    hidden = [
+        (h.to(words.device), c.to(words.device)) for h, c in model.init_hidden(words.shape[1])
+    ]
 
     def step() -> None:
         nonlocal hidden
@@ -137,12 +157,18 @@ def make_products(model: LSTMLanguageModel, words: Tensor, bf16: bool) -> Callab
     """
     dtype = torch.bfloat16 if bf16 else torch.float32
     weight = model.decoder.weight.detach().to(words.device, dtype).requires_grad_()
-    hidden = torch.randn(words[1:].numel(), weight.shape[1], device=words.device, dtype=dtype, requires_grad=True)
+    hidden = torch.randn(
+        words[1:].numel(), weight.shape[1], device=words.device, dtype=dtype, requires_grad=True
+    )
     gradient = torch.randn(words[1:].numel(), weight.shape[0], device=words.device, dtype=dtype)
     with_onednn = not words.is_cuda and not bf16 and torch.backends.mkldnn.is_available()
 
     def products() -> None:
-        scores = F.linear(hidden.to_mkldnn(), weight).to_dense() if with_onednn else F.linear(hidden, weight)
+        scores = (
+            F.linear(hidden.to_mkldnn(), weight).to_dense()
+            if with_onednn
+            else F.linear(hidden, weight)
+        )
         torch.autograd.grad(scores, [hidden, weight], gradient)
 
     return products
@@ -154,7 +180,9 @@ def make_bound(model: LSTMLanguageModel, words: Tensor, bf16: bool) -> Callable[
     dtype = torch.bfloat16 if bf16 else torch.float32
     sizes = [(drop.module.input_size, drop.module.hidden_size) for drop in model.rnns]
     layers = nn.ModuleList([nn.LSTM(*size) for size in sizes]).to(words.device, dtype)
-    inputs = torch.randn(*words[1:].shape, sizes[0][0], device=words.device, dtype=dtype, requires_grad=True)
+    inputs = torch.randn(
+        *words[1:].shape, sizes[0][0], device=words.device, dtype=dtype, requires_grad=True
+    )
     gradient = torch.randn(*words[1:].shape, sizes[-1][1], device=words.device, dtype=dtype)
 
     def bound() -> None:
@@ -175,7 +203,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=positive, default=20)
     parser.add_argument("--bptt", type=positive, default=70)
     parser.add_argument("--steps", type=positive, default=3, help="steps of a block")
-    parser.add_argument("--bf16", action="store_true", help="forward and backward passes in bfloat16")
+    parser.add_argument(
+        "--bf16", action="store_true", help="forward and backward passes in bfloat16"
+    )
     parser.add_argument("--gpu", action="store_true", help="on the current GPU")
     arguments = parse(parser, argv, vocabulary=100, bptt=5, steps=1)
     if arguments.gpu and not torch.cuda.is_available():
@@ -185,7 +215,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     # All variants start from copies of one model.
     ninp, nhid, nlayers, dropouts = PRESETS[arguments.preset]
     torch.manual_seed(0)
-    model = LSTMLanguageModel(arguments.vocabulary, ninp, nhid, nlayers, tie_weights=True, **dropouts)
+    model = LSTMLanguageModel(
+        arguments.vocabulary, ninp, nhid, nlayers, tie_weights=True, **dropouts
+    )
     networks = {
         CLASSICAL: ClassicalModel(with_copies(copy.deepcopy(model))),
         "ours, copies of weights": with_copies(copy.deepcopy(model)),
@@ -194,7 +226,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device("cuda" if arguments.gpu else "cpu")
     size = (arguments.bptt + 1, arguments.batch_size)
     words = torch.randint(arguments.vocabulary, size, device=device)
-    steps = {name: make_step(network.to(device), model, words, arguments.bf16) for name, network in networks.items()}
+    steps = {
+        name: make_step(network.to(device), model, words, arguments.bf16)
+        for name, network in networks.items()
+    }
     steps[PRODUCTS] = make_products(model, words, arguments.bf16)
     steps[BOUND] = make_bound(model, words, arguments.bf16)
 
@@ -209,14 +244,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     rows = measure(
         SUBJECT,
-        f"preset {arguments.preset}, {arguments.vocabulary:,} words" + ", bfloat16" * arguments.bf16,
+        f"preset {arguments.preset}, {arguments.vocabulary:,} words"
+        + ", bfloat16" * arguments.bf16,
         {name: block(step) for name, step in steps.items()},
         arguments.blocks,
         amount=arguments.steps * arguments.batch_size * arguments.bptt,
     )
-    conditions = (
-        f"{arguments.blocks} blocks of {arguments.steps} steps of {arguments.batch_size} x {arguments.bptt} words."
-    )
+    conditions = f"{arguments.blocks} blocks of {arguments.steps} steps of {arguments.batch_size} x {arguments.bptt} words."
     finish(SUBJECT, rows, arguments, conditions)
 
 

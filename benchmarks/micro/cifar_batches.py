@@ -22,8 +22,17 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from mlbench_core import _torchvision
-from mlbench_core.dataset.imagerecognition.published import CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD
-from mlbench_core.dataset.imagerecognition.pytorch import CIFAR10V1, Augmentation, ImageBatches, ImageDataset
+from mlbench_core.dataset.imagerecognition.published import (
+    CIFAR10_CLASSES,
+    CIFAR10_MEAN,
+    CIFAR10_STD,
+)
+from mlbench_core.dataset.imagerecognition.pytorch import (
+    CIFAR10V1,
+    Augmentation,
+    ImageBatches,
+    ImageDataset,
+)
 
 PLAIN, OURS = "torchvision transforms, DataLoader", "CIFAR10V1, ImageBatches"
 SUBJECT = Subject(
@@ -64,11 +73,15 @@ def load(folder: Path | None) -> tuple[ImageDataset, str]:
         return CIFAR10V1(folder, partial=True), "images of CIFAR-10"
     images = torch.randint(0, 256, (10_000, 3, 32, 32), dtype=torch.uint8)
     labels = torch.randint(0, 10, (10_000,))
-    dataset = ImageDataset(images, labels, CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD, Augmentation())
+    dataset = ImageDataset(
+        images, labels, CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD, Augmentation()
+    )
     return dataset, "random bytes (no --data folder)"
 
 
-def draw(batches: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int) -> tuple[torch.Size, torch.dtype]:
+def draw(
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int
+) -> tuple[torch.Size, torch.dtype]:
     """Draw ``count`` batches; augmentation is random, so only shape and type of the images can be compared."""
     # Only the last batch is kept: memory that earlier ones free is used again, as in training.
     ((images, _),) = deque(itertools.islice(batches, count), maxlen=1)
@@ -102,7 +115,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         amount=count * size,
     )
     finish(
-        SUBJECT, rows, arguments, f"{arguments.blocks} blocks of {count * size:,} {source}, one process, one thread."
+        SUBJECT,
+        rows,
+        arguments,
+        f"{arguments.blocks} blocks of {count * size:,} {source}, one process, one thread.",
     )
 
 

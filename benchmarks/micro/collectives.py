@@ -48,23 +48,33 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
     operations: dict[int, int] = {}
 
     def ours(elements: int, count: int, repetitions: int, group: dist.ProcessGroup) -> list[float]:
-        found = measure_collective("all_reduce", elements, group=group, repetitions=repetitions, operations=count)
+        found = measure_collective(
+            "all_reduce", elements, group=group, repetitions=repetitions, operations=count
+        )
         # A fast all-reduce with wrong sums must not enter the table.
         if found.wrong_elements:
             raise RuntimeError(f"{found.wrong_elements} wrong elements: {found}")
         return list(found.seconds)
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
-        name, elements, repetitions = request["variant"], request["elements"], request["repetitions"]
+        name, elements, repetitions = (
+            request["variant"],
+            request["elements"],
+            request["repetitions"],
+        )
         if elements not in operations:  # the same number for all variants
-            operations[elements] = measure_collective("all_reduce", elements, repetitions=3).operations
+            operations[elements] = measure_collective(
+                "all_reduce", elements, repetitions=3
+            ).operations
         run = bare_loop if name == BARE else ours
         return {"seconds": median(run(elements, operations[elements], repetitions, groups[name]))}
 
     return handle
 
 
-def run(backend: str, count: int, elements: Sequence[int], repetitions: int, blocks: int) -> list[Row]:
+def run(
+    backend: str, count: int, elements: Sequence[int], repetitions: int, blocks: int
+) -> list[Row]:
     """Measure all sizes over one backend with one number of workers."""
     launcher = mpirun_command(count) if backend == "mpi" else None
     rows = []
@@ -77,16 +87,24 @@ def run(backend: str, count: int, elements: Sequence[int], repetitions: int, blo
         names = [BARE, OURS, *([OVER_GLOO] if backend == "mpi" else [])]
         for size in elements:
             case = f"{backend}, {count} workers, {size:,} elements"
-            rows += measure(SUBJECT, case, {name: partial(block, name, size) for name in names}, blocks)
+            rows += measure(
+                SUBJECT, case, {name: partial(block, name, size) for name in names}, blocks
+            )
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     parser = make_parser(__doc__, blocks=40)
-    parser.add_argument("--workers", nargs="+", type=positive, default=[2, 4], help="numbers of workers")
-    parser.add_argument("--elements", nargs="+", type=positive, default=[1, 100, 10**4, 10**5, 10**6, 10**7])
-    parser.add_argument("--repetitions", type=positive, default=20, help="repetitions in a block (default: 20)")
+    parser.add_argument(
+        "--workers", nargs="+", type=positive, default=[2, 4], help="numbers of workers"
+    )
+    parser.add_argument(
+        "--elements", nargs="+", type=positive, default=[1, 100, 10**4, 10**5, 10**6, 10**7]
+    )
+    parser.add_argument(
+        "--repetitions", type=positive, default=20, help="repetitions in a block (default: 20)"
+    )
     parser.add_argument("--without-mpi", action="store_true", help="compare over Gloo only")
     arguments = parse(parser, argv, workers=[2], elements=[1000], repetitions=2)
     if min(arguments.workers) < 2:

@@ -82,10 +82,16 @@ VARIANTS = {
     TORCH_FP16: Hook(lambda model: (None, default_hooks.fp16_compress_hook)),
     TORCH_POWER: Hook(torch_power, needs_one_bucket=True),
     "all-reduce, overlap": ours(lambda model: AllReduceAggregation(overlap=True)),
-    "all-reduce, overlap, fp16": ours(lambda model: AllReduceAggregation(overlap=True, comm_dtype=torch.float16)),
-    "all-reduce, overlap, bf16": ours(lambda model: AllReduceAggregation(overlap=True, comm_dtype=torch.bfloat16)),
+    "all-reduce, overlap, fp16": ours(
+        lambda model: AllReduceAggregation(overlap=True, comm_dtype=torch.float16)
+    ),
+    "all-reduce, overlap, bf16": ours(
+        lambda model: AllReduceAggregation(overlap=True, comm_dtype=torch.bfloat16)
+    ),
     "PowerSGD, rank 2": ours(
-        lambda model: PowerAggregation(model, world_size=None, rank=RANK, reuse_query=True, start_after_steps=2)
+        lambda model: PowerAggregation(
+            model, world_size=None, rank=RANK, reuse_query=True, start_after_steps=2
+        )
     ),
     "EF-sign": ours(lambda model: EFSignAggregation()),
     "largest 1 %": ours(lambda model: SparsifiedAggregation(model, size=0.01)),
@@ -105,7 +111,9 @@ class Trainee:
 
     def __init__(self, variant: str, network: nn.Module, lr: float, bucket_mb: float = 25) -> None:
         hook = VARIANTS[variant]
-        self.model = DistributedDataParallel(network, bucket_cap_mb=HUGE_MB if hook.needs_one_bucket else bucket_mb)
+        self.model = DistributedDataParallel(
+            network, bucket_cap_mb=HUGE_MB if hook.needs_one_bucket else bucket_mb
+        )
         self.optimizer = SGD(self.model.parameters(), lr, MOMENTUM)
         self.state, self._hook = hook.make(self.model) if hook.make else (None, None)
         self._is_registered = False
@@ -152,7 +160,9 @@ class Digits:
         rank, workers = dist.get_rank(), dist.get_world_size()
         self._train = images[~is_test][rank::workers], labels[~is_test][rank::workers]
         torch.manual_seed(0)
-        self._network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
+        self._network = nn.Sequential(
+            nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)
+        )
 
     def start(self, variant: str) -> Trainee:
         """Make the network as it starts."""
@@ -198,7 +208,11 @@ def make_digits_handler(steps: int) -> Callable[[dict[str, Any]], dict[str, Any]
         start = time.perf_counter()
         digits.train(trainee, range(steps))
         seconds = time.perf_counter() - start
-        return {"seconds": seconds, "accuracy %": digits.accuracy(trainee), "resume": differences[name]}
+        return {
+            "seconds": seconds,
+            "accuracy %": digits.accuracy(trainee),
+            "resume": differences[name],
+        }
 
     return handle
 
@@ -236,12 +250,16 @@ def run(model: str, count: int, arguments: Any) -> list[Row]:
 
         def block(variant: str) -> Timed:
             replies = workers.ask(variant=variant)
-            extra = {key: max(reply[key] for reply in replies) for key in replies[0] if key != "seconds"}
+            extra = {
+                key: max(reply[key] for reply in replies) for key in replies[0] if key != "seconds"
+            }
             seconds = max(reply["seconds"] for reply in replies)
             return Timed(seconds, {"ms/step": 1000 * seconds / steps, **extra})
 
         variants = {name: partial(block, name) for name in VARIANTS}
-        return measure(SUBJECT, f"{title}, {count} workers", variants, arguments.blocks, amount=steps)
+        return measure(
+            SUBJECT, f"{title}, {count} workers", variants, arguments.blocks, amount=steps
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -249,12 +267,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__, blocks=8)
     models = ["mlp", "resnet20", "digits"]
     parser.add_argument("--models", nargs="+", choices=[*WORKLOADS, "digits"], default=models)
-    parser.add_argument("--workers", nargs="+", type=positive, default=[2], help="numbers of workers")
-    parser.add_argument("--digits-steps", type=positive, default=300, help="steps of a block (default: 300)")
+    parser.add_argument(
+        "--workers", nargs="+", type=positive, default=[2], help="numbers of workers"
+    )
+    parser.add_argument(
+        "--digits-steps", type=positive, default=300, help="steps of a block (default: 300)"
+    )
     arguments = parse(parser, argv, models=["digits"], digits_steps=20)
     if min(arguments.workers) < 2:
         parser.error(f"argument --workers: must be at least 2, not {min(arguments.workers)}")
-    rows = [row for model in arguments.models for count in arguments.workers for row in run(model, count, arguments)]
+    rows = [
+        row
+        for model in arguments.models
+        for count in arguments.workers
+        for row in run(model, count, arguments)
+    ]
     finish(SUBJECT, rows, arguments, f"Gloo, {arguments.blocks} blocks, one thread per worker.")
 
 

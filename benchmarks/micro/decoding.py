@@ -20,7 +20,11 @@ from _bench import Subject, finish, make_parser, measure, parse, positive
 from torch import Tensor
 
 from mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary import Dictionary
-from mlbench_core.models.pytorch.transformer import SequenceGenerator, TransformerConfig, TransformerModel
+from mlbench_core.models.pytorch.transformer import (
+    SequenceGenerator,
+    TransformerConfig,
+    TransformerModel,
+)
 from mlbench_core.models.pytorch.transformer.modules import IncrementalState
 
 MAXLEN_A, MAXLEN_B, LEN_PENALTY = 1.2, 5, 0.6
@@ -56,7 +60,9 @@ class HypothesisLoop:
         encoded = self.model.encoder(source.unsqueeze(0))
         live, finished = [Hypothesis([], 0.0, IncrementalState())], []
         for length in range(1, most + 1):
-            candidates = [c for h in live for c in self.continue_one(h, *encoded, must_end=length == most)]
+            candidates = [
+                c for h in live for c in self.continue_one(h, *encoded, must_end=length == most)
+            ]
             candidates.sort(key=lambda candidate: -candidate.log_prob)
             best = candidates[: self.beam_size]
             divisor = ((5 + length) / 6) ** LEN_PENALTY
@@ -67,17 +73,25 @@ class HypothesisLoop:
             live = [h for h in candidates if h.tokens[-1] != self.eos][: self.beam_size]
         return max(finished, key=lambda translation: translation[1])
 
-    def continue_one(self, parent: Hypothesis, encoder_out: Tensor, mask: Tensor, must_end: bool) -> list[Hypothesis]:
+    def continue_one(
+        self, parent: Hypothesis, encoder_out: Tensor, mask: Tensor, must_end: bool
+    ) -> list[Hypothesis]:
         """Return the likeliest continuations of a hypothesis: one more than the beam, because one may end."""
         newest = torch.tensor([[parent.tokens[-1] if parent.tokens else self.eos]])
-        state = IncrementalState(parent.state)  # caches are replaced, never changed in place: siblings can share them
+        state = IncrementalState(
+            parent.state
+        )  # caches are replaced, never changed in place: siblings can share them
         scores, _ = self.model.decoder(newest, encoder_out, mask, state, before=len(parent.tokens))
         log_probs = scores[0, -1].log_softmax(dim=-1)
         log_probs[self.pad] = float("-inf")
         if len(parent.tokens) == 0:
             log_probs[self.eos] = float("-inf")  # at least one word
         if must_end:
-            return [Hypothesis([*parent.tokens, self.eos], parent.log_prob + log_probs[self.eos].item(), state)]
+            return [
+                Hypothesis(
+                    [*parent.tokens, self.eos], parent.log_prob + log_probs[self.eos].item(), state
+                )
+            ]
         values, tokens = log_probs.topk(self.beam_size + 1)
         return [
             Hypothesis([*parent.tokens, token], parent.log_prob + value, state)
@@ -97,7 +111,10 @@ def by_loop(loop: HypothesisLoop, sources: Tensor, lengths: Tensor) -> list[Tran
 def by_batch(generator: SequenceGenerator, sources: Tensor, lengths: Tensor) -> list[Translation]:
     """Translate all sentences at once."""
     found = generator.generate(sources, lengths, MAXLEN_A, MAXLEN_B)
-    return [(best, score) for (best,), score in zip(found.to_lists(), found.scores[:, 0].tolist(), strict=True)]
+    return [
+        (best, score)
+        for (best,), score in zip(found.to_lists(), found.scores[:, 0].tolist(), strict=True)
+    ]
 
 
 def make_sources(sentences: int, words: Dictionary, seed: int) -> tuple[Tensor, Tensor]:
@@ -143,18 +160,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = make_model(words, arguments.seed)
     sources, lengths = make_sources(arguments.sentences, words, arguments.seed)
     loop = HypothesisLoop(model, words, arguments.beam_size)
-    generator = SequenceGenerator(model, words, words, beam_size=arguments.beam_size, len_penalty=LEN_PENALTY)
+    generator = SequenceGenerator(
+        model, words, words, beam_size=arguments.beam_size, len_penalty=LEN_PENALTY
+    )
     rows = measure(
         SUBJECT,
         f"Transformer small, beam {arguments.beam_size}",
-        {LOOP: partial(by_loop, loop, sources, lengths), BATCHED: partial(by_batch, generator, sources, lengths)},
+        {
+            LOOP: partial(by_loop, loop, sources, lengths),
+            BATCHED: partial(by_batch, generator, sources, lengths),
+        },
         arguments.blocks,
         amount=arguments.sentences,
         check=check,
     )
-    conditions = (
-        f"{arguments.blocks} blocks of {arguments.sentences} sources, {arguments.vocabulary:,} symbols, one thread."
-    )
+    conditions = f"{arguments.blocks} blocks of {arguments.sentences} sources, {arguments.vocabulary:,} symbols, one thread."
     finish(SUBJECT, rows, arguments, conditions)
 
 

@@ -25,7 +25,13 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from mlbench_core import _torchvision
-from mlbench_core.dataset.imagerecognition.pytorch import Imagenet, JpegBatches, RandomCrop, decoder_name, find_jpegs
+from mlbench_core.dataset.imagerecognition.pytorch import (
+    Imagenet,
+    JpegBatches,
+    RandomCrop,
+    decoder_name,
+    find_jpegs,
+)
 from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 
 PLAIN, OURS = "ImageFolder, DataLoader", "JpegBatches"
@@ -45,7 +51,9 @@ def write_images(folder: Path, archive: Path, count: int, side: int) -> int:
     for number in range(count):
         long, short = int(side * draw.uniform(0.9, 1.1)), int(side * draw.uniform(0.65, 0.85))
         width, height = (long, short) if draw.random() < 0.7 else (short, long)
-        colors = Image.fromarray(draw.integers(0, 256, (24, 32, 3), dtype=np.uint8)).resize((width, height))
+        colors = Image.fromarray(draw.integers(0, 256, (24, 32, 3), dtype=np.uint8)).resize(
+            (width, height)
+        )
         pixels = np.asarray(colors) + draw.normal(0, 10, (height, width, 3))
         path = folder / "train" / f"class{number % 2}" / f"{number:05d}.JPEG"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,9 +87,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     parser = make_parser(__doc__, blocks=9)
     parser.add_argument("--images", type=positive, default=512, help="images of a block")
-    parser.add_argument("--side", type=positive, default=500, help="about the longer side of an image, in pixels")
+    parser.add_argument(
+        "--side", type=positive, default=500, help="about the longer side of an image, in pixels"
+    )
     parser.add_argument("--batch-size", type=positive, default=32)
-    parser.add_argument("--processes", type=positive, default=2, help="loader processes of each variant")
+    parser.add_argument(
+        "--processes", type=positive, default=2, help="loader processes of each variant"
+    )
     arguments = parse(parser, argv, images=8, batch_size=4, processes=1)
     torch.set_num_threads(1)
     keep_freed_memory()  # as initialize_backends does
@@ -96,7 +108,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         )  # fmt: skip
         ours = {
             name: JpegBatches(
-                find_jpegs(root, "train"), arguments.batch_size, RandomCrop(), processes=arguments.processes
+                find_jpegs(root, "train"),
+                arguments.batch_size,
+                RandomCrop(),
+                processes=arguments.processes,
             )
             for name, root in ((f"{OURS}, files", path), (f"{OURS}, tar file", archive.parent))
         }

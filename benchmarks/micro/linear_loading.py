@@ -24,7 +24,12 @@ from _bench import Subject, finish, make_parser, measure, parse, positive
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from mlbench_core.dataset.linearmodels.pytorch import BlockBatchSampler, LinearBatches, LMDBDataset, collate_rows
+from mlbench_core.dataset.linearmodels.pytorch import (
+    BlockBatchSampler,
+    LinearBatches,
+    LMDBDataset,
+    collate_rows,
+)
 from mlbench_core.dataset.linearmodels.pytorch.synthetic_dense import write_synthetic_dense
 
 Batch = tuple[Tensor, Tensor]
@@ -51,19 +56,26 @@ class RowPerValue(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         with self.environment.begin() as transaction:
-            row = np.frombuffer(transaction.get(b"%d" % index), np.float32).copy()  # a buffer of LMDB is read-only
+            row = np.frombuffer(
+                transaction.get(b"%d" % index), np.float32
+            ).copy()  # a buffer of LMDB is read-only
         return torch.from_numpy(row[:-1]), torch.tensor(row[-1])
 
 
 def write_copies(dataset: LMDBDataset, per_row: Path, raw: Path) -> None:
     """Write the rows as one value each, and as one file with nothing but their bytes."""
-    with raw.open("wb") as file, lmdb.open(str(per_row), subdir=False, lock=False, map_size=1 << 40) as environment:
+    with (
+        raw.open("wb") as file,
+        lmdb.open(str(per_row), subdir=False, lock=False, map_size=1 << 40) as environment,
+    ):
         for start in range(0, len(dataset), 1024):
             features, labels = dataset.batch(range(start, min(start + 1024, len(dataset))))
             file.write(features.numpy().tobytes())
             # One transaction for many rows: each commit waits for the disk.
             with environment.begin(write=True) as transaction:
-                rows = np.column_stack((features.numpy(), labels.flatten().numpy())).astype(np.float32)
+                rows = np.column_stack((features.numpy(), labels.flatten().numpy())).astype(
+                    np.float32
+                )
                 for index, row in enumerate(rows, start):
                     transaction.put(b"%d" % index, row.tobytes())
 
@@ -80,7 +92,11 @@ class MemmapBlocks:
             start, stop = self.bounds[block : block + 2].tolist()
             # A copy, because the mapped pages are read only when they are touched.
             features = torch.from_numpy(np.array(self.rows[start:stop]))
-            yield from zip(features.split(self.batch_size), self.labels[start:stop].split(self.batch_size), strict=True)
+            yield from zip(
+                features.split(self.batch_size),
+                self.labels[start:stop].split(self.batch_size),
+                strict=True,
+            )
 
 
 def draw(batches: Iterable[Batch]) -> tuple[int, float]:
@@ -104,7 +120,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = arguments.batch_size
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
-        write_synthetic_dense(folder / "synthetic_dense_train.lmdb", arguments.features, arguments.rows)
+        write_synthetic_dense(
+            folder / "synthetic_dense_train.lmdb", arguments.features, arguments.rows
+        )
         dataset = LMDBDataset("synthetic_dense", "train", folder)
         write_copies(dataset, folder / "rows.lmdb", folder / "rows.raw")
         cached = LMDBDataset("synthetic_dense", "train", folder, cache=True)
@@ -117,7 +135,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             "LMDBDataset, DataLoader, BlockBatchSampler, collate_rows": DataLoader(
                 dataset, batch_sampler=sampler, collate_fn=collate_rows
             ),
-            "LMDBDataset, DataLoader(shuffle=True), torch's collate": DataLoader(dataset, size, shuffle=True),
+            "LMDBDataset, DataLoader(shuffle=True), torch's collate": DataLoader(
+                dataset, size, shuffle=True
+            ),
         }
         rows = measure(
             SUBJECT,
@@ -128,7 +148,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     for row in rows:
         row["extra"]["GB/s"] = row["value"] * arguments.features * 4 / 1e9
-    finish(SUBJECT, rows, arguments, f"{arguments.blocks} blocks, batches of {size}, page cache warm, one thread.")
+    finish(
+        SUBJECT,
+        rows,
+        arguments,
+        f"{arguments.blocks} blocks, batches of {size}, page cache warm, one thread.",
+    )
 
 
 if __name__ == "__main__":

@@ -108,14 +108,25 @@ def running(folder: Path, runs: int, sizes: Sequence[tuple[int, int]] = ()) -> I
     for number, (names, entries) in enumerate(sizes):
         fill(store, store.add_run(new_run(name=f"long-{number}", **FIELDS)), names, entries)
     store.close()
-    command = [sys.executable, "-m", "mlbench_cli", "master", "--port", "0", "--data-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mlbench_cli",
+        "master",
+        "--port",
+        "0",
+        "--data-dir",
+        str(folder),
+    ]
     environment = {**os.environ, "MLBENCH_TOKEN": TOKEN, "MLBENCH_HOME": str(folder)}
     log = folder / "benchmark.log"
     with log.open("wb") as output_file:
         process = subprocess.Popen(command, env=environment, stdout=output_file, stderr=output_file)
     try:
         deadline = time.monotonic() + 60
-        while not (found := re.search(r"MLBench master on http://127.0.0.1:(\d+)", log.read_text())):
+        while not (
+            found := re.search(r"MLBench master on http://127.0.0.1:(\d+)", log.read_text())
+        ):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"the master did not start: {log.read_text()}")
             time.sleep(0.1)
@@ -146,7 +157,9 @@ def fill(store: Store, run: Run, names: int, entries: int) -> None:
     store.update_run(run.id, state="finished")
 
 
-def request(connection: http.client.HTTPConnection, method: str, path: str, body: Any = None) -> bytes:
+def request(
+    connection: http.client.HTTPConnection, method: str, path: str, body: Any = None
+) -> bytes:
     """Send a request that must succeed and return the answer."""
     for attempt in (1, 2):
         try:
@@ -169,7 +182,11 @@ def timed(master: Master, seconds: Sequence[float], **extra: float) -> Timed:
     """Summarize single requests."""
     return Timed(
         median(seconds),
-        {"99th percentile ms": 1e3 * quantiles(seconds, n=100)[98], **extra, "memory MB": master.memory()},
+        {
+            "99th percentile ms": 1e3 * quantiles(seconds, n=100)[98],
+            **extra,
+            "memory MB": master.memory(),
+        },
     )
 
 
@@ -216,7 +233,9 @@ def bulks(master: Master, clients: int, count: int, size: int) -> Timed:
                     "id": new_metric_id(),
                     "run_id": master.run_id,
                     "name": f"m{number % 20} @ {rank}",
-                    "date": (master.start + timedelta(milliseconds=number)).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+                    "date": (master.start + timedelta(milliseconds=number)).strftime(
+                        "%Y-%m-%dT%H:%M:%S.%fZ"
+                    ),
                     "value": repr(number * 0.37),
                     "cumulative": False,
                     "metadata": json.dumps({"rank": rank, "epoch": number / 1000}),
@@ -275,7 +294,9 @@ def run_page(master: Master, run_id: int) -> Timed:
 
 def bulk(master: Master, streams: int, size: int) -> Timed:
     """Post many metrics at once, while event streams are read; the time is that of the post."""
-    body = [{"run_id": master.run_id, "name": f"m{n % 20} @ 0", "value": n * 0.5} for n in range(size)]
+    body = [
+        {"run_id": master.run_id, "name": f"m{n % 20} @ 0", "value": n * 0.5} for n in range(size)
+    ]
     with (
         sockets(master, streams, EVENTS) as opened,
         reading(opened) as counts,
@@ -338,7 +359,10 @@ def listed(master: Master, path: str) -> Timed:
     with contextlib.closing(master.connect()) as connection:
         start = time.perf_counter()
         content = request(connection, "GET", path)
-        return Timed(time.perf_counter() - start, {"answer MB": len(content) / 1e6, "memory MB": master.memory()})
+        return Timed(
+            time.perf_counter() - start,
+            {"answer MB": len(content) / 1e6, "memory MB": master.memory()},
+        )
 
 
 def posts_among(master: Master, slow: int, count: int) -> Timed:
@@ -371,20 +395,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=1000, help="runs in the list")
     parser.add_argument("--slow", type=int, default=500, help="half requests")
     parser.add_argument("--streams", type=int, default=50, help="event streams")
-    arguments = parse(parser, argv, count=32, size=100, bulks=4, entries=20_000, runs=10, slow=20, streams=3)
+    arguments = parse(
+        parser, argv, count=32, size=100, bulks=4, entries=20_000, runs=10, slow=20, streams=3
+    )
     sizes = [(1, arguments.entries), (1, 2 * arguments.entries), (20, arguments.entries // 10)]
-    busy = f"Load of the machine before: {os.getloadavg()[0]:.1f}." if hasattr(os, "getloadavg") else ""
-    with tempfile.TemporaryDirectory() as folder, running(Path(folder), arguments.runs, sizes) as master:
+    busy = (
+        f"Load of the machine before: {os.getloadavg()[0]:.1f}."
+        if hasattr(os, "getloadavg")
+        else ""
+    )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running(Path(folder), arguments.runs, sizes) as master,
+    ):
         single, one, twenty = (arguments.runs + number for number in (1, 2, 3))
         cases: dict[str, dict[str, Callable[[], Timed]]] = {
             "a post": {
-                f"{n} client{'s' if n > 1 else ''}": partial(posts, master, n, arguments.count) for n in (1, 8, 16)
+                f"{n} client{'s' if n > 1 else ''}": partial(posts, master, n, arguments.count)
+                for n in (1, 8, 16)
             },
             f"a bulk of {arguments.size:,} metrics": {
-                f"{n} event streams": partial(bulk, master, n, arguments.size) for n in (0, arguments.streams)
+                f"{n} event streams": partial(bulk, master, n, arguments.size)
+                for n in (0, arguments.streams)
             },
             f"bulks of {arguments.size:,} metrics": {
-                f"{n} client{'s' if n > 1 else ''}": partial(bulks, master, n, arguments.bulks, arguments.size)
+                f"{n} client{'s' if n > 1 else ''}": partial(
+                    bulks, master, n, arguments.bulks, arguments.size
+                )
                 for n in (1, 2)
             },
             "a summary in 1,000 groups": {
@@ -398,11 +435,18 @@ def main(argv: Sequence[str] | None = None) -> None:
                 path: partial(listed, master, path) for path in ("/api/runs/", "/api/pods/", "/")
             },
             "a post of one client": {
-                f"{n} half requests": partial(posts_among, master, n, arguments.count) for n in (0, arguments.slow)
+                f"{n} half requests": partial(posts_among, master, n, arguments.count)
+                for n in (0, arguments.slow)
             },
         }
-        rows = [row for case, variants in cases.items() for row in measure(SUBJECT, case, variants, arguments.blocks)]
-    conditions = f"{arguments.blocks} blocks; {arguments.count} posts in a block; SQLite on disk. {busy}"
+        rows = [
+            row
+            for case, variants in cases.items()
+            for row in measure(SUBJECT, case, variants, arguments.blocks)
+        ]
+    conditions = (
+        f"{arguments.blocks} blocks; {arguments.count} posts in a block; SQLite on disk. {busy}"
+    )
     finish(SUBJECT, rows, arguments, conditions.strip())
 
 

@@ -66,7 +66,9 @@ class Soak:
     def _connection(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
 
-    def _send(self, connection: http.client.HTTPConnection, method: str, path: str, body: object = None) -> bytes:
+    def _send(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: object = None
+    ) -> bytes:
         text = None if body is None else json.dumps(body)
         connection.request(method, path, text, _HEADERS)
         response = connection.getresponse()
@@ -86,9 +88,18 @@ class Soak:
             due += self._interval_s
             if self._end.wait(max(0.0, due - time.monotonic())):
                 return
-            metric = {"run_id": self.run_id, "name": f"loss-{number % _NAMES} @ 0", "value": number / 7}
+            metric = {
+                "run_id": self.run_id,
+                "name": f"loss-{number % _NAMES} @ 0",
+                "value": number / 7,
+            }
             try:
-                self._send(connection, "POST", "/api/metrics/", {**metric, "id": f"{threading.get_ident()}-{number}"})
+                self._send(
+                    connection,
+                    "POST",
+                    "/api/metrics/",
+                    {**metric, "id": f"{threading.get_ident()}-{number}"},
+                )
                 self.posted += 1
             except (OSError, http.client.HTTPException):
                 self.failed += 1
@@ -103,7 +114,9 @@ class Soak:
             "/",
             "/api/health/",
         )
-        for path in itertools.cycle((*paths, f"/api/runs/{self.run_id}/curves/", f"/runs/{self.run_id}/")):
+        for path in itertools.cycle(
+            (*paths, f"/api/runs/{self.run_id}/curves/", f"/runs/{self.run_id}/")
+        ):
             if self._end.wait(_READ_EVERY_S):
                 return
             try:
@@ -154,7 +167,9 @@ def growth(samples: list[tuple[float, float]], warm_up_s: float) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the soak."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--rate", type=float, default=200.0, help="posts per second [%(default)g]")
     parser.add_argument("--warm-up", type=float, default=5.0, help="minutes [%(default)g]")

@@ -82,7 +82,9 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
         trainee = VARIANTS[name].make(Context(model, dist.get_world_size(), dist.get_rank(), STEPS))
         for _ in range(STEPS):
             trainee.optimizer.zero_grad()
-            torch.stack([Loss.apply(p, g) for p, g in zip(model.parameters(), given, strict=True)]).sum().backward()
+            torch.stack(
+                [Loss.apply(p, g) for p, g in zip(model.parameters(), given, strict=True)]
+            ).sum().backward()
             trainee.optimizer.step()
         return trainee.optimizer
 
@@ -97,7 +99,9 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
         optimizer = train(request["variant"], model, given)
         peak, kept = process_bytes("VmHWM"), process_bytes("VmRSS")
         states = optimizer.state_dict()["state"].values()
-        wrapped = sum(v.nbytes for state in states for key, v in state.items() if key in WRAPPED_STATE)
+        wrapped = sum(
+            v.nbytes for state in states for key, v in state.items() if key in WRAPPED_STATE
+        )
         return {
             name: value / numel
             for name, value in (
@@ -112,7 +116,10 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 
 def measure_variant(model: str, count: int, name: str) -> Row:
     """Measure a variant in separate processes."""
-    case, title = f"{WORKLOADS[model].title}, {count} workers", VARIANTS[name].title.format(steps=STEPS)
+    case, title = (
+        f"{WORKLOADS[model].title}, {count} workers",
+        VARIANTS[name].title.format(steps=STEPS),
+    )
     try:
         with Workers(__file__, count, {"model": model}) as workers:
             replies = workers.ask(variant=name)
@@ -136,9 +143,16 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     default = [name for name in names if VARIANTS[name].is_default or name in OTHERS]
     parser = make_parser(__doc__, blocks=1)
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=["mlp", "resnet18"])
-    parser.add_argument("--workers", nargs="+", type=positive, default=[2], help="numbers of workers")
     parser.add_argument(
-        "--variants", nargs="+", choices=names, default=default, metavar="VARIANT", help=", ".join(names)
+        "--workers", nargs="+", type=positive, default=[2], help="numbers of workers"
+    )
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=names,
+        default=default,
+        metavar="VARIANT",
+        help=", ".join(names),
     )
     return parse(parser, argv, models=["mlp"], variants=["ef_sign"])
 
@@ -147,7 +161,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     arguments = read_arguments(argv)
     # glibc of the workers then returns every freed tensor at once, so that their memory is what is in use.
-    with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536"):
+    with mock.patch.dict(
+        os.environ, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536"
+    ):
         rows = [
             measure_variant(model, count, name)
             for model in arguments.models

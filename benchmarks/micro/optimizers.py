@@ -85,8 +85,15 @@ class Recorder:
 def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Make the network in a worker; a request then takes some steps with one variant."""
     if setup["keeps_memory"] and not keep_freed_memory():
-        raise RuntimeError("freed memory cannot be kept here: use glibc, and unset MALLOC_... and GLIBC_TUNABLES")
-    workload, steps, rank, device = WORKLOADS[setup["model"]], setup["steps"], dist.get_rank(), setup["device"]
+        raise RuntimeError(
+            "freed memory cannot be kept here: use glibc, and unset MALLOC_... and GLIBC_TUNABLES"
+        )
+    workload, steps, rank, device = (
+        WORKLOADS[setup["model"]],
+        setup["steps"],
+        dist.get_rank(),
+        setup["device"],
+    )
     torch.manual_seed(0)
     model = workload.make().to(device)
     batch = tuple(tensor.to(device) for tensor in workload.batch(rank))
@@ -112,7 +119,11 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
         seconds = time.perf_counter() - start
         if not trainee.is_tracked:
             return {"seconds": seconds, "bytes": trainee.bytes_per_step()}
-        return {"seconds": seconds, "bytes": recorder.size_bytes / steps, "exposed_s": recorder.exposed_s}
+        return {
+            "seconds": seconds,
+            "bytes": recorder.size_bytes / steps,
+            "exposed_s": recorder.exposed_s,
+        }
 
     return handle
 
@@ -120,12 +131,17 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 def profile_steps(step: Callable[[], object], steps: int) -> dict[str, Any]:
     """Return the milliseconds of a step, and its operations: name, milliseconds, calls; the longest first."""
     start = time.perf_counter()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as profile:
         for _ in range(steps):
             step()
         step_ms = 1e3 * (time.perf_counter() - start) / steps
     events = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_total)
-    operations = [(event.key, event.self_cpu_time_total / 1e3 / steps, event.count / steps) for event in events]
+    operations = [
+        (event.key, event.self_cpu_time_total / 1e3 / steps, event.count / steps)
+        for event in events
+    ]
     return {"step_ms": step_ms, "operations": operations}
 
 
@@ -140,7 +156,9 @@ def print_profile(model: str, count: int, arguments: argparse.Namespace) -> None
     """Print a table of operations for each variant."""
     steps = arguments.steps or WORKLOADS[model].steps
     for name in arguments.variants:
-        with Workers(__file__, count, make_setup(model, arguments, VARIANTS[name].keeps_memory)) as workers:
+        with Workers(
+            __file__, count, make_setup(model, arguments, VARIANTS[name].keeps_memory)
+        ) as workers:
             found = workers.ask(variant=name, profile=True)[0]
         title, step_ms = VARIANTS[name].title.format(steps=steps), found["step_ms"]
         print(f"\n{WORKLOADS[model].title}, {count} workers, {title}: {step_ms:.1f} ms per step\n")
@@ -150,7 +168,9 @@ def print_profile(model: str, count: int, arguments: argparse.Namespace) -> None
             print(f"| {operation} | {ms:.2f} | {100 * ms / step_ms:.1f} | {calls:g} |")
 
 
-def groups(names: Sequence[str], model: str, workers: int, memory_bytes: float, apart: bool = False) -> list[list[str]]:
+def groups(
+    names: Sequence[str], model: str, workers: int, memory_bytes: float, apart: bool = False
+) -> list[list[str]]:
     """Split the variants so that a launch fits into memory; both references are in each."""
     size = sum(p.numel() * p.element_size() for p in WORKLOADS[model].make().parameters())
     of_variant = COPIES * size + (PROCESS_BYTES if apart else 0)
@@ -159,13 +179,23 @@ def groups(names: Sequence[str], model: str, workers: int, memory_bytes: float, 
     return [[*REFERENCES, *others[i : i + room]] for i in range(0, max(1, len(others)), room)]
 
 
-def launch(model: str, count: int, names: Sequence[str], arguments: argparse.Namespace) -> list[Row]:
+def launch(
+    model: str, count: int, names: Sequence[str], arguments: argparse.Namespace
+) -> list[Row]:
     """Measure some variants of one network with one number of workers."""
     steps = arguments.steps or WORKLOADS[model].steps
-    case = f"{WORKLOADS[model].title}, {count} workers" + (f", {arguments.network}" if arguments.network else "")
-    case += (", own processes" if arguments.apart else "") + (", on one GPU" if arguments.gpu else "")
+    case = f"{WORKLOADS[model].title}, {count} workers" + (
+        f", {arguments.network}" if arguments.network else ""
+    )
+    case += (", own processes" if arguments.apart else "") + (
+        ", on one GPU" if arguments.gpu else ""
+    )
     with contextlib.ExitStack() as stack:
-        network = stack.enter_context(EmulatedNetwork(count, arguments.network)) if arguments.network else None
+        network = (
+            stack.enter_context(EmulatedNetwork(count, arguments.network))
+            if arguments.network
+            else None
+        )
 
         def start(keeps_memory: bool) -> Workers:
             setup = make_setup(model, arguments, keeps_memory)
@@ -182,7 +212,9 @@ def launch(model: str, count: int, names: Sequence[str], arguments: argparse.Nam
             return Timed(max(reply["seconds"] for reply in replies), extra)
 
         variants = {
-            VARIANTS[name].title.format(steps=steps): partial(block, shared or start(VARIANTS[name].keeps_memory), name)
+            VARIANTS[name].title.format(steps=steps): partial(
+                block, shared or start(VARIANTS[name].keeps_memory), name
+            )
             for name in names
         }
         rows = measure(SUBJECT, case, variants, arguments.blocks, amount=steps)
@@ -197,10 +229,14 @@ def launch(model: str, count: int, names: Sequence[str], arguments: argparse.Nam
 def compare(model: str, count: int, arguments: argparse.Namespace) -> list[Row]:
     """Measure all variants of one network with one number of workers, in as many launches as memory demands."""
     rows: list[Row] = []
-    for names in groups(arguments.variants, model, count, arguments.memory_gb * 1e9, arguments.apart):
+    for names in groups(
+        arguments.variants, model, count, arguments.memory_gb * 1e9, arguments.apart
+    ):
         print(f"{model}, {count} workers: {', '.join(names)}", file=sys.stderr, flush=True)
         known = {row["variant"] for row in rows}
-        rows += [row for row in launch(model, count, names, arguments) if row["variant"] not in known]
+        rows += [
+            row for row in launch(model, count, names, arguments) if row["variant"] not in known
+        ]
     return rows
 
 
@@ -210,15 +246,27 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     others = f"besides {' and '.join(REFERENCES)}, which always run: {', '.join(VARIANTS)}"
     parser = make_parser(__doc__, blocks=8)
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--workers", nargs="+", type=positive, default=[2, 4], help="numbers of workers")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=default, metavar="VARIANT", help=others)
-    parser.add_argument("--steps", type=positive, help="steps of a block (default: by network, 2 to 10)")
+    parser.add_argument(
+        "--workers", nargs="+", type=positive, default=[2, 4], help="numbers of workers"
+    )
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=default, metavar="VARIANT", help=others
+    )
+    parser.add_argument(
+        "--steps", type=positive, help="steps of a block (default: by network, 2 to 10)"
+    )
     parser.add_argument("--apart", action="store_true", help="give each variant its own processes")
-    parser.add_argument("--profile", action="store_true", help="list the operations of a step instead of timing it")
-    parser.add_argument("--network", metavar="BANDWIDTH", help="put each worker on an emulated host, e.g. 100mbit")
+    parser.add_argument(
+        "--profile", action="store_true", help="list the operations of a step instead of timing it"
+    )
+    parser.add_argument(
+        "--network", metavar="BANDWIDTH", help="put each worker on an emulated host, e.g. 100mbit"
+    )
     parser.add_argument("--gpu", action="store_true", help="compute on the current GPU")
     memory_gb = 0.75 * psutil.virtual_memory().total / 1e9
-    parser.add_argument("--memory-gb", type=float, default=memory_gb, help="memory that a launch may use")
+    parser.add_argument(
+        "--memory-gb", type=float, default=memory_gb, help="memory that a launch may use"
+    )
     quick = {"models": ["mlp"], "workers": [2], "steps": 1, "variants": ["sgd_overlap", "power2"]}
     arguments = parse(parser, argv, **quick)
     if arguments.gpu and arguments.profile:
@@ -229,7 +277,9 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"argument --workers: must be at least 2, not {min(arguments.workers)}")
     apart = [name for name in arguments.variants if not VARIANTS[name].keeps_memory]
     if apart and not arguments.apart:
-        parser.error(f"argument --variants: {', '.join(apart)} must run in separate processes: add --apart")
+        parser.error(
+            f"argument --variants: {', '.join(apart)} must run in separate processes: add --apart"
+        )
     if arguments.network and (reason := EmulatedNetwork.why_not()):
         parser.error(f"argument --network: {reason}")
     return arguments
@@ -247,9 +297,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             print_profile(model, count, arguments)
         return
     rows = [
-        row for model in arguments.models for count in arguments.workers for row in compare(model, count, arguments)
+        row
+        for model in arguments.models
+        for count in arguments.workers
+        for row in compare(model, count, arguments)
     ]
-    conditions = f"Gloo, {arguments.blocks} blocks, one thread per worker. Most variants keep freed memory."
+    conditions = (
+        f"Gloo, {arguments.blocks} blocks, one thread per worker. Most variants keep freed memory."
+    )
     finish(SUBJECT, rows, arguments, conditions)
 
 

@@ -38,8 +38,12 @@ METHODS: dict[str, Callable[[nn.Module], Any]] = {
     "CentralizedSGD": lambda model: CentralizedSGD(model=model, lr=0.01, world_size=None),
     "PowerSGD, rank 2": lambda model: PowerSGD(model=model, lr=0.01, rank=2, world_size=None),
     "EFSignSGD": lambda model: EFSignSGD(model.named_parameters(), lr=0.01),
-    "SparsifiedSGD, 1 %": lambda model: SparsifiedSGD(model.named_parameters(), lr=0.01, sparse_grad_size=0.01),
-    "LocalSGD, 4 steps": lambda model: LocalSGD(model=model, lr=0.01, period=PERIOD, world_size=None),
+    "SparsifiedSGD, 1 %": lambda model: SparsifiedSGD(
+        model.named_parameters(), lr=0.01, sparse_grad_size=0.01
+    ),
+    "LocalSGD, 4 steps": lambda model: LocalSGD(
+        model=model, lr=0.01, period=PERIOD, world_size=None
+    ),
 }
 SUBJECT = Subject(
     "prediction",
@@ -65,7 +69,9 @@ class Recorder:
     def record_batch_opt_step(self) -> None:
         """Do nothing."""
 
-    def record_collective(self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool) -> None:
+    def record_collective(
+        self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool
+    ) -> None:
         """Add calls."""
         self.collectives[op, group, size_bytes] += calls
 
@@ -111,7 +117,9 @@ def run_workers(network: str, workers: int, rounds: int) -> dict[str, Any]:
     """Train in an emulated network, and return what rank 0 wrote."""
     argv = [sys.executable, str(Path(__file__)), "--serve", str(rounds)]
     if workers == 1:
-        return json.loads(subprocess.run([*argv, "--alone"], check=True, capture_output=True).stdout)
+        return json.loads(
+            subprocess.run([*argv, "--alone"], check=True, capture_output=True).stdout
+        )
     with EmulatedNetwork(workers, network=get_network(network)) as emulated:
         started = [emulated.popen(host, argv, stdout=subprocess.PIPE) for host in range(workers)]
         try:
@@ -125,10 +133,14 @@ def run_workers(network: str, workers: int, rounds: int) -> dict[str, Any]:
 def predicted_s(network: str, alone_s: float, collectives: list[list[Any]]) -> float:
     """Return the predicted seconds of a step."""
     found = get_network(network)
-    return alone_s + sum(calls * collective_s(op, size, group, found) for op, group, size, calls in collectives)
+    return alone_s + sum(
+        calls * collective_s(op, size, group, found) for op, group, size, calls in collectives
+    )
 
 
-def compare(turns: dict[tuple[str, int], list[dict[str, Any]]], alone: list[dict[str, Any]]) -> list[Row]:
+def compare(
+    turns: dict[tuple[str, int], list[dict[str, Any]]], alone: list[dict[str, Any]]
+) -> list[Row]:
     """Make a row for every network, number of workers and method, from the blocks measured so far."""
     rows = []
     for (network, workers), blocks in turns.items():
@@ -137,7 +149,10 @@ def compare(turns: dict[tuple[str, int], list[dict[str, Any]]], alone: list[dict
             expected_s = predicted_s(network, alone_s, blocks[0][name]["collectives"])
             row: Row = {"case": f"{network}, {workers} workers", "variant": name}
             row |= summarize([1e3 * block[name]["seconds"] for block in blocks])
-            row["extra"] = {"predicted": 1e3 * expected_s, "error %": 100 * (1e3 * expected_s / row["value"] - 1)}
+            row["extra"] = {
+                "predicted": 1e3 * expected_s,
+                "error %": 100 * (1e3 * expected_s / row["value"] - 1),
+            }
             rows.append(row)
     return rows
 
@@ -148,9 +163,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     named = ["datacenter", "home-fibre", "mobile-lte", "wan-transatlantic"]
     parser.add_argument("--networks", nargs="+", default=named, metavar="NETWORK")
     parser.add_argument("--workers", nargs="+", type=positive, default=[2, 4, 8])
-    parser.add_argument("--rounds", type=positive, default=5, help="rounds of 4 steps in a block (default: 5)")
-    parser.add_argument("--serve", type=positive, help="internal: train this number of rounds in this process")
-    parser.add_argument("--alone", action="store_true", help="internal: train without other workers")
+    parser.add_argument(
+        "--rounds", type=positive, default=5, help="rounds of 4 steps in a block (default: 5)"
+    )
+    parser.add_argument(
+        "--serve", type=positive, help="internal: train this number of rounds in this process"
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="internal: train without other workers"
+    )
     arguments = parse(parser, argv, networks=["home-fibre"], workers=[2], rounds=2)
     if arguments.serve:
         serve(arguments.serve, arguments.alone)

@@ -30,8 +30,12 @@ def page(folder: Path) -> str:
     """Make the whole page from the results in a folder."""
     parts = [HEAD]
     for result in (read(path) for path in sorted(folder.glob("*.json"))):
-        reading = "  \n".join(result["reading"])  # two spaces at the end of a line are a line break in Markdown
-        parts.append(f"## {result['title']}\n\n{reading}\n\nReproduce: `{result['reproduce']}`\n\n{markdown(result)}")
+        reading = "  \n".join(
+            result["reading"]
+        )  # two spaces at the end of a line are a line break in Markdown
+        parts.append(
+            f"## {result['title']}\n\n{reading}\n\nReproduce: `{result['reproduce']}`\n\n{markdown(result)}"
+        )
     return "\n".join(parts)
 
 

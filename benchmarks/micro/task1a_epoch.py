@@ -69,14 +69,20 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
     return handle
 
 
-def make_plain(images: np.ndarray, labels: np.ndarray, batch_size: int, loader_processes: int) -> Callable[[int], None]:
+def make_plain(
+    images: np.ndarray, labels: np.ndarray, batch_size: int, loader_processes: int
+) -> Callable[[int], None]:
     """Make the loop that has no line of this project."""
     from mlbench_core import _torchvision
 
-    _torchvision.load("transforms")  # needed if torchvision's compiled part is for another build of torch
+    _torchvision.load(
+        "transforms"
+    )  # needed if torchvision's compiled part is for another build of torch
     import _plain_loop
 
-    return _plain_loop.make(images, labels, dist.get_rank(), dist.get_world_size(), batch_size, loader_processes)
+    return _plain_loop.make(
+        images, labels, dist.get_rank(), dist.get_world_size(), batch_size, loader_processes
+    )
 
 
 def make_task(
@@ -86,8 +92,16 @@ def make_task(
     from torch import channels_last, contiguous_format, nn
 
     from mlbench_core.controlflow.pytorch import train_round
-    from mlbench_core.dataset.imagerecognition.published import CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD
-    from mlbench_core.dataset.imagerecognition.pytorch import Augmentation, ImageBatches, ImageDataset
+    from mlbench_core.dataset.imagerecognition.published import (
+        CIFAR10_CLASSES,
+        CIFAR10_MEAN,
+        CIFAR10_STD,
+    )
+    from mlbench_core.dataset.imagerecognition.pytorch import (
+        Augmentation,
+        ImageBatches,
+        ImageDataset,
+    )
     from mlbench_core.dataset.pytorch import partition_dataset_by_rank
     from mlbench_core.distributed.pytorch.memory import keep_freed_memory
     from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
@@ -106,7 +120,9 @@ def make_task(
     rank, workers = dist.get_rank(), dist.get_world_size()
     # The task stores images as planes, while the plain loop needs them as PIL does.
     planes = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
-    dataset = ImageDataset(planes, torch.from_numpy(labels), CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD, Augmentation())
+    dataset = ImageDataset(
+        planes, torch.from_numpy(labels), CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD, Augmentation()
+    )
     batches = ImageBatches(
         partition_dataset_by_rank(dataset, rank, workers),
         batch_size,
@@ -137,17 +153,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__, blocks=7)
     parser.add_argument("--data", type=Path, default=Path(default) / "cifar10" if default else None)
     parser.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="next to the plain loop"
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=list(VARIANTS),
+        help="next to the plain loop",
     )
     parser.add_argument("--workers", type=positive, default=2)
     parser.add_argument("--batch-size", type=positive, default=128, help="images per worker")
-    parser.add_argument("--steps", type=positive, help="steps of a block (default: an epoch's full batches)")
-    parser.add_argument("--loader-processes", type=int, default=0, help="num_workers of the plain loop's DataLoader")
+    parser.add_argument(
+        "--steps", type=positive, help="steps of a block (default: an epoch's full batches)"
+    )
+    parser.add_argument(
+        "--loader-processes", type=int, default=0, help="num_workers of the plain loop's DataLoader"
+    )
     arguments = parse(parser, argv, variants=["task"], steps=1)
     images, labels, source = load(arguments.data)
     steps = arguments.steps or max(1, len(images) // arguments.workers // arguments.batch_size)
-    setup = {"steps": steps, "batch_size": arguments.batch_size, "loader_processes": arguments.loader_processes}
-    flags = {PLAIN: None, **{" ".join([TASK, *VARIANTS[name]]): VARIANTS[name] for name in arguments.variants}}
+    setup = {
+        "steps": steps,
+        "batch_size": arguments.batch_size,
+        "loader_processes": arguments.loader_processes,
+    }
+    flags = {
+        PLAIN: None,
+        **{" ".join([TASK, *VARIANTS[name]]): VARIANTS[name] for name in arguments.variants},
+    }
     with tempfile.TemporaryDirectory(prefix="task1a-") as folder, contextlib.ExitStack() as stack:
         np.save(Path(folder, "images.npy"), np.ascontiguousarray(images))
         np.save(Path(folder, "labels.npy"), labels)

@@ -63,7 +63,12 @@ def from_split_text(paths: tuple[Path, Path], numbers: dict[str, int]) -> int:
     sides = []
     for path in paths:
         with path.open(encoding="utf-8") as file:
-            sides.append([np.array([numbers[symbol] for symbol in line.split()], dtype=np.int32) for line in file])
+            sides.append(
+                [
+                    np.array([numbers[symbol] for symbol in line.split()], dtype=np.int32)
+                    for line in file
+                ]
+            )
     return take_batches(sides[0], sides[1])
 
 
@@ -71,7 +76,9 @@ def from_store(folder: Path, in_memory: bool) -> int:
     """Open a store and read all its pairs."""
     store = PairStore(folder, in_memory)
     sides = (store.source, store.target)
-    return sum(min(len(pad_at_once(side, batch)) for side in sides) for batch in random_batches(len(store)))
+    return sum(
+        min(len(pad_at_once(side, batch)) for side in sides) for batch in random_batches(len(store))
+    )
 
 
 def pad_at_once(side: Sentences, batch: list[int]) -> npt.NDArray[np.int64]:
@@ -113,7 +120,9 @@ def write_split(store: PairStore, symbols: list[str], folder: Path) -> tuple[Pat
     paths = (folder / "split.source", folder / "split.target")
     for path, side in zip(paths, (store.source, store.target), strict=True):
         # Number 0 is padding, so symbols are counted from 1.
-        lines = (" ".join(symbols[number - 1] for number in side[i].tolist()) for i in range(len(side)))
+        lines = (
+            " ".join(symbols[number - 1] for number in side[i].tolist()) for i in range(len(side))
+        )
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return paths
 
@@ -122,11 +131,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     default = os.environ.get("MLBENCH_TEST_DATA")
     parser = make_parser(__doc__, blocks=9)
-    parser.add_argument("--data", type=Path, default=Path(default) / "multi30k" if default else None)
-    parser.add_argument("--raw-pairs", type=positive, default=2_000, help="pairs that the slowest variant reads")
+    parser.add_argument(
+        "--data", type=Path, default=Path(default) / "multi30k" if default else None
+    )
+    parser.add_argument(
+        "--raw-pairs", type=positive, default=2_000, help="pairs that the slowest variant reads"
+    )
     arguments = parse(parser, argv, raw_pairs=200)
     if arguments.data is None:
-        raise SystemExit("text_store.py needs the text of Multi30k: give --data FOLDER with train.en and train.de")
+        raise SystemExit(
+            "text_store.py needs the text of Multi30k: give --data FOLDER with train.en and train.de"
+        )
     with tempfile.TemporaryDirectory() as name:
         dataset = Multi30k(arguments.data, train=True, cache_dir=name)
         part, total = dataset.part, len(dataset)
@@ -134,13 +149,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         split = write_split(part.store, part.subwords.symbols, Path(name))
         numbers = {symbol: number for number, symbol in enumerate(part.subwords.symbols, 1)}
         variants = {
-            RAW: partial(from_raw_text, raw, dataset.lang, part.subwords, arguments.raw_pairs, total),
+            RAW: partial(
+                from_raw_text, raw, dataset.lang, part.subwords, arguments.raw_pairs, total
+            ),
             SPLIT: partial(from_split_text, split, numbers),
             "store, mapped": partial(from_store, part.store.folder, in_memory=False),
             "store, read into memory": partial(from_store, part.store.folder, in_memory=True),
         }
-        rows = measure(SUBJECT, f"{total:,} pairs of Multi30k", variants, arguments.blocks, amount=total)
-    finish(SUBJECT, rows, arguments, f"{arguments.blocks} blocks, batches of {BATCH}, page cache warm, one process.")
+        rows = measure(
+            SUBJECT, f"{total:,} pairs of Multi30k", variants, arguments.blocks, amount=total
+        )
+    finish(
+        SUBJECT,
+        rows,
+        arguments,
+        f"{arguments.blocks} blocks, batches of {BATCH}, page cache warm, one process.",
+    )
 
 
 if __name__ == "__main__":

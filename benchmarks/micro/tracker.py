@@ -31,7 +31,9 @@ class NoTracker:
     def batch_start(self) -> None:
         """Do nothing."""
 
-    record_batch_load = record_batch_fwd_pass = record_batch_comp_loss = record_batch_backprop = batch_start
+    record_batch_load = record_batch_fwd_pass = record_batch_comp_loss = record_batch_backprop = (
+        batch_start
+    )
     record_batch_agg = record_batch_opt_step = record_batch_comp_metrics = batch_end = batch_start
 
 
@@ -72,14 +74,20 @@ def growth_bytes(batches: int) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     parser = make_parser(__doc__, blocks=15)
-    parser.add_argument("--batches", type=positive, default=1_000_000, help="batches for the memory measurement")
+    parser.add_argument(
+        "--batches", type=positive, default=1_000_000, help="batches for the memory measurement"
+    )
     arguments = parse(parser, argv, batches=1000)
     variants = {
         "calls of empty methods": partial(run_batches, NoTracker(), BATCHES_PER_BLOCK),
         "Tracker": partial(run_batches, make_tracker(), BATCHES_PER_BLOCK),
     }
-    rows = measure(SUBJECT, "batch of 7 steps", variants, arguments.blocks, amount=BATCHES_PER_BLOCK)
-    rows[1]["extra"][f"bytes gained in {arguments.batches:,} batches"] = growth_bytes(arguments.batches)
+    rows = measure(
+        SUBJECT, "batch of 7 steps", variants, arguments.blocks, amount=BATCHES_PER_BLOCK
+    )
+    rows[1]["extra"][f"bytes gained in {arguments.batches:,} batches"] = growth_bytes(
+        arguments.batches
+    )
     finish(SUBJECT, rows, arguments, f"{arguments.blocks} blocks of {BATCHES_PER_BLOCK:,} batches.")
 
 

@@ -81,7 +81,9 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 
 def run(model: str, count: int, steps: int, blocks: int) -> list[Row]:
     """Measure all variants of one network with one number of workers."""
-    with Workers(__file__, count, {"model": model, "steps": steps}, mpirun_command(count)) as workers:
+    with Workers(
+        __file__, count, {"model": model, "steps": steps}, mpirun_command(count)
+    ) as workers:
 
         def block(variant: str) -> Timed:
             replies = workers.ask(variant=variant)
@@ -89,25 +91,38 @@ def run(model: str, count: int, steps: int, blocks: int) -> list[Row]:
             return Timed(max(reply["seconds"] for reply in replies), {"CPU ms/step": busy_ms})
 
         case = f"{WORKLOADS[model].title}, {count} workers"
-        return measure(SUBJECT, case, {name: partial(block, name) for name in VARIANTS}, blocks, amount=steps)
+        return measure(
+            SUBJECT, case, {name: partial(block, name) for name in VARIANTS}, blocks, amount=steps
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     parser = make_parser(__doc__, blocks=16)
-    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=["mlp", "resnet18", "resnet20"])
-    parser.add_argument("--workers", nargs="+", type=positive, default=[2], help="numbers of workers")
+    parser.add_argument(
+        "--models", nargs="+", choices=WORKLOADS, default=["mlp", "resnet18", "resnet20"]
+    )
+    parser.add_argument(
+        "--workers", nargs="+", type=positive, default=[2], help="numbers of workers"
+    )
     parser.add_argument("--steps", type=positive, default=2, help="steps of a block (default: 2)")
     arguments = parse(parser, argv, models=["mlp"], steps=1)
     if mpirun_command(2) is None:
-        sys.exit("mpi4py or mpirun was not found: pip install 'mlbench-core[mpi]', and see docs/howto/mpi.md")
+        sys.exit(
+            "mpi4py or mpirun was not found: pip install 'mlbench-core[mpi]', and see docs/howto/mpi.md"
+        )
     rows = [
         row
         for model in arguments.models
         for count in arguments.workers
         for row in run(model, count, arguments.steps, arguments.blocks)
     ]
-    finish(SUBJECT, rows, arguments, f"{arguments.blocks} blocks of {arguments.steps} steps, one thread per worker.")
+    finish(
+        SUBJECT,
+        rows,
+        arguments,
+        f"{arguments.blocks} blocks of {arguments.steps} steps, one thread per worker.",
+    )
 
 
 if __name__ == "__main__":

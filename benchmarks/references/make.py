@@ -46,8 +46,23 @@ def run_seed(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     path = folder / "result.json"
     if not (args.keep and path.is_file() and read_result(path)["run"]["state"] == "finished"):
         shutil.rmtree(folder, ignore_errors=True)
-        command = [sys.executable, str(SCRIPT), "--dataset", args.dataset, "--seed", str(seed), "--channels-last"]
-        command += ["--run-id", run_id, "--root-output", str(args.runs), "--root-checkpoint", str(args.runs / "saved")]
+        command = [
+            sys.executable,
+            str(SCRIPT),
+            "--dataset",
+            args.dataset,
+            "--seed",
+            str(seed),
+            "--channels-last",
+        ]
+        command += [
+            "--run-id",
+            run_id,
+            "--root-output",
+            str(args.runs),
+            "--root-checkpoint",
+            str(args.runs / "saved"),
+        ]
         if args.data is not None:
             command += ["--data", str(args.data)]
         # One thread: the time of a run does not matter, and the workers of --jobs share the cores.
@@ -73,13 +88,19 @@ def epochs_to_goal(result: Mapping[str, Any]) -> int:
     """
     goal = result["goal"]
     if not goal or not goal["reached"]:
-        raise SystemExit(f"error: run {result['run']['id']} did not reach its goal: no reference can be made of it")
+        raise SystemExit(
+            f"error: run {result['run']['id']} did not reach its goal: no reference can be made of it"
+        )
     return goal["epochs"]
 
 
 def describe_machine(machine: Mapping[str, Any]) -> str:
     memory = round(machine["memory_bytes"] / 2**30)
-    return ", ".join(filter(None, (machine["cpu"], f"{machine['cores']} cores, {memory} GiB", machine.get("gpu"))))
+    return ", ".join(
+        filter(
+            None, (machine["cpu"], f"{machine['cores']} cores, {memory} GiB", machine.get("gpu"))
+        )
+    )
 
 
 def make_reference(dataset: str, results: Mapping[int, Mapping[str, Any]]) -> Reference:
@@ -93,7 +114,11 @@ def make_reference(dataset: str, results: Mapping[int, Mapping[str, Any]]) -> Re
         SystemExit: The runs differ in more than the seed, or a run did not reach its goal.
     """
     settings = [
-        {**result["configuration"], "options": deciding_options(result["configuration"]["options"]), "seed": None}
+        {
+            **result["configuration"],
+            "options": deciding_options(result["configuration"]["options"]),
+            "seed": None,
+        }
         for result in results.values()
     ]
     if any(each != settings[0] for each in settings):
@@ -119,14 +144,26 @@ def make_reference(dataset: str, results: Mapping[int, Mapping[str, Any]]) -> Re
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dataset", choices=DATASETS, help="data set of task 1a")
-    parser.add_argument("--seeds", type=int, default=LEAST_SEEDS, metavar="N", help="seeds 1 to N [%(default)s]")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at the same time [%(default)s]")
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder of the data set's files")
-    parser.add_argument("--runs", type=Path, default=Path("reference-runs"), help="folder of the runs [%(default)s]")
+    parser.add_argument(
+        "--seeds", type=int, default=LEAST_SEEDS, metavar="N", help="seeds 1 to N [%(default)s]"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs at the same time [%(default)s]"
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="folder of the data set's files"
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=Path("reference-runs"), help="folder of the runs [%(default)s]"
+    )
     parser.add_argument("--keep", action="store_true", help="do not repeat runs that have finished")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="file to write [task1a-DATASET.json]")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="file to write [task1a-DATASET.json]"
+    )
     args = parser.parse_args(arguments)
     if args.seeds < LEAST_SEEDS:
         parser.error(f"argument --seeds: must be at least {LEAST_SEEDS}, not {args.seeds}")
@@ -145,7 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reference = make_reference(args.dataset, results)
     path = args.output or FOLDER / f"task1a-{args.dataset}.json"
     reference.save(path)
-    print(f"{path}: mean {reference.mean:.3g} epochs, standard deviation {reference.standard_deviation:.2g}")
+    print(
+        f"{path}: mean {reference.mean:.3g} epochs, standard deviation {reference.standard_deviation:.2g}"
+    )
 
 
 if __name__ == "__main__":

@@ -228,11 +228,17 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
     """
     n, t = np.asarray(sizes_bytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     if n.shape != t.shape or n.ndim != 1:
-        raise ValueError(f"seconds must have one time for each size, not shape {t.shape} for sizes of shape {n.shape}")
+        raise ValueError(
+            f"seconds must have one time for each size, not shape {t.shape} for sizes of shape {n.shape}"
+        )
     if np.unique(n).size < 2:
-        raise ValueError(f"sizes_bytes must have at least 2 different sizes for a line, not {np.unique(n).size}")
+        raise ValueError(
+            f"sizes_bytes must have at least 2 different sizes for a line, not {np.unique(n).size}"
+        )
     if not np.isfinite(t).all() or t.min() <= 0:
-        raise ValueError(f"seconds must be finite and positive, not {t[~(np.isfinite(t) & (t > 0))][0]}")
+        raise ValueError(
+            f"seconds must be finite and positive, not {t[~(np.isfinite(t) & (t > 0))][0]}"
+        )
     # Scaled to unknowns of the same order of magnitude, which least squares needs to be accurate: alpha in units of the
     # smallest time, gamma in units of the largest time over the largest size.
     columns = np.stack([t.min() / t, n / n.max() * t.max() / t], axis=1)
@@ -246,7 +252,9 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
     )
 
 
-def _non_negative_least_squares(columns: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
+def _non_negative_least_squares(
+    columns: np.ndarray[Any, np.dtype[np.float64]],
+) -> tuple[float, float]:
     """Find the two numbers x >= 0 that minimize ``|columns @ x - 1|``; columns are positive, of shape (m, 2)."""
     (x0, x1), *_ = np.linalg.lstsq(columns, np.ones(len(columns)), rcond=None)
     if x0 >= 0 and x1 >= 0:
@@ -328,7 +336,9 @@ class Measurement:
     @property
     def bus_bandwidth(self) -> float:
         """Return the algorithm bandwidth times :func:`bus_factor`."""
-        return bus_bandwidth(self.collective, self.size_bytes, self.statistics.p50_s, self.world_size)
+        return bus_bandwidth(
+            self.collective, self.size_bytes, self.statistics.p50_s, self.world_size
+        )
 
     def __str__(self) -> str:
         micros = 1e6 * self.statistics.p50_s
@@ -341,7 +351,10 @@ class Measurement:
         statistics = self.statistics
         return {
             **{name: getattr(self, name) for name in (*names, "repetitions", "operations")},
-            **{name: getattr(statistics, name) for name in ("mean_s", "p50_s", "p99_s", "min_s", "max_s")},
+            **{
+                name: getattr(statistics, name)
+                for name in ("mean_s", "p50_s", "p99_s", "min_s", "max_s")
+            },
             "algorithm_bandwidth_bytes_per_s": self.algorithm_bandwidth,
             "bus_bandwidth_bytes_per_s": self.bus_bandwidth,
             "wrong_elements": self.wrong_elements,

@@ -55,7 +55,9 @@ class LatencyReport:
         Args:
             dtype: Its name, for example ``"float32"``.
         """
-        return sorted((m for m in self.measurements if m.dtype == dtype), key=lambda m: m.size_bytes)
+        return sorted(
+            (m for m in self.measurements if m.dtype == dtype), key=lambda m: m.size_bytes
+        )
 
     @property
     def dtypes(self) -> list[str]:
@@ -111,7 +113,9 @@ class LatencyReport:
         fits = {dtype: dataclasses.asdict(fit) for dtype, fit in self.fits().items()}
         # Python would write "Infinity", which is not JSON, so other readers refuse it.
         for fit in fits.values():
-            fit["beta_bytes_per_s"] = fit["beta_bytes_per_s"] if fit["beta_bytes_per_s"] < float("inf") else None
+            fit["beta_bytes_per_s"] = (
+                fit["beta_bytes_per_s"] if fit["beta_bytes_per_s"] < float("inf") else None
+            )
         content = {
             "format": FORMAT,
             "title": self.title,
@@ -176,10 +180,16 @@ class LatencyReport:
             # A row of the file also has statistics and bandwidths. They follow from the times and are not read.
             names = [one.name for one in dataclasses.fields(Measurement)]
             rows = [{name: row[name] for name in names} for row in content["measurements"]]
-            measurements = [Measurement(**{**row, "seconds": tuple(row["seconds"])}) for row in rows]
-            parts = {name: content[name] for name in ("machine", "versions", "methodology", "left_out")}
+            measurements = [
+                Measurement(**{**row, "seconds": tuple(row["seconds"])}) for row in rows
+            ]
+            parts = {
+                name: content[name] for name in ("machine", "versions", "methodology", "left_out")
+            }
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"{path} is not a result of Task 0 in JSON ({error})") from error
+            raise ConfigurationError(
+                f"{path} is not a result of Task 0 in JSON ({error})"
+            ) from error
         return cls(**parts, measurements=measurements)

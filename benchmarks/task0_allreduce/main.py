@@ -53,7 +53,9 @@ def choose_sizes(args: argparse.Namespace, world_size: int, left_out: dict[str, 
     wanted = args.elements or element_counts(args.sizes or num, largest)
     sizes = [count for count in wanted if args.max_elements is None or count <= args.max_elements]
     if len(sizes) < len(wanted):
-        left_out["sizes"] = f"{len(wanted) - len(sizes)} of {len(wanted)} are above --max-elements {args.max_elements}"
+        left_out["sizes"] = (
+            f"{len(wanted) - len(sizes)} of {len(wanted)} are above --max-elements {args.max_elements}"
+        )
     if not sizes:
         raise ConfigurationError(
             f"--max-elements must be at least {min(wanted)}, the smallest size, not {args.max_elements}"
@@ -61,7 +63,9 @@ def choose_sizes(args: argparse.Namespace, world_size: int, left_out: dict[str, 
     return sorted({-(-count // multiple_of) * multiple_of for count in sizes})
 
 
-def choose_dtypes(args: argparse.Namespace, device: torch.device, left_out: dict[str, str]) -> list[torch.dtype]:
+def choose_dtypes(
+    args: argparse.Namespace, device: torch.device, left_out: dict[str, str]
+) -> list[torch.dtype]:
     """Return the types for which the backend has the collective."""
     for name in args.dtypes:
         reason = why_not(args.collective, DTYPES[name], device)
@@ -75,7 +79,9 @@ def choose_dtypes(args: argparse.Namespace, device: torch.device, left_out: dict
     return chosen
 
 
-def measure_all(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> LatencyReport:
+def measure_all(
+    args: argparse.Namespace, rank: int, world_size: int, device: torch.device
+) -> LatencyReport:
     """Measure every size and type. With a time limit, each has an equal part of the remaining time."""
     report = LatencyReport(machine=describe_machine(device), versions=describe_versions())
     dtypes = choose_dtypes(args, device, report.left_out)
@@ -92,7 +98,9 @@ def measure_all(args: argparse.Namespace, rank: int, world_size: int, device: to
     to_do = [(elements, dtype) for elements in sizes for dtype in dtypes]
     for number, (elements, dtype) in enumerate(to_do):
         # Small sizes are fast and leave most of their part to the large ones after them.
-        left_s = None if end is None else max(0.0, end - time.perf_counter()) / (len(to_do) - number)
+        left_s = (
+            None if end is None else max(0.0, end - time.perf_counter()) / (len(to_do) - number)
+        )
         options: dict[str, Any] = {"repetitions": args.repetitions, "budget_s": left_s}
         report.measurements.append(measure(args.collective, elements, dtype, device, **options))
         # All workers have the same result, that of the slowest one.
@@ -105,7 +113,16 @@ def show(report: LatencyReport) -> None:
     """Print a few sizes of each type, the fits, left-out measurements and those with fewer repetitions."""
     # A few sizes, evenly spaced from the smallest to the largest, show the curve on one screen.
     table = Table(title=report.title)
-    for title in ("type", "elements", "mean µs", "median µs", "p99 µs", "alg. GB/s", "bus GB/s", "repetitions"):
+    for title in (
+        "type",
+        "elements",
+        "mean µs",
+        "median µs",
+        "p99 µs",
+        "alg. GB/s",
+        "bus GB/s",
+        "repetitions",
+    ):
         table.add_column(title, justify="left" if title == "type" else "right")
     for dtype in report.dtypes:
         every = report.of(dtype)
@@ -141,10 +158,17 @@ def main(
     if args.plot:
         require("matplotlib", "charts")
     with initialize_backends(
-        comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, ckpt_run_dir=ckpt_run_dir, timeout_s=args.timeout
+        comm_backend=backend,
+        hosts=hosts,
+        rank=rank,
+        use_cuda=gpu,
+        ckpt_run_dir=ckpt_run_dir,
+        timeout_s=args.timeout,
     ) as (rank, world_size, graph):
         if world_size == 1:
-            raise ConfigurationError("task 0 needs at least 2 workers, not 1: README.md shows how to start them")
+            raise ConfigurationError(
+                "task 0 needs at least 2 workers, not 1: README.md shows how to start them"
+            )
         folders = {"output_dir": output_dir, "dataset_dir": dataset_dir}
         with task_results(args, "task0", rank, world_size, backend, **folders) as results:
             start = time.perf_counter()
@@ -168,21 +192,38 @@ def main(
         print("\n".join(f"written: {path}" for path in files), flush=True)
     # The results are written before this error, because they show the sizes that are wrong.
     if wrong := report.wrong():
-        raise BackendError(f"wrong results: {', '.join(f'{m.elements} elements of {m.dtype}' for m in wrong)}"[:500])
+        raise BackendError(
+            f"wrong results: {', '.join(f'{m.elements} elements of {m.dtype}' for m in wrong)}"[
+                :500
+            ]
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this task."""
-    parser.add_argument("--collective", choices=COLLECTIVES, default="all_reduce", help="default: all_reduce")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="types (default: all)")
-    parser.add_argument("--repetitions", type=count, default=100, help="of each size and type (default: 100)")
-    parser.add_argument("--sizes", type=count, help="number of sizes (default: 80; with --light 13, at most 1e6)")
+    parser.add_argument(
+        "--collective", choices=COLLECTIVES, default="all_reduce", help="default: all_reduce"
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="types (default: all)"
+    )
+    parser.add_argument(
+        "--repetitions", type=count, default=100, help="of each size and type (default: 100)"
+    )
+    parser.add_argument(
+        "--sizes", type=count, help="number of sizes (default: 80; with --light 13, at most 1e6)"
+    )
     parser.add_argument("--elements", type=count, nargs="+", help="these sizes instead")
     parser.add_argument("--max-elements", type=count, help="leave out larger sizes")
     parser.add_argument(
-        "--time-limit", type=seconds, metavar="SECONDS", help="fewer repetitions, at least 3, to keep it"
+        "--time-limit",
+        type=seconds,
+        metavar="SECONDS",
+        help="fewer repetitions, at least 3, to keep it",
     )
-    parser.add_argument("--plot", action="store_true", help="draw time against size (plot.py compares several runs)")
+    parser.add_argument(
+        "--plot", action="store_true", help="draw time against size (plot.py compares several runs)"
+    )
 
 
 if __name__ == "__main__":

@@ -51,7 +51,11 @@ __all__ = [
     "why_not",
 ]
 
-DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 """Types of elements by name."""
 
 # Period of the values. Sizes are usually round numbers or powers of two. A prime period does not divide them, so values
@@ -107,12 +111,16 @@ class Collective(ABC):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if not dist.is_initialized():
-            raise ConfigurationError("this process has no process group: measure in `with initialize_backends(...)`")
+            raise ConfigurationError(
+                "this process has no process group: measure in `with initialize_backends(...)`"
+            )
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         if operator.index(elements) < 1 or (self.is_cut and elements % self.world_size):
             multiple = f" and a multiple of the {self.world_size} workers" if self.is_cut else ""
-            raise ValueError(f"elements must be at least 1{multiple} for {self.name}, not {elements}")
+            raise ValueError(
+                f"elements must be at least 1{multiple} for {self.name}, not {elements}"
+            )
         self.elements, self.dtype, self.device = elements, dtype, torch.device(device)
         self.buffer = self._new(elements)
 
@@ -142,7 +150,9 @@ class Collective(ABC):
 
     def _sum(self, receiver: int = 0) -> Tensor:
         """Return one period of the sum of the values that all workers send."""
-        sequences = [_sequence(rank, self.world_size) for rank in range(min(self.world_size, EXACT))]
+        sequences = [
+            _sequence(rank, self.world_size) for rank in range(min(self.world_size, EXACT))
+        ]
         return torch.stack(sequences).sum(0).roll(receiver).to(self.device, self.dtype)
 
     def _peer(self, rank: int) -> int:
@@ -222,7 +232,10 @@ class AllGather(Collective):
         self._gather(self.buffer, self.sent, group=self.group)
 
     def count_wrong(self) -> int:
-        return sum(_count_different(self._part(rank), self._values(rank)) for rank in range(self.world_size))
+        return sum(
+            _count_different(self._part(rank), self._values(rank))
+            for rank in range(self.world_size)
+        )
 
 
 class ReduceScatter(Collective):
@@ -235,7 +248,9 @@ class ReduceScatter(Collective):
         super().__init__(*args, **kwargs)
         self.received = self._new(self.elements // self.world_size)
         # As in AllGather, torch before 2.13 has the older name only.
-        self._scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._scatter: Any = (
+            getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        )
 
     def fill(self) -> None:
         for receiver in range(self.world_size):
@@ -262,14 +277,20 @@ class AllToAll(Collective):
     def fill(self) -> None:
         size = self.elements // self.world_size
         for receiver in range(self.world_size):
-            _repeat(self._values(self.rank, receiver), self.sent[receiver * size : (receiver + 1) * size])
+            _repeat(
+                self._values(self.rank, receiver),
+                self.sent[receiver * size : (receiver + 1) * size],
+            )
         self.received.fill_(-1)
 
     def run(self) -> None:
         dist.all_to_all_single(self.received, self.sent, group=self.group)
 
     def count_wrong(self) -> int:
-        return sum(_count_different(self._part(rank), self._values(rank, self.rank)) for rank in range(self.world_size))
+        return sum(
+            _count_different(self._part(rank), self._values(rank, self.rank))
+            for rank in range(self.world_size)
+        )
 
 
 class SendRecv(Collective):
@@ -315,7 +336,8 @@ class SendRecv(Collective):
 
 
 COLLECTIVES: dict[str, type[Collective]] = {
-    kind.name: kind for kind in (AllReduce, Broadcast, AllGather, ReduceScatter, AllToAll, Reduce, SendRecv)
+    kind.name: kind
+    for kind in (AllReduce, Broadcast, AllGather, ReduceScatter, AllToAll, Reduce, SendRecv)
 }
 """The collectives that can be measured, by name."""
 
@@ -468,7 +490,11 @@ def describe_versions() -> dict[str, str]:
         >>> sorted(describe_versions())
         ['mlbench_core', 'numpy', 'python', 'torch']
     """
-    versions = {"mlbench_core": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    versions = {
+        "mlbench_core": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
     versions["numpy"] = np.__version__
     backend = dist.get_backend() if dist.is_initialized() else None
     if backend == "nccl":
@@ -480,7 +506,11 @@ def describe_versions() -> dict[str, str]:
 
 
 def _make(
-    collective: str, elements: int, dtype: torch.dtype, device: torch.device | str, group: dist.ProcessGroup | None
+    collective: str,
+    elements: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    group: dist.ProcessGroup | None,
 ) -> Collective:
     if collective not in COLLECTIVES:
         raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, not {collective!r}")
@@ -536,7 +566,9 @@ def _cuda_seconds(operation: Collective, runs: int) -> float:
 def _over_workers(values: list[float], operation: Collective, op: Any) -> list[float]:
     """Reduce the values of all workers element by element; the result is the same on each."""
     # NCCL sends from GPUs only.
-    device = operation.device if dist.get_backend(operation.group) == "nccl" else torch.device("cpu")
+    device = (
+        operation.device if dist.get_backend(operation.group) == "nccl" else torch.device("cpu")
+    )
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=op, group=operation.group)
     return [float(value) for value in tensor.tolist()]

@@ -54,14 +54,18 @@ def draw(reports: Sequence[LatencyReport], path: Path, dtypes: Sequence[str] | N
             if dtype in fits:
                 label += f": {fits[dtype]}"
             # The line, its band and its fit have one color.
-            (line,) = axes.plot(sizes, [s.p50_s for s in statistics], marker=".", linewidth=1, label=label)
+            (line,) = axes.plot(
+                sizes, [s.p50_s for s in statistics], marker=".", linewidth=1, label=label
+            )
             band = [s.min_s for s in statistics], [s.p99_s for s in statistics]
             axes.fill_between(sizes, *band, color=line.get_color(), alpha=0.12, linewidth=0)
             if dtype in fits:
                 times = [fits[dtype].seconds(size) for size in sizes]
                 axes.plot(sizes, times, color=line.get_color(), linestyle="--", linewidth=0.8)
     if not axes.lines:
-        raise ConfigurationError("there is nothing to draw: the results have no measurement of the types in --dtypes")
+        raise ConfigurationError(
+            "there is nothing to draw: the results have no measurement of the types in --dtypes"
+        )
     axes.set(xscale="log", yscale="log", xlabel="size in bytes", ylabel="seconds of one operation")
     axes.grid(which="major", alpha=0.3)
     axes.legend(fontsize="small", title="medians; band: fastest to 99th percentile; dashed: fit")
@@ -71,9 +75,15 @@ def draw(reports: Sequence[LatencyReport], path: Path, dtypes: Sequence[str] | N
 
 def main() -> None:
     """Read the command line and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json", help="files that main.py wrote")
-    parser.add_argument("--output", type=Path, default=Path("task0.png"), help="the chart (default: task0.png)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "results", nargs="+", type=Path, metavar="RESULT.json", help="files that main.py wrote"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("task0.png"), help="the chart (default: task0.png)"
+    )
     parser.add_argument("--dtypes", nargs="+", help="only these types")
     args = parser.parse_args()
     try:

@@ -55,8 +55,12 @@ def capture(network: nn.Module, images: Tensor) -> Callable[[Tensor], Tensor]:
     # Capturing runs the network several times, which must not change the running statistics of batch norm.
     kept = {name: buffer.clone() for name, buffer in network.named_buffers()}
     # autocast keeps converted weights for a whole step; in a graph, they would be those of the captured step.
-    with torch.autocast("cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), False):
-        replay: Callable[[Tensor], Tensor] = torch.cuda.make_graphed_callables(Captured(), (torch.zeros_like(images),))
+    with torch.autocast(
+        "cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), False
+    ):
+        replay: Callable[[Tensor], Tensor] = torch.cuda.make_graphed_callables(
+            Captured(), (torch.zeros_like(images),)
+        )
     with torch.no_grad():
         for name, buffer in network.named_buffers():
             buffer.copy_(kept[name])

@@ -14,8 +14,12 @@ from torch.optim import SGD
 def ddp_sgd(model: nn.Module, lr: float) -> tuple[DistributedDataParallel, SGD]:
     """Return a network whose backward pass averages gradients over the workers, and its optimizer."""
     device = next(model.parameters()).device
-    parallel = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
-    return parallel, SGD(parallel.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=1e-4, dampening=0)
+    parallel = DistributedDataParallel(
+        model, device_ids=[device.index] if device.type == "cuda" else None
+    )
+    return parallel, SGD(
+        parallel.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=1e-4, dampening=0
+    )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,9 @@ def load_data(run: Run, batch_size: int) -> tuple[ImageBatches, ImageBatches]:
     if args.dataset == "digits":
         source = {"size": args.image_size}
     folder = args.data or run.dataset_dir
-    train, validation = (DATASETS[args.dataset](folder, train=is_train, **source) for is_train in (True, False))
+    train, validation = (
+        DATASETS[args.dataset](folder, train=is_train, **source) for is_train in (True, False)
+    )
     if run.gpu and fits_on_gpu(train.size_bytes + validation.size_bytes):
         train, validation = train.to("cuda"), validation.to("cuda")
     # With --repartition, each worker reads the whole set and selects its share of every step in the epoch's order.
@@ -71,7 +73,9 @@ def train(run: Run) -> None:
     args = run.args
     plan = variants.make_plan(args, run.world_size, BATCH_SIZE, BASE_LR)
     batches, validation_batches = load_data(run, plan.batch_size)
-    model = get_resnet_model(args.model, args.model_version, args.precision, num_classes=10, use_cuda=run.gpu)
+    model = get_resnet_model(
+        args.model, args.model_version, args.precision, num_classes=10, use_cuda=run.gpu
+    )
     variants.prepare_model(model, args)
     network, optimizer = variants.make_network(model, plan.lr, args)
     if args.optimizer == "centralized_sgd" and args.precision == "fp32":
@@ -112,13 +116,23 @@ def train(run: Run) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser, optimizer: str = "centralized_sgd") -> None:
     """Add the arguments of this task."""
-    parser.add_argument("--dataset", choices=sorted(DATASETS), default="cifar10", help="data set (default: cifar10)")
-    parser.add_argument("--data", metavar="FOLDER", help="folder that holds its files (default: below --root-dataset)")
+    parser.add_argument(
+        "--dataset", choices=sorted(DATASETS), default="cifar10", help="data set (default: cifar10)"
+    )
+    parser.add_argument(
+        "--data",
+        metavar="FOLDER",
+        help="folder that holds its files (default: below --root-dataset)",
+    )
     parser.add_argument(
         "--image-size", type=int, choices=(8, 16, 32), default=32,
         help="height and width of the digits: 16 takes a quarter of the time (default: 32)",
     )  # fmt: skip
-    parser.add_argument("--partial", action="store_true", help="use the files that exist, even if others are missing")
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="use the files that exist, even if others are missing",
+    )
     add_run_arguments(parser, TASK.max_epochs)
     variants.add_arguments(parser, optimizer)
 

@@ -40,7 +40,12 @@ from mlbench_core.lr_scheduler.pytorch.lr import MultiStepLRLinearWarmUp
 from mlbench_core.models.pytorch.autocast import Float32Output
 from mlbench_core.models.pytorch.batch_norm import convert_batch_norm
 from mlbench_core.models.pytorch.group_norm import convert_to_group_norm
-from mlbench_core.optim.pytorch import FP16Optimizer, GenericCentralizedOptimizer, MuonAdamW, get_optimizer
+from mlbench_core.optim.pytorch import (
+    FP16Optimizer,
+    GenericCentralizedOptimizer,
+    MuonAdamW,
+    get_optimizer,
+)
 from mlbench_core.tasks import get_task
 
 logger = logging.getLogger("mlbench.task1a")
@@ -76,7 +81,9 @@ def named(name: str, exchange: Exchange = None, **options: Any) -> Make:
 
 def compressing(name: str, exchange: Exchange = None, **options: Any) -> Make:
     """Return a function that makes an optimizer of the library that takes parameters."""
-    return lambda model, lr: get_optimizer(name, params=model.named_parameters(), lr=lr, **options, **_made(exchange))
+    return lambda model, lr: get_optimizer(
+        name, params=model.named_parameters(), lr=lr, **options, **_made(exchange)
+    )
 
 
 def _made(exchange: Exchange) -> dict[str, Any]:
@@ -93,28 +100,38 @@ def on_ring(name: str, exchange: Callable[..., Aggregation], **options: Any) -> 
 
 def muon(model: nn.Module, lr: float) -> Optimizer:
     """Make Muon for the kernels and the matrix, with averaged gradients."""
-    return GenericCentralizedOptimizer(None, model, optimizer=partial(MuonAdamW, lr=lr, kernels=True))
+    return GenericCentralizedOptimizer(
+        None, model, optimizer=partial(MuonAdamW, lr=lr, kernels=True)
+    )
 
 
 def muloco(model: nn.Module, lr: float) -> Optimizer:
     """Make DiLoCo with Muon inside."""
-    return get_optimizer("diloco", model=model, inner_optimizer=partial(MuonAdamW, lr=lr, kernels=True), period=20)
+    return get_optimizer(
+        "diloco", model=model, inner_optimizer=partial(MuonAdamW, lr=lr, kernels=True), period=20
+    )
 
 
 VARIANTS = {
     REFERENCE: Variant(named(REFERENCE, **NESTEROV)),
     # Adam's usual rate is 0.001, a twentieth of the task's; the same inside DiLoCo. Kingma and Ba, arXiv:1412.6980;
     # Douillard et al., arXiv:2311.08105.
-    "centralized_adam": Variant(named("centralized_adam", weight_decay=1e-4), lr_factor=0.05, scales=False),
+    "centralized_adam": Variant(
+        named("centralized_adam", weight_decay=1e-4), lr_factor=0.05, scales=False
+    ),
     # Rank 2 and a warm start reach SGD's accuracy on CIFAR-10. Vogels et al., arXiv:1905.13727, tables 1 and 3.
     "power_sgd": Variant(named("power_sgd", rank=2, reuse_query=True, world_size=None, **NESTEROV)),
     # Each weight moves by the rate itself, so the rate is only 0.0003: the paper's 0.0001 is for more steps, and takes
     # two workers more than 16 epochs on the digits instead of 12. Bernstein et al., arXiv:1802.04434.
-    "sign_sgd": Variant(compressing("sign_sgd", momentum=0.9, weight_decay=1e-4), lr_factor=0.015, scales=False),
+    "sign_sgd": Variant(
+        compressing("sign_sgd", momentum=0.9, weight_decay=1e-4), lr_factor=0.015, scales=False
+    ),
     # SGD's own rate, since the error feedback makes it SGD in the long run. Karimireddy et al., arXiv:1901.09847.
     "ef_sign_sgd": Variant(compressing("ef_sign_sgd", momentum=0.9, weight_decay=1e-4)),
     # The largest 1 % of each tensor. Stich, Cordonnier and Jaggi, arXiv:1809.07599.
-    "sparsified_sgd": Variant(compressing("sparsified_sgd", sparse_grad_size=0.01, momentum=0.9, weight_decay=1e-4)),
+    "sparsified_sgd": Variant(
+        compressing("sparsified_sgd", sparse_grad_size=0.01, momentum=0.9, weight_decay=1e-4)
+    ),
     # 10 % of each tensor at random, the same coordinates on all workers.
     "centralized_sparsified_sgd": Variant(
         compressing(
@@ -127,7 +144,9 @@ VARIANTS = {
         )
     ),
     # Lian et al., arXiv:1705.09056.
-    "decentralized_sgd": Variant(on_ring("decentralized_sgd", DecentralizedAggregation, **NESTEROV)),
+    "decentralized_sgd": Variant(
+        on_ring("decentralized_sgd", DecentralizedAggregation, **NESTEROV)
+    ),
     # Koloskova, Stich and Jaggi, arXiv:1902.00340.
     "choco_sgd": Variant(on_ring("choco_sgd", ChocoAggregation, **NESTEROV)),
     # The weights are averaged every 8 steps. Stich, arXiv:1805.09767.
@@ -137,7 +156,9 @@ VARIANTS = {
     # that were chosen there, and do not come from the papers, are named.
     # SGD's rate, since the rounding is right on average. 4 bits, buckets of 512 and the largest value as their size are
     # those of the paper's experiments. Alistarh et al., arXiv:1610.02132.
-    "qsgd": Variant(named("qsgd", lambda: QSGDAggregation(levels=7, bucket_size=512, norm=math.inf), **NESTEROV)),
+    "qsgd": Variant(
+        named("qsgd", lambda: QSGDAggregation(levels=7, bucket_size=512, norm=math.inf), **NESTEROV)
+    ),
     # The usual momentum makes the steps of SGD ten times longer, and SCAFFOLD has none. Half of that was chosen on the
     # digits: with ten times the rate, four workers diverge at first. The period is that of local SGD. Karimireddy et
     # al., arXiv:1910.06378.
@@ -148,11 +169,17 @@ VARIANTS = {
     # Adam's rate. The paper's warm-up takes 15 to 20 % of all steps; 20 steps are 20 % of those that one worker needs
     # on the digits. Tang et al., arXiv:2102.02888.
     "one_bit_adam": Variant(
-        compressing("one_bit_adam", warmup_steps=20, weight_decay=1e-4), lr_factor=0.05, scales=False
+        compressing("one_bit_adam", warmup_steps=20, weight_decay=1e-4),
+        lr_factor=0.05,
+        scales=False,
     ),
     # Steps have a fixed length: the paper's 0.01 takes four workers more than 24 epochs on the digits, and 0.02
     # overshoots. A momentum of 0.9 instead of 0.95 overshoots less. Ahn et al., arXiv:2504.05295.
-    "dion": Variant(compressing("dion", lambda: DionAggregation(rank=8, momentum=0.9)), lr_factor=0.75, scales=False),
+    "dion": Variant(
+        compressing("dion", lambda: DionAggregation(rank=8, momentum=0.9)),
+        lr_factor=0.75,
+        scales=False,
+    ),
     # Liu et al. scale the update to 0.2 times the rate, the size of AdamW's in long trainings. The first updates of
     # Adam are larger, and so 0.003 needs fewer epochs on the digits than Adam's 0.001. Kernels are matrices as in the
     # first experiments, on CIFAR-10. Jordan et al., kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982.
@@ -162,14 +189,21 @@ VARIANTS = {
     # Two fragments with 4 bits, which travel during one step. The paper has a period of 100; 8 was chosen on the
     # digits, where few steps reach the goal. Douillard et al., arXiv:2501.18512.
     "streaming_diloco": Variant(
-        named("streaming_diloco", lambda: StreamingDiLoCoAggregation(period=8, fragments=2, delay=1, quantize=True)),
+        named(
+            "streaming_diloco",
+            lambda: StreamingDiLoCoAggregation(period=8, fragments=2, delay=1, quantize=True),
+        ),
         lr_factor=0.05,
         scales=False,
     ),
     # 3 % of the changes with 2 bits, the most of the paper's range, and its decay. Its periods are 15 to 50; 8 was
     # chosen on the digits. Sarfi et al., arXiv:2508.15706.
     "sparse_loco": Variant(
-        named("sparse_loco", lambda: SparseLoCoAggregation(ChunkedTopKAggregation(density=0.03)), period=8),
+        named(
+            "sparse_loco",
+            lambda: SparseLoCoAggregation(ChunkedTopKAggregation(density=0.03)),
+            period=8,
+        ),
         lr_factor=0.05,
         scales=False,
     ),
@@ -193,15 +227,26 @@ def add_arguments(parser: argparse.ArgumentParser, optimizer: str) -> None:
         "--model-version", type=int, choices=(1, 2), default=1,
         help="1: batch norm and ReLU after each convolution; 2: before it (default: 1)",
     )  # fmt: skip
-    group.add_argument("--norm", choices=("batch", "group"), default="batch", help="normalization (default: batch)")
+    group.add_argument(
+        "--norm", choices=("batch", "group"), default="batch", help="normalization (default: batch)"
+    )
     group.add_argument(
         "--partition", default="uniform", metavar="KIND",
         help="training images of a worker: uniform, dirichlet:ALPHA or label_skew:N (default: uniform)",
     )  # fmt: skip
     switch("--overlap", help="average gradients during the backward pass")
-    switch("--shared-memory", help="sum gradients through memory that the workers of one machine share")
-    group.add_argument("--settings", choices=("reference", "2018"), default="reference", help="batch size and schedule")
-    group.add_argument("--batch-size", type=count, metavar="N", help="images a worker; the rates grow with it")
+    switch(
+        "--shared-memory", help="sum gradients through memory that the workers of one machine share"
+    )
+    group.add_argument(
+        "--settings",
+        choices=("reference", "2018"),
+        default="reference",
+        help="batch size and schedule",
+    )
+    group.add_argument(
+        "--batch-size", type=count, metavar="N", help="images a worker; the rates grow with it"
+    )
     switch("--no-augment", help="train on the images as they are")
     switch("--repartition", help="partition the training set among the workers again in each epoch")
     switch("--sync-batch-norm", help="normalize over the batches of all workers together")
@@ -209,7 +254,9 @@ def add_arguments(parser: argparse.ArgumentParser, optimizer: str) -> None:
         "--precision", choices=("fp32", "bf16", "fp16"), default="fp32",
         help="of the weights; halves have float32 master weights and batch norm (default: fp32)",
     )  # fmt: skip
-    group.add_argument("--autocast", choices=("bf16",), help="compute in bfloat16 where torch.autocast does")
+    group.add_argument(
+        "--autocast", choices=("bf16",), help="compute in bfloat16 where torch.autocast does"
+    )
     switch("--compile", help="train through torch.compile")
     switch("--cuda-graphs", help="start the passes of a training step as CUDA graphs; needs --gpu")
     switch("--channels-last", help="images and weights in channels-last order")
@@ -225,18 +272,51 @@ def check(args: argparse.Namespace) -> None:
     halves, alone = args.precision != "fp32", args.optimizer == REFERENCE
     optimizer, precision = f"--optimizer {args.optimizer}", f"--precision {args.precision}"
     refusals = (
-        (args.overlap and not alone, f"--overlap is a way of centralized_sgd: it does not go with {optimizer}"),
-        (args.shared_memory and not alone, f"--shared-memory is of centralized_sgd: it does not go with {optimizer}"),
-        (halves and args.shared_memory, f"{precision} sends by the backend: it does not go with --shared-memory"),
-        (halves and not alone, f"{precision} takes the steps of centralized_sgd: it does not go with {optimizer}"),
-        (halves and args.overlap, f"{precision} sends all gradients at once: it does not go with --overlap"),
-        (halves and args.autocast, f"--autocast keeps weights in float32: it does not go with {precision}"),
-        (args.sync_batch_norm and args.compile, "--sync-batch-norm does not go with --compile: it sends messages"),
+        (
+            args.overlap and not alone,
+            f"--overlap is a way of centralized_sgd: it does not go with {optimizer}",
+        ),
+        (
+            args.shared_memory and not alone,
+            f"--shared-memory is of centralized_sgd: it does not go with {optimizer}",
+        ),
+        (
+            halves and args.shared_memory,
+            f"{precision} sends by the backend: it does not go with --shared-memory",
+        ),
+        (
+            halves and not alone,
+            f"{precision} takes the steps of centralized_sgd: it does not go with {optimizer}",
+        ),
+        (
+            halves and args.overlap,
+            f"{precision} sends all gradients at once: it does not go with --overlap",
+        ),
+        (
+            halves and args.autocast,
+            f"--autocast keeps weights in float32: it does not go with {precision}",
+        ),
+        (
+            args.sync_batch_norm and args.compile,
+            "--sync-batch-norm does not go with --compile: it sends messages",
+        ),
         (args.cuda_graphs and not args.gpu, "--cuda-graphs needs a GPU: add --gpu"),
-        (args.cuda_graphs and args.compile, "--cuda-graphs captures the plain network: it does not go with --compile"),
-        (args.cuda_graphs and args.overlap, "--cuda-graphs makes the backward pass one piece: leave out --overlap"),
-        (args.cuda_graphs and args.sync_batch_norm, "--cuda-graphs does not go with --sync-batch-norm, which sends"),
-        (args.cuda_graphs and args.optimizer == DDP, f"--cuda-graphs does not go with {optimizer}, which sends"),
+        (
+            args.cuda_graphs and args.compile,
+            "--cuda-graphs captures the plain network: it does not go with --compile",
+        ),
+        (
+            args.cuda_graphs and args.overlap,
+            "--cuda-graphs makes the backward pass one piece: leave out --overlap",
+        ),
+        (
+            args.cuda_graphs and args.sync_batch_norm,
+            "--cuda-graphs does not go with --sync-batch-norm, which sends",
+        ),
+        (
+            args.cuda_graphs and args.optimizer == DDP,
+            f"--cuda-graphs does not go with {optimizer}, which sends",
+        ),
         (
             args.sync_batch_norm and args.norm == "group",
             "--sync-batch-norm is a way of batch norm: it does not go with --norm group",
@@ -245,12 +325,18 @@ def check(args: argparse.Namespace) -> None:
             args.repartition and args.partition != "uniform",
             f"--repartition shuffles all images in each epoch: it does not go with --partition {args.partition}",
         ),
-        (args.partial and args.dataset != "cifar10", f"--partial does not go with --dataset {args.dataset}"),
+        (
+            args.partial and args.dataset != "cifar10",
+            f"--partial does not go with --dataset {args.dataset}",
+        ),
         (
             args.image_size != 32 and args.dataset != "digits",
             f"--image-size is for the digits: it does not go with --dataset {args.dataset}",
         ),
-        (args.data and args.dataset == "digits", "--data does not go with --dataset digits, which scikit-learn brings"),
+        (
+            args.data and args.dataset == "digits",
+            "--data does not go with --dataset digits, which scikit-learn brings",
+        ),
     )
     for is_refused, message in refusals:
         if is_refused:
@@ -262,12 +348,16 @@ def partition(images: ImageDataset, args: argparse.Namespace, rank: int, workers
     # The uniform parts are those of the reference, the same for every seed. Parts by class differ much from one draw to
     # the next, so repeats with other seeds get other ones.
     seed = 0 if args.partition == "uniform" else args.seed
-    return partition_dataset_by_rank(images, rank, workers, seed=seed, **parse_partition(args.partition))
+    return partition_dataset_by_rank(
+        images, rank, workers, seed=seed, **parse_partition(args.partition)
+    )
 
 
 def make_exchange(args: argparse.Namespace, use_cuda: bool) -> AllReduceAggregation:
     """Return the average of gradients over all workers, by the way that the flags choose."""
-    return AllReduceAggregation(use_cuda=use_cuda, overlap=args.overlap, shared_memory=args.shared_memory)
+    return AllReduceAggregation(
+        use_cuda=use_cuda, overlap=args.overlap, shared_memory=args.shared_memory
+    )
 
 
 @dataclass(frozen=True)
@@ -309,7 +399,9 @@ def make_plan(args: argparse.Namespace, workers: int, batch_size: int, base_lr: 
     return Plan(size, lr * min(1, growth), lr * growth, warmup_epochs)
 
 
-def make_scheduler_of_2018(optimizer: Optimizer, plan: Plan, batches_per_epoch: int) -> MultiStepLRLinearWarmUp:
+def make_scheduler_of_2018(
+    optimizer: Optimizer, plan: Plan, batches_per_epoch: int
+) -> MultiStepLRLinearWarmUp:
     """Return the schedule of 2018: a linear warm-up, a tenth of the rate from epoch 82, a hundredth from 109."""
     return MultiStepLRLinearWarmUp(
         optimizer,
@@ -331,7 +423,9 @@ def prepare_model(model: nn.Module, args: argparse.Namespace) -> None:
         convert_to_group_norm(model)
     if args.precision != "fp32":
         for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):  # sums over a batch and small changes need float32
+            if isinstance(
+                module, nn.BatchNorm2d
+            ):  # sums over a batch and small changes need float32
                 module.float()
     if args.precision == "fp16" and next(model.parameters()).device.type == "cpu":
         logger.warning("float16 on a CPU is slow: convolutions have no fast kernel there")
@@ -354,7 +448,9 @@ def in_precision(network: nn.Module, args: argparse.Namespace) -> nn.Module:
     return Float32Output(network, torch.bfloat16 if args.autocast else None)
 
 
-def make_network(model: nn.Module, lr: float, args: argparse.Namespace) -> tuple[nn.Module, Optimizer | None]:
+def make_network(
+    model: nn.Module, lr: float, args: argparse.Namespace
+) -> tuple[nn.Module, Optimizer | None]:
     """Return the network of the forward pass in training, and the optimizer if it is that of DDP.
 
     The flags decide if the network is compiled, captured as graphs, or parallel. The validation uses the plain model,

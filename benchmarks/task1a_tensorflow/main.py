@@ -22,7 +22,12 @@ import tensorflow as tf
 from mlbench_core.controlflow.run_results import RunFolder, task_configuration, task_environment
 from mlbench_core.controlflow.task_arguments import count, task_main
 from mlbench_core.controlflow.validation_stats import record_validation_stats
-from mlbench_core.dataset.imagerecognition.arrays import ArrayBatches, cifar10_arrays, digits_arrays, mnist_arrays
+from mlbench_core.dataset.imagerecognition.arrays import (
+    ArrayBatches,
+    cifar10_arrays,
+    digits_arrays,
+    mnist_arrays,
+)
 from mlbench_core.distributed.environment import detect_environment
 from mlbench_core.distributed.tensorflow.mirrored import MirroredWorkers
 from mlbench_core.distributed.tensorflow.settings import set_threads
@@ -53,7 +58,9 @@ class Accuracy(NamedTuple):
 METRICS = (Accuracy("Prec@1", 1), Accuracy("Prec@5", 5))
 
 
-def load_data(args: argparse.Namespace, dataset_dir: str, rank: int, world_size: int) -> list[ArrayBatches]:
+def load_data(
+    args: argparse.Namespace, dataset_dir: str, rank: int, world_size: int
+) -> list[ArrayBatches]:
     """Return this worker's training batches and its validation batches."""
     folder = args.data or dataset_dir
     batches = []
@@ -64,7 +71,11 @@ def load_data(args: argparse.Namespace, dataset_dir: str, rank: int, world_size:
             arrays = mnist_arrays(folder, train, download=True)
         else:
             arrays = digits_arrays(train, args.image_size, extra="tensorflow")
-        batches.append(ArrayBatches(arrays, BATCH_SIZE, train=train, rank=rank, world_size=world_size, seed=args.seed))
+        batches.append(
+            ArrayBatches(
+                arrays, BATCH_SIZE, train=train, rank=rank, world_size=world_size, seed=args.seed
+            )
+        )
     return batches
 
 
@@ -80,12 +91,21 @@ class Training:
         with self.strategy.scope():
             self.model = Cifar10Model(20, resnet_version=1)
             self.weights = self.model.trainable_variables
-            self.velocities = [tf.Variable(tf.zeros(weight.shape), trainable=False) for weight in self.weights]
+            self.velocities = [
+                tf.Variable(tf.zeros(weight.shape), trainable=False) for weight in self.weights
+            ]
         self.statistics = self.model.non_trainable_variables
-        images, labels = tf.TensorSpec((None, None, None, 3), tf.float32), tf.TensorSpec((None,), tf.int64)
+        images, labels = (
+            tf.TensorSpec((None, None, None, 3), tf.float32),
+            tf.TensorSpec((None,), tf.int64),
+        )
         # The last batch of an epoch is smaller, and must not be traced and compiled again.
-        self.gradient = tf.function(self._on_replica(self._gradient), input_signature=(images, labels))
-        self.evaluate = tf.function(self._on_replica(self._evaluate), input_signature=(images, labels))
+        self.gradient = tf.function(
+            self._on_replica(self._gradient), input_signature=(images, labels)
+        )
+        self.evaluate = tf.function(
+            self._on_replica(self._evaluate), input_signature=(images, labels)
+        )
         self.read_statistics = tf.function(self._on_replica(lambda: _flatten(self.statistics)))
         self.write_statistics = tf.function(self._on_replica(self._write_statistics))
         self.update = tf.function(self._update)
@@ -102,7 +122,9 @@ class Training:
 
     def _update(self, gradient: Any, rate: Any) -> None:
         """Update with Nesterov momentum and weight decay, by the formula of torch.optim.SGD."""
-        for weight, velocity, part in zip(self.weights, self.velocities, _split(gradient, self.weights), strict=True):
+        for weight, velocity, part in zip(
+            self.weights, self.velocities, _split(gradient, self.weights), strict=True
+        ):
             self.strategy.extended.update(weight, _step, args=(velocity, part, rate))
 
     def _evaluate(self, images: Any, labels: Any) -> Any:
@@ -128,8 +150,12 @@ class Training:
         for images, labels in batches.epoch(0):
             sums += self.evaluate(tf.constant(images), tf.constant(labels)).numpy()
         self.write_statistics(own)
-        loss, *values, images_of_all = self.workers.all_reduce(tf.constant(sums, tf.float64)).numpy()
-        return {m: float(v / images_of_all) for m, v in zip(METRICS, values, strict=True)}, float(loss / images_of_all)
+        loss, *values, images_of_all = self.workers.all_reduce(
+            tf.constant(sums, tf.float64)
+        ).numpy()
+        return {m: float(v / images_of_all) for m, v in zip(METRICS, values, strict=True)}, float(
+            loss / images_of_all
+        )
 
 
 def _step(weight: Any, velocity: Any, gradient: Any, rate: Any) -> None:
@@ -148,7 +174,9 @@ def _split(vector: Any, like: Any) -> list[Any]:
     return [tf.reshape(part, variable.shape) for part, variable in zip(parts, like, strict=True)]
 
 
-def train_epoch(training: Training, batches: ArrayBatches, schedule: PlateauWithWarmup, tracker: Tracker) -> None:
+def train_epoch(
+    training: Training, batches: ArrayBatches, schedule: PlateauWithWarmup, tracker: Tracker
+) -> None:
     """Train one epoch."""
     workers = training.workers
     tracker.train()
@@ -167,13 +195,17 @@ def train_epoch(training: Training, batches: ArrayBatches, schedule: PlateauWith
         training.update(mean, tf.constant(schedule.rate, tf.float32))
         tracker.record_batch_opt_step()
         schedule.batch_step()
-        values = [float(topk_accuracy_with_logits(logits, labels, metric.topk)) for metric in METRICS]
+        values = [
+            float(topk_accuracy_with_logits(logits, labels, metric.topk)) for metric in METRICS
+        ]
         tracker.record_batch_comp_metrics()
         size, size_bytes = len(labels), gradient.dtype.size * len(gradient)
         tracker.batch_end(samples=size)
         if workers.size > 1:
             tracker.record_communication(communication_s, communication_s, size_bytes)
-            tracker.record_collective("all_reduce", workers.size, size_bytes, calls=1, overlapped=False)
+            tracker.record_collective(
+                "all_reduce", workers.size, size_bytes, calls=1, overlapped=False
+            )
         logs = index % LOG_EVERY == 0 or index == len(batches) - 1
         tracker.record_loss(float(loss), size, log_to_api=logs)
         for metric, value in zip(METRICS, values, strict=True):
@@ -188,14 +220,26 @@ def check(args: argparse.Namespace) -> None:
     """
     refusals = (
         (args.gpu, "--gpu is not an option of this task: its reference on TensorFlow is for CPUs"),
-        (args.validation_only, "--validation_only needs checkpoints, and this task saves none: leave it out"),
-        (args.backend, f"--backend must be left out, not {args.backend}: TensorFlow's workers communicate over gRPC"),
-        (args.partial and args.dataset != "cifar10", f"--partial does not go with --dataset {args.dataset}"),
+        (
+            args.validation_only,
+            "--validation_only needs checkpoints, and this task saves none: leave it out",
+        ),
+        (
+            args.backend,
+            f"--backend must be left out, not {args.backend}: TensorFlow's workers communicate over gRPC",
+        ),
+        (
+            args.partial and args.dataset != "cifar10",
+            f"--partial does not go with --dataset {args.dataset}",
+        ),
         (
             args.image_size != 32 and args.dataset != "digits",
             f"--image-size is for the digits: it does not go with --dataset {args.dataset}",
         ),
-        (args.data and args.dataset == "digits", "--data does not go with --dataset digits, which scikit-learn brings"),
+        (
+            args.data and args.dataset == "digits",
+            "--data does not go with --dataset digits, which scikit-learn brings",
+        ),
     )
     for is_refused, message in refusals:
         if is_refused:
@@ -249,15 +293,39 @@ def run(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this task; they have the meaning of those of ``task1a_resnet20_cifar10``."""
-    parser.add_argument("--dataset", choices=("cifar10", "digits", "mnist"), default="cifar10", help="[%(default)s]")
-    parser.add_argument("--data", metavar="FOLDER", help="folder that holds its files (default: below --root-dataset)")
-    parser.add_argument("--partial", action="store_true", help="use the files that exist, even if others are missing")
-    parser.add_argument("--image-size", type=int, choices=(8, 16, 32), default=32, help="of the digits [%(default)s]")
     parser.add_argument(
-        "--epochs", type=count, default=TASK.max_epochs, metavar="N", help="largest number of epochs [%(default)s]"
+        "--dataset", choices=("cifar10", "digits", "mnist"), default="cifar10", help="[%(default)s]"
     )
-    parser.add_argument("--past-goal", action="store_true", help="train all epochs, even after the goal is reached")
-    parser.add_argument("--seed", type=count, default=42, metavar="N", help="seed of weights and data [%(default)s]")
+    parser.add_argument(
+        "--data",
+        metavar="FOLDER",
+        help="folder that holds its files (default: below --root-dataset)",
+    )
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="use the files that exist, even if others are missing",
+    )
+    parser.add_argument(
+        "--image-size",
+        type=int,
+        choices=(8, 16, 32),
+        default=32,
+        help="of the digits [%(default)s]",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=count,
+        default=TASK.max_epochs,
+        metavar="N",
+        help="largest number of epochs [%(default)s]",
+    )
+    parser.add_argument(
+        "--past-goal", action="store_true", help="train all epochs, even after the goal is reached"
+    )
+    parser.add_argument(
+        "--seed", type=count, default=42, metavar="N", help="seed of weights and data [%(default)s]"
+    )
 
 
 if __name__ == "__main__":

@@ -62,7 +62,9 @@ def load_data(run: Run) -> tuple[JpegBatches, JpegBatches]:
     """Return this worker's batches of the training images and of the validation images."""
     args, preset = run.args, recipe.PRESETS[run.args.preset]
     parts = find_images(args.data or run.dataset_dir, args.preset)
-    logger.info("%s images for training, %s for validation, decoded by %s", *map(len, parts), decoder_name())
+    logger.info(
+        "%s images for training, %s for validation, decoded by %s", *map(len, parts), decoder_name()
+    )
     batches, validation_batches = (
         JpegBatches(
             files, args.batch_size, crop, args.seed, run.rank, run.world_size,
@@ -80,7 +82,9 @@ def train(run: Run) -> None:
     batches, validation_batches = load_data(run)
     classes = len(batches.files.classes)
     name = recipe.PRESETS[args.preset].model
-    model = get_resnet_model(name, 1, "fp32", num_classes=classes, use_cuda=run.gpu).to(memory_format=channels_last)
+    model = get_resnet_model(name, 1, "fp32", num_classes=classes, use_cuda=run.gpu).to(
+        memory_format=channels_last
+    )
     recipe.zero_last_norms(model)
     is_half = (args.precision or ("bf16" if run.gpu else "fp32")) == "bf16"
     network = Float32Output(model, torch.bfloat16 if is_half else None)
@@ -99,7 +103,13 @@ def train(run: Run) -> None:
     def validate() -> tuple[dict[TopKAccuracy, float], float]:
         with averaged_weights(model, tracker=tracker):  # workers differ in BatchNorm's statistics
             return validation_round(
-                validation_batches, network, loss_function, metrics, "fp32", tracker=tracker, use_cuda=run.gpu
+                validation_batches,
+                network,
+                loss_function,
+                metrics,
+                "fp32",
+                tracker=tracker,
+                use_cuda=run.gpu,
             )
 
     for epoch in run.epochs(model, optimizer, scheduler, validate):
@@ -115,7 +125,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this task."""
     add_run_arguments(parser)
     parser.add_argument(
-        "--data", metavar="FOLDER", help="folder that holds train and val (default: below --root-dataset)"
+        "--data",
+        metavar="FOLDER",
+        help="folder that holds train and val (default: below --root-dataset)",
     )
     recipe.add_arguments(parser)
 

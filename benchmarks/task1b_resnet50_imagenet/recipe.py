@@ -18,7 +18,15 @@ from mlbench_core.lr_scheduler.pytorch.lr import MultiStepLRLinearWarmUp, PolyDe
 from mlbench_core.optim.pytorch.updates.lars import LARS
 from mlbench_core.tasks import get_task
 
-__all__ = ["PRESETS", "Preset", "add_arguments", "make_optimizer", "make_scheduler", "peak_lr", "take_defaults"]
+__all__ = [
+    "PRESETS",
+    "Preset",
+    "add_arguments",
+    "make_optimizer",
+    "make_scheduler",
+    "peak_lr",
+    "take_defaults",
+]
 
 TASK = get_task("1b")
 MOMENTUM = 0.9
@@ -112,13 +120,17 @@ def make_scheduler(
     """Return the schedule: a linear warm-up, then ``--decay``; it steps after each batch."""
     lr, total = peak_lr(args, world_size), args.epochs * batches_per_epoch
     # At most half of the time until the first step, so that short trainings reach the peak, too.
-    warmup = round(min(PRESETS[args.preset].warmup_epochs, args.epochs * STEPS[0] / 2) * batches_per_epoch)
+    warmup = round(
+        min(PRESETS[args.preset].warmup_epochs, args.epochs * STEPS[0] / 2) * batches_per_epoch
+    )
     # SGD begins with the rate of one worker. The rates of LARS are long steps even for one.
     start = 0.0 if args.optimizer == "lars" else lr / world_size
     if args.decay == "step":
         milestones = [round(share * total) for share in STEPS]
         return MultiStepLRLinearWarmUp(optimizer, STEP_FACTOR, milestones, lr, start, warmup)
-    return PolyDecayLRLinearWarmup(optimizer, start, lr, warmup, decay_steps=total - warmup, power=2)
+    return PolyDecayLRLinearWarmup(
+        optimizer, start, lr, warmup, decay_steps=total - warmup, power=2
+    )
 
 
 def zero_last_norms(model: nn.Module) -> None:
@@ -132,12 +144,27 @@ def zero_last_norms(model: nn.Module) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select a preset and change it."""
     add = parser.add_argument
-    add("--preset", choices=sorted(PRESETS), default="full", help="size of the task (default: full)")
+    add(
+        "--preset", choices=sorted(PRESETS), default="full", help="size of the task (default: full)"
+    )
     add("--optimizer", choices=TASK.optimizers, default="sgd", help="optimizer (default: sgd)")
-    add("--decay", choices=("step", "polynomial"), help="schedule (default: that of the preset; polynomial with lars)")
-    add("--lr", type=float, help="rate at the end of the warm-up (default: grows with the images in a step)")
+    add(
+        "--decay",
+        choices=("step", "polynomial"),
+        help="schedule (default: that of the preset; polynomial with lars)",
+    )
+    add(
+        "--lr",
+        type=float,
+        help="rate at the end of the warm-up (default: grows with the images in a step)",
+    )
     add("--batch-size", type=count, metavar="N", help="images per worker (full: 256, small: 64)")
-    add("--processes", type=int, metavar="N", help="processes per worker that decode images (full: 8, small: 0)")
+    add(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="processes per worker that decode images (full: 8, small: 0)",
+    )
     add("--gpu-decoding", action="store_true", help="decode the images on the GPU")
     add("--overlap", action="store_true", help="average gradients during the backward pass")
     add(

@@ -26,7 +26,11 @@ from mlbench_core.errors import require
 
 MAIN = Path(__file__).with_name("main.py")
 L2 = 2.5e-6
-TOLERANCES = {"a9a": (2e-3, 0.3), "agaricus": (5e-3, 0.0), "australian": (1e-2, 1.0)}  # of loss and accuracies
+TOLERANCES = {
+    "a9a": (2e-3, 0.3),
+    "agaricus": (5e-3, 0.0),
+    "australian": (1e-2, 1.0),
+}  # of loss and accuracies
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,9 @@ class Quality:
 def find_optimum(name: str, folder: Path, standardized: bool = False) -> Quality:
     """Return the optimum of a data set whose stores are in a folder, by Newton's method in float64."""
     LogisticRegression = require("sklearn.linear_model", "linear").LogisticRegression
-    (x, y), (x_validation, y_validation) = (dense(part) for part in train_and_validation(name, folder, layout="dense"))
+    (x, y), (x_validation, y_validation) = (
+        dense(part) for part in train_and_validation(name, folder, layout="dense")
+    )
     if standardized:
         mean, deviation = x.mean(0), x.std(0)
         # A constant feature has the deviation 0; it becomes 0 instead of nan.
@@ -65,7 +71,11 @@ def find_optimum(name: str, folder: Path, standardized: bool = False) -> Quality
         x, x_validation = (x - mean) * scale, (x_validation - mean) * scale
     x, x_validation = (np.hstack([part, np.ones((len(part), 1))]) for part in (x, x_validation))
     solver = LogisticRegression(
-        C=1 / (len(y) * L2), fit_intercept=False, solver="newton-cholesky", tol=1e-10, max_iter=1_000
+        C=1 / (len(y) * L2),
+        fit_intercept=False,
+        solver="newton-cholesky",
+        tol=1e-10,
+        max_iter=1_000,
     )
     w = solver.fit(x, y).coef_[0]
     # log(1 + exp(-margin)) in a form that does not overflow
@@ -98,21 +108,33 @@ def main() -> int:
     """Print a table; return 1 if the distance of a run from the optimum exceeds the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("names", nargs="+", metavar="NAME", help="data sets")
-    parser.add_argument("--data", required=True, metavar="FOLDER", help="folder with their LIBSVM text")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="numbers of workers (default: 1 2)")
-    parser.add_argument("--epochs", type=int, default=40, help="epochs of each run (default: %(default)s)")
+    parser.add_argument(
+        "--data", required=True, metavar="FOLDER", help="folder with their LIBSVM text"
+    )
+    parser.add_argument(
+        "--workers", type=int, nargs="+", default=[1, 2], help="numbers of workers (default: 1 2)"
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=40, help="epochs of each run (default: %(default)s)"
+    )
     args = parser.parse_args()
     failed = False
     print(f"{'':24}{'loss':^20}{'training accuracy':^20}{'validation accuracy':^20}")
     print(f"{'data':<14}{'workers':>8}  " + 3 * f"{'reached':>9}{'optimum':>9}  ")
     for name in args.names:
         with tempfile.TemporaryDirectory() as folder:
-            optimum = find_optimum(name, prepare_stores(name, folder, args.data), standardized=name == "australian")
+            optimum = find_optimum(
+                name, prepare_stores(name, folder, args.data), standardized=name == "australian"
+            )
             for workers in args.workers:
                 run = reached(name, args.data, folder, workers, args.epochs)
                 failed |= not run.is_close_to(optimum, name)
-                pairs = zip(dataclasses.astuple(run), dataclasses.astuple(optimum), (5, 2, 2), strict=True)
-                columns = [f"{mine:>9.{digits}f}{best:>9.{digits}f}" for mine, best, digits in pairs]
+                pairs = zip(
+                    dataclasses.astuple(run), dataclasses.astuple(optimum), (5, 2, 2), strict=True
+                )
+                columns = [
+                    f"{mine:>9.{digits}f}{best:>9.{digits}f}" for mine, best, digits in pairs
+                ]
                 verdict = "" if run.is_close_to(optimum, name) else "too far"
                 print(f"{name:<14}{workers:>8}", *columns, verdict, sep="  ", flush=True)
     return int(failed)

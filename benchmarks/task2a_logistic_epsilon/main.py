@@ -23,7 +23,12 @@ from mlbench_core.dataset.linearmodels.pytorch.subset import RowSubset, train_an
 from mlbench_core.dataset.pytorch import parse_partition, partition_dataset_by_rank
 from mlbench_core.evaluation.goals import time_to_accuracy_goal
 from mlbench_core.evaluation.pytorch.criterion import BCELossRegularized
-from mlbench_core.evaluation.pytorch.metrics import DiceCoefficient, F1Score, MLBenchMetric, TopKAccuracy
+from mlbench_core.evaluation.pytorch.metrics import (
+    DiceCoefficient,
+    F1Score,
+    MLBenchMetric,
+    TopKAccuracy,
+)
 from mlbench_core.lr_scheduler.pytorch.lr import SQRTTimeDecayLR
 from mlbench_core.models.pytorch.linear_models import LogisticRegression, Standardization
 from mlbench_core.optim.pytorch import CentralizedSGD
@@ -93,7 +98,11 @@ def train(run: Run) -> None:
     model = model.cuda() if run.gpu else model
     loss_function = BCELossRegularized(l1=0, l2=L2, model=model, logits=True)
     # The model has logits: 0 is the probability 1/2. Accuracy comes first, because the goal watches it.
-    metrics = [TopKAccuracy(topk=1, threshold=0.0), F1Score(threshold=0.0), DiceCoefficient(logits=True)]
+    metrics = [
+        TopKAccuracy(topk=1, threshold=0.0),
+        F1Score(threshold=0.0),
+        DiceCoefficient(logits=True),
+    ]
     optimizer = CentralizedSGD(
         world_size=run.world_size, model=model, lr=chosen.lr * rate_factor, momentum=0, nesterov=False,
         weight_decay=0, dampening=0, by_layer=False, use_cuda=run.gpu, overlap=args.overlap,
@@ -101,18 +110,31 @@ def train(run: Run) -> None:
     scheduler = chosen.schedule(optimizer)
     tracker = run.track(metrics, time_to_accuracy_goal(TASK.goal_on(args.dataset, run.light)))
 
-    def evaluate(on: LinearBatches, tracker: Tracker | None) -> tuple[dict[MLBenchMetric, float], float]:
-        return validation_round(on, model, loss_function, metrics, "fp32", tracker=tracker, use_cuda=run.gpu)
+    def evaluate(
+        on: LinearBatches, tracker: Tracker | None
+    ) -> tuple[dict[MLBenchMetric, float], float]:
+        return validation_round(
+            on, model, loss_function, metrics, "fp32", tracker=tracker, use_cuda=run.gpu
+        )
 
     def validate() -> tuple[dict[MLBenchMetric, float], float]:
         values, loss = evaluate(validation_batches, tracker)
         if args.full_train:
             full_values, full_loss = evaluate(all_batches, None)
-            for name, value in {"loss": full_loss, **{m.name: v for m, v in full_values.items()}}.items():
+            for name, value in {
+                "loss": full_loss,
+                **{m.name: v for m, v in full_values.items()},
+            }.items():
                 tracker.record_stat(f"global_full_train_{name}", value, log_to_api=run.rank == 0)
         # Recorded once: the time to the goal of the loss, which is in addition to the goal that ends the run.
-        if args.dataset == TASK.dataset and loss <= TASK.goal_loss and "val_time_to_loss_s" not in tracker.records:
-            tracker.record_stat("time_to_loss_s", tracker.get_total_train_time(), log_to_api=run.rank == 0)
+        if (
+            args.dataset == TASK.dataset
+            and loss <= TASK.goal_loss
+            and "val_time_to_loss_s" not in tracker.records
+        ):
+            tracker.record_stat(
+                "time_to_loss_s", tracker.get_total_train_time(), log_to_api=run.rank == 0
+            )
         return values, loss
 
     for epoch in run.epochs(model, optimizer, scheduler, validate):
@@ -127,16 +149,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this task."""
     add_run_arguments(parser, TASK.max_epochs)
     names = [TASK.dataset, *sorted(TASK.stand_ins)]
-    parser.add_argument("--dataset", choices=names, default=TASK.dataset, help="data set (default: %(default)s)")
-    parser.add_argument("--data", metavar="FOLDER", help="folder with its LIBSVM text (default: it is downloaded)")
-    parser.add_argument("--settings", choices=("reference", "2018"), default="reference", help="rows and rates")
-    parser.add_argument("--full-train", action="store_true", help="also evaluate on the whole training set")
-    parser.add_argument("--standardize", action="store_true", help="features with mean 0 and deviation 1")
+    parser.add_argument(
+        "--dataset", choices=names, default=TASK.dataset, help="data set (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--data", metavar="FOLDER", help="folder with its LIBSVM text (default: it is downloaded)"
+    )
+    parser.add_argument(
+        "--settings", choices=("reference", "2018"), default="reference", help="rows and rates"
+    )
+    parser.add_argument(
+        "--full-train", action="store_true", help="also evaluate on the whole training set"
+    )
+    parser.add_argument(
+        "--standardize", action="store_true", help="features with mean 0 and deviation 1"
+    )
     parser.add_argument(
         "--partition", default="uniform", metavar="KIND",
         help="training rows of a worker: uniform, dirichlet:ALPHA or label_skew:N (default: uniform)",
     )  # fmt: skip
-    parser.add_argument("--overlap", action="store_true", help="average gradients during the backward pass")
+    parser.add_argument(
+        "--overlap", action="store_true", help="average gradients during the backward pass"
+    )
 
 
 def check(args: argparse.Namespace) -> None:

@@ -37,7 +37,9 @@ BASE_LR = 30.0  # of one worker with the number of sequences of its preset
 WEIGHT_DECAY = 1.2e-6
 GRAD_CLIP = 0.25
 WARMUP_EPOCHS = 3  # for each worker
-NON_MONOTONE_INTERVAL = 5  # validations: SGD averages once one is worse than the best before the last 5
+NON_MONOTONE_INTERVAL = (
+    5  # validations: SGD averages once one is worse than the best before the last 5
+)
 VALIDATION_SEQUENCES = 10  # of all workers
 
 
@@ -64,7 +66,12 @@ def base_rate(preset_sequences: int, sequences: int | None) -> float:
 
 
 def train_epoch(
-    text: Wikitext2Dataset, model: LSTMLanguageModel, optimizer: Optimizer, tracker: Tracker, gpu: bool, bf16: bool
+    text: Wikitext2Dataset,
+    model: LSTMLanguageModel,
+    optimizer: Optimizer,
+    tracker: Tracker,
+    gpu: bool,
+    bf16: bool,
 ) -> None:
     """Train on this worker's part of the text once; the state continues, back-propagation stops at each batch."""
     regularization = ActivationRegularization(alpha=2.0, beta=1.0)
@@ -155,9 +162,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this task."""
     add_run_arguments(parser, TASK.max_epochs)
     add = parser.add_argument
-    add("--preset", choices=sorted(PRESETS), default="full", help="size of the model (default: full)")
-    add("--batch-size", type=count, metavar="N", help="sequences per worker (full: 80 at rate 30; 20 takes 15)")
-    add("--data", metavar="FOLDER", help="folder that holds the text (default: below --root-dataset)")
+    add(
+        "--preset",
+        choices=sorted(PRESETS),
+        default="full",
+        help="size of the model (default: full)",
+    )
+    add(
+        "--batch-size",
+        type=count,
+        metavar="N",
+        help="sequences per worker (full: 80 at rate 30; 20 takes 15)",
+    )
+    add(
+        "--data",
+        metavar="FOLDER",
+        help="folder that holds the text (default: below --root-dataset)",
+    )
     add("--bf16", action="store_true", help="compute forward and backward passes in bfloat16")
 
 

@@ -24,7 +24,12 @@ from mlbench_core.aggregation.pytorch import AllReduceAggregation
 from mlbench_core.controlflow.pytorch import train_round, validation_round
 from mlbench_core.controlflow.pytorch.run import Run, run_task
 from mlbench_core.controlflow.task_arguments import add_run_arguments
-from mlbench_core.dataset.nlp.pytorch import BucketBatchSampler, Multi30k, TeacherForcedBatches, WMT16Dataset
+from mlbench_core.dataset.nlp.pytorch import (
+    BucketBatchSampler,
+    Multi30k,
+    TeacherForcedBatches,
+    WMT16Dataset,
+)
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.evaluation.goals import task4_time_to_bleu_goal
 from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
@@ -41,8 +46,17 @@ TASK = get_task("4a")
 GRAD_CLIP, SMOOTHING = 5.0, 0.1
 LOSS_SCALE = {"init_scale": 2.0**10, "scale_factor": 2.0, "max_scale": 2.0**13, "scale_window": 128}
 MAX_LEN_TRAIN, MAX_LEN_VALIDATION = 75, 150  # sub-words of a sentence
-BEAM = {"beam_size": 5, "len_norm_factor": 0.6, "len_norm_const": 5.0, "cov_penalty_factor": 0.1, "max_seq_len": 150}
-DATASETS = {"wmt16": (WMT16Dataset, {"lazy": True}, {"validation": True}), "multi30k": (Multi30k, {}, {"test": True})}
+BEAM = {
+    "beam_size": 5,
+    "len_norm_factor": 0.6,
+    "len_norm_const": 5.0,
+    "cov_penalty_factor": 0.1,
+    "max_seq_len": 150,
+}
+DATASETS = {
+    "wmt16": (WMT16Dataset, {"lazy": True}, {"validation": True}),
+    "multi30k": (Multi30k, {}, {"test": True}),
+}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -57,22 +71,33 @@ def scores(dataset: str) -> list[BLEUScore]:
 
     The task's goal was set for lower case and international tokenization, those of Multi30k for cased text and 13a.
     """
-    return [BLEUScore(), CasedBLEUScore()] if dataset == "wmt16" else [CasedBLEUScore(), BLEUScore()]
+    return (
+        [BLEUScore(), CasedBLEUScore()] if dataset == "wmt16" else [CasedBLEUScore(), BLEUScore()]
+    )
 
 
-def load_data(args: argparse.Namespace, folder: str) -> tuple[WMT16Dataset | Multi30k, WMT16Dataset | Multi30k]:
+def load_data(
+    args: argparse.Namespace, folder: str
+) -> tuple[WMT16Dataset | Multi30k, WMT16Dataset | Multi30k]:
     """Return training and validation pairs. Both data sets are validated on their test text, as published scores."""
     kind, for_training, validation_part = DATASETS[args.dataset]
     make = partial(kind, folder, math_precision=args.precision)
-    return make(train=True, max_len=MAX_LEN_TRAIN, **for_training), make(max_len=MAX_LEN_VALIDATION, **validation_part)
+    return make(train=True, max_len=MAX_LEN_TRAIN, **for_training), make(
+        max_len=MAX_LEN_VALIDATION, **validation_part
+    )
 
 
 def sentence_loss(scores: Tensor, target: Tensor) -> Tensor:
     """Return the loss with label smoothing, summed over the words of a sentence, as a mean over sentences."""
-    return LabelSmoothing(0, SMOOTHING, fast_xentropy=True)(scores.transpose(0, 1), target) / target.shape[1]
+    return (
+        LabelSmoothing(0, SMOOTHING, fast_xentropy=True)(scores.transpose(0, 1), target)
+        / target.shape[1]
+    )
 
 
-def make_optimizer(model: nn.Module, lr: float, world_size: int, gpu: bool, args: argparse.Namespace) -> Optimizer:
+def make_optimizer(
+    model: nn.Module, lr: float, world_size: int, gpu: bool, args: argparse.Namespace
+) -> Optimizer:
     """Return Adam on averages of all workers' gradients; in half precision with float32 weights and a loss scale."""
     adam = partial(Adam, lr=lr, betas=(0.9, 0.999), eps=1e-8)
     common = {"use_cuda": gpu, "grad_clip": GRAD_CLIP, "average_custom": True}
@@ -80,7 +105,9 @@ def make_optimizer(model: nn.Module, lr: float, world_size: int, gpu: bool, args
         exchange = AllReduceAggregation(world_size, use_cuda=gpu, overlap=args.overlap)
         return CustomCentralizedOptimizer(model, world_size, adam, **common, aggregation=exchange)
     if args.overlap:
-        raise ConfigurationError(f"--overlap needs --precision fp32, not {args.precision}: leave it out")
+        raise ConfigurationError(
+            f"--overlap needs --precision fp32, not {args.precision}: leave it out"
+        )
     optimizer = FP16Optimizer(model, world_size, **common, **LOSS_SCALE)
     # Adam updates the float32 master weights, which are then copied to the half-precision model.
     optimizer.set_optimizer(adam([optimizer.fp32_params]))
@@ -117,12 +144,19 @@ def train(run: Run) -> None:
     preset = presets.chosen(args)
     batch_size, update_freq = preset.divided(world_size)
     train_pairs, validation_pairs = load_data(args, args.data or run.dataset_dir)
-    order = BucketBatchSampler(train_pairs.sizes, batch_size, seed=args.seed, rank=run.rank, world_size=world_size)
-    in_order = BucketBatchSampler(validation_pairs.sizes, batch_size, False, rank=run.rank, world_size=world_size)
+    order = BucketBatchSampler(
+        train_pairs.sizes, batch_size, seed=args.seed, rank=run.rank, world_size=world_size
+    )
+    in_order = BucketBatchSampler(
+        validation_pairs.sizes, batch_size, False, rank=run.rank, world_size=world_size
+    )
     # A batch with fewer sentences than workers leaves some workers without a sentence.
     share = [indices for indices in in_order if indices]
     batches = TeacherForcedBatches(train_pairs, order, device)
-    validation_batches, texts = TeacherForcedBatches(validation_pairs, share, device), validation_pairs.references()
+    validation_batches, texts = (
+        TeacherForcedBatches(validation_pairs, share, device),
+        validation_pairs.references(),
+    )
     references = [[texts[i] for i in indices] for indices in share]
 
     model = GNMT.preset(args.preset, train_pairs.vocab_size).to(device, DTYPES[args.precision])
@@ -143,7 +177,9 @@ def train(run: Run) -> None:
 
     def validate() -> tuple[dict[BLEUScore, float], float]:
         _, loss = validation_round(validation_batches, teacher, sentence_loss, [], None, tracker)
-        return translate_and_score(translator, validation_batches, references, metrics, tracker), loss
+        return translate_and_score(
+            translator, validation_batches, references, metrics, tracker
+        ), loss
 
     for epoch in run.epochs(model, optimizer, scheduler, validate, budget=preset.epochs):
         order.set_epoch(epoch)
@@ -162,8 +198,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     presets.add_arguments(parser)
     add = parser.add_argument
     add("--dataset", choices=sorted(DATASETS), default="wmt16", help="data set (default: wmt16)")
-    add("--data", metavar="FOLDER", help="folder that holds the text (default: below --root-dataset)")
-    add("--precision", choices=sorted(DTYPES), help="of the model (default: fp16 with --gpu, else fp32)")
+    add(
+        "--data",
+        metavar="FOLDER",
+        help="folder that holds the text (default: below --root-dataset)",
+    )
+    add(
+        "--precision",
+        choices=sorted(DTYPES),
+        help="of the model (default: fp16 with --gpu, else fp32)",
+    )
     add("--overlap", action="store_true", help="send gradients during the backward pass (fp32)")
 
 

@@ -31,7 +31,11 @@ from mlbench_core.evaluation.goals import task4_time_to_bleu_goal
 from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
 from mlbench_core.evaluation.pytorch.metrics import BLEUScore, CasedBLEUScore, MLBenchMetric
 from mlbench_core.lr_scheduler.pytorch.lr import SQRTTimeDecayLRWithWarmup
-from mlbench_core.models.pytorch.transformer import SequenceGenerator, TransformerConfig, TransformerModel
+from mlbench_core.models.pytorch.transformer import (
+    SequenceGenerator,
+    TransformerConfig,
+    TransformerModel,
+)
 from mlbench_core.optim.pytorch import CustomCentralizedOptimizer, FP16Optimizer
 from mlbench_core.tasks import get_task
 
@@ -80,8 +84,12 @@ def make_optimizer(
     """Return Adam on gradients that are summed over the workers and divided by the ``denom`` of each step."""
     adam = partial(Adam, lr=args.lr, betas=BETAS, eps=EPS, fused=True)
     if args.precision != "fp16":
-        return CustomCentralizedOptimizer(model, world_size, adam, use_cuda=gpu, average_custom=True)
-    optimizer = FP16Optimizer(model.half(), world_size, use_cuda=gpu, average_custom=True, **LOSS_SCALING)
+        return CustomCentralizedOptimizer(
+            model, world_size, adam, use_cuda=gpu, average_custom=True
+        )
+    optimizer = FP16Optimizer(
+        model.half(), world_size, use_cuda=gpu, average_custom=True, **LOSS_SCALING
+    )
     # Adam updates the float32 master weights, which are then copied to the half-precision model.
     optimizer.set_optimizer(adam([optimizer.fp32_params]))
     return optimizer
@@ -96,7 +104,10 @@ def translate(
 ) -> list[tuple[list[str], list[str]]]:
     """Return translations and references for each metric: sub-words against sub-words, or text against text."""
     divided, targets = generator.translate_batch(batch, remove_bpe=None, ignore_case=False)
-    cased = ([evaluated.detokenize(text) for text in divided], [references[i] for i in batch["id"].tolist()])
+    cased = (
+        [evaluated.detokenize(text) for text in divided],
+        [references[i] for i in batch["id"].tolist()],
+    )
     return [(divided, targets) if metric.use_raw else cased for metric in metrics]
 
 
@@ -107,7 +118,9 @@ def train(run: Run) -> None:
     pairs, evaluated = load_data(args, args.data or run.dataset_dir)
     references, metrics = evaluated.references(), scores(args.dataset)
     # drop_last=False, because BLEU needs every sentence; in training, remaining batches (fewer than k) are left out.
-    share = shard_batches(get_batches(evaluated, args.max_tokens, shuffle=False), rank, world_size, drop_last=False)
+    share = shard_batches(
+        get_batches(evaluated, args.max_tokens, shuffle=False), rank, world_size, drop_last=False
+    )
     tokens, frequency = sizes.divided(args, world_size)
     # A batch must be able to hold the longest pair.
     tokens = max(tokens, int(pairs.sizes.max()))
@@ -121,8 +134,12 @@ def train(run: Run) -> None:
         optimizer, base_lr=args.lr, warmup_init_lr=0.0, warmup_steps=args.warmup_steps
     )
     loss_function = LabelSmoothing(dictionary.pad(), LABEL_SMOOTHING, fast_xentropy=True)
-    generator = SequenceGenerator(model, dictionary, dictionary, beam_size=BEAM_SIZE, len_penalty=LENGTH_PENALTY)
-    texts = partial(translate, generator=generator, evaluated=evaluated, references=references, metrics=metrics)
+    generator = SequenceGenerator(
+        model, dictionary, dictionary, beam_size=BEAM_SIZE, len_penalty=LENGTH_PENALTY
+    )
+    texts = partial(
+        translate, generator=generator, evaluated=evaluated, references=references, metrics=metrics
+    )
     # The metric of the goal depends on the data set, see scores().
     goal = task4_time_to_bleu_goal(TASK.goal_on(args.dataset, run.light))
     tracker = run.track(metrics, replace(goal, metric=f"val_global_{metrics[0].name}"))
@@ -138,7 +155,9 @@ def train(run: Run) -> None:
 
     for epoch in run.epochs(model, optimizer, scheduler, validate):
         # The seed changes with the epoch, so batches are resampled and other remaining batches are left out.
-        batches = shard_batches(get_batches(pairs, tokens, seed=args.seed + epoch), rank, world_size)
+        batches = shard_batches(
+            get_batches(pairs, tokens, seed=args.seed + epoch), rank, world_size
+        )
         loader = DataLoader(pairs, batch_sampler=batches, collate_fn=pairs.collater)
         for part in run.parts(loader, args.validate_every, frequency):
             train_round_by_tokens(
@@ -151,10 +170,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this task."""
     add_run_arguments(parser, TASK.max_epochs)
     add = parser.add_argument
-    add("--dataset", choices=("wmt17", "multi30k"), default="wmt17", help="data set (default: wmt17)")
-    add("--data", metavar="FOLDER", help="folder that holds its text (default: below --root-dataset)")
-    add("--vocabulary", metavar="FILE", help="sub-tokens of MLPerf's reference, for wmt17 (default: learned sub-words)")
-    add("--evaluate-on", choices=("test", "validation"), default="test", help="part to translate (default: test)")
+    add(
+        "--dataset",
+        choices=("wmt17", "multi30k"),
+        default="wmt17",
+        help="data set (default: wmt17)",
+    )
+    add(
+        "--data",
+        metavar="FOLDER",
+        help="folder that holds its text (default: below --root-dataset)",
+    )
+    add(
+        "--vocabulary",
+        metavar="FILE",
+        help="sub-tokens of MLPerf's reference, for wmt17 (default: learned sub-words)",
+    )
+    add(
+        "--evaluate-on",
+        choices=("test", "validation"),
+        default="test",
+        help="part to translate (default: test)",
+    )
     sizes.add_arguments(parser)
 
 

@@ -31,7 +31,9 @@ class Preset:
 
 
 FULL = Preset(max_tokens=8_192, global_tokens=2**17, lr=1.976e-3, warmup_steps=1_000)
-SMALL = Preset(max_tokens=1_024, global_tokens=2_048, lr=1.5e-3, warmup_steps=400, validate_every=1.0)
+SMALL = Preset(
+    max_tokens=1_024, global_tokens=2_048, lr=1.5e-3, warmup_steps=400, validate_every=1.0
+)
 PRESETS = {"big": FULL, "base": FULL, "small": SMALL}
 
 
@@ -63,8 +65,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select a preset and change it, and the precision."""
     add = parser.add_argument
     add("--preset", choices=sorted(PRESETS), default="big", help="size of the model (default: big)")
-    add("--max-tokens", type=count, metavar="N", help="largest number of tokens in a worker's batch (big: 8192)")
-    add("--global-tokens", type=count, metavar="N", help="tokens of all workers in an update (big: 131072)")
+    add(
+        "--max-tokens",
+        type=count,
+        metavar="N",
+        help="largest number of tokens in a worker's batch (big: 8192)",
+    )
+    add(
+        "--global-tokens",
+        type=count,
+        metavar="N",
+        help="tokens of all workers in an update (big: 131072)",
+    )
     add("--lr", type=float, help="rate at the end of the warm-up (big: 1.976e-3)")
     add("--warmup-steps", type=count, metavar="N", help="updates of the warm-up (big: 1000)")
     add(

@@ -48,7 +48,9 @@ def run(rank: int, size: int, folder: str, epochs: int) -> None:
     """Train for a number of epochs."""
     # The workers start from the same weights, because they draw them with the same seed.
     torch.manual_seed(1234)
-    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+    transform = transforms.Compose(
+        [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+    )
     data = datasets.MNIST(folder, train=True, download=True, transform=transform)
     # Each worker takes every k-th image, so the parts are disjoint and cover the data set.
     part = Subset(data, range(rank, len(data), size))

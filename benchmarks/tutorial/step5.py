@@ -83,9 +83,13 @@ def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
             results = compute_train_batch_metrics(output, target, metrics)
             tracker.record_batch_comp_metrics()
             tracker.batch_end()
-            record_train_batch_stats(batch_idx, loss.item(), output, results, tracker, len(train_set))
+            record_train_batch_stats(
+                batch_idx, loss.item(), output, results, tracker, len(train_set)
+            )
         print("rank", rank, "epoch", epoch, "loss", epoch_loss / len(train_set))
-        values, val_loss = validation_round(val_set, model, F.nll_loss, metrics, "fp32", tracker=tracker)
+        values, val_loss = validation_round(
+            val_set, model, F.nll_loss, metrics, "fp32", tracker=tracker
+        )
         record_validation_stats(values, val_loss, tracker, rank)
         tracker.epoch_end()
         # The goal is judged on averages over all workers, so all of them stop in the same epoch.
@@ -106,5 +110,9 @@ if __name__ == "__main__":
     parser.add_argument("--data", default="data", help="folder of the data set")
     parser.add_argument("--epochs", type=int, default=10, help="largest number of epochs")
     args = parser.parse_args()
-    with initialize_backends(comm_backend="gloo", hosts=args.hosts, rank=args.rank, seed=1234) as (rank, size, _):
+    with initialize_backends(comm_backend="gloo", hosts=args.hosts, rank=args.rank, seed=1234) as (
+        rank,
+        size,
+        _,
+    ):
         run(rank, size, args.run_id, args.data, args.epochs)

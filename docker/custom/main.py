@@ -55,7 +55,9 @@ def train(run: Run) -> None:
     # The batches of all workers together have 128 images, whatever the number of workers.
     train_set = DataLoader(part, batch_size=128 // run.world_size, shuffle=True)
     test_data = MNIST(folder, train=False, download=True, channels=1, pad=0)
-    val_set = DataLoader(partition_dataset_by_rank(test_data, run.rank, run.world_size), batch_size=128)
+    val_set = DataLoader(
+        partition_dataset_by_rank(test_data, run.rank, run.world_size), batch_size=128
+    )
     model, metrics = Net(), [TopKAccuracy(topk=1)]
     optimizer = CentralizedSGD(world_size=run.world_size, model=model, lr=0.01, momentum=0.5)
     tracker = run.track(metrics, task1_time_to_accuracy_goal())

@@ -25,7 +25,11 @@ __all__ = ["charts", "draw_overview"]
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option(
-    "--filter", "-f", "pattern", metavar="F", help="Only runs whose name contains F, or matches it as a shell pattern."
+    "--filter",
+    "-f",
+    "pattern",
+    metavar="F",
+    help="Only runs whose name contains F, or matches it as a shell pattern.",
 )
 @click.option(
     "--output",
@@ -85,9 +89,16 @@ def charts(
 
     if not as_json:
         print_records(results)
-    written = draw_all(pool(kept), output or folder, price_per_hour, lambda text: remark(clean(text)))
+    written = draw_all(
+        pool(kept), output or folder, price_per_hour, lambda text: remark(clean(text))
+    )
     if as_json:
-        print_json({"results": [result.as_json() for result in results], "files": [str(path) for path in written]})
+        print_json(
+            {
+                "results": [result.as_json() for result in results],
+                "files": [str(path) for path in written],
+            }
+        )
         return
     for path in written:
         click.echo(path)

@@ -43,9 +43,18 @@ _WITHOUT_MEANING = {
     "custom_value": ("--custom-value", _NO_KUBERNETES),
     "chart_location": ("--chart-location", _NO_KUBERNETES),
     "ssh_key": ("--ssh-key", "SkyPilot makes its own key"),
-    "registry_name": ("--registry_name", "the images of this machine are loaded without a registry; see --load-image"),
-    "registry_port": ("--registry_port", "the images of this machine are loaded without a registry; see --load-image"),
-    "host_port": ("--host_port", "the images of this machine are loaded without a registry; see --load-image"),
+    "registry_name": (
+        "--registry_name",
+        "the images of this machine are loaded without a registry; see --load-image",
+    ),
+    "registry_port": (
+        "--registry_port",
+        "the images of this machine are loaded without a registry; see --load-image",
+    ),
+    "host_port": (
+        "--host_port",
+        "the images of this machine are loaded without a registry; see --load-image",
+    ),
 }
 
 
@@ -53,7 +62,9 @@ def _common(command: Command) -> Command:
     """Give a command the arguments and options of all providers."""
     for decorate in (
         json_option,
-        click.option("--dry-run", is_flag=True, help="Print files and commands, and create nothing."),
+        click.option(
+            "--dry-run", is_flag=True, help="Print files and commands, and create nothing."
+        ),
         click.argument("name"),
         click.argument("num_workers", type=click.IntRange(min=1, max=1000)),
     ):
@@ -80,7 +91,12 @@ def _cloud_options(command: Command) -> Command:
             help="Delete the cluster after this time without a run and without a request; 0 for never.",
         ),
         click.option(
-            "--preemptible", "-e", "--spot", "spot", is_flag=True, help="Cheaper machines that the cloud may take back."
+            "--preemptible",
+            "-e",
+            "--spot",
+            "spot",
+            is_flag=True,
+            help="Cheaper machines that the cloud may take back.",
         ),
         click.option("--zone", "-z", help="Zone of the cloud (default: the cheapest)."),
         click.option("--region", help="Region of the cloud (default: the cheapest)."),
@@ -93,7 +109,10 @@ def _cloud_options(command: Command) -> Command:
             help="Disk of each machine in GB.",
         ),
         click.option(
-            "--gpu-type", default=options.gpu_type, show_default=True, help="Type of the GPUs, see 'sky gpus list'."
+            "--gpu-type",
+            default=options.gpu_type,
+            show_default=True,
+            help="Type of the GPUs, see 'sky gpus list'.",
         ),
         click.option(
             "--num-gpus",
@@ -111,7 +130,9 @@ def _cloud_options(command: Command) -> Command:
             show_default=True,
             help="Smallest number of cores of a machine, without --machine-type.",
         ),
-        click.option("--machine-type", "-t", help="The cloud's name of the machines (default: the cheapest)."),
+        click.option(
+            "--machine-type", "-t", help="The cloud's name of the machines (default: the cheapest)."
+        ),
         click.option("--kubernetes-version", "-k", hidden=True),
         click.option("--custom-value", "-v", multiple=True, hidden=True),
         click.option("--chart-location", "-cl", hidden=True),
@@ -132,11 +153,21 @@ def create_cluster() -> None:
 @create_cluster.command(context_settings={"help_option_names": ["--help"]})
 @_common
 @click.option(
-    "--num-cpus", "-c", type=click.IntRange(min=1), help="Largest number of cores of a worker (default: no limit)."
+    "--num-cpus",
+    "-c",
+    type=click.IntRange(min=1),
+    help="Largest number of cores of a worker (default: no limit).",
 )
 @click.option("--num-gpus", "-g", type=int, default=0, hidden=True)
-@click.option("--kubernetes-version", "-k", metavar="VERSION", help="For example 1.33.1 (default: that of kind).")
-@click.option("--custom-value", "-v", multiple=True, metavar="NAME=VALUE", help="A value of the Helm chart.")
+@click.option(
+    "--kubernetes-version",
+    "-k",
+    metavar="VERSION",
+    help="For example 1.33.1 (default: that of kind).",
+)
+@click.option(
+    "--custom-value", "-v", multiple=True, metavar="NAME=VALUE", help="A value of the Helm chart."
+)
 @click.option(
     "--chart-location",
     "-cl",
@@ -205,11 +236,25 @@ def azure(**chosen: Any) -> None:
 
 
 def _create_cloud(provider: str, chosen: Mapping[str, Any]) -> None:
-    _say_what_has_no_meaning(chosen, ("kubernetes_version", "custom_value", "chart_location", "ssh_key"))
+    _say_what_has_no_meaning(
+        chosen, ("kubernetes_version", "custom_value", "chart_location", "ssh_key")
+    )
     cluster = _new_cluster(provider, chosen["num_workers"], chosen["name"])
-    same = ("num_cpus", "num_gpus", "gpu_type", "machine_type", "region", "zone", "disk_size", "spot", "package")
+    same = (
+        "num_cpus",
+        "num_gpus",
+        "gpu_type",
+        "machine_type",
+        "region",
+        "zone",
+        "disk_size",
+        "spot",
+        "package",
+    )
     values = {field: chosen[field] for field in same}
-    options = _cloud.CloudOptions(**values, image=chosen.get("image"), autostop_min=chosen["autostop"])
+    options = _cloud.CloudOptions(
+        **values, image=chosen.get("image"), autostop_min=chosen["autostop"]
+    )
     if chosen["dry_run"]:
         text = _cloud.task_text(cluster, options)
         price, todo = _cloud.price(cluster), _cloud.steps(cluster)
@@ -242,7 +287,9 @@ def _new_cluster(provider: str, num_workers: int, name: str) -> Cluster:
     for port in range(FIRST_PORT, FIRST_PORT + _PORTS_TRIED):
         if port not in taken and _is_free(port):
             return Cluster(full_name, provider, num_workers, port)
-    raise ConfigurationError(f"no port from {FIRST_PORT} to {FIRST_PORT + _PORTS_TRIED - 1} is free: delete a cluster")
+    raise ConfigurationError(
+        f"no port from {FIRST_PORT} to {FIRST_PORT + _PORTS_TRIED - 1} is free: delete a cluster"
+    )
 
 
 def _is_free(port: int) -> bool:
@@ -262,7 +309,9 @@ def _say_what_has_no_meaning(chosen: Mapping[str, Any], names: Sequence[str]) ->
             remark(f"{option} has no effect: {reason}")
 
 
-def _show_plan(cluster: Cluster, steps: Sequence[Step], as_json: bool, task: str | None = None) -> None:
+def _show_plan(
+    cluster: Cluster, steps: Sequence[Step], as_json: bool, task: str | None = None
+) -> None:
     if as_json:
         plan = {"cluster": cluster.public(), "steps": [step.public() for step in steps]}
         print_json(plan if task is None else {**plan, "task": task})
@@ -278,17 +327,25 @@ def _use(cluster: Cluster, as_json: bool) -> None:
     if as_json:
         print_json(cluster.public())
         return
-    click.echo(f"created {cluster.name}; 'mlbench run' uses it now, and its dashboard is at {cluster.url}")
+    click.echo(
+        f"created {cluster.name}; 'mlbench run' uses it now, and its dashboard is at {cluster.url}"
+    )
     remark("open the dashboard with 'mlbench get-dashboard-url --login'")
     remark(f"delete the cluster with 'mlbench delete-cluster {cluster.provider} {cluster.name}'")
 
 
-def _complete(ctx: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def _complete(
+    ctx: click.Context, _parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
     """Return the names of clusters, and at the first place also the providers."""
     words = ctx.params.get("words") or ()
     known = read_clusters().values()
     names = [each.name for each in known if not words or each.provider == words[0]]
-    return [CompletionItem(each) for each in [*names, *(() if words else PROVIDERS)] if each.startswith(incomplete)]
+    return [
+        CompletionItem(each)
+        for each in [*names, *(() if words else PROVIDERS)]
+        if each.startswith(incomplete)
+    ]
 
 
 def _find(words: Sequence[str]) -> Cluster:
@@ -300,7 +357,9 @@ def _find(words: Sequence[str]) -> Cluster:
     return find_cluster(words[0])
 
 
-_WORDS = click.argument("words", nargs=-1, metavar=f"[{'|'.join(PROVIDERS)}] NAME", shell_complete=_complete)
+_WORDS = click.argument(
+    "words", nargs=-1, metavar=f"[{'|'.join(PROVIDERS)}] NAME", shell_complete=_complete
+)
 
 
 @click.command("delete-cluster")
@@ -311,14 +370,21 @@ _WORDS = click.argument("words", nargs=-1, metavar=f"[{'|'.join(PROVIDERS)}] NAM
 @click.option("--zone", "-z", hidden=True)
 @json_option
 def delete_cluster(
-    words: tuple[str, ...], yes: bool, dry_run: bool, project: str | None, zone: str | None, as_json: bool
+    words: tuple[str, ...],
+    yes: bool,
+    dry_run: bool,
+    project: str | None,
+    zone: str | None,
+    as_json: bool,
 ) -> None:
     """Delete a cluster with all runs that are only there."""
     cluster = _find(words)
     for option, value in (("--project", project), ("--zone", zone)):
         if value is not None:
             remark(f"{option} has no effect: SkyPilot knows where it created {cluster.name}")
-    steps = _kind.delete_steps(cluster) if cluster.provider == "kind" else _cloud.delete_steps(cluster)
+    steps = (
+        _kind.delete_steps(cluster) if cluster.provider == "kind" else _cloud.delete_steps(cluster)
+    )
     if dry_run:
         _show_plan(cluster, steps, as_json)
         return
@@ -344,12 +410,18 @@ def list_clusters(as_json: bool) -> None:
     current = current_cluster()
     clusters = list(read_clusters().values())
     states = _states(clusters)
-    rows = [{**each.public(), "state": states[each.name], "current": each == current} for each in clusters]
+    rows = [
+        {**each.public(), "state": states[each.name], "current": each == current}
+        for each in clusters
+    ]
     if as_json:
         print_json(rows)
         return
     cells = [
-        (f"{row['name']} *" if row["current"] else row["name"], *(row[key] for key in ("provider", "state", "url")))
+        (
+            f"{row['name']} *" if row["current"] else row["name"],
+            *(row[key] for key in ("provider", "state", "url")),
+        )
         for row in rows
     ]
     print_table(("CLUSTER", "PROVIDER", "STATE", "MASTER"), cells)
@@ -379,7 +451,9 @@ def _states(clusters: Sequence[Cluster]) -> dict[str, str]:
 def set_cluster(words: tuple[str, ...], none: bool, as_json: bool) -> None:
     """Choose the cluster that run, status and the other commands use."""
     if none == bool(words):
-        raise click.UsageError("give the NAME of a cluster, or --none for the master of this machine")
+        raise click.UsageError(
+            "give the NAME of a cluster, or --none for the master of this machine"
+        )
     cluster = None if none else _find(words)
     # Asked again here, because the master of a cluster may have started again with new secrets.
     if cluster is not None and cluster.provider != "kind":
@@ -390,4 +464,8 @@ def set_cluster(words: tuple[str, ...], none: bool, as_json: bool) -> None:
     if as_json:
         print_json(None if cluster is None else cluster.public())
     else:
-        click.echo(f"in use: {cluster.name} ({cluster.url})" if cluster else "in use: the master of this machine")
+        click.echo(
+            f"in use: {cluster.name} ({cluster.url})"
+            if cluster
+            else "in use: the master of this machine"
+        )

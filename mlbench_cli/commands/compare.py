@@ -22,13 +22,26 @@ __all__ = ["compare"]
 
 
 @click.command()
-@click.argument("places", metavar="PATH|NAME...", nargs=-1, required=True, shell_complete=complete_runs_and_files)
+@click.argument(
+    "places",
+    metavar="PATH|NAME...",
+    nargs=-1,
+    required=True,
+    shell_complete=complete_runs_and_files,
+)
 @click.option(
-    "--baseline", metavar="LABEL", help="Test and divide each configuration by this one (default: test every pair)."
+    "--baseline",
+    metavar="LABEL",
+    help="Test and divide each configuration by this one (default: test every pair).",
 )
 @price_options
 @click.option(
-    "--format", "form", type=click.Choice(FORMATS), default="table", show_default=True, help="Format of the output."
+    "--format",
+    "form",
+    type=click.Choice(FORMATS),
+    default="table",
+    show_default=True,
+    help="Format of the output.",
 )
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @click.option(

@@ -37,12 +37,17 @@ def completion(shell: str) -> None:
     click.echo(found(cli_group, {}, "mlbench", "_MLBENCH_COMPLETE").source())
 
 
-def complete_runs(ctx: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_runs(
+    ctx: click.Context, _parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
     """Return the names of the master's runs that begin with ``incomplete``; none if it does not answer in time."""
     names: list[str] = []
 
     def ask() -> None:
-        with contextlib.suppress(MLBenchError, OSError), connect(ctx.params.get("dashboard_url")) as client:
+        with (
+            contextlib.suppress(MLBenchError, OSError),
+            connect(ctx.params.get("dashboard_url")) as client,
+        ):
             names.extend(str(run.get("name")) for run in client.runs())
 
     # Timeouts of a request hold for each of its steps, and only a thread can be left after a given time.
@@ -50,9 +55,13 @@ def complete_runs(ctx: click.Context, _parameter: click.Parameter, incomplete: s
     thread.start()
     thread.join(ANSWER_S)
     # The shell gets one line per name, so a name with a line break must not reach it.
-    return [CompletionItem(name) for name in names if name.startswith(incomplete) and is_run_name(name)]
+    return [
+        CompletionItem(name) for name in names if name.startswith(incomplete) and is_run_name(name)
+    ]
 
 
-def complete_runs_and_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_runs_and_files(
+    ctx: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
     """Return the names of runs as :func:`complete_runs`, and have the shell complete file names, too."""
     return [*complete_runs(ctx, parameter, incomplete), CompletionItem(incomplete, type="file")]

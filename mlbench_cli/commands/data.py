@@ -48,7 +48,10 @@ def list_(as_json: bool) -> None:
     records = DATASETS.values()
     if as_json:
         print_json(
-            [{**dataclasses.asdict(record), "tasks": record.tasks, "folder": str(record.folder)} for record in records]
+            [
+                {**dataclasses.asdict(record), "tasks": record.tasks, "folder": str(record.folder)}
+                for record in records
+            ]
         )
         return
     rows = [
@@ -59,7 +62,8 @@ def list_(as_json: bool) -> None:
             record.license,
             _size(record.download_bytes),
             ", ".join(record.checks) or "-",
-            record.sources[0] + (f" and {len(record.sources) - 1} more" if record.sources[1:] else ""),
+            record.sources[0]
+            + (f" and {len(record.sources) - 1} more" if record.sources[1:] else ""),
             record.folder.name,
         )
         for record in records
@@ -83,7 +87,13 @@ def fetch(name: str, folder: Path | None, as_json: bool) -> None:
     record = DATASETS[name]
     paths = preparation.fetch(record, folder)
     if as_json:
-        print_json({"name": name, "folder": str(folder or record.folder), "files": [str(path) for path in paths]})
+        print_json(
+            {
+                "name": name,
+                "folder": str(folder or record.folder),
+                "files": [str(path) for path in paths],
+            }
+        )
         return
     for path in paths:
         click.echo(clean(path))
@@ -114,7 +124,10 @@ def prepare(name: str, folder: Path | None, as_json: bool, vocabulary: Path | No
         raise click.UsageError(f"--vocabulary is for wmt17, not for {name}: leave it out")
     prepared = preparation.prepare(DATASETS[name], folder, vocabulary=vocabulary)
     if as_json:
-        print_json(prepared and {"name": name, **dataclasses.asdict(prepared), "folder": str(prepared.folder)})
+        print_json(
+            prepared
+            and {"name": name, **dataclasses.asdict(prepared), "folder": str(prepared.folder)}
+        )
     elif prepared is None:
         remark(f"{name} needs no preparation")
     else:
@@ -136,7 +149,12 @@ def verify(name: str, folder: Path | None, as_json: bool) -> None:
     record = DATASETS[name]
     found = verification.verify(record, folder)
     if as_json:
-        print_json([{"path": str(each.path), "status": each.status, "detail": each.detail} for each in found])
+        print_json(
+            [
+                {"path": str(each.path), "status": each.status, "detail": each.detail}
+                for each in found
+            ]
+        )
     else:
         for each in found:
             click.echo(clean(f"{each.path}: {each.status} ({each.detail})"))

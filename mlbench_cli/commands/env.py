@@ -79,7 +79,9 @@ def describe() -> dict[str, Any]:
     return {
         "system": describe_system(),
         "packages": {name: installed.get(name) for name in PACKAGES},
-        "torch": _torch() if "torch" in installed else {"problem": "not installed: pip install 'mlbench-core[torch]'"},
+        "torch": _torch()
+        if "torch" in installed
+        else {"problem": "not installed: pip install 'mlbench-core[torch]'"},
         "mlbench": {"folder": str(user_folder()), "master": master},
     }
 

@@ -24,7 +24,13 @@ _MOST_CHARACTERS = 2**20
 
 
 @click.command("import")
-@click.argument("folders", metavar="FOLDER...", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.argument(
+    "folders",
+    metavar="FOLDER...",
+    nargs=-1,
+    required=True,
+    type=click.Path(exists=True, path_type=Path),
+)
 @click.option("--force", is_flag=True, help="Add runs that cannot be verified, too.")
 @dashboard_option
 @json_option
@@ -49,11 +55,15 @@ def import_(folders: Sequence[Path], force: bool, dashboard_url: str | None, as_
                 continue
             added.append(run)
             if not as_json:
-                click.echo(f"{clean(place)}: added as {run['run']} (id {run['id']}, {run['metrics']} metrics)")
+                click.echo(
+                    f"{clean(place)}: added as {run['run']} (id {run['id']}, {run['metrics']} metrics)"
+                )
     if as_json:
         print_json(added)
     if len(added) < len(places):
-        raise MLBenchError(f"{len(places) - len(added)} of {len(places)} result folders were not imported")
+        raise MLBenchError(
+            f"{len(places) - len(added)} of {len(places)} result folders were not imported"
+        )
 
 
 def _import(client: MasterClient, folder: Path, force: bool) -> dict[str, Any]:

@@ -28,7 +28,9 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command()
-@click.option("--host", default=_embedded.DEFAULT_HOST, show_default=True, help="Address to listen on.")
+@click.option(
+    "--host", default=_embedded.DEFAULT_HOST, show_default=True, help="Address to listen on."
+)
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -55,7 +57,9 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="Demand no token: every program and user of this machine can then run commands as you.",
 )
 @click.option("--certificate", type=_FILE, help="Certificate (PEM) for https.")
-@click.option("--key", type=_FILE, help="Private key (PEM) of the certificate, if its file does not hold it.")
+@click.option(
+    "--key", type=_FILE, help="Private key (PEM) of the certificate, if its file does not hold it."
+)
 @click.option(
     "--root-path",
     default="",
@@ -63,7 +67,11 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="Path below which a proxy serves the master, for example /user/me/proxy/5080; by default that in the header "
     "X-Forwarded-Prefix of the proxy.",
 )
-@click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for database and logs.")
+@click.option(
+    "--data-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for database and logs.",
+)
 @click.option(
     "--launcher",
     "--engine",
@@ -141,18 +149,34 @@ def master(
 
     try:
         listen = Listen(host, port, certificate, key)
-        serve(listen, token, started, no_token, database_url, data_dir, launcher, end_when_idle, root_path)
+        serve(
+            listen,
+            token,
+            started,
+            no_token,
+            database_url,
+            data_dir,
+            launcher,
+            end_when_idle,
+            root_path,
+        )
     finally:
         forget_master(os.getpid())
 
 
-def _token(ctx: click.Context, token: str | None, token_file: Path | None, no_token: bool) -> str | None:
+def _token(
+    ctx: click.Context, token: str | None, token_file: Path | None, no_token: bool
+) -> str | None:
     """Return the token that the user gave, or None."""
     # A variable in the environment is a default; options overrule it.
-    if ctx.get_parameter_source("token") == click.core.ParameterSource.ENVIRONMENT and (token_file or no_token):
+    if ctx.get_parameter_source("token") == click.core.ParameterSource.ENVIRONMENT and (
+        token_file or no_token
+    ):
         token = None
     if sum((token is not None, token_file is not None, no_token)) > 1:
-        raise click.UsageError("--token, --token-file and --no-token exclude each other: give one of them")
+        raise click.UsageError(
+            "--token, --token-file and --no-token exclude each other: give one of them"
+        )
     if token_file is not None:
         check_only_own(token_file)
         # Editors end a file with a line break.
@@ -162,7 +186,11 @@ def _token(ctx: click.Context, token: str | None, token_file: Path | None, no_to
 
 @click.command("get-dashboard-url")
 @dashboard_option
-@click.option("--login", is_flag=True, help="Print an address that logs a browser in; it works once, for 10 minutes.")
+@click.option(
+    "--login",
+    is_flag=True,
+    help="Print an address that logs a browser in; it works once, for 10 minutes.",
+)
 @json_option
 def get_dashboard_url(dashboard_url: str | None, login: bool, as_json: bool) -> None:
     """Print the address of the dashboard."""

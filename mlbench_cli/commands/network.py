@@ -28,9 +28,14 @@ def network() -> None:
 def list_(as_json: bool) -> None:
     """List the named networks."""
     if as_json:
-        print_json([{"name": name, **dataclasses.asdict(known)} for name, known in NETWORKS.items()])
+        print_json(
+            [{"name": name, **dataclasses.asdict(known)} for name, known in NETWORKS.items()]
+        )
         return
-    print_table(("NAME", "NETWORK", "TITLE"), [(name, known.text, known.title) for name, known in NETWORKS.items()])
+    print_table(
+        ("NAME", "NETWORK", "TITLE"),
+        [(name, known.text, known.title) for name, known in NETWORKS.items()],
+    )
 
 
 @network.command()
@@ -40,7 +45,13 @@ def show(described: Network, as_json: bool) -> None:
     """Show a network: a name, a TOML file, or a text such as '100mbit,20ms'."""
     known = next((known for known in NETWORKS.values() if known.network == described), None)
     if as_json:
-        print_json({"text": str(described), **dataclasses.asdict(described), "source": known.source if known else None})
+        print_json(
+            {
+                "text": str(described),
+                **dataclasses.asdict(described),
+                "source": known.source if known else None,
+            }
+        )
         return
     print_field("network", described)
     if known is not None:
@@ -50,7 +61,9 @@ def show(described: Network, as_json: bool) -> None:
         print_field("hosts", "any number at one switch")
         _print_link("links", described.link)
     else:
-        print_field("hosts", f"{described.num_hosts}: {described.racks} racks of {described.hosts_per_rack}")
+        print_field(
+            "hosts", f"{described.num_hosts}: {described.racks} racks of {described.hosts_per_rack}"
+        )
         _print_link("in a rack", described.link)
         _print_link("between", described.between)
     for number, settings in sorted(described.hosts.items()):
@@ -58,7 +71,11 @@ def show(described: Network, as_json: bool) -> None:
 
 
 def _print_link(name: str, link: Link) -> None:
-    bandwidth = "no limit" if link.bandwidth is None else f"{link.bandwidth / 1e6:g} Mbit/s in each direction"
+    bandwidth = (
+        "no limit"
+        if link.bandwidth is None
+        else f"{link.bandwidth / 1e6:g} Mbit/s in each direction"
+    )
     parts = [bandwidth, f"round trip {link.round_trip_s * 1e3:g} ms"]
     parts += [f"jitter {link.jitter_s * 1e3:g} ms"] if link.jitter_s else []
     parts += [f"loss {link.loss * 100:g} %"] if link.loss else []
@@ -67,7 +84,12 @@ def _print_link(name: str, link: Link) -> None:
 
 @network.command()
 @click.argument("described", metavar="NETWORK", type=NetworkType())
-@click.option("--hosts", type=click.IntRange(min=2), metavar="N", help="Number of hosts (default: the smallest one).")
+@click.option(
+    "--hosts",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Number of hosts (default: the smallest one).",
+)
 @json_option
 def test(described: Network, hosts: int | None, as_json: bool) -> None:
     """Emulate a network, measure it, and compare the figures with its description."""
@@ -82,9 +104,19 @@ def test(described: Network, hosts: int | None, as_json: bool) -> None:
         return
     rows = [row for path in report.paths for row in _path_rows(path)]
     for each in report.all_reduce:
-        rows.append(("all", f"all-reduce of {each.num_bytes:,} B", "", f"{each.seconds * 1e3:,.2f} ms", ""))
+        rows.append(
+            ("all", f"all-reduce of {each.num_bytes:,} B", "", f"{each.seconds * 1e3:,.2f} ms", "")
+        )
     if report.all_reduce:
-        rows.append(("", "its bus bandwidth", "", f"{report.all_reduce[-1].bus_bandwidth / 1e6:,.1f} Mbit/s", ""))
+        rows.append(
+            (
+                "",
+                "its bus bandwidth",
+                "",
+                f"{report.all_reduce[-1].bus_bandwidth / 1e6:,.1f} Mbit/s",
+                "",
+            )
+        )
     print_table(("HOSTS", "PROPERTY", "ASKED", "MEASURED", "DIFFERENCE"), rows, right=(2, 3, 4))
     machine = report.machine
     remark(
@@ -116,7 +148,9 @@ def _path_rows(path: PathReport) -> list[tuple[str, ...]]:
     ]
     if asked.jitter_s:
         limits = (asked.round_trip_s - asked.jitter_s, asked.round_trip_s + asked.jitter_s)
-        ranges = [f"{low * 1e3:.1f} to {high * 1e3:.1f} ms" for low, high in (limits, path.round_trips_s)]
+        ranges = [
+            f"{low * 1e3:.1f} to {high * 1e3:.1f} ms" for low, high in (limits, path.round_trips_s)
+        ]
         rows.append(("", "its range", *ranges, ""))
     if path.loss is not None:
         rows.append(("", "loss", f"{asked.loss:.2%}", f"{path.loss:.2%}", ""))

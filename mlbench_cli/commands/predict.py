@@ -26,14 +26,35 @@ __all__ = ["predict"]
 
 _NUMBERS = ("step_s", "exposed_s", "steps", "time_to_goal_s", "bytes_sent")
 _RANGES = ("step_range_s", "time_to_goal_range_s")
-_HEADERS = ("RUN", "NETWORK", "WORKERS", "FIGURES", "STEP (MS)", "WAITING (MS)", "STEPS", "TO GOAL (S)", "TO GOAL (MB)")
+_HEADERS = (
+    "RUN",
+    "NETWORK",
+    "WORKERS",
+    "FIGURES",
+    "STEP (MS)",
+    "WAITING (MS)",
+    "STEPS",
+    "TO GOAL (S)",
+    "TO GOAL (MB)",
+)
 
 
 @click.command()
 @click.argument("places", metavar="PATH...", nargs=-1, required=True, type=click.Path(exists=True))
-@click.option("--network", "networks", multiple=True, required=True, type=NetworkType(), help="Network; repeatable.")
 @click.option(
-    "--workers", multiple=True, required=True, type=click.IntRange(1, 1024), help="Number of workers; repeatable."
+    "--network",
+    "networks",
+    multiple=True,
+    required=True,
+    type=NetworkType(),
+    help="Network; repeatable.",
+)
+@click.option(
+    "--workers",
+    multiple=True,
+    required=True,
+    type=click.IntRange(1, 1024),
+    help="Number of workers; repeatable.",
 )
 @click.option(
     "--critical-workers",
@@ -80,18 +101,24 @@ def predict(
     for row in rows:
         seconds = row["time_to_goal_s"]
         machine = None if seconds is None else pricing.machine
-        row["price"] = None if machine is None else price_of(seconds, row["workers"], machine, pricing.spot)
+        row["price"] = (
+            None if machine is None else price_of(seconds, row["workers"], machine, pricing.spot)
+        )
     if as_json:
         print_json(rows)
         return
-    headers = [*_HEADERS, f"PRICE ({pricing.machine.currency})"] if pricing.machine else list(_HEADERS)
+    headers = (
+        [*_HEADERS, f"PRICE ({pricing.machine.currency})"] if pricing.machine else list(_HEADERS)
+    )
     print_table(headers, [_cells(row)[: len(headers)] for row in rows], right=(2, 4, 5, 6, 7, 8, 9))
     if pricing.per_hour is None:
         for text in pricing.remarks:
             remark(clean(text))
     notes = [(row["run"], row["error"] or row["assumption"]) for row in rows]
     notes += [
-        (row["run"], f"{row['network']}, {row['workers']} workers: {text}") for row in rows for text in row["caveats"]
+        (row["run"], f"{row['network']}, {row['workers']} workers: {text}")
+        for row in rows
+        for text in row["caveats"]
     ]
     for run, text in dict.fromkeys(notes):
         if text:
@@ -102,12 +129,18 @@ def _by_configuration(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """Group records that differ only in network, number of workers and seed."""
     found: dict[str, list[RunRecord]] = {}
     for record in records:
-        kept = {k: v for k, v in record.configuration.items() if k not in ("network", "workers", "seed")}
-        found.setdefault(json.dumps([kept, record.machine.get("cpu")], sort_keys=True, default=str), []).append(record)
+        kept = {
+            k: v for k, v in record.configuration.items() if k not in ("network", "workers", "seed")
+        }
+        found.setdefault(
+            json.dumps([kept, record.machine.get("cpu")], sort_keys=True, default=str), []
+        ).append(record)
     return list(found.values())
 
 
-def _row(records: Sequence[RunRecord], network: Network, workers: int, critical_workers: int | None) -> dict[str, Any]:
+def _row(
+    records: Sequence[RunRecord], network: Network, workers: int, critical_workers: int | None
+) -> dict[str, Any]:
     """Return the measured figures of a network and a number of workers, else the predicted ones, else the reason."""
     from mlbench_core.network.named import get_network
 
@@ -130,9 +163,18 @@ def _row(records: Sequence[RunRecord], network: Network, workers: int, critical_
     if measured:
         return {**row, "figures": "measured", **_medians(measured), **dict.fromkeys(_RANGES)}
     try:
-        return {**row, "figures": "predicted", **_predicted(records, network, workers, critical_workers)}
+        return {
+            **row,
+            "figures": "predicted",
+            **_predicted(records, network, workers, critical_workers),
+        }
     except ConfigurationError as error:
-        return {**row, "figures": "none", **dict.fromkeys((*_NUMBERS, *_RANGES)), "error": str(error)}
+        return {
+            **row,
+            "figures": "none",
+            **dict.fromkeys((*_NUMBERS, *_RANGES)),
+            "error": str(error),
+        }
 
 
 def _predicted(
@@ -141,7 +183,9 @@ def _predicted(
     """Return the predicted figures and the assumption behind them."""
     from mlbench_core.prediction.model import predict as predict_run
 
-    several = [record for record in records if (record.workers or 0) > 1 and record.collectives is not None]
+    several = [
+        record for record in records if (record.workers or 0) > 1 and record.collectives is not None
+    ]
     nearest = min((abs((record.workers or 0) - workers) for record in several), default=0)
     bases = [record for record in several if abs((record.workers or 0) - workers) == nearest]
     alone = next((record for record in records if record.workers == 1 and record.batches), None)
@@ -155,11 +199,17 @@ def _predicted(
             problems.append(error)
     if not predictions:
         raise problems[0]
-    figures: dict[str, Any] = {**_medians([dataclasses.asdict(prediction) for prediction in predictions])}
+    figures: dict[str, Any] = {
+        **_medians([dataclasses.asdict(prediction) for prediction in predictions])
+    }
     for name in _RANGES:
         ranges = [getattr(prediction, name) for prediction in predictions]
         # All have the same error, so this is the range of the median.
-        figures[name] = None if None in ranges else [statistics.median(ends) for ends in zip(*ranges, strict=True)]
+        figures[name] = (
+            None
+            if None in ranges
+            else [statistics.median(ends) for ends in zip(*ranges, strict=True)]
+        )
     caveats = dict.fromkeys(text for prediction in predictions for text in prediction.caveats)
     return {**figures, "assumption": predictions[0].assumption, "caveats": list(caveats)}
 
@@ -175,7 +225,9 @@ def _figures(record: RunRecord) -> dict[str, float | None]:
         "steps": to_goal,
         "time_to_goal_s": record.time_to_goal_s,
         # A record has the bytes of the whole run, which may have gone on after the goal.
-        "bytes_sent": None if to_goal is None or sent is None else sent * to_goal / (record.batches or to_goal),
+        "bytes_sent": None
+        if to_goal is None or sent is None
+        else sent * to_goal / (record.batches or to_goal),
     }
 
 
@@ -200,6 +252,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
         return f"{text} ({low} to {high})"
 
     texts = [clean(row["run"]), row["network"], str(row["workers"]), row["figures"]]
-    numbers = [ranged("step_s", "step_range_s", 1e3, 2), scaled("exposed_s", 1e3, 2), scaled("steps", 1, 0)]
+    numbers = [
+        ranged("step_s", "step_range_s", 1e3, 2),
+        scaled("exposed_s", 1e3, 2),
+        scaled("steps", 1, 0),
+    ]
     to_goal = ranged("time_to_goal_s", "time_to_goal_range_s", 1, 1)
     return [*texts, *numbers, to_goal, scaled("bytes_sent", 1e-6, 1), scaled("price", 1, 3)]

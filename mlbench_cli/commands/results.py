@@ -17,7 +17,11 @@ from mlbench_core.results.folder import RESULT, find_folders, lacking, read_resu
 __all__ = ["result_folders", "results"]
 
 _FOLDERS = click.argument(
-    "folders", metavar="FOLDER...", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path)
+    "folders",
+    metavar="FOLDER...",
+    nargs=-1,
+    required=True,
+    type=click.Path(exists=True, path_type=Path),
 )
 
 
@@ -38,8 +42,12 @@ def verify(folders: Sequence[Path], as_json: bool) -> None:
     from mlbench_core.sweep.folder import stopped_at_limit
 
     places = result_folders(folders)
-    stopped = {str(place) for place in places if not (place / RESULT).exists() and stopped_at_limit(place)}
-    problems = {str(place): [] if str(place) in stopped else verify_folder(place) for place in places}
+    stopped = {
+        str(place) for place in places if not (place / RESULT).exists() and stopped_at_limit(place)
+    }
+    problems = {
+        str(place): [] if str(place) in stopped else verify_folder(place) for place in places
+    }
     if as_json:
         print_json(problems)
     else:
@@ -68,7 +76,9 @@ def result_folders(folders: Sequence[Path]) -> list[Path]:
     for folder in folders:
         inside = list(find_folders(folder)) if folder.is_dir() else []
         if not inside:
-            raise ConfigurationError(f"{folder} is not a result folder and has none below it: give the folder of a run")
+            raise ConfigurationError(
+                f"{folder} is not a result folder and has none below it: give the folder of a run"
+            )
         found += inside
     return list(dict.fromkeys(found))
 
@@ -86,7 +96,12 @@ def check(folders: Sequence[Path], as_json: bool) -> None:
 
     findings = check_rules(load(result_folders(folders)))
     if as_json:
-        print_json([{"status": each.status, "subject": each.subject, "reason": each.reason} for each in findings])
+        print_json(
+            [
+                {"status": each.status, "subject": each.subject, "reason": each.reason}
+                for each in findings
+            ]
+        )
     else:
         for each in findings:
             click.echo(clean(each))
@@ -116,7 +131,12 @@ def check(folders: Sequence[Path], as_json: bool) -> None:
 @price_options
 @json_option
 def collect(
-    folders: Sequence[Path], output: Path, title: str, commands: Sequence[str], pricing: Pricing, as_json: bool
+    folders: Sequence[Path],
+    output: Path,
+    title: str,
+    commands: Sequence[str],
+    pricing: Pricing,
+    as_json: bool,
 ) -> None:
     """Make one page of all runs in FOLDER...: tables, figures, and links to the result folders."""
     from mlbench_core.comparison.collection import collection_page, recorded_commands, runs_csv
@@ -128,7 +148,12 @@ def collect(
         captions[drawing.name] = drawing.caption
         written += save(drawing, output)
     page = collection_page(
-        title, groups, comparison, output, commands=commands or recorded_commands(groups), captions=captions
+        title,
+        groups,
+        comparison,
+        output,
+        commands=commands or recorded_commands(groups),
+        captions=captions,
     )
     records = [record for group in groups for record in group.records]
     texts = {"index.md": page, "table.csv": comparison.as_csv(), "runs.csv": runs_csv(records)}

@@ -20,10 +20,23 @@ from mlbench_cli import _direct, _embedded, _follow, _wait
 from mlbench_cli._client import MasterClient, RunSource
 from mlbench_cli._engines import EngineType
 from mlbench_cli._networks import NetworkType
-from mlbench_cli._output import clean, dashboard_option, json_option, print_json, print_table, remark
+from mlbench_cli._output import (
+    clean,
+    dashboard_option,
+    json_option,
+    print_json,
+    print_table,
+    remark,
+)
 from mlbench_core.caller import call_folder, check_variable, describe_call
 from mlbench_core.client import settings
-from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend, check_placeholders, parse_workers
+from mlbench_core.client.series import (
+    FIRST_SEED,
+    RunSeries,
+    check_backend,
+    check_placeholders,
+    parse_workers,
+)
 from mlbench_core.errors import MasterRequestError, MLBenchError
 from mlbench_core.network.description import Network
 from mlbench_core.run_terms import GoalAim
@@ -35,7 +48,22 @@ __all__ = ["run"]
 CUSTOM_IMAGE = "custom_image"
 # What only a shell understands as the first word of a command.
 _SHELL_WORDS = (
-    *(".", "alias", "cd", "eval", "exec", "export", "for", "if", "pushd", "set", "source", "ulimit", "umask", "unset"),
+    *(
+        ".",
+        "alias",
+        "cd",
+        "eval",
+        "exec",
+        "export",
+        "for",
+        "if",
+        "pushd",
+        "set",
+        "source",
+        "ulimit",
+        "umask",
+        "unset",
+    ),
     *("while", "(", "{", "!", "&&"),
 )
 _QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.", re.DOTALL)
@@ -57,8 +85,14 @@ class _TaskType(click.ParamType):
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        return [CompletionItem(key, help=task.title) for key, task in TASKS.items() if key.startswith(incomplete)]
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [
+            CompletionItem(key, help=task.title)
+            for key, task in TASKS.items()
+            if key.startswith(incomplete)
+        ]
 
 
 class _Cores(click.FloatRange):
@@ -67,7 +101,9 @@ class _Cores(click.FloatRange):
     def __init__(self) -> None:
         super().__init__(min=0, min_open=True)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} must be a positive number of cores, for example 0.5", param, ctx)
@@ -132,24 +168,38 @@ class _Options:
             click.UsageError: Values contradict each other, or one is missing and standard input is not a terminal.
         """
         if self.task is not None and (self.image or self.command):
-            raise click.UsageError("--task cannot be given with --image or --command: a task has its own command")
+            raise click.UsageError(
+                "--task cannot be given with --image or --command: a task has its own command"
+            )
         if self.output is not None and not self.wait:
-            raise click.UsageError("--output needs --wait: the results are saved when the runs have ended")
+            raise click.UsageError(
+                "--output needs --wait: the results are saved when the runs have ended"
+            )
         self._check_engine()
         last = settings.read(settings.LAST_RUN)
         asked = self.task is None and self.command is None and self.image is None
         self.name = self.name or _ask("the name", "NAME", last.get("name"))
         _check_name(self.name)
         # A number that is given twice would start two runs of the same name.
-        self.num_workers = tuple(dict.fromkeys(self.num_workers or _ask_workers(last.get("num_workers"))))
+        self.num_workers = tuple(
+            dict.fromkeys(self.num_workers or _ask_workers(last.get("num_workers")))
+        )
         for name, _ in RunSeries(self.name, self.num_workers, {}, repeats=self.repeats).names():
             _check_name(name)
         if asked:
             self.task = _ask_task(ctx, last.get("task"))
             if self.task is None:
-                self.image = _ask(f"the image ({CUSTOM_IMAGE}: none)", "--image", last.get("image") or CUSTOM_IMAGE)
+                self.image = _ask(
+                    f"the image ({CUSTOM_IMAGE}: none)",
+                    "--image",
+                    last.get("image") or CUSTOM_IMAGE,
+                )
         if self.task is None and not self.command:
-            subject = "the command" if self.image in (None, CUSTOM_IMAGE) else f"the command of image {self.image}"
+            subject = (
+                "the command"
+                if self.image in (None, CUSTOM_IMAGE)
+                else f"the command of image {self.image}"
+            )
             self.command = _ask(subject, "--command", last.get("command"))
         try:
             check_placeholders(self.command or "")
@@ -160,7 +210,9 @@ class _Options:
             ) from None
         if self.backend is None and asked:
             default = last.get("backend") or BACKENDS[0]
-            self.backend = click.prompt("Backend", type=click.Choice(BACKENDS), default=default, err=True)
+            self.backend = click.prompt(
+                "Backend", type=click.Choice(BACKENDS), default=default, err=True
+            )
         self.backend = self.backend or (self.task.backends if self.task else BACKENDS)[0]
         try:
             check_backend(self.backend, self.task, self.gpu)
@@ -171,14 +223,23 @@ class _Options:
         except ValueError as error:
             raise click.UsageError(str(error)) from None
         task = self.task.key if self.task else None
-        values = {"name": self.name, "num_workers": self.num_workers, "task": task, "image": self.image}
-        settings.remember(settings.LAST_RUN, {**values, "command": self.command, "backend": self.backend})
+        values = {
+            "name": self.name,
+            "num_workers": self.num_workers,
+            "task": task,
+            "image": self.image,
+        }
+        settings.remember(
+            settings.LAST_RUN, {**values, "command": self.command, "backend": self.backend}
+        )
 
     def _check_engine(self) -> None:
         """Refuse ``--container`` with another engine, ``--no-master`` with options that need one, and the reverse."""
         if self.container is not None and self.engine not in (None, "local"):
             # Another engine may have an option of this name with another meaning, as sbatch has.
-            raise click.UsageError(f"--container must be left out with --engine {self.engine}: only local has it")
+            raise click.UsageError(
+                f"--container must be left out with --engine {self.engine}: only local has it"
+            )
         if not self.no_master:
             if self.data_dir is not None:
                 raise click.UsageError(
@@ -191,7 +252,9 @@ class _Options:
                 "master decides when a run starts, or collects its results"
             )
         if self.dashboard_url is not None:
-            raise click.UsageError("--dashboard-url cannot be given with --no-master: leave out one of them")
+            raise click.UsageError(
+                "--dashboard-url cannot be given with --no-master: leave out one of them"
+            )
         if self.exclusive:
             raise click.UsageError(
                 "--exclusive cannot be given with --no-master: no master keeps other runs waiting; "
@@ -201,12 +264,18 @@ class _Options:
     @property
     def series(self) -> RunSeries:
         """The runs to start."""
-        return RunSeries(self.name, self.num_workers, self._request(), self.task, self.repeats, self.seed)
+        return RunSeries(
+            self.name, self.num_workers, self._request(), self.task, self.repeats, self.seed
+        )
 
     def _request(self) -> dict[str, Any]:
         """Return the body of ``POST /api/runs/`` without the name and the number of workers."""
         # --gpu and --light are passed on for every kind of run: the master adds them to the workers' command line.
-        request: dict[str, Any] = {"backend": self.backend, "gpu_enabled": self.gpu, "light_target": self.light}
+        request: dict[str, Any] = {
+            "backend": self.backend,
+            "gpu_enabled": self.gpu,
+            "light_target": self.light,
+        }
         if self.exclusive:
             request["exclusive"] = True
         if self.num_cpus is not None:
@@ -233,7 +302,12 @@ class _Options:
             self._check_script(words)
             return {**request, "command": shlex.join([*words, *self.arguments])}
         line = shlex.join([*words, *self.arguments])
-        return {**request, "image_name": CUSTOM_IMAGE, "custom_image_name": self.image, "custom_image_command": line}
+        return {
+            **request,
+            "image_name": CUSTOM_IMAGE,
+            "custom_image_name": self.image,
+            "custom_image_command": line,
+        }
 
     def _check_script(self, words: Sequence[str]) -> None:
         """Refuse a command that needs a shell, and a script that does not exist."""
@@ -256,25 +330,40 @@ class _Options:
         for position, word in enumerate(words[:2]):
             path = folder / word
             # The first word can be a program anywhere on the PATH.
-            is_missing = word.endswith(".py") and not path.is_file() and not Path(word).is_absolute()
+            is_missing = (
+                word.endswith(".py") and not path.is_file() and not Path(word).is_absolute()
+            )
             if is_missing and (position or not shutil.which(word)):
-                raise click.UsageError(f"the script {path} does not exist: give its path from this folder")
+                raise click.UsageError(
+                    f"the script {path} does not exist: give its path from this folder"
+                )
 
 
 @click.command(cls=_RunCommand)
 @click.argument("name", required=False, default="")
 @click.argument("num_workers", nargs=-1, type=click.IntRange(min=1))
-@click.option("--task", type=_TaskType(), metavar="TASK", help="A benchmark task; see 'mlbench tasks'.")
 @click.option(
-    "--image", help="Container image of your own program, with --container or an engine that runs containers."
+    "--task", type=_TaskType(), metavar="TASK", help="A benchmark task; see 'mlbench tasks'."
 )
-@click.option("--command", help="A worker's command line; {run_id} {rank} {hosts} {backend} {seed} are filled in.")
-@click.option("--backend", type=click.Choice(BACKENDS, case_sensitive=False), help="How workers communicate.")
+@click.option(
+    "--image",
+    help="Container image of your own program, with --container or an engine that runs containers.",
+)
+@click.option(
+    "--command",
+    help="A worker's command line; {run_id} {rank} {hosts} {backend} {seed} are filled in.",
+)
+@click.option(
+    "--backend", type=click.Choice(BACKENDS, case_sensitive=False), help="How workers communicate."
+)
 @click.option("--gpu", "-g", is_flag=True, help="Give each worker a GPU.")
 @click.option("--num-cpus", "-c", type=_Cores(), help="Cores for each worker.")
 @click.option("--light", "-l", is_flag=True, help="Stop at the task's light goal.")
 @click.option(
-    "--repeats", type=click.IntRange(min=1, max=1000), metavar="N", help="Start each run N times, with different seeds."
+    "--repeats",
+    type=click.IntRange(min=1, max=1000),
+    metavar="N",
+    help="Start each run N times, with different seeds.",
 )
 @click.option(
     "--seed",
@@ -282,7 +371,11 @@ class _Options:
     metavar="BASE",
     help=f"Seed of the first run; each further run gets the next one (default with --repeats: {FIRST_SEED}).",
 )
-@click.option("--exclusive", is_flag=True, help="Run each run alone: the master starts no other run meanwhile.")
+@click.option(
+    "--exclusive",
+    is_flag=True,
+    help="Run each run alone: the master starts no other run meanwhile.",
+)
 @click.option(
     "--engine",
     type=EngineType(),
@@ -333,7 +426,11 @@ class _Options:
     help="Allow more than four workers on a core, which mostly wait for each other.",
 )
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
-@click.option("--wait", is_flag=True, help="Watch the runs; at their end show the results and draw the charts.")
+@click.option(
+    "--wait",
+    is_flag=True,
+    help="Watch the runs; at their end show the results and draw the charts.",
+)
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
@@ -374,9 +471,14 @@ def run(ctx: click.Context, **values: Any) -> None:
         client.check_workers(max(options.num_workers), options.oversubscribe)
         started = _start(client, requests, options.replace)
         if not (options.wait or options.as_json):
-            rows = [(item["name"], item["id"], item.get("num_workers"), item.get("state")) for item in started]
+            rows = [
+                (item["name"], item["id"], item.get("num_workers"), item.get("state"))
+                for item in started
+            ]
             print_table(("RUN", "ID", "WORKERS", "STATE"), rows, right=(1, 2))
-            remark(f"watch them at {client.url} or with 'mlbench status NAME' and 'mlbench logs NAME --follow'")
+            remark(
+                f"watch them at {client.url} or with 'mlbench status NAME' and 'mlbench logs NAME --follow'"
+            )
         _finish(client, options, started)
 
 
@@ -385,7 +487,9 @@ def _finish(client: RunSource, options: _Options, started: Sequence[dict[str, An
     if options.wait:
         goal = _goal(options.task, options.light, options.arguments)
         folder = options.output or Path("mlbench-results") / options.name
-        _follow.follow(client, started, goal, folder, options.as_json, pooled=(options.repeats or 1) > 1)
+        _follow.follow(
+            client, started, goal, folder, options.as_json, pooled=(options.repeats or 1) > 1
+        )
     elif options.as_json:
         print_json(started)
 
@@ -424,7 +528,9 @@ def _ask(subject: str, option: str, default: str | None) -> str:
     # A script must not hang on a question that nobody answers.
     if not _interactive():
         raise click.UsageError(f"{subject} is missing: give {option}")
-    answer: str = click.prompt(subject.removeprefix("the ").capitalize(), default=default, type=str, err=True)
+    answer: str = click.prompt(
+        subject.removeprefix("the ").capitalize(), default=default, type=str, err=True
+    )
     return answer
 
 
@@ -444,7 +550,9 @@ def _ask_task(ctx: click.Context, default: str | None) -> Task | None:
 
 
 def _ask_workers(default: Sequence[int] | None) -> tuple[int, ...]:
-    text = _ask("the number of workers", "NUM_WORKERS", " ".join(map(str, default)) if default else None)
+    text = _ask(
+        "the number of workers", "NUM_WORKERS", " ".join(map(str, default)) if default else None
+    )
     try:
         return parse_workers(text)
     except ValueError as error:
@@ -460,7 +568,9 @@ def _check_name(name: str) -> None:
         )
 
 
-def _start(client: RunSource, requests: Sequence[Mapping[str, Any]], replace: bool) -> list[dict[str, Any]]:
+def _start(
+    client: RunSource, requests: Sequence[Mapping[str, Any]], replace: bool
+) -> list[dict[str, Any]]:
     """Start all runs, after a check of all names; with ``replace``, delete earlier runs of the same names."""
     earlier = {item.get("name"): item for item in client.runs()}
     for request in requests:
@@ -468,7 +578,8 @@ def _start(client: RunSource, requests: Sequence[Mapping[str, Any]], replace: bo
             continue
         if not replace:
             raise MasterRequestError(
-                f"run {request['name']} exists already: choose another NAME, or give --replace to delete it first", 409
+                f"run {request['name']} exists already: choose another NAME, or give --replace to delete it first",
+                409,
             )
         client.check(request)
     # Nothing is deleted for requests that would be refused.
@@ -481,7 +592,9 @@ def _start(client: RunSource, requests: Sequence[Mapping[str, Any]], replace: bo
             item = client.create(request)
         except MLBenchError:
             if started:
-                remark(f"started before the failure: {', '.join(str(item['name']) for item in started)}")
+                remark(
+                    f"started before the failure: {', '.join(str(item['name']) for item in started)}"
+                )
             raise
         started.append(item)
         # The master notes here which options it cannot carry out, for example a container image.
@@ -495,7 +608,9 @@ def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goa
     """Return the goal for the progress display. Its threshold is None if there is none, for example on the data set."""
     if task is None or task.metric is None:
         return None
-    threshold = task.goal_of(arguments, light) if option_value(arguments, "--goal-after") is None else None
+    threshold = (
+        task.goal_of(arguments, light) if option_value(arguments, "--goal-after") is None else None
+    )
     aim = GoalAim(f"val_global_{task.metric}", threshold, task.minimize)
     return _wait.Goal(aim, _max_epochs(task, arguments))
 

@@ -44,7 +44,10 @@ _METRIC_NAME = re.compile(r"(?:train_|val_)?(?:global_)?(.*?)(?: @ \d+)?", re.DO
 @click.command()
 @click.argument("name", required=False, shell_complete=complete_runs)
 @click.option(
-    "--metric", "-m", metavar="M", help="Show every value of this metric, for example 'Prec@1' or 'val_loss @ 0'."
+    "--metric",
+    "-m",
+    metavar="M",
+    help="Show every value of this metric, for example 'Prec@1' or 'val_loss @ 0'.",
 )
 @dashboard_option
 @json_option
@@ -59,8 +62,15 @@ def status(name: str | None, metric: str | None, dashboard_url: str | None, as_j
                 print_json(runs)
             else:
                 keys = ("num_workers", "backend", "created_at", "finished_at")
-                rows = [[run["name"], run["id"], state_of(run), *(_cell(run.get(key)) for key in keys)] for run in runs]
-                print_table(("RUN", "ID", "STATE", "WORKERS", "BACKEND", "CREATED", "FINISHED"), rows, right=(1, 3))
+                rows = [
+                    [run["name"], run["id"], state_of(run), *(_cell(run.get(key)) for key in keys)]
+                    for run in runs
+                ]
+                print_table(
+                    ("RUN", "ID", "STATE", "WORKERS", "BACKEND", "CREATED", "FINISHED"),
+                    rows,
+                    right=(1, 3),
+                )
             return
         run = client.find(name)
         if metric is None:
@@ -69,13 +79,25 @@ def status(name: str | None, metric: str | None, dashboard_url: str | None, as_j
             _show_metric(client, run, metric, as_json)
 
 
-def _show_run(run: Mapping[str, Any], metrics: Mapping[str, Sequence[Mapping[str, Any]]], as_json: bool) -> None:
+def _show_run(
+    run: Mapping[str, Any], metrics: Mapping[str, Sequence[Mapping[str, Any]]], as_json: bool
+) -> None:
     latest = {name: entries[-1] for name, entries in sorted(metrics.items()) if entries}
     if as_json:
         print_json({"run": dict(run), "metrics": latest})
         return
     shown = {**run, "state": state_of(run)}
-    for key in ("name", "id", "state", "num_workers", "backend", "image", "command", "created_at", "finished_at"):
+    for key in (
+        "name",
+        "id",
+        "state",
+        "num_workers",
+        "backend",
+        "image",
+        "command",
+        "created_at",
+        "finished_at",
+    ):
         if shown.get(key) is not None:
             print_field(key, _cell(shown[key]))
     if reason_of(run):
@@ -83,7 +105,9 @@ def _show_run(run: Mapping[str, Any], metrics: Mapping[str, Sequence[Mapping[str
     if latest:
         click.echo()
         # The value comes last, because a text such as the summary may be longer than a line.
-        rows = [(name, _cell(entry.get("date")), entry.get("value")) for name, entry in latest.items()]
+        rows = [
+            (name, _cell(entry.get("date")), entry.get("value")) for name, entry in latest.items()
+        ]
         print_table(("METRIC", "DATE", "LATEST"), rows)
 
 
@@ -95,7 +119,9 @@ def _show_metric(client: MasterClient, run: Mapping[str, Any], metric: str, as_j
     else:
         if name != metric:
             remark(f"{clean(metric)} is {clean(name)}")
-        print_table(("DATE", "VALUE"), [(_cell(entry.get("date")), entry.get("value")) for entry in entries])
+        print_table(
+            ("DATE", "VALUE"), [(_cell(entry.get("date")), entry.get("value")) for entry in entries]
+        )
 
 
 def _full_name(metric: str, known: Sequence[str], run: str) -> str:
@@ -110,8 +136,12 @@ def _full_name(metric: str, known: Sequence[str], run: str) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise MasterRequestError(f"run {run} has several metrics {metric!r}: give one of {', '.join(found)}")
-    raise MasterRequestError(f"run {run} has no metric {metric!r}; it has: {', '.join(known) or 'none yet'}")
+        raise MasterRequestError(
+            f"run {run} has several metrics {metric!r}: give one of {', '.join(found)}"
+        )
+    raise MasterRequestError(
+        f"run {run} has no metric {metric!r}; it has: {', '.join(known) or 'none yet'}"
+    )
 
 
 def _cell(value: object) -> str:
@@ -123,12 +153,20 @@ def _cell(value: object) -> str:
 @click.command()
 @click.argument("name", shell_complete=complete_runs)
 @click.option("--follow", "-f", is_flag=True, help="Continue until the run has ended.")
-@click.option("--rank", metavar="RANK", help="Only the worker with this rank; 'master' for lines of no worker.")
-@click.option("--stream", type=click.Choice(["stdout", "stderr", "system"]), help="Only this stream.")
+@click.option(
+    "--rank",
+    metavar="RANK",
+    help="Only the worker with this rank; 'master' for lines of no worker.",
+)
+@click.option(
+    "--stream", type=click.Choice(["stdout", "stderr", "system"]), help="Only this stream."
+)
 @click.option("--search", metavar="TEXT", help="Only lines with this text, in upper or lower case.")
 @dashboard_option
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object per line.")
-def logs(name: str, follow: bool, dashboard_url: str | None, as_json: bool, **filters: str | None) -> None:
+def logs(
+    name: str, follow: bool, dashboard_url: str | None, as_json: bool, **filters: str | None
+) -> None:
     """Show the output of the workers of the run NAME."""
     with connect_or_read(dashboard_url) as client:
         run_id = client.find(name)["id"]
@@ -162,7 +200,11 @@ def stop(names: tuple[str, ...], dashboard_url: str | None, as_json: bool) -> No
                 client.stop(run["id"])
             if not as_json:
                 name = clean(run["name"])
-                click.echo(f"{name} has ended already ({state_of(run)})" if has_ended else f"stopped {name}")
+                click.echo(
+                    f"{name} has ended already ({state_of(run)})"
+                    if has_ended
+                    else f"stopped {name}"
+                )
         if as_json:
             print_json([client.run(run["id"]) for run in runs])
 

@@ -34,7 +34,15 @@ if TYPE_CHECKING:
 __all__ = ["sweep"]
 
 # Fields of a record that --json shows.
-_RESULTS = ("reached", "time_to_goal_s", "train_s", "best", "bytes_on_wire", "bytes_sent", "exchanges")
+_RESULTS = (
+    "reached",
+    "time_to_goal_s",
+    "train_s",
+    "best",
+    "bytes_on_wire",
+    "bytes_sent",
+    "exchanges",
+)
 
 
 @click.command()
@@ -55,7 +63,12 @@ _RESULTS = ("reached", "time_to_goal_s", "train_s", "best", "bytes_on_wire", "by
 @dashboard_option
 @json_option
 def sweep(
-    file: Path, output: Path, dry_run: bool, oversubscribe: bool, dashboard_url: str | None, as_json: bool
+    file: Path,
+    output: Path,
+    dry_run: bool,
+    oversubscribe: bool,
+    dashboard_url: str | None,
+    as_json: bool,
 ) -> None:
     """Run the sweep of a TOML FILE: algorithms x workers x networks x seeds on one task.
 
@@ -98,9 +111,15 @@ def sweep(
             click.echo(f"page: {page.absolute()}")
     if not is_whole:
         remark("the budget has ended; start the same command again to continue")
-    failed = [f"{name} ({clean(failure.reason)})" for name, failure in failures.items() if name not in done]
+    failed = [
+        f"{name} ({clean(failure.reason)})"
+        for name, failure in failures.items()
+        if name not in done
+    ]
     if failed:
-        raise MLBenchError(f"{len(failed)} of {len(points)} runs failed (see {output / 'failed'}): {'; '.join(failed)}")
+        raise MLBenchError(
+            f"{len(failed)} of {len(points)} runs failed (see {output / 'failed'}): {'; '.join(failed)}"
+        )
 
 
 def _run(
@@ -132,18 +151,31 @@ def _run(
     raise MLBenchError("ended by Ctrl-C; start the same command again to continue")
 
 
-def _show_plan(points: Sequence[Point], done: Mapping[str, Done], failures: Mapping[str, Failure]) -> None:
+def _show_plan(
+    points: Sequence[Point], done: Mapping[str, Done], failures: Mapping[str, Failure]
+) -> None:
     rows = [
-        (point.name, point.algorithm, point.workers, point.network or "-", point.seed, _state(point, done, failures))
+        (
+            point.name,
+            point.algorithm,
+            point.workers,
+            point.network or "-",
+            point.seed,
+            _state(point, done, failures),
+        )
         for point in points
     ]
     print_table(("RUN", "ALGORITHM", "WORKERS", "NETWORK", "SEED", "STATE"), rows, right=(2, 4))
 
 
-def _show_estimate(described: Sweep, runs: int, done: Mapping[str, Done], expected: Estimate) -> None:
+def _show_estimate(
+    described: Sweep, runs: int, done: Mapping[str, Done], expected: Estimate
+) -> None:
     print_field("runs", f"{runs}, of which {len(done)} are done and {expected.runs} are to run")
     if expected.runs and expected.expected_s is not None:
-        print_field("expected", f"{seconds(expected.expected_s)} (h:min:s) by the runs that are done")
+        print_field(
+            "expected", f"{seconds(expected.expected_s)} (h:min:s) by the runs that are done"
+        )
     if expected.runs and expected.longest_s is not None:
         text = f"{seconds(expected.longest_s)} if every run reaches the limit, and its validations and last epochs"
         print_field("at limit", text)
@@ -154,13 +186,24 @@ def _show_estimate(described: Sweep, runs: int, done: Mapping[str, Done], expect
 def _show_results(outcome: Outcome) -> None:
     """Print one row for each algorithm, number of workers and network."""
     rows = [
-        (cell.algorithm, cell.workers, cell.network or "-", cell.runs, len(cell.reached), number(cell.median_s))
+        (
+            cell.algorithm,
+            cell.workers,
+            cell.network or "-",
+            cell.runs,
+            len(cell.reached),
+            number(cell.median_s),
+        )
         for cell in outcome.cells
     ]
-    print_table(("ALGORITHM", "WORKERS", "NETWORK", "RUNS", "REACHED", "MEDIAN S"), rows, right=(1, 3, 4, 5))
+    print_table(
+        ("ALGORITHM", "WORKERS", "NETWORK", "RUNS", "REACHED", "MEDIAN S"), rows, right=(1, 3, 4, 5)
+    )
 
 
-def _records(folder: SweepFolder, points: Sequence[Point], done: Mapping[str, Done]) -> dict[str, RunRecord]:
+def _records(
+    folder: SweepFolder, points: Sequence[Point], done: Mapping[str, Done]
+) -> dict[str, RunRecord]:
     """Return the results of the runs that have ended, by name."""
     from mlbench_core.comparison.load import load
 
@@ -194,9 +237,16 @@ def _state(point: Point, done: Mapping[str, Done], failures: Mapping[str, Failur
 
 
 def _pending(
-    folder: SweepFolder, points: Sequence[Point], done: Mapping[str, Done], failures: Mapping[str, Failure]
+    folder: SweepFolder,
+    points: Sequence[Point],
+    done: Mapping[str, Done],
+    failures: Mapping[str, Failure],
 ) -> list[Point]:
-    return [point for point in points if point.name not in done and folder.may_try(failures.get(point.name))]
+    return [
+        point
+        for point in points
+        if point.name not in done and folder.may_try(failures.get(point.name))
+    ]
 
 
 def _as_json(
@@ -210,7 +260,11 @@ def _as_json(
     records = _records(folder, points, done)
     rows = []
     for point in points:
-        row: dict[str, Any] = {"name": point.name, "algorithm": point.algorithm, "workers": point.workers}
+        row: dict[str, Any] = {
+            "name": point.name,
+            "algorithm": point.algorithm,
+            "workers": point.workers,
+        }
         row.update(network=point.network, seed=point.seed, outcome=None, seconds=None, reason=None)
         if point.name in done:
             row.update(outcome=done[point.name].outcome, seconds=done[point.name].seconds)
@@ -219,5 +273,9 @@ def _as_json(
         record = records.get(point.name)
         row.update({name: getattr(record, name, None) for name in _RESULTS})
         rows.append(row)
-    time_left = {"runs": expected.runs, "expected_s": expected.expected_s, "longest_s": expected.longest_s}
+    time_left = {
+        "runs": expected.runs,
+        "expected_s": expected.expected_s,
+        "longest_s": expected.longest_s,
+    }
     return {"title": described.title, "points": rows, "left": time_left}

@@ -35,4 +35,6 @@ def tasks(as_json: bool) -> None:
         )
         for task in known
     ]
-    print_table(("TASK", "TITLE", "MODEL", "DATA", "GOAL", "LIGHT", "EPOCHS", "BACKENDS"), rows, right=(6,))
+    print_table(
+        ("TASK", "TITLE", "MODEL", "DATA", "GOAL", "LIGHT", "EPOCHS", "BACKENDS"), rows, right=(6,)
+    )

@@ -44,7 +44,9 @@ if TYPE_CHECKING:
 __all__ = ["MLBENCH_BACKENDS", "MLBENCH_IMAGES", "ApiClient"]
 
 MLBENCH_IMAGES: dict[str, tuple[str, str]] = {
-    **{image.title: (image.reference, task.key) for task in TASKS.values() for image in task.images},
+    **{
+        image.title: (image.reference, task.key) for task in TASKS.values() for image in task.images
+    },
     "Custom Image": ("custom_image", ""),
 }
 """Official images of version 3.0. A title leads to the name of the image at the master, and the key of its task."""
@@ -136,7 +138,9 @@ class ApiClient:
         rest = RestClient(url, token, timeout_s)
         outbox = _outbox(self._rest.url, self.endpoint, spill_dir)
         self._delivery = MetricDelivery(
-            lambda body, limit_s: rest.request("POST", "metrics/", data=body.encode(), headers=_JSON, timeout=limit_s),
+            lambda body, limit_s: rest.request(
+                "POST", "metrics/", data=body.encode(), headers=_JSON, timeout=limit_s
+            ),
             lambda limit_s: rest.request("GET", "runs/", timeout=limit_s),
             self.endpoint,
             outbox,
@@ -183,10 +187,15 @@ class ApiClient:
         Returns:
             Future of ``{metric: [{"date", "value", "cumulative"}, ...]}``.
         """
-        return self._get_metrics("run", run_id, since, summarize, metric_filter=metric_filter, last_n=last_n)
+        return self._get_metrics(
+            "run", run_id, since, summarize, metric_filter=metric_filter, last_n=last_n
+        )
 
     def get_pod_metrics(
-        self, pod_id: str, since: str | datetime.datetime | None = None, summarize: int | None = None
+        self,
+        pod_id: str,
+        since: str | datetime.datetime | None = None,
+        summarize: int | None = None,
     ) -> Answer:
         """Return metrics of a worker's pod, such as its load.
 
@@ -201,7 +210,10 @@ class ApiClient:
         return self._get_metrics("pod", pod_id, since, summarize)
 
     def download_run_metrics(
-        self, run_id: str | int, since: str | datetime.datetime | None = None, summarize: int | None = None
+        self,
+        run_id: str | int,
+        since: str | datetime.datetime | None = None,
+        summarize: int | None = None,
     ) -> Answer:
         """Return a zip file with the metrics of a run and of its pods.
 
@@ -244,7 +256,13 @@ class ApiClient:
             ValueError: The name or the run is empty, or the value has several elements.
             RuntimeError: The client is closed.
         """
-        entry = {"run_id": run_id, "name": name, "value": value, "cumulative": cumulative, "metadata": metadata}
+        entry = {
+            "run_id": run_id,
+            "name": name,
+            "value": value,
+            "cumulative": cumulative,
+            "metadata": metadata,
+        }
         return self._post([_metric_line({**entry, "date": date})])
 
     def post_metrics(self, metrics: Iterable[Mapping[str, Any]]) -> Answer:
@@ -343,7 +361,9 @@ class ApiClient:
         if not 0 < num_cpus < math.inf:  # JSON has no infinity
             raise ValueError(f"num_cpus must be a positive number, not {num_cpus}")
         if not 0 < max_bandwidth < math.inf:
-            raise ValueError(f"max_bandwidth must be a positive number (Mbit/s), not {max_bandwidth}")
+            raise ValueError(
+                f"max_bandwidth must be a positive number (Mbit/s), not {max_bandwidth}"
+            )
         body: dict[str, Any] = {
             "name": name,
             "num_workers": num_workers,
@@ -376,7 +396,11 @@ class ApiClient:
         """
         advice = "cannot stop a run and keep its metrics; delete_run stops it and deletes them"
         return self.executor.submit(
-            _request_unknown_to_3_0, self._rest, advice, "POST", f"runs/{_id(run_id, 'run_id')}/stop/"
+            _request_unknown_to_3_0,
+            self._rest,
+            advice,
+            "POST",
+            f"runs/{_id(run_id, 'run_id')}/stop/",
         )
 
     def get_run_logs(self, run_id: str | int, since_line: int = 0) -> Answer:
@@ -392,7 +416,9 @@ class ApiClient:
         """
         advice = "has no logs; the last lines are in job_metadata of get_run"
         path, params = f"runs/{_id(run_id, 'run_id')}/logs/", {"since_line": since_line}
-        return self.executor.submit(_request_unknown_to_3_0, self._rest, advice, "GET", path, params=params)
+        return self.executor.submit(
+            _request_unknown_to_3_0, self._rest, advice, "GET", path, params=params
+        )
 
     def get_worker_pods(self) -> Answer:
         """Return a future of the list of workers: ``name``, ``labels`` (JSON text), ``phase`` and ``ip`` of each."""
@@ -420,7 +446,10 @@ class ApiClient:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -433,11 +462,15 @@ class ApiClient:
         except RuntimeError:
             # The interpreter is exiting, and executors accept no more work. _close_open_clients sends the metric.
             answer: Answer = concurrent.futures.Future()
-            answer.set_exception(MasterNotFoundError("the process is exiting: the metric is sent at its end"))
+            answer.set_exception(
+                MasterNotFoundError("the process is exiting: the metric is sent at its end")
+            )
             return answer
 
     def _get(self, path: str, **params: Any) -> Answer:
-        return self._request("GET", path, params=params)  # requests leaves out parameters that are None
+        return self._request(
+            "GET", path, params=params
+        )  # requests leaves out parameters that are None
 
     def _get_metrics(
         self,
@@ -462,13 +495,16 @@ class ApiClient:
         return self.executor.submit(self._rest.request, method, path, **options)
 
 
-def _request_unknown_to_3_0(rest: RestClient, advice: str, method: str, path: str, **options: Any) -> requests.Response:
+def _request_unknown_to_3_0(
+    rest: RestClient, advice: str, method: str, path: str, **options: Any
+) -> requests.Response:
     """Send a request that masters of version 3.0 do not know; if the master is one, raise an error with advice."""
     response = rest.request(method, path, **options)
     # This version's master says in "message" that the run is missing; another 404 means that the path is unknown.
     if response.status_code == HTTPStatus.NOT_FOUND and message_of(response) is None:
         raise MasterRequestError(
-            f"the master at {rest.url} {advice}: it does not know /api/{path}, like version 3.0", response.status_code
+            f"the master at {rest.url} {advice}: it does not know /api/{path}, like version 3.0",
+            response.status_code,
         )
     return response
 
@@ -530,7 +566,9 @@ def _date(value: str | datetime.datetime | None) -> str:
 def _plain_value(value: Any) -> str | int | float:
     """Return a metric's value as a type that JSON has, or as text."""
     if hasattr(value, "item") and callable(value.item):
-        value = value.item()  # a tensor, an array or a scalar of numpy; raises ValueError for several elements
+        value = (
+            value.item()
+        )  # a tensor, an array or a scalar of numpy; raises ValueError for several elements
     # JSON has neither infinities nor NaN, and a diverged run must still be able to report its loss.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -552,9 +590,20 @@ def new_metric_id() -> str:
 
 def _metric_line(metric: Mapping[str, Any]) -> str:
     """Return one metric as the JSON text for the master, with its own id."""
-    unknown = metric.keys() - {"run_id", "pod_name", "name", "value", "cumulative", "metadata", "date", "id"}
+    unknown = metric.keys() - {
+        "run_id",
+        "pod_name",
+        "name",
+        "value",
+        "cumulative",
+        "metadata",
+        "date",
+        "id",
+    }
     if unknown:
-        raise ValueError(f"a metric has no {', '.join(sorted(map(repr, unknown)))}: see post_metric for its keys")
+        raise ValueError(
+            f"a metric has no {', '.join(sorted(map(repr, unknown)))}: see post_metric for its keys"
+        )
     name = metric.get("name")
     if not isinstance(name, str) or not name.strip():
         raise ValueError(f"name must be a text that is not empty, not {name!r}")
@@ -604,10 +653,14 @@ def _what_to_run(
     """Return the fields of a run that name its task, image or command."""
     # A text is a sequence, too, and each of its characters would become an argument.
     if isinstance(arguments, str):
-        raise ValueError(f"arguments must be a list, not the text {arguments!r}: give {arguments.split()!r}")
+        raise ValueError(
+            f"arguments must be a list, not the text {arguments!r}: give {arguments.split()!r}"
+        )
     if task is not None:
         if image is not None or custom_image_name is not None:
-            raise ValueError(f"task {task!r} and image {image or custom_image_name!r} are both given: give one of them")
+            raise ValueError(
+                f"task {task!r} and image {image or custom_image_name!r} are both given: give one of them"
+            )
         return {"task": task, "arguments": [str(argument) for argument in arguments]}
     if arguments:
         raise ValueError(
@@ -627,7 +680,9 @@ def _what_to_run(
             "custom_image_command": custom_image_command,
         }
     if image is None:
-        raise ValueError("nothing to run: give task, image, or custom_image_name with custom_image_command")
+        raise ValueError(
+            "nothing to run: give task, image, or custom_image_name with custom_image_command"
+        )
     if custom_image_name is not None:
         raise ValueError(
             f"image {image!r} and custom_image_name {custom_image_name!r} are both given: give one of them"
@@ -635,18 +690,28 @@ def _what_to_run(
     return {"image_name": chosen}
 
 
-def _backend_fields(backend: str | None, custom_backend: str | None, run_all_nodes: bool) -> dict[str, Any]:
+def _backend_fields(
+    backend: str | None, custom_backend: str | None, run_all_nodes: bool
+) -> dict[str, Any]:
     """Return the fields of a run that name its communication backend."""
     chosen = None if backend is None else backend.lower().replace(" ", "_")
-    if chosen is not None and chosen not in [known.lower().replace(" ", "_") for known in MLBENCH_BACKENDS]:
+    if chosen is not None and chosen not in [
+        known.lower().replace(" ", "_") for known in MLBENCH_BACKENDS
+    ]:
         raise ValueError(
             f"backend must be one of {', '.join(MLBENCH_BACKENDS)}, not {backend!r}: for another one give "
             "custom_backend"
         )
     if custom_backend is not None and chosen not in (None, _CUSTOM_BACKEND):
-        raise ValueError(f"backend {backend!r} and custom_backend {custom_backend!r} are both given: give one of them")
+        raise ValueError(
+            f"backend {backend!r} and custom_backend {custom_backend!r} are both given: give one of them"
+        )
     if custom_backend is not None:
-        return {"backend": _CUSTOM_BACKEND, "custom_backend": custom_backend, "run_all_nodes": _truth(run_all_nodes)}
+        return {
+            "backend": _CUSTOM_BACKEND,
+            "custom_backend": custom_backend,
+            "run_all_nodes": _truth(run_all_nodes),
+        }
     if chosen == _CUSTOM_BACKEND:
         raise ValueError(f"backend {backend!r} needs custom_backend, the name of the backend")
     return {"backend": chosen or _DEFAULT_BACKEND}

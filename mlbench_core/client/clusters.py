@@ -87,7 +87,9 @@ def find_cluster(name: str, provider: str | None = None) -> Cluster:
     known = read_clusters()
     cluster = known.get(name)
     if cluster is None or (provider is not None and cluster.provider != provider):
-        all_names = ", ".join(f"{each.provider} {each.name}" for each in known.values()) or "none yet"
+        all_names = (
+            ", ".join(f"{each.provider} {each.name}" for each in known.values()) or "none yet"
+        )
         wanted = f"{provider} {name}" if provider else name
         raise ConfigurationError(f"cluster {wanted!r} does not exist; clusters: {all_names}")
     return cluster
@@ -137,5 +139,7 @@ def _parse(entry: Any) -> Cluster | None:
     values: dict[str, Any] = {field.name: entry.get(field.name) for field in fields(Cluster)}
     texts = all(isinstance(values[field], str) for field in ("name", "provider"))
     numbers = all(isinstance(values[field], int) for field in ("num_workers", "port"))
-    secrets = all(values[field] is None or isinstance(values[field], str) for field in ("token", "key"))
+    secrets = all(
+        values[field] is None or isinstance(values[field], str) for field in ("token", "key")
+    )
     return Cluster(**values) if texts and numbers and secrets else None

@@ -154,7 +154,9 @@ class MetricDelivery:
         # A forked child sends nothing, so its rows would never be deleted.
         if self._outbox.is_shared or self._pid != os.getpid():
             return [self._enqueue(line) for line in lines]
-        with self._moving:  # without it, a metric could be sent and its row deleted before the row is inserted
+        with (
+            self._moving
+        ):  # without it, a metric could be sent and its row deleted before the row is inserted
             receipts = [self._enqueue(line) for line in lines]
             if self._has_rows:
                 # These metrics must follow the rows, so they do not stay in memory.
@@ -250,7 +252,9 @@ class MetricDelivery:
         with self._moving:
             with contextlib.suppress(*_DISK_ERRORS):
                 rows = self._outbox.count(self._owner)
-                return rows + sum(not receipt.is_row for receipt in (*self._in_flight, *self._queue))
+                return rows + sum(
+                    not receipt.is_row for receipt in (*self._in_flight, *self._queue)
+                )
             return self._in_memory + int(self._has_rows)
 
     def close(self, timeout_s: float = 0.0) -> bool:
@@ -275,7 +279,11 @@ class MetricDelivery:
             if self._retrier is not None and self._retrier is not threading.current_thread():
                 self._retrier.join(_FIRST_PAUSE_S)
             if lost := self._lost + sum(not receipt.is_row for receipt in self._queue):
-                logger.error("%d metric(s) for %s are lost: they could not be kept on disk", lost, self._endpoint)
+                logger.error(
+                    "%d metric(s) for %s are lost: they could not be kept on disk",
+                    lost,
+                    self._endpoint,
+                )
                 self._outbox.report_lost(lost)
             if self.pending == 0 and not self._outbox.is_shared:
                 self._has_rows = False
@@ -289,7 +297,11 @@ class MetricDelivery:
         while time.monotonic() <= deadline:
             # Without a deadline, keep the queue on disk now instead of waiting for another client's turn to end.
             wait_s = max(deadline - time.monotonic(), 0) if deadline < math.inf else 0
-            turn = self._outbox.delivering(wait_s) if self._may_have_rows else contextlib.nullcontext(True)
+            turn = (
+                self._outbox.delivering(wait_s)
+                if self._may_have_rows
+                else contextlib.nullcontext(True)
+            )
             try:
                 with turn as has_turn:
                     batch = self._take() if has_turn else None
@@ -311,7 +323,11 @@ class MetricDelivery:
     def _take(self) -> list[Receipt]:
         """Take the next batch: rows first, because they are older than the queue."""
         with self._moving:
-            batch = [Receipt(*row, is_row=True) for row in self._outbox.read(MAX_BATCH)] if self._may_have_rows else []
+            batch = (
+                [Receipt(*row, is_row=True) for row in self._outbox.read(MAX_BATCH)]
+                if self._may_have_rows
+                else []
+            )
             with self._state:
                 if not batch:
                     self._may_have_rows = self._has_rows = False
@@ -328,7 +344,9 @@ class MetricDelivery:
         lines = [receipt.line for receipt in batch]
         failure: str | None = None  # not the exception: its traceback would keep the client alive
         try:
-            self._poster.deliver(lines, results.__setitem__, lambda: self._peek_behind(batch[-1].key), deadline)
+            self._poster.deliver(
+                lines, results.__setitem__, lambda: self._peek_behind(batch[-1].key), deadline
+            )
         except Exception as error:
             failure = str(error)
             if not isinstance(error, NoAnswer):
@@ -339,7 +357,9 @@ class MetricDelivery:
             with self._state:
                 # If the client was closed during the request, close has made the batch rows already.
                 if self._in_flight and not self._stop.is_set():
-                    self._queue.extendleft(batch[i] for i in reversed(range(len(batch))) if i not in results)
+                    self._queue.extendleft(
+                        batch[i] for i in reversed(range(len(batch))) if i not in results
+                    )
                 self._in_flight = []
             if rows := [batch[index].key for index in results if batch[index].is_row]:
                 with self._reporting_disk():
@@ -350,14 +370,24 @@ class MetricDelivery:
         self._keep()
         if not was_away:
             problem = f"the master at {self._endpoint} does not answer ({failure})"
-            logger.warning("%s: metrics are kept in %s and delivered when it is back", problem, self._outbox.path)
+            logger.warning(
+                "%s: metrics are kept in %s and delivered when it is back",
+                problem,
+                self._outbox.path,
+            )
         return False
 
     def _peek_behind(self, after: str) -> str | None:
         """Return a line that waits behind the row with this key, or None."""
         with self._moving:
-            behind = [line for _, line in self._outbox.read(MAX_BATCH, after)] if not self._in_flight else []
-            behind = behind or [receipt.line for receipt in itertools.islice(self._queue, MAX_BATCH)]
+            behind = (
+                [line for _, line in self._outbox.read(MAX_BATCH, after)]
+                if not self._in_flight
+                else []
+            )
+            behind = behind or [
+                receipt.line for receipt in itertools.islice(self._queue, MAX_BATCH)
+            ]
             return self._random.choice(behind) if behind else None
 
     @property
@@ -366,7 +396,9 @@ class MetricDelivery:
 
     def _keep(self) -> None:
         """Make every metric in memory a row, settle the receipts with an error, and start the thread."""
-        kept = MasterNotFoundError(f"no answer from {self._endpoint}: the metric is kept and delivered later")
+        kept = MasterNotFoundError(
+            f"no answer from {self._endpoint}: the metric is kept and delivered later"
+        )
         with self._moving:
             with self._state:
                 waiting = [*self._in_flight, *self._queue]
@@ -383,7 +415,9 @@ class MetricDelivery:
         with self._state:
             has_work = (self._has_rows or self._queue) and not self._only_keep
             if has_work and self._retrier is None and not self._closed:
-                thread = threading.Thread(target=self._try_again, name="mlbench-delivery", daemon=True)
+                thread = threading.Thread(
+                    target=self._try_again, name="mlbench-delivery", daemon=True
+                )
                 # The interpreter starts no threads while it exits; the metrics are on disk.
                 with contextlib.suppress(RuntimeError):
                     thread.start()
@@ -419,4 +453,9 @@ class MetricDelivery:
         # Said once and not for each metric, until the disk works again.
         if not self._disk_fails:
             self._disk_fails = True
-            logger.warning("metrics for %s cannot be kept on disk: %s: %s", self._endpoint, self._outbox.path, error)
+            logger.warning(
+                "metrics for %s cannot be kept on disk: %s: %s",
+                self._endpoint,
+                self._outbox.path,
+                error,
+            )

@@ -64,7 +64,9 @@ def find_master(label_selector: str, namespace: str, in_cluster: bool, load_conf
 def _in_cluster(core: Any, namespace: str, label_selector: str) -> str:
     # The workers of a run are in the namespace of their master, so this process's own namespace is searched too.
     own = _own_namespace()
-    pod = _master_pod(core, (own, namespace) if namespace == _ANY_NAMESPACE else (namespace, own), label_selector)
+    pod = _master_pod(
+        core, (own, namespace) if namespace == _ANY_NAMESPACE else (namespace, own), label_selector
+    )
     if not pod.status.pod_ip:
         raise MasterNotFoundError("its pod has no address yet")
     return f"{_bracketed(pod.status.pod_ip)}:{_PORT_IN_POD}"
@@ -86,7 +88,9 @@ def _outside(core: Any, namespace: str, label_selector: str) -> str:
             return f"{_bracketed(external[0])}:{port.node_port}"
         pod = _master_pod(core, (_namespace_of(service) or namespace,), label_selector)
         return f"{_bracketed(_node_address(core, pod))}:{port.node_port}"
-    raise MasterNotFoundError(f"its service is of type {kind!r}; known are NodePort, ClusterIP, LoadBalancer")
+    raise MasterNotFoundError(
+        f"its service is of type {kind!r}; known are NodePort, ClusterIP, LoadBalancer"
+    )
 
 
 def _master_service(core: Any, namespace: str, label_selector: str) -> Any:
@@ -98,7 +102,9 @@ def _master_service(core: Any, namespace: str, label_selector: str) -> Any:
     if not services:
         raise MasterNotFoundError("no service has these labels")
     if namespace != _ANY_NAMESPACE:
-        services = [service for service in services if _namespace_of(service) == namespace] or services
+        services = [
+            service for service in services if _namespace_of(service) == namespace
+        ] or services
     _refuse_several(services, "services")
     return services[0]
 
@@ -119,7 +125,10 @@ def _namespace_of(entry: Any) -> str | None:
 def _master_pod(core: Any, namespaces: tuple[str | None, ...], label_selector: str) -> Any:
     """Return the master's pod from the first of ``namespaces`` that has one, otherwise from any namespace."""
     pods = _first_allowed(
-        *(partial(_pods_in, core, namespace, label_selector) for namespace in dict.fromkeys(filter(None, namespaces))),
+        *(
+            partial(_pods_in, core, namespace, label_selector)
+            for namespace in dict.fromkeys(filter(None, namespaces))
+        ),
         lambda: core.list_pod_for_all_namespaces(label_selector=label_selector).items,
         until_found=True,
     )
@@ -164,7 +173,9 @@ def _first_allowed(*queries: Callable[[], Any], until_found: bool = False) -> li
 def _refuse_several(entries: list[Any], kind: str) -> None:
     if len(entries) > 1:
         names = ", ".join(f"{_namespace_of(entry)}/{entry.metadata.name}" for entry in entries)
-        raise MasterNotFoundError(f"{len(entries)} {kind} have these labels ({names}): choose one by k8s_namespace")
+        raise MasterNotFoundError(
+            f"{len(entries)} {kind} have these labels ({names}): choose one by k8s_namespace"
+        )
 
 
 def _own_namespace() -> str | None:
@@ -191,7 +202,9 @@ def _node_address(core: Any, pod: Any) -> str:
     # every user of this function can read, has only the node's internal address.
     name = pod.spec.node_name
     sources: tuple[Callable[[], Any], ...] = (
-        lambda: _address_of(_entries(core.list_node(field_selector=f"metadata.name={name}").items)[0]),
+        lambda: _address_of(
+            _entries(core.list_node(field_selector=f"metadata.name={name}").items)[0]
+        ),
         lambda: _address_of(core.read_node(name)),
         lambda: pod.status.host_ip,
     )
@@ -204,7 +217,9 @@ def _node_address(core: Any, pod: Any) -> str:
             continue
         if isinstance(address, str) and address:
             return address
-    raise MasterNotFoundError(f"its node {name!r} has no address ({'; '.join(problems) or 'none is listed'})")
+    raise MasterNotFoundError(
+        f"its node {name!r} has no address ({'; '.join(problems) or 'none is listed'})"
+    )
 
 
 def _address_of(node: Any) -> Any:

@@ -150,7 +150,9 @@ class LogMetrics:
             )
         # For example a tensor of several elements. Training must not end because a metric cannot be sent.
         except Exception as error:
-            logger.warning("metric %r = %r of run %r could not be sent: %s", metric_name, value, run_id, error)
+            logger.warning(
+                "metric %r = %r of run %r could not be sent: %s", metric_name, value, run_id, error
+            )
 
     @staticmethod
     def connect() -> None:

@@ -110,7 +110,9 @@ def find_credentials(url: str, token: str | None = None) -> Credentials:
     place = _place(url)
     for record in _records():
         # A stale record of this machine may name a port that another user's program has now.
-        if _same_server(_place(record.url), place) and (record.is_alive() or not is_loopback(place[1])):
+        if _same_server(_place(record.url), place) and (
+            record.is_alive() or not is_loopback(place[1])
+        ):
             return Credentials(token or record.token, record.key)
     for cluster in read_clusters().values():
         if _same_server(_place(cluster.url), place):
@@ -127,22 +129,36 @@ def find_credentials(url: str, token: str | None = None) -> Credentials:
 def read_record(name: str = settings.MASTER) -> MasterRecord | None:
     """Return the record in a file of the user's folder, or None if it is missing or damaged."""
     known = settings.read(name)
-    url, pid, started, token, key, folder, engine = (known.get(field) for field in MasterRecord._fields)
-    if not (isinstance(url, str) and isinstance(pid, int) and isinstance(started, str) and isinstance(key, str)):
+    url, pid, started, token, key, folder, engine = (
+        known.get(field) for field in MasterRecord._fields
+    )
+    if not (
+        isinstance(url, str)
+        and isinstance(pid, int)
+        and isinstance(started, str)
+        and isinstance(key, str)
+    ):
         return None
     given = [value if isinstance(value, str) else None for value in (token, folder, engine)]
     return MasterRecord(url, pid, started, given[0], key, given[1], given[2] or "local")
 
 
 def remember_master(
-    url: str, pid: int, token: str | None, key: str, folder: str | None = None, engine: str = "local"
+    url: str,
+    pid: int,
+    token: str | None,
+    key: str,
+    folder: str | None = None,
+    engine: str = "local",
 ) -> None:
     """Write the record of a master that has started."""
     # The first running master is the one that the command uses. Others are found by their addresses.
     first = read_record()
     is_first = first is None or not first.is_alive() or first.pid == pid
     name = settings.MASTER if is_first else f"master-{_place(url)[2]}.json"
-    settings.remember(name, MasterRecord(url, pid, start_mark(pid) or "", token, key, folder, engine)._asdict())
+    settings.remember(
+        name, MasterRecord(url, pid, start_mark(pid) or "", token, key, folder, engine)._asdict()
+    )
 
 
 def forget_master(pid: int) -> None:
@@ -235,7 +251,11 @@ def _place(url: str) -> tuple[str, str, int]:
     """Return scheme, host and port of an address; the port is 0 if it is none."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
-        return parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        return (
+            parts.scheme,
+            parts.hostname or "",
+            parts.port or (443 if parts.scheme == "https" else 80),
+        )
     except ValueError:
         return "", "", 0
 

@@ -85,7 +85,11 @@ class Outbox:
         """
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _create_private(self.path)
-        self._run(lambda connection: connection.executemany("INSERT OR IGNORE INTO metrics VALUES (?, ?)", rows))
+        self._run(
+            lambda connection: connection.executemany(
+                "INSERT OR IGNORE INTO metrics VALUES (?, ?)", rows
+            )
+        )
 
     def read(self, limit: int, after: str = "") -> list[tuple[str, str]]:
         """Read the oldest rows that fit into one request.
@@ -101,7 +105,9 @@ class Outbox:
         def select(connection: sqlite3.Connection) -> list[tuple[str, str]]:
             rows: list[tuple[str, str]] = []
             left_bytes = MAX_BATCH_BYTES
-            for key, line in connection.execute("SELECT * FROM metrics WHERE key > ? ORDER BY key", (after,)):
+            for key, line in connection.execute(
+                "SELECT * FROM metrics WHERE key > ? ORDER BY key", (after,)
+            ):
                 if len(rows) == limit or left_bytes <= 0:
                     break
                 if key not in self._delivered:
@@ -118,7 +124,9 @@ class Outbox:
             owner: The end of its keys.
         """
         query = "SELECT count(*) FROM metrics WHERE substr(key, -?) = ?"
-        left: int = self._run(lambda connection: connection.execute(query, (len(owner), owner)).fetchone())[0]
+        left: int = self._run(
+            lambda connection: connection.execute(query, (len(owner), owner)).fetchone()
+        )[0]
         return left - sum(key.endswith(owner) for key in self._delivered)
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -157,7 +165,9 @@ class Outbox:
         # The lock of an empty second database: the system releases it when its holder ends, even by a kill.
         path = self.path.with_suffix(".lock")
         _create_private(path)
-        with contextlib.closing(sqlite3.connect(path, timeout=timeout_s, isolation_level=None)) as connection:
+        with contextlib.closing(
+            sqlite3.connect(path, timeout=timeout_s, isolation_level=None)
+        ) as connection:
             try:
                 connection.execute("BEGIN EXCLUSIVE")
                 has_turn = True
@@ -192,12 +202,19 @@ class Outbox:
                 # closed, which takes six times as long as the whole transaction without it.
                 connection.execute("PRAGMA synchronous = OFF")
             connection.execute(f"PRAGMA max_page_count = {_MAX_PAGES}")
-            connection.execute("CREATE TABLE IF NOT EXISTS metrics (key TEXT PRIMARY KEY, line TEXT) WITHOUT ROWID")
+            connection.execute(
+                "CREATE TABLE IF NOT EXISTS metrics (key TEXT PRIMARY KEY, line TEXT) WITHOUT ROWID"
+            )
             return work(connection)
 
     def _set_aside(self, error: sqlite3.Error) -> None:
         aside = f"{self.path}.damaged-{time.time_ns()}"
-        logger.warning("%s is damaged (%s): its metrics are not delivered, it is now %s", self.path, error, aside)
+        logger.warning(
+            "%s is damaged (%s): its metrics are not delivered, it is now %s",
+            self.path,
+            error,
+            aside,
+        )
         # The journal belongs to the damaged database: SQLite would apply it to the new one.
         with contextlib.suppress(FileNotFoundError):
             os.rename(f"{self.path}-journal", f"{aside}-journal")

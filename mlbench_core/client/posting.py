@@ -56,7 +56,11 @@ _PROBES = 5
 _PAIRS_THAT_SHOW_NO_LISTS = 2
 _INTERNAL_ERROR = "it answers 500 Internal Server Error"
 _TOKEN_NEEDED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
-_TEMPORARY = _TOKEN_NEEDED | {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
+_TEMPORARY = _TOKEN_NEEDED | {
+    HTTPStatus.REQUEST_TIMEOUT,
+    HTTPStatus.TOO_EARLY,
+    HTTPStatus.TOO_MANY_REQUESTS,
+}
 
 Post = Callable[[str, float], "requests.Response"]
 ListRuns = Callable[[float], "requests.Response"]
@@ -93,7 +97,11 @@ class Poster:
     pairs_accepted_singly: int = 0
 
     def deliver(
-        self, lines: list[str], settle: Settle, peek_waiting: PeekWaiting, deadline: float | None = None
+        self,
+        lines: list[str],
+        settle: Settle,
+        peek_waiting: PeekWaiting,
+        deadline: float | None = None,
     ) -> None:
         """Post lines in order.
 
@@ -119,11 +127,15 @@ class _Delivery:
     settle: Settle
     peek_waiting: PeekWaiting
     deadline: float | None
-    todo: list[list[int]] = field(default_factory=list)  # indexes of lines; the list to post next is the last one
+    todo: list[list[int]] = field(
+        default_factory=list
+    )  # indexes of lines; the list to post next is the last one
     suspects: list[int] = field(default_factory=list)
     in_a_row: int = 0
     most_in_a_row: int = _SUSPECTS_IN_A_ROW
-    held_back: list[int] = field(default_factory=list)  # the last line, to be posted after the suspects' attempts
+    held_back: list[int] = field(
+        default_factory=list
+    )  # the last line, to be posted after the suspects' attempts
     known_runs: set[str] = field(default_factory=set)
     refused_pair: set[int] = field(default_factory=set)
     any_accepted: bool = False
@@ -167,7 +179,11 @@ class _Delivery:
             )
             # The master refuses the id itself, such as a text, and will refuse it with the run's other metrics too.
             refuses_id = (message_of(response) or "").startswith("run_id: ")
-            run = _run_of(line) if refuses_id or response.status_code == HTTPStatus.NOT_FOUND else None
+            run = (
+                _run_of(line)
+                if refuses_id or response.status_code == HTTPStatus.NOT_FOUND
+                else None
+            )
             if run is None:
                 logger.warning("%s", error)
             self.settle(part[0], error)
@@ -268,7 +284,9 @@ class _Delivery:
         """Settle the metrics of runs that the master does not have as dropped, and return the other ones."""
         if not self.poster.unknown_runs:
             return part
-        error = MasterRequestError("the master does not know the metric's run", HTTPStatus.NOT_FOUND)
+        error = MasterRequestError(
+            "the master does not know the metric's run", HTTPStatus.NOT_FOUND
+        )
         left = []
         for index in part:
             if _run_of(self.lines[index]) in self.poster.unknown_runs:
@@ -289,7 +307,9 @@ class _Delivery:
             runs = response.json() if response.ok else None
         except ValueError:
             runs = None
-        return isinstance(runs, list) and run not in {str(known.get("id")) for known in runs if isinstance(known, dict)}
+        return isinstance(runs, list) and run not in {
+            str(known.get("id")) for known in runs if isinstance(known, dict)
+        }
 
     def post(self, part: list[int]) -> requests.Response:
         lines = [self.lines[index] for index in part]
@@ -302,7 +322,11 @@ class _Delivery:
             NoAnswer: The master gives no such answer.
         """
         response = self.request(lambda limit_s: self.poster.post(body, limit_s))
-        if response.ok or _is_refused(response) or response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR:
+        if (
+            response.ok
+            or _is_refused(response)
+            or response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
+        ):
             return response
         advice = f": {TOKEN_ADVICE}" if response.status_code in _TOKEN_NEEDED else ""
         raise NoAnswer(f"it answers {response.status_code} {response.reason}{advice}")

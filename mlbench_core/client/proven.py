@@ -65,7 +65,12 @@ def _demand_proof(connection: HTTPConnection, key: str) -> None:
     """Ask the server for the proof on a connection that was just opened."""
     nonce = secrets.token_hex(16)
     host = f"[{connection.host}]" if ":" in connection.host else connection.host
-    lines = ("GET /api/health/ HTTP/1.1", f"Host: {host}:{connection.port}", f"{NONCE_HEADER}: {nonce}", "\r\n")
+    lines = (
+        "GET /api/health/ HTTP/1.1",
+        f"Host: {host}:{connection.port}",
+        f"{NONCE_HEADER}: {nonce}",
+        "\r\n",
+    )
     try:
         connection.sock.sendall("\r\n".join(lines).encode())
         address, port = connection.sock.getpeername()[:2]
@@ -75,12 +80,16 @@ def _demand_proof(connection: HTTPConnection, key: str) -> None:
             # The caller's answer follows on the same connection, so this one must be read to its end.
             is_whole = len(response.read(_LONGEST_ANSWER_BYTES)) < _LONGEST_ANSWER_BYTES
             proof = response.headers.get(PROOF_HEADER, "").encode("latin-1", "replace")
-        problem = f"answers with HTTP {response.status} and is not the master that this user started"
+        problem = (
+            f"answers with HTTP {response.status} and is not the master that this user started"
+        )
         if is_whole and hmac.compare_digest(proof, make_proof(key, nonce, address, port).encode()):
             return
     except OSError as error:
         problem = f"does not answer ({type(error).__name__})"
     except HTTPException as error:
-        problem = f"answers wrongly ({type(error).__name__}) and is not the master that this user started"
+        problem = (
+            f"answers wrongly ({type(error).__name__}) and is not the master that this user started"
+        )
     connection.close()
     raise NewConnectionError(connection, f"the server there {problem}")

@@ -57,7 +57,9 @@ class RestClient:
         MasterTokenError: ``token`` has characters that a request cannot carry.
     """
 
-    def __init__(self, url: str, token: str | None = None, timeout_s: float = 30.0, retries: int = 0) -> None:
+    def __init__(
+        self, url: str, token: str | None = None, timeout_s: float = 30.0, retries: int = 0
+    ) -> None:
         self.url = base_url(url)
         self.timeout_s = timeout_s
         self._given = check_token(token) if token else None
@@ -112,11 +114,17 @@ class RestClient:
         try:
             response = self.request(method, path, **options)
         except requests.Timeout:
-            raise MasterRequestError(f"the master at {self.url} did not answer within {self.timeout_s:g} s") from None
+            raise MasterRequestError(
+                f"the master at {self.url} did not answer within {self.timeout_s:g} s"
+            ) from None
         except requests.ConnectionError as error:
-            raise MasterRequestError(f"cannot reach the master at {self.url}: {reason(error)}") from error
+            raise MasterRequestError(
+                f"cannot reach the master at {self.url}: {reason(error)}"
+            ) from error
         except requests.RequestException as error:
-            raise MasterRequestError(f"the request to the master at {self.url} failed: {error}") from error
+            raise MasterRequestError(
+                f"the request to the master at {self.url} failed: {error}"
+            ) from error
         if response.status_code >= 300:
             # The body of a streamed response is not read yet; leaving the block frees its connection.
             with response:
@@ -168,7 +176,9 @@ class RestClient:
                 for chunk in response.iter_content(_DOWNLOAD_CHUNK_BYTES):
                     size_bytes += file.write(chunk)
             except requests.RequestException as error:
-                raise MasterRequestError(f"the download from {self.url} broke off after {size_bytes} bytes") from error
+                raise MasterRequestError(
+                    f"the download from {self.url} broke off after {size_bytes} bytes"
+                ) from error
         return size_bytes
 
     def close(self) -> None:
@@ -259,14 +269,21 @@ def base_url(url: str) -> str:
     text = url.strip()
     full = text if "://" in text else f"http://{text}"
     if "@" in full:  # the message must not show the password
-        raise MasterAddressError(f"the url of the master must be without user name and password: {TOKEN_ADVICE}")
+        raise MasterAddressError(
+            f"the url of the master must be without user name and password: {TOKEN_ADVICE}"
+        )
     try:
         parts = urlsplit(full)
         port = parts.port  # raises ValueError if it is not a port number
     except ValueError:
         parts, port = urlsplit(""), None
     is_address = parts.scheme in ("http", "https") and parts.hostname and port != 0
-    if not is_address or parts.query or parts.fragment or any(character.isspace() for character in full):
+    if (
+        not is_address
+        or parts.query
+        or parts.fragment
+        or any(character.isspace() for character in full)
+    ):
         raise MasterAddressError(
             f"the url of the master must be HOST:PORT or http://HOST:PORT, not {url!r}; "
             "for example http://127.0.0.1:5080"

@@ -13,7 +13,14 @@ from typing import Any
 
 from mlbench_core.tasks import Task
 
-__all__ = ["FIRST_SEED", "SEED", "RunSeries", "check_backend", "check_placeholders", "parse_workers"]
+__all__ = [
+    "FIRST_SEED",
+    "SEED",
+    "RunSeries",
+    "check_backend",
+    "check_placeholders",
+    "parse_workers",
+]
 
 SEED = "{seed}"
 """The place in a command that gets the seed of the run."""
@@ -44,7 +51,9 @@ def parse_workers(text: str) -> tuple[int, ...]:
     """
     words = text.replace(",", " ").split()
     # int of thousands of digits is slow, and it also reads "1_0" and digits of other scripts.
-    if not words or not all(word.isascii() and word.isdecimal() and len(word) < 10 and int(word) for word in words):
+    if not words or not all(
+        word.isascii() and word.isdecimal() and len(word) < 10 and int(word) for word in words
+    ):
         raise ValueError(f"must be whole numbers from 1, not {text[:80]!r}: give for example 1 2 4")
     # A number that is given twice would start two runs of the same name.
     return tuple(dict.fromkeys(map(int, words)))
@@ -85,7 +94,9 @@ def check_placeholders(command: str) -> None:
     """
     for found in _PLACEHOLDER.findall(command):
         if found not in _PLACEHOLDERS:
-            raise ValueError(f"the placeholder must be one of {', '.join(_PLACEHOLDERS)}, not {found[:80]!r}")
+            raise ValueError(
+                f"the placeholder must be one of {', '.join(_PLACEHOLDERS)}, not {found[:80]!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -120,9 +131,13 @@ class RunSeries:
 
     def names(self) -> list[tuple[str, int]]:
         """Return the name and the number of workers of each run."""
-        ends = [""] if self.repeats is None else [f"-r{repeat + 1}" for repeat in range(self.repeats)]
+        ends = (
+            [""] if self.repeats is None else [f"-r{repeat + 1}" for repeat in range(self.repeats)]
+        )
         # Seed by seed, so that a slow drift of the machine changes the runs of all numbers of workers alike.
-        return [(f"{self.name}-{workers}{end}", workers) for end in ends for workers in self.num_workers]
+        return [
+            (f"{self.name}-{workers}{end}", workers) for end in ends for workers in self.num_workers
+        ]
 
     def check_seeds(self) -> None:
         """Refuse seeds that the runs would not use.
@@ -133,13 +148,18 @@ class RunSeries:
         if self.seed_option is None:
             return
         option = f"--{self.seed_option}"
-        if any(word == "--seed" or word.startswith("--seed=") for word in self.request.get("arguments", ())):
+        if any(
+            word == "--seed" or word.startswith("--seed=")
+            for word in self.request.get("arguments", ())
+        ):
             raise ValueError(
                 f"--seed among the arguments of the script cannot be given with {option}: each run gets a seed of its "
                 "own"
             )
         if self.task is not None and not self.task.has_goal:
-            raise ValueError(f"{option} cannot be given with task {self.task.key}: it only measures, and uses no seed")
+            raise ValueError(
+                f"{option} cannot be given with task {self.task.key}: it only measures, and uses no seed"
+            )
         if self.task is None and not self._has_place_for_seed():
             raise ValueError(
                 f"{option} needs {SEED} in the command, for example --command 'train.py --seed {SEED}': otherwise all "
@@ -152,7 +172,10 @@ class RunSeries:
         first = FIRST_SEED if self.seed is None else self.seed
         return [
             # The same seeds for all numbers of workers, so that their times can be compared in pairs.
-            {**self._request(first + place // len(self.num_workers) if is_seeded else None), "name": name}
+            {
+                **self._request(first + place // len(self.num_workers) if is_seeded else None),
+                "name": name,
+            }
             | {"num_workers": workers}
             for place, (name, workers) in enumerate(self.names())
         ]

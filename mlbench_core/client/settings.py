@@ -51,7 +51,9 @@ def read(name: str) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read by this user: {error.strerror or error}") from error
+        raise ConfigurationError(
+            f"{path} cannot be read by this user: {error.strerror or error}"
+        ) from error
     try:
         value = json.loads(text.decode("utf-8-sig"))
     except (ValueError, RecursionError):
@@ -69,7 +71,11 @@ def remember(name: str, value: dict[str, Any]) -> None:
     folder.mkdir(parents=True, mode=0o700, exist_ok=True)
     # Data sets or a lock came first, and the umask allows others to write. Nothing in the folder was trusted so far.
     # The setgid bit marks a folder that is shared on purpose.
-    if os.name == "posix" and not any(folder.glob("*.json")) and not folder.stat().st_mode & stat.S_ISGID:
+    if (
+        os.name == "posix"
+        and not any(folder.glob("*.json"))
+        and not folder.stat().st_mode & stat.S_ISGID
+    ):
         with contextlib.suppress(PermissionError):
             folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o022)
     files.check_only_own(folder)

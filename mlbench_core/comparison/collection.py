@@ -19,9 +19,34 @@ from mlbench_core.results.folder import read_environment
 __all__ = ["collection_page", "machine_text", "recorded_commands", "runs_csv", "software_text"]
 
 _RUN_COLUMNS = (
-    *("name", "workers", "seed", "started_at", "state", "reached", "goal_text", "time_to_goal_s", "train_s"),
-    *("validation_s", "wall_s", "epochs_to_goal", "epochs", "communication_exposed_s", "communication_hidden_s"),
-    *("samples_per_s", "tokens_per_s", "best", "bytes_on_wire", "bytes_sent", "exchanges", "source"),
+    *(
+        "name",
+        "workers",
+        "seed",
+        "started_at",
+        "state",
+        "reached",
+        "goal_text",
+        "time_to_goal_s",
+        "train_s",
+    ),
+    *(
+        "validation_s",
+        "wall_s",
+        "epochs_to_goal",
+        "epochs",
+        "communication_exposed_s",
+        "communication_hidden_s",
+    ),
+    *(
+        "samples_per_s",
+        "tokens_per_s",
+        "best",
+        "bytes_on_wire",
+        "bytes_sent",
+        "exchanges",
+        "source",
+    ),
 )
 
 
@@ -46,12 +71,20 @@ def collection_page(
     """
     records = [record for group in groups for record in group.records]
     dates = sorted(str(record.started_at)[:10] for record in records if record.started_at)
-    date = "unknown" if not dates else dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    date = (
+        "unknown"
+        if not dates
+        else dates[0]
+        if dates[0] == dates[-1]
+        else f"{dates[0]} to {dates[-1]}"
+    )
     sizes = sorted({len(group.records) for group in groups})
     each = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     shown = [line for command in commands for line in command.splitlines()]
     # A command with such a fence must not end the block.
-    fence = "```" + "`" * max((len(ticks) for line in shown for ticks in re.findall("`{3,}", line)), default=0)
+    fence = "```" + "`" * max(
+        (len(ticks) for line in shown for ticks in re.findall("`{3,}", line)), default=0
+    )
     lines = [
         f"# {escape(title)}",
         "",
@@ -73,7 +106,12 @@ def collection_page(
     if captions:
         lines += ["## Figures", ""]
         for name, caption in captions.items():
-            lines += [f"![{name.replace('_', ' ')}]({name}.png)", "", f"{escape(caption)} ([SVG]({name}.svg))", ""]
+            lines += [
+                f"![{name.replace('_', ' ')}]({name}.png)",
+                "",
+                f"{escape(caption)} ([SVG]({name}.svg))",
+                "",
+            ]
     return "\n".join([*lines, "## Runs", "", *_run_lines(groups, folder)]) + "\n"
 
 
@@ -119,7 +157,8 @@ def software_text(group: Group) -> str:
     parts = [f"{name} {value}" for name, value in software.items()]
     if commit:
         parts.append(
-            f"commit {str(commit)[:12]}" + (f" with the difference {str(difference)[:12]}" if difference else "")
+            f"commit {str(commit)[:12]}"
+            + (f" with the difference {str(difference)[:12]}" if difference else "")
         )
     return ", ".join(parts)
 
@@ -144,5 +183,7 @@ def runs_csv(records: Sequence[RunRecord]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(_RUN_COLUMNS)
-    writer.writerows([safe_cell(getattr(record, name)) for name in _RUN_COLUMNS] for record in records)
+    writer.writerows(
+        [safe_cell(getattr(record, name)) for name in _RUN_COLUMNS] for record in records
+    )
     return text.getvalue()

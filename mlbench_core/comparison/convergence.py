@@ -58,7 +58,15 @@ LEAST_RUNS = 3
 NEUTRAL_OPTIONS = frozenset(
     (
         *("backend", "checkpoint", "data", "epochs", "gpu", "hosts", "past_goal", "rank", "resume"),
-        *("root_checkpoint", "root_dataset", "root_output", "run_id", "seed", "timeout", "validation_only"),
+        *(
+            "root_checkpoint",
+            "root_dataset",
+            "root_output",
+            "run_id",
+            "seed",
+            "timeout",
+            "validation_only",
+        ),
         # The configuration has separate fields for these.
         *("dataset", "light", "light_target", "optimizer", "preset", "variant"),
         # They change the rounding of the arithmetic only.
@@ -121,9 +129,13 @@ class Reference:
         check_int("batch_size", self.batch_size)
         check_finite_at_least_0("resolution", self.resolution)
         if self.unit not in _UNITS:
-            raise ValueError(f"unit must be 'epochs' or 'steps', not {self.unit!r}: name the unit of the values")
+            raise ValueError(
+                f"unit must be 'epochs' or 'steps', not {self.unit!r}: name the unit of the values"
+            )
         if len(self.values) < LEAST_SEEDS:
-            raise ValueError(f"values must have at least {LEAST_SEEDS} seeds, not {len(self.values)}: run more seeds")
+            raise ValueError(
+                f"values must have at least {LEAST_SEEDS} seeds, not {len(self.values)}: run more seeds"
+            )
         for seed, value in self.values.items():
             check_positive(f"the value of seed {seed}", value)
 
@@ -261,7 +273,9 @@ class ConvergenceCheck:
     score_factor: float | None = None
 
 
-def check_convergence(values: Iterable[float | None], reference: Reference | None) -> ConvergenceCheck:
+def check_convergence(
+    values: Iterable[float | None], reference: Reference | None
+) -> ConvergenceCheck:
     """Check repeats of one configuration against the reference of their task.
 
     Args:
@@ -303,7 +317,13 @@ def check_convergence(values: Iterable[float | None], reference: Reference | Non
         return ConvergenceCheck("too few runs", **known)
     mean = _trimmed_mean(math.inf if value is None else value for value in runs)
     smallest, largest = reference.limits(len(runs))
-    verdict = "fast" if mean < smallest - _TOLERANCE else "slow" if mean > largest + _TOLERANCE else "consistent"
+    verdict = (
+        "fast"
+        if mean < smallest - _TOLERANCE
+        else "slow"
+        if mean > largest + _TOLERANCE
+        else "consistent"
+    )
     p_fast = reference.p_below(mean, len(runs))
     return ConvergenceCheck(
         verdict,
@@ -336,7 +356,9 @@ def load_references(folder: Path | None = None) -> list[Reference]:
     return [Reference.load(path) for path in sorted(folder.glob("*.json"))]
 
 
-def find_reference(configuration: Mapping[str, Any], references: Sequence[Reference] | None = None) -> Reference | None:
+def find_reference(
+    configuration: Mapping[str, Any], references: Sequence[Reference] | None = None
+) -> Reference | None:
     """Return the reference of a run's configuration.
 
     The task, the data set, the preset, the goal, the algorithm, the number of workers and all options except
@@ -357,7 +379,10 @@ def find_reference(configuration: Mapping[str, Any], references: Sequence[Refere
     for reference in load_references() if references is None else references:
         if (
             all(configuration.get(name) == getattr(reference, name) for name in same)
-            and all(goal.get(name) == reference.goal.get(name) for name in ("metric", "threshold", "minimize"))
+            and all(
+                goal.get(name) == reference.goal.get(name)
+                for name in ("metric", "threshold", "minimize")
+            )
             and deciding_options(configuration.get("options") or {}) == dict(reference.options)
         ):
             return reference

@@ -74,7 +74,9 @@ def load(
                 without_place = dataclasses.replace(record, source="", folder=None).as_json()
                 key = json.dumps(without_place, sort_keys=True, default=str)
             except RecursionError as error:
-                raise ConfigurationError(f"{record.source} is nested hundreds of levels deep: remove it") from error
+                raise ConfigurationError(
+                    f"{record.source} is nested hundreds of levels deep: remove it"
+                ) from error
             if key not in records or record.folder is not None:
                 records[key] = record
     return sorted(records.values(), key=lambda record: (record.workers or 0, record.name))
@@ -92,7 +94,9 @@ def _load(path: Path, unreadable: Callable[[str], None] | None) -> Iterator[RunR
     folders = set(find_folders(path))
     for folder in sorted(folders):
         yield from _read(_load_folder, folder, unreadable)
-    for file in sorted(file for suffix in ("json", "zip") for file in path.rglob(f"*.{suffix}") if file.is_file()):
+    for file in sorted(
+        file for suffix in ("json", "zip") for file in path.rglob(f"*.{suffix}") if file.is_file()
+    ):
         # 'mlbench run --wait' keeps NAME.json beside the result folder NAME of the same run.
         if file.with_suffix("") not in folders and folders.isdisjoint(file.parents):
             yield from _load(file, unreadable)
@@ -115,11 +119,15 @@ def _read(
 def _load_folder(folder: Path) -> RunRecord:
     lines = read_lines(folder)
     if not lines.paths:
-        raise ConfigurationError(f"{folder} has no raw lines of the run (metrics.jsonl): copy the whole folder")
+        raise ConfigurationError(
+            f"{folder} has no raw lines of the run (metrics.jsonl): copy the whole folder"
+        )
     result = read_result(folder)
     remarks = []
     if not (folder / RESULT).exists():
-        remarks.append(f"{folder} has no {RESULT}: the run did not end, and its raw lines are shown")
+        remarks.append(
+            f"{folder} has no {RESULT}: the run did not end, and its raw lines are shown"
+        )
         # Iterating finds the lines that cannot be read, as the last line of a killed run.
         for _ in lines:
             pass
@@ -138,7 +146,9 @@ def _load_json(path: Path) -> RunRecord | None:
     if not isinstance(content, dict) or not isinstance(content.get("metrics"), dict):
         return None
     run = content.get("run")
-    return RunRecord.from_metrics(content["metrics"], run if isinstance(run, dict) else {"name": path.stem}, str(path))
+    return RunRecord.from_metrics(
+        content["metrics"], run if isinstance(run, dict) else {"name": path.stem}, str(path)
+    )
 
 
 def _load_zip(path: Path) -> RunRecord | None:
@@ -148,7 +158,11 @@ def _load_zip(path: Path) -> RunRecord | None:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-            _check_size(archive, _MOST_JSON_BYTES, [name for name in names if name not in FILES or name == RESULT])
+            _check_size(
+                archive,
+                _MOST_JSON_BYTES,
+                [name for name in names if name not in FILES or name == RESULT],
+            )
             for name in names:
                 if name == "run.json":
                     record = json.loads(archive.read(name))
@@ -190,7 +204,9 @@ def _check_size(archive: zipfile.ZipFile, most_bytes: int, names: Iterable[str])
     """
     total = sum(archive.getinfo(name).file_size for name in names)
     if total > most_bytes:
-        raise ValueError(f"it has {total:,} bytes when unpacked, and at most {most_bytes:,} are allowed")
+        raise ValueError(
+            f"it has {total:,} bytes when unpacked, and at most {most_bytes:,} are allowed"
+        )
 
 
 def save(path: Path, run: Mapping[str, Any], metrics: Metrics) -> None:
@@ -202,7 +218,9 @@ def save(path: Path, run: Mapping[str, Any], metrics: Metrics) -> None:
         metrics: Entries of every metric.
     """
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps({"run": dict(run), "metrics": dict(metrics)}, indent=1), encoding="utf-8")
+        temporary.write_text(
+            json.dumps({"run": dict(run), "metrics": dict(metrics)}, indent=1), encoding="utf-8"
+        )
 
 
 def unpack(archive: Path, folder: Path, *, unfinished: bool = False) -> bool:

@@ -17,7 +17,17 @@ from mlbench_core.comparison.times import complete, is_miss
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.run_terms import goal_text
 
-__all__ = ["Group", "Series", "check_comparable", "differences", "plural", "pool", "series", "usable", "workload"]
+__all__ = [
+    "Group",
+    "Series",
+    "check_comparable",
+    "differences",
+    "plural",
+    "pool",
+    "series",
+    "usable",
+    "workload",
+]
 
 # These options name the run and the folders of its files.
 _NEUTRAL_OPTIONS = {"resume", "run_id", "seed", "root_checkpoint", "root_dataset", "root_output"}
@@ -75,7 +85,11 @@ class Group:
         Args:
             name: Attribute of :class:`~mlbench_core.comparison.record.RunRecord`, for example ``"total_s"``.
         """
-        return [value for record in complete(self.records) if (value := getattr(record, name)) is not None]
+        return [
+            value
+            for record in complete(self.records)
+            if (value := getattr(record, name)) is not None
+        ]
 
 
 @dataclass(frozen=True)
@@ -107,13 +121,24 @@ def usable(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
     whole = {_text(_properties(record)) for record in records if record.state != "failed"}
     for record in records:
         # A run that was killed after it reached its goal has a valid time to the goal.
-        ended = record.state in ("finished", UNKNOWN) or (record.state == "unfinished" and record.reached)
-        if record.state == "failed" and record.workers is not None and _text(_properties(record)) in whole:
+        ended = record.state in ("finished", UNKNOWN) or (
+            record.state == "unfinished" and record.reached
+        )
+        if (
+            record.state == "failed"
+            and record.workers is not None
+            and _text(_properties(record)) in whole
+        ):
             kept.append(record)
             if not record.reached:
-                remarks.append(f"{record.name} has the state 'failed': it counts as a run that missed")
+                remarks.append(
+                    f"{record.name} has the state 'failed': it counts as a run that missed"
+                )
         elif not ended:
-            known = [f"{record.epochs} epochs" if record.epochs else "", f"{record.train_s or 0:.1f} s of training"]
+            known = [
+                f"{record.epochs} epochs" if record.epochs else "",
+                f"{record.train_s or 0:.1f} s of training",
+            ]
             after = f" ({', '.join(filter(None, known))})" if record.train_s else ""
             missed = " and did not reach its goal" if record.state == "unfinished" else ""
             remarks.append(f"{record.name} has the state '{record.state}'{missed}{after}: left out")
@@ -124,7 +149,9 @@ def usable(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
             kept.append(record)
         elif record.total_s is None and not record.steps_s and record.reached is None:
             # A row without any value would only lengthen the labels of the others.
-            remarks.append(f"{record.name} sent no times, because its program does not use the Tracker: left out")
+            remarks.append(
+                f"{record.name} sent no times, because its program does not use the Tracker: left out"
+            )
         else:
             kept.append(record)
     return kept, remarks
@@ -191,13 +218,21 @@ def pool(records: Sequence[RunRecord]) -> list[Group]:
         remarks = []
         # A failed run that was repeated with its seed counts no more than any other twin.
         for record in sorted(same, key=lambda one: one.state == "failed"):
-            twin = next((one for one in kept if one.seed is not None and one.seed == record.seed), None)
+            twin = next(
+                (one for one in kept if one.seed is not None and one.seed == record.seed), None
+            )
             if twin is not None:
-                remarks.append(f"{record.name} has the seed {record.seed} of {twin.name}: it counts once")
+                remarks.append(
+                    f"{record.name} has the seed {record.seed} of {twin.name}: it counts once"
+                )
             else:
                 kept.append(record)
-        configuration = {key: value for key, value in same[0].configuration.items() if key != "seed"}
-        groups.append(Group(label, same[0].workers or 0, configuration, tuple(kept), tuple(remarks)))
+        configuration = {
+            key: value for key, value in same[0].configuration.items() if key != "seed"
+        }
+        groups.append(
+            Group(label, same[0].workers or 0, configuration, tuple(kept), tuple(remarks))
+        )
     return sorted(groups, key=lambda group: (group.label, group.workers))
 
 
@@ -206,7 +241,10 @@ def series(groups: Sequence[Group]) -> list[Series]:
     found: dict[str, list[Group]] = {}
     for group in groups:
         found.setdefault(_text(_of_series(group.records[0])), []).append(group)
-    return [Series(same[0].label, tuple(sorted(same, key=lambda group: group.workers))) for same in found.values()]
+    return [
+        Series(same[0].label, tuple(sorted(same, key=lambda group: group.workers)))
+        for same in found.values()
+    ]
 
 
 def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
@@ -227,13 +265,21 @@ def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
 
 def _properties(record: RunRecord) -> dict[str, Any]:
     """Return everything in which two runs can differ; a property that is unknown is missing."""
-    found = {key: value for key, value in record.configuration.items() if key != "seed" and key != "options"}
+    found = {
+        key: value
+        for key, value in record.configuration.items()
+        if key != "seed" and key != "options"
+    }
     options = {
         option: value
         for option, value in (record.configuration.get("options") or {}).items()
-        if option.replace("-", "_") not in _NEUTRAL_OPTIONS and found.get(_SAME_AS.get(option, option)) is None
+        if option.replace("-", "_") not in _NEUTRAL_OPTIONS
+        and found.get(_SAME_AS.get(option, option)) is None
     }
-    items = [*found.items(), *((f"options.{name}", value) for name, value in sorted(options.items()))]
+    items = [
+        *found.items(),
+        *((f"options.{name}", value) for name, value in sorted(options.items())),
+    ]
     items += [(f"machine.{key}", value) for key, value in record.machine.items()]
     items += [(f"software.{key}", value) for key, value in record.software.items()]
     return {key: value for key, value in items if value is not None}
@@ -241,7 +287,9 @@ def _properties(record: RunRecord) -> dict[str, Any]:
 
 def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the names of all properties, in the order in which labels show them."""
-    order = {name: place for place, name in enumerate((*_FIRST, "options", "", "machine", "software"))}
+    order = {
+        name: place for place, name in enumerate((*_FIRST, "options", "", "machine", "software"))
+    }
     names = dict.fromkeys(name for row in rows for name in row)
     return sorted(names, key=lambda name: order.get(name.partition(".")[0], order[""]))
 
@@ -268,7 +316,9 @@ def _labels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             chosen.append(name)
     if not chosen:
         # One configuration alone is called by its algorithm or its program.
-        chosen = [name for name in ("algorithm", "task", "program", "series") if rows and name in rows[0]][:1]
+        chosen = [
+            name for name in ("algorithm", "task", "program", "series") if rows and name in rows[0]
+        ][:1]
     found = []
     for row in rows:
         parts = (_part(name, row.get(name)) for name in chosen)
@@ -304,7 +354,11 @@ def _part(name: str, value: Any) -> str:
         return option if value is True else f"{option} {value}"
     if name.startswith(("machine.", "software.")):
         name = name.partition(".")[2]
-        return str(value) if name in ("cpu", "gpu", "os") else f"{name.replace('_', ' ')} {str(value)[:12]}"
+        return (
+            str(value)
+            if name in ("cpu", "gpu", "os")
+            else f"{name.replace('_', ' ')} {str(value)[:12]}"
+        )
     shown = {
         "task": f"task {value}",
         # "python -u /long/path/train.py" is shown as "train.py".
@@ -313,7 +367,9 @@ def _part(name: str, value: Any) -> str:
         "threads": plural(value, "thread") if isinstance(value, int | float) else str(value),
         "device": {"cpu": "CPU", "cuda": "GPU"}.get(str(value), str(value)),
         "light": "light goal",
-        "changed": "changed " + " ".join(map(str, value)) if isinstance(value, list) and value else "",
+        "changed": "changed " + " ".join(map(str, value))
+        if isinstance(value, list) and value
+        else "",
         "max_bandwidth": f"{value} Mbit/s",
     }
     return shown.get(name, str(value))

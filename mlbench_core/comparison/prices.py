@@ -62,7 +62,9 @@ class Machine:
     def __post_init__(self) -> None:
         for field in _TEXTS:
             if not isinstance(getattr(self, field), str):
-                raise TypeError(f"{field} must be a text, not {getattr(self, field)!r}: put it in quotes")
+                raise TypeError(
+                    f"{field} must be a text, not {getattr(self, field)!r}: put it in quotes"
+                )
         check_int("cores", self.cores)
         check_positive("memory_gib", self.memory_gib)
         check_int("gpus", self.gpus, 0)
@@ -72,7 +74,9 @@ class Machine:
                 check_finite_at_least_0(name, price)
         for field in ("currency", "date", "source"):
             if any(price is not None for price in prices.values()) and not getattr(self, field):
-                raise ValueError(f"{field} must be given with a price: a price without it cannot be checked")
+                raise ValueError(
+                    f"{field} must be given with a price: a price without it cannot be checked"
+                )
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,9 @@ class Pricing:
                 "source in a copy of the table, and the path of the copy to --prices."
             ]
         price = f"{self.per_hour:g} {self.machine.currency} an hour"
-        return [f"Price: one {self.machine.name} for each worker, {kind}, {price} on {self.machine.date}."]
+        return [
+            f"Price: one {self.machine.name} for each worker, {kind}, {price} on {self.machine.date}."
+        ]
 
 
 def load_prices(path: Path | None = None) -> dict[str, Machine]:
@@ -133,14 +139,18 @@ def load_prices(path: Path | None = None) -> dict[str, Machine]:
     content = _read_toml(path)
     rows = content.get("machine")
     if not isinstance(rows, list) or not rows or set(content) != {"machine"}:
-        raise ConfigurationError(f"{path} must have tables [[machine]] and nothing else: see the table of MLBench")
+        raise ConfigurationError(
+            f"{path} must have tables [[machine]] and nothing else: see the table of MLBench"
+        )
     machines: dict[str, Machine] = {}
     for number, row in enumerate(rows, 1):
         name = row.get("name") if isinstance(row, Mapping) else None
         where = f"{path}, machine {number}" + (f" ({name})" if name else "")
         machine = _read_machine(row, where)
         if machine.name in machines:
-            raise ConfigurationError(f"{where}: name must be unique: give this machine another name")
+            raise ConfigurationError(
+                f"{where}: name must be unique: give this machine another name"
+            )
         machines[machine.name] = machine
     return machines
 
@@ -229,16 +239,24 @@ def _read_machine(row: Any, where: str) -> Machine:
         ConfigurationError: The row is not a valid machine.
     """
     if not isinstance(row, Mapping):
-        raise ConfigurationError(f"{where} must be a table with the fields of a machine, not {row!r}")
+        raise ConfigurationError(
+            f"{where} must be a table with the fields of a machine, not {row!r}"
+        )
     known = {field.name for field in fields(Machine)}
     unknown = sorted(set(row) - known)
-    missing = [name for name in ("name", "provider", "cpu", "cores", "memory_gib") if not row.get(name)]
+    missing = [
+        name for name in ("name", "provider", "cpu", "cores", "memory_gib") if not row.get(name)
+    ]
     if unknown:
-        raise ConfigurationError(f"{where}: a field must be one of {', '.join(sorted(known))}, not {unknown[0]!r}")
+        raise ConfigurationError(
+            f"{where}: a field must be one of {', '.join(sorted(known))}, not {unknown[0]!r}"
+        )
     if missing:
         raise ConfigurationError(f"{where}: {missing[0]} must be given, and is missing or empty")
     # A date without quotes is a date in TOML.
-    values: dict[str, Any] = {name: str(value) if name == "date" else value for name, value in row.items()}
+    values: dict[str, Any] = {
+        name: str(value) if name == "date" else value for name, value in row.items()
+    }
     try:
         return Machine(**values)
     except (TypeError, ValueError, OverflowError) as error:

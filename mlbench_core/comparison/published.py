@@ -36,11 +36,20 @@ _TIME_IN_RESULT = re.compile(rf"\b(?:in|after) {_NUMBER} seconds", re.IGNORECASE
 _PHASE_IN_RESULT = re.compile(rf"\b(compute|communication|metrics|preprocess): {_NUMBER} seconds")
 # The goal in such a text, of which version 3.0 and this one have several forms.
 _GOAL_IN_RESULT = (
-    re.compile(rf"(?P<threshold>{_NUMBER}) ?% (?:Top (?P<k>\d+) )?(?:Validation )?Accuracy\b", re.IGNORECASE),
-    re.compile(rf"\b(?P<metric>Perplexity|BLEU(?:-Score)?|Loss|Accuracy) of (?P<threshold>{_NUMBER})", re.IGNORECASE),
+    re.compile(
+        rf"(?P<threshold>{_NUMBER}) ?% (?:Top (?P<k>\d+) )?(?:Validation )?Accuracy\b",
+        re.IGNORECASE,
+    ),
+    re.compile(
+        rf"\b(?P<metric>Perplexity|BLEU(?:-Score)?|Loss|Accuracy) of (?P<threshold>{_NUMBER})",
+        re.IGNORECASE,
+    ),
 )
 # The script of task 0 of version 3.0 sends these, with one entry for each all-reduce that it measures.
-_ALL_REDUCE_TIMES, _ALL_REDUCE_SIZES = ("avg_time", "val_avg_time"), ("tensor_size", "val_tensor_size")
+_ALL_REDUCE_TIMES, _ALL_REDUCE_SIZES = (
+    ("avg_time", "val_avg_time"),
+    ("tensor_size", "val_tensor_size"),
+)
 _PLACEHOLDER = re.compile(r"\{(run_id|rank|hosts|backend)\}")
 # Version 3.0 sends this default (in Mbit/s) with every run. No launcher limits the bandwidth.
 _NOT_LIMITED = 1000.0
@@ -59,7 +68,9 @@ def state_of_run(run: Mapping[str, Any]) -> str:
     """
     metadata = run.get("job_metadata")
     reason = str(metadata.get("reason")) if isinstance(metadata, Mapping) else ""
-    is_stopped = run.get("stopped") is True or (run.get("state") == "failed" and reason.startswith("stopped by a user"))
+    is_stopped = run.get("stopped") is True or (
+        run.get("state") == "failed" and reason.startswith("stopped by a user")
+    )
     return "stopped" if is_stopped else str(run.get("state") or UNKNOWN)
 
 
@@ -84,9 +95,16 @@ def describe_run(run: Mapping[str, Any], workers: int | None = None) -> dict[str
         found["series"] = str(run.get("name") or "run").removesuffix(f"-{workers}")
         return _known(found)
     task, program, options = _split(command)
-    image, bandwidth, cores = run.get("image"), number(run.get("max_bandwidth")), number(run.get("num_cpus"))
+    image, bandwidth, cores = (
+        run.get("image"),
+        number(run.get("max_bandwidth")),
+        number(run.get("num_cpus")),
+    )
     # The master adds both options to the command line; records of earlier versions lack the fields.
-    gpu, light = options.pop("gpu", run.get("gpu_enabled")), options.pop("light", run.get("light_target"))
+    gpu, light = (
+        options.pop("gpu", run.get("gpu_enabled")),
+        options.pop("light", run.get("light_target")),
+    )
     seed = number(options.pop("seed", None))
     # The goal of a task has this option. Of another program, it is an option as any other.
     after_s = number(options.pop("goal_after", None)) if task else None
@@ -152,7 +170,14 @@ def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
             options[name] = f"{options[name]} {value}" if name in options else value or True
     # A task is recognized by its folder, because the rest of the path depends on the installation.
     path = Path(words[start])
-    task = next((task for task in TASKS.values() if (task.folder, "main.py") == (path.parent.name, path.name)), None)
+    task = next(
+        (
+            task
+            for task in TASKS.values()
+            if (task.folder, "main.py") == (path.parent.name, path.name)
+        ),
+        None,
+    )
     return task, " ".join(words[: start + 1]), options
 
 
@@ -183,7 +208,11 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
     steps = _steps(metrics, "global_cum") or _steps(metrics, "cum")
     result = _latest(metrics, "TaskResult @ 0")
     result = "" if result is None else str(result).strip()
-    flags = [report[key] for report, key in ((goal, "reached"), (summary, "goal_reached")) if key in report]
+    flags = [
+        report[key]
+        for report, key in ((goal, "reached"), (summary, "goal_reached"))
+        if key in report
+    ]
     reached = next((flag for flag in flags if isinstance(flag, bool)), True if result else None)
     workers, epochs = _workers(run, summary, metrics), number(summary.get("epochs"))
     to_goal = number(goal.get("epochs")) if reached else None
@@ -193,7 +222,13 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         number(times.get("exposed_communication")),
         _phases(goal.get("phases_s") if reached else None, times, steps, result),
     )
-    if summary and workers != 1 and not sent and not exposed_s and not phases_s.get("communication"):
+    if (
+        summary
+        and workers != 1
+        and not sent
+        and not exposed_s
+        and not phases_s.get("communication")
+    ):
         # torch's own DistributedDataParallel reports nothing.
         sent = exposed_s = None
         phases_s.pop("communication", None)
@@ -203,12 +238,18 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         configuration["goal"] = aim.to_dict() if aim.metric else None
     elif "goal" not in configuration and (told := _goal_in_text(result)):
         configuration["goal"] = told
-    all_reduces = next((metrics[f"{name} @ 0"] for name in _ALL_REDUCE_TIMES if f"{name} @ 0" in metrics), None)
-    if not (configuration.keys() & {"task", "program"}) and (key := _task_of(run, configuration, metrics)):
+    all_reduces = next(
+        (metrics[f"{name} @ 0"] for name in _ALL_REDUCE_TIMES if f"{name} @ 0" in metrics), None
+    )
+    if not (configuration.keys() & {"task", "program"}) and (
+        key := _task_of(run, configuration, metrics)
+    ):
         configuration["task"] = key
     remarks = []
     if isinstance(all_reduces, list):
-        sizes = next((metrics[f"{name} @ 0"] for name in _ALL_REDUCE_SIZES if f"{name} @ 0" in metrics), ())
+        sizes = next(
+            (metrics[f"{name} @ 0"] for name in _ALL_REDUCE_SIZES if f"{name} @ 0" in metrics), ()
+        )
         remarks.append(_all_reduces_text(all_reduces, sizes))
     return {
         "name": str(run.get("name") or "run"),
@@ -251,7 +292,9 @@ def _goal_in_text(result: str) -> dict[str, Any] | None:
     return GoalAim(f"val_global_{metric}", number(match["threshold"]), minimize).to_dict()
 
 
-def _task_of(run: Mapping[str, Any], configuration: Mapping[str, Any], metrics: Metrics) -> str | None:
+def _task_of(
+    run: Mapping[str, Any], configuration: Mapping[str, Any], metrics: Metrics
+) -> str | None:
     """Return the key of the task of a run of version 3.0 whose command is not recorded, or None if it is not clear.
 
     Archives of several backends of one task have different names, but their metrics and the goal are those of one task.
@@ -285,7 +328,9 @@ def _all_reduces_text(times: Sequence[Any], sizes: Any) -> str:
     """Return a sentence on the all-reduces that task 0 of version 3.0 measured, which have no total time."""
     seconds = [_value(entry) for entry in times]
     elements = [_value(entry) for entry in sizes] if isinstance(sizes, list) else []
-    pairs = [(n, s) for n, s in zip(elements, seconds, strict=False) if n is not None and s is not None]
+    pairs = [
+        (n, s) for n, s in zip(elements, seconds, strict=False) if n is not None and s is not None
+    ]
     text = f"it measured {len(times)} all-reduces and has no training time"
     if not pairs or len(elements) != len(seconds):
         return text
@@ -317,11 +362,15 @@ def _times(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def _named_phases(times: Mapping[str, Any]) -> dict[str, float]:
     """Return the phases that have a time; the phase "data" is called "preprocess" in summaries."""
-    named = {phase: times.get(phase, times.get(TRACKER_PHASES.get(phase, phase))) for phase in PHASES}
+    named = {
+        phase: times.get(phase, times.get(TRACKER_PHASES.get(phase, phase))) for phase in PHASES
+    }
     return {phase: value for phase, raw in named.items() if (value := number(raw)) is not None}
 
 
-def _phases(at_goal: Any, times: Mapping[str, Any], steps: Mapping[str, float], result: str) -> dict[str, float]:
+def _phases(
+    at_goal: Any, times: Mapping[str, Any], steps: Mapping[str, float], result: str
+) -> dict[str, float]:
     """Return the time of each phase from the best source: the goal, the summary, the steps, or the text of the goal."""
     found = (_named_phases(at_goal) if isinstance(at_goal, Mapping) else {}) or _named_phases(times)
     if found or not steps:
@@ -334,10 +383,16 @@ def _phases(at_goal: Any, times: Mapping[str, Any], steps: Mapping[str, float], 
 
 
 def _steps(metrics: Metrics, prefix: str) -> dict[str, float]:
-    return {step: s for step in STEPS if (s := number(_latest(metrics, f"{prefix}_{step} @ 0"))) is not None}
+    return {
+        step: s
+        for step in STEPS
+        if (s := number(_latest(metrics, f"{prefix}_{step} @ 0"))) is not None
+    }
 
 
-def _time_to_goal(reports: Sequence[Mapping[str, Any]], result: str, metrics: Metrics) -> float | None:
+def _time_to_goal(
+    reports: Sequence[Mapping[str, Any]], result: str, metrics: Metrics
+) -> float | None:
     in_text = _TIME_IN_RESULT.search(result)
     return number(
         *(report.get("time_to_goal_s") for report in reports),

@@ -195,10 +195,16 @@ class RunRecord:
             if value is not None:
                 so_far = sum(_at(step, known) for known in sent.values()) if sent else None
                 train_s = _at(step, trained) if trained else None
-                points.append(CurvePoint(int(line["epoch"]), step, float(line["time_s"]), so_far, value, train_s))
+                points.append(
+                    CurvePoint(
+                        int(line["epoch"]), step, float(line["time_s"]), so_far, value, train_s
+                    )
+                )
         return points
 
-    def _bytes_by_step(self, lines: Iterable[Mapping[str, Any]]) -> dict[int, list[tuple[int, float]]]:
+    def _bytes_by_step(
+        self, lines: Iterable[Mapping[str, Any]]
+    ) -> dict[int, list[tuple[int, float]]]:
         """Return the bytes on the wire that each worker counted, by step."""
         counted = _totals_by_step(lines, "communication_wire_bytes")
         if counted or not self.bytes_sent or self.bytes_on_wire is None:
@@ -206,7 +212,9 @@ class RunRecord:
         # Lines of earlier versions have only the bytes that were handed over.
         share = self.bytes_on_wire / self.bytes_sent
         handed = _totals_by_step(lines, "communication_size_bytes")
-        return {rank: [(step, share * value) for step, value in known] for rank, known in handed.items()}
+        return {
+            rank: [(step, share * value) for step, value in known] for rank, known in handed.items()
+        }
 
     @classmethod
     def from_result(
@@ -229,7 +237,9 @@ class RunRecord:
         reached = goal.get("reached")
         to_goal = _slowest(goal.get("times")) if reached else {}
         at = {**times, **to_goal}
-        exposed_s, hidden_s = (number(at.get(f"communication_{part}_s")) for part in ("exposed", "hidden"))
+        exposed_s, hidden_s = (
+            number(at.get(f"communication_{part}_s")) for part in ("exposed", "hidden")
+        )
         # That of the whole run does not stand in for one until the goal.
         cpu_s = number((to_goal or times).get("communication_cpu_s"))
         configuration = dict(result.get("configuration") or {})
@@ -245,7 +255,12 @@ class RunRecord:
             if at.get("communication_s"):
                 exposed_s = hidden_s = None
             # So does a script with torch's own DistributedDataParallel in a result of an earlier version.
-            elif configuration.get("workers") != 1 and not bytes_sent and not collectives and not on_wire:
+            elif (
+                configuration.get("workers") != 1
+                and not bytes_sent
+                and not collectives
+                and not on_wire
+            ):
                 exposed_s = hidden_s = bytes_sent = None
                 phases_s.pop("communication", None)
         if not on_wire:
@@ -289,7 +304,9 @@ class RunRecord:
         )
 
     @classmethod
-    def from_metrics(cls, metrics: Metrics, run: Mapping[str, Any], source: str = "master") -> RunRecord:
+    def from_metrics(
+        cls, metrics: Metrics, run: Mapping[str, Any], source: str = "master"
+    ) -> RunRecord:
         """Read the record from the metrics that a run sent to the master.
 
         The metric ``result @ 0`` is the run's whole result file and takes precedence. Without it, ``summary @ 0`` and
@@ -314,12 +331,21 @@ class RunRecord:
 
     def as_json(self) -> dict[str, Any]:
         """Return all fields and the derived ones as JSON-ready values."""
-        derived = ("workers", "seed", "goal_text", "total_s", "without_communication_s", "seconds_per_epoch")
+        derived = (
+            "workers",
+            "seed",
+            "goal_text",
+            "total_s",
+            "without_communication_s",
+            "seconds_per_epoch",
+        )
         fields = {**dataclasses.asdict(self), "folder": str(self.folder) if self.folder else None}
         return {**fields, **{name: getattr(self, name) for name in derived}}
 
 
-def _earlier_wire_bytes(bytes_sent: float | None, collectives: Sequence[Mapping[str, Any]] | None) -> float | None:
+def _earlier_wire_bytes(
+    bytes_sent: float | None, collectives: Sequence[Mapping[str, Any]] | None
+) -> float | None:
     """Return the bytes on the wire of a result that lacks them, from the collectives of one worker."""
     if not bytes_sent:
         return bytes_sent
@@ -334,7 +360,9 @@ def _slowest(value: Any) -> Any:
     return (value.get("slowest") if isinstance(value, Mapping) else value) or {}
 
 
-def _totals_by_step(lines: Iterable[Mapping[str, Any]], name: str) -> dict[int, list[tuple[int, float]]]:
+def _totals_by_step(
+    lines: Iterable[Mapping[str, Any]], name: str
+) -> dict[int, list[tuple[int, float]]]:
     """Return, for each rank, the steps of its lines with totals, and the value of the named total at each."""
     found: dict[int, dict[int, float]] = {}
     for line in lines:

@@ -61,7 +61,9 @@ def _check_run(record: RunRecord) -> Iterable[Finding]:
         return
     if record.state != "finished":
         # A repeat that failed is part of the result, so it breaks no rule. It counts for nothing below.
-        yield Finding("ok", record.name, f"the run has the state '{record.state}' and is reported with it")
+        yield Finding(
+            "ok", record.name, f"the run has the state '{record.state}' and is reported with it"
+        )
     problems = verify_folder(record.folder)
     if problems:
         yield Finding("fail", record.name, f"it cannot be verified: {'; '.join(problems)}")
@@ -75,12 +77,17 @@ def _check_run(record: RunRecord) -> Iterable[Finding]:
 
 
 def _check_division(record: RunRecord) -> Finding:
-    division, changed = record.configuration.get("division"), record.configuration.get("changed") or []
+    division, changed = (
+        record.configuration.get("division"),
+        record.configuration.get("changed") or [],
+    )
     names = ", ".join(map(str, changed))
     if division not in ("closed", "open"):
         return Finding("cannot be checked", record.name, "the division is not recorded")
     if division == "open":
-        return Finding("ok", record.name, f"open division, changed: {names or 'the program itself'}")
+        return Finding(
+            "ok", record.name, f"open division, changed: {names or 'the program itself'}"
+        )
     if changed:
         return Finding(
             "fail",
@@ -93,19 +100,27 @@ def _check_division(record: RunRecord) -> Finding:
 def _check_source(record: RunRecord) -> Finding:
     commit, difference = record.software.get("commit"), record.software.get("difference_sha256")
     if not commit:
-        return Finding("fail", record.name, "the commit of the source is not known: run it in a checkout")
+        return Finding(
+            "fail", record.name, "the commit of the source is not known: run it in a checkout"
+        )
     source = f"the source is commit {str(commit)[:12]}"
     if not difference:
         return Finding("ok", record.name, source)
     source += f" with the local difference {str(difference)[:12]}"
     if record.configuration.get("division") == "open":
-        return Finding("cannot be checked", record.name, f"{source}: publish the difference with the result")
+        return Finding(
+            "cannot be checked", record.name, f"{source}: publish the difference with the result"
+        )
     return Finding("fail", record.name, f"{source}: the closed division allows no difference")
 
 
 def _check_phases(record: RunRecord, folder: Path) -> Finding:
     """Check that the phases of no worker add up to more than its training time: a step must not count twice."""
-    last = {line["rank"]: line["totals"] for line in read_lines(folder) if isinstance(line.get("totals"), dict)}
+    last = {
+        line["rank"]: line["totals"]
+        for line in read_lines(folder)
+        if isinstance(line.get("totals"), dict)
+    }
     excesses = []
     for totals in last.values():
         train_s = totals.get("train_s") or 0.0
@@ -137,22 +152,30 @@ def _check_group(group: Group) -> Iterable[Finding]:
     if group.records[0].goal is not None:
         missed = ", ".join(record.name for record in group.records if record.reached is False)
         reason = f"{len(group.reached)} of {len(group.records)} runs reached the goal"
-        yield Finding("ok" if group.reached else "fail", subject, reason + (f", not {missed}" if missed else ""))
+        yield Finding(
+            "ok" if group.reached else "fail",
+            subject,
+            reason + (f", not {missed}" if missed else ""),
+        )
     yield _check_epochs(group, subject)
 
 
 def _check_epochs(group: Group, subject: str) -> Finding:
     reference = find_reference(group.configuration)
-    name = "steps_to_goal" if reference is not None and reference.unit == "steps" else "epochs_to_goal"
+    name = (
+        "steps_to_goal" if reference is not None and reference.unit == "steps" else "epochs_to_goal"
+    )
     values = [getattr(record, name) if record.reached else None for record in group.records]
     check = check_convergence(values, reference)
     if check.verdict == "no reference":
-        return Finding("cannot be checked", subject, "there is no convergence reference for this configuration")
+        return Finding(
+            "cannot be checked", subject, "there is no convergence reference for this configuration"
+        )
     if check.verdict == "too few runs":
-        return Finding("cannot be checked", subject, "the convergence reference needs at least 3 runs")
-    numbers = (
-        f"{check.mean:.2f} {check.unit} to the goal, the reference allows {check.smallest:.2f} to {check.largest:.2f}"
-    )
+        return Finding(
+            "cannot be checked", subject, "the convergence reference needs at least 3 runs"
+        )
+    numbers = f"{check.mean:.2f} {check.unit} to the goal, the reference allows {check.smallest:.2f} to {check.largest:.2f}"
     if check.verdict == "fast":
         return Finding("fail", subject, f"suspiciously fast: {numbers}")
     # A slow run has no advantage, so the rules accept it.

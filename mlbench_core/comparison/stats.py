@@ -90,7 +90,9 @@ def student_quantile(p: float, df: float) -> float:
     check_number("p", p)
     check_positive("df", df)
     if not 0 < p < 1:
-        raise ValueError(f"p must be above 0 and below 1, not {p}: pass 0.975 for the two-sided 95 % quantile")
+        raise ValueError(
+            f"p must be above 0 and below 1, not {p}: pass 0.975 for the two-sided 95 % quantile"
+        )
     if p == 0.5:
         return 0.0
     df, share = float(df), float(min(p, 1 - p))
@@ -343,7 +345,9 @@ def welch_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> W
     sizes = len(first), len(second)
     deviations = statistics.stdev(first), statistics.stdev(second)
     difference = statistics.fmean(first) - statistics.fmean(second)
-    errors = [deviation / math.sqrt(size) for deviation, size in zip(deviations, sizes, strict=True)]
+    errors = [
+        deviation / math.sqrt(size) for deviation, size in zip(deviations, sizes, strict=True)
+    ]
     error = math.hypot(*errors)
     total = sum(sizes)
     if error == 0:
@@ -352,12 +356,16 @@ def welch_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> W
         half = 0.0
     else:
         # Each error divided by the total error: fourth powers of very small errors would otherwise become 0.
-        shares = [(each / error) ** 4 / (size - 1) for each, size in zip(errors, sizes, strict=True)]
+        shares = [
+            (each / error) ** 4 / (size - 1) for each, size in zip(errors, sizes, strict=True)
+        ]
         df = 1 / math.fsum(shares)
         t = difference / error
         half = student_quantile((1 + level) / 2, df) * error
         weights = [math.sqrt((size - 1) / (total - 2)) for size in sizes]
-        pooled = math.hypot(*(weight * each for weight, each in zip(weights, deviations, strict=True)))
+        pooled = math.hypot(
+            *(weight * each for weight, each in zip(weights, deviations, strict=True))
+        )
         effect = difference / pooled * (1 - 3 / (4 * total - 9))
     return WelchTest(
         difference=difference,
@@ -457,7 +465,9 @@ def performance_profile(
     for ratio in ratios:
         check_number("ratios", ratio)
         if not (ratio >= 1 and math.isfinite(ratio)):
-            raise ValueError(f"ratios must be finite and at least 1, not {ratio}: the best time has ratio 1")
+            raise ValueError(
+                f"ratios must be finite and at least 1, not {ratio}: the best time has ratio 1"
+            )
     found = _ratios(times)
     return {
         name: [sum(each <= ratio for each in each_task) / len(each_task) for ratio in ratios]
@@ -465,7 +475,9 @@ def performance_profile(
     }
 
 
-def performance_score(times: Mapping[str, Mapping[str, float | None]], tau_max: float = 4.0) -> dict[str, float]:
+def performance_score(
+    times: Mapping[str, Mapping[str, float | None]], tau_max: float = 4.0
+) -> dict[str, float]:
     r"""Return AlgoPerf's score of each algorithm: the area below its performance profile, from 0 to 1.
 
     .. math::
@@ -498,7 +510,9 @@ def performance_score(times: Mapping[str, Mapping[str, float | None]], tau_max: 
     if not (tau_max > 1 and math.isfinite(tau_max)):
         raise ValueError(f"tau_max must be finite and above 1, not {tau_max}: AlgoPerf uses 4")
     return {
-        name: math.fsum(max(0.0, tau_max - ratio) for ratio in each_task) / (tau_max - 1) / len(each_task)
+        name: math.fsum(max(0.0, tau_max - ratio) for ratio in each_task)
+        / (tau_max - 1)
+        / len(each_task)
         for name, each_task in _ratios(times).items()
     }
 
@@ -514,10 +528,15 @@ def _ratios(times: Mapping[str, Mapping[str, float | None]]) -> dict[str, list[f
         for task, time in known.items():
             if time is not None:
                 check_positive(f"the time of {name} on {task}", time)
-    rows = {name: [time or math.inf for time in map(known.get, tasks)] for name, known in times.items()}
+    rows = {
+        name: [time or math.inf for time in map(known.get, tasks)] for name, known in times.items()
+    }
     best = [min(column) for column in zip(*rows.values(), strict=True)]
     return {
-        name: [time / least if math.isfinite(time) else math.inf for time, least in zip(row, best, strict=True)]
+        name: [
+            time / least if math.isfinite(time) else math.inf
+            for time, least in zip(row, best, strict=True)
+        ]
         for name, row in rows.items()
     }
 
@@ -528,7 +547,9 @@ def _numbers(name: str, values: Iterable[float]) -> list[float]:
     for position, value in enumerate(values):
         check_number(f"{name}[{position}]", value)
         if not math.isfinite(value):
-            raise ValueError(f"{name}[{position}] must be finite, not {value}: leave out runs without a measurement")
+            raise ValueError(
+                f"{name}[{position}] must be finite, not {value}: leave out runs without a measurement"
+            )
         numbers.append(float(value))
     return numbers
 
@@ -536,7 +557,9 @@ def _numbers(name: str, values: Iterable[float]) -> list[float]:
 def _sample(name: str, values: Iterable[float]) -> list[float]:
     numbers = _numbers(name, values)
     if len(numbers) < 2:
-        raise ValueError(f"{name} must have at least 2 values, not {len(numbers)}: repeat the run with other seeds")
+        raise ValueError(
+            f"{name} must have at least 2 values, not {len(numbers)}: repeat the run with other seeds"
+        )
     return numbers
 
 

@@ -33,7 +33,13 @@ from mlbench_core.comparison.pool import (
 )
 from mlbench_core.comparison.prices import Pricing, price_index
 from mlbench_core.comparison.record import RunRecord
-from mlbench_core.comparison.stats import describe, holm, log_interval, performance_profile, performance_score
+from mlbench_core.comparison.stats import (
+    describe,
+    holm,
+    log_interval,
+    performance_profile,
+    performance_score,
+)
 from mlbench_core.comparison.times import compare_times, cost_per_success_s, median_s
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.run_terms import goal_text
@@ -61,7 +67,9 @@ RATIOS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 _MEGA = 1e6
 # All except tab and line feed: a name with such characters could change the reader's terminal. Marks that turn the
 # direction of text, and characters without width, make it look like another name.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
+)
 
 
 @dataclass(frozen=True)
@@ -164,14 +172,21 @@ class Comparison:
         """
         found: list[tuple[Sequence[Column], Sequence[Mapping[str, Any]]]] = []
         for title in ("time", "scaling"):
-            columns = [column for column in COLUMNS if column.table == title and column not in _NAMES]
-            known = [column for column in columns if any(_is_shown(column, row) for row in self.rows)]
+            columns = [
+                column for column in COLUMNS if column.table == title and column not in _NAMES
+            ]
+            known = [
+                column for column in columns if any(_is_shown(column, row) for row in self.rows)
+            ]
             if known:
                 found.append(([*_NAMES, *known], self.rows))
         if self.tests:
             found.append((_TESTS, self.tests))
         if self.profile:
-            columns = [Column("score", "SCORE", 2), *(Column(f"{r:g}", f"<= {r:g} x BEST", 2) for r in RATIOS)]
+            columns = [
+                Column("score", "SCORE", 2),
+                *(Column(f"{r:g}", f"<= {r:g} x BEST", 2) for r in RATIOS),
+            ]
             rows = [{"algorithm": name, **shares} for name, shares in self.profile.items()]
             found.append(([Column("algorithm", "PERFORMANCE PROFILE"), *columns], rows))
         return found
@@ -182,7 +197,10 @@ class Comparison:
         if self.differences:
             parts = []
             for name, values in self.differences.items():
-                shown = ("none" if value is None else goal_text(value) if name == "goal" else value for value in values)
+                shown = (
+                    "none" if value is None else goal_text(value) if name == "goal" else value
+                    for value in values
+                )
                 # The beginning of a hash is enough to distinguish two of them.
                 longest = 12 if name.endswith(("commit", "sha256")) else None
                 parts.append(f"{name} ({', '.join(str(value)[:longest] for value in shown)})")
@@ -198,7 +216,9 @@ class Comparison:
                 "success is the training time of all runs, divided by the number of those that reached the goal."
             )
         if any(row.get("goal_value") is not None for row in self.rows):
-            lines.append("VALUE is the mean of the best values after the training time, and VALUE SD their deviation.")
+            lines.append(
+                "VALUE is the mean of the best values after the training time, and VALUE SD their deviation."
+            )
         if self.tests:
             lines.append(
                 "Tests: t tests on the logarithms of the times, two-sided at 5 % after Holm's correction for all "
@@ -232,7 +252,9 @@ class Comparison:
         parts = []
         for columns, rows in self.tables():
             lines = [" | ".join(column.header for column in columns)]
-            lines.append(" | ".join("---" if column.digits is None else "---:" for column in columns))
+            lines.append(
+                " | ".join("---" if column.digits is None else "---:" for column in columns)
+            )
             lines += [" | ".join(escape(cell(column, row)) for column in columns) for row in rows]
             parts.append("\n".join(f"| {line} |" for line in lines))
         return "\n\n".join([*parts, *(escape(note) for note in self.notes())]) + "\n"
@@ -262,11 +284,17 @@ def compare_runs(
     groups = pool(kept)
     pricing = pricing or Pricing()
     price = pricing.price if pricing.machine else None
-    return groups, compare_groups(groups, price=price, baseline=baseline, remarks=[*pricing.remarks, *left_out])
+    return groups, compare_groups(
+        groups, price=price, baseline=baseline, remarks=[*pricing.remarks, *left_out]
+    )
 
 
 def compare_groups(
-    groups: Sequence[Group], *, price: Price | None = None, baseline: str | None = None, remarks: Iterable[str] = ()
+    groups: Sequence[Group],
+    *,
+    price: Price | None = None,
+    baseline: str | None = None,
+    remarks: Iterable[str] = (),
 ) -> Comparison:
     """Compare groups of repeated runs.
 
@@ -283,14 +311,21 @@ def compare_groups(
     known = [group.label for group in groups]
     if baseline is not None and baseline not in known:
         labels = ", ".join(f"'{label}'" for label in dict.fromkeys(known))
-        raise ConfigurationError(f"baseline must be one of {labels}, not {baseline!r}: give the label of a row")
+        raise ConfigurationError(
+            f"baseline must be one of {labels}, not {baseline!r}: give the label of a row"
+        )
     rows = [row for each in series(groups) for row in _rows(each, price)]
     _add_ratios(rows, baseline)
     # In the order of the groups, whatever the order of the series.
     order = {(group.label, group.workers): place for place, group in enumerate(groups)}
     rows.sort(key=lambda row: order[row["label"], row["workers"]])
     own = [remark for group in groups for remark in group.remarks]
-    own += [f"{record.name}: {remark}" for group in groups for record in group.records for remark in record.remarks]
+    own += [
+        f"{record.name}: {remark}"
+        for group in groups
+        for record in group.records
+        for remark in record.remarks
+    ]
     return Comparison(
         rows=tuple(rows),
         tests=tuple(_tests(groups, baseline)),
@@ -310,7 +345,10 @@ def _rows(of: Series, price: Price | None) -> list[dict[str, Any]]:
     scale: dict[int, dict[str, float | None]] = {}
     for group in groups:
         if group.workers in seconds and base in seconds:
-            total_s, compute_s = seconds[group.workers], _mean(group.values("without_communication_s"))
+            total_s, compute_s = (
+                seconds[group.workers],
+                _mean(group.values("without_communication_s")),
+            )
             speedup = seconds[base] / total_s
             scale[group.workers] = {
                 "speedup": speedup,
@@ -322,12 +360,17 @@ def _rows(of: Series, price: Price | None) -> list[dict[str, Any]]:
             }
     empty = dict.fromkeys(("speedup", "speedup_without_communication", "efficiency", "price_index"))
     rows = [{**_times(group, price), **scale.get(group.workers, empty)} for group in groups]
-    return [{column.key: row[column.key] for column in COLUMNS} | {"names": row["names"]} for row in rows]
+    return [
+        {column.key: row[column.key] for column in COLUMNS} | {"names": row["names"]}
+        for row in rows
+    ]
 
 
 def _add_ratios(rows: Sequence[dict[str, Any]], baseline: str | None) -> None:
     """Set how many times as fast each row is as the baseline with the same task and number of workers."""
-    base = {(row["workload"], row["workers"]): row["mean_s"] for row in rows if row["label"] == baseline}
+    base = {
+        (row["workload"], row["workers"]): row["mean_s"] for row in rows if row["label"] == baseline
+    }
     for row in rows:
         mean = base.get((row["workload"], row["workers"]))
         # The times of a goal with a fixed training time are equal by definition.
@@ -421,7 +464,9 @@ def _test(a: Group, b: Group) -> dict[str, Any]:
     }
     test = compare_times(a.records, b.records)
     if test is None:
-        reason = "a run missed the goal" if a.missed or b.missed else "each needs two runs with a time"
+        reason = (
+            "a run missed the goal" if a.missed or b.missed else "each needs two runs with a time"
+        )
         return {**row, "verdict": f"not tested: {reason}"}
     low, high = test.interval
     return {
@@ -470,7 +515,10 @@ def _profile(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
         return {}
     shares, scores = performance_profile(times, RATIOS), performance_score(times)
     return {
-        name: {"score": scores[name], **{f"{ratio:g}": share for ratio, share in zip(RATIOS, of_each, strict=True)}}
+        name: {
+            "score": scores[name],
+            **{f"{ratio:g}": share for ratio, share in zip(RATIOS, of_each, strict=True)},
+        }
         for name, of_each in shares.items()
     }
 
@@ -487,7 +535,9 @@ def cell(column: Column, row: Mapping[str, Any]) -> str:
 
 
 def _is_shown(column: Column, row: Mapping[str, Any]) -> bool:
-    return row[column.key] is not None or (cell(column, row) == _NOT_MEASURED and row["workers"] > 1)
+    return row[column.key] is not None or (
+        cell(column, row) == _NOT_MEASURED and row["workers"] > 1
+    )
 
 
 def safe_cell(value: Any) -> Any:
@@ -495,7 +545,11 @@ def safe_cell(value: Any) -> Any:
     if isinstance(value, str):
         value = _CONTROL.sub("", value)
     # A spreadsheet would run a text that begins with one of these as a formula.
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
+    return (
+        f"'{value}"
+        if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r")
+        else value
+    )
 
 
 def _finite(value: Any) -> Any:
@@ -505,7 +559,11 @@ def _finite(value: Any) -> Any:
         return {str(key): _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
-    return value if isinstance(value, str | int | float | bool | None) else json.loads(json.dumps(value, default=str))
+    return (
+        value
+        if isinstance(value, str | int | float | bool | None)
+        else json.loads(json.dumps(value, default=str))
+    )
 
 
 def escape(text: str) -> str:

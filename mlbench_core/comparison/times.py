@@ -53,7 +53,9 @@ def median_s(records: Sequence[RunRecord], lost: int = 0) -> float | None:
         The median; None if half of the runs or more missed, or if no time is known.
     """
     misses = sum(map(is_miss, records)) + lost
-    times = [time for record in records if not is_miss(record) and (time := record.total_s) is not None]
+    times = [
+        time for record in records if not is_miss(record) and (time := record.total_s) is not None
+    ]
     found = statistics.median([*times, *[math.inf] * misses]) if times else math.inf
     return found if math.isfinite(found) else None
 
@@ -113,7 +115,12 @@ def compare_times(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> TimesTest |
         return None
     first, second = ([math.log(time) for time in each] for each in times)
     seeds = [[record.seed for record in each] for each in (a, b)]
-    if None not in seeds[0] and len(set(seeds[0])) == len(a) and len(b) == len(a) and set(seeds[0]) == set(seeds[1]):
+    if (
+        None not in seeds[0]
+        and len(set(seeds[0])) == len(a)
+        and len(b) == len(a)
+        and set(seeds[0]) == set(seeds[1])
+    ):
         by_seed: Mapping[int | None, float] = dict(zip(seeds[1], second, strict=True))
         test, kind = paired_test(first, [by_seed[seed] for seed in seeds[0]]), "paired by seed"
     else:

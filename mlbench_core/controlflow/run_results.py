@@ -53,8 +53,28 @@ logger = logging.getLogger(__name__)
 # Arguments that are not settings of the training, or have their own field in the configuration.
 _NOT_OPTIONS = frozenset(
     (
-        *("run_id", "root_dataset", "root_checkpoint", "root_output", "data", "rank", "hosts", "timeout", "resume"),
-        *("checkpoint", "validation_only", "gpu", "backend", "light_target", "seed", "dataset", "preset", "optimizer"),
+        *(
+            "run_id",
+            "root_dataset",
+            "root_checkpoint",
+            "root_output",
+            "data",
+            "rank",
+            "hosts",
+            "timeout",
+            "resume",
+        ),
+        *(
+            "checkpoint",
+            "validation_only",
+            "gpu",
+            "backend",
+            "light_target",
+            "seed",
+            "dataset",
+            "preset",
+            "optimizer",
+        ),
         # The goal of the configuration has it.
         "goal_after",
         "sink",
@@ -64,7 +84,16 @@ _NOT_OPTIONS = frozenset(
 # which further data it is evaluated.
 _FREE_OPTIONS = frozenset(
     (
-        *("overlap", "shared_memory", "compile", "cuda_graphs", "channels_last", "precision", "autocast", "bf16"),
+        *(
+            "overlap",
+            "shared_memory",
+            "compile",
+            "cuda_graphs",
+            "channels_last",
+            "precision",
+            "autocast",
+            "bf16",
+        ),
         *("epochs", "past_goal", "full_train"),
     )
 )
@@ -170,7 +199,10 @@ class RunFolder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._resume and not self.sink.has_started:
             # Nothing was trained, so the folder keeps the result of the earlier run.
@@ -199,7 +231,12 @@ class RunFolder:
             LogMetrics.log(*log, "result", json.dumps(self.result))
             LogMetrics.flush(_FLUSH_TIMEOUT_S)
         loss = None if problem is None else f"{type(problem).__name__}: {problem}"
-        if loss is None and error is None and self.result is not None and self.result["run"]["state"] == "failed":
+        if (
+            loss is None
+            and error is None
+            and self.result is not None
+            and self.result["run"]["state"] == "failed"
+        ):
             loss = self.result["run"]["reason"]
         if loss is not None:
             text = f"the result in {self.folder} is incomplete: {loss}"
@@ -207,7 +244,9 @@ class RunFolder:
             if error is not None:
                 logger.error("%s", text)
             else:
-                raise MLBenchError(f"{text}: free space, or choose another --root-output, and run it again")
+                raise MLBenchError(
+                    f"{text}: free space, or choose another --root-output, and run it again"
+                )
 
     def _join_late_lines(self) -> None:
         """Compute the result again while the folder has lines that it does not contain; call it after an error.
@@ -281,20 +320,32 @@ def _check_same_settings(folder: Path, configuration: Mapping[str, Any]) -> None
     """
     try:
         earlier = read_result(folder)["configuration"]
-    except ConfigurationError:  # nothing is left of the first part, and so there is nothing to mix with
+    except (
+        ConfigurationError
+    ):  # nothing is left of the first part, and so there is nothing to mix with
         return
 
     def settings(of: Mapping[str, Any]) -> dict[str, Any]:
-        options = {name: value for name, value in (of.get("options") or {}).items() if name not in _FREE_OPTIONS}
+        options = {
+            name: value
+            for name, value in (of.get("options") or {}).items()
+            if name not in _FREE_OPTIONS
+        }
         return {**options, **{name: of.get(name) for name in _FIXED_SETTINGS}}
 
     # As JSON has them: a tuple of the command line is a list in the file.
-    before, now = (json.loads(json.dumps(settings(of), default=str)) for of in (earlier, configuration))
+    before, now = (
+        json.loads(json.dumps(settings(of), default=str)) for of in (earlier, configuration)
+    )
     differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if differing:
-        values = [["not set" if of.get(name) is None else repr(of[name]) for of in (before, now)] for name in differing]
+        values = [
+            ["not set" if of.get(name) is None else repr(of[name]) for of in (before, now)]
+            for name in differing
+        ]
         listed = "; ".join(
-            f"{name} was {then} and is {here}" for name, (then, here) in zip(differing, values, strict=True)
+            f"{name} was {then} and is {here}"
+            for name, (then, here) in zip(differing, values, strict=True)
         )
         raise ConfigurationError(
             f"the resumed run has other settings than its first part in {folder}, because "

@@ -78,7 +78,9 @@ def task_main(
         7 1 gloo
     """
     if not callable(main_func):
-        raise TypeError(f"main_func must be callable, not {main_func!r}: pass the task's main function")
+        raise TypeError(
+            f"main_func must be callable, not {main_func!r}: pass the task's main function"
+        )
     if not _is_folder_name(uid):
         raise ValueError(f"uid must be a name for a folder, such as 'task1a', not {uid!r}")
     parser = _make_parser()
@@ -93,7 +95,9 @@ def task_main(
         add_arguments(parser)
     args = parser.parse_args(argv)
     if not _is_folder_name(args.run_id):
-        parser.error(f"argument --run_id: {args.run_id!r} cannot name a folder; use letters, digits, '-', '_' and '.'")
+        parser.error(
+            f"argument --run_id: {args.run_id!r} cannot name a folder; use letters, digits, '-', '_' and '.'"
+        )
     try:
         rank, hosts = _rank_and_hosts(args.rank, args.hosts, os.environ)
     except (ValueError, ConfigurationError) as error:
@@ -147,16 +151,24 @@ def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None
         (8, True, 0, 600.0)
     """
     shown = "" if epochs is None else " [%(default)s]"
-    parser.add_argument("--epochs", type=count, default=epochs, metavar="N", help="largest number of epochs" + shown)
+    parser.add_argument(
+        "--epochs", type=count, default=epochs, metavar="N", help="largest number of epochs" + shown
+    )
     parser.add_argument(
         "--goal-after",
         type=seconds,
         metavar="SECONDS",
         help="the goal is the best value of the task's metric after this training time",
     )
-    parser.add_argument("--past-goal", action="store_true", help="train all epochs, even after the goal is reached")
-    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint of this run")
-    parser.add_argument("--checkpoint", action="store_true", help="save one after every epoch, not only of the best")
+    parser.add_argument(
+        "--past-goal", action="store_true", help="train all epochs, even after the goal is reached"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the last checkpoint of this run"
+    )
+    parser.add_argument(
+        "--checkpoint", action="store_true", help="save one after every epoch, not only of the best"
+    )
     parser.add_argument(
         "--seed",
         type=_seed,
@@ -219,7 +231,9 @@ class _Parser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Return the options that a short form may mean, each once."""
-        return list({id(found[0]): found for found in super()._get_option_tuples(option_string)}.values())
+        return list(
+            {id(found[0]): found for found in super()._get_option_tuples(option_string)}.values()
+        )
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -227,16 +241,31 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(description="Run a benchmark task.")
 
     def add(name: str, **options: Any) -> None:
-        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}", f"--{name.replace('-', '_')}"))
+        spellings = dict.fromkeys(
+            (f"--{name}", f"--{name.replace('_', '-')}", f"--{name.replace('-', '_')}")
+        )
         parser.add_argument(*spellings, **options)
 
-    add("run_id", default=os.environ.get("MLBENCH_RUN_ID") or "1", metavar="ID", help="id of the run [%(default)s]")
-    for name, folder in (("dataset", "datasets"), ("checkpoint", "checkpoints"), ("output", "output")):
+    add(
+        "run_id",
+        default=os.environ.get("MLBENCH_RUN_ID") or "1",
+        metavar="ID",
+        help="id of the run [%(default)s]",
+    )
+    for name, folder in (
+        ("dataset", "datasets"),
+        ("checkpoint", "checkpoints"),
+        ("output", "output"),
+    ):
         # A launcher sets MLBENCH_OUTPUT, so that it can read what the run leaves.
-        default = (os.environ.get("MLBENCH_OUTPUT") if name == "output" else None) or str(user_folder(folder))
+        default = (os.environ.get("MLBENCH_OUTPUT") if name == "output" else None) or str(
+            user_folder(folder)
+        )
         # argparse formats help texts with %, and the name of a folder may contain %.
         shown = default.replace("%", "%%")
-        add(f"root-{name}", default=default, metavar="DIR", help=f"folder of the {folder} [{shown}]")
+        add(
+            f"root-{name}", default=default, metavar="DIR", help=f"folder of the {folder} [{shown}]"
+        )
     add("validation_only", action="store_true", help="only evaluate the checkpoints of the run")
     add("gpu", action="store_true", help="train on GPUs")
     add("light", action="store_true", dest="light_target", help="stop at the light goal")
@@ -251,7 +280,9 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _rank_and_hosts(rank: int | None, hosts: str | None, environment: Mapping[str, str]) -> tuple[int, str | None]:
+def _rank_and_hosts(
+    rank: int | None, hosts: str | None, environment: Mapping[str, str]
+) -> tuple[int, str | None]:
     """Return this worker's rank, and the hosts if they were given on the command line.
 
     Args:

@@ -39,7 +39,15 @@ __all__ = [
 _CHUNK_BYTES = 1 << 16
 _RETRY_STATUS = (408, 429, 500, 502, 503, 504)
 # What the readers and decompressors raise for damaged archives.
-_DAMAGED = (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, RuntimeError, zlib.error, lzma.LZMAError)
+_DAMAGED = (
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    EOFError,
+    OSError,
+    RuntimeError,
+    zlib.error,
+    lzma.LZMAError,
+)
 
 
 def progress_download(
@@ -90,11 +98,15 @@ def progress_download(
                 wrong = _wrong_digest(part, sha256, md5)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DownloadError(f"the disk is full: {url} does not fit into {path.parent}; free some space") from error
+            raise DownloadError(
+                f"the disk is full: {url} does not fit into {path.parent}; free some space"
+            ) from error
         raise
     if wrong:
         _discard(part)
-        raise DownloadError(f"{url} has the wrong content: {wrong}; it was deleted: try again, or use another mirror")
+        raise DownloadError(
+            f"{url} has the wrong content: {wrong}; it was deleted: try again, or use another mirror"
+        )
     files.move_into_place(part, path)
     _mark_file(part).unlink(missing_ok=True)
     return path
@@ -107,7 +119,9 @@ def _session() -> requests.Session:
     from urllib3.util import Retry
 
     # Reads are not retried here: urllib3 would start an interrupted transfer over, but `_fetch` resumes it.
-    retry = Retry(total=None, connect=3, read=0, status=3, backoff_factor=0.3, status_forcelist=_RETRY_STATUS)
+    retry = Retry(
+        total=None, connect=3, read=0, status=3, backoff_factor=0.3, status_forcelist=_RETRY_STATUS
+    )
     retry.raise_on_status = False  # `_transfer` raises an error with its own text
     session = requests.Session()
     session.mount("http://", HTTPAdapter(max_retries=retry))
@@ -115,7 +129,9 @@ def _session() -> requests.Session:
     return session
 
 
-def _fetch(session: requests.Session, url: str, part: Path, attempts: int, timeout_s: float) -> bool:
+def _fetch(
+    session: requests.Session, url: str, part: Path, attempts: int, timeout_s: float
+) -> bool:
     """Complete ``part``, and return whether it contains bytes from an earlier call."""
     import requests
 
@@ -160,11 +176,17 @@ def _transfer(session: requests.Session, url: str, part: Path, timeout_s: float)
             if content_range.endswith(f"/{have}"):
                 return
             _discard(part)
-            raise requests.ConnectionError("the server's file is shorter than the partial file: starting over")
+            raise requests.ConnectionError(
+                "the server's file is shorter than the partial file: starting over"
+            )
         if answer.status_code >= 500 or answer.status_code in _RETRY_STATUS:
-            raise requests.ConnectionError(f"the server answered {answer.status_code} {answer.reason}")
+            raise requests.ConnectionError(
+                f"the server answered {answer.status_code} {answer.reason}"
+            )
         if answer.status_code not in (200, 206):
-            raise DownloadError(f"could not download {url}: the server answered {answer.status_code} {answer.reason}")
+            raise DownloadError(
+                f"could not download {url}: the server answered {answer.status_code} {answer.reason}"
+            )
         if answer.status_code == 206 and not content_range.startswith(f"bytes {have}-"):
             _discard(part)
             raise requests.ConnectionError("the server sent another range than the requested one")
@@ -213,7 +235,10 @@ def show_progress(
     from rich.console import Console
     from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-    columns = (*Progress.get_default_columns(), *((DownloadColumn(), TransferSpeedColumn()) if of_bytes else ()))
+    columns = (
+        *Progress.get_default_columns(),
+        *((DownloadColumn(), TransferSpeedColumn()) if of_bytes else ()),
+    )
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(name, total=total, completed=done)
         yield lambda count: bar.update(task, advance=count)
@@ -242,7 +267,9 @@ def _wrong_digest(path: Path, sha256: str | None, md5: str | None) -> str:
     return ""
 
 
-def check_digest(path: str | os.PathLike[str], *, sha256: str | None = None, md5: str | None = None) -> None:
+def check_digest(
+    path: str | os.PathLike[str], *, sha256: str | None = None, md5: str | None = None
+) -> None:
     """Check a file against its published checksum.
 
     Args:
@@ -258,7 +285,12 @@ def check_digest(path: str | os.PathLike[str], *, sha256: str | None = None, md5
 
 
 def maybe_download_and_extract_bz2(
-    root: str | os.PathLike[str], file_name: str, data_url: str, *, sha256: str | None = None, md5: str | None = None
+    root: str | os.PathLike[str],
+    file_name: str,
+    data_url: str,
+    *,
+    sha256: str | None = None,
+    md5: str | None = None,
 ) -> Path:
     """Download a ``.bz2`` file if it does not exist yet, and decompress it into the same folder.
 
@@ -281,13 +313,22 @@ def maybe_download_and_extract_bz2(
         raise ValueError(f"file_name must end in .bz2, not be {file_name!r}")
     with _archive(root, file_name, data_url, sha256, md5) as archive:
         target = archive.with_suffix("")
-        with files.replacing(target) as temporary, bz2.open(archive) as source, temporary.open("wb") as copy:
+        with (
+            files.replacing(target) as temporary,
+            bz2.open(archive) as source,
+            temporary.open("wb") as copy,
+        ):
             shutil.copyfileobj(source, copy, 1 << 20)
     return target
 
 
 def maybe_download_and_extract_tar_gz(
-    root: str | os.PathLike[str], file_name: str, data_url: str, *, sha256: str | None = None, md5: str | None = None
+    root: str | os.PathLike[str],
+    file_name: str,
+    data_url: str,
+    *,
+    sha256: str | None = None,
+    md5: str | None = None,
 ) -> Path:
     """Download a ``.tar.gz`` (or otherwise compressed tar) if it does not exist yet, and unpack it into ``root``.
 
@@ -311,8 +352,13 @@ def maybe_download_and_extract_tar_gz(
     """
     folder = Path(root)
     # Python before 3.10.12 and 3.11.4 has no filters. There, ignore the owners and permissions in the archive.
-    how: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {"set_attrs": False}
-    with _archive(root, file_name, data_url, sha256, md5) as archive, tarfile.open(archive, "r:*") as tar:
+    how: dict[str, Any] = (
+        {"filter": "data"} if hasattr(tarfile, "data_filter") else {"set_attrs": False}
+    )
+    with (
+        _archive(root, file_name, data_url, sha256, md5) as archive,
+        tarfile.open(archive, "r:*") as tar,
+    ):
         members = tar.getmembers()
         # Check all members before the first one is unpacked.
         for member in members:
@@ -325,7 +371,12 @@ def maybe_download_and_extract_tar_gz(
 
 
 def maybe_download_and_extract_zip(
-    root: str | os.PathLike[str], file_name: str, data_url: str, *, sha256: str | None = None, md5: str | None = None
+    root: str | os.PathLike[str],
+    file_name: str,
+    data_url: str,
+    *,
+    sha256: str | None = None,
+    md5: str | None = None,
 ) -> Path:
     """Download a ``.zip`` if it does not exist yet, and unpack it into ``root``.
 
@@ -347,11 +398,16 @@ def maybe_download_and_extract_zip(
         DatasetError: The archive is damaged or tries to leave the folder.
     """
     folder = Path(root)
-    with _archive(root, file_name, data_url, sha256, md5) as archive, zipfile.ZipFile(archive) as zipped:
+    with (
+        _archive(root, file_name, data_url, sha256, md5) as archive,
+        zipfile.ZipFile(archive) as zipped,
+    ):
         for entry in zipped.infolist():
             # Unix stores the type of a file in the upper 16 bits; archives of other systems have 0 there.
             kind = stat.S_IFMT(entry.external_attr >> 16)
-            _check_member(folder, archive, entry.filename, plain=kind in (0, stat.S_IFREG, stat.S_IFDIR))
+            _check_member(
+                folder, archive, entry.filename, plain=kind in (0, stat.S_IFREG, stat.S_IFDIR)
+            )
         _check_room(folder, archive, sum(entry.file_size for entry in zipped.infolist()))
         with _unpacking(archive, folder) as scratch:
             zipped.extractall(scratch)
@@ -408,10 +464,19 @@ def _unpacking(archive: Path, folder: Path) -> Iterator[Path]:
 def _check_member(folder: Path, archive: Path, name: str, plain: bool) -> None:
     """Refuse a member that could write outside the folder."""
     parts = name.replace("\\", "/").split("/")
-    if name.startswith(("/", "\\")) or ".." in parts or ":" in parts[0] or not _is_below(folder, folder / name):
-        raise DatasetError(f"{archive} tries to write outside {folder}: {name!r}; nothing was unpacked")
+    if (
+        name.startswith(("/", "\\"))
+        or ".." in parts
+        or ":" in parts[0]
+        or not _is_below(folder, folder / name)
+    ):
+        raise DatasetError(
+            f"{archive} tries to write outside {folder}: {name!r}; nothing was unpacked"
+        )
     if not plain:
-        raise DatasetError(f"{archive} contains {name!r}, which is a link or a device; nothing was unpacked")
+        raise DatasetError(
+            f"{archive} contains {name!r}, which is a link or a device; nothing was unpacked"
+        )
 
 
 def _check_room(folder: Path, archive: Path, size_bytes: int) -> None:

@@ -16,7 +16,9 @@ SYNTHETIC = "synthetic_dense"
 _LIBSVM = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary/"
 # The next two addresses have fixed revisions, so that the checksums below stay correct.
 _XGBOOST = "https://raw.githubusercontent.com/dmlc/xgboost/379b29f0836b9dbc313b993d8e5743bd452d4117/demo/data/"
-_LIBSVM_SOURCE = "https://raw.githubusercontent.com/cjlin1/libsvm/6b907139084abf2da4d6d3cb10dc3b7eaffa2fbb/"
+_LIBSVM_SOURCE = (
+    "https://raw.githubusercontent.com/cjlin1/libsvm/6b907139084abf2da4d6d3cb10dc3b7eaffa2fbb/"
+)
 _AGARICUS_SHA256 = (
     "915c2def06e9b44a306ad097fe8b6652c7c477d9c1e605bd2130ad20a70a8ad6",
     "765db79391141953d890ce197fe828a621d6487fbba4de5e4d2217bd140371c0",
@@ -122,7 +124,8 @@ KNOWN: Mapping[str, KnownDataset] = {
         "Reuters news, tf-idf",
         47_236,
         _parts(
-            TextFile(_LIBSVM + "rcv1_train.binary.bz2", 20_242), TextFile(_LIBSVM + "rcv1_test.binary.bz2", 677_399)
+            TextFile(_LIBSVM + "rcv1_train.binary.bz2", 20_242),
+            TextFile(_LIBSVM + "rcv1_test.binary.bz2", 677_399),
         ),
         layout="csr",
     ),

@@ -55,7 +55,10 @@ def find_file(folders: Iterable[Path], names: Iterable[str]) -> Path | None:
     Returns:
         Its path, or None.
     """
-    candidates = (folder / (name + ending) for folder, name, ending in itertools.product(folders, names, COMPRESSIONS))
+    candidates = (
+        folder / (name + ending)
+        for folder, name, ending in itertools.product(folders, names, COMPRESSIONS)
+    )
     return next((path for path in candidates if path.is_file()), None)
 
 
@@ -102,7 +105,11 @@ def read_lines(path: Path) -> Iterator[str]:
     with open_file(path) as file:
         lines = _decoded(path, file)
         if ".sgm" in path.suffixes[-2:]:
-            lines = (html.unescape(match[1]).strip() for line in lines if (match := _SEGMENT.search(line)))
+            lines = (
+                html.unescape(match[1]).strip()
+                for line in lines
+                if (match := _SEGMENT.search(line))
+            )
         yield from lines
 
 
@@ -110,7 +117,9 @@ def _decoded(path: Path, file: IO[bytes]) -> Iterator[str]:
     """Yield the lines of a file that is open in binary mode, which splits at line feeds only."""
     for number, line in enumerate(iter(partial(file.readline, MOST_LINE_BYTES), b""), 1):
         if len(line) == MOST_LINE_BYTES:
-            raise DatasetError(f"{path}: line {number} is longer than {MOST_LINE_BYTES >> 20} MiB: it is not text")
+            raise DatasetError(
+                f"{path}: line {number} is longer than {MOST_LINE_BYTES >> 20} MiB: it is not text"
+            )
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         try:
@@ -138,7 +147,9 @@ def load_array(path: Path, *, mapped: bool) -> np.ndarray:
         raise DatasetError(f"{path} cannot be read: {error}") from error
     # The header is parsed as Python text, and its shape may promise any size. The messages of NumPy do not help.
     except MemoryError as error:
-        raise DatasetError(f"{path} is damaged, or too large for the memory of this machine") from error
+        raise DatasetError(
+            f"{path} is damaged, or too large for the memory of this machine"
+        ) from error
     except (ValueError, EOFError, SyntaxError, TypeError, tokenize.TokenError) as error:
         raise DatasetError(f"{path} is damaged: it cannot be read as an array") from error
 

@@ -64,7 +64,9 @@ def sample_order(count: int, shuffle: bool, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).permutation(count) if shuffle else np.arange(count)
 
 
-def uniform_part(count: int, rank: int, world_size: int, *, shuffle: bool = True, seed: int = 0) -> np.ndarray:
+def uniform_part(
+    count: int, rank: int, world_size: int, *, shuffle: bool = True, seed: int = 0
+) -> np.ndarray:
     """Return the positions of the samples of one worker, each equally likely on every worker.
 
     The parts are disjoint and cover every sample.

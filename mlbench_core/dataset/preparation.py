@@ -74,7 +74,9 @@ def fetch(record: DatasetRecord, folder: Path | None = None) -> list[Path]:
     return [each[0] for each in found.values() if each is not None]
 
 
-def prepare(record: DatasetRecord, folder: Path | None = None, *, vocabulary: Path | None = None) -> Prepared | None:
+def prepare(
+    record: DatasetRecord, folder: Path | None = None, *, vocabulary: Path | None = None
+) -> Prepared | None:
     """Prepare a data set whose files are on this machine; nothing is downloaded.
 
     Text is split into words and sub-words, and the text of linear models becomes stores. The preparation consists of
@@ -97,7 +99,9 @@ def prepare(record: DatasetRecord, folder: Path | None = None, *, vocabulary: Pa
         MissingDependencyError: A package is not installed.
     """
     if vocabulary is not None and record.name != "wmt17":
-        raise ValueError(f"vocabulary must be None for {record.name}, not {vocabulary}: only wmt17 can use one")
+        raise ValueError(
+            f"vocabulary must be None for {record.name}, not {vocabulary}: only wmt17 can use one"
+        )
     if record.name not in _PREPARERS:
         return None
     require("torch", "torch")
@@ -129,9 +133,19 @@ def _fetch_mnist(folder: Path) -> None:
 
 
 def _fetch_text(name: str, folder: Path) -> None:
-    from mlbench_core.dataset.nlp.pytorch import multi30k, wikitext2_dataset, wmt16_dataset, wmt17_dataset
+    from mlbench_core.dataset.nlp.pytorch import (
+        multi30k,
+        wikitext2_dataset,
+        wmt16_dataset,
+        wmt17_dataset,
+    )
 
-    modules = {"multi30k": multi30k, "wikitext2": wikitext2_dataset, "wmt16": wmt16_dataset, "wmt17": wmt17_dataset}
+    modules = {
+        "multi30k": multi30k,
+        "wikitext2": wikitext2_dataset,
+        "wmt16": wmt16_dataset,
+        "wmt17": wmt17_dataset,
+    }
     modules[name].download_text(folder)
 
 
@@ -163,7 +177,9 @@ def _prepare_pairs(record: DatasetRecord, folder: Path | None, **options: Any) -
     load = partial(loaders[record.name], folder or record.folder, **options)
     # The stores have all pairs; a data set may leave out long ones.
     stores = {part: load(**{part: True}).part.store for part in parts}
-    return Prepared(user_folder("cache", "text"), "pairs", {part: len(store) for part, store in stores.items()})
+    return Prepared(
+        user_folder("cache", "text"), "pairs", {part: len(store) for part, store in stores.items()}
+    )
 
 
 def _prepare_wikitext2(record: DatasetRecord, folder: Path | None) -> Prepared:
@@ -172,7 +188,9 @@ def _prepare_wikitext2(record: DatasetRecord, folder: Path | None) -> Prepared:
 
     parts = ("train", "valid", "test")
     load: Callable[..., Any] = partial(Wikitext2Dataset, folder or record.folder, 1, download=False)
-    return Prepared(user_folder("cache"), "tokens", {part: len(load(**{part: True}).tokens) for part in parts})
+    return Prepared(
+        user_folder("cache"), "tokens", {part: len(load(**{part: True}).tokens) for part in parts}
+    )
 
 
 def _prepare_linear(record: DatasetRecord, folder: Path | None) -> Prepared:
@@ -188,14 +206,20 @@ def _prepare_linear(record: DatasetRecord, folder: Path | None) -> Prepared:
         if folder is None:
             _check_texts(record)
         stores = prepare_stores(name, home, folder)
-    counts = {part: sum(len(LinearStore(path)) for path in find_stores(stores, name, part)) for part in parts}
+    counts = {
+        part: sum(len(LinearStore(path)) for path in find_stores(stores, name, part))
+        for part in parts
+    }
     return Prepared(stores, "rows", counts)
 
 
 def _check_texts(record: DatasetRecord) -> None:
     """Refuse to prepare a part without text and store, which ``prepare_stores`` would download."""
     for file in record.files:
-        if not has_stores(record.folder, record.name, file.name) and file.find(record.folder) is None:
+        if (
+            not has_stores(record.folder, record.name, file.name)
+            and file.find(record.folder) is None
+        ):
             raise DatasetNotFoundError(
                 f"{record.folder} has no {file.forms[0].path}, plain or compressed: 'mlbench data fetch {record.name}' "
                 f"downloads it"

@@ -16,7 +16,15 @@ from mlbench_core.dataset.local_files import find_file
 from mlbench_core.paths import user_folder
 from mlbench_core.tasks import TASKS
 
-__all__ = ["DATASETS", "DEFAULT_FOLDER", "Archive", "DataFile", "DatasetRecord", "FileForm", "get_dataset"]
+__all__ = [
+    "DATASETS",
+    "DEFAULT_FOLDER",
+    "Archive",
+    "DataFile",
+    "DatasetRecord",
+    "FileForm",
+    "get_dataset",
+]
 
 DEFAULT_FOLDER = ("datasets", "torch")
 """The folder of all default folders, below that of the user; tasks without ``--root-dataset`` use it too."""
@@ -38,7 +46,9 @@ CIFAR10_MD5 = {
     "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
     "test_batch": "40351d587109b95175f43aff81a1287e",
 }
-_CIFAR10_BATCH_BYTES = 10_000 * (1 + 3 * 32 * 32)  # of the binary version: a label and an image in each record
+_CIFAR10_BATCH_BYTES = 10_000 * (
+    1 + 3 * 32 * 32
+)  # of the binary version: a label and an image in each record
 
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 MNIST_FOLDERS = ("", "raw", "MNIST/raw")
@@ -58,18 +68,14 @@ MNIST_ARCHIVE_MD5 = {
 }
 
 WIKITEXT2_URL = "https://wikitext.smerity.com/wikitext-2-v1.zip"
-WIKITEXT2_HUB_URL = (
-    "https://huggingface.co/datasets/Salesforce/wikitext/resolve/main/wikitext-2-v1/{name}-00000-of-00001.parquet"
-)
+WIKITEXT2_HUB_URL = "https://huggingface.co/datasets/Salesforce/wikitext/resolve/main/wikitext-2-v1/{name}-00000-of-00001.parquet"
 WIKITEXT2_TOKENS = {"train": 2_088_628, "valid": 217_646, "test": 245_569}
 WIKITEXT2_WORDS = 33_278
 WIKITEXT2_FOLDERS = ("", "wikitext-2")  # the archive unpacks to the second
 WIKITEXT2_NAMES = ("wiki.{part}.tokens", "{part}.txt")
 
 # The address has a fixed revision, so that the checksums below stay correct.
-MULTI30K_URL = (
-    "https://raw.githubusercontent.com/multi30k/dataset/a3d2e0d26b56f3846f66a952536ffed4e401d05a/data/task1/raw/"
-)
+MULTI30K_URL = "https://raw.githubusercontent.com/multi30k/dataset/a3d2e0d26b56f3846f66a952536ffed4e401d05a/data/task1/raw/"
 MULTI30K_NAMES = {
     "train": ("train",),
     "validation": ("val", "validation"),
@@ -114,13 +120,21 @@ class Archive:
 
 
 # The publishers give no checksums; the last number of each archive is its number of lines, which is checked instead.
-EUROPARL = Archive("https://www.statmt.org/europarl/v7/de-en.tgz", "europarl-v7.de-en.{lang}", 1_920_209)
-COMMON_CRAWL = Archive(
-    "https://www.statmt.org/wmt13/training-parallel-commoncrawl.tgz", "commoncrawl.de-en.{lang}", 2_399_123
+EUROPARL = Archive(
+    "https://www.statmt.org/europarl/v7/de-en.tgz", "europarl-v7.de-en.{lang}", 1_920_209
 )
-NEWSTEST2013 = Archive("https://data.statmt.org/wmt17/translation-task/dev.tgz", "dev/newstest2013.{lang}", 3_000)
+COMMON_CRAWL = Archive(
+    "https://www.statmt.org/wmt13/training-parallel-commoncrawl.tgz",
+    "commoncrawl.de-en.{lang}",
+    2_399_123,
+)
+NEWSTEST2013 = Archive(
+    "https://data.statmt.org/wmt17/translation-task/dev.tgz", "dev/newstest2013.{lang}", 3_000
+)
 NEWSTEST2014 = Archive(
-    "https://www.statmt.org/wmt14/test-full.tgz", "test-full/newstest2014-deen-{side}.{lang}.sgm", 3_003
+    "https://www.statmt.org/wmt14/test-full.tgz",
+    "test-full/newstest2014-deen-{side}.{lang}.sgm",
+    3_003,
 )
 _NEWS_11 = Archive(
     "https://data.statmt.org/wmt16/translation-task/training-parallel-nc-v11.tgz",
@@ -259,14 +273,20 @@ def _cifar_batch(name: str) -> DataFile:
         for file_name in (f"{name}.bin", name):
             md5 = CIFAR10_MD5.get(file_name)
             path = f"{folder}/{file_name}".lstrip("/")
-            forms.append(FileForm(path, "md5", md5) if md5 else FileForm(path, "bytes", _CIFAR10_BATCH_BYTES))
+            forms.append(
+                FileForm(path, "md5", md5) if md5 else FileForm(path, "bytes", _CIFAR10_BATCH_BYTES)
+            )
     return DataFile(name, tuple(forms))
 
 
 def _wikitext_part(part: str) -> DataFile:
-    names = [f"{folder}/{name}".lstrip("/") for folder in WIKITEXT2_FOLDERS for name in WIKITEXT2_NAMES]
+    names = [
+        f"{folder}/{name}".lstrip("/") for folder in WIKITEXT2_FOLDERS for name in WIKITEXT2_NAMES
+    ]
     tokens = WIKITEXT2_TOKENS[part]
-    return DataFile(part, tuple(FileForm(name.format(part=part), "tokens", tokens) for name in names))
+    return DataFile(
+        part, tuple(FileForm(name.format(part=part), "tokens", tokens) for name in names)
+    )
 
 
 def _wmt_files(archives: Mapping[str, tuple[Archive, ...]]) -> tuple[DataFile, ...]:
@@ -283,7 +303,9 @@ def _wmt_files(archives: Mapping[str, tuple[Archive, ...]]) -> tuple[DataFile, .
 
 def _wmt(name: str, title: str, archives: Mapping[str, tuple[Archive, ...]]) -> DatasetRecord:
     urls = tuple(archive.url for part in archives.values() for archive in part)
-    return DatasetRecord(name, title, "unknown (test sets: for research)", urls, 1_600_000_000, _wmt_files(archives))
+    return DatasetRecord(
+        name, title, "unknown (test sets: for research)", urls, 1_600_000_000, _wmt_files(archives)
+    )
 
 
 def _linear(name: str) -> DatasetRecord:
@@ -341,25 +363,44 @@ DATASETS: Mapping[str, DatasetRecord] = {
         ),
         *map(_linear, KNOWN),
         DatasetRecord(
-            SYNTHETIC, "Dense rows of a logistic model", "not applicable", ("this library",), 0, origin="generated"
+            SYNTHETIC,
+            "Dense rows of a logistic model",
+            "not applicable",
+            ("this library",),
+            0,
+            origin="generated",
         ),
         DatasetRecord(
             "wikitext2",
             "WikiText-2: articles of Wikipedia, in words",
             "CC BY-SA",
-            (WIKITEXT2_URL, *(WIKITEXT2_HUB_URL.format(name=name) for name in ("train", "validation", "test"))),
+            (
+                WIKITEXT2_URL,
+                *(WIKITEXT2_HUB_URL.format(name=name) for name in ("train", "validation", "test")),
+            ),
             4_000_000,
             tuple(map(_wikitext_part, WIKITEXT2_TOKENS)),
         ),
-        _wmt("wmt16", "WMT16 English-German: Europarl, Common Crawl, News Commentary 11", WMT16_ARCHIVES),
-        _wmt("wmt17", "WMT17 English-German: Europarl, Common Crawl, News Commentary 12", WMT17_ARCHIVES),
+        _wmt(
+            "wmt16",
+            "WMT16 English-German: Europarl, Common Crawl, News Commentary 11",
+            WMT16_ARCHIVES,
+        ),
+        _wmt(
+            "wmt17",
+            "WMT17 English-German: Europarl, Common Crawl, News Commentary 12",
+            WMT17_ARCHIVES,
+        ),
         DatasetRecord(
             "multi30k",
             "Multi30k: captions of photos, English-German",
             "research and education, non-commercial",
             tuple(f"{MULTI30K_URL}{name}.gz" for name in MULTI30K_SHA256),
             1_296_271,
-            tuple(DataFile(name, (FileForm(name, "sha256", sha256),)) for name, sha256 in MULTI30K_SHA256.items()),
+            tuple(
+                DataFile(name, (FileForm(name, "sha256", sha256),))
+                for name, sha256 in MULTI30K_SHA256.items()
+            ),
         ),
     )
 }

@@ -81,7 +81,11 @@ def verify(record: DatasetRecord, folder: Path | None = None) -> list[FileStatus
 def _check_file(file: DataFile, folder: Path) -> list[FileStatus]:
     found = file.find(folder)
     if found is None:
-        return [FileStatus(folder / file.forms[0].path, "missing", "does not exist, plain or compressed")]
+        return [
+            FileStatus(
+                folder / file.forms[0].path, "missing", "does not exist, plain or compressed"
+            )
+        ]
     path, form = found
     name, measure = _MEASURES[form.check]
     try:
@@ -101,7 +105,9 @@ def _check_linear(record: DatasetRecord, part: str, folder: Path) -> list[FileSt
     if has_stores(folder, record.name, part):
         found += _check_stores(record, part, folder)
     expected = text.forms[0].path if text is not None else f"{record.name}_{part}.lmdb"
-    return found or [FileStatus(folder / expected, "missing", "neither its text nor its store exists")]
+    return found or [
+        FileStatus(folder / expected, "missing", "neither its text nor its store exists")
+    ]
 
 
 def _check_stores(record: DatasetRecord, part: str, folder: Path) -> list[FileStatus]:
@@ -123,7 +129,11 @@ def _check_stores(record: DatasetRecord, part: str, folder: Path) -> list[FileSt
             found.append(FileStatus(path, "ok", "CRC-32 of its blocks"))
     known = KNOWN.get(record.name)
     # A damaged store already has the reason why rows are missing.
-    if known is None or rows == known.files[part].n_rows or any(each.status == "damaged" for each in found):
+    if (
+        known is None
+        or rows == known.files[part].n_rows
+        or any(each.status == "damaged" for each in found)
+    ):
         return found
     problem = f"has {rows} rows in all its stores, not {known.files[part].n_rows}: prepare it again"
     return [FileStatus(each.path, "damaged", problem) for each in found]
@@ -133,7 +143,9 @@ def _check_scikit_learn() -> FileStatus:
     """Check that scikit-learn is installed, without its import, which takes a second."""
     spec = importlib.util.find_spec("sklearn")
     if spec is None or spec.origin is None:
-        return FileStatus(Path("scikit-learn"), "missing", "not installed: pip install 'mlbench-core[vision]'")
+        return FileStatus(
+            Path("scikit-learn"), "missing", "not installed: pip install 'mlbench-core[vision]'"
+        )
     return FileStatus(Path(spec.origin).parent, "ok", "scikit-learn is installed")
 
 
@@ -142,7 +154,9 @@ def _check_classes(folder: Path) -> FileStatus:
     classes = sum(path.is_dir() for path in folder.iterdir()) if folder.is_dir() else 0
     archives = [*folder.glob("*.tar"), *folder.parent.glob(f"{folder.name}*.tar")]
     if not classes and not archives:
-        return FileStatus(folder, "missing", "must have one folder of images for each class, or tar files")
+        return FileStatus(
+            folder, "missing", "must have one folder of images for each class, or tar files"
+        )
     found = f"{len(archives)} tar files" if archives else f"{classes} classes"
     return FileStatus(folder, "ok", f"{found}; images are not checked")
 

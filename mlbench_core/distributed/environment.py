@@ -166,12 +166,16 @@ class HostsEnvironment(ClusterEnvironment):
 
     name = "--hosts"
 
-    def __init__(self, hosts: str | Sequence[str], rank: int, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, hosts: str | Sequence[str], rank: int, environment: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(environment)
         entries = hosts.split(",") if isinstance(hosts, str) else hosts
         self.hosts = [str(host).strip() for host in entries]
         if not self.hosts or not all(self.hosts):
-            raise ValueError(f"hosts must be host names separated by commas, one for each worker, not {hosts!r}")
+            raise ValueError(
+                f"hosts must be host names separated by commas, one for each worker, not {hosts!r}"
+            )
         if rank == -1 and len(self.hosts) == 1:
             rank = 0
         if not 0 <= rank < len(self.hosts):
@@ -215,7 +219,9 @@ class TorchrunEnvironment(ClusterEnvironment):
                 f"RANK={rank} and WORLD_SIZE={world_size} are set, but MASTER_ADDR is not: set it to the host of rank "
                 f"0, start the workers with torchrun, or unset RANK and WORLD_SIZE to run alone"
             )
-        return self._checked(Place(rank, world_size, self._integer("LOCAL_RANK", 0), address or None, self._port()))
+        return self._checked(
+            Place(rank, world_size, self._integer("LOCAL_RANK", 0), address or None, self._port())
+        )
 
     def _num_local(self) -> int:
         return self._integer("LOCAL_WORLD_SIZE", 0)
@@ -247,7 +253,9 @@ class _MPIEnvironment(ClusterEnvironment):
                     f"-genv MASTER_ADDR ... with MPICH)"
                 )
             address = "127.0.0.1"
-        return self._checked(Place(rank, size, self._integer(self.local_rank_name, 0), address or None, self._port()))
+        return self._checked(
+            Place(rank, size, self._integer(self.local_rank_name, 0), address or None, self._port())
+        )
 
     def _num_local(self) -> int:
         return self._integer(self.local_size_name, 0)
@@ -305,7 +313,9 @@ class MPIWorldEnvironment(ClusterEnvironment):
         world = mpi.world()
         mpi.check_variables(world, self.environment)
         if self.hosts:
-            mpi.check_launch(world, -1, len(HostsEnvironment(self.hosts, 0).hosts), HostsEnvironment.name)
+            mpi.check_launch(
+                world, -1, len(HostsEnvironment(self.hosts, 0).hosts), HostsEnvironment.name
+            )
         if self.expected is not None:
             given = self.expected.place()
             mpi.check_launch(world, given.rank, given.world_size, self.expected.name)
@@ -314,7 +324,9 @@ class MPIWorldEnvironment(ClusterEnvironment):
         # Each worker knows only its own host; the list of all gives the local rank and the rendezvous.
         hosts = world.hosts()
         local_rank = hosts[: world.rank].count(hosts[world.rank])
-        address = self.environment.get("MASTER_ADDR") or ("127.0.0.1" if len(set(hosts)) == 1 else hosts[0])
+        address = self.environment.get("MASTER_ADDR") or (
+            "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
+        )
         return self._checked(Place(world.rank, world.size, local_rank, address, self._port()))
 
 
@@ -340,7 +352,9 @@ class SlurmEnvironment(ClusterEnvironment):
         # Only srun makes a step. Without one this is the shell of sbatch or salloc, which has the same variables.
         in_step = self._has("SLURM_STEP_ID")
         batch_shell = self.environment.get("ENVIRONMENT") == "BATCH" and not in_step
-        interactive_shell = self.environment.get("SLURM_JOB_NAME") in ("bash", "interactive") and not in_step
+        interactive_shell = (
+            self.environment.get("SLURM_JOB_NAME") in ("bash", "interactive") and not in_step
+        )
         tasks = self._has("SLURM_STEP_NUM_TASKS") or self._has("SLURM_NTASKS")
         return self._has("SLURM_PROCID") and tasks and not batch_shell and not interactive_shell
 
@@ -348,7 +362,9 @@ class SlurmEnvironment(ClusterEnvironment):
         return self._integer("SLURM_PROCID")
 
     def place(self) -> Place:
-        size = self._integer("SLURM_STEP_NUM_TASKS" if self._has("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS")
+        size = self._integer(
+            "SLURM_STEP_NUM_TASKS" if self._has("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+        )
         nodes = next((self.environment[name] for name in self._node_lists if self._has(name)), "")
         address = self.environment.get("MASTER_ADDR") or _slurm_address(nodes)
         if not address and size > 1:
@@ -364,9 +380,17 @@ class SlurmEnvironment(ClusterEnvironment):
     def _num_local(self) -> int:
         # A step may use fewer nodes than its job. Tasks on one node are all of the step's.
         nodes = self._integer("SLURM_STEP_NUM_NODES", self._integer("SLURM_NNODES", 0))
-        return self._integer("SLURM_STEP_NUM_TASKS", self._integer("SLURM_NTASKS", 0)) if nodes == 1 else 0
+        return (
+            self._integer("SLURM_STEP_NUM_TASKS", self._integer("SLURM_NTASKS", 0))
+            if nodes == 1
+            else 0
+        )
 
-    _node_lists: ClassVar[tuple[str, ...]] = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    _node_lists: ClassVar[tuple[str, ...]] = (
+        "SLURM_STEP_NODELIST",
+        "SLURM_JOB_NODELIST",
+        "SLURM_NODELIST",
+    )
 
 
 class SingleProcessEnvironment(ClusterEnvironment):
@@ -405,7 +429,11 @@ def _scontrol(*arguments: str) -> str:
     """Return the answer of SLURM's ``scontrol``; empty if it is missing, fails or does not answer in time."""
     try:
         done = subprocess.run(
-            ["scontrol", *arguments], capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S, check=False
+            ["scontrol", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_SCONTROL_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
@@ -413,7 +441,9 @@ def _scontrol(*arguments: str) -> str:
 
 
 def detect_environment(
-    hosts: str | Sequence[str] | None = None, rank: int = -1, environment: Mapping[str, str] | None = None
+    hosts: str | Sequence[str] | None = None,
+    rank: int = -1,
+    environment: Mapping[str, str] | None = None,
 ) -> ClusterEnvironment:
     """Find out how this worker was started.
 
@@ -441,7 +471,11 @@ def detect_environment(
     torchrun = TorchrunEnvironment(environment)
     if torchrun.is_active() and (environment.get("TORCHELASTIC_RUN_ID") or not hosts):
         return torchrun
-    launchers = (OpenMPIEnvironment(environment), MPICHEnvironment(environment), SlurmEnvironment(environment))
+    launchers = (
+        OpenMPIEnvironment(environment),
+        MPICHEnvironment(environment),
+        SlurmEnvironment(environment),
+    )
     launcher = next((candidate for candidate in launchers if candidate.is_active()), None)
     # Without a rank, the launcher says which of the hosts this worker is.
     if launcher is not None and (not hosts or rank == -1):

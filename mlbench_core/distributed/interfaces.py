@@ -22,7 +22,9 @@ _VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}", "NCCL_SOCKET
 _DISCARD_PORT = 9
 
 
-def interface_variables(address: str | None, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def interface_variables(
+    address: str | None, environment: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Return environment variables that lead Gloo, TensorPipe and NCCL to the interface of an address.
 
     Args:
@@ -40,7 +42,11 @@ def interface_variables(address: str | None, environment: Mapping[str, str] | No
     environment = os.environ if environment is None else environment
     missing = {name: form for name, form in _VARIABLES.items() if not environment.get(name)}
     interface = interface_towards(address) if address and missing else None
-    return {} if interface is None else {name: form.format(interface) for name, form in missing.items()}
+    return (
+        {}
+        if interface is None
+        else {name: form.format(interface) for name, form in missing.items()}
+    )
 
 
 def interface_towards(address: str) -> str | None:
@@ -55,7 +61,9 @@ def interface_towards(address: str) -> str | None:
         The interface's name, for example ``"eth0"``; None for an unknown host.
     """
     with contextlib.suppress(OSError):
-        for family, kind, protocol, _, target in socket.getaddrinfo(address, _DISCARD_PORT, type=socket.SOCK_DGRAM):
+        for family, kind, protocol, _, target in socket.getaddrinfo(
+            address, _DISCARD_PORT, type=socket.SOCK_DGRAM
+        ):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 # The kernel chooses the route here and with it the local address.
                 probe.connect(target)
@@ -63,7 +71,14 @@ def interface_towards(address: str) -> str | None:
                 import psutil
 
                 interfaces = psutil.net_if_addrs().items()
-                return next((name for name, found in interfaces if local in [entry.address for entry in found]), None)
+                return next(
+                    (
+                        name
+                        for name, found in interfaces
+                        if local in [entry.address for entry in found]
+                    ),
+                    None,
+                )
     return None
 
 
@@ -95,6 +110,9 @@ def own_addresses() -> list[str]:
 
     entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
     found = [
-        entry.address for family in (socket.AF_INET, socket.AF_INET6) for entry in entries if entry.family == family
+        entry.address
+        for family in (socket.AF_INET, socket.AF_INET6)
+        for entry in entries
+        if entry.family == family
     ]
     return [address for address in found if not is_loopback(address)]

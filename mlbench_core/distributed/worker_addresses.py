@@ -72,7 +72,9 @@ def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -
     # Others cannot reach a loopback address, and then nobody else needs to.
     listen = host if is_loopback(host) else ""
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(socket.create_server((listen, place.master_port), family=_family(host)))
+        server = stack.enter_context(
+            socket.create_server((listen, place.master_port), family=_family(host))
+        )
         waiting = []
         while len(found) < place.world_size:
             server.settimeout(max(0.001, deadline - time.monotonic()))
@@ -90,7 +92,9 @@ def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -
                 continue
             rank, its_port = line
             if rank in found:
-                raise WorkerError(f"two workers have the rank {rank}: give each of the workers another rank")
+                raise WorkerError(
+                    f"two workers have the rank {rank}: give each of the workers another rank"
+                )
             found[rank] = _join(str(peer[0]), its_port)
             waiting.append(connection)
         addresses = [found[rank] for rank in range(place.world_size)]
@@ -108,7 +112,11 @@ def _read_line(connection: socket.socket, world_size: int) -> tuple[int, int] | 
         rank, port = message["rank"], message["port"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    if type(rank) is not int or type(port) is not int or not (0 < rank < world_size and 0 < port < 65536):
+    if (
+        type(rank) is not int
+        or type(port) is not int
+        or not (0 < rank < world_size and 0 < port < 65536)
+    ):
         return None
     return rank, port
 
@@ -119,7 +127,9 @@ def _ask(place: environment.Place, host: str, port: int, timeout_s: float) -> li
     while True:
         # Rank 0 may start later than this worker.
         try:
-            connection = socket.create_connection((host, place.master_port), max(0.001, deadline - time.monotonic()))
+            connection = socket.create_connection(
+                (host, place.master_port), max(0.001, deadline - time.monotonic())
+            )
             break
         except OSError as error:
             if time.monotonic() > deadline:

@@ -243,7 +243,9 @@ def _times(tracker: TrackedTimes) -> dict[str, float]:
 def _detailed_times(tracker: TrackedTimes) -> str:
     times = _times(tracker)
     phases = TRACKER_PHASES.values()
-    return "".join(f", {phase.capitalize()}: {times[f'{phase}_time_s']:.3f} seconds" for phase in phases)
+    return "".join(
+        f", {phase.capitalize()}: {times[f'{phase}_time_s']:.3f} seconds" for phase in phases
+    )
 
 
 def _check_finite(name: str, value: object) -> None:
@@ -322,7 +324,9 @@ def task3_time_to_perplexity_goal(threshold: float = _PERPLEXITY_GOAL) -> TimeTo
     Returns:
         A goal that watches ``val_global_Perplexity``; smaller is better.
     """
-    return TimeToGoal(PERPLEXITY, threshold, minimize=True, description="Validation Perplexity of {threshold}")
+    return TimeToGoal(
+        PERPLEXITY, threshold, minimize=True, description="Validation Perplexity of {threshold}"
+    )
 
 
 @_stands_for_its_goal

@@ -13,7 +13,9 @@ MAX_HOSTS = 250
 
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 NUMBER = r"\d+(?:\.\d+)?"
-_OTHER_BANDWIDTH = re.compile(rf"({NUMBER})\s*([kmgt]?)i?(bits?|bytes?|b|)\s*(ps|/s|/sec|/second|p/s|)")
+_OTHER_BANDWIDTH = re.compile(
+    rf"({NUMBER})\s*([kmgt]?)i?(bits?|bytes?|b|)\s*(ps|/s|/sec|/second|p/s|)"
+)
 BANDWIDTH = re.compile(rf"({NUMBER})\s*([kmg]?bit)")
 UNLIMITED = "unlimited"
 _LONGEST_ROUND_TRIP_S = 10.0
@@ -54,7 +56,9 @@ class Link:
                 f"not {_time_text(self.jitter_s)}: reduce the jitter"
             )
         if not 0 <= self.loss <= _MOST_LOSS:
-            raise ValueError(f"loss must be from 0% to {_MOST_LOSS:.0%}, not {self.loss:.6g}: reduce the loss")
+            raise ValueError(
+                f"loss must be from 0% to {_MOST_LOSS:.0%}, not {self.loss:.6g}: reduce the loss"
+            )
 
     def __str__(self) -> str:
         """Return the text that :func:`~mlbench_core.network.parsing.parse_network` reads."""
@@ -105,7 +109,9 @@ class HostSettings:
 
     def __post_init__(self) -> None:
         if not _LEAST_CPU <= self.cpu <= 1:
-            raise ValueError(f"cpu must be from {_LEAST_CPU:.0%} to 100%, not {self.cpu:.6g}: choose another share")
+            raise ValueError(
+                f"cpu must be from {_LEAST_CPU:.0%} to 100%, not {self.cpu:.6g}: choose another share"
+            )
 
     def __str__(self) -> str:
         """Return the text that :func:`~mlbench_core.network.parsing.parse_network` reads."""
@@ -141,24 +147,36 @@ class Network:
     def __post_init__(self) -> None:
         if self.between is not None:
             if not self.racks >= 2:
-                raise ValueError(f"racks must be at least 2, not {self.racks}: for one switch leave the racks out")
+                raise ValueError(
+                    f"racks must be at least 2, not {self.racks}: for one switch leave the racks out"
+                )
             if self.hosts_per_rack is None or not self.hosts_per_rack >= 1:
-                raise ValueError(f"hosts of a rack must be at least 1, not {self.hosts_per_rack}: write 2x2")
+                raise ValueError(
+                    f"hosts of a rack must be at least 1, not {self.hosts_per_rack}: write 2x2"
+                )
             if self.link.round_trip_s > self.between.round_trip_s:
                 raise ValueError(
                     "round trip between racks must be at least that inside of a rack, "
                     f"not {_time_text(self.between.round_trip_s)}: increase it"
                 )
         if (self.num_hosts or 0) > MAX_HOSTS:
-            raise ValueError(f"hosts must be at most {MAX_HOSTS}, not {self.num_hosts}: reduce the racks")
+            raise ValueError(
+                f"hosts must be at most {MAX_HOSTS}, not {self.num_hosts}: reduce the racks"
+            )
         highest = max(self.hosts, default=0)
         if highest >= (self.num_hosts or MAX_HOSTS):
-            raise ValueError(f"host must be from 0 to {(self.num_hosts or MAX_HOSTS) - 1}, not {highest}")
+            raise ValueError(
+                f"host must be from 0 to {(self.num_hosts or MAX_HOSTS) - 1}, not {highest}"
+            )
 
     @property
     def num_hosts(self) -> int | None:
         """The number of hosts; None if the network can have any number."""
-        return None if self.between is None or self.hosts_per_rack is None else self.racks * self.hosts_per_rack
+        return (
+            None
+            if self.between is None or self.hosts_per_rack is None
+            else self.racks * self.hosts_per_rack
+        )
 
     def check_hosts(self, hosts: int) -> None:
         """Check that the network can have a number of hosts.
@@ -175,7 +193,9 @@ class Network:
             raise ValueError(f"hosts must be from 1 to {MAX_HOSTS}, not {hosts}")
         highest = max(self.hosts, default=0)
         if highest >= hosts:
-            raise ValueError(f"hosts must be at least {highest + 1}, not {hosts}: the network describes host {highest}")
+            raise ValueError(
+                f"hosts must be at least {highest + 1}, not {hosts}: the network describes host {highest}"
+            )
 
     def rack_of(self, host: int) -> int:
         """Return the rack of a host."""
@@ -190,7 +210,11 @@ class Network:
         """
         across = self.between is not None and self.rack_of(source) != self.rack_of(target)
         way = self.between if across and self.between is not None else self.link
-        limits = [self._bandwidth_of(source), self._bandwidth_of(target), *([way.bandwidth] if across else [])]
+        limits = [
+            self._bandwidth_of(source),
+            self._bandwidth_of(target),
+            *([way.bandwidth] if across else []),
+        ]
         known = [limit for limit in limits if limit is not None]
         return Link(min(known) if known else None, way.round_trip_s, way.jitter_s, way.loss)
 
@@ -203,7 +227,9 @@ class Network:
         text = str(self.link)
         if self.between is not None:
             text = f"{self.racks}x{self.hosts_per_rack}:{text}/{self.between}"
-        return "; ".join([text, *(f"host{number}: {self.hosts[number]}" for number in sorted(self.hosts))])
+        return "; ".join(
+            [text, *(f"host{number}: {self.hosts[number]}" for number in sorted(self.hosts))]
+        )
 
 
 def bits_per_second(bandwidth: str | float) -> int:

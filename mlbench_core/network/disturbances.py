@@ -57,11 +57,15 @@ class Disturbances:
             if time_s is not None
         ]
         works: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
-            (self._slow_down, (settings.cpu, host, processes)) for host, settings in hosts.items() if settings.cpu < 1
+            (self._slow_down, (settings.cpu, host, processes))
+            for host, settings in hosts.items()
+            if settings.cpu < 1
         ]
         if events:
             works.append((self._play, (sorted(events, key=lambda event: event[0]),)))
-        self._threads = [threading.Thread(target=work, args=arguments, daemon=True) for work, arguments in works]
+        self._threads = [
+            threading.Thread(target=work, args=arguments, daemon=True) for work, arguments in works
+        ]
 
     def start(self) -> None:
         """Start the threads; the times of cuts count from here."""
@@ -84,7 +88,9 @@ class Disturbances:
                 return
             action(host)
 
-    def _slow_down(self, share: float, host: int, processes: Callable[[int], Sequence[Popen[Any]]]) -> None:
+    def _slow_down(
+        self, share: float, host: int, processes: Callable[[int], Sequence[Popen[Any]]]
+    ) -> None:
         """Let the workers of a host run for a share of each period."""
         found: list[psutil.Process] = []
         searched = -_SEARCH_S

@@ -108,7 +108,9 @@ class EmulatedNetwork:
         if not 1 <= hosts <= MAX_HOSTS:
             raise ValueError(f"hosts must be from 1 to {MAX_HOSTS}, not {hosts}")
         if burst is not None and not burst >= SMALLEST_BURST_BYTES:
-            raise ValueError(f"burst must be at least {SMALLEST_BURST_BYTES} bytes, or None, not {burst!r}")
+            raise ValueError(
+                f"burst must be at least {SMALLEST_BURST_BYTES} bytes, or None, not {burst!r}"
+            )
         if not queue_ms > 0:
             raise ValueError(f"queue_ms must be positive, not {queue_ms!r}")
         if network is None:
@@ -119,7 +121,9 @@ class EmulatedNetwork:
         own = {host: settings.bandwidth for host, settings in self.network.hosts.items()}
         self._rates = [own.get(host) or self.network.link.bandwidth for host in range(hosts)]
         self._burst = burst
-        longest_s = max(link.round_trip_s for link in (self.network.link, self.network.between) if link)
+        longest_s = max(
+            link.round_trip_s for link in (self.network.link, self.network.between) if link
+        )
         self._queue_ms = max(queue_ms, longest_s * 1e3)
         # The name holds the id and start time of this process, so that cleanup() can check if the process has ended.
         self._name = f"{PREFIX}-{os.getpid()}-{start_time(os.getpid())}-{next(_numbers)}"
@@ -171,7 +175,9 @@ class EmulatedNetwork:
             raise ConfigurationError(f"cannot emulate a network here: {reason}")
         try:
             self._set_up()
-            self._disturbances = Disturbances(self.network.hosts, self.cut, self.restore, self._processes.__getitem__)
+            self._disturbances = Disturbances(
+                self.network.hosts, self.cut, self.restore, self._processes.__getitem__
+            )
             self._disturbances.start()
         except BaseException:
             # Also after Ctrl-C: an unfinished network must not stay.
@@ -180,7 +186,10 @@ class EmulatedNetwork:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """End the processes on the hosts and remove everything."""
         self.close()
@@ -329,9 +338,13 @@ class EmulatedNetwork:
             uplink = "" if across is None else f"u{rack}"
             if across is not None:
                 self._pair((self._switch, uplink), (self._switch, f"c{rack}"), across.bandwidth)
-            junctions += self._connect(f"rack{rack}", [f"p{host}" for host in hosts], uplink, self.network.link)
+            junctions += self._connect(
+                f"rack{rack}", [f"p{host}" for host in hosts], uplink, self.network.link
+            )
         if across is not None:
-            junctions += self._connect("core", [f"c{rack}" for rack in range(self.network.racks)], "", across)
+            junctions += self._connect(
+                "core", [f"c{rack}" for rack in range(self.network.racks)], "", across
+            )
         if junctions:
             self._start_switch(junctions)
         self._is_up = True
@@ -350,7 +363,9 @@ class EmulatedNetwork:
             self._ip(name, "link", "set", INTERFACE, "gso_max_segs", "1")
         if any(link.round_trip_s for link in ways):
             limits = f"echo 4096 131072 {WINDOW_BYTES} >tcp_rmem; echo 4096 16384 {WINDOW_BYTES} >tcp_wmem"
-            self._namespaces.run("ip", "netns", "exec", name, "sh", "-ec", f"cd /proc/sys/net/ipv4; {limits}")
+            self._namespaces.run(
+                "ip", "netns", "exec", name, "sh", "-ec", f"cd /proc/sys/net/ipv4; {limits}"
+            )
 
     def _pair(self, first: tuple[str, str], second: tuple[str, str], rate: int | None) -> None:
         """Create a cable, a veth pair, from a device in a namespace to another one, with a bandwidth."""
@@ -361,10 +376,16 @@ class EmulatedNetwork:
             self._ip(namespace, "link", "set", device, "up")
             self._limit(namespace, device, rate)
 
-    def _connect(self, name: str, ports: list[str], uplink: str, link: Link) -> list[dict[str, Any]]:
+    def _connect(
+        self, name: str, ports: list[str], uplink: str, link: Link
+    ) -> list[dict[str, Any]]:
         """Connect ports by a bridge; if the link has delay or loss, return the configuration of ``switch.py``."""
         if link.round_trip_s or link.loss:
-            one_way = {"delay_s": link.round_trip_s / 2, "jitter_s": link.jitter_s / 2, "loss": link.loss}
+            one_way = {
+                "delay_s": link.round_trip_s / 2,
+                "jitter_s": link.jitter_s / 2,
+                "loss": link.loss,
+            }
             return [{"ports": ports, "uplink": uplink, **one_way}]
         self._ip(self._switch, "link", "add", name, "type", "bridge")
         self._ip(self._switch, "link", "set", name, "up")
@@ -399,8 +420,18 @@ class EmulatedNetwork:
             return
         burst = self._burst or max(SMALLEST_BURST_BYTES, int(rate / 8 * BURST_S))
         # "replace" works for a link without a filter and for one in use, whose bandwidth changes.
-        bucket = ("tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "latency", f"{self._queue_ms}ms")
-        self._namespaces.run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
+        bucket = (
+            "tbf",
+            "rate",
+            f"{rate}bit",
+            "burst",
+            f"{burst}b",
+            "latency",
+            f"{self._queue_ms}ms",
+        )
+        self._namespaces.run(
+            "tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket
+        )
 
     def _ip(self, namespace: str, *arguments: str) -> None:
         self._namespaces.run("ip", "-n", namespace, *arguments)

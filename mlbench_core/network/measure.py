@@ -90,7 +90,9 @@ class NetworkReport:
     machine: dict[str, Any]
 
 
-def measure_network(network: Network, hosts: int | None = None, duration_s: float = 2.0) -> NetworkReport:
+def measure_network(
+    network: Network, hosts: int | None = None, duration_s: float = 2.0
+) -> NetworkReport:
     """Emulate a network and measure it.
 
     Stragglers and cuts are left out, because they are no properties of the links.
@@ -141,7 +143,9 @@ def _path(network: EmulatedNetwork, target: int, asked: Link, duration_s: float)
     if asked.loss:
         received = _pair(network, target, ("count",), ("shoot", str(_DATAGRAMS), str(_INTERVAL_S)))
         loss = 1 - received / _DATAGRAMS
-    return PathReport(0, target, asked, bandwidth, statistics.median(times), (min(times), max(times)), loss)
+    return PathReport(
+        0, target, asked, bandwidth, statistics.median(times), (min(times), max(times)), loss
+    )
 
 
 def _pair(
@@ -167,7 +171,9 @@ def _pair(
             server.kill()
 
 
-def _all_reduce(network: EmulatedNetwork, bandwidth: float, limit_s: float) -> tuple[AllReduceTime, ...]:
+def _all_reduce(
+    network: EmulatedNetwork, bandwidth: float, limit_s: float
+) -> tuple[AllReduceTime, ...]:
     if importlib.util.find_spec("torch") is None:
         return ()
     large = min(_LARGE_BYTES, max(_SMALLEST_LARGE_BYTES, int(bandwidth / 8 / 2) // 4 * 4))
@@ -196,10 +202,15 @@ def _start(
 def _read(process: subprocess.Popen[bytes]) -> Any:
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], _PATIENCE_S)[0]:
-        raise ConfigurationError(f"a measurement of the network did not end within {_PATIENCE_S:.0f} s")
+        raise ConfigurationError(
+            f"a measurement of the network did not end within {_PATIENCE_S:.0f} s"
+        )
     line = process.stdout.readline()
     if not line:
         _, problem = process.communicate()
-        last = problem.decode(errors="replace").strip().rpartition("\n")[2] or f"exit status {process.returncode}"
+        last = (
+            problem.decode(errors="replace").strip().rpartition("\n")[2]
+            or f"exit status {process.returncode}"
+        )
         raise ConfigurationError(f"a measurement of the network failed: {last}")
     return json.loads(line)

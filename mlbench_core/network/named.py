@@ -46,10 +46,16 @@ NETWORKS: dict[str, NamedNetwork] = {
         "none: no limit and no delay are added, and this machine has less bandwidth than RoCE at 100 Gbit/s",
     ),
     "lan-10g": NamedNetwork(
-        "10gbit", "One switch with 10 Gbit/s Ethernet", f"{_ETHERNET}ae and 802.3an (10 Gbit/s); {_SAME_ROOM}"
+        "10gbit",
+        "One switch with 10 Gbit/s Ethernet",
+        f"{_ETHERNET}ae and 802.3an (10 Gbit/s); {_SAME_ROOM}",
     ),
-    "lan-1g": NamedNetwork("1gbit", "One switch with gigabit Ethernet", f"{_ETHERNET}ab (1 Gbit/s); {_SAME_ROOM}"),
-    "lan-100m": NamedNetwork("100mbit", "One switch with fast Ethernet", f"{_ETHERNET}u (100 Mbit/s); {_SAME_ROOM}"),
+    "lan-1g": NamedNetwork(
+        "1gbit", "One switch with gigabit Ethernet", f"{_ETHERNET}ab (1 Gbit/s); {_SAME_ROOM}"
+    ),
+    "lan-100m": NamedNetwork(
+        "100mbit", "One switch with fast Ethernet", f"{_ETHERNET}u (100 Mbit/s); {_SAME_ROOM}"
+    ),
     "datacenter": NamedNetwork(
         "1gbit,0.5ms",
         "Two machines of one data center",
@@ -91,7 +97,9 @@ NETWORKS: dict[str, NamedNetwork] = {
         "bandwidth: the benchmark of the FCC for fixed broadband since 2024 (100 Mbit/s download), here in both "
         "directions; round trip: chosen by this project for homes of one region",
     ),
-    "mobile-lte": NamedNetwork("12mbit,70ms", "Machines in a mobile network of the fourth generation", _WEBPAGETEST),
+    "mobile-lte": NamedNetwork(
+        "12mbit,70ms", "Machines in a mobile network of the fourth generation", _WEBPAGETEST
+    ),
     "satellite-leo": NamedNetwork(
         "100mbit,50ms,10ms-jitter,0.4%-loss",
         "Machines behind satellites in low orbits",
@@ -127,6 +135,10 @@ def get_network(text: str) -> Network:
         return load_network(Path(text))
     if re.fullmatch(r"[A-Za-z][\w-]*", text) and text.lower() != "unlimited":
         similar = difflib.get_close_matches(text.lower(), NETWORKS, 1)
-        hint = f"did you mean {similar[0]!r}?" if similar else "'mlbench network list' shows the names"
-        raise ValueError(f"network must be a name, a .toml file or a text such as '100mbit,20ms', not {text!r}: {hint}")
+        hint = (
+            f"did you mean {similar[0]!r}?" if similar else "'mlbench network list' shows the names"
+        )
+        raise ValueError(
+            f"network must be a name, a .toml file or a text such as '100mbit,20ms', not {text!r}: {hint}"
+        )
     return parse_network(text)

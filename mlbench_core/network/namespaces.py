@@ -57,7 +57,9 @@ class Namespaces:
             raise ConfigurationError("network namespaces need Linux")
         missing = [name for name in ("ip", "tc") if find_program(name) is None]
         if missing:
-            raise ConfigurationError(f"{' and '.join(missing)} not found: install the package iproute2")
+            raise ConfigurationError(
+                f"{' and '.join(missing)} not found: install the package iproute2"
+            )
         if os.geteuid() != 0:
             self._hold()
         self.is_open = True
@@ -70,7 +72,16 @@ class Namespaces:
                 "network namespaces need root or a user namespace, and "
                 f"{' and '.join(missing)} not found: install the package util-linux"
             )
-        options = ("--user", "--map-root-user", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+        options = (
+            "--user",
+            "--map-root-user",
+            "--mount",
+            "--net",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        )
         self._holder = subprocess.Popen(
             [_program("unshare"), *options, "sh", "-c", _HOLD],
             stdin=subprocess.PIPE,
@@ -109,7 +120,9 @@ class Namespaces:
         command = [*self._prefix, _program(program), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise ConfigurationError(f"'{program} {' '.join(arguments)}' failed: {done.stderr.strip()}")
+            raise ConfigurationError(
+                f"'{program} {' '.join(arguments)}' failed: {done.stderr.strip()}"
+            )
         return done.stdout
 
     def command(self, namespace: str, argv: Sequence[str], folder: Path | None = None) -> list[str]:
@@ -123,7 +136,9 @@ class Namespaces:
         # A machine without ip has none.
         if find_program("ip") is None:
             return []
-        return [line.split()[0] for line in self.run("ip", "netns", "list").splitlines() if line.strip()]
+        return [
+            line.split()[0] for line in self.run("ip", "netns", "list").splitlines() if line.strip()
+        ]
 
     def remove(self, name: str) -> None:
         """Kill the processes in a namespace and remove it; do nothing if it does not exist."""
@@ -132,7 +147,9 @@ class Namespaces:
             pids = self.run("ip", "netns", "pids", name).split()
             if self._prefix:
                 # The ids are those inside of the user namespace.
-                subprocess.run([*self._prefix, "kill", "-KILL", *pids], capture_output=True, check=False)
+                subprocess.run(
+                    [*self._prefix, "kill", "-KILL", *pids], capture_output=True, check=False
+                )
             else:
                 for pid in pids:
                     with contextlib.suppress(ProcessLookupError):
@@ -147,7 +164,9 @@ class Namespaces:
 def find_program(name: str) -> str | None:
     """Return the path of a program of system administration, or None."""
     # The folders of such programs are not in every user's PATH.
-    return shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
+    return shutil.which(
+        name, path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
+    )
 
 
 def start_time(pid: int) -> int:

@@ -80,7 +80,9 @@ def parse_network(text: str) -> Network:
     for difference in differences:
         number, settings = _parse_host(difference)
         if number in hosts:
-            raise ValueError(f"host {number} must be described once, not twice: put its parts together")
+            raise ValueError(
+                f"host {number} must be described once, not twice: put its parts together"
+            )
         hosts[number] = settings
     return Network(link, between, racks, hosts_per_rack, hosts)
 
@@ -104,7 +106,9 @@ def load_network(path: Path) -> Network:
     try:
         return _from_tables(tomllib.loads(read_text(path)))
     except OSError as error:
-        raise ConfigurationError(f"cannot read the network {path}: {error.strerror or error}") from error
+        raise ConfigurationError(
+            f"cannot read the network {path}: {error.strerror or error}"
+        ) from error
     # Nested brackets raise RecursionError, and a number of hundreds of digits OverflowError.
     except (ValueError, RecursionError, OverflowError) as error:
         raise ConfigurationError(f"the network {path} cannot be used: {error}") from error
@@ -128,7 +132,9 @@ def _parse_link(text: str) -> Link:
                 "('2ms-jitter') or a loss ('0.1%-loss')" + bandwidth_hint(word)
             )
         if name in values:
-            raise ValueError(f"part {word!r} must not follow another {name.removesuffix('_s').replace('_', ' ')}")
+            raise ValueError(
+                f"part {word!r} must not follow another {name.removesuffix('_s').replace('_', ' ')}"
+            )
         values[name] = value
     if "bandwidth" not in values:
         raise ValueError(
@@ -167,7 +173,9 @@ def _parse_host(text: str) -> tuple[int, HostSettings]:
 def _words(text: str, subject: str) -> Iterator[str]:
     for word in text.split(","):
         if not word.strip():
-            raise ValueError(f"{subject} must not have an empty part: write for example '100mbit,20ms'")
+            raise ValueError(
+                f"{subject} must not have an empty part: write for example '100mbit,20ms'"
+            )
         yield word.strip()
 
 
@@ -175,14 +183,18 @@ def _bandwidth(text: object) -> int | None:
     if text == UNLIMITED:
         return None
     if not isinstance(text, str):
-        raise ValueError(f"bandwidth must be a text such as '100mbit' or '{UNLIMITED}', not {text!r}")
+        raise ValueError(
+            f"bandwidth must be a text such as '100mbit' or '{UNLIMITED}', not {text!r}"
+        )
     return bits_per_second(text)
 
 
 def _seconds(text: object, subject: str) -> float:
     match = _TIME.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise ValueError(f"{subject} must be a time such as '20ms', '500us' or '1.5s', not {text!r}")
+        raise ValueError(
+            f"{subject} must be a time such as '20ms', '500us' or '1.5s', not {text!r}"
+        )
     seconds = float(match[1]) * _TIME_UNITS[match[2]]
     if seconds > _LONGEST_TIME_S:
         raise ValueError(f"{subject} must be at most {_LONGEST_TIME_S:.0f}s, not {text!r}")
@@ -201,7 +213,10 @@ def _cut(text: object) -> Cut:
     start, dash, end = text.partition("-") if isinstance(text, str) else ("", "", "")
     if not isinstance(text, str):
         raise ValueError(f"cut must be a text such as '10s-15s', not {text!r}")
-    return Cut(_seconds(start.strip(), "start of a cut"), _seconds(end.strip(), "end of a cut") if dash else None)
+    return Cut(
+        _seconds(start.strip(), "start of a cut"),
+        _seconds(end.strip(), "end of a cut") if dash else None,
+    )
 
 
 def _in_order(cuts: list[Cut]) -> tuple[Cut, ...]:
@@ -231,10 +246,14 @@ def _from_tables(tables: Mapping[str, Any]) -> Network:
         _known(table, ("host", "bandwidth", "cpu", "cuts"), "[[hosts]]")
         number = table.get("host")
         if isinstance(number, bool) or not isinstance(number, int) or number < 0 or number in hosts:
-            raise ValueError(f"host of [[hosts]] must be a number from 0, once each, not {number!r}")
+            raise ValueError(
+                f"host of [[hosts]] must be a number from 0, once each, not {number!r}"
+            )
         cuts = table.get("cuts", [])
         if not isinstance(cuts, list):
-            raise ValueError(f"cuts of host {number} must be a list such as ['10s-15s'], not {cuts!r}")
+            raise ValueError(
+                f"cuts of host {number} must be a list such as ['10s-15s'], not {cuts!r}"
+            )
         hosts[number] = HostSettings(
             _bandwidth(table["bandwidth"]) if "bandwidth" in table else None,
             _share(table["cpu"], "cpu") if "cpu" in table else 1.0,
@@ -254,7 +273,9 @@ def _link_of(table: Any, name: str) -> Link:
         raise ValueError(f"the table {name} must be given: it has the bandwidth of a link")
     _known(table, ("bandwidth", "round_trip", "jitter", "loss"), name)
     if "bandwidth" not in table:
-        raise ValueError(f"bandwidth of {name} must be given: write for example bandwidth = '100mbit'")
+        raise ValueError(
+            f"bandwidth of {name} must be given: write for example bandwidth = '100mbit'"
+        )
     return Link(
         _bandwidth(table["bandwidth"]),
         _seconds(table.get("round_trip", "0s"), f"round_trip of {name}"),
@@ -268,4 +289,6 @@ def _known(table: Any, names: tuple[str, ...], where: str) -> None:
         raise ValueError(f"{where} must be a table, not {table!r}")
     unknown = sorted(set(table) - set(names))
     if unknown:
-        raise ValueError(f"keys of {where} must be among {', '.join(names)}, not {', '.join(unknown)}")
+        raise ValueError(
+            f"keys of {where} must be among {', '.join(names)}, not {', '.join(unknown)}"
+        )

@@ -57,7 +57,10 @@ class _Port:
         self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         self.socket.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
         self.socket.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
-        for force, plain in ((_SO_RCVBUFFORCE, socket.SO_RCVBUF), (_SO_SNDBUFFORCE, socket.SO_SNDBUF)):
+        for force, plain in (
+            (_SO_RCVBUFFORCE, socket.SO_RCVBUF),
+            (_SO_SNDBUFFORCE, socket.SO_SNDBUF),
+        ):
             try:
                 self.socket.setsockopt(socket.SOL_SOCKET, force, _BUFFER_BYTES)
             except PermissionError:
@@ -74,7 +77,9 @@ class _Port:
 class _Junction:
     """Ports among which frames are forwarded."""
 
-    def __init__(self, ports: list[str], uplink: str, delay_s: float, jitter_s: float, loss: float) -> None:
+    def __init__(
+        self, ports: list[str], uplink: str, delay_s: float, jitter_s: float, loss: float
+    ) -> None:
         self.ports = [_Port(name, self) for name in ports]
         self.uplink = _Port(uplink, self) if uplink else None
         self.all = [*self.ports, *([self.uplink] if self.uplink else [])]

@@ -138,7 +138,10 @@ def _phase_s(links: set[Link], workers: int, message_bytes: float, segments: int
 
     def of_link(link: Link) -> float:
         # Two segments are in flight: while one travels, the receiver says that it is ready for the next.
-        pair_s, round_trip_s = _sending_s(link, message_bytes * 2 / segments, workers), _round_trip_s(link)
+        pair_s, round_trip_s = (
+            _sending_s(link, message_bytes * 2 / segments, workers),
+            _round_trip_s(link),
+        )
         pairs = (workers - 1) * segments / 2
         return (pairs - 1) * max(round_trip_s + pair_s / 2, pair_s) + round_trip_s + pair_s
 
@@ -154,4 +157,8 @@ def _sending_s(link: Link, size_bytes: float, workers: int) -> float:
     """Return the seconds from the first to the last byte of a message."""
     sending_s = 0.0 if link.bandwidth is None else size_bytes * 8 / (link.bandwidth * _PAYLOAD)
     unpaced_bytes = _UNPACED_BYTES if workers > 2 else _UNPACED_BYTES_OF_A_PAIR
-    return max(sending_s, link.round_trip_s * _PACED_SHARE) if size_bytes > unpaced_bytes else sending_s
+    return (
+        max(sending_s, link.round_trip_s * _PACED_SHARE)
+        if size_bytes > unpaced_bytes
+        else sending_s
+    )

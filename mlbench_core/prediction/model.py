@@ -114,7 +114,9 @@ def predict(
         check_int("critical_workers", critical_workers)
     measured = _read(record, alone)
     slowest_cpu = _slowest_cpu(network, workers)
-    exposed_s, hidden_s = _communication_s(measured, network, workers, measured.backward_s / slowest_cpu)
+    exposed_s, hidden_s = _communication_s(
+        measured, network, workers, measured.backward_s / slowest_cpu
+    )
     if workers > 1:
         exposed_s += measured.local_s
     step_s = measured.compute_s / slowest_cpu + exposed_s
@@ -122,7 +124,11 @@ def predict(
     error = _error(network, workers) if workers > 1 else None
     # The error is a share of the measured time m: the prediction p is between m (1 - error) and m (1 + error).
     step_range_s = None if error is None else (step_s / (1 + error), step_s / (1 - error))
-    each = [entry.scaled(measured.workers, workers) for entry in measured.collectives] if workers > 1 else []
+    each = (
+        [entry.scaled(measured.workers, workers) for entry in measured.collectives]
+        if workers > 1
+        else []
+    )
     return Prediction(
         workers,
         str(network),
@@ -131,15 +137,21 @@ def predict(
         hidden_s,
         steps,
         None if steps is None else steps * step_s,
-        None if steps is None else steps * workers * sum(entry.calls * entry.size_bytes for entry in each),
+        None
+        if steps is None
+        else steps * workers * sum(entry.calls * entry.size_bytes for entry in each),
         assumption,
         _caveats(record, measured, network, workers),
         step_range_s,
-        None if steps is None or step_range_s is None else (steps * step_range_s[0], steps * step_range_s[1]),
+        None
+        if steps is None or step_range_s is None
+        else (steps * step_range_s[0], steps * step_range_s[1]),
     )
 
 
-def _caveats(record: RunRecord, measured: _Measured, network: Network, workers: int) -> tuple[str, ...]:
+def _caveats(
+    record: RunRecord, measured: _Measured, network: Network, workers: int
+) -> tuple[str, ...]:
     """Return what makes the predicted times less certain: waiting of unknown cause, and a case not calibrated."""
     found = []
     step_s = (record.total_s or 0.0) / _steps_of(record)
@@ -155,7 +167,9 @@ def _caveats(record: RunRecord, measured: _Measured, network: Network, workers: 
         )
     if workers > 1 and not _is_calibrated(network, workers):
         names, (low, high) = ", ".join(_ERRORS), _CALIBRATED_WORKERS
-        found.append(f"not within the range of calibration, which is {low} to {high} workers on {names}")
+        found.append(
+            f"not within the range of calibration, which is {low} to {high} workers on {names}"
+        )
     return tuple(found)
 
 
@@ -186,7 +200,9 @@ def predict_time_to_goal(record: RunRecord, network: Network, workers: int) -> f
     """
     time_s = predict(record, network, workers).time_to_goal_s
     if time_s is None:
-        raise ConfigurationError(f"run {record.name} did not reach its goal: its steps to the goal are unknown")
+        raise ConfigurationError(
+            f"run {record.name} did not reach its goal: its steps to the goal are unknown"
+        )
     return time_s
 
 
@@ -199,9 +215,17 @@ def _read(record: RunRecord, alone: RunRecord | None) -> _Measured:
             remedy = "measure a run of 2 workers or more, too"
         elif not record.batches:
             remedy = "train with a Tracker that marks the start and the end of each batch"
-        raise ConfigurationError(f"run {record.name} did not record the collectives of several workers: {remedy}")
+        raise ConfigurationError(
+            f"run {record.name} did not record the collectives of several workers: {remedy}"
+        )
     collectives = tuple(
-        Collective(e["op"], e["group"], e["calls"] / record.batches, e["bytes"] / e["calls"], e["overlapped"])
+        Collective(
+            e["op"],
+            e["group"],
+            e["calls"] / record.batches,
+            e["bytes"] / e["calls"],
+            e["overlapped"],
+        )
         for e in found
     )
     source = record if alone is None else alone
@@ -216,7 +240,9 @@ def _read(record: RunRecord, alone: RunRecord | None) -> _Measured:
         # Nothing was hidden, or the version of that run did not tell: compute has been reduced by this time, too.
         exposed_s = record.phases_s.get("communication") or 0.0
     waited_s = exposed_s / _steps_of(record)
-    explained_s, _ = _communication_s(measured, there, workers, backward_s / _slowest_cpu(there, workers))
+    explained_s, _ = _communication_s(
+        measured, there, workers, backward_s / _slowest_cpu(there, workers)
+    )
     unexplained_s = max(0.0, waited_s - explained_s)
     if record.communication_cpu_s is None:
         local_s = unexplained_s * _share_of_core(record)
@@ -247,7 +273,9 @@ def _compute_s(record: RunRecord) -> float:
     if seconds is None and record.workers == 1:
         seconds = record.total_s
     if seconds is None:
-        raise ConfigurationError(f"run {record.name} did not record compute and communication times")
+        raise ConfigurationError(
+            f"run {record.name} did not record compute and communication times"
+        )
     return seconds / _steps_of(record)
 
 
@@ -259,7 +287,9 @@ def _share_of_core(record: RunRecord) -> float:
     return 1.0 if not cores or on_gpu else min(1.0, cores / threads)
 
 
-def _communication_s(measured: _Measured, network: Network, workers: int, backward_s: float) -> tuple[float, float]:
+def _communication_s(
+    measured: _Measured, network: Network, workers: int, backward_s: float
+) -> tuple[float, float]:
     """Return the exposed and the hidden seconds of communication in a step."""
     blocking_s = overlapped_s = 0.0
     for entry in measured.collectives if workers > 1 else ():
@@ -275,7 +305,9 @@ def _communication_s(measured: _Measured, network: Network, workers: int, backwa
     return blocking_s + overlapped_s - hidden_s, hidden_s
 
 
-def _steps(record: RunRecord, workers: int, critical_workers: int | None) -> tuple[float | None, str]:
+def _steps(
+    record: RunRecord, workers: int, critical_workers: int | None
+) -> tuple[float | None, str]:
     """Return the steps to the goal with a number of workers, and the assumption behind them."""
     steps, measured = record.steps_to_goal, record.workers or 1
     if not record.reached or steps is None:

@@ -35,7 +35,14 @@ _CODE = (
     ".yml",
 )
 # Git sets these for its hooks. A run that such a hook starts would otherwise describe the hook's repository.
-_GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX")
+_GIT_VARIABLES = (
+    "GIT_DIR",
+    "GIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_COMMON_DIR",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_PREFIX",
+)
 
 
 def describe_checkout(path: Path, *, accept_new: bool = False) -> dict[str, Any] | None:
@@ -67,7 +74,10 @@ def describe_checkout(path: Path, *, accept_new: bool = False) -> dict[str, Any]
     try:
         path = path.resolve()
         folder = path if path.is_dir() else path.parent
-        top, commit = (os.fsdecode(line) for line in _git(folder, "rev-parse", "--show-toplevel", "HEAD").splitlines())
+        top, commit = (
+            os.fsdecode(line)
+            for line in _git(folder, "rev-parse", "--show-toplevel", "HEAD").splitlines()
+        )
         root = Path(top)
         kinds = ("--cached", "--others", "--exclude-standard") if accept_new else ("--cached",)
         # Fails if no such file is known to Git.
@@ -80,9 +90,13 @@ def describe_checkout(path: Path, *, accept_new: bool = False) -> dict[str, Any]
         # its own, with the settings of the submodule.
         options = ("-z", "--no-renames", "--untracked-files=no", "--ignore-submodules=dirty")
         # Two letters and a space precede each name.
-        changed = [line[3:] for line in _git(root, "status", "--porcelain=v1", *options).split(b"\0")]
+        changed = [
+            line[3:] for line in _git(root, "status", "--porcelain=v1", *options).split(b"\0")
+        ]
         code = (f"*{suffix}" for suffix in _CODE)
-        new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *code).split(b"\0")
+        new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *code).split(
+            b"\0"
+        )
         names = sorted({name for name in (*changed, *new) if name})
         found["changed_files"] = len(names)
         found["difference_sha256"] = _hash_files(root, names) if names else None

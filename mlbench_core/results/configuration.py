@@ -59,4 +59,9 @@ class Configuration:
         user is always in the open division.
         """
         division = "closed" if self.task is not None and not self.changed else "open"
-        return {**asdict(self), "options": dict(self.options), "changed": sorted(self.changed), "division": division}
+        return {
+            **asdict(self),
+            "options": dict(self.options),
+            "changed": sorted(self.changed),
+            "division": division,
+        }

@@ -49,9 +49,30 @@ _SYS = Path("/sys")
 _VARIABLE_PREFIXES = ("MLBENCH_", "OMPI_COMM_WORLD_")
 # Of SLURM, only the place of the process and its resources: other variables name users and accounts.
 _VARIABLES = {
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
-    *("SLURM_NNODES", "SLURM_JOB_PARTITION", "SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND", "SLURM_GPUS_ON_NODE"),
+    *(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ),
+    *(
+        "SLURM_JOB_ID",
+        "SLURM_STEP_ID",
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_NODEID",
+        "SLURM_NTASKS",
+    ),
+    *(
+        "SLURM_NNODES",
+        "SLURM_JOB_PARTITION",
+        "SLURM_CPUS_PER_TASK",
+        "SLURM_CPU_BIND",
+        "SLURM_GPUS_ON_NODE",
+    ),
 }
 
 # Names of accounts.
@@ -63,20 +84,21 @@ _SECRET_VARIABLE = re.compile(
     re.IGNORECASE,
 )
 # One of these must be the end of a word in the name: --api-key and --apikey match, --max-tokens and --tokenizer do not.
-_SECRET_NAME = (
-    r"[\w.+-]*(?:token|key|secret|password|passwd|passphrase|(?<!by)pass|pwd|credentials?|auth)(?![a-z0-9])[\w.-]*"
-)
+_SECRET_NAME = r"[\w.+-]*(?:token|key|secret|password|passwd|passphrase|(?<!by)pass|pwd|credentials?|auth)(?![a-z0-9])[\w.-]*"
 # A flag such as --no-token has no value.
 _SECRET_OPTION = re.compile(f"(?!--no-)-{_SECRET_NAME}", re.IGNORECASE)
 # Also within a command that is one argument.
 _SECRET_SETTING = re.compile(
-    rf"(?<!\S)({_SECRET_OPTION.pattern}(?:=|\s+)|{_SECRET_NAME}=)(?:'[^']*'|\"[^\"]*\"|\S+)", re.IGNORECASE
+    rf"(?<!\S)({_SECRET_OPTION.pattern}(?:=|\s+)|{_SECRET_NAME}=)(?:'[^']*'|\"[^\"]*\"|\S+)",
+    re.IGNORECASE,
 )
 # Up to the last @, because a password may contain one.
 _URL_USER = re.compile(r"(?<=://)\S*@")
 _URL_PARAMETER = re.compile(r"([?&;#][^=&;#\s]*=)[^&;#\s]*")
 # A header such as "X-Api-Key: abc", or an entry of a JSON text.
-_SECRET_ENTRY = re.compile(rf"(?<![\w.+-])({_SECRET_NAME}(?:[\"']\s*:\s*|:\s+)[\"']?)[^\s\"',}}]+", re.IGNORECASE)
+_SECRET_ENTRY = re.compile(
+    rf"(?<![\w.+-])({_SECRET_NAME}(?:[\"']\s*:\s*|:\s+)[\"']?)[^\s\"',}}]+", re.IGNORECASE
+)
 _BEARER = re.compile(r"(?<=\bbearer )\S+", re.IGNORECASE)
 _MASK = "***"
 
@@ -88,7 +110,10 @@ _T = TypeVar("_T")
 
 
 def describe_environment(
-    *, seeds: Mapping[str, int] | None = None, data_files: Iterable[Path] = (), program: Path | None = None
+    *,
+    seeds: Mapping[str, int] | None = None,
+    data_files: Iterable[Path] = (),
+    program: Path | None = None,
 ) -> dict[str, Any]:
     """Return the content of ``environment.json``: all that may influence a run, apart from its own options.
 
@@ -139,7 +164,9 @@ def describe_environment(
             "program": None if program is None else describe_checkout(program, accept_new=True),
             "mlbench_core": describe_checkout(Path(__file__).parents[1] / "__init__.py"),
         },
-        "variables": mask_variables({name: os.environ[name] for name in sorted(os.environ) if _is_recorded(name)}),
+        "variables": mask_variables(
+            {name: os.environ[name] for name in sorted(os.environ) if _is_recorded(name)}
+        ),
         "command_line": mask_command_line(sys.orig_argv),
         "seeds": dict(seeds or {}),
         "data_files": files,
@@ -175,10 +202,14 @@ def describe_system() -> dict[str, Any]:
         "cores": os.cpu_count,
         "cores_physical": lambda: _psutil().cpu_count(logical=False),
         # macOS has no such function.
-        "cores_usable": lambda: len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores_usable": lambda: (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ),
         "cores_limit": _cores_limit,
         # psutil gives 0 for a frequency that it does not know.
-        "frequency_mhz": lambda: {name: value or None for name, value in _psutil().cpu_freq()._asdict().items()},
+        "frequency_mhz": lambda: {
+            name: value or None for name, value in _psutil().cpu_freq()._asdict().items()
+        },
         "memory_bytes": lambda: _psutil().virtual_memory().total,
         "memory_limit_bytes": _memory_limit,
     }
@@ -192,7 +223,10 @@ def describe_packages() -> dict[str, str]:
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         # A damaged installation has no name or no version.
-        name, version = _read(partial(getattr, distribution, "name")), _read(partial(getattr, distribution, "version"))
+        name, version = (
+            _read(partial(getattr, distribution, "name")),
+            _read(partial(getattr, distribution, "version")),
+        )
         if name and version:
             # Python imports the first of several installations.
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
@@ -233,7 +267,9 @@ def describe_tensorflow() -> dict[str, Any] | None:
         return None
     return {
         "version": _read(lambda: str(tensorflow.__version__)),
-        "threads": _read(lambda: int(tensorflow.config.threading.get_intra_op_parallelism_threads())),
+        "threads": _read(
+            lambda: int(tensorflow.config.threading.get_intra_op_parallelism_threads())
+        ),
     }
 
 
@@ -253,7 +289,11 @@ def describe_gpus() -> list[dict[str, Any]]:
     count = _read(lambda: torch.cuda.device_count()) or 0
     devices = [_read(partial(torch.cuda.get_device_properties, index)) for index in range(count)]
     return [
-        {"name": each.name, "memory_bytes": each.total_memory, "capability": f"{each.major}.{each.minor}"}
+        {
+            "name": each.name,
+            "memory_bytes": each.total_memory,
+            "capability": f"{each.major}.{each.minor}",
+        }
         for each in devices
         if each is not None
     ]
@@ -364,7 +404,10 @@ def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
         >>> mask_variables({"WANDB_API_KEY": "abc", "NCCL_ALGO": "Ring", "MLFLOW_TRACKING_URI": "http://me:pw@host"})
         {'WANDB_API_KEY': '***', 'NCCL_ALGO': 'Ring', 'MLFLOW_TRACKING_URI': 'http://***@host'}
     """
-    return {name: _MASK if _SECRET_VARIABLE.search(name) else _mask(str(value)) for name, value in variables.items()}
+    return {
+        name: _MASK if _SECRET_VARIABLE.search(name) else _mask(str(value))
+        for name, value in variables.items()
+    }
 
 
 def _is_recorded(name: str) -> bool:
@@ -402,7 +445,9 @@ def _describe_files(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], int]:
                 left_bytes -= status.st_size
                 entry["sha256"] = _read(partial(digest, path))
             else:
-                entry["modified_at"] = datetime.fromtimestamp(status.st_mtime, timezone.utc).isoformat()
+                entry["modified_at"] = datetime.fromtimestamp(
+                    status.st_mtime, timezone.utc
+                ).isoformat()
                 entry["sha256_of_parts"] = _read(partial(_hash_parts, path, status.st_size))
         found.append(entry)
     return found, sum(1 for _ in rest)
@@ -440,7 +485,10 @@ def _cpu_name() -> str:
 
 
 def _sockets() -> int | None:
-    packages = {_read_file(path) for path in _SYS.glob("devices/system/cpu/cpu*/topology/physical_package_id")}
+    packages = {
+        _read_file(path)
+        for path in _SYS.glob("devices/system/cpu/cpu*/topology/physical_package_id")
+    }
     return len(packages - {None, "-1"}) or None
 
 
@@ -451,7 +499,10 @@ def _cores_limit() -> float | None:
         # Version 2 has both numbers in one file; "max" and -1 mean no limit.
         quota, period = [
             *(_read_file(folder / "cpu.max") or "").split(),
-            *(_read_file(folder / name) or "-1" for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+            *(
+                _read_file(folder / name) or "-1"
+                for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            ),
         ][:2]
         if quota.isdecimal() and period.isdecimal():
             limits.append(int(quota) / int(period))
@@ -466,7 +517,11 @@ def _cores_limit() -> float | None:
 def _memory_limit() -> int | None:
     """Return the bytes of memory that the control groups allow, if they are below those of the machine."""
     total = int(_psutil().virtual_memory().total)
-    files = [folder / name for folder in _control_groups("memory") for name in ("memory.max", "memory.limit_in_bytes")]
+    files = [
+        folder / name
+        for folder in _control_groups("memory")
+        for name in ("memory.max", "memory.limit_in_bytes")
+    ]
     limits = [int(text) for text in map(_read_file, files) if text is not None and text.isdecimal()]
     return min((limit for limit in limits if limit < total), default=None)
 
@@ -494,7 +549,9 @@ def _nvml_gpus() -> list[dict[str, Any]]:
     import pynvml
 
     pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    handles = [
+        pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+    ]
     return [
         {
             "name": str(pynvml.nvmlDeviceGetName(handle)),

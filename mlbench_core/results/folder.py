@@ -57,7 +57,15 @@ _MOST_BYTES = 16 << 20
 
 # What a computation raises if a changed file lacks a field, or has one of another type or an absurd size.
 _DAMAGE = (
-    *(ConfigurationError, ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError),
+    *(
+        ConfigurationError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        IndexError,
+        ArithmeticError,
+    ),
     *(RecursionError, OSError),
 )
 
@@ -76,7 +84,11 @@ def prepare_folder(folder: Path, *, resume: bool = False) -> None:
             are moved to ``earlier-1``, ``earlier-2`` and so on below it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    found = [path for path in folder.iterdir() if path.name in FILES or path.match("metrics.rank-*.jsonl")]
+    found = [
+        path
+        for path in folder.iterdir()
+        if path.name in FILES or path.match("metrics.rank-*.jsonl")
+    ]
     if resume:
         # The result is written again at the end. Until then, no result is better than an outdated one.
         for name in (RESULT, OFFICIAL, MLPERF):
@@ -153,7 +165,9 @@ def _join(folder: Path) -> None:
             path.unlink()
 
 
-def _texts(result: Mapping[str, Any], environment: Mapping[str, Any], lines: RawLines) -> dict[str, str]:
+def _texts(
+    result: Mapping[str, Any], environment: Mapping[str, Any], lines: RawLines
+) -> dict[str, str]:
     """Return the content of the files that follow from the others."""
     texts = {MLPERF: "".join(line + "\n" for line in mlperf_lines(result, environment, lines))}
     goal = result["goal"]
@@ -198,7 +212,11 @@ def find_folders(path: Path) -> Iterator[Path]:
         yield path
         return
     for child in sorted(path.iterdir()):
-        if child.is_dir() and not child.is_symlink() and not child.name.startswith((".", "earlier-")):
+        if (
+            child.is_dir()
+            and not child.is_symlink()
+            and not child.name.startswith((".", "earlier-"))
+        ):
             yield from find_folders(child)
 
 
@@ -236,8 +254,13 @@ def verify_folder(folder: Path) -> list[str]:
     try:
         problems += _recompute(folder, result, lines)
     except _DAMAGE as error:
-        problems.append(f"the result cannot be recomputed from the raw lines: {type(error).__name__}: {error}")
-    return [*problems, *(f"{LINES} has a line that cannot be read: {line}" for line in lines.skipped)]
+        problems.append(
+            f"the result cannot be recomputed from the raw lines: {type(error).__name__}: {error}"
+        )
+    return [
+        *problems,
+        *(f"{LINES} has a line that cannot be read: {line}" for line in lines.skipped),
+    ]
 
 
 def _recompute(folder: Path, result: Mapping[str, Any], lines: RawLines) -> list[str]:
@@ -251,7 +274,9 @@ def _recompute(folder: Path, result: Mapping[str, Any], lines: RawLines) -> list
         path = folder / name
         # Earlier versions wrote the official result without a line break at its end.
         accepted = (text, text.removesuffix("\n")) if name == OFFICIAL else (text,)
-        is_changed = path.is_file() and not any(_holds(path, content.encode()) for content in accepted)
+        is_changed = path.is_file() and not any(
+            _holds(path, content.encode()) for content in accepted
+        )
         if name not in result["files"] or is_changed:
             problems.append(f"{name} does not follow from the raw lines")
     return problems + _check_goal(again, lines) + _check_times(lines)
@@ -279,7 +304,10 @@ def _as_before(computed: Mapping[str, Any]) -> dict[str, Any]:
 def _with_zeros(times: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]] | None:
     if times is None:
         return None
-    return {worker: {name: value or 0.0 for name, value in each.items()} for worker, each in times.items()}
+    return {
+        worker: {name: value or 0.0 for name, value in each.items()}
+        for worker, each in times.items()
+    }
 
 
 def _holds(path: Path, content: bytes) -> bool:
@@ -292,7 +320,9 @@ def _differences(written: Any, computed: Any, place: str = "") -> list[str]:
     if isinstance(written, dict) and isinstance(computed, dict):
         found = []
         for name in dict.fromkeys([*written, *computed]):
-            found += _differences(written.get(name), computed.get(name), f"{place}.{name}" if place else name)
+            found += _differences(
+                written.get(name), computed.get(name), f"{place}.{name}" if place else name
+            )
         return found
     if written == computed:
         return []
@@ -311,37 +341,65 @@ def _check_goal(result: Mapping[str, Any], lines: RawLines) -> list[str]:
         value = line["value"]
         if aim.reached_by(value):
             if not goal["reached"]:
-                return [f"{goal['metric']} reached the goal at step {line['step']}, but the result says it did not"]
-            if (line["step"], line["epoch"] + 1, value) != (goal["step"], goal["epochs"], goal["value"]):
+                return [
+                    f"{goal['metric']} reached the goal at step {line['step']}, but the result says it did not"
+                ]
+            if (line["step"], line["epoch"] + 1, value) != (
+                goal["step"],
+                goal["epochs"],
+                goal["value"],
+            ):
                 claimed = f"at step {goal['step']} in epoch {goal['epochs']} with {goal['value']}"
                 return [
                     f"the goal was reached at step {line['step']} in epoch {line['epoch'] + 1} with {value}, but the "
                     f"result says {claimed}"
                 ]
             return []
-    return ["the result says that the goal was reached, but no statistic reached it"] if goal["reached"] else []
+    return (
+        ["the result says that the goal was reached, but no statistic reached it"]
+        if goal["reached"]
+        else []
+    )
 
 
 def _check_budget(goal: Mapping[str, Any], lines: RawLines) -> list[str]:
     """Check the goal of a fixed training time: its moment, and that its value is the best one until then."""
     budget_s, stats = goal["budget_s"], statistics(lines, goal["metric"])
     # Another worker may be slower than rank 0 and end the run before. None may end it after rank 0's time was over.
-    is_over = (line["step"] for line in _ends_of_epochs(lines) if line["totals"].get("train_s", 0.0) >= budget_s)
+    is_over = (
+        line["step"]
+        for line in _ends_of_epochs(lines)
+        if line["totals"].get("train_s", 0.0) >= budget_s
+    )
     over = next(is_over, None)
     due = next((line["step"] for line in stats if over is not None and line["step"] >= over), None)
     if not goal["reached"]:
-        return [] if due is None else [f"the training time was over at step {due}, but the result says it was not"]
+        return (
+            []
+            if due is None
+            else [f"the training time was over at step {due}, but the result says it was not"]
+        )
     problems = []
     if due is not None and due < goal["step"]:
-        problems.append(f"the training time was over at step {due}, but the result says at step {goal['step']}")
+        problems.append(
+            f"the training time was over at step {due}, but the result says at step {goal['step']}"
+        )
     reached_s = goal["time_to_goal_s"]["slowest"]
     if reached_s < budget_s:
-        problems.append(f"the goal needs {budget_s:g} s of training, but was reached after {reached_s:.3f} s")
-    values = [line["value"] for line in stats if line["step"] <= goal["step"] and line["value"] is not None]
+        problems.append(
+            f"the goal needs {budget_s:g} s of training, but was reached after {reached_s:.3f} s"
+        )
+    values = [
+        line["value"]
+        for line in stats
+        if line["step"] <= goal["step"] and line["value"] is not None
+    ]
     best = (min if goal["minimize"] else max)(values, default=None)
     # Of a metric that is not its primary one, a tracker knows the latest value only.
     if goal["value"] not in (best, *values[-1:]):
-        problems.append(f"the best value until step {goal['step']} was {best}, but the result says {goal['value']}")
+        problems.append(
+            f"the best value until step {goal['step']} was {best}, but the result says {goal['value']}"
+        )
     return problems
 
 
@@ -376,14 +434,18 @@ def _check_times(lines: RawLines) -> list[str]:
         # for the rounding of CUDA events.
         is_interrupted = line["kind"] == "end" and line.get("state") == "failed"
         if not is_interrupted and steps_s > train_s * 1.01 + 0.001:
-            problems[f"the steps of rank {rank} take {steps_s:.3f} s of {train_s:.3f} s of training"] = None
+            problems[
+                f"the steps of rank {rank} take {steps_s:.3f} s of {train_s:.3f} s of training"
+            ] = None
         last[rank] = train_s
         numbers = {name: value for name, value in totals.items() if isinstance(value, int | float)}
         if negative := [name for name, value in numbers.items() if value < 0]:
             problems[f"totals of rank {rank} are negative: {', '.join(negative)}"] = None
         to_goal_s = line.get("time_to_goal_s", train_s)
         if abs(to_goal_s - train_s) > train_s * 0.01 + 0.001:
-            problems[f"rank {rank} reached the goal in {to_goal_s:.3f} s, but had trained {train_s:.3f} s"] = None
+            problems[
+                f"rank {rank} reached the goal in {to_goal_s:.3f} s, but had trained {train_s:.3f} s"
+            ] = None
     return list(problems)
 
 
@@ -408,5 +470,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}")
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path} is not a JSON object: {error}; restore it from a copy") from error
+        raise ConfigurationError(
+            f"{path} is not a JSON object: {error}; restore it from a copy"
+        ) from error
     return content

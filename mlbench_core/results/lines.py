@@ -72,7 +72,11 @@ class LinesSink:
         self.path = path
         self._before_start = before_start
         self._rank = rank
-        self._start = {"run_id": run_id, "host": socket.gethostname(), "configuration": dict(configuration)}
+        self._start = {
+            "run_id": run_id,
+            "host": socket.gethostname(),
+            "configuration": dict(configuration),
+        }
         self.has_started = False
         self._end: Mapping[str, Any] = {}
         self._lost: str | None = None
@@ -85,7 +89,10 @@ class LinesSink:
     def record(self, name: str, value: float | str, epoch: int, step: int, time_s: float) -> None:
         """Keep one statistic for the next write."""
         self._pending.append((time.time(), epoch, step, time_s, name, value))
-        if len(self._pending) >= _MOST_PENDING or time.monotonic() - self._last_write_s > _WRITE_EVERY_S:
+        if (
+            len(self._pending) >= _MOST_PENDING
+            or time.monotonic() - self._last_write_s > _WRITE_EVERY_S
+        ):
             self.flush()
 
     def event(self, kind: str, content: Mapping[str, Any]) -> None:
@@ -116,7 +123,10 @@ class LinesSink:
             reason: The reason of a failure, in one line.
         """
         if self._lost is not None and state == "finished":
-            state, reason = "failed", f"raw lines are missing, because they could not be written: {self._lost}"
+            state, reason = (
+                "failed",
+                f"raw lines are missing, because they could not be written: {self._lost}",
+            )
         # A run that fails before its first batch has not started its tracker.
         if not self.has_started:
             self.event("start", {"resumed": False, "epoch": 0, "step": 0})
@@ -210,9 +220,13 @@ class RawLines:
         self.skipped.clear()
         for path in self.paths:
             with path.open("rb") as file:
-                for number, text in enumerate(iter(partial(file.readline, _MOST_LINE_BYTES), b""), 1):
+                for number, text in enumerate(
+                    iter(partial(file.readline, _MOST_LINE_BYTES), b""), 1
+                ):
                     if len(text) == _MOST_LINE_BYTES:
-                        self.skipped.append(f"{path.name}:{number}: line of {_MOST_LINE_BYTES >> 20} MiB or more")
+                        self.skipped.append(
+                            f"{path.name}:{number}: line of {_MOST_LINE_BYTES >> 20} MiB or more"
+                        )
                         break
                     line = _parsed(text)
                     if line is None:
@@ -238,14 +252,19 @@ _MAY_BE_UNKNOWN = ("communication_cpu_s", "communication_wire_bytes", "exchanges
 
 def _is_sound(line: Mapping[str, Any]) -> bool:
     """Return True if the fields of a line that are used in computations have the right types."""
-    if not isinstance(line.get("kind"), str) or type(line.get("rank")) is not int or line["rank"] < 0:
+    if (
+        not isinstance(line.get("kind"), str)
+        or type(line.get("rank")) is not int
+        or line["rank"] < 0
+    ):
         return False
     if line["kind"] == "stat" and not (
         isinstance(line.get("name"), str) and line.keys() >= {"epoch", "step", "time_s"}
     ):
         return False
     if any(
-        type(line.get(name, 0)) is not int or not 0 <= line.get(name, 0) < _MOST_STEPS for name in ("epoch", "step")
+        type(line.get(name, 0)) is not int or not 0 <= line.get(name, 0) < _MOST_STEPS
+        for name in ("epoch", "step")
     ):
         return False
     if not all(_is_number(line.get(name, 0.0)) for name in ("time_s", "time_to_goal_s")):
@@ -256,9 +275,18 @@ def _is_sound(line: Mapping[str, Any]) -> bool:
         return False
     if type(totals.get("communication_measured", False)) is not bool:
         return False
-    numbers = {name: value for name, value in totals.items() if name not in ("steps_s", "communication_measured")}
+    numbers = {
+        name: value
+        for name, value in totals.items()
+        if name not in ("steps_s", "communication_measured")
+    }
     unknown = [name for name in _MAY_BE_UNKNOWN if numbers.get(name, 0) is None]
-    return all(map(_is_number, [*steps_s.values(), *(numbers[name] for name in numbers if name not in unknown)]))
+    return all(
+        map(
+            _is_number,
+            [*steps_s.values(), *(numbers[name] for name in numbers if name not in unknown)],
+        )
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -276,12 +304,16 @@ def read_lines(folder: Path) -> RawLines:
     """
     whole = folder / "metrics.jsonl"
     # By length first, so that rank 2 comes before rank 10.
-    parts = sorted(folder.glob("metrics.rank-*.jsonl"), key=lambda path: (len(path.name), path.name))
+    parts = sorted(
+        folder.glob("metrics.rank-*.jsonl"), key=lambda path: (len(path.name), path.name)
+    )
     # Reading a pipe or a device may never end.
     return RawLines([path for path in (whole, *parts) if path.is_file()])
 
 
-def statistics(lines: Iterable[Mapping[str, Any]], name: str, rank: int = 0) -> list[dict[str, Any]]:
+def statistics(
+    lines: Iterable[Mapping[str, Any]], name: str, rank: int = 0
+) -> list[dict[str, Any]]:
     """Return the lines of one statistic of one worker, in the order of the training.
 
     A run that is resumed from a checkpoint repeats the batches after it. Their first lines are left out.

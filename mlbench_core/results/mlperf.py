@@ -96,7 +96,11 @@ def mlperf_lines(
     own = [line for line in lines if line["rank"] == 0]
     starts = [number for number, line in enumerate(own) if line["kind"] == "start"]
     # The end of a part of the run that was resumed later is not the end of the run.
-    own = [line for number, line in enumerate(own) if line["kind"] != "end" or number > max(starts, default=0)]
+    own = [
+        line
+        for number, line in enumerate(own)
+        if line["kind"] != "end" or number > max(starts, default=0)
+    ]
     if not own:
         return []
     log = _Log(result)
@@ -157,7 +161,13 @@ class _Log:
         # A stand-in for the task's data set or another goal does not count as a result of the task.
         stand_in = f"_{dataset}" if dataset not in (None, get_task(key).dataset) else ""
         budget_s = self._goal.get("budget_s")
-        goal = "_light" if self._configuration.get("light") else "" if budget_s is None else f"_after_{budget_s:g}s"
+        goal = (
+            "_light"
+            if self._configuration.get("light")
+            else ""
+            if budget_s is None
+            else f"_after_{budget_s:g}s"
+        )
         return f"mlbench_task{key}{stand_in}{goal}"
 
     def _platform(self, environment: Mapping[str, Any]) -> str | None:
@@ -176,20 +186,30 @@ class _Log:
             for name, value in (self._configuration.get("options") or {}).items()
         }
         batch, workers = options.get("batch_size"), self._configuration.get("workers")
-        if self._configuration.get("task") in _FIXED_BATCH_TASKS and isinstance(batch, int) and workers:
+        if (
+            self._configuration.get("task") in _FIXED_BATCH_TASKS
+            and isinstance(batch, int)
+            and workers
+        ):
             options.setdefault("global_batch_size", batch * workers)
         found = {
-            key: next((options[name] for name in names if name in options), None) for key, names in _OPTIONS.items()
+            key: next((options[name] for name in names if name in options), None)
+            for key, names in _OPTIONS.items()
         }
         return {key: value for key, value in found.items() if isinstance(value, (int, float))}
 
     def start(self, lines: list[Mapping[str, Any]]) -> None:
         """Write the start of the run's wall clock, if a line shows when it was."""
         # A part of the run that failed before its clock started may have left nothing but its start.
-        first = takewhile(lambda line: line["kind"] != "start", dropwhile(lambda line: line["kind"] == "start", lines))
+        first = takewhile(
+            lambda line: line["kind"] != "start",
+            dropwhile(lambda line: line["kind"] == "start", lines),
+        )
         # A line may be written later than at its own time on the clock, but never earlier. The line "end" after a
         # failure has no time on the clock.
-        times_ms = (_milliseconds(line) - line["time_s"] * 1e3 for line in first if "time_s" in line)
+        times_ms = (
+            _milliseconds(line) - line["time_s"] * 1e3 for line in first if "time_s" in line
+        )
         start_ms = min(times_ms, default=None)
         self.is_stopped = start_ms is None
         if start_ms is not None:
@@ -228,7 +248,9 @@ class _Log:
             self._end_block(before_ms, ends_epoch=True, metadata={"status": "aborted"})
             self._step, self._validation_s = step, None if step else 0.0
         elif kind == "end":
-            self._stop(time_ms, "success" if line["state"] == "finished" and not self._goal else "aborted")
+            self._stop(
+                time_ms, "success" if line["state"] == "finished" and not self._goal else "aborted"
+            )
 
     def end_validation(self, line: Mapping[str, Any] | None = None) -> None:
         """Write the validation whose records were kept, and the end of the run if it has reached the goal.
@@ -250,9 +272,15 @@ class _Log:
         self._write(start_ms, _START, "eval_start", metadata=metadata)
         self._write(stop_ms, _END, "eval_stop", metadata=metadata)
         metric = self._metric()
-        values = [each["value"] for each in self._validation if each["name"] == metric and each["value"] is not None]
+        values = [
+            each["value"]
+            for each in self._validation
+            if each["name"] == metric and each["value"] is not None
+        ]
         if values:
-            self._write(stop_ms, _POINT, "eval_accuracy", values[-1], {**metadata, "metric": metric})
+            self._write(
+                stop_ms, _POINT, "eval_accuracy", values[-1], {**metadata, "metric": metric}
+            )
         self._validation = []
         if self._goal_ms is not None:
             self._stop(self._goal_ms, "success")
@@ -269,17 +297,34 @@ class _Log:
             self._end_block(time_ms, ends_epoch=True)
         if self._block is None:
             self._block = epoch
-            self._write(time_ms, _START, "block_start", metadata={"first_epoch_num": epoch + 1, "epoch_count": 1})
+            self._write(
+                time_ms,
+                _START,
+                "block_start",
+                metadata={"first_epoch_num": epoch + 1, "epoch_count": 1},
+            )
         if self._epoch is None:
             self._epoch = epoch
             self._write(time_ms, _START, "epoch_start", metadata={"epoch_num": epoch + 1})
 
-    def _end_block(self, time_ms: int, *, ends_epoch: bool, metadata: Mapping[str, Any] | None = None) -> None:
+    def _end_block(
+        self, time_ms: int, *, ends_epoch: bool, metadata: Mapping[str, Any] | None = None
+    ) -> None:
         if ends_epoch and self._epoch is not None:
-            self._write(time_ms, _END, "epoch_stop", metadata={"epoch_num": self._epoch + 1, **(metadata or {})})
+            self._write(
+                time_ms,
+                _END,
+                "epoch_stop",
+                metadata={"epoch_num": self._epoch + 1, **(metadata or {})},
+            )
             self._epoch = None
         if self._block is not None:
-            self._write(time_ms, _END, "block_stop", metadata={"first_epoch_num": self._block + 1, **(metadata or {})})
+            self._write(
+                time_ms,
+                _END,
+                "block_stop",
+                metadata={"first_epoch_num": self._block + 1, **(metadata or {})},
+            )
             self._block = None
 
     def _stop(self, time_ms: int, status: str) -> None:
@@ -291,7 +336,12 @@ class _Log:
         self.is_stopped = True
 
     def _write(
-        self, time_ms: int, event: str, key: str, value: Any = None, metadata: Mapping[str, Any] | None = None
+        self,
+        time_ms: int,
+        event: str,
+        key: str,
+        value: Any = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         # The wall clock may be set back during a run.
         self._latest_ms = max(self._latest_ms, time_ms)

@@ -18,7 +18,11 @@ __all__ = ["check_result", "result_schema"]
 @functools.cache
 def result_schema() -> dict[str, Any]:
     """Return the JSON schema (draft 7) of ``result.json``."""
-    text = resources.files("mlbench_core.results").joinpath("result.schema.json").read_text(encoding="utf-8")
+    text = (
+        resources.files("mlbench_core.results")
+        .joinpath("result.schema.json")
+        .read_text(encoding="utf-8")
+    )
     schema: dict[str, Any] = json.loads(text)
     return schema
 
@@ -55,7 +59,9 @@ def check_result(result: Any, name: str = "result.json") -> Mapping[str, Any]:
             "version of mlbench-core that wrote it, or with a later one"
         )
     for place, number in _not_finite(result):
-        raise ConfigurationError(f"{place} of {name} is {number}, not a finite number: restore it from a copy")
+        raise ConfigurationError(
+            f"{place} of {name} is {number}, not a finite number: restore it from a copy"
+        )
     try:
         _validator()(result)
     except fastjsonschema.JsonSchemaValueException as error:

@@ -76,13 +76,19 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
     starts = [workers[rank].start for rank in sorted(workers) if workers[rank].start is not None]
     if not starts:
         raise ValueError("metrics.jsonl has no start record: the run never began")
-    start, first, ranks = starts[0] or {}, workers[min(workers)], [workers[rank] for rank in sorted(workers)]
+    start, first, ranks = (
+        starts[0] or {},
+        workers[min(workers)],
+        [workers[rank] for rank in sorted(workers)],
+    )
     configuration = dict(start.get("configuration") or {})
     number = configuration.get("workers") or len(ranks)
     is_measured = _is_communication_measured(ranks, number)
     times = _slowest_and_first([worker.totals for worker in ranks], is_measured)
     train_s = times["slowest"]["train_s"]
-    samples, tokens = (sum(worker.totals.get(name, 0) for worker in ranks) for name in ("samples", "tokens"))
+    samples, tokens = (
+        sum(worker.totals.get(name, 0) for worker in ranks) for name in ("samples", "tokens")
+    )
     ends = [worker.end or {} for worker in ranks]
     hosts = {worker.start.get("host") for worker in ranks if worker.start is not None}
     return {
@@ -129,7 +135,10 @@ def _state(ranks: list[_Worker], number: int) -> dict[str, Any]:
         return {"state": "failed", "reason": failed.get("reason")}
     if len(ends) < number:
         missing = number - len(ends)
-        return {"state": "unfinished", "reason": f"{missing} of {number} workers did not write the end of the run"}
+        return {
+            "state": "unfinished",
+            "reason": f"{missing} of {number} workers did not write the end of the run",
+        }
     return {"state": "finished", "reason": None}
 
 
@@ -140,7 +149,12 @@ def _is_communication_measured(ranks: list[_Worker], number: int) -> bool:
     """
     if number == 1:
         return True
-    names = ("communication_measured", "communication_size_bytes", "communication_total_s", "communication_s")
+    names = (
+        "communication_measured",
+        "communication_size_bytes",
+        "communication_total_s",
+        "communication_s",
+    )
     counted = any((worker.end or {}).get("collectives") for worker in ranks)
     return counted or any(worker.totals.get(name) for worker in ranks for name in names)
 
@@ -169,7 +183,10 @@ def _times(totals: Mapping[str, Any], is_measured: bool) -> dict[str, Any]:
     other_s = max(0.0, train_s - sum(phases.values()))
     if not is_measured:
         phases["communication_s"] = None
-    total_s, exposed_s = totals.get("communication_total_s", 0.0), totals.get("communication_exposed_s", 0.0)
+    total_s, exposed_s = (
+        totals.get("communication_total_s", 0.0),
+        totals.get("communication_exposed_s", 0.0),
+    )
     return {
         "wall_s": totals.get("wall_s", 0.0),
         "train_s": train_s,
@@ -180,25 +197,39 @@ def _times(totals: Mapping[str, Any], is_measured: bool) -> dict[str, Any]:
         "communication_exposed_s": exposed_s if is_measured else None,
         "communication_hidden_s": max(0.0, total_s - exposed_s) if is_measured else None,
         # Lines of earlier versions lack it, and then so does the result that verification computes again.
-        **({"communication_cpu_s": totals["communication_cpu_s"]} if "communication_cpu_s" in totals else {}),
+        **(
+            {"communication_cpu_s": totals["communication_cpu_s"]}
+            if "communication_cpu_s" in totals
+            else {}
+        ),
     }
 
 
-def _slowest_and_first(totals: list[Mapping[str, Any]], is_measured: bool) -> dict[str, dict[str, Any]]:
+def _slowest_and_first(
+    totals: list[Mapping[str, Any]], is_measured: bool
+) -> dict[str, dict[str, Any]]:
     """Return the times of the slowest worker in each phase, and those of the first worker."""
     times = [_times(of_worker, is_measured) for of_worker in totals]
     names = dict.fromkeys(name for of_worker in times for name in of_worker)
-    slowest = {name: max((t[name] for t in times if t.get(name) is not None), default=None) for name in names}
+    slowest = {
+        name: max((t[name] for t in times if t.get(name) is not None), default=None)
+        for name in names
+    }
     return {"slowest": slowest, "rank_0": times[0]}
 
 
 def _steps(ranks: list[_Worker]) -> dict[str, dict[str, float]]:
     steps = [dict(worker.totals.get("steps_s", {})) for worker in ranks]
     names = dict.fromkeys(name for of_worker in steps for name in of_worker)
-    return {"slowest": {name: max(s.get(name, 0.0) for s in steps) for name in names}, "rank_0": steps[0]}
+    return {
+        "slowest": {name: max(s.get(name, 0.0) for s in steps) for name in names},
+        "rank_0": steps[0],
+    }
 
 
-def _goal(ranks: list[_Worker], configuration: Mapping[str, Any], is_measured: bool) -> dict[str, Any] | None:
+def _goal(
+    ranks: list[_Worker], configuration: Mapping[str, Any], is_measured: bool
+) -> dict[str, Any] | None:
     """Return the goal with its moment and the times until then, or as missed; None without a goal."""
     wanted = configuration.get("goal")
     reached = [worker.goal for worker in ranks if worker.goal is not None]
@@ -285,7 +316,10 @@ def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
         times = (goal["times"] or result["times"])[worker]
         phases = {phase: times[f"{phase}_s"] for phase in TRACKER_PHASES}
         reached_s = goal["time_to_goal_s"]
-        return {"time_to_goal_s": None if reached_s is None else reached_s[worker], "phases_s": phases}
+        return {
+            "time_to_goal_s": None if reached_s is None else reached_s[worker],
+            "phases_s": phases,
+        }
 
     names = ("metric", "threshold", "minimize", "reached", "value", "epochs")
     own = {name: goal[name] for name in names}

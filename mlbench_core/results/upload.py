@@ -34,7 +34,9 @@ def run_record(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     """
     run, configuration = result["run"], result["configuration"]
     lines = read_lines(folder)
-    ended = run["ended_at"] or max((line["time"] for line in lines if isinstance(line.get("time"), str)), default=None)
+    ended = run["ended_at"] or max(
+        (line["time"] for line in lines if isinstance(line.get("time"), str)), default=None
+    )
     parts = [run["id"], run["started_at"], *map(digest, lines.paths)]
     is_finished = run["state"] == "finished"
     return {
@@ -61,14 +63,18 @@ def _valid_name(name: str) -> str:
 def _command(folder: Path) -> str:
     """Return the command line in ``environment.json``, or an empty text."""
     try:
-        words = json.loads((folder / "environment.json").read_text(encoding="utf-8"))["command_line"]
+        words = json.loads((folder / "environment.json").read_text(encoding="utf-8"))[
+            "command_line"
+        ]
         command = shlex.join(words)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
     return command if len(command) <= _LONGEST_COMMAND else ""
 
 
-def metrics_of(folder: Path, result: Mapping[str, Any], run_id: int, prefix: str) -> Iterator[dict[str, Any]]:
+def metrics_of(
+    folder: Path, result: Mapping[str, Any], run_id: int, prefix: str
+) -> Iterator[dict[str, Any]]:
     """Yield the metrics of a run as its workers would have sent them to the master.
 
     Args:
@@ -82,7 +88,9 @@ def metrics_of(folder: Path, result: Mapping[str, Any], run_id: int, prefix: str
     """
     ended = reached = result["run"]["ended_at"] or result["run"]["started_at"]
 
-    def metric(number: int | str, name: str, date: str, value: object, **metadata: Any) -> dict[str, Any]:
+    def metric(
+        number: int | str, name: str, date: str, value: object, **metadata: Any
+    ) -> dict[str, Any]:
         return {
             "run_id": run_id,
             "id": f"{prefix}-{number}",

@@ -32,7 +32,10 @@ class Estimate:
 
 
 def estimate(
-    pending: Iterable[Point], points: Iterable[Point], done: Mapping[str, Done], limit_s: float | None
+    pending: Iterable[Point],
+    points: Iterable[Point],
+    done: Mapping[str, Done],
+    limit_s: float | None,
 ) -> Estimate:
     """Estimate the time of the runs that are left.
 

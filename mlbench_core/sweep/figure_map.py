@@ -47,7 +47,8 @@ def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
             caption(groups).partition(" Missed the goal:")[0],
             "Cells are predicted from these runs: the method with the least time to the goal. Hatched: the second is "
             "within 10 %. Points are measured: the method with the least median.",
-            "Two colors: the second is within 10 %, or no difference is shown." * any(p.second for p in found.points),
+            "Two colors: the second is within 10 %, or no difference is shown."
+            * any(p.second for p in found.points),
             _shared_cores(groups[0]),
             "A network beyond the range is drawn at its edge.",
             *found.left_out,
@@ -61,7 +62,11 @@ def _shared_cores(group: Group) -> str:
     """Return a sentence if the measured workers shared cores, which those of the prediction do not."""
     cores = (group.machine.get("cores") or 0) * (group.machine.get("hosts") or 1)
     threads = group.workers * (group.configuration.get("threads") or 1)
-    return f"The measured workers shared {cores} cores; predicted ones do not share." if 0 < cores < threads else ""
+    return (
+        f"The measured workers shared {cores} cores; predicted ones do not share."
+        if 0 < cores < threads
+        else ""
+    )
 
 
 def _looks(found: Map) -> dict[str, canvas.Look]:
@@ -87,17 +92,32 @@ def _draw_cells(axes: Axes, found: Map, colors: Mapping[str, canvas.Look]) -> No
     areas: dict[tuple[str, str], list[Path]] = {}
     for place, cell in enumerate(found.cells):
         row, column = divmod(place, columns)
-        corners = [(x[column + right], y[row + up]) for right, up in ((0, 0), (1, 0), (1, 1), (0, 1), (0, 0))]
+        corners = [
+            (x[column + right], y[row + up])
+            for right, up in ((0, 0), (1, 0), (1, 1), (0, 1), (0, 0))
+        ]
         areas.setdefault((cell.winner, _shade(cell.ratio)), []).append(Path(corners, closed=True))
     for (winner, shade), paths in areas.items():
         # One shape for each area and without antialiasing: the background would shine through between two cells.
         shape = Path.make_compound_path(*paths)
         look: canvas.Look = {"linewidth": 0, "antialiased": False}
-        axes.add_patch(PathPatch(shape, facecolor=colors[winner]["color"], alpha=_SHADES[shade], **look))
+        axes.add_patch(
+            PathPatch(shape, facecolor=colors[winner]["color"], alpha=_SHADES[shade], **look)
+        )
         if colors[winner]["hatch"]:
-            axes.add_patch(PathPatch(shape, facecolor="none", edgecolor="white", hatch=colors[winner]["hatch"], **look))
+            axes.add_patch(
+                PathPatch(
+                    shape,
+                    facecolor="none",
+                    edgecolor="white",
+                    hatch=colors[winner]["hatch"],
+                    **look,
+                )
+            )
         if shade == "close":
-            axes.add_patch(PathPatch(shape, facecolor="none", edgecolor="#444444", hatch="//////", **look))
+            axes.add_patch(
+                PathPatch(shape, facecolor="none", edgecolor="#444444", hatch="//////", **look)
+            )
 
 
 def _borders(places: tuple[float, ...]) -> list[float]:
@@ -113,11 +133,24 @@ def _draw_points(axes: Axes, found: Map, colors: Mapping[str, canvas.Look]) -> N
         look["markerfacecolor"] = colors[point.measured]["color"] if point.measured else "white"
         if point.second:
             look.update(fillstyle="left", markerfacecoloralt=colors[point.second]["color"])
-        axes.plot([point.bandwidth], [point.round_trip_s], linestyle="none", zorder=5, clip_on=False, **look)
+        axes.plot(
+            [point.bandwidth],
+            [point.round_trip_s],
+            linestyle="none",
+            zorder=5,
+            clip_on=False,
+            **look,
+        )
         # Right of the point, or else left of it, higher or lower: the first place without another label.
         sides = [(side, up) for up in (0, 9, -9, 18, -18) for side in ("left", "right")]
-        boxes = [_box(point.bandwidth, point.round_trip_s, up, point.network, side) for side, up in sides]
-        free = [place for place, box in enumerate(boxes) if box[1] < 4.1 and not any(_meet(box, one) for one in taken)]
+        boxes = [
+            _box(point.bandwidth, point.round_trip_s, up, point.network, side) for side, up in sides
+        ]
+        free = [
+            place
+            for place, box in enumerate(boxes)
+            if box[1] < 4.1 and not any(_meet(box, one) for one in taken)
+        ]
         place = free[0] if free else 0
         taken.append(boxes[place])
         side, up = sides[place]
@@ -132,7 +165,10 @@ def _box(
     bandwidth: float, round_trip_s: float, up_pt: float, text: str, side: str
 ) -> tuple[float, float, float, float]:
     """Return left, right, bottom and top of a label or point, in decades; a decade is about 42 points on each axis."""
-    x, y = math.log10(bandwidth / BANDWIDTHS[0]), math.log10(round_trip_s / ROUND_TRIPS_S[0]) + up_pt / 42
+    x, y = (
+        math.log10(bandwidth / BANDWIDTHS[0]),
+        math.log10(round_trip_s / ROUND_TRIPS_S[0]) + up_pt / 42,
+    )
     width, half = (6 + 3.2 * len(text)) / 42, 4.5 / 42
     if side == "center":
         return (x - half, x + half, y - half, y + half)
@@ -171,7 +207,9 @@ def _legend(colors: Mapping[str, canvas.Look], found: Map) -> tuple[list[Any], l
     from matplotlib.patches import Patch
 
     handles: list[Any] = [
-        Patch(facecolor=look["color"], edgecolor="white", linewidth=0, alpha=0.85, hatch=look["hatch"])
+        Patch(
+            facecolor=look["color"], edgecolor="white", linewidth=0, alpha=0.85, hatch=look["hatch"]
+        )
         for look in colors.values()
     ]
     labels = list(colors)
@@ -184,19 +222,57 @@ def _legend(colors: Mapping[str, canvas.Look], found: Map) -> tuple[list[Any], l
     if any(cell.ratio is not None and cell.ratio >= _CLEAR for cell in found.cells):
         handles.append(Patch(facecolor="#999999", edgecolor="none", alpha=0.95))
         labels.append("more than 2 times")
-    handles.append(Line2D([], [], marker="o", markersize=5, color="none", markeredgecolor="black", markerfacecolor="w"))
+    handles.append(
+        Line2D(
+            [],
+            [],
+            marker="o",
+            markersize=5,
+            color="none",
+            markeredgecolor="black",
+            markerfacecolor="w",
+        )
+    )
     return handles, [*labels, "measured network"]
 
 
 def _table(found: Map) -> list[list[Any]]:
     rows: list[list[Any]] = [
-        ["kind", "network", "bandwidth_bit_per_s", "round_trip_s", "fastest", "seconds", "second", "second_to_fastest"]
+        [
+            "kind",
+            "network",
+            "bandwidth_bit_per_s",
+            "round_trip_s",
+            "fastest",
+            "seconds",
+            "second",
+            "second_to_fastest",
+        ]
     ]
     for cell in found.cells:
-        rows.append(["predicted", None, cell.bandwidth, cell.round_trip_s, cell.winner, cell.seconds, cell.second])
+        rows.append(
+            [
+                "predicted",
+                None,
+                cell.bandwidth,
+                cell.round_trip_s,
+                cell.winner,
+                cell.seconds,
+                cell.second,
+            ]
+        )
         rows[-1].append(cell.ratio)
     rows += [
-        ["measured", point.network, point.bandwidth, point.round_trip_s, point.measured, None, point.second, None]
+        [
+            "measured",
+            point.network,
+            point.bandwidth,
+            point.round_trip_s,
+            point.measured,
+            None,
+            point.second,
+            None,
+        ]
         for point in found.points
     ]
     return rows

@@ -67,7 +67,10 @@ def quantities(outcome: Outcome, pricing: Pricing) -> Iterator[Quantity]:
         "time_to_goal", "Time to goal", "training time to the goal in seconds", lambda run: run.time_to_goal_s,
         lambda run: run.train_s, sentence="Open triangle: the training time of a run that missed the goal.",
     )  # fmt: skip
-    goal = next((group.records[0].goal for group in outcome.groups if group.records[0].goal), None) or {}
+    goal = (
+        next((group.records[0].goal for group in outcome.groups if group.records[0].goal), None)
+        or {}
+    )
     metric = str(goal.get("metric") or "goal's metric").removeprefix("val_global_")
     yield Quantity(
         "best", f"Best {metric}", f"best {metric} of a run", lambda run: run.best, lambda run: run.best, log=False,
@@ -99,7 +102,11 @@ def draw_rows(outcome: Outcome, quantity: Quantity, network: str | None = None) 
         ConfigurationError: No run on the network has the quantity.
     """
     networks = [network] if network is not None else list(outcome.networks)
-    shown = [cell for cell in outcome.cells if cell.network in networks and cell.workers > 1 and cell.runs]
+    shown = [
+        cell
+        for cell in outcome.cells
+        if cell.network in networks and cell.workers > 1 and cell.runs
+    ]
     if not any(quantity.value(run) is not None for cell in shown for run in cell.group.records):
         raise ConfigurationError(f"no run with more than one worker has a {quantity.title.lower()}")
     names = [name for name in outcome.algorithms if any(cell.algorithm == name for cell in shown)]
@@ -117,7 +124,9 @@ def draw_rows(outcome: Outcome, quantity: Quantity, network: str | None = None) 
         _panel(axes, outcome, quantity, name, names, span)
     text = _rows_caption(outcome, quantity, shown)
     canvas.finish(figure, text, *_legend(every[: len(networks)]))
-    return canvas.Drawing(figure_name(quantity.name, network), figure, text, _rows_table(quantity, shown))
+    return canvas.Drawing(
+        figure_name(quantity.name, network), figure, text, _rows_table(quantity, shown)
+    )
 
 
 def _legend(every: Iterable[Axes]) -> tuple[list[Any], list[str]]:
@@ -131,7 +140,12 @@ def _legend(every: Iterable[Axes]) -> tuple[list[Any], list[str]]:
 
 
 def _panel(
-    axes: Axes, outcome: Outcome, quantity: Quantity, network: str, names: Sequence[str], span: tuple[float, float]
+    axes: Axes,
+    outcome: Outcome,
+    quantity: Quantity,
+    network: str,
+    names: Sequence[str],
+    span: tuple[float, float],
 ) -> None:
     """Draw the rows of one network in a range of values, best algorithm at the top."""
     if quantity.log:
@@ -141,7 +155,9 @@ def _panel(
     middle = {name: _best(outcome, quantity, name, network) for name in names}
     worst = float("inf")
     sign = -1 if quantity.largest_first else 1
-    ordered = sorted(names, key=lambda name: worst if middle[name] is None else sign * (middle[name] or 0.0))
+    ordered = sorted(
+        names, key=lambda name: worst if middle[name] is None else sign * (middle[name] or 0.0)
+    )
     step = 0.8 / max(len(outcome.several), 1)
     for place, name in enumerate(ordered):
         for index, workers in enumerate(outcome.several):
@@ -152,7 +168,9 @@ def _panel(
         _alone(axes, outcome, quantity, name, place)
     if quantity.name == "time_to_goal":
         _reference(axes, outcome)
-    axes.set_yticks(range(len(ordered)), [canvas.wrap(name, _LABEL_IN, 6) for name in ordered], linespacing=0.95)
+    axes.set_yticks(
+        range(len(ordered)), [canvas.wrap(name, _LABEL_IN, 6) for name in ordered], linespacing=0.95
+    )
     axes.set_ylim(len(ordered) - 0.5, -0.5)
     for border in range(1, len(ordered)):
         axes.axhline(border - 0.5, color="#DDDDDD", linewidth=0.4, zorder=0)
@@ -160,7 +178,11 @@ def _panel(
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(quantity.label)
     _ticks(axes, quantity.log)
-    axes.set_title(f"{network} ({outcome.networks[network]})" if str(outcome.networks[network]) != network else network)
+    axes.set_title(
+        f"{network} ({outcome.networks[network]})"
+        if str(outcome.networks[network]) != network
+        else network
+    )
 
 
 def _best(outcome: Outcome, quantity: Quantity, name: str, network: str) -> float | None:
@@ -184,15 +206,26 @@ def _median(quantity: Quantity, cell: Cell) -> float | None:
     return None if found == float("inf") else found
 
 
-def _row(axes: Axes, outcome: Outcome, quantity: Quantity, cell: Cell, y: float, look: canvas.Look) -> None:
+def _row(
+    axes: Axes, outcome: Outcome, quantity: Quantity, cell: Cell, y: float, look: canvas.Look
+) -> None:
     """Draw the runs of a cell as dots, their median as a mark, and the interval as a line."""
     color, marker = look["color"], look["marker"]
     hit = [value for run in cell.reached if (value := quantity.value(run)) is not None]
     reached = {id(run) for run in cell.reached}
-    late = [value for run in cell.group.records if id(run) not in reached and (value := quantity.missed(run))]
+    late = [
+        value
+        for run in cell.group.records
+        if id(run) not in reached and (value := quantity.missed(run))
+    ]
     # Below the interval, on which they could not be seen.
     axes.scatter(hit, [y + 0.13] * len(hit), s=3.5, color=color, alpha=0.75, linewidths=0, zorder=3)
-    hollow: canvas.Look = {"facecolors": "none", "edgecolors": color, "linewidths": 0.7, "zorder": 3}
+    hollow: canvas.Look = {
+        "facecolors": "none",
+        "edgecolors": color,
+        "linewidths": 0.7,
+        "zorder": 3,
+    }
     axes.scatter(late, [y] * len(late), s=11, marker=">", **hollow)
     middle = _median(quantity, cell)
     interval_of = log_interval if quantity.to_goal else confidence_interval
@@ -201,7 +234,9 @@ def _row(axes: Axes, outcome: Outcome, quantity: Quantity, cell: Cell, y: float,
         axes.plot(interval, [y, y], color=color, linewidth=0.9, solid_capstyle="butt", zorder=2)
     if middle is not None:
         label = f"{cell.workers} workers"
-        axes.plot([middle], [y], color=color, marker=marker, linestyle="none", label=label, zorder=4)
+        axes.plot(
+            [middle], [y], color=color, marker=marker, linestyle="none", label=label, zorder=4
+        )
     end = max([*hit, *late, *(interval or ())], default=None)
     text = canvas.number(middle) if middle is not None else ""
     if cell.missed:
@@ -209,7 +244,12 @@ def _row(axes: Axes, outcome: Outcome, quantity: Quantity, cell: Cell, y: float,
     if end is not None or text:
         low, high = axes.get_xlim()
         at = low if end is None else min(end, high)
-        near: canvas.Look = {"textcoords": "offset points", "va": "center", "size": _SMALL_PT, "color": "#222222"}
+        near: canvas.Look = {
+            "textcoords": "offset points",
+            "va": "center",
+            "size": _SMALL_PT,
+            "color": "#222222",
+        }
         axes.annotate(text, (at, y), (3, 0), annotation_clip=False, **near)
 
 
@@ -218,23 +258,38 @@ def _alone(axes: Axes, outcome: Outcome, quantity: Quantity, name: str, place: i
     cell = outcome.cell(name, None, 1)
     middle = _median(quantity, cell) if cell is not None else None
     if middle is not None:
-        look: canvas.Look = {"color": canvas.GRAY, "marker": "|", "markersize": 8, "linestyle": "none", "zorder": 1}
+        look: canvas.Look = {
+            "color": canvas.GRAY,
+            "marker": "|",
+            "markersize": 8,
+            "linestyle": "none",
+            "zorder": 1,
+        }
         axes.plot([middle], [place], label="1 worker, same algorithm", **look)
 
 
 def _reference(axes: Axes, outcome: Outcome) -> None:
     """Draw a line at the median of the baseline with one worker, or of the fastest algorithm without a baseline."""
     row = [cell for cell in outcome.row(None, 1) if cell.median_s is not None]
-    chosen = next((cell for cell in row if cell.algorithm == outcome.baseline), row[0] if row else None)
+    chosen = next(
+        (cell for cell in row if cell.algorithm == outcome.baseline), row[0] if row else None
+    )
     if chosen is not None and chosen.median_s is not None:
-        dashed: canvas.Look = {"color": canvas.GRAY, "linestyle": (0, (4, 2)), "linewidth": 0.8, "zorder": 1}
+        dashed: canvas.Look = {
+            "color": canvas.GRAY,
+            "linestyle": (0, (4, 2)),
+            "linewidth": 0.8,
+            "zorder": 1,
+        }
         axes.axvline(chosen.median_s, label=f"1 worker, {chosen.algorithm}", **dashed)
 
 
 def _range(outcome: Outcome, quantity: Quantity) -> tuple[float, float]:
     """Return the range of the axis over all networks: that of the runs, with room for the text of a row."""
     runs = [run for group in outcome.groups for run in group.records]
-    values = [value for run in runs for value in (quantity.value(run), quantity.missed(run)) if value]
+    values = [
+        value for run in runs for value in (quantity.value(run), quantity.missed(run)) if value
+    ]
     low, high = min(values), max(values)
     if quantity.log:
         return low / 1.25, high * _ROOM
@@ -273,7 +328,14 @@ def _rows_table(quantity: Quantity, cells: Sequence[Cell]) -> list[list[Any]]:
     rows: list[list[Any]] = [["network", "algorithm", "workers", "run", "reached", quantity.name]]
     for cell in cells:
         rows += [
-            [cell.network, cell.algorithm, cell.workers, run.name, bool(run.reached), quantity.value(run)]
+            [
+                cell.network,
+                cell.algorithm,
+                cell.workers,
+                run.name,
+                bool(run.reached),
+                quantity.value(run),
+            ]
             for run in cell.group.records
         ]
     return rows
@@ -292,11 +354,15 @@ def draw_bytes(outcome: Outcome, network: str | None = None) -> canvas.Drawing:
     networks = [network] if network is not None else list(outcome.networks)
     points = {name: _points(outcome, name) for name in networks}
     if not any(points.values()):
-        raise ConfigurationError("no run with more than one worker reached its goal and counted its bytes")
+        raise ConfigurationError(
+            "no run with more than one worker reached its goal and counted its bytes"
+        )
     rows = -(-len(networks) // 2)
     width = canvas.COLUMN_IN if network is not None else canvas.PAGE_IN
     figure = canvas.new_figure(width, 2.4 * rows)
-    every = figure.subplots(rows, min(len(networks), 2), squeeze=False, sharex=True, sharey=True).flatten()
+    every = figure.subplots(
+        rows, min(len(networks), 2), squeeze=False, sharex=True, sharey=True
+    ).flatten()
     looks = method_looks(outcome.algorithms)
     for axes in every[len(networks) :]:
         axes.remove()
@@ -309,8 +375,14 @@ def draw_bytes(outcome: Outcome, network: str | None = None) -> canvas.Drawing:
         "time, and of the bytes. Not drawn: algorithms of which a run missed the goal."
     )
     canvas.finish(figure, text, *_legend(every[: len(networks)]))
-    table: list[list[Any]] = [["network", "algorithm", "workers", "bytes_per_worker", "time_to_goal_s"]]
-    table += [[c.network, c.algorithm, c.workers, sent, s] for name in networks for c, sent, s in points[name]]
+    table: list[list[Any]] = [
+        ["network", "algorithm", "workers", "bytes_per_worker", "time_to_goal_s"]
+    ]
+    table += [
+        [c.network, c.algorithm, c.workers, sent, s]
+        for name in networks
+        for c, sent, s in points[name]
+    ]
     return canvas.Drawing(figure_name("bytes_to_goal", network), figure, text, table)
 
 
@@ -319,7 +391,9 @@ def _points(outcome: Outcome, network: str) -> list[tuple[Cell, float, float]]:
     found = []
     for workers in outcome.several:
         for cell in outcome.row(network, workers):
-            sent = [value for run in cell.reached if cell.complete and (value := sent_per_worker(run))]
+            sent = [
+                value for run in cell.reached if cell.complete and (value := sent_per_worker(run))
+            ]
             if sent and cell.median_s is not None:
                 found.append((cell, statistics.median(sent), cell.median_s))
     return found

@@ -25,7 +25,16 @@ from mlbench_core.network.description import MAX_HOSTS, Network
 from mlbench_core.network.named import get_network
 from mlbench_core.tasks import BACKENDS, Task, get_task, option_value
 
-__all__ = ["FILES", "LONGEST_NAME", "Point", "Sweep", "Variant", "copied_name", "load_sweep", "parse_sweep"]
+__all__ = [
+    "FILES",
+    "LONGEST_NAME",
+    "Point",
+    "Sweep",
+    "Variant",
+    "copied_name",
+    "load_sweep",
+    "parse_sweep",
+]
 
 FILES = "sweep-files"
 """The folder next to the copy of a sweep's file that has copies of the files that it names."""
@@ -37,7 +46,19 @@ _MOST_SEEDS = 1000
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h)")
 _KEYS = (
-    *("title", "task", "command", "backend", "arguments", "light", "workers", "networks", "seeds", "limit", "budget"),
+    *(
+        "title",
+        "task",
+        "command",
+        "backend",
+        "arguments",
+        "light",
+        "workers",
+        "networks",
+        "seeds",
+        "limit",
+        "budget",
+    ),
     *("algorithms", "variants", "price", "repeat_stopped"),
 )
 # Options of the script that the sweep gives itself.
@@ -133,7 +154,10 @@ class Sweep:
         for point in points:
             other = taken.setdefault(point.name, point)
             if other is not point:
-                pairs = ((point.algorithm, other.algorithm), (str(point.network), str(other.network)))
+                pairs = (
+                    (point.algorithm, other.algorithm),
+                    (str(point.network), str(other.network)),
+                )
                 first, second = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
                 raise ConfigurationError(
                     f"the names of algorithms and networks must differ in letters and digits, not {first!r} and "
@@ -142,12 +166,21 @@ class Sweep:
         return points
 
     def _point(self, variant: Variant, workers: int, network: str | None, seed: int) -> Point:
-        parts = [_slug(variant.name), str(workers), *([_slug(network)] if network else []), f"s{seed}"]
+        parts = [
+            _slug(variant.name),
+            str(workers),
+            *([_slug(network)] if network else []),
+            f"s{seed}",
+        ]
         name = "-".join(part for part in parts if part)
         if len(name) > LONGEST_NAME:
             name = f"{name[: LONGEST_NAME - 9].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
         # Runs at the same time would slow down each other.
-        request: dict[str, Any] = {"backend": self.backend, "light_target": self.light, "exclusive": True}
+        request: dict[str, Any] = {
+            "backend": self.backend,
+            "light_target": self.light,
+            "exclusive": True,
+        }
         if network is not None:
             request["network"] = str(self.networks[network])
         words = [*self.arguments, *variant.arguments]
@@ -160,7 +193,9 @@ class Sweep:
             series.check_seeds()
         except ValueError as error:
             raise ConfigurationError(str(error)) from None
-        return Point(name, variant.name, workers, network, seed, {**series.requests()[0], "name": name})
+        return Point(
+            name, variant.name, workers, network, seed, {**series.requests()[0], "name": name}
+        )
 
 
 def load_sweep(path: Path) -> Sweep:
@@ -180,7 +215,9 @@ def load_sweep(path: Path) -> Sweep:
         text = read_text(path)
         return parse_sweep(tomllib.loads(text), path.parent, path.stem)
     except OSError as error:
-        raise ConfigurationError(f"cannot read the sweep {path}: {error.strerror or error}") from error
+        raise ConfigurationError(
+            f"cannot read the sweep {path}: {error.strerror or error}"
+        ) from error
     # Nested brackets raise RecursionError, and a number of hundreds of digits OverflowError.
     except (ValueError, RecursionError, OverflowError, ConfigurationError) as error:
         raise ConfigurationError(f"the sweep {path} cannot be used: {error}") from error
@@ -205,13 +242,21 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
     for key in content:
         if key not in _KEYS:
             similar = difflib.get_close_matches(key, _KEYS, 1)
-            hint = f"did you mean {similar[0]!r}?" if similar else f"the keys are {', '.join(_KEYS)}"
+            hint = (
+                f"did you mean {similar[0]!r}?" if similar else f"the keys are {', '.join(_KEYS)}"
+            )
             raise ValueError(f"key {key!r} must be one that a sweep has: {hint}")
     if ("task" in content) == ("command" in content):
-        raise ValueError('task or command must be given, and not both: write for example task = "1a"')
+        raise ValueError(
+            'task or command must be given, and not both: write for example task = "1a"'
+        )
     task = get_task(_text(content, "task")) if "task" in content else None
     command = _command(_text(content, "command"), folder) if "command" in content else None
-    backend = _text(content, "backend") if "backend" in content else (task.backends if task else BACKENDS)[0]
+    backend = (
+        _text(content, "backend")
+        if "backend" in content
+        else (task.backends if task else BACKENDS)[0]
+    )
     check_backend(backend, task, gpu=False)
     arguments = _words(content.get("arguments", []), "arguments")
     for option in _OWN_OPTIONS:
@@ -220,10 +265,17 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
     workers = _workers(content.get("workers"))
     seeds = content.get("seeds", 1)
     if not _is_count(seeds) or seeds > _MOST_SEEDS:
-        raise ValueError(f"seeds must be a whole number from 1 to {_MOST_SEEDS}, not {seeds!r}: give the repeats")
-    limit_s, repeat_stopped = _seconds(content, "limit"), _switch(content, "repeat_stopped", default=True)
+        raise ValueError(
+            f"seeds must be a whole number from 1 to {_MOST_SEEDS}, not {seeds!r}: give the repeats"
+        )
+    limit_s, repeat_stopped = (
+        _seconds(content, "limit"),
+        _switch(content, "repeat_stopped", default=True),
+    )
     if limit_s is None and not repeat_stopped:
-        raise ValueError('limit must be given with repeat_stopped = false: write for example limit = "2min"')
+        raise ValueError(
+            'limit must be given with repeat_stopped = false: write for example limit = "2min"'
+        )
     files: dict[str, Path] = {}
     return Sweep(
         title=_text(content, "title") if "title" in content else title,
@@ -257,13 +309,19 @@ def _add_file(name: str, folder: Path, files: dict[str, Path]) -> Path:
 
 def _pricing(price: Any, folder: Path, files: dict[str, Path]) -> Pricing:
     if not isinstance(price, Mapping):
-        raise ValueError(f'price must be a table, not {price!r}: write [price], then machine = "aws-c5.xlarge"')
+        raise ValueError(
+            f'price must be a table, not {price!r}: write [price], then machine = "aws-c5.xlarge"'
+        )
     if unknown := set(price) - {"machine", "spot", "prices"}:
-        raise ValueError(f"price must have the keys machine, spot and prices only, not {min(unknown)!r}: remove it")
+        raise ValueError(
+            f"price must have the keys machine, spot and prices only, not {min(unknown)!r}: remove it"
+        )
     spot = price.get("spot", False)
     if not isinstance(spot, bool):
         raise ValueError(f"spot of price must be true or false, not {spot!r}: remove the quotes")
-    machines = load_prices(_add_file(_text(price, "prices"), folder, files) if "prices" in price else None)
+    machines = load_prices(
+        _add_file(_text(price, "prices"), folder, files) if "prices" in price else None
+    )
     name = price.get("machine")
     if name not in machines:
         raise ValueError(f"machine of price must be one of {', '.join(machines)}, not {name!r}")
@@ -284,49 +342,75 @@ def _variants(content: Mapping[str, Any], task: Task | None) -> tuple[Variant, .
     for name in _words(content.get("algorithms", []), "algorithms"):
         if task is not None and name not in task.optimizers:
             similar = difflib.get_close_matches(name, task.optimizers, 1)
-            hint = f"did you mean {similar[0]!r}?" if similar else f"they are {', '.join(task.optimizers)}"
-            raise ValueError(f"algorithms must be values of --optimizer of task {task.key}, not {name!r}: {hint}")
+            hint = (
+                f"did you mean {similar[0]!r}?"
+                if similar
+                else f"they are {', '.join(task.optimizers)}"
+            )
+            raise ValueError(
+                f"algorithms must be values of --optimizer of task {task.key}, not {name!r}: {hint}"
+            )
         variants.append(Variant(name, ("--optimizer", name)))
     tables = content.get("variants", [])
     if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
-        raise ValueError("variants must be tables: write [[variants]], then name = ... and arguments = [...]")
+        raise ValueError(
+            "variants must be tables: write [[variants]], then name = ... and arguments = [...]"
+        )
     for table in tables:
         if set(table) != {"name", "arguments"}:
-            raise ValueError(f"a table of variants must have name and arguments, not {', '.join(table) or 'nothing'}")
+            raise ValueError(
+                f"a table of variants must have name and arguments, not {', '.join(table) or 'nothing'}"
+            )
         variants.append(Variant(_text(table, "name"), _words(table["arguments"], "arguments")))
     if not variants:
-        raise ValueError('algorithms must be given: write for example algorithms = ["centralized_sgd"]')
+        raise ValueError(
+            'algorithms must be given: write for example algorithms = ["centralized_sgd"]'
+        )
     names = [variant.name for variant in variants]
     for variant in variants:
         if names.count(variant.name) > 1:
-            raise ValueError(f"algorithms and variants must have different names, not {variant.name!r} twice")
+            raise ValueError(
+                f"algorithms and variants must have different names, not {variant.name!r} twice"
+            )
         if not _slug(variant.name):
-            raise ValueError(f"name of a variant must have a letter or a digit, not {variant.name!r}")
+            raise ValueError(
+                f"name of a variant must have a letter or a digit, not {variant.name!r}"
+            )
         for option in _OWN_OPTIONS:
             if option in variant.arguments or option_value(variant.arguments, option) is not None:
-                raise ValueError(f"arguments of {variant.name!r} must not have {option}: the sweep gives it")
+                raise ValueError(
+                    f"arguments of {variant.name!r} must not have {option}: the sweep gives it"
+                )
     return tuple(variants)
 
 
-def _networks(value: Any, workers: Sequence[int], folder: Path, files: dict[str, Path]) -> dict[str, Network]:
+def _networks(
+    value: Any, workers: Sequence[int], folder: Path, files: dict[str, Path]
+) -> dict[str, Network]:
     names = _words(value, "networks")
     networks: dict[str, Network] = {}
     for name in names:
         if name in networks:
             raise ValueError(f"networks must differ, not {name!r} twice: remove one")
-        networks[name] = get_network(str(_add_file(name, folder, files)) if name.endswith(".toml") else name)
+        networks[name] = get_network(
+            str(_add_file(name, folder, files)) if name.endswith(".toml") else name
+        )
         for number in workers:
             if number > 1:
                 networks[name].check_hosts(number)
     if not networks and max(workers) > 1:
-        raise ValueError('networks must be given for several workers: write for example networks = ["lan-1g"]')
+        raise ValueError(
+            'networks must be given for several workers: write for example networks = ["lan-1g"]'
+        )
     return networks
 
 
 def _workers(value: Any) -> tuple[int, ...]:
     numbers = value if isinstance(value, list) else [value]
     if not numbers or not all(_is_count(number) and number <= MAX_HOSTS for number in numbers):
-        raise ValueError(f"workers must be whole numbers from 1 to {MAX_HOSTS}, not {value!r}: write [1, 2, 4]")
+        raise ValueError(
+            f"workers must be whole numbers from 1 to {MAX_HOSTS}, not {value!r}: write [1, 2, 4]"
+        )
     return tuple(dict.fromkeys(numbers))
 
 
@@ -350,7 +434,9 @@ def _text(content: Mapping[str, Any], key: str) -> str:
 
 def _words(value: Any, key: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(word, str) and word for word in value):
-        raise ValueError(f'{key} must be a list of texts, not {value!r}: write for example ["--dataset", "digits"]')
+        raise ValueError(
+            f'{key} must be a list of texts, not {value!r}: write for example ["--dataset", "digits"]'
+        )
     return tuple(value)
 
 
@@ -368,5 +454,9 @@ def _seconds(content: Mapping[str, Any], key: str) -> float | None:
 
 def _slug(text: str) -> str:
     """Return the letters and digits of a text, with hyphens between them."""
-    stem = text.removesuffix(".toml").replace("\\", "/").rpartition("/")[2] if text.endswith(".toml") else text
+    stem = (
+        text.removesuffix(".toml").replace("\\", "/").rpartition("/")[2]
+        if text.endswith(".toml")
+        else text
+    )
     return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")

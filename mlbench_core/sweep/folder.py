@@ -112,7 +112,9 @@ class SweepFolder:
                     _copy(source, self.path / _COPY)
                 yield
         except TimeoutError:
-            raise ConfigurationError(f"another sweep uses {self.path}: wait for it, or end it with Ctrl-C") from None
+            raise ConfigurationError(
+                f"another sweep uses {self.path}: wait for it, or end it with Ctrl-C"
+            ) from None
 
     def run_folder(self, point: Point) -> Path:
         """Return the result folder of a run, which may not exist yet."""
@@ -138,7 +140,9 @@ class SweepFolder:
         return [
             point
             for point in points
-            if point.seed == FIRST_SEED or point.cell not in stopped or self.run_folder(point).is_dir()
+            if point.seed == FIRST_SEED
+            or point.cell not in stopped
+            or self.run_folder(point).is_dir()
         ]
 
     def done(self, sweep: Sweep, points: Iterable[Point]) -> dict[str, Done]:
@@ -161,7 +165,9 @@ class SweepFolder:
             try:
                 found[point.name] = Done(record["outcome"], float(record["seconds"]))
             except (KeyError, TypeError, ValueError):
-                raise ConfigurationError(f"{folder / RECORD} is damaged: delete the folder to repeat the run") from None
+                raise ConfigurationError(
+                    f"{folder / RECORD} is damaged: delete the folder to repeat the run"
+                ) from None
         return found
 
     def failures(self, points: Iterable[Point]) -> dict[str, Failure]:
@@ -227,7 +233,10 @@ class SweepFolder:
             (self.path / _CURRENT).unlink(missing_ok=True)
             return
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        _write(self.path / _CURRENT, {"name": point.name, "run": run, "request": dict(point.request), "at": now})
+        _write(
+            self.path / _CURRENT,
+            {"name": point.name, "run": run, "request": dict(point.request), "at": now},
+        )
 
     def _failure(self, point: Point) -> Path:
         return self.path / "failed" / f"{point.name}.json"
@@ -238,7 +247,9 @@ def _copy(source: Path, target: Path) -> None:
         temporary.write_bytes(source.read_bytes())
 
 
-def _differences(record: Mapping[str, Any], point: Point, sweep: Sweep) -> Iterator[tuple[str, Any, Any]]:
+def _differences(
+    record: Mapping[str, Any], point: Point, sweep: Sweep
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield name, old and new value of everything in which a run was asked something else."""
     old = {"limit": record.get("limit_s"), **(record.get("request") or {})}
     new = {"limit": sweep.limit_s, **point.request}
@@ -253,7 +264,9 @@ def _read(path: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}")
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path} is not a file of a sweep: {error}; delete it to repeat the run") from error
+        raise ConfigurationError(
+            f"{path} is not a file of a sweep: {error}; delete it to repeat the run"
+        ) from error
     return content
 
 

@@ -64,7 +64,9 @@ def inline_svg(drawing: Drawing, label: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, count=1, flags=re.DOTALL)
     width, height = (72 * inches for inches in figure.get_size_inches())
     # The sizes are those of print; on the page, the figure is as wide as its place, and ends above the caption.
-    view = f'<svg viewBox="0 0 {width:g} {height - top_pt:g}" role="img" aria-label="{escape(label)}"'
+    view = (
+        f'<svg viewBox="0 0 {width:g} {height - top_pt:g}" role="img" aria-label="{escape(label)}"'
+    )
     svg = re.sub(r"<svg[^>]*?(?=\sversion=)", view, svg, count=1, flags=re.DOTALL)
     # Two figures must not have the same identifiers on one page.
     prefix = re.sub(r"[^A-Za-z0-9]", "-", drawing.name)
@@ -94,9 +96,17 @@ def html_page(
         table: Columns and rows of the table.
         source: The file of the sweep.
     """
-    names = [("words", "Which method when"), *((each.name, each.title) for each in sections), ("table", "Table")]
-    links = "".join(f'<a href="#{escape(name)}">{escape(text)}</a>' for name, text in [*names, ("file", "File")])
-    pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+    names = [
+        ("words", "Which method when"),
+        *((each.name, each.title) for each in sections),
+        ("table", "Table"),
+    ]
+    links = "".join(
+        f'<a href="#{escape(name)}">{escape(text)}</a>' for name, text in [*names, ("file", "File")]
+    )
+    pairs = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items()
+    )
     parts = [
         f"<header><h1>{escape(title)}</h1><dl>{pairs}</dl><nav>{links}</nav></header>",
         _words(words),
@@ -118,13 +128,21 @@ def html_page(
 
 def _words(words: Mapping[str, Sequence[str]]) -> str:
     parts = [_list(words.get("", ()))]
-    each = [f"<div><h3>{escape(name)}</h3>{_list(found)}</div>" for name, found in words.items() if name and found]
+    each = [
+        f"<div><h3>{escape(name)}</h3>{_list(found)}</div>"
+        for name, found in words.items()
+        if name and found
+    ]
     parts += [f'<div class="words">{"".join(each)}</div>'] if each else []
     return f'<section id="words"><h2>Which method when</h2>{"".join(parts)}</section>'
 
 
 def _list(sentences: Sequence[str]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>" if sentences else ""
+    return (
+        f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
+        if sentences
+        else ""
+    )
 
 
 def _section(section: Section) -> str:
@@ -142,7 +160,10 @@ def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> str:
         return f"<{name}{attribute}>{escape(text)}</{name}>"
 
     head = "".join(tag(column, "th", column.header) for column in columns)
-    lines = "".join(f"<tr>{''.join(tag(column, 'td', cell(column, row)) for column in columns)}</tr>" for row in rows)
+    lines = "".join(
+        f"<tr>{''.join(tag(column, 'td', cell(column, row)) for column in columns)}</tr>"
+        for row in rows
+    )
     return (
         '<section id="table"><h2>Table</h2><div class="scroll" tabindex="0"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div></section>"

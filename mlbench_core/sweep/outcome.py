@@ -259,7 +259,11 @@ def speed_ratio(slower: Cell, faster: Cell) -> Estimate | None:
     """
     if slower.median_s is None or faster.median_s is None:
         return None
-    test = compare_times(slower.group.records, faster.group.records) if slower.complete and faster.complete else None
+    test = (
+        compare_times(slower.group.records, faster.group.records)
+        if slower.complete and faster.complete
+        else None
+    )
     low, high = test.interval if test is not None else (None, None)
     return Estimate(slower.median_s / faster.median_s, low, high, min(slower.runs, faster.runs))
 
@@ -273,7 +277,11 @@ def sent_per_worker(record: RunRecord) -> float | None:
     if not record.reached or record.bytes_on_wire is None or not record.workers:
         return None
     sent: float | None = record.bytes_on_wire
-    if record.epochs_to_goal is not None and record.epochs is not None and record.epochs_to_goal < record.epochs:
+    if (
+        record.epochs_to_goal is not None
+        and record.epochs is not None
+        and record.epochs_to_goal < record.epochs
+    ):
         # The run went on after its goal, so only its raw lines have the number.
         metric, step = str((record.goal or {}).get("metric")), record.steps_to_goal or 0
         sent = next((point.bytes for point in record.curve(metric) if point.step >= step), None)
@@ -310,7 +318,12 @@ def gather(
     judged_s: dict[tuple[str | None, int], float] = {}
     for place in places:
         record = records.get(place.name)
-        if record is None or record.state != "unfinished" or not _is_late(record, None) or record.train_s is None:
+        if (
+            record is None
+            or record.state != "unfinished"
+            or not _is_late(record, None)
+            or record.train_s is None
+        ):
             continue
         judged_s[_place(place)] = min(record.train_s, judged_s.get(_place(place), math.inf))
     records = {
@@ -327,10 +340,14 @@ def gather(
         ended = tuple(records[place.name] for place in of_cell if place.name in records)
         lost = sum(place.name in failed for place in of_cell)
         # The settings of a run are those of the first one that has them: a run that was stopped may have none.
-        settings = next((record.configuration for record in ended if record.configuration.get("goal")), {})
+        settings = next(
+            (record.configuration for record in ended if record.configuration.get("goal")), {}
+        )
         configuration = {name: value for name, value in settings.items() if name != "seed"}
         if ended or lost:
-            cells.append(Cell(network, Group(algorithm, workers, configuration, ended), lost, len(of_cell)))
+            cells.append(
+                Cell(network, Group(algorithm, workers, configuration, ended), lost, len(of_cell))
+            )
     return Outcome(
         title=title,
         algorithms=tuple(dict.fromkeys(place.algorithm for place in places)),
@@ -358,5 +375,11 @@ def _judged(record: RunRecord, limit_s: float | None) -> RunRecord:
     """Return a run as if it had been stopped at a training time."""
     if not _is_late(record, limit_s):
         return record
-    train_s = record.train_s if limit_s is None or record.train_s is None else min(record.train_s, limit_s)
-    return dataclasses.replace(record, reached=False, time_to_goal_s=None, epochs_to_goal=None, train_s=train_s)
+    train_s = (
+        record.train_s
+        if limit_s is None or record.train_s is None
+        else min(record.train_s, limit_s)
+    )
+    return dataclasses.replace(
+        record, reached=False, time_to_goal_s=None, epochs_to_goal=None, train_s=train_s
+    )

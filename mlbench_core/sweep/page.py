@@ -67,12 +67,21 @@ def write_page(
     maps = _maps(outcome, predict_time_to_goal, report)
     sections, captions, written = _figures(outcome, maps, pricing, folder, report)
     rows = table_rows(outcome, pricing)
-    words = {"": summary(outcome, maps), **{name: per_network(outcome, name) for name in outcome.networks}}
+    words = {
+        "": summary(outcome, maps),
+        **{name: per_network(outcome, name) for name in outcome.networks},
+    }
     facts = _facts(outcome, pricing, folder, len(sweep.points()) - outcome.planned)
     columns = known_columns(rows)
     copy = folder / _COPY
     source = copy.read_text(encoding="utf-8-sig") if copy.exists() else ""
-    content = {"title": outcome.title, "facts": facts, "words": words, "rows": rows, "maps": list(map(_map_json, maps))}
+    content = {
+        "title": outcome.title,
+        "facts": facts,
+        "words": words,
+        "rows": rows,
+        "maps": list(map(_map_json, maps)),
+    }
     texts = {
         "index.html": html_page(outcome.title, facts, words, sections, (columns, rows), source),
         "index.md": _markdown(outcome.title, facts, words, captions, rows),
@@ -118,7 +127,9 @@ def _record(folder: Path, point: Point) -> RunRecord | None:
         # Its name at the master has random digits.
         return dataclasses.replace(found[0], name=point.name)
     # A run that was stopped before its workers wrote a line.
-    return RunRecord(point.name, state="unfinished", configuration={"workers": point.workers}, reached=False)
+    return RunRecord(
+        point.name, state="unfinished", configuration={"workers": point.workers}, reached=False
+    )
 
 
 def _maps(outcome: Outcome, predict: Predict, report: Callable[[str], None]) -> list[Map]:
@@ -133,7 +144,11 @@ def _maps(outcome: Outcome, predict: Predict, report: Callable[[str], None]) -> 
 
 
 def _figures(
-    outcome: Outcome, maps: Sequence[Map], pricing: Pricing, folder: Path, report: Callable[[str], None]
+    outcome: Outcome,
+    maps: Sequence[Map],
+    pricing: Pricing,
+    folder: Path,
+    report: Callable[[str], None],
 ) -> tuple[list[Section], dict[str, str], list[Path]]:
     """Draw all figures: inline for the page, and those of all networks as files."""
     from mlbench_core.comparison.figures import save, style
@@ -179,8 +194,13 @@ def _makers(
     every = list(quantities(outcome, pricing))
 
     def rows(quantity: Any) -> tuple[Section, list[Callable[[], Drawing]]]:
-        single = [functools.partial(draw_rows, outcome, quantity, name) for name in outcome.networks]
-        return Section(quantity.name, quantity.title), [lambda: draw_rows(outcome, quantity), *single]
+        single = [
+            functools.partial(draw_rows, outcome, quantity, name) for name in outcome.networks
+        ]
+        return Section(quantity.name, quantity.title), [
+            lambda: draw_rows(outcome, quantity),
+            *single,
+        ]
 
     yield rows(every[0])
     for_maps = Section("map", "Map: which method wins")
@@ -202,12 +222,20 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
         f"missed the goal"
         + ("" if outcome.limit_s is None else f", limit {duration(outcome.limit_s)}")
         + _stopped(outcome)
-        + (f"; {plural(left_out, 'run')} left out, because that with the first seed was stopped" if left_out else ""),
+        + (
+            f"; {plural(left_out, 'run')} left out, because that with the first seed was stopped"
+            if left_out
+            else ""
+        ),
         "Goal": "; ".join(dict.fromkeys(record.goal_text for record in records if record.goal)),
         "Networks": "; ".join(f"{name} ({network})" for name, network in outcome.networks.items()),
         "Machine": "; ".join(dict.fromkeys(filter(None, map(machine_text, groups)))),
         "Software": "; ".join(dict.fromkeys(filter(None, map(software_text, groups)))),
-        "Date": "" if not dates else dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}",
+        "Date": ""
+        if not dates
+        else dates[0]
+        if dates[0] == dates[-1]
+        else f"{dates[0]} to {dates[-1]}",
         "Time of all runs": f"{hours:.1f} h" if hours else "",
         "Price": " ".join(pricing.remarks).removeprefix("Price: "),
     }
@@ -252,26 +280,54 @@ def _markdown(
     captions: Mapping[str, str],
     rows: Sequence[dict[str, Any]],
 ) -> str:
-    lines = [f"# {escape(title)}", "", *(f"- {name}: {escape(value)}" for name, value in facts.items()), ""]
+    lines = [
+        f"# {escape(title)}",
+        "",
+        *(f"- {name}: {escape(value)}" for name, value in facts.items()),
+        "",
+    ]
     # A relative path in the file belongs to the folder from which the sweep was started.
-    lines += ["Command, in the original folder of the file:", "", "```bash", "mlbench sweep sweep.toml --output FOLDER"]
+    lines += [
+        "Command, in the original folder of the file:",
+        "",
+        "```bash",
+        "mlbench sweep sweep.toml --output FOLDER",
+    ]
     lines += ["```", "", "## Which method when", ""]
     lines += [f"- {escape(sentence)}" for sentence in words[""]]
     for name, sentences in words.items():
         if name and sentences:
-            lines += ["", f"### {escape(name)}", "", *(f"- {escape(sentence)}" for sentence in sentences)]
+            lines += [
+                "",
+                f"### {escape(name)}",
+                "",
+                *(f"- {escape(sentence)}" for sentence in sentences),
+            ]
     if captions:
         lines += ["", "## Figures", ""]
         for name, caption in captions.items():
-            lines += [f"![{name.replace('_', ' ')}]({name}.png)", "", f"{escape(caption)} ([SVG]({name}.svg))", ""]
+            lines += [
+                f"![{name.replace('_', ' ')}]({name}.png)",
+                "",
+                f"{escape(caption)} ([SVG]({name}.svg))",
+                "",
+            ]
     columns = known_columns(rows)
     lines += ["", "## Table", "", f"| {' | '.join(column.header for column in columns)} |"]
-    lines.append(f"| {' | '.join('---' if column.digits is None else '---:' for column in columns)} |")
+    lines.append(
+        f"| {' | '.join('---' if column.digits is None else '---:' for column in columns)} |"
+    )
     lines += [f"| {' | '.join(escape(cell(column, row)) for column in columns)} |" for row in rows]
     lines += [
         "",
         "[table.csv](table.csv) and [results.json](results.json) have the same numbers, [sweep.toml](sweep.toml)",
     ]
     return (
-        "\n".join([*lines, "is the file of the sweep, and the folder `runs` has the result folder of each run."]) + "\n"
+        "\n".join(
+            [
+                *lines,
+                "is the file of the sweep, and the folder `runs` has the result folder of each run.",
+            ]
+        )
+        + "\n"
     )

@@ -178,7 +178,9 @@ class Runner:
         if current is None or not _is_same(current, point):
             return None
         item = self._find(current["run"])
-        if item is None or (item.get("state") not in _OPEN and isinstance(self._judge(item), Failure)):
+        if item is None or (
+            item.get("state") not in _OPEN and isinstance(self._judge(item), Failure)
+        ):
             return None
         self._observer.note(f"{point.name} was started before: going on with it")
         return item
@@ -192,7 +194,10 @@ class Runner:
             # A request can arrive although its answer does not.
             fields = {**point.request, **self._call_fields, "name": run}
             if self._sweep.limit_s is not None:
-                fields["environment"] = {**fields.get("environment", {}), TRAIN_LIMIT: repr(self._sweep.limit_s)}
+                fields["environment"] = {
+                    **fields.get("environment", {}),
+                    TRAIN_LIMIT: repr(self._sweep.limit_s),
+                }
             return self._find_at(master, run) or master.create(fields)
 
         return self._call(create)
@@ -263,9 +268,13 @@ class Runner:
         found = self._call(lambda master: master.fetch_result(item["id"], folder, unfinished=True))
         if not found:
             # A script of the user need not leave a result folder, and a stopped run may not have begun.
-            save(folder / "metrics.json", item, self._call(lambda master: master.metrics(item["id"])))
+            save(
+                folder / "metrics.json", item, self._call(lambda master: master.metrics(item["id"]))
+            )
         elif _has_finished(folder):
-            return Done("limit" if _missed_at(folder, self._sweep.limit_s) else "finished", ended.seconds)
+            return Done(
+                "limit" if _missed_at(folder, self._sweep.limit_s) else "finished", ended.seconds
+            )
         elif ended.outcome == "finished":
             return Failure(f"its workers left no {RESULT}, or one of a run that did not finish")
         return ended
@@ -299,7 +308,9 @@ class Runner:
             except MasterError as error:
                 status = error.status if isinstance(error, MasterRequestError) else None
                 # A refusal stays, and a master that cannot be started was not there before.
-                if (status is not None and status < 500) or (self._master is None and failing_since is None):
+                if (status is not None and status < 500) or (
+                    self._master is None and failing_since is None
+                ):
                     raise
                 now = time.monotonic()
                 if failing_since is None:
@@ -323,7 +334,11 @@ def _missed_at(folder: Path, limit_s: float | None) -> bool:
     if goal is None or limit_s is None:
         return False
     # The goal may be reached in the epoch in which the limit lies.
-    seconds = goal["time_to_goal_s"] if goal["reached"] else {"slowest": result["times"]["slowest"]["train_s"]}
+    seconds = (
+        goal["time_to_goal_s"]
+        if goal["reached"]
+        else {"slowest": result["times"]["slowest"]["train_s"]}
+    )
     return bool(seconds["slowest"] > limit_s)
 
 

@@ -54,10 +54,15 @@ def table_rows(outcome: Outcome, pricing: Pricing) -> list[dict[str, Any]]:
         pricing: Price of the machines.
     """
     cells: list[Cell] = []
-    for network, workers in [(None, 1), *((name, each) for name in outcome.networks for each in outcome.several)]:
+    for network, workers in [
+        (None, 1),
+        *((name, each) for name in outcome.networks for each in outcome.several),
+    ]:
         ranked = outcome.row(network, workers)
         # Cells of which every run failed have no rank.
-        lost = [c for c in outcome.cells if not c.runs and (c.network, c.workers) == (network, workers)]
+        lost = [
+            c for c in outcome.cells if not c.runs and (c.network, c.workers) == (network, workers)
+        ]
         cells += [*ranked, *lost]
     return [_row(outcome, cell, pricing) for cell in cells]
 
@@ -108,7 +113,10 @@ def known_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     return [
         column
         for column in shown
-        if any(row[column.key] if column.key == "failed" else row[column.key] is not None for row in rows)
+        if any(
+            row[column.key] if column.key == "failed" else row[column.key] is not None
+            for row in rows
+        )
     ]
 
 

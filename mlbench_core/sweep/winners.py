@@ -153,7 +153,9 @@ def predict_map(outcome: Outcome, workers: int, predict: Predict) -> Map | None:
         ratio, second = (others[0][0] / least, others[0][1]) if others else (None, None)
         cells.append(MapCell(bandwidth, round_trip_s, winner, least, second, ratio))
     points = [_point(outcome, name, workers, known, predict) for name in outcome.networks]
-    return Map(workers, bandwidths, round_trips, tuple(cells), tuple(filter(None, points)), tuple(left_out))
+    return Map(
+        workers, bandwidths, round_trips, tuple(cells), tuple(filter(None, points)), tuple(left_out)
+    )
 
 
 def _steps(low: float, high: float) -> tuple[float, ...]:
@@ -169,7 +171,11 @@ def _source(outcome: Outcome, algorithm: str, workers: int) -> Cell | None:
         return outcome.networks[name].path(0, workers - 1).bandwidth or math.inf
 
     # Unlike Outcome.cell(), with the cells of which every run failed.
-    cells = {cell.network: cell for cell in outcome.cells if (cell.algorithm, cell.workers) == (algorithm, workers)}
+    cells = {
+        cell.network: cell
+        for cell in outcome.cells
+        if (cell.algorithm, cell.workers) == (algorithm, workers)
+    }
     names = [name for name in outcome.networks if name in cells]
     return cells[max(names, key=bandwidth)] if names else None
 
@@ -180,7 +186,9 @@ def _median(cell: Cell, network: Network, predict: Predict) -> float:
     return statistics.median([*times, *[math.inf] * (cell.missed + cell.failed)])
 
 
-def _point(outcome: Outcome, name: str, workers: int, known: dict[str, Cell], predict: Predict) -> MapPoint | None:
+def _point(
+    outcome: Outcome, name: str, workers: int, known: dict[str, Cell], predict: Predict
+) -> MapPoint | None:
     row = outcome.row(name, workers)
     if not row:
         return None
@@ -190,7 +198,9 @@ def _point(outcome: Outcome, name: str, workers: int, known: dict[str, Cell], pr
     close = None
     if first.median_s and second is not None and second.median_s is not None:
         # A method with a miss has no test, which must not make it look as fast as the first.
-        near = second.median_s < CLOSE * first.median_s or (second.complete and not differ(first, second, row))
+        near = second.median_s < CLOSE * first.median_s or (
+            second.complete and not differ(first, second, row)
+        )
         close = second.algorithm if near else None
     # Two hosts of different racks, if the network has racks: their link is the slowest.
     path = network.path(0, workers - 1)

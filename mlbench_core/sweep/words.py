@@ -27,7 +27,12 @@ def summary(outcome: Outcome, maps: Sequence[Map] = ()) -> list[str]:
     cases = [(network, workers) for network in outcome.networks for workers in outcome.several]
     rows = {case: outcome.row(*case) for case in cases}
     found = _winners(outcome, rows)
-    sentences = [*_unfinished(outcome), *found, *_against_one_worker(outcome), *map(map_sentence, maps)]
+    sentences = [
+        *_unfinished(outcome),
+        *found,
+        *_against_one_worker(outcome),
+        *map(map_sentence, maps),
+    ]
     return [*sentences, *_not_reached(outcome)]
 
 
@@ -60,15 +65,24 @@ def listed(words: Iterable[str]) -> str:
 def map_sentence(found: Map) -> str:
     """Return the sentences on a predicted map: the share of each method, and of the cells without a clear winner."""
     (first, share), *others = found.shares.items()
-    close = sum(cell.ratio is not None and cell.ratio < CLOSE for cell in found.cells) / len(found.cells)
-    shares = [f"{first} has the least time on {share:.0%} of the map", *(f"{name} on {s:.0%}" for name, s in others)]
+    close = sum(cell.ratio is not None and cell.ratio < CLOSE for cell in found.cells) / len(
+        found.cells
+    )
+    shares = [
+        f"{first} has the least time on {share:.0%} of the map",
+        *(f"{name} on {s:.0%}" for name, s in others),
+    ]
     text = (
         f"Predicted, not measured, with {plural(found.workers, 'worker')} and {found.range_text}: {listed(shares)}. "
         f"On {close:.0%} of it, the second is within 10 %."
     )
     known = [point for point in found.points if point.measured is not None]
     same, places = sum(point.agrees for point in known), plural(len(known), "network")
-    return text + (f" The predicted method is also the measured fastest on {same} of {places}." if known else "")
+    return text + (
+        f" The predicted method is also the measured fastest on {same} of {places}."
+        if known
+        else ""
+    )
 
 
 def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
@@ -77,7 +91,9 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
         late = outcome.not_within(first.network, first.workers)
         return f"no algorithm reached the goal in more than half of its runs ({late})."
     text = f"median of {plural(first.runs + first.failed, 'run')}"
-    text += f", {first.missed} {outcome.not_within(first.network, first.workers)}" * bool(first.missed)
+    text += f", {first.missed} {outcome.not_within(first.network, first.workers)}" * bool(
+        first.missed
+    )
     text += f", {first.failed} ended with an error" * bool(first.failed)
     # A method that missed the goal may have the least median, but it is not called the fastest.
     verb = "was fastest" if first.complete else "had the least median"
@@ -136,7 +152,9 @@ def _winners(outcome: Outcome, rows: dict[tuple[str, int], list[Cell]]) -> list[
         if row and row[0].median_s is not None:
             name = row[0].algorithm
             wins.setdefault(name, []).append(row[0])
-            clear[name] = clear.get(name, 0) + (len(row) > 1 and differ(row[0], row[1], row) is True)
+            clear[name] = clear.get(name, 0) + (
+                len(row) > 1 and differ(row[0], row[1], row) is True
+            )
     sentences = []
     for name, cells in sorted(wins.items(), key=lambda item: -len(item[1])):
         text = f"{name} had the least median time on {_places(cells)}"
@@ -151,7 +169,9 @@ def _places(cells: Sequence[Cell]) -> str:
     found: dict[str | None, list[str]] = {}
     for cell in cells:
         found.setdefault(cell.network, []).append(str(cell.workers))
-    texts = [f"{name or 'one machine'} ({listed(numbers)} workers)" for name, numbers in found.items()]
+    texts = [
+        f"{name or 'one machine'} ({listed(numbers)} workers)" for name, numbers in found.items()
+    ]
     return listed(text.replace("(1 workers)", "(1 worker)") for text in texts)
 
 

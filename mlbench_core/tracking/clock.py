@@ -50,7 +50,9 @@ class DeviceClock:
         book_batch: Called with the seconds of a whole batch.
     """
 
-    def __init__(self, book_step: Callable[[str, float], None], book_batch: Callable[[float], None]) -> None:
+    def __init__(
+        self, book_step: Callable[[str, float], None], book_batch: Callable[[float], None]
+    ) -> None:
         self._book_step = book_step
         self._book_batch = book_batch
         self._free: list[torch.cuda.Event] = []

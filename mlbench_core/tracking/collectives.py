@@ -36,11 +36,22 @@ class CollectiveCounts(Counter[tuple[str, int, int, bool]]):
             entry[0] += calls
             entry[1] += calls * size_bytes
         return [
-            {"op": op, "group": group, "calls": calls, "bytes": size_bytes, "overlapped": overlapped}
+            {
+                "op": op,
+                "group": group,
+                "calls": calls,
+                "bytes": size_bytes,
+                "overlapped": overlapped,
+            }
             for (op, group, _, overlapped), (calls, size_bytes) in merged.items()
         ]
 
     @classmethod
     def from_list(cls, entries: Iterable[Mapping[str, Any]]) -> CollectiveCounts:
         """Return the counts of a list from :meth:`as_list` that was not merged."""
-        return cls({(e["op"], e["group"], e["bytes"] // e["calls"], e["overlapped"]): e["calls"] for e in entries})
+        return cls(
+            {
+                (e["op"], e["group"], e["bytes"] // e["calls"], e["overlapped"]): e["calls"]
+                for e in entries
+            }
+        )

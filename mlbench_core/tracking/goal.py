@@ -125,7 +125,9 @@ def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
         "value": None if result is None else result["value"],
         "time_to_goal_s": tracker.time_to_goal_s if tracker.goal_reached else None,
         "epochs": epochs if is_known else None,
-        "phases_s": {phase: totals[f"{tracked}_s"] for phase, tracked in TRACKER_PHASES.items()} if is_known else {},
+        "phases_s": {phase: totals[f"{tracked}_s"] for phase, tracked in TRACKER_PHASES.items()}
+        if is_known
+        else {},
     }
 
 

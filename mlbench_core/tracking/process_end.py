@@ -99,7 +99,10 @@ def _release_sigterm() -> None:
 
 def _replace_handler(old: Any, new: Any) -> None:
     # Python allows it in the main thread only.
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is old:
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is old
+    ):
         signal.signal(signal.SIGTERM, new)
 
 
@@ -111,4 +114,6 @@ def _after_fork_in_child() -> None:
 # A loader process that is forked, and ended with SIGTERM, is not the end of the run. The handler is removed before the
 # fork: Python forgets a signal that reaches the child before it has finished its fork.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_release_sigterm, after_in_parent=_watch_sigterm, after_in_child=_after_fork_in_child)
+    os.register_at_fork(
+        before=_release_sigterm, after_in_parent=_watch_sigterm, after_in_child=_after_fork_in_child
+    )

@@ -41,7 +41,13 @@ class ProgressBar:
 
     def __init__(self, console: Console | None = None) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
         self._bar: Progress = Progress(
             TextColumn("epoch {task.fields[epoch]}"),

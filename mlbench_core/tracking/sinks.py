@@ -92,7 +92,9 @@ class SinkList(list[Sink]):
         self.resume(0, {})
         for sink in self:
             if not callable(sink):
-                raise TypeError(f"sinks must be callable, not {sink!r}: a sink is called (name, value, epoch, step)")
+                raise TypeError(
+                    f"sinks must be callable, not {sink!r}: a sink is called (name, value, epoch, step)"
+                )
 
     def resume(self, step: int, latest: dict[str, list[Any]]) -> None:
         """Continue from a step with the :attr:`latest` numbers of its checkpoint; the sinks receive nothing here."""
@@ -169,7 +171,9 @@ class _FileSink:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # A name may have characters that UTF-8 cannot write, such as half a surrogate pair.
-            self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace", newline="")
+            self._file = self.path.open(
+                "a", encoding="utf-8", errors="backslashreplace", newline=""
+            )
         return self._file
 
     def flush(self) -> None:
@@ -393,7 +397,12 @@ class MLflowSink(_ServiceSink):
     _MOST = 1000
     _LONGEST_NAME = 250
     # Errors of the server or of the way to it. A request for each metric would only wait as long as the first one.
-    _NOT_OF_A_METRIC = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "UNAUTHENTICATED", "PERMISSION_DENIED")
+    _NOT_OF_A_METRIC = (
+        "INTERNAL_ERROR",
+        "TEMPORARILY_UNAVAILABLE",
+        "UNAUTHENTICATED",
+        "PERMISSION_DENIED",
+    )
     _STATES = MappingProxyType({"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"})
 
     def __init__(self, experiment: str = "Default", run_name: str | None = None) -> None:
@@ -410,7 +419,9 @@ class MLflowSink(_ServiceSink):
             self._client.update_run(earlier, status="RUNNING")
             self._last_steps = {}
         else:
-            self._run = self._client.create_run(self._experiment(experiment), run_name=run_name).info.run_id
+            self._run = self._client.create_run(
+                self._experiment(experiment), run_name=run_name
+            ).info.run_id
         super().__init__()
 
     def _experiment(self, name: str) -> str:
@@ -461,7 +472,8 @@ class MLflowSink(_ServiceSink):
         allowed = next(
             cut
             for ending in endings
-            if (cut := posixpath.normpath(allowed[: self._LONGEST_NAME - len(ending)]) + ending) not in taken
+            if (cut := posixpath.normpath(allowed[: self._LONGEST_NAME - len(ending)]) + ending)
+            not in taken
         )
         self._names[name] = allowed
         return allowed
@@ -573,7 +585,9 @@ def make_sink(text: str, run_id: str | None = None, resume: bool = False) -> Sin
         **_BUILT_IN,
     }
     if name not in makers:
-        raise ConfigurationError(f"sink must be NAME or NAME:ARGUMENT, not {text!r}: NAME is one of {sorted(makers)}")
+        raise ConfigurationError(
+            f"sink must be NAME or NAME:ARGUMENT, not {text!r}: NAME is one of {sorted(makers)}"
+        )
     maker = makers[name]
     if isinstance(maker, EntryPoint):
         entry_point = maker
@@ -581,12 +595,16 @@ def make_sink(text: str, run_id: str | None = None, resume: bool = False) -> Sin
             maker = entry_point.load()
         # All errors, because the code of another package may raise any while it is imported.
         except Exception as error:
-            raise ConfigurationError(f"sink {name!r} ({entry_point.value}) cannot be imported: {error}") from error
+            raise ConfigurationError(
+                f"sink {name!r} ({entry_point.value}) cannot be imported: {error}"
+            ) from error
     arguments = [argument] if argument else []
     try:
         inspect.signature(maker).bind(*arguments)
     except TypeError as error:
-        raise ConfigurationError(f"sink must be {name!r} with the right argument, not {text!r}: {error}") from error
+        raise ConfigurationError(
+            f"sink must be {name!r} with the right argument, not {text!r}: {error}"
+        ) from error
     if argument and run_id is not None:
         if maker in (CSVSink, JSONLSink, TensorBoardSink):
             arguments = [_own_path(argument, run_id, resume, is_folder=maker is TensorBoardSink)]
@@ -626,7 +644,9 @@ def _own_path(argument: str, run_id: str, resume: bool, is_folder: bool) -> str:
             break
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigurationError(f"sink must have a path that can be written, not {argument!r}: {reason}") from error
+        raise ConfigurationError(
+            f"sink must have a path that can be written, not {argument!r}: {reason}"
+        ) from error
     found = last or candidate
     if found != first:
         logger.warning("sink: %s exists, so run %s writes to %s", first, run_id, found)

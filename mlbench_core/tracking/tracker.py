@@ -197,7 +197,9 @@ class Tracker(PhaseTimes):
         self.rank = rank
         self.goal = goal
         self.communication_steps = _steps("communication_steps", communication_steps, ["agg"])
-        self.compute_steps = _steps("compute_steps", compute_steps, ["fwd_pass", "comp_loss", "backprop", "opt_step"])
+        self.compute_steps = _steps(
+            "compute_steps", compute_steps, ["fwd_pass", "comp_loss", "backprop", "opt_step"]
+        )
         self.metrics_steps = _steps("metrics_steps", metrics_steps, ["comp_metrics"])
         self.preprocess_steps = _steps("preprocess_steps", preprocess_steps, ["batch_load"])
         self.minimize = minimize
@@ -287,7 +289,9 @@ class Tracker(PhaseTimes):
             RuntimeError: The clock was started before.
         """
         if self._start_s is not None:
-            raise RuntimeError("the tracker was started before; start() is called once, before the first epoch")
+            raise RuntimeError(
+                "the tracker was started before; start() is called once, before the first epoch"
+            )
         self._begin()
         self.start_time = time.time()
 
@@ -422,7 +426,9 @@ class Tracker(PhaseTimes):
         if samples or tokens:
             self.count(samples, tokens)
         if self._progress is not None and self._progress.due():
-            self._progress.draw(self.current_epoch, self._batches_in_epoch, self.batches_per_epoch, str(self))
+            self._progress.draw(
+                self.current_epoch, self._batches_in_epoch, self.batches_per_epoch, str(self)
+            )
 
     def record_batch_step(self, name: str) -> None:
         """Mark the end of a step. Its time runs from the previous mark. Outside a batch, do nothing.
@@ -474,7 +480,11 @@ class Tracker(PhaseTimes):
         Raises:
             ValueError: An argument is negative or not a number.
         """
-        for name, value in (("total_s", total_s), ("exposed_s", exposed_s), ("size_bytes", size_bytes)):
+        for name, value in (
+            ("total_s", total_s),
+            ("exposed_s", exposed_s),
+            ("size_bytes", size_bytes),
+        ):
             check_at_least(name, value, 0)
         if cpu_s is not None:
             check_at_least("cpu_s", cpu_s, 0)
@@ -487,7 +497,9 @@ class Tracker(PhaseTimes):
             self._last_exchange = self._counters.batches
             self._count_exchange()
 
-    def charge_validation_average(self, seconds: float, size_bytes: int, *, cpu_s: float | None = None) -> None:
+    def charge_validation_average(
+        self, seconds: float, size_bytes: int, *, cpu_s: float | None = None
+    ) -> None:
         """Add an average of weights that a validation needed to the training time, as exposed communication.
 
         Without it, a method whose workers differ would get the average for nothing, just before its goal is checked.
@@ -531,7 +543,9 @@ class Tracker(PhaseTimes):
         if self._counters.exchanges is not None:
             self._counters.exchanges += 1
 
-    def record_collective(self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool) -> None:
+    def record_collective(
+        self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool
+    ) -> None:
         """Count collectives of training, from which :mod:`mlbench_core.prediction` predicts times on other networks.
 
         Args:
@@ -590,7 +604,9 @@ class Tracker(PhaseTimes):
         """
         self.record_stat("loss", value, n, log_to_api)
 
-    def record_metric(self, metric: Any, value: float, n: float = 1, log_to_api: bool = False) -> None:
+    def record_metric(
+        self, metric: Any, value: float, n: float = 1, log_to_api: bool = False
+    ) -> None:
         """Record the value of a metric, see :meth:`record_stat`.
 
         In validation, the weighted mean of the primary metric may become the best value, see :meth:`is_best`. The mean
@@ -606,7 +622,11 @@ class Tracker(PhaseTimes):
         name = metric if isinstance(metric, str) else metric.name
         value = _number(self._prefix + name, value)
         # The best value is updated before the statistic is recorded, because a goal may read it.
-        if not self.is_training and self.primary_metric is not None and name == self.primary_metric.name:
+        if (
+            not self.is_training
+            and self.primary_metric is not None
+            and name == self.primary_metric.name
+        ):
             self._add_to_validation(value, n)
         self.record_stat(name, value, n, log_to_api)
 
@@ -669,7 +689,9 @@ class Tracker(PhaseTimes):
         value = _number("the primary metric", new_metric_value)
         # Discard the mean of the values that record_metric received in this validation.
         if self._validation.best_before is not None:
-            self.best_metric_value, self.best_epoch, self._is_latest_best = self._validation.best_before
+            self.best_metric_value, self.best_epoch, self._is_latest_best = (
+                self._validation.best_before
+            )
             self._validation.best_before = None
         self._validation.has_final_value = True
         self._compare_with_best(value)
@@ -691,9 +713,15 @@ class Tracker(PhaseTimes):
         if self._validation.has_final_value or mean.count == 0:
             return
         if self._validation.best_before is None:
-            self._validation.best_before = (self.best_metric_value, self.best_epoch, self._is_latest_best)
+            self._validation.best_before = (
+                self.best_metric_value,
+                self.best_epoch,
+                self._is_latest_best,
+            )
         else:
-            self.best_metric_value, self.best_epoch, self._is_latest_best = self._validation.best_before
+            self.best_metric_value, self.best_epoch, self._is_latest_best = (
+                self._validation.best_before
+            )
         # The first value is compared directly: a mean of one value (v * n / n) may differ from it by rounding.
         self._compare_with_best(value if is_first else mean.avg)
 
@@ -737,7 +765,9 @@ class Tracker(PhaseTimes):
             "preprocess_s": now.of(self.preprocess_steps),
             "steps_s": dict(now.steps_s),
             **asdict(self._counters),
-            "communication_wire_bytes": None if counts is None else total_wire_bytes(counts.as_list()),
+            "communication_wire_bytes": None
+            if counts is None
+            else total_wire_bytes(counts.as_list()),
         }
 
     def summary(self) -> TrackerSummary:
@@ -784,7 +814,9 @@ class Tracker(PhaseTimes):
         count, meters = self.current_epoch, self.epoch_stats.values()
         has_begun = self._batches_in_epoch > 0 or any(meter.count for meter in meters)
         is_between = count > 0 and not has_begun
-        parts = [f"{count} epoch{'' if count == 1 else 's'} done" if is_between else f"Epoch {count}"]
+        parts = [
+            f"{count} epoch{'' if count == 1 else 's'} done" if is_between else f"Epoch {count}"
+        ]
         global_prefix = f"{self.val_prefix}global_"
         for name, meter in self.epoch_stats.items():
             # A statistic of all workers replaces this worker's own, to keep the line short.
@@ -845,7 +877,10 @@ class Tracker(PhaseTimes):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.end(error=error)
 
@@ -869,10 +904,16 @@ class Tracker(PhaseTimes):
         state["energy_j"] = self._energy_j()
         state["memory_peak_bytes"] = self._memory_peak_bytes()
         state["batch_times"] = self._batch_times.state()
-        state["collectives"] = None if self._collectives is None else self._collectives.as_list(merged_if_many=False)
-        state["epoch_stats"] = {name: [m.val, m.sum, m.count] for name, m in self.epoch_stats.items() if m.count}
+        state["collectives"] = (
+            None if self._collectives is None else self._collectives.as_list(merged_if_many=False)
+        )
+        state["epoch_stats"] = {
+            name: [m.val, m.sum, m.count] for name, m in self.epoch_stats.items() if m.count
+        }
         state["epoch_ends"] = [asdict(totals) for totals in self._epoch_ends]
-        state["records"] = {name: [[e, v] for e, v in values.items()] for name, values in self.records.items()}
+        state["records"] = {
+            name: [[e, v] for e, v in values.items()] for name, values in self.records.items()
+        }
         state["history"] = [list(entry) for entry in self.history]
         state["latest"] = dict(self._sinks.latest)
         return state
@@ -920,13 +961,19 @@ class Tracker(PhaseTimes):
             "communication_cpu_s": None,
             "communication_measured": bool(state["communication_size_bytes"]),
         }
-        new["_counters"] = Counters(**{name: {**later, **state}[name] for name in (f.name for f in fields(Counters))})
+        new["_counters"] = Counters(
+            **{name: {**later, **state}[name] for name in (f.name for f in fields(Counters))}
+        )
         # A checkpoint from before they were counted has none, and half a run's would be wrong.
         collectives = state.get("collectives")
-        new["_collectives"] = None if collectives is None else CollectiveCounts.from_list(collectives)
+        new["_collectives"] = (
+            None if collectives is None else CollectiveCounts.from_list(collectives)
+        )
         new.update({group: _steps(group, state[group], []) for group in _STEP_GROUPS})
         best = state["best_metric_value"]
-        new["best_metric_value"] = best if best is not None else (float("inf") if new["minimize"] else float("-inf"))
+        new["best_metric_value"] = (
+            best if best is not None else (float("inf") if new["minimize"] else float("-inf"))
+        )
         if not self.metrics and state["metrics"]:
             new["metrics"] = [SimpleNamespace(name=name) for name in state["metrics"]]
             new["primary_metric"] = new["metrics"][0]
@@ -936,7 +983,9 @@ class Tracker(PhaseTimes):
             meter.val, meter.sum, meter.count = val, total, count
             meter.avg = total / count if count else 0
         new["epoch_stats"] = meters
-        new["records"] = {name: {int(e): v for e, v in values} for name, values in state["records"].items()}
+        new["records"] = {
+            name: {int(e): v for e, v in values} for name, values in state["records"].items()
+        }
         new["history"] = deque(map(tuple, state["history"]), maxlen=self.history.maxlen)
         # Checkpoints that were written before these entries existed lack them.
         new["goal_result"] = state.get("goal_result")
@@ -986,7 +1035,9 @@ class Tracker(PhaseTimes):
     def _book_batch(self, seconds: float) -> None:
         self._counters.train_s += seconds
         self._batch_times.add(seconds)
-        self.history.append((self.current_epoch, "batch_time_s", seconds, self._counters.batches, self._wall_s()))
+        self.history.append(
+            (self.current_epoch, "batch_time_s", seconds, self._counters.batches, self._wall_s())
+        )
 
     def _drain(self) -> None:
         if self._device is not None:
@@ -1019,7 +1070,9 @@ class Tracker(PhaseTimes):
         return numbers
 
     def _wall_s(self) -> float:
-        return self._earlier_wall_s + (0.0 if self._start_s is None else time.perf_counter() - self._start_s)
+        return self._earlier_wall_s + (
+            0.0 if self._start_s is None else time.perf_counter() - self._start_s
+        )
 
     def _energy_j(self) -> float | None:
         if self._joules is None:
@@ -1035,26 +1088,43 @@ class Tracker(PhaseTimes):
             self._start_s = time.perf_counter()
         if is_first:
             batches = self._counters.batches
-            start: dict[str, Any] = {"resumed": self._is_resumed, "epoch": self.current_epoch, "step": batches}
+            start: dict[str, Any] = {
+                "resumed": self._is_resumed,
+                "epoch": self.current_epoch,
+                "step": batches,
+            }
             if self._is_resumed:
                 start["latest"] = dict(self._sinks.latest)
             self._sinks.event("start", lambda: start)
 
     def _moment(self) -> dict[str, Any]:
         totals = self.totals()
-        return {"epoch": self.current_epoch, "step": totals["batches"], "time_s": totals["wall_s"], "totals": totals}
+        return {
+            "epoch": self.current_epoch,
+            "step": totals["batches"],
+            "time_s": totals["wall_s"],
+            "totals": totals,
+        }
 
     def _end_event(self) -> dict[str, Any]:
         """Return the content of the event ``"end"``."""
         totals, summary = self.totals(), self.summary()
         names = ("epochs", "best_metric_value", "best_epoch", "memory_peak_bytes", "energy_j")
         numbers = {name: getattr(summary, name) for name in names}
-        times = {"time_s": totals["wall_s"], "totals": totals, "batch_times": self._batch_times.state()}
+        times = {
+            "time_s": totals["wall_s"],
+            "totals": totals,
+            "batch_times": self._batch_times.state(),
+        }
         counts = self._collectives
         return {**times, **numbers, "collectives": None if counts is None else counts.as_list()}
 
     def _memory_peak_bytes(self) -> int | None:
-        peaks = [peak for peak in (self._earlier_memory_peak_bytes, memory_peak_bytes()) if peak is not None]
+        peaks = [
+            peak
+            for peak in (self._earlier_memory_peak_bytes, memory_peak_bytes())
+            if peak is not None
+        ]
         return max(peaks, default=None)
 
     def _check_goal(self, name: str, value: float) -> None:
@@ -1068,15 +1138,26 @@ class Tracker(PhaseTimes):
         # The goal of a fixed training time has the best value so far as its result.
         best_value = getattr(self._goal, "best_value", None)
         value = value if best_value is None else best_value(value, self)
-        others = {"value": finite(value), "text": self.goal_text, "time_to_goal_s": self.time_to_goal_s}
+        others = {
+            "value": finite(value),
+            "text": self.goal_text,
+            "time_to_goal_s": self.time_to_goal_s,
+        }
         self.goal_result = {**self._moment(), **GoalAim.of(self._goal).to_dict(), **others}
         logger.info("goal reached: %s", text)
         result: dict[str, float | str] = {
             "TaskResult": self.goal_text,
             "TotalCumulativeTrainTime": self.time_to_goal_s,
         }
-        known = [*self.preprocess_steps, *self.compute_steps, *self.communication_steps, *self.metrics_steps]
-        result.update({f"global_cum_{step}": self._step_s.get(step, 0.0) for step in [*known, *self._step_s]})
+        known = [
+            *self.preprocess_steps,
+            *self.compute_steps,
+            *self.communication_steps,
+            *self.metrics_steps,
+        ]
+        result.update(
+            {f"global_cum_{step}": self._step_s.get(step, 0.0) for step in [*known, *self._step_s]}
+        )
         for key, entry in result.items():
             if self.rank == 0:
                 self._send(key, entry)
@@ -1100,10 +1181,17 @@ class Tracker(PhaseTimes):
 
     def _send_plan(self) -> None:
         """Send the goal and the budget of epochs once, so that the master can show how far the run is."""
-        if self.rank != 0 or self._has_sent_plan or (self._goal is None and self._most_epochs is None):
+        if (
+            self.rank != 0
+            or self._has_sent_plan
+            or (self._goal is None and self._most_epochs is None)
+        ):
             return
         self._has_sent_plan = True
-        self._send("plan", json.dumps({**GoalAim.of(self._goal).to_dict(), "max_epochs": self._most_epochs}))
+        self._send(
+            "plan",
+            json.dumps({**GoalAim.of(self._goal).to_dict(), "max_epochs": self._most_epochs}),
+        )
 
     def _send(self, name: str, value: float | str) -> None:
         LogMetrics.log(self.run_id, self.rank, self.current_epoch, name, value)
@@ -1125,4 +1213,6 @@ def _number(name: str, value: Any) -> float:
     try:
         return value if type(value) in (int, float) else float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} must be a number or a tensor of one element, not {value!r}") from error
+        raise TypeError(
+            f"{name} must be a number or a tensor of one element, not {value!r}"
+        ) from error

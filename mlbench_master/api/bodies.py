@@ -52,8 +52,12 @@ def read_body(max_bytes: int) -> Callable[[Request], Awaitable[Any]]:
     async def read(request: Request) -> Any:
         kind = _kind(request)
         if kind.startswith("multipart/"):
-            raise HTTPException(415, f"Content-Type: must be application/json or {_FORM}, not {kind[:80]!r}")
-        return await _read(request, kind, min(_MAX_FORM_BYTES, max_bytes) if kind == _FORM else max_bytes)
+            raise HTTPException(
+                415, f"Content-Type: must be application/json or {_FORM}, not {kind[:80]!r}"
+            )
+        return await _read(
+            request, kind, min(_MAX_FORM_BYTES, max_bytes) if kind == _FORM else max_bytes
+        )
 
     return read
 
@@ -104,7 +108,9 @@ def parse_body(body: bytes, kind: str) -> Any:
             value = json.loads(text)
             _check_depth(value)
             return value
-        return dict(parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=_MAX_FIELDS))
+        return dict(
+            parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=_MAX_FIELDS)
+        )
     except UnicodeDecodeError:
         raise ValueError("must be UTF-8") from None
     except json.JSONDecodeError as error:
@@ -118,14 +124,18 @@ def _check_number_of_values(body: bytes) -> None:
     if sum(map(body.count, (b",", b"[", b"{"))) > _MAX_VALUES:
         outside = _STRING.sub(b"", body)
         if sum(map(outside.count, (b",", b"[", b"{"))) > _MAX_VALUES:
-            raise ValueError(f"must have at most {_MAX_VALUES} values: send them in several requests")
+            raise ValueError(
+                f"must have at most {_MAX_VALUES} values: send them in several requests"
+            )
 
 
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(_MAX_DEPTH):
         children = (
-            item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))
+            item.values() if isinstance(item, dict) else item
+            for item in level
+            if isinstance(item, (dict, list))
         )
         level = [child for items in children for child in items if isinstance(child, (dict, list))]
         if not level:
@@ -144,9 +154,13 @@ async def _read(request: Request, kind: str, max_bytes: int) -> Any:
         async for chunk in request.stream():
             size += len(chunk)
             if size > max_bytes:
-                raise HTTPException(413, f"body: must have at most {max_bytes} bytes: send it in parts")
+                raise HTTPException(
+                    413, f"body: must have at most {max_bytes} bytes: send it in parts"
+                )
             chunks.append(chunk)
-    except ClientDisconnect:  # nobody gets this answer, but an error would be logged with its traceback
+    except (
+        ClientDisconnect
+    ):  # nobody gets this answer, but an error would be logged with its traceback
         raise HTTPException(400, "body: the connection was closed before its end") from None
     body = b"".join(chunks)
     chunks.clear()

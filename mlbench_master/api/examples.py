@@ -83,7 +83,12 @@ REQUESTS: dict[tuple[str, str], dict[str, Any]] = {
         },
         "Many metrics, each stored once even if this is sent again": [
             {**_METRIC, "id": "worker-0-1"},
-            {**_METRIC, "id": "worker-0-2", "date": "2026-01-31T12:00:02.5+00:00", "value": "0.125"},
+            {
+                **_METRIC,
+                "id": "worker-0-2",
+                "date": "2026-01-31T12:00:02.5+00:00",
+                "value": "0.125",
+            },
         ],
     },
     ("post", "/api/runs/"): {
@@ -138,13 +143,17 @@ ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
             }
         ]
     },
-    ("get", "/api/pods/{name}/curves/"): {"One metric": {"curves": [{**_CURVE, "name": "cpu"}], "last_id": 3}},
+    ("get", "/api/pods/{name}/curves/"): {
+        "One metric": {"curves": [{**_CURVE, "name": "cpu"}], "last_id": 3}
+    },
     ("get", "/api/events/"): {
         "A run starts": ': connected\n\nevent: state\ndata: {"id": 1, "name": "my-run", "state": "started"}\n\n'
     },
     ("get", "/api/metrics/"): {
         "A metric of a worker and one of a run": {
-            "pod_metrics": {"my-run-worker-0": {"cpu": [{**_FULL_POINT, "name": "cpu", "metadata": ""}]}},
+            "pod_metrics": {
+                "my-run-worker-0": {"cpu": [{**_FULL_POINT, "name": "cpu", "metadata": ""}]}
+            },
             "run_metrics": {"my-run": {"train_loss @ 0": [_FULL_POINT]}},
         }
     },
@@ -205,18 +214,46 @@ ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
 
 MESSAGES: dict[int | tuple[int, str, str], str] = {
     400: "limit: Input should be greater than or equal to 1 (got '0')",
-    (400, "get", "/api/metrics/{owner_id}/"): "last_n: Input should be greater than or equal to 1 (got '0')",
-    (400, "get", "/api/runs/{run_id}/logs/"): "since_line: Input should be greater than or equal to 0 (got '-1')",
-    (400, "get", "/api/pods/{name}/curves/"): "points: Input should be greater than or equal to 1 (got '0')",
-    (400, "get", "/api/runs/{run_id}/curves/"): "points: Input should be greater than or equal to 1 (got '0')",
+    (
+        400,
+        "get",
+        "/api/metrics/{owner_id}/",
+    ): "last_n: Input should be greater than or equal to 1 (got '0')",
+    (
+        400,
+        "get",
+        "/api/runs/{run_id}/logs/",
+    ): "since_line: Input should be greater than or equal to 0 (got '-1')",
+    (
+        400,
+        "get",
+        "/api/pods/{name}/curves/",
+    ): "points: Input should be greater than or equal to 1 (got '0')",
+    (
+        400,
+        "get",
+        "/api/runs/{run_id}/curves/",
+    ): "points: Input should be greater than or equal to 1 (got '0')",
     (400, "post", "/api/metrics/"): "value: is required",
     (400, "post", "/api/runs/"): "num_workers: Input should be greater than or equal to 1 (got 0)",
-    (400, "post", "/api/runs/import/"): "state: Input should be 'finished' or 'failed' (got 'lost')",
+    (
+        400,
+        "post",
+        "/api/runs/import/",
+    ): "state: Input should be 'finished' or 'failed' (got 'lost')",
     401: "Authorization: send the master's token as 'Bearer TOKEN'",
     403: "Origin: 'https://example.org' may not write to this master",
     404: "id: there is no run '77'",
-    (404, "get", "/api/metrics/{owner_id}/"): "id: there is no pod '77'; for a run's metrics add metric_type=run",
-    (404, "get", "/api/pods/{name}/curves/"): "id: there is no pod '77'; for a run's metrics add metric_type=run",
+    (
+        404,
+        "get",
+        "/api/metrics/{owner_id}/",
+    ): "id: there is no pod '77'; for a run's metrics add metric_type=run",
+    (
+        404,
+        "get",
+        "/api/pods/{name}/curves/",
+    ): "id: there is no pod '77'; for a run's metrics add metric_type=run",
     (404, "post", "/api/metrics/"): "run_id: there is no run 77",
     408: "the request did not arrive within 10 s",
     409: "name: there is a run named 'my-run'; choose another name or delete that run",

@@ -21,7 +21,14 @@ from mlbench_master.database.columns import PAGE, Columns, number_of
 from mlbench_master.database.store import Point, Run, Store, pod_owner, run_owner
 from mlbench_master.dates import format_date
 from mlbench_master.launchers.interface import Launcher, LogLine, LogRange
-from mlbench_master.runs.results import FILES, RESULT_FILE, RESULT_METRIC, RefusedFileError, ResultFolder, is_result
+from mlbench_master.runs.results import (
+    FILES,
+    RESULT_FILE,
+    RESULT_METRIC,
+    RefusedFileError,
+    ResultFolder,
+    is_result,
+)
 from mlbench_master.schemas import LogsQuery
 
 __all__ = [
@@ -69,7 +76,11 @@ class Selection:
         """Yield owner, name and entries of each selected metric of some owners."""
         counts = store.metric_counts(owners, self.name, self.since)
         for owner, name, points in store.entries(counts, self.since, self.last_n):
-            count = counts[owner, name] if self.last_n is None else min(counts[owner, name], self.last_n)
+            count = (
+                counts[owner, name]
+                if self.last_n is None
+                else min(counts[owner, name], self.last_n)
+            )
             if self.summarize is not None and count > self.summarize:
                 # The entries of a long metric have not been read yet, and its columns take a tenth of their time.
                 is_long = count > PAGE
@@ -123,7 +134,9 @@ def summarize_long(store: Store, owner: str, name: str, count: int, most: int) -
     """
     groups = _groups(store.columns(owner, name), store.size(owner, name) - count, count, most)
     # The members of one group are in memory at a time.
-    means = ((group.last_id, len(group.dates), *_means(group.dates, group.numbers)) for group in groups)
+    means = (
+        (group.last_id, len(group.dates), *_means(group.dates, group.numbers)) for group in groups
+    )
     while some := list(itertools.islice(means, _GROUPS_AT_ONCE)):
         rows = store.points_with([last_id for last_id, *_ in some])
         for last_id, size, date, value in some:
@@ -154,7 +167,9 @@ def _groups(parts: Iterable[Columns], skip: int, count: int, most: int) -> Itera
         for first, end in itertools.pairwise([*firsts.tolist(), len(part)]):
             members = part.at(slice(first, end))
             finite = members.numbers[~np.isnan(members.numbers)].tolist()
-            group = _Group(int(numbers[first]), members.dates.tolist(), finite, int(members.ids[-1]))
+            group = _Group(
+                int(numbers[first]), members.dates.tolist(), finite, int(members.ids[-1])
+            )
             if current is not None and current.number == group.number:
                 current.dates += group.dates
                 current.numbers += group.numbers
@@ -184,7 +199,11 @@ def _means(dates: Sequence[int], numbers: Sequence[float]) -> tuple[int, str]:
 
 def metrics_json(store: Store, owner: str, selection: Selection) -> Iterator[str]:
     """Yield ``{metric: [{date, value, cumulative}, ...]}`` in pieces."""
-    return _in_chunks(_object((name, _list(map(_short, points))) for _, name, points in selection.of(store, owner)))
+    return _in_chunks(
+        _object(
+            (name, _list(map(_short, points))) for _, name, points in selection.of(store, owner)
+        )
+    )
 
 
 def metrics_csv(store: Store, owner: str, selection: Selection) -> Iterator[str]:
@@ -203,7 +222,9 @@ def _csv_lines(store: Store, owner: str, selection: Selection) -> Iterator[str]:
     for _, name, points in selection.of(store, owner):
         shown = _cell(name)
         for point in points:
-            writer.writerow((shown, format_date(point.date), *_rank_and_epoch(point.extra), _cell(point.value)))
+            writer.writerow(
+                (shown, format_date(point.date), *_rank_and_epoch(point.extra), _cell(point.value))
+            )
             yield buffer.getvalue()
             buffer.seek(0)
             buffer.truncate()
@@ -225,7 +246,9 @@ def _rank_and_epoch(extra: str) -> tuple[str, str]:
         metadata = None
     found = metadata if isinstance(metadata, dict) else {}
     numbers = (found.get(name) for name in ("rank", "epoch"))
-    rank, epoch = (str(n) if isinstance(n, (int, float)) and not isinstance(n, bool) else "" for n in numbers)
+    rank, epoch = (
+        str(n) if isinstance(n, (int, float)) and not isinstance(n, bool) else "" for n in numbers
+    )
     return rank, epoch
 
 
@@ -235,7 +258,8 @@ def all_metrics_json(store: Store) -> Iterator[str]:
     runs = {run_owner(run.id): run.name for run in store.runs()}
     return _in_chunks(
         _object(
-            (kind, _object(_by_owner(store, names))) for kind, names in (("pod_metrics", pods), ("run_metrics", runs))
+            (kind, _object(_by_owner(store, names)))
+            for kind, names in (("pod_metrics", pods), ("run_metrics", runs))
         )
     )
 
@@ -285,7 +309,9 @@ def metrics_zip(
         for source, name, points in selection.of(store, owner, *pods):
             prefix = "result" if source == owner else source.removeprefix("pod:")
             # The size of an entry is unknown before its data, so it has to allow for more than 4 GiB.
-            with archive.open(safe_file_name(f"{prefix}_{name}", names) + ".json", "w", force_zip64=True) as file:
+            with archive.open(
+                safe_file_name(f"{prefix}_{name}", names) + ".json", "w", force_zip64=True
+            ) as file:
                 for text in _in_chunks(_list(map(_short, points))):
                     file.write(text.encode())
                     yield sink.take()
@@ -322,7 +348,13 @@ def _log_line(line: LogLine) -> str:
 
 def log_file_name(run: Run, query: LogsQuery) -> str:
     """Return the name of the file with the wanted lines of a run's log."""
-    rank = "" if query.rank is None else f"-{query.rank}" if query.rank == "master" else f"-rank-{query.rank}"
+    rank = (
+        ""
+        if query.rank is None
+        else f"-{query.rank}"
+        if query.rank == "master"
+        else f"-rank-{query.rank}"
+    )
     stream = "" if query.stream is None else f"-{query.stream}"
     return safe_file_name(f"{run.name}{rank}{stream}", set()) + ".log"
 
@@ -381,7 +413,9 @@ def _add_results(archive: zipfile.ZipFile, sink: _Sink, results: Path | None) ->
         archive.writestr(LEFT_OUT_FILE, "".join(left_out))
 
 
-def _join_lines(archive: zipfile.ZipFile, sink: _Sink, folder: ResultFolder, left_out: list[str]) -> Iterator[bytes]:
+def _join_lines(
+    archive: zipfile.ZipFile, sink: _Sink, folder: ResultFolder, left_out: list[str]
+) -> Iterator[bytes]:
     """Add the raw lines of all workers of a run without result as one file, and yield the archive's bytes."""
     names = folder.lines_of_workers()
     if not names:
@@ -429,8 +463,13 @@ def _short(point: Point) -> dict[str, Any]:
 def _by_owner(store: Store, names: dict[str, str]) -> Iterator[tuple[str, Iterable[str]]]:
     """Yield the name of each owner and its metrics in pieces of JSON."""
     left = dict(names)
-    for owner, metrics in itertools.groupby(Selection().of(store, *names), key=lambda metric: metric[0]):
-        yield left.pop(owner), _object((name, _list(_full(name, points))) for _, name, points in metrics)
+    for owner, metrics in itertools.groupby(
+        Selection().of(store, *names), key=lambda metric: metric[0]
+    ):
+        yield (
+            left.pop(owner),
+            _object((name, _list(_full(name, points))) for _, name, points in metrics),
+        )
     # A run that has no metrics yet is part of the answer.
     for name in left.values():
         yield name, "{}"

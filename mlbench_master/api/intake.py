@@ -104,11 +104,20 @@ class Intake:
         if key is not None and not _is_line(key, _ID):
             return None
         us = self._now if date is None else self._usual_date(date)
-        return None if us is None else NewMetric(run_owner(run_id), name, us, value, cumulative, metadata, key)
+        return (
+            None
+            if us is None
+            else NewMetric(run_owner(run_id), name, us, value, cumulative, metadata, key)
+        )
 
     def _usual_date(self, text: Any) -> int | None:
         """Return a date in microseconds since 1970, or None if it has not its usual form."""
-        if type(text) is not str or len(text) != _DATE or text[-1] != "Z" or text[_MINUTE + 2] != ".":
+        if (
+            type(text) is not str
+            or len(text) != _DATE
+            or text[-1] != "Z"
+            or text[_MINUTE + 2] != "."
+        ):
             return None
         seconds, fraction = text[_MINUTE : _MINUTE + 2], text[_MINUTE + 3 : -1]
         # isdigit alone accepts digits of other scripts.
@@ -132,4 +141,10 @@ def _is_text(text: Any, most: int) -> bool:
 
 
 def _is_line(text: Any, most: int) -> bool:
-    return type(text) is str and len(text) <= most and text.isascii() and text.isprintable() and text.strip() != ""
+    return (
+        type(text) is str
+        and len(text) <= most
+        and text.isascii()
+        and text.isprintable()
+        and text.strip() != ""
+    )

@@ -233,14 +233,19 @@ def documented(
         in_pages: True if the header ``Link`` has the address of the next page.
     """
     responses: dict[int | str, Any] = {
-        code: {"model": Error, "description": _MEANINGS[code]} for code in sorted({*errors, *_ALWAYS})
+        code: {"model": Error, "description": _MEANINGS[code]}
+        for code in sorted({*errors, *_ALWAYS})
     }
     ok: dict[str, Any] = {"description": HTTPStatus(status).phrase}
     if model is not None:
         ok["model"] = model
     for kind in media:
         if kind != "application/json":
-            schema = {"type": "string", "format": "binary"} if kind == "application/zip" else {"type": "string"}
+            schema = (
+                {"type": "string", "format": "binary"}
+                if kind == "application/zip"
+                else {"type": "string"}
+            )
             ok.setdefault("content", {})[kind] = {"schema": schema}
     if in_pages:
         ok["headers"] = {"Link": {"description": _NEXT, "schema": {"type": "string"}}}
@@ -272,17 +277,25 @@ def parameters(model: type[BaseModel]) -> dict[str, Any]:
     for name, schema in _with_descriptions(TypeAdapter(model).json_schema())["properties"].items():
         # A parameter cannot be null: it is left out instead.
         kinds = [kind for kind in schema.pop("anyOf", [schema]) if kind.get("type") != "null"]
-        shown = {key: value for key, value in {**schema, **kinds[0]}.items() if key not in ("title", "description")}
+        shown = {
+            key: value
+            for key, value in {**schema, **kinds[0]}.items()
+            if key not in ("title", "description")
+        }
         if shown.get("default") in (None, "", []):
             shown.pop("default", None)
         text = schema.get("description", "")
-        found.append({"name": name, "in": "query", "required": False, "description": text, "schema": shown})
+        found.append(
+            {"name": name, "in": "query", "required": False, "description": text, "schema": shown}
+        )
     return {"parameters": found}
 
 
 def _with_descriptions(schema: dict[str, Any]) -> dict[str, Any]:
     """Move the meaning of each attribute from the docstring of a model to its property."""
-    text, _, attributes = schema.get("description", "").replace("``", "`").partition("\n\nAttributes:\n")
+    text, _, attributes = (
+        schema.get("description", "").replace("``", "`").partition("\n\nAttributes:\n")
+    )
     meanings = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
     if text:
         schema["description"] = " ".join(text.split())
@@ -296,7 +309,9 @@ def _add_examples(method: str, path: str, operation: dict[str, Any]) -> None:
     for kind, content in operation.get("requestBody", {}).get("content", {}).items():
         # A form has no lists.
         content["examples"] = {
-            title: {"value": body} for title, body in bodies.items() if kind.endswith("json") or isinstance(body, dict)
+            title: {"value": body}
+            for title, body in bodies.items()
+            if kind.endswith("json") or isinstance(body, dict)
         }
     for status, answer in operation["responses"].items():
         for kind, content in answer.get("content", {}).items():

@@ -36,7 +36,14 @@ from mlbench_master.api.openapi import (
     request_body,
 )
 from mlbench_master.database.curves import curves_json, start_of
-from mlbench_master.database.store import NameInUseError, NewMetric, Run, Store, pod_owner, run_owner
+from mlbench_master.database.store import (
+    NameInUseError,
+    NewMetric,
+    Run,
+    Store,
+    pod_owner,
+    run_owner,
+)
 from mlbench_master.database.writer import UnknownRunError
 from mlbench_master.dates import format_date, now_us, to_us
 from mlbench_master.events import EventBus
@@ -61,7 +68,12 @@ from mlbench_master.schemas import (
 
 __all__ = ["POD_PHASES", "read_query", "results_of", "router", "run_or_404"]
 
-POD_PHASES = {"initialized": "Pending", "started": "Running", "finished": "Succeeded", "failed": "Failed"}
+POD_PHASES = {
+    "initialized": "Pending",
+    "started": "Running",
+    "finished": "Succeeded",
+    "failed": "Failed",
+}
 _FEW_METRICS = 100
 _read_metrics = read_body(MAX_METRICS_BYTES)
 
@@ -93,7 +105,9 @@ router = APIRouter(prefix="/api")
 def health(store: StorePart, scheduler: SchedulerPart, launcher: LauncherPart) -> dict[str, Any]:
     store.check()  # an error of the database is answered with status 503
     if not scheduler.is_in_charge:
-        raise HTTPException(503, "another master has taken over the database, or it cannot be written")
+        raise HTTPException(
+            503, "another master has taken over the database, or it cannot be written"
+        )
     known = {"status": "ok", "version": mlbench_core.__version__, "engine": launcher.name}
     return {**known, "most_workers": launcher.most_workers}
 
@@ -114,7 +128,9 @@ def pods(request: Request, store: StorePart) -> JSONResponse:
     found = list(itertools.islice(wanted, query.limit))
     follows = query.limit is not None and len(found) == query.limit
     after = f"{found[-1][0].id}-{found[-1][1]}" if found else ""
-    return JSONResponse([_pod(*place) for place in found], headers=_link(request, follows, after=after))
+    return JSONResponse(
+        [_pod(*place) for place in found], headers=_link(request, follows, after=after)
+    )
 
 
 @general_router.get(
@@ -139,7 +155,9 @@ async def stream_events(request: Request, events: EventsPart) -> StreamingRespon
     # nginx would collect events in a buffer, unless its header X-Accel-Buffering forbids it.
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     client = request.client.host if request.client else ""
-    return _StreamedResponse(events.subscribe(client), media_type="text/event-stream", headers=headers)
+    return _StreamedResponse(
+        events.subscribe(client), media_type="text/event-stream", headers=headers
+    )
 
 
 @metrics_router.post(
@@ -155,13 +173,16 @@ async def add_metrics(request: Request) -> Response:
     items = body if many else [body]
     if len(items) > MAX_BATCH:
         raise HTTPException(
-            400, f"body: must have at most {MAX_BATCH} metrics, not {len(items)}: send them in several requests"
+            400,
+            f"body: must have at most {MAX_BATCH} metrics, not {len(items)}: send them in several requests",
         )
     try:
         # Metrics without a date share this one. For a few of them, a thread would cost more than the check.
         arguments = (items, now_us(), many)
         few = len(items) <= _FEW_METRICS
-        metrics = read_metrics(*arguments) if few else await run_in_threadpool(read_metrics, *arguments)
+        metrics = (
+            read_metrics(*arguments) if few else await run_in_threadpool(read_metrics, *arguments)
+        )
         added = await request.app.state.writer.add(metrics)
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
@@ -170,7 +191,9 @@ async def add_metrics(request: Request) -> Response:
     events: EventBus = request.app.state.events
     # After the answer: a client need not wait until thousands of events have been encoded.
     task = BackgroundTask(_publish, events, metrics) if events.has_subscribers else None
-    answer = {"status": "ok", "received": len(metrics), "added": added} if many else _entry(metrics[0])
+    answer = (
+        {"status": "ok", "received": len(metrics), "added": added} if many else _entry(metrics[0])
+    )
     return JSONResponse(answer, 201, background=task)
 
 
@@ -185,7 +208,9 @@ def all_metrics(store: StorePart) -> StreamingResponse:
     openapi_extra=parameters(MetricQuery),
     **documented(Metrics, 400, 404, media=("application/json", "application/zip", "text/csv")),
 )
-def metrics(owner_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> StreamingResponse:
+def metrics(
+    owner_id: str, request: Request, store: StorePart, launcher: LauncherPart
+) -> StreamingResponse:
     query = read_query(MetricQuery, request)
     run: Run | None = None
     if query.metric_type == "run":
@@ -206,7 +231,9 @@ def metrics(owner_id: str, request: Request, store: StorePart, launcher: Launche
     if query.format == "csv":
         rows = export.metrics_csv(store, owner, selection)
         return _StreamedResponse(rows, media_type="text/csv", headers=headers)
-    archive = export.metrics_zip(store, owner, run, selection, None if run is None else results_of(run, launcher))
+    archive = export.metrics_zip(
+        store, owner, run, selection, None if run is None else results_of(run, launcher)
+    )
     return _StreamedResponse(archive, media_type="application/zip", headers=headers)
 
 
@@ -258,7 +285,9 @@ def create_run(
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
     except NameInUseError:
-        message = f"name: there is a run named {wanted.name!r}; choose another name or delete that run"
+        message = (
+            f"name: there is a run named {wanted.name!r}; choose another name or delete that run"
+        )
         raise HTTPException(409, message) from None
     return run.to_json()
 
@@ -273,7 +302,10 @@ def import_run(
     body: Annotated[Any, Depends(read_body(MAX_RUN_BYTES))], store: StorePart, events: EventsPart
 ) -> dict[str, Any]:
     wanted = _validated(RunImport, body)
-    notes = {"notes": ["imported from a result folder"], **({"reason": wanted.reason} if wanted.reason else {})}
+    notes = {
+        "notes": ["imported from a result folder"],
+        **({"reason": wanted.reason} if wanted.reason else {}),
+    }
     created = to_us(wanted.created_at)
     # The state is final from the beginning, so the scheduler never sees the run.
     new = Run(
@@ -307,14 +339,18 @@ def get_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[str
     return shown
 
 
-@runs_router.delete("/{run_id}/", summary="Stop a run and forget it", **documented(None, 404, status=204))
+@runs_router.delete(
+    "/{run_id}/", summary="Stop a run and forget it", **documented(None, 404, status=204)
+)
 def delete_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> Response:
     scheduler.delete_run(run_or_404(store, run_id).id)
     # To give the space of a large run back takes seconds, for which the client need not wait.
     return Response(status_code=204, background=BackgroundTask(store.reclaim))
 
 
-@runs_router.post("/{run_id}/stop/", summary="Stop a run, keep its metrics", **documented(RunOut, 404))
+@runs_router.post(
+    "/{run_id}/stop/", summary="Stop a run, keep its metrics", **documented(RunOut, 404)
+)
 def stop_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[str, Any]:
     run = scheduler.stop_run(run_or_404(store, run_id).id)
     if run is None:  # another request has deleted it in the meantime
@@ -333,11 +369,15 @@ def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart
     query: LogsQuery = read_query(LogsQuery, request)
     if query.format == "text":
         text = export.log_text(launcher, run, query)
-        return _StreamedResponse(text, media_type="text/plain", headers=_attachment(export.log_file_name(run, query)))
+        return _StreamedResponse(
+            text, media_type="text/plain", headers=_attachment(export.log_file_name(run, query))
+        )
     first = query.since_line
     page = LogPage([], first, first)
     if run.job_id is not None:
-        page = launcher.logs(run.job_id, LogRange(first, query.limit, query.before_line, query.wanted))
+        page = launcher.logs(
+            run.job_id, LogRange(first, query.limit, query.before_line, query.wanted)
+        )
     if query.before_line is None:
         headers = _link(request, page.next > first, since_line=page.next)
     else:
@@ -356,12 +396,17 @@ def run_curves(run_id: str, request: Request, store: StorePart) -> StreamingResp
     return _curves(request, store, run_owner(run.id), start_of(run))
 
 
-@runs_router.get("/{run_id}/result/", summary="The result.json of a run", **documented(dict[str, Any], 404))
+@runs_router.get(
+    "/{run_id}/result/", summary="The result.json of a run", **documented(dict[str, Any], 404)
+)
 def get_result(run_id: str, store: StorePart, launcher: LauncherPart) -> Response:
     run = run_or_404(store, run_id)
     content = export.result_json(store, run, results_of(run, launcher))
     if content is None:
-        raise HTTPException(404, f"id: run {run.id} has no valid result.json; a task of MLBench writes it at its end")
+        raise HTTPException(
+            404,
+            f"id: run {run.id} has no valid result.json; a task of MLBench writes it at its end",
+        )
     return Response(content, media_type="application/json")
 
 
@@ -428,13 +473,23 @@ def _pod_or_404(store: Store, name: str) -> None:
     # PostgreSQL refuses NUL in a parameter. A worker that has not posted yet is a pod without metrics.
     if "\x00" not in name and len(name) <= 253:
         run = store.run_named(name.rpartition("-worker-")[0])
-        if (run is not None and name in run.worker_names()) or store.metric_counts([pod_owner(name)]):
+        if (run is not None and name in run.worker_names()) or store.metric_counts(
+            [pod_owner(name)]
+        ):
             return
-    raise HTTPException(404, f"id: there is no pod {name[:80]!r}; for a run's metrics add metric_type=run")
+    raise HTTPException(
+        404, f"id: there is no pod {name[:80]!r}; for a run's metrics add metric_type=run"
+    )
 
 
 def _pod(run: Run, rank: int, name: str) -> dict[str, Any]:
-    labels = {"app": "mlbench", "component": "worker", "run": run.name, "run_id": str(run.id), "rank": str(rank)}
+    labels = {
+        "app": "mlbench",
+        "component": "worker",
+        "run": run.name,
+        "run_id": str(run.id),
+        "rank": str(rank),
+    }
     return {
         "name": name,
         "labels": json.dumps(labels),  # text, as in version 3.0
@@ -460,7 +515,9 @@ def _link(request: Request, follows: bool, **changes: object) -> dict[str, str]:
     """
     if not follows:
         return {}
-    query = [(name, value) for name, value in request.query_params.multi_items() if name not in changes]
+    query = [
+        (name, value) for name, value in request.query_params.multi_items() if name not in changes
+    ]
     query += [(name, str(value)) for name, value in changes.items() if value is not None]
     return {"Link": f'<{request.url.path}?{urlencode(query)}>; rel="next"'}
 

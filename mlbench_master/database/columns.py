@@ -62,11 +62,17 @@ class Columns:
         if set(map(type, dates)) - {int}:
             dates = tuple(date if isinstance(date, int) else 0 for date in dates)
         try:
-            numbers = np.array([*map(float, values)], np.float64) if set(map(type, values)) <= {str} else None
+            numbers = (
+                np.array([*map(float, values)], np.float64)
+                if set(map(type, values)) <= {str}
+                else None
+            )
         except ValueError:
             numbers = None
         if numbers is None:
-            numbers = np.array([number_of(value) for value in values], np.float64)  # None becomes NaN
+            numbers = np.array(
+                [number_of(value) for value in values], np.float64
+            )  # None becomes NaN
         numbers[~np.isfinite(numbers)] = math.nan
         epochs = np.array([epoch_of(text) for text in metadata], np.float64)
         return cls(np.array(dates, np.int64), np.array(ids, np.int64), numbers, epochs)
@@ -87,7 +93,9 @@ class Columns:
 
     def pack(self) -> bytes:
         """Return the columns as bytes, the same on every machine."""
-        return b"".join(column.astype(kind).tobytes() for column, kind in zip(self._all(), _KINDS, strict=True))
+        return b"".join(
+            column.astype(kind).tobytes() for column, kind in zip(self._all(), _KINDS, strict=True)
+        )
 
     def at(self, places: Any) -> Columns:
         """Return the columns of some entries.
@@ -117,7 +125,11 @@ def epoch_of(metadata: object) -> float:
         content = json.loads(metadata)
         epoch = content.get("epoch") if isinstance(content, dict) else None
         # A whole number may be too large for a float.
-        number = float(epoch) if isinstance(epoch, (int, float)) and not isinstance(epoch, bool) else math.nan
+        number = (
+            float(epoch)
+            if isinstance(epoch, (int, float)) and not isinstance(epoch, bool)
+            else math.nan
+        )
     except (ValueError, OverflowError, RecursionError):
         return math.nan
     return number if math.isfinite(number) else math.nan

@@ -17,7 +17,9 @@ __all__ = ["curves_json", "start_of", "thin"]
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def curves_json(store: Store, owner: str, start_us: int | None, names: Sequence[str], most: int) -> Iterator[str]:
+def curves_json(
+    store: Store, owner: str, start_us: int | None, names: Sequence[str], most: int
+) -> Iterator[str]:
     """Yield the answer to ``GET /api/runs/{id}/curves/`` in pieces, each of one metric.
 
     Args:
@@ -34,7 +36,9 @@ def curves_json(store: Store, owner: str, start_us: int | None, names: Sequence[
     last_id = store.last_id()
     if not names:
         counts = {name: count for (_, name), count in store.metric_counts([owner]).items()}
-        yield json.dumps({"curves": [{"name": n, "count": c} for n, c in counts.items()], "last_id": last_id})
+        yield json.dumps(
+            {"curves": [{"name": n, "count": c} for n, c in counts.items()], "last_id": last_id}
+        )
         return
     separator = '{"curves": ['
     if start_us is None:
@@ -95,7 +99,10 @@ def _kept(steps: Integers, part: Columns, groups: int, count: int) -> tuple[Inte
     # Number of the group within the part, of each entry.
     place = np.cumsum(is_first) - 1
     indices = [ends]
-    for extremes in (np.fmin.reduceat(part.numbers, firsts), np.fmax.reduceat(part.numbers, firsts)):
+    for extremes in (
+        np.fmin.reduceat(part.numbers, firsts),
+        np.fmax.reduceat(part.numbers, firsts),
+    ):
         equal = np.flatnonzero(part.numbers == extremes[place])
         at = firsts.copy()
         # Of several assignments to one place the last one counts, so the earliest entry comes last.

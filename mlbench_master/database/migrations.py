@@ -76,7 +76,11 @@ def prepare_database(engine: sa.Engine, metadata: sa.MetaData) -> None:
             revisions.create(connection, checkfirst=True)
             connection.execute(sa.insert(revisions).values(version_num=f"{number or int(HEAD):04}"))
         if 0 < number < int(HEAD):
-            _log.info("an older version wrote the database; its tables are brought from %04d to %s", number, HEAD)
+            _log.info(
+                "an older version wrote the database; its tables are brought from %04d to %s",
+                number,
+                HEAD,
+            )
             _upgrade(connection)
             connection.execute(sa.delete(versions))
             connection.execute(sa.insert(versions).values(version=int(HEAD)))
@@ -124,7 +128,11 @@ def _check_columns(connection: sa.Connection, metadata: sa.MetaData) -> None:
         for (_, name), columns in sa.inspect(connection).get_multi_columns().items()
     }
     for table in metadata.sorted_tables:
-        missing = [column.name for column in table.columns if column.name not in present.get(table.name, ())]
+        missing = [
+            column.name
+            for column in table.columns
+            if column.name not in present.get(table.name, ())
+        ]
         if missing:
             raise ConfigurationError(
                 f"its table {table.name} lacks the columns {', '.join(missing)}, so another program wrote it; give an "
@@ -134,7 +142,10 @@ def _check_columns(connection: sa.Connection, metadata: sa.MetaData) -> None:
 
 def _check_sqlite(connection: sa.Connection) -> None:
     """Find damage now, and not in the middle of a run."""
-    pages, size = (connection.exec_driver_sql(f"PRAGMA {name}").scalar_one() for name in ("page_count", "page_size"))
+    pages, size = (
+        connection.exec_driver_sql(f"PRAGMA {name}").scalar_one()
+        for name in ("page_count", "page_size")
+    )
     if pages * size > _LARGEST_CHECKED_BYTES:
         return
     answer = str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one())

@@ -48,7 +48,16 @@ __all__ = [
     "run_owner",
 ]
 
-RUN_COLUMNS = ("id", "name", "state", "created_at", "started_at", "finished_at", "num_workers", "backend")
+RUN_COLUMNS = (
+    "id",
+    "name",
+    "state",
+    "created_at",
+    "started_at",
+    "finished_at",
+    "num_workers",
+    "backend",
+)
 """The columns by which a list of runs can be sorted."""
 
 RUN_SORTS = (*RUN_COLUMNS, "image", "duration", "goal")
@@ -119,7 +128,9 @@ class Run(_Base):
     @property
     def is_stopped(self) -> bool:
         """Return True if a user stopped the run; its state is then ``failed``, as in version 3.0."""
-        return self.state == STOPPED.state and str(self.metadata_dict().get("reason")).startswith(STOPPED.reason)
+        return self.state == STOPPED.state and str(self.metadata_dict().get("reason")).startswith(
+            STOPPED.reason
+        )
 
     @property
     def shown_state(self) -> str:
@@ -186,7 +197,9 @@ class Metric(_Base):
     )
 
     # SQLite numbers rows automatically only in a column of the type INTEGER.
-    id: Mapped[int] = mapped_column(sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True)
+    id: Mapped[int] = mapped_column(
+        sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True
+    )
     owner: Mapped[str] = mapped_column(sa.String(300))
     client_id: Mapped[str | None] = mapped_column(sa.String(128))
     name: Mapped[str] = mapped_column(sa.String(255))
@@ -363,7 +376,11 @@ class Store:
         """Return the lease, or None if no master holds it."""
         with self._reading() as session:
             row = session.get(_Lease, 1)
-            return None if row is None else LeaseRow(**{f.name: getattr(row, f.name) for f in fields(LeaseRow)})
+            return (
+                None
+                if row is None
+                else LeaseRow(**{f.name: getattr(row, f.name) for f in fields(LeaseRow)})
+            )
 
     def replace_lease(self, expected: LeaseRow | None, row: LeaseRow) -> bool:
         """Write the lease unless another master has changed it.
@@ -381,7 +398,9 @@ class Store:
                     session.add(_Lease(id=1, **vars(row)))
                     return True
                 unchanged = (_Lease.holder == expected.holder) & (_Lease.beat == expected.beat)
-                changed: Any = session.execute(sa.update(_Lease).where(unchanged).values(**vars(row)))
+                changed: Any = session.execute(
+                    sa.update(_Lease).where(unchanged).values(**vars(row))
+                )
                 return bool(changed.rowcount)
         except IntegrityError:
             return False
@@ -417,7 +436,9 @@ class Store:
                     if (taken := session.scalar(known.order_by(Run.id).limit(1))) is not None:
                         raise NameInUseError(taken)
                 session.add_all(runs)
-        except IntegrityError as error:  # another program has added one in the meantime, or two names are the same
+        except (
+            IntegrityError
+        ) as error:  # another program has added one in the meantime, or two names are the same
             raise NameInUseError(", ".join(names)) from error
         return list(runs)
 
@@ -433,7 +454,9 @@ class Store:
         """
         with self._writing() as session:
             # The output of a worker may hold the same text, so the metadata is parsed, too.
-            for found in session.scalars(sa.select(Run).where(Run.job_metadata.contains(fingerprint))):
+            for found in session.scalars(
+                sa.select(Run).where(Run.job_metadata.contains(fingerprint))
+            ):
                 if found.metadata_dict().get(_FINGERPRINT) == fingerprint:
                     return found
             name = run.name
@@ -486,7 +509,9 @@ class Store:
         if is_sqlite:
             # The output is up to 32 KiB of each run, so a list of runs must not read it. A damaged record is left out.
             slim = sa.func.json_remove(Run.job_metadata, "$.stdout", "$.stderr")
-            columns["job_metadata"] = sa.case((sa.func.json_valid(Run.job_metadata) == 1, slim), else_="{}")
+            columns["job_metadata"] = sa.case(
+                (sa.func.json_valid(Run.job_metadata) == 1, slim), else_="{}"
+            )
         chosen = _chosen(sa.select(Run.id), states, text).where(Run.id > min(after, _MAX_RUN_ID))
         if name:
             chosen = chosen.where(Run.name.icontains(name, autoescape=True))
@@ -496,7 +521,9 @@ class Store:
         if limit is not None or offset:
             # SQLite would read the whole record of each run that the offset leaves out.
             chosen = chosen.order_by(*order).limit(limit).offset(offset)
-        query = sa.select(*(value.label(key) for key, value in columns.items())).where(Run.id.in_(chosen))
+        query = sa.select(*(value.label(key) for key, value in columns.items())).where(
+            Run.id.in_(chosen)
+        )
         with self._reading() as session:
             rows = session.execute(query.order_by(*order)).mappings()
             found = [Run(**row) for row in rows]
@@ -504,7 +531,9 @@ class Store:
             # PostgreSQL parses no JSON with an escaped NUL, which the output of a worker may hold.
             for run in found:
                 metadata = run.metadata_dict()
-                run.job_metadata = json.dumps({k: v for k, v in metadata.items() if k not in ("stdout", "stderr")})
+                run.job_metadata = json.dumps(
+                    {k: v for k, v in metadata.items() if k not in ("stdout", "stderr")}
+                )
         return found
 
     def count_runs(self, *states: str, text: str = "") -> int:
@@ -519,7 +548,12 @@ class Store:
             column: sa.ColumnElement[Any] = getattr(Run, name)
             return column
         if self._engine.dialect.name == "sqlite":
-            return sa.case((sa.func.json_valid(Run.goal) == 1, sa.func.json_extract(Run.goal, "$.time_to_goal_s")))
+            return sa.case(
+                (
+                    sa.func.json_valid(Run.goal) == 1,
+                    sa.func.json_extract(Run.goal, "$.time_to_goal_s"),
+                )
+            )
         # A record that is damaged has no number here, where a cast to JSON would fail.
         number = sa.func.substring(Run.goal, r'"time_to_goal_s":\s*(\d+(?:\.\d+)?(?:e[+-]?\d\d?)?)')
         return sa.cast(number, sa.Float)
@@ -575,7 +609,11 @@ class Store:
         PostgreSQL reuses the space. A database of an earlier version of the master is rewritten
         once, when more than half of it is free.
         """
-        if self._engine.dialect.name != "sqlite" or self._in_memory or not self._reclaiming.acquire(blocking=False):
+        if (
+            self._engine.dialect.name != "sqlite"
+            or self._in_memory
+            or not self._reclaiming.acquire(blocking=False)
+        ):
             return
         connection = self._engine.raw_connection()
         try:
@@ -639,18 +677,30 @@ class Store:
         mark = _mark(self._engine)
         insert = f"INSERT INTO metrics ({_NEW_COLUMNS}) VALUES ({', '.join([mark] * 7)}) ON CONFLICT DO NOTHING"
         # An entry of the same date sorts behind the end of the page, because its id is larger.
-        drop = f"DELETE FROM metric_pages WHERE owner = {mark} AND name = {mark} AND end_date > {mark}"
+        drop = (
+            f"DELETE FROM metric_pages WHERE owner = {mark} AND name = {mark} AND end_date > {mark}"
+        )
         with self._write_lock, self._engine.begin() as opened:
             # By default, SQLAlchemy does not keep the row count of an insert of many rows.
             connection = opened.execution_options(preserve_rowcount=True)
-            with _large_cache(connection) if sum(counts.values()) > _PAGE else contextlib.nullcontext():
-                added = [connection.exec_driver_sql(insert, list(b)).rowcount if b else 0 for b in batches]
+            with (
+                _large_cache(connection)
+                if sum(counts.values()) > _PAGE
+                else contextlib.nullcontext()
+            ):
+                added = [
+                    connection.exec_driver_sql(insert, list(b)).rowcount if b else 0
+                    for b in batches
+                ]
             if firsts:
                 connection.exec_driver_sql(drop, [(*key, date) for key, date in firsts.items()])
             if any(name in (GOAL_METRIC, GOAL_TEXT_METRIC) for _, name in firsts):
                 with Session(connection) as session:
                     for metric in itertools.chain.from_iterable(batches):
-                        if metric.name in (GOAL_METRIC, GOAL_TEXT_METRIC) and metric.owner.startswith("run:"):
+                        if metric.name in (
+                            GOAL_METRIC,
+                            GOAL_TEXT_METRIC,
+                        ) and metric.owner.startswith("run:"):
                             _record_goal(session, metric)
                     session.commit()
         if len(self._loose) > _MOST_LOOSE:
@@ -668,7 +718,11 @@ class Store:
             owner: From :func:`run_owner` or :func:`pod_owner`.
             names: The metrics; by default all that this process has written or read.
         """
-        for name in [name for found, name in list(self._loose) if found == owner] if names is None else names:
+        for name in (
+            [name for found, name in list(self._loose) if found == owner]
+            if names is None
+            else names
+        ):
             if self._loose[owner, name] >= PAGE:
                 # Without the pages, reading the metrics only takes longer.
                 with contextlib.suppress(SQLAlchemyError):
@@ -692,7 +746,16 @@ class Store:
                     return
                 data = Columns.of_rows(rows).pack()
                 end_id, end_date, *_ = rows[-1]
-                session.add(_Page(owner=owner, name=name, page=page, end_date=end_date, end_id=end_id, data=data))
+                session.add(
+                    _Page(
+                        owner=owner,
+                        name=name,
+                        page=page,
+                        end_date=end_date,
+                        end_id=end_id,
+                        data=data,
+                    )
+                )
 
     def size(self, owner: str, name: str) -> int:
         """Return the number of entries of a metric."""
@@ -719,14 +782,18 @@ class Store:
             data = sa.case((_Page.page >= start, _Page.data)).label("data")
             query = sa.select(_Page.page, _Page.end_date, _Page.end_id, data)
             query = query.where(_Page.owner == owner, _Page.name == name)
-            query = query.where(_Page.page >= start - 1, _Page.page < start + _PACKED).order_by(_Page.page)
+            query = query.where(_Page.page >= start - 1, _Page.page < start + _PACKED).order_by(
+                _Page.page
+            )
             with self._reading() as session:
                 pages = session.execute(query).all()
             # Pages that a late entry has deleted in the meantime are read from the rows. They may also have been packed
             # again since then, and begin at another entry.
             if end is not None and (not pages or end != (pages[0].end_date, pages[0].end_id)):
                 break
-            pages = [row for index, row in enumerate(pages[start > 0 :], start) if row.page == index]
+            pages = [
+                row for index, row in enumerate(pages[start > 0 :], start) if row.page == index
+            ]
             if pages:
                 yield Columns.join([Columns.unpack(row.data) for row in pages])
                 end = pages[-1].end_date, pages[-1].end_id
@@ -749,10 +816,19 @@ class Store:
     def points_with(self, ids: Sequence[int]) -> dict[int, Point]:
         """Return the entries with these ids, by id; at most 500 of them."""
         with self._reading() as session:
-            return {row[0]: _point(row) for row in session.execute(sa.select(*_POINT).where(Metric.id.in_(ids)))}
+            return {
+                row[0]: _point(row)
+                for row in session.execute(sa.select(*_POINT).where(Metric.id.in_(ids)))
+            }
 
     def thin_metrics(
-        self, owner: str, names: Collection[str], mark: str, since: int, until: int, interval_us: int
+        self,
+        owner: str,
+        names: Collection[str],
+        mark: str,
+        since: int,
+        until: int,
+        interval_us: int,
     ) -> None:
         """Replace the entries of each interval of time by one with their mean value and date.
 
@@ -764,13 +840,19 @@ class Store:
             until: Only entries before this date.
             interval_us: Length of an interval in microseconds.
         """
-        found = sa.select(Metric.id, Metric.name, Metric.date, Metric.value).order_by(Metric.name, Metric.date)
-        found = found.where(Metric.owner == owner, Metric.name.in_(names), Metric.client_id.startswith(mark))
+        found = sa.select(Metric.id, Metric.name, Metric.date, Metric.value).order_by(
+            Metric.name, Metric.date
+        )
+        found = found.where(
+            Metric.owner == owner, Metric.name.in_(names), Metric.client_id.startswith(mark)
+        )
         with self._writing() as session:
             rows = session.execute(found.where(Metric.date >= since, Metric.date < until)).all()
             changed = (_Page.owner == owner) & _Page.name.in_(names) & (_Page.end_date >= since)
             session.execute(sa.delete(_Page).where(changed))
-            for _, group in itertools.groupby(rows, key=lambda row: (row.name, row.date // interval_us)):
+            for _, group in itertools.groupby(
+                rows, key=lambda row: (row.name, row.date // interval_us)
+            ):
                 entries = list(group)
                 if len(entries) < 2:
                     continue
@@ -780,9 +862,15 @@ class Store:
                     continue
                 date = sum(entry.date for entry in entries) // len(entries)
                 first, *others = (entry.id for entry in entries)
-                session.execute(sa.update(Metric).where(Metric.id == first).values(date=date, value=f"{mean:.15g}"))
+                session.execute(
+                    sa.update(Metric)
+                    .where(Metric.id == first)
+                    .values(date=date, value=f"{mean:.15g}")
+                )
                 for start in range(0, len(others), _MANY):
-                    session.execute(sa.delete(Metric).where(Metric.id.in_(others[start : start + _MANY])))
+                    session.execute(
+                        sa.delete(Metric).where(Metric.id.in_(others[start : start + _MANY]))
+                    )
 
     def newest_date(self, owners: Sequence[str], name: str) -> int:
         """Return the latest date of a metric of any of the owners in microseconds since 1970; 0 without entries."""
@@ -810,12 +898,21 @@ class Store:
         found: set[int] = set()
         with self._reading() as session:
             for start in range(0, len(wanted), _MANY):
-                found.update(session.scalars(sa.select(Run.id).where(Run.id.in_(wanted[start : start + _MANY]))))
+                found.update(
+                    session.scalars(
+                        sa.select(Run.id).where(Run.id.in_(wanted[start : start + _MANY]))
+                    )
+                )
         return found
 
     def pods_with_metrics(self) -> list[str]:
         """Return the names of all pods that have metrics, sorted."""
-        query = sa.select(Metric.owner).where(Metric.owner.startswith("pod:")).distinct().order_by(Metric.owner)
+        query = (
+            sa.select(Metric.owner)
+            .where(Metric.owner.startswith("pod:"))
+            .distinct()
+            .order_by(Metric.owner)
+        )
         with self._reading() as session:
             return [owner[4:] for owner in session.scalars(query)]
 
@@ -832,7 +929,9 @@ class Store:
         Returns:
             Number of entries by owner and name, in the order of the owners and then of the names.
         """
-        query = sa.select(Metric.owner, Metric.name, sa.func.count()).group_by(Metric.owner, Metric.name)
+        query = sa.select(Metric.owner, Metric.name, sa.func.count()).group_by(
+            Metric.owner, Metric.name
+        )
         if name is not None:
             query = query.where(Metric.name == name)
         if since is not None:
@@ -842,13 +941,22 @@ class Store:
             for start in range(0, len(owners), _MANY):
                 part = owners[start : start + _MANY]
                 rows = session.execute(query.where(Metric.owner.in_(part)).order_by(Metric.name))
-                counts.update({(owner, metric): count for owner, metric, count in rows if isinstance(metric, str)})
+                counts.update(
+                    {
+                        (owner, metric): count
+                        for owner, metric, count in rows
+                        if isinstance(metric, str)
+                    }
+                )
         # A database sorts owners by its own rules, so their order is restored here.
         place = {owner: index for index, owner in enumerate(owners)}
         return dict(sorted(counts.items(), key=lambda item: place[item[0][0]]))
 
     def entries(
-        self, counts: Mapping[tuple[str, str], int], since: int | None = None, last_n: int | None = None
+        self,
+        counts: Mapping[tuple[str, str], int],
+        since: int | None = None,
+        last_n: int | None = None,
     ) -> Iterator[tuple[str, str, Iterable[Point]]]:
         """Yield the entries of metrics: those of small metrics from one statement, those of large ones page by page.
 
@@ -902,7 +1010,9 @@ class Store:
         for index, group in itertools.groupby(rows, key=lambda row: row[0]):
             yield *metrics[index], [_point(row[1:]) for row in group]
 
-    def points(self, owner: str, name: str, since: int | None = None, skip: int = 0) -> Iterator[Point]:
+    def points(
+        self, owner: str, name: str, since: int | None = None, skip: int = 0
+    ) -> Iterator[Point]:
         """Yield the entries of one metric by date; entries of the same date come in the order of their arrival.
 
         Args:
@@ -926,19 +1036,31 @@ class Store:
             if len(rows) < _PAGE:
                 return
             # Continue after the last row read: an offset would shift when entries arrive in the meantime.
-            query = page.where(sa.tuple_(Metric.date, Metric.id) > sa.tuple_(rows[-1].date, rows[-1].id))
+            query = page.where(
+                sa.tuple_(Metric.date, Metric.id) > sa.tuple_(rows[-1].date, rows[-1].id)
+            )
 
     def latest(self, owner: str) -> list[tuple[str, Point]]:
         """Return name and latest entry of each metric of an owner, by name, with one statement."""
         entry = aliased(Metric)
         # DISTINCT would read all entries. Each step of this recursion finds the next name in the index metrics_by_name.
-        names = sa.select(sa.func.min(Metric.name).label("name")).where(Metric.owner == owner).cte(recursive=True)
-        following = sa.select(sa.func.min(entry.name)).where(entry.owner == owner, entry.name > names.c.name)
-        names = names.union_all(sa.select(following.scalar_subquery()).where(names.c.name.is_not(None)))
+        names = (
+            sa.select(sa.func.min(Metric.name).label("name"))
+            .where(Metric.owner == owner)
+            .cte(recursive=True)
+        )
+        following = sa.select(sa.func.min(entry.name)).where(
+            entry.owner == owner, entry.name > names.c.name
+        )
+        names = names.union_all(
+            sa.select(following.scalar_subquery()).where(names.c.name.is_not(None))
+        )
         # The index metrics_by_name ends with date and id, so the database reads one entry of each metric.
         newest = sa.select(entry.id).where(entry.owner == owner, entry.name == names.c.name)
         newest = newest.order_by(entry.date.desc(), entry.id.desc()).limit(1)
-        query = sa.select(Metric.name, *_POINT).join_from(names, Metric, Metric.id == newest.scalar_subquery())
+        query = sa.select(Metric.name, *_POINT).join_from(
+            names, Metric, Metric.id == newest.scalar_subquery()
+        )
         with self._reading() as session:
             rows = session.execute(query.order_by(Metric.name)).all()
         return [(row[0], _point(row[1:])) for row in rows if isinstance(row[0], str)]
@@ -972,18 +1094,26 @@ class Store:
     @contextlib.contextmanager
     def _writing(self) -> Iterator[Session]:
         # expire_on_commit=False: callers read the attributes of a Run after its session has ended.
-        with self._write_lock, Session(self._engine, expire_on_commit=False) as session, session.begin():
+        with (
+            self._write_lock,
+            Session(self._engine, expire_on_commit=False) as session,
+            session.begin(),
+        ):
             yield session
 
 
 def _end_of_pages(session: Session, owner: str, name: str) -> tuple[int, tuple[int, int] | None]:
     """Return the number of packed pages of a metric, and date and id of the last entry in them."""
-    query = sa.select(_Page.page, _Page.end_date, _Page.end_id).where(_Page.owner == owner, _Page.name == name)
+    query = sa.select(_Page.page, _Page.end_date, _Page.end_id).where(
+        _Page.owner == owner, _Page.name == name
+    )
     last = session.execute(query.order_by(_Page.page.desc()).limit(1)).first()
     return (0, None) if last is None else (last.page + 1, (last.end_date, last.end_id))
 
 
-def _rows_after(session: Session, owner: str, name: str, end: tuple[int, int] | None, most: int) -> list[Any]:
+def _rows_after(
+    session: Session, owner: str, name: str, end: tuple[int, int] | None, most: int
+) -> list[Any]:
     """Return id, date, value and metadata of the first entries of a metric after one, by date."""
     # As plain tuples of the driver, in half the time of SQLAlchemy's rows.
     connection = session.connection()
@@ -1023,7 +1153,10 @@ def _chosen(query: sa.Select[Any], states: Collection[str], text: str) -> sa.Sel
         # The text of the JSON, because PostgreSQL cannot parse what the output of a worker may hold.
         by_user = Run.job_metadata.contains(f'"reason": "{STOPPED.reason}', autoescape=True)
         failed = Run.state == STOPPED.state
-        special = {"stopped": sa.and_(failed, by_user), "failed itself": sa.and_(failed, sa.not_(by_user))}
+        special = {
+            "stopped": sa.and_(failed, by_user),
+            "failed itself": sa.and_(failed, sa.not_(by_user)),
+        }
         query = query.where(sa.or_(*(special.get(state, Run.state == state) for state in states)))
     for word in text.split():
         places = (Run.name, Run.image, Run.backend, Run.command)
@@ -1090,7 +1223,12 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
     cursor = connection.cursor()
     # In WAL mode, readers continue while one connection writes.
     # The first one must precede everything that writes into a new file; see Store.reclaim.
-    settings = ("auto_vacuum=INCREMENTAL", "journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON")
+    settings = (
+        "auto_vacuum=INCREMENTAL",
+        "journal_mode=WAL",
+        "synchronous=NORMAL",
+        "foreign_keys=ON",
+    )
     for pragma in (*settings, f"busy_timeout={_BUSY_MS}"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()

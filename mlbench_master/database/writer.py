@@ -80,14 +80,20 @@ class MetricWriter:
             results = self._write([metrics for metrics, _ in group])
             futures = [future for _, future in group]
             for loop in {future.get_loop() for future in futures}:
-                own = [pair for pair in zip(futures, results, strict=True) if pair[0].get_loop() is loop]
+                own = [
+                    pair
+                    for pair in zip(futures, results, strict=True)
+                    if pair[0].get_loop() is loop
+                ]
                 with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
                     loop.call_soon_threadsafe(_answer, own)
 
     def _next_group(self) -> list[_Waiting]:
         with self._lock:
             count, size = 0, 0
-            while count < len(self._waiting) and (count == 0 or size + len(self._waiting[count][0]) <= _MOST_METRICS):
+            while count < len(self._waiting) and (
+                count == 0 or size + len(self._waiting[count][0]) <= _MOST_METRICS
+            ):
                 size += len(self._waiting[count][0])
                 count += 1
             group, self._waiting = self._waiting[:count], self._waiting[count:]
@@ -98,14 +104,22 @@ class MetricWriter:
         """Write the batches of several requests; return the number of new metrics, or the error, of each."""
         try:
             owners = [{metric.owner for metric in batch} for batch in batches]
-            ids = {int(owner[4:]) for found in owners for owner in found if owner.startswith("run:")}
+            ids = {
+                int(owner[4:]) for found in owners for owner in found if owner.startswith("run:")
+            }
             # Metrics that arrive after the deletion of their run would stay for good.
             with self._store.alone():
                 missing = ids - self._store.existing_runs(ids)
-                unknown = [min((key for key in missing if f"run:{key}" in found), default=None) for found in owners]
+                unknown = [
+                    min((key for key in missing if f"run:{key}" in found), default=None)
+                    for found in owners
+                ]
                 known = [batch for batch, key in zip(batches, unknown, strict=True) if key is None]
                 added = iter(self._store.add_batches(known))
-            return [next(added) if key is None else UnknownRunError(f"there is no run {key}") for key in unknown]
+            return [
+                next(added) if key is None else UnknownRunError(f"there is no run {key}")
+                for key in unknown
+            ]
         except Exception as error:
             if len(batches) == 1 or isinstance(error, _NOT_OF_METRICS):
                 return [error] * len(batches)

@@ -65,7 +65,9 @@ def make_launcher(name: str, data_dir: Path) -> Launcher:
     folder = data_dir / "runs"
     if name in _CLASSES:
         module, _, own = _CLASSES[name].partition(":")
-        launcher: Launcher = getattr(import_module(f"mlbench_master.launchers.{module}"), own)(folder)
+        launcher: Launcher = getattr(import_module(f"mlbench_master.launchers.{module}"), own)(
+            folder
+        )
         return launcher
     entry = next((entry for entry in _entry_points() if entry.name == name), None)
     if entry is not None:

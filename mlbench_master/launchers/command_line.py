@@ -84,7 +84,9 @@ def check_program_in(words: Sequence[str], cwd: str, path: str) -> None:
         return
     if "/" in first:
         if not file.is_file():
-            raise ValueError(f"must begin with a program or script that exists, not {first[:80]!r}, which {cwd} lacks")
+            raise ValueError(
+                f"must begin with a program or script that exists, not {first[:80]!r}, which {cwd} lacks"
+            )
         if not os.access(file, os.X_OK):
             raise ValueError(
                 f"must begin with a program that can be executed, not {first[:80]!r}: use chmod +x, or begin with its "
@@ -95,11 +97,16 @@ def check_program_in(words: Sequence[str], cwd: str, path: str) -> None:
     places = os.pathsep.join(os.path.join(cwd, place) for place in path.split(os.pathsep))
     if shutil.which(first, path=places) is None:
         advice = f"./{first}" if file.is_file() else "bash -c '...' for a command of a shell"
-        raise ValueError(f"must begin with a program on the PATH, not {first[:80]!r}: write {advice}")
+        raise ValueError(
+            f"must begin with a program on the PATH, not {first[:80]!r}: write {advice}"
+        )
 
 
 def worker_environment(
-    job_env: Mapping[str, str], caller_env: Mapping[str, str] | None, own: Mapping[str, str], threads: int
+    job_env: Mapping[str, str],
+    caller_env: Mapping[str, str] | None,
+    own: Mapping[str, str],
+    threads: int,
 ) -> dict[str, str]:
     """Return the variables of the workers of a run, in addition to those of their parent process.
 
@@ -111,7 +118,10 @@ def worker_environment(
     """
     given = {**(caller_env or {}), **job_env}
     python = python_environment()
-    root, inherited = _package_root(), "" if caller_env is not None else os.environ.get("PYTHONPATH", "")
+    root, inherited = (
+        _package_root(),
+        "" if caller_env is not None else os.environ.get("PYTHONPATH", ""),
+    )
     return {
         "OMP_NUM_THREADS": str(threads),
         **python,
@@ -134,8 +144,12 @@ def python_environment() -> dict[str, str]:
     """Return variables with which ``python`` is this Python, and imports find this package even if not installed."""
     return {
         "PYTHONUNBUFFERED": "1",
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
-        "PYTHONPATH": os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH", "")])),
+        "PATH": os.pathsep.join(
+            [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+        ),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [_package_root(), os.environ.get("PYTHONPATH", "")])
+        ),
     }
 
 

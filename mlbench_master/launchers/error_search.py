@@ -24,7 +24,9 @@ _GROUP_PREFIX = re.compile(r"\s*(\+ |\| ?)")
 # Lines that say nothing about the end: those of a logger below an error, warnings of Python and of torch (glog),
 # progress bars, and lines without letters.
 _LEVEL = r"(DEBUG|INFO|WARN(ING)?)"
-_REMARK = re.compile(rf"{_LEVEL}\b|.*[\s:|\[]{_LEVEL}[\s:|\]]|.*Warning: |\[?[IW]\d+[ :]|\[[IW]\d|.*\d%\||[\W\d_]+$")
+_REMARK = re.compile(
+    rf"{_LEVEL}\b|.*[\s:|\[]{_LEVEL}[\s:|\]]|.*Warning: |\[?[IW]\d+[ :]|\[[IW]\d|.*\d%\||[\W\d_]+$"
+)
 # What a worker or a program around it says after another one has ended.
 _CONSEQUENCE = re.compile(
     r"WorkerError: |ChildFailedError|CalledProcessError|ProcessExitedException"
@@ -78,10 +80,16 @@ class ErrorSearch:
         if line.startswith('  File "'):
             self._in_traceback = True
             self.last = ""
-        elif _ERROR_LINE.match(line) or (self._in_traceback and line.strip() and not line.startswith(" ")):
+        elif _ERROR_LINE.match(line) or (
+            self._in_traceback and line.strip() and not line.startswith(" ")
+        ):
             self._in_traceback = False
             self._take(line[:_LONGEST_ERROR], ranked[1] if ranked else None)
-        elif line.strip() and not line.startswith((" ", "\t", "Traceback (most recent")) and not _REMARK.match(line):
+        elif (
+            line.strip()
+            and not line.startswith((" ", "\t", "Traceback (most recent"))
+            and not _REMARK.match(line)
+        ):
             self.last = line[:_LONGEST_ERROR]
 
     def _take(self, error: str, rank: str | None) -> None:

@@ -91,5 +91,7 @@ class FolderLauncher(Launcher):
     def _job_folder(self, job_id: str) -> Path:
         match = _JOB_ID.fullmatch(job_id)
         if match is None:
-            raise ValueError(f"job_id must be {self.name}-NUMBER, not {job_id!r}: give the id that start returned")
+            raise ValueError(
+                f"job_id must be {self.name}-NUMBER, not {job_id!r}: give the id that start returned"
+            )
         return self._folder / match.group(1)

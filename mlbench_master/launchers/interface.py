@@ -263,7 +263,9 @@ class Launcher(ABC):
         """
         if options:
             given = " ".join(options)[:80]
-            raise ValueError(f"engine_options: must be left out, not {given!r}: the {self.name} launcher has none")
+            raise ValueError(
+                f"engine_options: must be left out, not {given!r}: the {self.name} launcher has none"
+            )
 
     def check_workers(self, num_workers: int, backend: str, options: Sequence[str]) -> None:
         """Refuse a run that could never start, because of its number of workers or of its backend.

@@ -50,9 +50,13 @@ _SEARCH_S = 1.0
 _CHUNK_BYTES = 2**18
 # The beginning of a line as the writer writes it.
 _HEAD = re.compile(rb'\{"rank": (null|[0-9]{1,9}), "stream": "([a-z]+)", ')
-_USUAL_LINE = re.compile(_HEAD.pattern + rb'"text": "([^"\\\x00-\x1f]*)", "date": "([0-9T:.Z-]*)"\}')
+_USUAL_LINE = re.compile(
+    _HEAD.pattern + rb'"text": "([^"\\\x00-\x1f]*)", "date": "([0-9T:.Z-]*)"\}'
+)
 # Colors and the like, titles of windows (the bell at their end is unreadable, see below), and short sequences.
-_ESCAPES = re.compile("\x1b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b\ufffd]*(?:[\x07\ufffd]|\x1b\\\\)|[ -/]*[0-Z\\\\^-~])")
+_ESCAPES = re.compile(
+    "\x1b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b\ufffd]*(?:[\x07\ufffd]|\x1b\\\\)|[ -/]*[0-Z\\\\^-~])"
+)
 # Control characters but tabs, separators of lines, and marks that turn the direction of text.
 _UNSEEN = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+")
 # JSON needs six bytes for each of these characters.
@@ -119,7 +123,9 @@ class LogWriter:
                 line = _line(rank, stream, text, date)
                 if self._gap:
                     # In one piece: a short mark alone would fit again and again into the rest of a block.
-                    mark = _line(None, "system", f"{self._gap} lines were dropped here: {self.problem}")
+                    mark = _line(
+                        None, "system", f"{self._gap} lines were dropped here: {self.problem}"
+                    )
                     self._append(mark + line)
                     self._gap = 0
                     self.dropping_mark.unlink(missing_ok=True)
@@ -194,10 +200,16 @@ class LogReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._full: dict[str, list[_Chunk]] = {}  # by file; the chunk that still grows is not among them
+        self._full: dict[
+            str, list[_Chunk]
+        ] = {}  # by file; the chunk that still grows is not among them
 
     def read(
-        self, since_line: int, limit: int, before_line: int | None = None, wanted: LogFilter = EVERY_LINE
+        self,
+        since_line: int,
+        limit: int,
+        before_line: int | None = None,
+        wanted: LogFilter = EVERY_LINE,
     ) -> LogPage:
         """Read lines, without one that is still being written; see :class:`LogRange` for the arguments.
 
@@ -259,7 +271,13 @@ class LogReader:
                 if not size and len(content) < _CHUNK_BYTES:
                     break
                 # A line that is longer than a chunk counts as several lines.
-                chunk = _Chunk(number, number + max(content.count(b"\n"), 1), path, offset, size or len(content))
+                chunk = _Chunk(
+                    number,
+                    number + max(content.count(b"\n"), 1),
+                    path,
+                    offset,
+                    size or len(content),
+                )
                 if len(content) < _CHUNK_BYTES and not is_complete:
                     return [*full, chunk]
                 full.append(chunk)
@@ -298,10 +316,16 @@ class _Selection:
 
     def __init__(self, wanted: LogFilter) -> None:
         self._wanted = wanted
-        self._rank = None if wanted.rank is None else str(wanted.rank).replace("master", "null").encode()
+        self._rank = (
+            None if wanted.rank is None else str(wanted.rank).replace("master", "null").encode()
+        )
         self._stream = None if wanted.stream is None else wanted.stream.encode()
         # Other texts may look different in JSON.
-        is_plain = wanted.search.isascii() and wanted.search.isprintable() and not {'"', "\\"} & set(wanted.search)
+        is_plain = (
+            wanted.search.isascii()
+            and wanted.search.isprintable()
+            and not {'"', "\\"} & set(wanted.search)
+        )
         self._search = wanted.search.lower().encode() if is_plain else b""
 
     def candidates(
@@ -316,7 +340,9 @@ class _Selection:
         content = _content(chunk)
         if not self._may_have(content):
             return
-        lines = list(enumerate(content.split(b"\n")[first - chunk.first : end - chunk.first], first))
+        lines = list(
+            enumerate(content.split(b"\n")[first - chunk.first : end - chunk.first], first)
+        )
         for number, raw in reversed(lines) if backwards else lines:
             if self._may_pass(raw):
                 yield number, number + 1, raw
@@ -339,7 +365,9 @@ class _Selection:
         return head is None or (self._rank in (None, head[1]) and self._stream in (None, head[2]))
 
 
-def _overlapping(chunks: list[_Chunk], since_line: int, before_line: int, backwards: bool) -> Iterator[_Chunk]:
+def _overlapping(
+    chunks: list[_Chunk], since_line: int, before_line: int, backwards: bool
+) -> Iterator[_Chunk]:
     """Yield the chunks with lines of a range, the last one first if ``backwards`` is true."""
     found = chunks[bisect_right(chunks, since_line, key=lambda chunk: chunk.end) :]
     for chunk in reversed(found) if backwards else found:
@@ -357,7 +385,12 @@ def _content(chunk: _Chunk) -> bytes:
 
 
 def _page(
-    found: list[NumberedLine], since_line: int, before_line: int, position: int, matches: int, backwards: bool
+    found: list[NumberedLine],
+    since_line: int,
+    before_line: int,
+    position: int,
+    matches: int,
+    backwards: bool,
 ) -> LogPage:
     if backwards:
         return LogPage(found[::-1], before_line, position, matches)
@@ -376,7 +409,9 @@ def log_limit_bytes() -> int:
     except ValueError:
         limit = math.nan
     if not 0 < limit < math.inf:
-        raise ConfigurationError(f"MLBENCH_LOG_LIMIT_MB must be a positive number of MiB, not {text!r}")
+        raise ConfigurationError(
+            f"MLBENCH_LOG_LIMIT_MB must be a positive number of MiB, not {text!r}"
+        )
     return int(limit * 2**20)
 
 
@@ -403,7 +438,9 @@ def _files(folder: Path) -> list[tuple[int, Path]]:
 
 def _line(rank: int | None, stream: str, text: str, date: str | None = None) -> bytes:
     if date is None:
-        date = datetime.now(timezone.utc).replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
+        date = (
+            datetime.now(timezone.utc).replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
+        )
     content = {"rank": rank, "stream": stream, "text": text, "date": date}
     return json.dumps(content, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 

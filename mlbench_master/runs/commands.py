@@ -57,9 +57,13 @@ def resolve_command(run: RunIn, in_container: bool = False) -> tuple[str, str]:
         except ValueError as error:
             raise ValueError(f"task: {error}") from None
     if run.command is not None:
-        return run.image_name or run.custom_image_name or CUSTOM_IMAGE, _with_flags(run.command, run)
+        return run.image_name or run.custom_image_name or CUSTOM_IMAGE, _with_flags(
+            run.command, run
+        )
     if run.image_name is None:
-        raise ValueError(f"task: give a task ({', '.join(sorted(TASKS))}), a command, or an image_name")
+        raise ValueError(
+            f"task: give a task ({', '.join(sorted(TASKS))}), a command, or an image_name"
+        )
     if run.image_name.startswith(CUSTOM_IMAGE):
         if run.custom_image_command is None:
             raise ValueError("custom_image_command: is required with image_name=custom_image")
@@ -112,7 +116,9 @@ def resolve_backend(run: RunIn) -> str:
         if run.custom_backend is None:
             raise ValueError("custom_backend: is required with backend=custom_backend")
         return run.custom_backend
-    raise ValueError(f"backend: unknown backend {run.backend!r}; known: {', '.join(BACKENDS)}, {CUSTOM_BACKEND}")
+    raise ValueError(
+        f"backend: unknown backend {run.backend!r}; known: {', '.join(BACKENDS)}, {CUSTOM_BACKEND}"
+    )
 
 
 def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
@@ -141,8 +147,14 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
     check_cores(run.num_workers, run.oversubscribe, launcher)
     if run.gpu_enabled:
         check_gpus(run.num_workers, launcher)
-        if launcher.gpus is not None and run.caller is not None and "CUDA_VISIBLE_DEVICES" in run.caller.environment:
-            notes.append("note: the workers get the GPUs that the master lends, not CUDA_VISIBLE_DEVICES of the call")
+        if (
+            launcher.gpus is not None
+            and run.caller is not None
+            and "CUDA_VISIBLE_DEVICES" in run.caller.environment
+        ):
+            notes.append(
+                "note: the workers get the GPUs that the master lends, not CUDA_VISIBLE_DEVICES of the call"
+            )
     # As in version 3.0, only a custom backend may start a single worker; known backends start all of them.
     all_nodes = run.run_all_nodes or run.backend.lower() != CUSTOM_BACKEND or run.num_workers == 1
     if not all_nodes:
@@ -198,14 +210,18 @@ def resolve_folder(run: RunIn, launcher: Launcher, command: str) -> tuple[str, l
     if not os.path.isdir(cwd):
         if run.cwd is None and is_task:
             # The script of a task needs no file of the user's folder.
-            return "", [f"note: the workers start in the folder of the run, because the master's machine has no {cwd}"]
+            return "", [
+                f"note: the workers start in the folder of the run, because the master's machine has no {cwd}"
+            ]
         raise ValueError(
             f"cwd: must be a folder on the machine of the master, not {cwd[:200]!r}: give one that exists there, for "
             "example with 'mlbench run --cwd /'"
         )
     environment = {**(run.caller.environment if run.caller is not None else {}), **run.environment}
     try:
-        launcher.check_program(shlex.split(command), cwd, environment.get("PATH") or python_environment()["PATH"])
+        launcher.check_program(
+            shlex.split(command), cwd, environment.get("PATH") or python_environment()["PATH"]
+        )
     except ValueError as error:
         raise ValueError(f"command: {error}") from None
     return cwd, []
@@ -222,7 +238,9 @@ def _check_network(run: RunIn, launcher: Launcher, all_nodes: bool) -> list[str]
     if not launcher.emulates_networks:
         raise ValueError(f"{given}: {no_network(launcher)}")
     if launcher.uses_image(run.engine_options):
-        raise ValueError(f"{given}: containers have their own network; leave out the network or the container")
+        raise ValueError(
+            f"{given}: containers have their own network; leave out the network or the container"
+        )
     try:
         return check_network(run.network, run.num_workers, run.backend.lower(), all_nodes=all_nodes)
     except ValueError as error:
@@ -231,7 +249,11 @@ def _check_network(run: RunIn, launcher: Launcher, all_nodes: bool) -> list[str]
 
 def no_bandwidth_limit(launcher: Launcher) -> str:
     """Return why a run cannot have a bandwidth, and what to do."""
-    other = "give a network" if launcher.emulates_networks else "limit the network itself, for example with tc"
+    other = (
+        "give a network"
+        if launcher.emulates_networks
+        else "limit the network itself, for example with tc"
+    )
     return f"the {launcher.name} launcher cannot limit the bandwidth; leave it out and {other}"
 
 
@@ -249,7 +271,9 @@ def _check_combination(run: RunIn, launcher: Launcher) -> None:
     is_custom = run.image_name is not None and run.image_name.startswith(CUSTOM_IMAGE)
     if run.arguments and run.task is None and (run.command is not None or is_custom):
         given = str(run.arguments)[:80]
-        raise ValueError(f"arguments: must be left out without a task, not {given}: add them to the command")
+        raise ValueError(
+            f"arguments: must be left out without a task, not {given}: add them to the command"
+        )
     if run.custom_backend is not None and run.backend.lower() != CUSTOM_BACKEND:
         raise ValueError(
             f"custom_backend: must be left out with backend {run.backend}, not {run.custom_backend!r}: it would be "

@@ -48,7 +48,9 @@ def make_run(wanted: RunIn, launcher: Launcher) -> Run:
     )
 
 
-def make_job(run: Run, launcher: Launcher, worker_env: Mapping[str, str], gpus: Sequence[str] = ()) -> Job:
+def make_job(
+    run: Run, launcher: Launcher, worker_env: Mapping[str, str], gpus: Sequence[str] = ()
+) -> Job:
     """Make the job of a run.
 
     Args:
@@ -71,7 +73,13 @@ def make_job(run: Run, launcher: Launcher, worker_env: Mapping[str, str], gpus: 
         gpus=tuple(gpus),
         all_nodes=run.run_all_nodes,
         image=image_of_record(run.image),
-        env={**chosen, **named, **worker_env, "MLBENCH_RUN_ID": str(run.id), "MLBENCH_RUN_NAME": run.name},
+        env={
+            **chosen,
+            **named,
+            **worker_env,
+            "MLBENCH_RUN_ID": str(run.id),
+            "MLBENCH_RUN_NAME": run.name,
+        },
         notes=tuple(facts.get("notes", ())),
         options=tuple(facts.get("engine_options", ())),
         network=str(facts.get("network", "")),

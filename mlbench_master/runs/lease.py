@@ -102,10 +102,16 @@ class Lease:
                 mine = self._row(self._beat)
                 if not self._write(mine):
                     self._lost = True
-                    _log.error("another master has taken over the database; this one no longer looks after runs")
+                    _log.error(
+                        "another master has taken over the database; this one no longer looks after runs"
+                    )
                     return
-            except SQLAlchemyError as error:  # the scheduler stops when the lease has expired, and goes on afterwards
-                _log.warning("the lease of the database cannot be renewed: %s", str(error).splitlines()[0])
+            except (
+                SQLAlchemyError
+            ) as error:  # the scheduler stops when the lease has expired, and goes on afterwards
+                _log.warning(
+                    "the lease of the database cannot be renewed: %s", str(error).splitlines()[0]
+                )
 
     def _write(self, expected: LeaseRow | None) -> bool:
         before = time.monotonic()
@@ -117,7 +123,9 @@ class Lease:
 
     def _row(self, beat: int) -> LeaseRow:
         pid = os.getpid()
-        return LeaseRow(self._holder, beat, socket.gethostname()[:255], self._place, pid, start_mark(pid) or "")
+        return LeaseRow(
+            self._holder, beat, socket.gethostname()[:255], self._place, pid, start_mark(pid) or ""
+        )
 
     def _is_dead(self, row: LeaseRow) -> bool:
         """Return whether the holder has certainly ended, which only its own machine and container can know."""

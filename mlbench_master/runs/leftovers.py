@@ -92,7 +92,9 @@ def _open(path: Path, deadline: float) -> sqlite3.Connection:
             found = file.lstat()
             # A link could lead to the database of the master.
             if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_size > _MOST_BYTES:
-                raise ValueError(f"{file.name} is not a regular file of at most {_MOST_BYTES >> 20} MiB")
+                raise ValueError(
+                    f"{file.name} is not a regular file of at most {_MOST_BYTES >> 20} MiB"
+                )
     # Not read-only: SQLite undoes what a killed worker has not finished.
     connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=1.0)
     try:
@@ -104,8 +106,13 @@ def _open(path: Path, deadline: float) -> sqlite3.Connection:
         connection.text_factory = lambda data: data.decode(errors="replace")
         # One row more than allowed, because a file may have any number of them.
         entries = connection.execute("SELECT type, name FROM sqlite_master LIMIT 2").fetchall()
-        columns = connection.execute("SELECT name, type, hidden FROM pragma_table_xinfo('metrics') LIMIT 3").fetchall()
-        if entries != [("table", "metrics")] or columns != [("key", "TEXT", 0), ("line", "TEXT", 0)]:
+        columns = connection.execute(
+            "SELECT name, type, hidden FROM pragma_table_xinfo('metrics') LIMIT 3"
+        ).fetchall()
+        if entries != [("table", "metrics")] or columns != [
+            ("key", "TEXT", 0),
+            ("line", "TEXT", 0),
+        ]:
             raise ValueError("it has other tables than an outbox")
         connection.set_authorizer(_allow_reading)
     except BaseException:
@@ -115,7 +122,9 @@ def _open(path: Path, deadline: float) -> sqlite3.Connection:
 
 
 def _allow_reading(action: int, table: str | None, column: str | None, *_: str | None) -> int:
-    reads = action == sqlite3.SQLITE_SELECT or (action == sqlite3.SQLITE_READ and table == "metrics")
+    reads = action == sqlite3.SQLITE_SELECT or (
+        action == sqlite3.SQLITE_READ and table == "metrics"
+    )
     return sqlite3.SQLITE_OK if reads else sqlite3.SQLITE_DENY
 
 

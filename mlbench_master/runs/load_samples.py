@@ -107,16 +107,24 @@ class LoadKeeper:
             page = self._launcher.load(run.job_id, position.next)
             if not page.lines:
                 return False
-            metrics = [metric for line in page.lines for metric in _metrics(pods, line, position.stored_us)]
+            metrics = [
+                metric for line in page.lines for metric in _metrics(pods, line, position.stored_us)
+            ]
             self._store.add_metrics(metrics)
             position.next = page.next
             until = _thinnable(max((metric.date for metric in metrics), default=0))
             if until > position.thinned_us:
                 for pod in pods:
-                    self._store.thin_metrics(pod, LOAD_METRICS, LOAD_MARK, position.thinned_us, until, _MEAN_US)
+                    self._store.thin_metrics(
+                        pod, LOAD_METRICS, LOAD_MARK, position.thinned_us, until, _MEAN_US
+                    )
                 position.thinned_us = until
         except SQLAlchemyError as error:
-            _log.warning("run %s: the load of its workers cannot be stored: %s", run.id, str(error).splitlines()[0])
+            _log.warning(
+                "run %s: the load of its workers cannot be stored: %s",
+                run.id,
+                str(error).splitlines()[0],
+            )
             return False
         if metrics and self._events.has_subscribers:
             self._events.publish("metric", *map(_event, metrics))
@@ -136,7 +144,12 @@ def _metrics(pods: list[str], line: LogLine, after_us: int) -> Iterator[NewMetri
         date = to_us(_date.validate_python(line["date"]))
     except (ValueError, RecursionError):
         return
-    if rank is None or not 0 <= rank < len(pods) or not isinstance(load, dict) or not after_us < date <= now_us():
+    if (
+        rank is None
+        or not 0 <= rank < len(pods)
+        or not isinstance(load, dict)
+        or not after_us < date <= now_us()
+    ):
         return
     # The figures of a machine are not those of a worker, so every reader of the metric has to see it.
     extra = json.dumps({"network": "machine"}) if load.get("network") == "machine" else ""

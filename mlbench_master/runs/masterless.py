@@ -67,7 +67,10 @@ class MasterlessRuns:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._launcher.close()
 
@@ -101,7 +104,9 @@ class MasterlessRuns:
                 raise
             run.job_id = job_id
             self._runs[run.id] = run
-            self._record(run, slurm_job=self._launcher.slurm_id(job_id), folder=str(self.run_folder(run.id)))
+            self._record(
+                run, slurm_job=self._launcher.slurm_id(job_id), folder=str(self.run_folder(run.id))
+            )
         return run.to_json()
 
     def check(self, request: Mapping[str, Any]) -> None:
@@ -133,7 +138,9 @@ class MasterlessRuns:
             run.state = state
             run.started_at = None if began_s is None else int(began_s * 1e6)
             if state in ("finished", "failed"):
-                run.finished_at = now_us() if status.finished_at is None else int(status.finished_at * 1e6)
+                run.finished_at = (
+                    now_us() if status.finished_at is None else int(status.finished_at * 1e6)
+                )
             self._record(run, reason=status.reason, returncode=status.returncode)
         return run.to_json()
 
@@ -164,7 +171,9 @@ class MasterlessRuns:
                 return lines, page.next
             lines += [dict(line) for line in page.lines]
 
-    def metrics(self, run_id: int, metric_filter: str | None = None, last_n: int | None = None) -> _Metrics:
+    def metrics(
+        self, run_id: int, metric_filter: str | None = None, last_n: int | None = None
+    ) -> _Metrics:
         """Return metrics of a run, as a master has them: ``{name: [{"date", "value", "cumulative"}, ...]}``.
 
         Args:
@@ -200,7 +209,11 @@ class MasterlessRuns:
         new = target.with_name(f".{target.name}.new")
         with creating_folder(new) as temporary:
             for path in source.iterdir():
-                if path.is_file() and not path.is_symlink() and (path.name in FILES or _RAW_LINES.fullmatch(path.name)):
+                if (
+                    path.is_file()
+                    and not path.is_symlink()
+                    and (path.name in FILES or _RAW_LINES.fullmatch(path.name))
+                ):
                     shutil.copyfile(path, temporary / path.name)
         shutil.rmtree(target, ignore_errors=True)
         new.replace(target)
@@ -231,7 +244,9 @@ class MasterlessRuns:
         root = self._launcher.results(_job_id(run_id))
         found = list(find_folders(root)) if root.is_dir() else []
         # A command can start several programs. The raw lines tell which of them wrote last.
-        dated = [(path.stat().st_mtime, folder) for folder in found for path in read_lines(folder).paths]
+        dated = [
+            (path.stat().st_mtime, folder) for folder in found for path in read_lines(folder).paths
+        ]
         return max(dated)[1] if dated else None
 
     def _record(self, run: Run, **facts: Any) -> None:
@@ -248,7 +263,9 @@ def _newest(metrics: Iterator[Mapping[str, Any]], name: str | None, last_n: int 
     found: dict[str, deque[dict[str, Any]]] = defaultdict(lambda: deque(maxlen=last_n))
     for metric in metrics:
         if name in (None, metric["name"]):
-            found[metric["name"]].append({"date": metric["date"], "value": metric["value"], "cumulative": False})
+            found[metric["name"]].append(
+                {"date": metric["date"], "value": metric["value"], "cumulative": False}
+            )
     return {name: list(entries) for name, entries in found.items()}
 
 
@@ -266,4 +283,8 @@ def _metrics_in(folder: Path) -> Iterator[Mapping[str, Any]]:
         if line["kind"] == "stat" and isinstance(line.get("time"), str):
             value = line.get("value")
             name = f"{line['name']} @ {line['rank']}"
-            yield {"name": name, "date": line["time"], "value": "nan" if value is None else str(value)}
+            yield {
+                "name": name,
+                "date": line["time"],
+                "value": "nan" if value is None else str(value),
+            }

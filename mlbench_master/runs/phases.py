@@ -11,7 +11,15 @@ from mlbench_core.run_terms import STEPS
 from mlbench_master.database.columns import epoch_of, number_of
 from mlbench_master.database.store import Point, Store
 
-__all__ = ["MOST_EPOCHS", "PHASE_TITLES", "PhaseBar", "epoch_phases", "is_measured", "longest_s", "total_phases"]
+__all__ = [
+    "MOST_EPOCHS",
+    "PHASE_TITLES",
+    "PhaseBar",
+    "epoch_phases",
+    "is_measured",
+    "longest_s",
+    "total_phases",
+]
 
 PHASE_TITLES = {
     "compute": "Compute",
@@ -87,7 +95,9 @@ def total_phases(
                 phases = by_rank.setdefault(int(found[2]), {})
                 phases[_phase(found[1])] = phases.get(_phase(found[1]), 0.0) + seconds
         names = {phase for phases in by_rank.values() for phase in phases}
-        slowest = {phase: max(phases.get(phase, 0.0) for phases in by_rank.values()) for phase in names}
+        slowest = {
+            phase: max(phases.get(phase, 0.0) for phases in by_rank.values()) for phase in names
+        }
         workers = {"slowest": slowest, "rank_0": by_rank.get(0, {})}
     bars = [
         PhaseBar("Slowest worker in each phase", _stacked(workers["slowest"])),
@@ -107,12 +117,18 @@ def epoch_phases(store: Store, owner: str, latest: Iterable[tuple[str, Point]]) 
         owner: Owner of the metrics.
         latest: Name and latest entry of each metric of the run.
     """
-    steps = {name: found[1] for name, _ in latest if (found := _CUMULATIVE.fullmatch(name)) and found[2] == "0"}
+    steps = {
+        name: found[1]
+        for name, _ in latest
+        if (found := _CUMULATIVE.fullmatch(name)) and found[2] == "0"
+    }
     # One more entry than epochs, because the time of an epoch is the difference of two totals.
     wanted = MOST_EPOCHS + 1
     entries = {
         name: list(points)
-        for _, name, points in store.entries({(owner, name): wanted for name in steps}, last_n=wanted)
+        for _, name, points in store.entries(
+            {(owner, name): wanted for name in steps}, last_n=wanted
+        )
     }
     most = max(map(len, entries.values()), default=0)
     longest = next((points for points in entries.values() if len(points) == most), [])
@@ -156,7 +172,10 @@ def _phase(step: str) -> str:
 def _of_result(times: Any) -> dict[str, float]:
     """Return phases of the times in a result, which a worker wrote, so they may be anything."""
     found = times if isinstance(times, dict) else {}
-    sources = {**{phase: f"{phase}_s" for phase in PHASE_TITLES}, "hidden": "communication_hidden_s"}
+    sources = {
+        **{phase: f"{phase}_s" for phase in PHASE_TITLES},
+        "hidden": "communication_hidden_s",
+    }
     return {
         phase: float(seconds)
         for phase, source in sources.items()

@@ -39,7 +39,12 @@ _LINES_OF_WORKER = re.compile(r"metrics\.rank-\d{1,5}\.jsonl", re.ASCII)
 # A job has one result folder unless its command starts several programs, and a worker can make any number of folders.
 _MOST_FOLDERS = 100
 # Systems without these flags (Windows) cannot open a file by its name in an open folder either; see ResultFolder.find.
-_AS_IT_IS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+_AS_IT_IS = (
+    os.O_RDONLY
+    | getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_CLOEXEC", 0)
+)
 _FOLDER = _AS_IT_IS | getattr(os, "O_DIRECTORY", 0)
 
 
@@ -85,7 +90,9 @@ class ResultFolder:
             return None
         try:
             with _opened(root) as top:
-                found = [(age, task, run) for task in _names(top) for age, run in _dated_runs(top, task)]
+                found = [
+                    (age, task, run) for task in _names(top) for age, run in _dated_runs(top, task)
+                ]
                 if not found:
                     return None
                 _, task, run = max(found)
@@ -109,7 +116,9 @@ class ResultFolder:
         except FileNotFoundError:
             raise
         except OSError as error:  # a link, a socket, or a file that the master may not read
-            raise RefusedFileError(f"it cannot be read as a regular file ({error.strerror})") from error
+            raise RefusedFileError(
+                f"it cannot be read as a regular file ({error.strerror})"
+            ) from error
         file = os.fdopen(descriptor, "rb")
         found = os.fstat(descriptor)
         reason = ""
@@ -126,7 +135,9 @@ class ResultFolder:
     def lines_of_workers(self) -> list[str]:
         """Return the names of the files in which workers of a run without result have their raw lines."""
         with contextlib.suppress(OSError):
-            return sorted(name for name in _names(self._descriptor) if _LINES_OF_WORKER.fullmatch(name))
+            return sorted(
+                name for name in _names(self._descriptor) if _LINES_OF_WORKER.fullmatch(name)
+            )
         return []
 
     def read(self, name: str) -> bytes | None:
@@ -142,7 +153,10 @@ class ResultFolder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         os.close(self._descriptor)
 
@@ -155,7 +169,9 @@ def is_result(content: str | bytes | None) -> bool:
         (True, False, False, False)
     """
     try:
-        return content is not None and isinstance(pydantic_core.from_json(content, allow_inf_nan=False), dict)
+        return content is not None and isinstance(
+            pydantic_core.from_json(content, allow_inf_nan=False), dict
+        )
     except ValueError:
         return False
 

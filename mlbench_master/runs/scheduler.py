@@ -93,8 +93,12 @@ class Scheduler:
         # Reentrant, because an exception while a run starts ends it.
         self._lock = threading.RLock()
         self.has_runs = True  # at the last poll, waiting or running; True while it is unknown
-        self._stopping: set[int] = set()  # runs that stop_run is ending, so that no poll records another reason
-        self._unrecorded: set[int] = set()  # runs that a user stopped while the database could not be written
+        self._stopping: set[int] = (
+            set()
+        )  # runs that stop_run is ending, so that no poll records another reason
+        self._unrecorded: set[int] = (
+            set()
+        )  # runs that a user stopped while the database could not be written
         self._wake = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -154,7 +158,9 @@ class Scheduler:
             except SQLAlchemyError as error:
                 # The run has ended, which the answer must say. The next polls try to record it.
                 self._unrecorded.add(run_id)
-                _log.warning("run %s is stopped, but the database cannot record it yet: %s", run_id, error)
+                _log.warning(
+                    "run %s is stopped, but the database cannot record it yet: %s", run_id, error
+                )
                 run.state = STOPPED.state
                 run.job_metadata = json.dumps({**run.metadata_dict(), "reason": STOPPED.reason})
                 return run
@@ -193,7 +199,9 @@ class Scheduler:
                     continue
                 free = self._free_gpus(run, lent)
                 if running and (free is None or not self._has_room(run)):
-                    waits[run.id] = f"waits for {'GPUs' if free is None else 'slots'}: {run.num_workers} needed"
+                    waits[run.id] = (
+                        f"waits for {'GPUs' if free is None else 'slots'}: {run.num_workers} needed"
+                    )
                     # Larger runs may need fewer GPUs, or other hosts.
                     if self._has_waited_long(run):
                         ahead = run
@@ -301,7 +309,9 @@ class Scheduler:
             if place != self._launcher.place:
                 self._finish(run, JobStatus("lost", f"lost: another master started it in {place}"))
                 return False
-            self._store.update_run(run.id, only_in=("started",), state="initialized", job_id=None, started_at=None)
+            self._store.update_run(
+                run.id, only_in=("started",), state="initialized", job_id=None, started_at=None
+            )
             return False
         if status.state == "lost":
             self._note(run, status.reason)
@@ -322,9 +332,17 @@ class Scheduler:
         if self._problems.get(run.id, "") != reason:
             self._problems[run.id] = reason
             # An engine may have hundreds of jobs in its queue.
-            level = logging.DEBUG if status.state == "waiting" else logging.WARNING if reason else logging.INFO
+            level = (
+                logging.DEBUG
+                if status.state == "waiting"
+                else logging.WARNING
+                if reason
+                else logging.INFO
+            )
             _log.log(level, "run %s: %s", run.id, reason or "it runs without a problem")
-            self._events.publish("state", {"id": run.id, "name": run.name, "state": run.state, "reason": reason})
+            self._events.publish(
+                "state", {"id": run.id, "name": run.name, "state": run.state, "reason": reason}
+            )
         if run.metadata_dict().get("reason", "") != reason:
             # A disk that is full for the log is often full for the database, too; the next poll tries again.
             with contextlib.suppress(SQLAlchemyError):
@@ -339,7 +357,10 @@ class Scheduler:
         if run.id not in self._stopping:
             changes: dict[str, Any] = {"state": "started", "job_id": job_id, "started_at": now_us()}
             # The GPUs are recorded, too, so that the next master does not lend them to another run.
-            facts = {"started_at_place": self._launcher.place, **({"gpus": list(gpus)} if gpus else {})}
+            facts = {
+                "started_at_place": self._launcher.place,
+                **({"gpus": list(gpus)} if gpus else {}),
+            }
             started = self._store.update_run(run.id, facts, only_in=("initialized",), **changes)
         if started is None:
             return False
@@ -370,7 +391,11 @@ class Scheduler:
 
     def _record_end(self, run: Run, status: JobStatus, output: dict[str, Any]) -> Run | None:
         state = "finished" if status.state == "finished" else "failed"
-        details: dict[str, Any] = {**output, "reason": status.reason, "returncode": status.returncode}
+        details: dict[str, Any] = {
+            **output,
+            "reason": status.reason,
+            "returncode": status.returncode,
+        }
         details.update(_without_secrets(run))
         self._log_lines.pop(run.id, None)
         self._problems.pop(run.id, None)
@@ -378,12 +403,16 @@ class Scheduler:
         # The workers may have ended long before, while no master ran. The clock may have been set since.
         if status.finished_at is not None:
             finished_at = min(max(int(status.finished_at * 1e6), run.started_at or 0), finished_at)
-        changed = self._store.update_run(run.id, details, only_in=_OPEN, state=state, finished_at=finished_at)
+        changed = self._store.update_run(
+            run.id, details, only_in=_OPEN, state=state, finished_at=finished_at
+        )
         self._unrecorded.discard(run.id)
         self._noted = {note for note in self._noted if note[0] != run.id}
         if changed is None:  # deleted, or ended by another thread
             return None
-        self._events.publish("state", {"id": run.id, "name": run.name, "state": state, "reason": status.reason})
+        self._events.publish(
+            "state", {"id": run.id, "name": run.name, "state": state, "reason": status.reason}
+        )
         return changed
 
     def waits_for(self, run: Run) -> str:
@@ -404,7 +433,11 @@ class Scheduler:
         out = [line["text"] for line in lines if line["stream"] == "stdout"]
         err = [line["text"] for line in lines if line["stream"] != "stdout"]
         problem = self._problems.get(run.id)
-        return {"stdout": _last_lines(out), "stderr": _last_lines(err), **({"reason": problem} if problem else {})}
+        return {
+            "stdout": _last_lines(out),
+            "stderr": _last_lines(err),
+            **({"reason": problem} if problem else {}),
+        }
 
     def _publish_logs(self, run: Run) -> None:
         """Publish the lines since the last call with their numbers, by which a page knows lines that it has shown."""
@@ -444,7 +477,10 @@ def _without_secrets(run: Run) -> dict[str, Any]:
     """Return the entries of a run's metadata that had secrets for its workers, without them."""
     known = run.metadata_dict()
     shown: dict[str, Any] = {CALLER_ENVIRONMENT: {}} if CALLER_ENVIRONMENT in known else {}
-    return {**shown, **{name: value for name, value in run.public_metadata().items() if name == "environment"}}
+    return {
+        **shown,
+        **{name: value for name, value in run.public_metadata().items() if name == "environment"},
+    }
 
 
 def _engine_options(run: Run) -> tuple[str, ...]:

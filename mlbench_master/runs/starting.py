@@ -15,7 +15,11 @@ __all__ = ["start_runs"]
 
 
 def start_runs(
-    wanted: Sequence[RunIn], store: Store, scheduler: Scheduler, launcher: Launcher, events: EventBus
+    wanted: Sequence[RunIn],
+    store: Store,
+    scheduler: Scheduler,
+    launcher: Launcher,
+    events: EventBus,
 ) -> list[Run]:
     """Record runs, which the scheduler then starts.
 

@@ -27,7 +27,11 @@ MOST_RUNS = 50
 
 # The latest runs that the form offers.
 _MOST_OFFERED = 200
-_TYPES = {"csv": "text/csv; charset=utf-8", "md": "text/markdown; charset=utf-8", "json": "application/json"}
+_TYPES = {
+    "csv": "text/csv; charset=utf-8",
+    "md": "text/markdown; charset=utf-8",
+    "json": "application/json",
+}
 _FIGURE_TYPES = {"svg": "image/svg+xml", "png": "image/png", "csv": _TYPES["csv"]}
 # The styles of a figure are in attributes. It has no scripts, and could not run them.
 _FIGURE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; sandbox"
@@ -51,7 +55,9 @@ class Choice:
     baseline: str
     pricing: Pricing
 
-    def address(self, path: str = "/compare/", only: Sequence[int] | None = None, **more: str) -> str:
+    def address(
+        self, path: str = "/compare/", only: Sequence[int] | None = None, **more: str
+    ) -> str:
         """Return the address of a page or a file for these runs.
 
         Args:
@@ -81,7 +87,9 @@ def _choice(
 ) -> Choice:
     wanted = list(dict.fromkeys(run))
     if len(wanted) > MOST_RUNS:
-        raise HTTPException(400, f"run: at most {MOST_RUNS} runs are compared, not {len(wanted)}: choose fewer")
+        raise HTTPException(
+            400, f"run: at most {MOST_RUNS} runs are compared, not {len(wanted)}: choose fewer"
+        )
     runs: list[Run] = []
     unknown: list[str] = []
     for run_id in wanted:
@@ -91,7 +99,9 @@ def _choice(
             unknown.append(run_id[:80])
     machines = load_prices()
     if machine and machine not in machines:
-        raise HTTPException(400, f"machine: must be one of {', '.join(machines)}, not {machine[:80]!r}")
+        raise HTTPException(
+            400, f"machine: must be one of {', '.join(machines)}, not {machine[:80]!r}"
+        )
     return Choice(tuple(runs), tuple(unknown), baseline, Pricing(machines.get(machine)))
 
 
@@ -110,7 +120,9 @@ def compare_page(request: Request, store: StorePart, choice: ChoicePart) -> HTML
         choice=choice,
         found=found,
         rows=_rows_of(found.groups),
-        tables=[(_title(columns), columns, rows) for columns, rows in found.table.tables()] if found.groups else [],
+        tables=[(_title(columns), columns, rows) for columns, rows in found.table.tables()]
+        if found.groups
+        else [],
         cell=cell,
         labels=list(dict.fromkeys(group.label for group in found.groups)),
         machines=list(load_prices().values()),
@@ -129,14 +141,18 @@ def compare_table(suffix: str, store: StorePart, choice: ChoicePart) -> Response
         raise HTTPException(404, f"table: must be one of {', '.join(texts)}, not {suffix[:80]!r}")
     headers = {"Content-Disposition": f'attachment; filename="table.{suffix}"'}
     # A name may hold half of a surrogate pair, which UTF-8 cannot encode.
-    return Response(texts[suffix]().encode("utf-8", "replace"), media_type=_TYPES[suffix], headers=headers)
+    return Response(
+        texts[suffix]().encode("utf-8", "replace"), media_type=_TYPES[suffix], headers=headers
+    )
 
 
 @router.get("/compare/figures")
 @router.get("/compare/figures/")
 def compare_figures(request: Request, store: StorePart, choice: ChoicePart) -> HTMLResponse:
     found = choice.compare(store)
-    figures = draw(found.groups, choice.pricing.per_hour) if found.groups and can_draw() else Figures()
+    figures = (
+        draw(found.groups, choice.pricing.per_hour) if found.groups and can_draw() else Figures()
+    )
     return page(
         request,
         "figures.html",
@@ -153,12 +169,20 @@ def compare_figures(request: Request, store: StorePart, choice: ChoicePart) -> H
 def compare_figure(name: str, store: StorePart, choice: ChoicePart) -> Response:
     found = _existing(choice, store)
     if not can_draw():
-        raise HTTPException(404, "figures need matplotlib: install it with pip install 'mlbench-core[charts]'")
+        raise HTTPException(
+            404, "figures need matplotlib: install it with pip install 'mlbench-core[charts]'"
+        )
     figures = draw(found.groups, choice.pricing.per_hour)
     content, suffix = figures.files.get(name), name.rpartition(".")[2]
     if content is None or suffix not in _FIGURE_TYPES:
-        raise HTTPException(404, f"figure: must be one of {', '.join(sorted(figures.files))}, not {name[:80]!r}")
-    return Response(content, media_type=_FIGURE_TYPES[suffix], headers={"Content-Security-Policy": _FIGURE_POLICY})
+        raise HTTPException(
+            404, f"figure: must be one of {', '.join(sorted(figures.files))}, not {name[:80]!r}"
+        )
+    return Response(
+        content,
+        media_type=_FIGURE_TYPES[suffix],
+        headers={"Content-Security-Policy": _FIGURE_POLICY},
+    )
 
 
 def _existing(choice: Choice, store: Store) -> Compared:
@@ -169,7 +193,9 @@ def _existing(choice: Choice, store: Store) -> Compared:
     if found.problem:
         raise HTTPException(400, f"run: {found.problem}")
     if not found.groups:
-        raise HTTPException(404, "run: none of these runs has a result: wait until one ends, or choose others")
+        raise HTTPException(
+            404, "run: none of these runs has a result: wait until one ends, or choose others"
+        )
     return found
 
 
@@ -180,7 +206,9 @@ def _json(table: Comparison) -> str:
 def _rows_of(groups: Sequence[Group]) -> dict[str, str]:
     """Return the row of the table in which each run is, by the name of the run."""
     return {
-        record.name: f"{group.label}, {plural(group.workers, 'worker')}" for group in groups for record in group.records
+        record.name: f"{group.label}, {plural(group.workers, 'worker')}"
+        for group in groups
+        for record in group.records
     }
 
 

@@ -21,8 +21,19 @@ FINAL_STATES = ("finished", "failed")
 """States of a run that has ended."""
 
 # Results are those of programs of users, which may hold anything where a number or a text should be.
-_BAD_RESULT = (ConfigurationError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-_WAITING = {"initialized": "Queued: it joins when it ends.", "started": "Running: it joins when it ends."}
+_BAD_RESULT = (
+    ConfigurationError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+_WAITING = {
+    "initialized": "Queued: it joins when it ends.",
+    "started": "Running: it joins when it ends.",
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,9 @@ class Compared:
     goals: dict[str, list[int]] = field(default_factory=dict)
 
 
-def compare(store: Store, runs: Sequence[Run], pricing: Pricing, baseline: str | None = None) -> Compared:
+def compare(
+    store: Store, runs: Sequence[Run], pricing: Pricing, baseline: str | None = None
+) -> Compared:
     """Compare runs.
 
     Args:
@@ -77,19 +90,24 @@ def compare(store: Store, runs: Sequence[Run], pricing: Pricing, baseline: str |
         return Compared(notes=notes, problem=str(error), goals=_by_goal(records))
     except _BAD_RESULT:
         return Compared(
-            notes=notes, problem="the results hold numbers that cannot be compared: remove one after the other"
+            notes=notes,
+            problem="the results hold numbers that cannot be compared: remove one after the other",
         )
     return Compared(groups, table, notes)
 
 
 def _metrics(store: Store, run: Run) -> Metrics:
     """Return the latest entries of the metrics that a result is made of, as the API answers them."""
-    sent: Metrics = {RESULT_METRIC: [{"value": store.newest_value(run_owner(run.id), RESULT_METRIC)}]}
+    sent: Metrics = {
+        RESULT_METRIC: [{"value": store.newest_value(run_owner(run.id), RESULT_METRIC)}]
+    }
     # The result takes precedence over all other metrics, of which there may be thousands.
     if latest_json(sent, RESULT_METRIC):
         return sent
     return {
-        name: [{"date": format_date(point.date), "value": point.value, "cumulative": point.cumulative}]
+        name: [
+            {"date": format_date(point.date), "value": point.value, "cumulative": point.cumulative}
+        ]
         for name, point in store.latest(run_owner(run.id))
     }
 

@@ -130,9 +130,13 @@ def _draw(content: bytes) -> Figures:
         command = module_command("mlbench_master.web.figures", folder)
         place: dict[str, Any] = {"cwd": folder, "env": safe_environment()}
         try:
-            subprocess.run(command, input=content, capture_output=True, check=True, timeout=_LONGEST_S, **place)
+            subprocess.run(
+                command, input=content, capture_output=True, check=True, timeout=_LONGEST_S, **place
+            )
         except subprocess.TimeoutExpired:
-            return Figures(missing=[f"Drawing took longer than {_LONGEST_S:.0f} s: choose fewer runs."])
+            return Figures(
+                missing=[f"Drawing took longer than {_LONGEST_S:.0f} s: choose fewer runs."]
+            )
         except subprocess.CalledProcessError as error:
             last = error.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
             return Figures(missing=[f"The figures could not be drawn: {last[:300]}"])

@@ -34,7 +34,9 @@ router = APIRouter()
 
 
 @router.get("/runs/{run_id}/logs/")
-def logs_page(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
+def logs_page(
+    run_id: str, request: Request, store: StorePart, launcher: LauncherPart
+) -> HTMLResponse:
     run = run_or_404(store, run_id)
     query = read_query(LogsQuery, request)
     return page(request, "logs.html", run=run, log=log_view(run, launcher, query))
@@ -53,7 +55,9 @@ def log_view(run: Run, launcher: Launcher, query: LogsQuery | None = None) -> di
     found = LogPage([], 0)
     if run.job_id is not None:
         found = launcher.logs(run.job_id, LogRange(0, _LINES, before, query.wanted))
-    chosen = {name: value for name, value in asdict(query.wanted).items() if value not in (None, "")}
+    chosen = {
+        name: value for name, value in asdict(query.wanted).items() if value not in (None, "")
+    }
     return {
         "lines": found.lines,
         "next": found.next,

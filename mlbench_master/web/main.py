@@ -34,8 +34,12 @@ def main_page(request: Request, store: StorePart, launcher: LauncherPart) -> HTM
         started=len(started),
         waiting=store.count_runs("initialized"),
         # Thousands of runs may wait.
-        open_runs=list_runs(store, [*started, *store.runs("initialized", limit=_MOST_RUNS)][:_MOST_RUNS]),
-        latest=list_runs(store, store.runs("finished", "failed", sort="-finished_at", limit=_LATEST)),
+        open_runs=list_runs(
+            store, [*started, *store.runs("initialized", limit=_MOST_RUNS)][:_MOST_RUNS]
+        ),
+        latest=list_runs(
+            store, store.runs("finished", "failed", sort="-finished_at", limit=_LATEST)
+        ),
         workers=list_workers(store, places[:_MOST_WORKERS]),
         num_workers=len(places),
     )
@@ -50,7 +54,9 @@ def icon() -> RedirectResponse:
 def _machine(launcher: Launcher, started: list[Run]) -> dict[str, str]:
     """Return how much of each resource of the launcher the runs use."""
     used = f"{sum(_cores(run) for run in started):g}"
-    resources = {"Cores": f"{used} of {launcher.capacity:g}" if math.isfinite(launcher.capacity) else used}
+    resources = {
+        "Cores": f"{used} of {launcher.capacity:g}" if math.isfinite(launcher.capacity) else used
+    }
     gpus = launcher.gpus
     if gpus:
         lent = sum(run.worker_count for run in started if run.gpu_enabled)

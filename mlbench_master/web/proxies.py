@@ -40,9 +40,16 @@ def check_root_path(text: str) -> str:
     """
     path = text.removesuffix("/")
     steps = unquote(path).split("/")
-    is_path = _ROOT_PATH.fullmatch(path) and len(path) <= _LONGEST and "." not in steps and ".." not in steps
+    is_path = (
+        _ROOT_PATH.fullmatch(path)
+        and len(path) <= _LONGEST
+        and "." not in steps
+        and ".." not in steps
+    )
     if path and not is_path:
-        raise ConfigurationError(f"--root-path must be a path such as /user/me/proxy/5080, not {text[:80]!r}")
+        raise ConfigurationError(
+            f"--root-path must be a path such as /user/me/proxy/5080, not {text[:80]!r}"
+        )
     return path
 
 
@@ -71,12 +78,22 @@ class RootPathMiddleware:
         rest = path.removeprefix(unquote(root))
         if rest != path and rest[:1] in ("", "/"):
             path = rest or "/"
-        scope = {**scope, "mlbench_root": root, "path": path, "raw_path": path.encode("utf-8", "replace")}
+        scope = {
+            **scope,
+            "mlbench_root": root,
+            "path": path,
+            "raw_path": path.encode("utf-8", "replace"),
+        }
         added = root.encode()
 
         async def send_with_root(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [_with_root(name, value, added) for name, value in message["headers"]]}
+                message = {
+                    **message,
+                    "headers": [
+                        _with_root(name, value, added) for name, value in message["headers"]
+                    ],
+                }
             await send(message)
 
         await self._app(scope, receive, send_with_root)

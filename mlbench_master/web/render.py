@@ -108,7 +108,9 @@ def duration(seconds: float | None) -> str:
         return ""
     if seconds < 60:
         return f"{seconds:.3f} s" if seconds < 1 else f"{seconds:.1f} s"
-    (unit, name), (small, small_name) = next(pair for pair in itertools.pairwise(_UNITS) if seconds >= pair[0][0])
+    (unit, name), (small, small_name) = next(
+        pair for pair in itertools.pairwise(_UNITS) if seconds >= pair[0][0]
+    )
     rest = int(seconds % unit) // small
     return f"{int(seconds) // unit} {name}" + (f" {rest} {small_name}" if rest else "")
 
@@ -159,7 +161,9 @@ def page(request: Request, template: str, **values: Any) -> HTMLResponse:
     return render(template, root=root, can_log_out=access.token is not None, here=here, **values)
 
 
-def error_page(request: Request, status: int, message: str, headers: dict[str, str] | None = None) -> HTMLResponse:
+def error_page(
+    request: Request, status: int, message: str, headers: dict[str, str] | None = None
+) -> HTMLResponse:
     """Return the page of an error.
 
     Args:
@@ -169,20 +173,38 @@ def error_page(request: Request, status: int, message: str, headers: dict[str, s
         headers: The headers of the answer.
     """
     if status == 404:
-        title, meaning = "Not found", "There is nothing at this address: it is wrong, or what it showed was deleted."
+        title, meaning = (
+            "Not found",
+            "There is nothing at this address: it is wrong, or what it showed was deleted.",
+        )
     elif status >= 500:
-        title, meaning = "Something went wrong", "The master cannot show this page now. Reload it after some seconds."
+        title, meaning = (
+            "Something went wrong",
+            "The master cannot show this page now. Reload it after some seconds.",
+        )
     else:
         title, meaning = "Wrong request", "The master cannot show a page for this address."
     # The name before the colon is that of a parameter, which a reader of pages does not know. Starlette has nothing to
     # add for an address that does not exist.
     text = message.removeprefix("id: ").removeprefix("name: ")
     shown = "" if message == "Not Found" else f"{text[:1].upper()}{text[1:]}."
-    return page(request, "error.html", status=status, headers=headers, title=title, meaning=meaning, message=shown)
+    return page(
+        request,
+        "error.html",
+        status=status,
+        headers=headers,
+        title=title,
+        meaning=meaning,
+        message=shown,
+    )
 
 
 def render(
-    template: str, status: int = 200, headers: dict[str, str] | None = None, root: str = "", **values: Any
+    template: str,
+    status: int = 200,
+    headers: dict[str, str] | None = None,
+    root: str = "",
+    **values: Any,
 ) -> HTMLResponse:
     """Return a page.
 

@@ -20,7 +20,13 @@ from mlbench_master.database.store import Point, Run, run_owner
 from mlbench_master.dates import now_us
 from mlbench_master.goals import GOAL_METRIC, PLAN_METRIC
 from mlbench_master.launchers.interface import Launcher
-from mlbench_master.runs.phases import PHASE_TITLES, epoch_phases, is_measured, longest_s, total_phases
+from mlbench_master.runs.phases import (
+    PHASE_TITLES,
+    epoch_phases,
+    is_measured,
+    longest_s,
+    total_phases,
+)
 from mlbench_master.runs.progress import progress_of
 from mlbench_master.runs.results import RESULT_METRIC, ResultFolder
 from mlbench_master.web.logs import log_view
@@ -44,7 +50,9 @@ router = APIRouter()
 
 
 @router.get("/runs/{run_id}/")
-def run_page(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
+def run_page(
+    run_id: str, request: Request, store: StorePart, launcher: LauncherPart
+) -> HTMLResponse:
     run = run_or_404(store, run_id)
     owner = run_owner(run.id)
     # The page has a link to the result, which is a text of several kilobytes.
@@ -70,15 +78,25 @@ def run_page(run_id: str, request: Request, store: StorePart, launcher: Launcher
         phases=PHASE_TITLES,
         totals=totals,
         longest_total=longest_s(totals),
-        unknown=() if not totals or is_measured(totals, result, run.worker_count) else ("communication", "hidden"),
+        unknown=()
+        if not totals or is_measured(totals, result, run.worker_count)
+        else ("communication", "hidden"),
         epochs=epochs,
         longest_epoch=longest_s(epochs),
-        configuration=_flat(result.get("configuration") or describe_run(run.to_json(), run.num_workers)),
-        environment=_flat(folder.environment or {name: result.get(name) for name in ("machine", "software")}),
+        configuration=_flat(
+            result.get("configuration") or describe_run(run.to_json(), run.num_workers)
+        ),
+        environment=_flat(
+            folder.environment or {name: result.get(name) for name in ("machine", "software")}
+        ),
         start_s=start_of(run) / 1e6,
-        workers=list_workers(store, [(run, rank) for rank in range(run.worker_count)][:_MOST_WORKERS]),
+        workers=list_workers(
+            store, [(run, rank) for rank in range(run.worker_count)][:_MOST_WORKERS]
+        ),
         curves=_curve_names(latest),
-        metrics=[(name, point.value[:_MOST_CHARACTERS], point) for name, point in found[:_MOST_ROWS]],
+        metrics=[
+            (name, point.value[:_MOST_CHARACTERS], point) for name, point in found[:_MOST_ROWS]
+        ],
         metric_count=len(found),
         filter=wanted,
         log=log_view(run, launcher),
@@ -142,7 +160,9 @@ def _failure(run: Run, launcher: Launcher) -> tuple[int, list[str]] | None:
         return None
     lines = [line for line in launcher.log_tail(run.job_id) if line["rank"] == int(named[1])]
     errors = [line for line in lines if line["stream"] == "stderr"]
-    shown = [line["text"][: _LAST_LINES * _MOST_CHARACTERS] for line in (errors or lines)[-_LAST_LINES:]]
+    shown = [
+        line["text"][: _LAST_LINES * _MOST_CHARACTERS] for line in (errors or lines)[-_LAST_LINES:]
+    ]
     return (int(named[1]), shown) if shown else None
 
 

@@ -17,7 +17,14 @@ from mlbench_master.api.routes import StorePart
 from mlbench_master.database.columns import number_of
 from mlbench_master.database.store import RUN_SORTS, Run, Store, run_owner
 from mlbench_master.dates import now_us
-from mlbench_master.goals import PLAN_METRIC, RunGoal, RunPlan, goal_of_task, split_command, task_of_image
+from mlbench_master.goals import (
+    PLAN_METRIC,
+    RunGoal,
+    RunPlan,
+    goal_of_task,
+    split_command,
+    task_of_image,
+)
 from mlbench_master.web.render import page
 
 __all__ = ["ListedRun", "list_runs", "router"]
@@ -76,7 +83,11 @@ class View:
     def address(self, **changes: Any) -> str:
         """Return the address of this view with some changes."""
         default = asdict(View())
-        wanted = {key: value for key, value in asdict(replace(self, **changes)).items() if value != default[key]}
+        wanted = {
+            key: value
+            for key, value in asdict(replace(self, **changes)).items()
+            if value != default[key]
+        }
         return "/runs/" + (f"?{urlencode(wanted)}" if wanted else "")
 
     def sorted_by(self, column: str) -> str:
@@ -123,7 +134,8 @@ def list_runs(store: Store, runs: Sequence[Run]) -> list[ListedRun]:
     now = now_us()
     # A damaged record may hold any type.
     goals = {
-        run.id: run.goal_record or goal_of_task(str(run.image), str(run.command), run.light_target) for run in runs
+        run.id: run.goal_record or goal_of_task(str(run.image), str(run.command), run.light_target)
+        for run in runs
     }
     _add_plans(store, goals)
     wanted = {
@@ -131,13 +143,19 @@ def list_runs(store: Store, runs: Sequence[Run]) -> list[ListedRun]:
         for run_id, goal in goals.items()
         if goal is not None and goal.metric and not goal.reached
     }
-    values = {owner: point.value for owner, _, points in store.entries(wanted, last_n=1) for point in points}
+    values = {
+        owner: point.value
+        for owner, _, points in store.entries(wanted, last_n=1)
+        for point in points
+    }
     listed = []
     for run in runs:
         program, details = _program(run)
         end = run.finished_at if isinstance(run.finished_at, int) else now
         duration = max(end - run.started_at, 0) / 1e6 if isinstance(run.started_at, int) else None
-        listed.append(ListedRun(run, program, details, duration, goals[run.id], values.get(run_owner(run.id))))
+        listed.append(
+            ListedRun(run, program, details, duration, goals[run.id], values.get(run_owner(run.id)))
+        )
     return listed
 
 
@@ -147,7 +165,9 @@ def _add_plans(store: Store, goals: dict[int, RunGoal | None]) -> None:
     for owner, _, points in store.entries({(owner, PLAN_METRIC): 1 for owner in owners}, last_n=1):
         for plan in (RunPlan.read(point.value) for point in points):
             if plan.metric:
-                goals[owners[owner]] = RunGoal(**plan.model_dump(exclude={"max_epochs"}), reached=False)
+                goals[owners[owner]] = RunGoal(
+                    **plan.model_dump(exclude={"max_epochs"}), reached=False
+                )
 
 
 def _program(run: Run) -> tuple[str, str]:

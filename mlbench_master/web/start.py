@@ -20,13 +20,27 @@ from pydantic import ValidationError
 from mlbench_core.client.series import RunSeries, check_backend, parse_workers
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.network.named import NETWORKS
-from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task, is_run_name, option_value
+from mlbench_core.tasks import (
+    BACKENDS,
+    TASKS,
+    Task,
+    find_image,
+    get_task,
+    is_run_name,
+    option_value,
+)
 from mlbench_master.api.bodies import MAX_RUN_BYTES, read_body
 from mlbench_master.api.routes import EventsPart, LauncherPart, SchedulerPart, StorePart, run_or_404
 from mlbench_master.database.store import NameInUseError, Run
 from mlbench_master.goals import split_command, task_of_image
 from mlbench_master.launchers.interface import Launcher
-from mlbench_master.runs.commands import CUSTOM_BACKEND, CUSTOM_IMAGE, no_bandwidth_limit, no_gpu, no_network
+from mlbench_master.runs.commands import (
+    CUSTOM_BACKEND,
+    CUSTOM_IMAGE,
+    no_bandwidth_limit,
+    no_gpu,
+    no_network,
+)
 from mlbench_master.runs.starting import start_runs
 from mlbench_master.schemas import RunIn, describe_errors
 from mlbench_master.web.render import page
@@ -88,7 +102,9 @@ class FormError(ValueError):
 @router.get("/runs/new/")
 def start_page(request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
     earlier = request.query_params.get("from")
-    values = _DEFAULTS if earlier is None else {**_DEFAULTS, **_values_of(run_or_404(store, earlier))}
+    values = (
+        _DEFAULTS if earlier is None else {**_DEFAULTS, **_values_of(run_or_404(store, earlier))}
+    )
     return _form_page(request, launcher, values, {})
 
 
@@ -103,15 +119,23 @@ def start(
 ) -> Response:
     if not isinstance(body, dict):
         raise HTTPException(400, "body: must be the form of the page /runs/new/")
-    form = {key: value.strip() for key, value in body.items() if key in LABELS and isinstance(value, str)}
+    form = {
+        key: value.strip()
+        for key, value in body.items()
+        if key in LABELS and isinstance(value, str)
+    }
     errors: dict[str, str] = {}
     wanted = _requests(form, errors)
     if not errors:
         try:
             runs = start_runs(wanted, store, scheduler, launcher, events)
-            return RedirectResponse(f"/runs/{runs[0].id}/" if len(runs) == 1 else "/runs/", status_code=303)
+            return RedirectResponse(
+                f"/runs/{runs[0].id}/" if len(runs) == 1 else "/runs/", status_code=303
+            )
         except NameInUseError as error:
-            errors["name"] = f"there is a run named {str(error)!r}; choose another name or delete that run"
+            errors["name"] = (
+                f"there is a run named {str(error)!r}; choose another name or delete that run"
+            )
         except ValueError as error:
             _record(errors, *str(error).partition(": ")[::2])
     return _form_page(request, launcher, form, errors)
@@ -178,7 +202,9 @@ def _requests(form: Mapping[str, str], errors: dict[str, str]) -> list[RunIn]:
     count = len(series.num_workers) * (series.repeats or 1)
     if count > _MOST_RUNS:
         field = "num_workers" if series.repeats is None else "repeats"
-        errors[field] = f"must give at most {_MOST_RUNS} runs at once, not {count}: start them in parts"
+        errors[field] = (
+            f"must give at most {_MOST_RUNS} runs at once, not {count}: start them in parts"
+        )
         return []
     wanted = []
     for request in series.requests():
@@ -200,7 +226,9 @@ def _name(text: str) -> str:
     return text
 
 
-def _settings(form: Mapping[str, str], task: Task | None, engine_options: list[str]) -> dict[str, Any]:
+def _settings(
+    form: Mapping[str, str], task: Task | None, engine_options: list[str]
+) -> dict[str, Any]:
     """Return the fields of a request that do not say what to run."""
     settings: dict[str, Any] = {
         field: form.get(field, "") for field in ("num_cpus", "max_bandwidth", "backend", "network")
@@ -220,12 +248,19 @@ def _program(form: Mapping[str, str]) -> tuple[Task | None, dict[str, Any]]:
     if kind == "command" or (kind == "image" and image == CUSTOM_IMAGE):
         command = form.get("command", "")
         if not command:
-            raise FormError("command", "must be a command line, not empty: enter for example python /path/to/train.py")
+            raise FormError(
+                "command",
+                "must be a command line, not empty: enter for example python /path/to/train.py",
+            )
         _split("command", command)
         if kind == "command":
             return None, {"command": command}
         name = form.get("custom_image_name", "")
-        return None, {"image_name": image, "custom_image_name": name, "custom_image_command": command}
+        return None, {
+            "image_name": image,
+            "custom_image_name": name,
+            "custom_image_command": command,
+        }
     arguments = _split("arguments", form.get("arguments", ""))
     if kind == "image":
         try:
@@ -238,10 +273,16 @@ def _program(form: Mapping[str, str]) -> tuple[Task | None, dict[str, Any]]:
         task = get_task(form.get("task", ""))
     except ValueError as error:
         raise FormError("task", str(error)) from None
-    chosen = [*_option(form, "dataset", task, task.datasets), *_option(form, "optimizer", task, task.optimizers)]
+    chosen = [
+        *_option(form, "dataset", task, task.datasets),
+        *_option(form, "optimizer", task, task.optimizers),
+    ]
     for option in chosen[::2]:
         if option_value(arguments, option) is not None:
-            raise FormError("arguments", f"must not have {option}, which is chosen in its field: leave out one of them")
+            raise FormError(
+                "arguments",
+                f"must not have {option}, which is chosen in its field: leave out one of them",
+            )
     return task, {"task": task.key, "arguments": [*chosen, *arguments]}
 
 
@@ -249,7 +290,9 @@ def _split(field: str, text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise FormError(field, f"must be quoted as for a shell, not {text[:80]!r}: {error}") from None
+        raise FormError(
+            field, f"must be quoted as for a shell, not {text[:80]!r}: {error}"
+        ) from None
 
 
 def _option(form: Mapping[str, str], field: str, task: Task, known: tuple[str, ...]) -> list[str]:
@@ -259,7 +302,9 @@ def _option(form: Mapping[str, str], field: str, task: Task, known: tuple[str, .
         return []
     if value not in known:
         allowed = f"one of {', '.join(known)}" if known else "left out"
-        raise FormError(field, f"must be {allowed} for task {task.key}, not {value[:80]!r}: choose another one")
+        raise FormError(
+            field, f"must be {allowed} for task {task.key}, not {value[:80]!r}: choose another one"
+        )
     return [f"--{field}", value]
 
 
@@ -280,7 +325,11 @@ def _values_of(run: Run) -> dict[str, str]:
         **({"gpu_enabled": "true"} if run.gpu_enabled else {}),
         **({"light_target": "true"} if run.light_target else {}),
         **({"exclusive": "true"} if run.metadata_dict().get("exclusive") else {}),
-        **({"network": str(run.metadata_dict()["network"])} if run.metadata_dict().get("network") else {}),
+        **(
+            {"network": str(run.metadata_dict()["network"])}
+            if run.metadata_dict().get("network")
+            else {}
+        ),
         "backend": run.backend if run.backend in BACKENDS else CUSTOM_BACKEND,
         "custom_backend": "" if run.backend in BACKENDS else run.backend,
         "run_all_nodes": "true" if run.run_all_nodes else "",
@@ -296,7 +345,13 @@ def _values_of(run: Run) -> dict[str, str]:
     command = {"command": str(run.command)}
     if run.image in ("", CUSTOM_IMAGE) or task is not None:
         return {**values, "kind": "command", **command}
-    return {**values, "kind": "image", "image_name": CUSTOM_IMAGE, "custom_image_name": run.image, **command}
+    return {
+        **values,
+        "kind": "image",
+        "image_name": CUSTOM_IMAGE,
+        "custom_image_name": run.image,
+        **command,
+    }
 
 
 def _engine_options_of(run: Run) -> dict[str, str]:
@@ -313,7 +368,9 @@ def _base_name(run: Run) -> str:
 def _arguments_of(task: Task, words: list[str]) -> dict[str, str] | None:
     """Return the fields with the arguments of a task's script, or None if the command is another one."""
     try:
-        commands = [shlex.split(task.command(in_container=in_container)) for in_container in (False, True)]
+        commands = [
+            shlex.split(task.command(in_container=in_container)) for in_container in (False, True)
+        ]
     except ConfigurationError:
         return None
     own = next((own for own in commands if words[: len(own)] == own), None)

@@ -98,15 +98,27 @@ def list_workers(store: Store, places: Sequence[tuple[Run, int]]) -> list[Worker
         store: The database.
         places: Run and rank of each worker.
     """
-    wanted = {(pod_owner(_pod_name(*place)), metric): 1 for place in places for metric in LOAD_METRICS}
-    latest = {(owner, name): point for owner, name, points in store.entries(wanted, last_n=1) for point in points}
+    wanted = {
+        (pod_owner(_pod_name(*place)), metric): 1 for place in places for metric in LOAD_METRICS
+    }
+    latest = {
+        (owner, name): point
+        for owner, name, points in store.entries(wanted, last_n=1)
+        for point in points
+    }
     workers = []
     for run, rank in places:
         owner = pod_owner(_pod_name(run, rank))
         figures = [Figure(metric, latest.get((owner, metric))) for metric in LOAD_METRICS]
         # The others may still be measured; a GPU is there from the first sample on.
-        awaited = [] if run.state in ("finished", "failed") else [name for name in LOAD_METRICS if "gpu" not in name]
-        shown = [figure for figure in figures if figure.point is not None or figure.metric in awaited]
+        awaited = (
+            []
+            if run.state in ("finished", "failed")
+            else [name for name in LOAD_METRICS if "gpu" not in name]
+        )
+        shown = [
+            figure for figure in figures if figure.point is not None or figure.metric in awaited
+        ]
         workers.append(Worker(run, rank, shown))
     return workers
 
@@ -116,7 +128,9 @@ def _pod_name(run: Run, rank: int) -> str:
 
 
 @router.get("/workers/{name}/")
-def worker_page(name: str, request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
+def worker_page(
+    name: str, request: Request, store: StorePart, launcher: LauncherPart
+) -> HTMLResponse:
     run, rank = _place_or_404(store, name)
     [worker] = list_workers(store, [(run, rank)])
     return page(
@@ -125,7 +139,10 @@ def worker_page(name: str, request: Request, store: StorePart, launcher: Launche
         worker=worker,
         most_rank=run.worker_count - 1,
         start_s=start_of(run) / 1e6,
-        sampled_at=max((figure.point.date for figure in worker.figures if figure.point is not None), default=None),
+        sampled_at=max(
+            (figure.point.date for figure in worker.figures if figure.point is not None),
+            default=None,
+        ),
         log=log_view(run, launcher, LogsQuery(rank=str(rank))),
     )
 
@@ -135,5 +152,7 @@ def _place_or_404(store: Store, name: str) -> tuple[Run, int]:
     # PostgreSQL refuses NUL in a parameter.
     run = None if "\x00" in name else store.run_named(run_name)
     if run is None or name not in run.worker_names():
-        raise HTTPException(404, f"name: there is no worker {name[:80]!r}: the page of a run leads to its workers")
+        raise HTTPException(
+            404, f"name: there is no worker {name[:80]!r}: the page of a run leads to its workers"
+        )
     return run, int(rank)

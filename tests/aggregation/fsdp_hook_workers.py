@@ -26,7 +26,9 @@ KINDS: dict[str, Callable[[Any], Aggregation]] = {
     "sign": lambda group: aggregations.SignAggregation(process_group=group),
     "EF-sign": lambda group: aggregations.EFSignAggregation(process_group=group),
     "top-k": lambda group: aggregations.SparsifiedAggregation(None, size=3, process_group=group),
-    "random-k": lambda group: aggregations.SparsifiedAggregation(None, size=3, random=True, process_group=group),
+    "random-k": lambda group: aggregations.SparsifiedAggregation(
+        None, size=3, random=True, process_group=group
+    ),
     "QSGD": lambda group: aggregations.QSGDAggregation(process_group=group),
 }
 
@@ -84,7 +86,11 @@ def trained(kind: str, mesh: DeviceMesh) -> dict[str, Any]:
     again = Sharded(kind, mesh, network)
     again.state.load_state_dict(state)
     again.train(range(2, STEPS))
-    return {"weights": run.weights(), "resumed": again.weights(), "bytes": run.state.aggregation.bytes_sent}
+    return {
+        "weights": run.weights(),
+        "resumed": again.weights(),
+        "bytes": run.state.aggregation.bytes_sent,
+    }
 
 
 def joined() -> list[Tensor]:

@@ -33,7 +33,9 @@ def values(rank: int, number: int, size: int, dtype: torch.dtype = torch.float32
     return torch.randn(size, generator=generator).mul(8).to(dtype)
 
 
-def sums(rank: int, world_size: int) -> dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]]:
+def sums(
+    rank: int, world_size: int
+) -> dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]]:
     """By size and dtype: the sum, Gloo's, and that of all workers' values in float64."""
     shared, result = SharedMemorySum(), {}
     for number, (size, dtype) in enumerate((size, dtype) for size in SIZES for dtype in DTYPES):
@@ -59,7 +61,9 @@ def many_on_their_way(rank: int, world_size: int) -> tuple[bool, bool]:
     for exchange in reversed(exchanges):
         exchange.wait()
     expected = [sum(values(i, number, 7) for i in range(world_size)) for number in range(MANY)]
-    are_right = all(torch.allclose(m, e, atol=1e-4) for m, e in zip(messages, expected, strict=True))
+    are_right = all(
+        torch.allclose(m, e, atol=1e-4) for m, e in zip(messages, expected, strict=True)
+    )
     dist.barrier()
     return were_kept_back, are_right
 
@@ -263,7 +267,10 @@ def files_stay_open(rank: int, world_size: int) -> int:
     before = len(os.listdir("/proc/self/fd"))
     shared = SharedMemorySum()
     shared.start(torch.ones(10)).wait()
-    assert not any(os.get_inheritable(arena.descriptor) for arena in (shared._arena, *(p.arena for p in shared._peers)))
+    assert not any(
+        os.get_inheritable(arena.descriptor)
+        for arena in (shared._arena, *(p.arena for p in shared._peers))
+    )
     dist.barrier()
     del shared
     gc.collect()
@@ -315,7 +322,9 @@ SCENARIOS = (
 
 
 def run_all(rank: int, world_size: int) -> dict[str, Any]:
-    result: dict[str, Any] = {scenario.__name__: scenario(rank, world_size) for scenario in SCENARIOS}
+    result: dict[str, Any] = {
+        scenario.__name__: scenario(rank, world_size) for scenario in SCENARIOS
+    }
     result["second_group"] = second_group(rank, world_size)
     if os.geteuid() == 0:
         result["other_network"] = other_network(rank, world_size)

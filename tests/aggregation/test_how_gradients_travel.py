@@ -34,7 +34,9 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def backward(model: nn.Module, rank: int, step: int, scale: Any = lambda loss: loss, factor: float = 1.0) -> None:
+def backward(
+    model: nn.Module, rank: int, step: int, scale: Any = lambda loss: loss, factor: float = 1.0
+) -> None:
     kind = next(model.parameters()).dtype
     images = torch.randn(5, 3, generator=torch.Generator().manual_seed(100 * rank + step)).to(kind)
     scale(model(images).square().sum() * factor).backward()
@@ -98,7 +100,9 @@ def torchs_scaler(rank: int, world_size: int) -> list[list[Tensor]]:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for step in range(3):
             optimizer.zero_grad()
-            backward(model, rank, step, scaler.scale, factor=math.inf if (rank, step) == (0, 1) else 1.0)
+            backward(
+                model, rank, step, scaler.scale, factor=math.inf if (rank, step) == (0, 1) else 1.0
+            )
             scaler.step(optimizer)
             scaler.update()
         result.append(weights(model))
@@ -130,7 +134,9 @@ def complex_numbers(rank: int, world_size: int) -> dict[Any, Any]:
                 model = nn.Module()
                 model.c = nn.Parameter(torch.tensor([1 + 2j]))
                 model.d = nn.Parameter(torch.tensor([1j, 2]))
-                exchange = AllReduceAggregation(comm_dtype=comm_dtype, overlap=overlap, bucket_size_bytes=size)
+                exchange = AllReduceAggregation(
+                    comm_dtype=comm_dtype, overlap=overlap, bucket_size_bytes=size
+                )
                 optimizer = CentralizedSGD(world_size, model, lr=0.125, aggregation=exchange)
                 loss = model.c.abs().square().sum()
                 (loss + model.d.abs().square().sum() if rank == 0 else loss).backward()
@@ -168,7 +174,13 @@ def converted(rank: int, world_size: int) -> dict[Any, list[list[Tensor]]]:
             for set_to_none in (True, False):
                 result[name, when, set_to_none] = [
                     convert_on_the_way(
-                        rank, world_size, overlap, convert, when, set_to_none, starts_frozen=name == "thawed"
+                        rank,
+                        world_size,
+                        overlap,
+                        convert,
+                        when,
+                        set_to_none,
+                        starts_frozen=name == "thawed",
                     )
                     for overlap in OVERLAPS
                 ]
@@ -207,7 +219,9 @@ def vanishing_flags(rank: int, world_size: int) -> list[list[float]]:
             model.a, model.b = (nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(2))
             inside = SGD(model.parameters(), lr=1.0)
             exchange = AllReduceAggregation(comm_dtype=comm_dtype)
-            optimizer = CustomCentralizedOptimizer(model, world_size, inside, average_custom=True, aggregation=exchange)
+            optimizer = CustomCentralizedOptimizer(
+                model, world_size, inside, average_custom=True, aggregation=exchange
+            )
             (model.a.sum() if rank else (model.a + model.b).sum()).backward()
             optimizer.step(denom=denom)
             result.append([float(model.b.grad is not None), *model.b.detach().tolist()])
@@ -220,7 +234,9 @@ def clipped(rank: int, world_size: int) -> list[list[Tensor]]:
         model = layers()
         inside = SGD(model.parameters(), lr=0.1)
         exchange = AllReduceAggregation(overlap=overlap)
-        optimizer = CustomCentralizedOptimizer(model, world_size, inside, grad_clip=0.01, aggregation=exchange)
+        optimizer = CustomCentralizedOptimizer(
+            model, world_size, inside, grad_clip=0.01, aggregation=exchange
+        )
         before = weights(model)
         backward(model, rank, 0)
         optimizer.step()
@@ -346,12 +362,16 @@ def test_the_rest_of_a_larger_tensor_is_left_alone() -> None:
 
 @pytest.mark.parametrize("make", [CentralizedSGD, CentralizedAdam])
 def test_a_fused_kernel_is_refused_for_a_part_of_a_tensor(make: Any) -> None:
-    with pytest.raises(ValueError, match="fused must be False or None, not True: 'w' is a part of a larger tensor"):
+    with pytest.raises(
+        ValueError, match="fused must be False or None, not True: 'w' is a part of a larger tensor"
+    ):
         make(1, Slice(), lr=0.1, fused=True)
 
 
 def test_gradients_with_other_strides_reach_the_right_weights() -> None:
-    models = [nn.Conv2d(2, 3, 2, bias=False).to(memory_format=torch.channels_last) for _ in range(2)]
+    models = [
+        nn.Conv2d(2, 3, 2, bias=False).to(memory_format=torch.channels_last) for _ in range(2)
+    ]
     models[1].load_state_dict(models[0].state_dict())
     for model, options in zip(models, ({"overlap": True}, {"fused": False}), strict=True):
         optimizer = CentralizedSGD(1, model, lr=1.0, momentum=0.9, **options)
@@ -371,11 +391,17 @@ def test_a_scaler_that_did_not_look_too_early_is_heard() -> None:
 
 def test_what_would_be_ignored_or_overflow_is_refused() -> None:
     model = layers()
-    with pytest.raises(ValueError, match=r"by_layer must be False with overlap.*bucket_size_bytes=0"):
+    with pytest.raises(
+        ValueError, match=r"by_layer must be False with overlap.*bucket_size_bytes=0"
+    ):
         CentralizedSGD(1, model, lr=0.1, overlap=True, by_layer=True)
     inside = SGD(model.parameters(), lr=0.1)
-    halves, bfloats = (AllReduceAggregation(overlap=True, comm_dtype=t) for t in (torch.float16, torch.bfloat16))
-    with pytest.raises(ValueError, match=r"comm_dtype must not be torch\.float16 with overlap and average_custom"):
+    halves, bfloats = (
+        AllReduceAggregation(overlap=True, comm_dtype=t) for t in (torch.float16, torch.bfloat16)
+    )
+    with pytest.raises(
+        ValueError, match=r"comm_dtype must not be torch\.float16 with overlap and average_custom"
+    ):
         CustomCentralizedOptimizer(model, 1, inside, average_custom=True, aggregation=halves)
     CustomCentralizedOptimizer(model, 1, inside, average_custom=True, aggregation=bfloats)
 
@@ -391,5 +417,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 def test_a_scheduler_of_an_optimizer_without_one_inside_says_so() -> None:
     optimizer = GenericCentralizedOptimizer(1, layers())
-    with pytest.raises(RuntimeError, match=r"has no 'lr': there is no torch optimizer yet: give optimizer="):
+    with pytest.raises(
+        RuntimeError, match=r"has no 'lr': there is no torch optimizer yet: give optimizer="
+    ):
         torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -17,17 +17,32 @@ from mlbench_core.aggregation.pytorch.transport import pairwise
 from mlbench_core.distributed.pytorch import process_groups
 from tests.helpers.ranks import run_ranks
 
-LENGTHS = (1, 2, 3, 7, 8, 17, 1000, 600_001, 1_700_003)  # with empty parts, and with several blocks and segments
+LENGTHS = (
+    1,
+    2,
+    3,
+    7,
+    8,
+    17,
+    1000,
+    600_001,
+    1_700_003,
+)  # with empty parts, and with several blocks and segments
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def average(rank: int, world_size: int, piece_bytes: int, room_bytes: int) -> list[tuple[list[Tensor], list[Tensor]]]:
+def average(
+    rank: int, world_size: int, piece_bytes: int, room_bytes: int
+) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Averages and sums by dtype, with those of Gloo."""
     pairwise._PIECE_BYTES, pairwise._ROOM_BYTES = piece_bytes, room_bytes
     generator = torch.Generator().manual_seed(rank)
     results = []
     for dtype in DTYPES:
-        messages = [torch.randn(length, generator=generator, dtype=torch.float64).to(dtype) for length in LENGTHS]
+        messages = [
+            torch.randn(length, generator=generator, dtype=torch.float64).to(dtype)
+            for length in LENGTHS
+        ]
         averages, sums, of_gloo = ([message.clone() for message in messages] for _ in range(3))
         pairwise.average(averages, world_size)
         pairwise.average(sums, None)
@@ -38,7 +53,9 @@ def average(rank: int, world_size: int, piece_bytes: int, room_bytes: int) -> li
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize(("piece_bytes", "room_bytes"), [(1 << 24, 1 << 26), (1 << 19, 1 << 20), (1 << 17, 1)])
+@pytest.mark.parametrize(
+    ("piece_bytes", "room_bytes"), [(1 << 24, 1 << 26), (1 << 19, 1 << 20), (1 << 17, 1)]
+)
 def test_averages_have_the_bits_of_gloo(world_size: int, piece_bytes: int, room_bytes: int) -> None:
     """With all messages at once, in pieces, and with one piece at a time."""
     for results in run_ranks(world_size, average, piece_bytes, room_bytes):
@@ -50,7 +67,10 @@ def test_received_parts_need_no_more_room_than_allowed(monkeypatch: pytest.Monke
     monkeypatch.setattr(pairwise, "_PIECE_BYTES", 4 * 40)
     monkeypatch.setattr(pairwise, "_ROOM_BYTES", 4 * 75)
     messages = [torch.arange(100.0), torch.arange(100.0, 120)]
-    batches = [[[part.tolist() for part in parts] for parts in batch] for batch in pairwise._batches(messages, 4)]
+    batches = [
+        [[part.tolist() for part in parts] for parts in batch]
+        for batch in pairwise._batches(messages, 4)
+    ]
     # Parts have 26 and 6 elements, and pieces 10 of each part, of which a worker receives three versions.
     sizes = [[[len(part) for part in parts] for parts in batch] for batch in batches]
     assert sizes == [[[10] * 4, [10] * 4], [[6, 6, 6, 2], [6, 6, 6, 2]]]
@@ -90,17 +110,24 @@ def average_twice(
             for parameter in model.parameters():
                 parameter.grad = torch.full_like(parameter, float(rank + turn))
             aggregate(model, AVG_WORLD)
-    gradients = [parameter.grad.tolist() for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [
+        parameter.grad.tolist() for parameter in model.parameters() if parameter.grad is not None
+    ]
     return {name: call.call_count for name, call in calls.items()}, gradients
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize(
-    ("named", "is_direct"), [(("here", "here"), True), (("here", "there"), False), (("", ""), False)]
+    ("named", "is_direct"),
+    [(("here", "here"), True), (("here", "there"), False), (("", ""), False)],
 )
-def test_workers_of_one_machine_average_directly(named: tuple[str, ...], is_direct: bool, by_layer: bool) -> None:
+def test_workers_of_one_machine_average_directly(
+    named: tuple[str, ...], is_direct: bool, by_layer: bool
+) -> None:
     """The machines are compared once. Each part travels to its worker and back."""
-    messages = 6 if by_layer else 2  # in two averages: of the weight, the bias and both flags, or of all of them
+    messages = (
+        6 if by_layer else 2
+    )  # in two averages: of the weight, the bias and both flags, or of all of them
     # A part has at least two numbers, so that the bias and the flags are one part each.
     parts = (8 if by_layer else 4) if is_direct else 0
     expected = {"all_reduce": 1 if is_direct else 1 + messages, "isend": parts, "irecv": parts}
@@ -113,7 +140,9 @@ def average_in_odd_ways(rank: int, world_size: int, meeting: Path) -> dict[str, 
     aggregation = AllReduceAggregation(world_size)
     found: dict[str, Any] = {}
 
-    def average(name: str, *, op: str = AVG_WORLD, denom: Any = None, of: AllReduceAggregation = aggregation) -> None:
+    def average(
+        name: str, *, op: str = AVG_WORLD, denom: Any = None, of: AllReduceAggregation = aggregation
+    ) -> None:
         tensors = {"x": torch.arange(5.0) + rank, "z": torch.full((3,), complex(3 * rank, rank))}
         tensors["w"] = torch.full((2,), complex(float("inf"), 2.0))
         of.aggregate(tensors, op, denom)
@@ -140,7 +169,11 @@ def test_kinds_of_numbers_and_divisors(tmp_path: Path) -> None:
     for found in run_ranks(2, average_in_odd_ways, tmp_path / "meeting"):
         assert len(found) == 6
         for name, averages in found.items():
-            assert averages == [[0.5, 1.5, 2.5, 3.5, 4.5], [1.5 + 0.5j] * 3, [complex("inf+2j")] * 2], name
+            assert averages == [
+                [0.5, 1.5, 2.5, 3.5, 4.5],
+                [1.5 + 0.5j] * 3,
+                [complex("inf+2j")] * 2,
+            ], name
 
 
 def test_one_process_is_on_one_machine() -> None:

@@ -25,7 +25,10 @@ def test_what_rounding_of_sent_values_loses_is_remembered(random: bool) -> None:
     aggregation = SparsifiedAggregation(None, size=1, random=random)
     rest = torch.tensor([2.0**-9])
     aggregation.load_state_dict(
-        {"memory": {"w": rest.clone()}, **({"generator": torch.Generator().get_state()} if random else {})}
+        {
+            "memory": {"w": rest.clone()},
+            **({"generator": torch.Generator().get_state()} if random else {}),
+        }
     )
     sent = torch.ones(1, dtype=torch.bfloat16)
     aggregation.aggregate({"w": sent}, "avg_world")
@@ -47,7 +50,9 @@ def far_apart(rank: int, world_size: int) -> dict[str, Any]:
     x = torch.tensor([60000.0 if rank else -60000.0, 0.0], dtype=torch.float16)
     DecentralizedAggregation(None, None, topology=ring(world_size)).aggregate({"x": x}, "avg_world")
 
-    choco = ChocoAggregation(None, None, topology=ring(world_size), compression="identity", gamma=0.5)
+    choco = ChocoAggregation(
+        None, None, topology=ring(world_size), compression="identity", gamma=0.5
+    )
     y = torch.ones(3, dtype=torch.bfloat16)
     choco.aggregate({"y": y}, "avg_world")
 

@@ -35,12 +35,16 @@ def train(main: ModuleType, rank: int, world_size: int, arguments: list[str]) ->
     main.variants.check(args)
     with tempfile.TemporaryDirectory() as folder:
         tracker = train_task(main, args, folder, folder, rank=rank, world_size=world_size)
-        last = torch.load(Path(folder, f"{tracker.current_epoch}_{rank}.pth.tar"), weights_only=True)
+        last = torch.load(
+            Path(folder, f"{tracker.current_epoch}_{rank}.pth.tar"), weights_only=True
+        )
     return {
         "loss": list(tracker.records["val_global_loss"].values()),
         "train_loss": list(tracker.records["train_loss"].values()),
         "accuracy": list(tracker.records["val_global_Prec@1"].values()),
-        "top5": [list(tracker.records[f"{part}_Prec@5"].values()) for part in ("train", "val_global")],
+        "top5": [
+            list(tracker.records[f"{part}_Prec@5"].values()) for part in ("train", "val_global")
+        ],
         "watched": (tracker.goal.metric, tracker.primary_metric.name),
         "bytes": tracker.summary().communication_size_bytes / tracker.summary().batches,
         "model": last["model"],
@@ -60,7 +64,9 @@ def train_in_float64(rank: int, world_size: int, arguments: list[str]) -> dict[s
 
     def make_double(*args: Any, **options: Any) -> Any:
         model = make(*args, **options).double()
-        model.register_forward_pre_hook(lambda module, inputs: tuple(images.double() for images in inputs))
+        model.register_forward_pre_hook(
+            lambda module, inputs: tuple(images.double() for images in inputs)
+        )
         return model
 
     main.get_resnet_model = make_double  # type: ignore[attr-defined]

@@ -40,12 +40,19 @@ def write_text(folder: Path, valid_is_train: bool) -> Path:
 
 
 def train(
-    folder: Path, text: Path, *arguments: str, rank: int = 0, world_size: int = 1, stops: bool = False
+    folder: Path,
+    text: Path,
+    *arguments: str,
+    rank: int = 0,
+    world_size: int = 1,
+    stops: bool = False,
 ) -> Tracker:
     """What the script does on one worker once the backend is there, with a tiny model; a run stops at a goal or not."""
     script = load_script("3a")
     small = script.PRESETS["small"]
-    script.PRESETS["small"] = dataclasses.replace(small, model=small.model | {"ninp": 8, "nhid": 12})
+    script.PRESETS["small"] = dataclasses.replace(
+        small, model=small.model | {"ninp": 8, "nhid": 12}
+    )
     script.VALIDATION_SEQUENCES = STREAMS
     if not stops:
         script.task3_time_to_perplexity_goal = lambda threshold: None
@@ -60,7 +67,10 @@ def test_resumed_run_is_bit_identical_through_the_switch_to_averages(tmp_path: P
     train(tmp_path / "whole", text, "--checkpoint", "--epochs", "11")
     train(tmp_path / "parted", text, "--checkpoint", "--epochs", "8")
     train(tmp_path / "parted", text, "--checkpoint", "--epochs", "11", "--resume")
-    whole, parted = (torch.load(tmp_path / run / "11_0.pth.tar", weights_only=True) for run in ("whole", "parted"))
+    whole, parted = (
+        torch.load(tmp_path / run / "11_0.pth.tar", weights_only=True)
+        for run in ("whole", "parted")
+    )
     for part in ("model", "optimizer", "scheduler", "extra"):
         assert_equal(whole[part], parted[part])
     assert whole["extra"]["averaging"]["is_averaging"] is True
@@ -75,7 +85,9 @@ def test_small_preset_learns_reaches_its_goal_and_stops(tmp_path: Path) -> None:
     assert tracker.best_metric_value < 37
 
 
-def one_epoch(rank: int, world_size: int, text: str, folder: str) -> tuple[float, dict[str, Any], torch.Tensor, float]:
+def one_epoch(
+    rank: int, world_size: int, text: str, folder: str
+) -> tuple[float, dict[str, Any], torch.Tensor, float]:
     arguments = ("--epochs", "1", "--batch-size", "10", "--checkpoint")
     tracker = train(Path(folder), Path(text), *arguments, rank=rank, world_size=world_size)
     state = torch.load(Path(folder) / f"1_{rank}.pth.tar", weights_only=True)
@@ -140,5 +152,10 @@ def test_task_3a_is_as_specified() -> None:
     with torch.device("meta"):
         model = LSTMLanguageModel(33_278, tie_weights=True, **full.model)
     assert sum(p.numel() for p in model.parameters()) == 33_556_078
-    assert (model.drop_output.p, model.drop_hidden.p, model.drop_input.p, model.dropoute) == (0.4, 0.2, 0.65, 0.1)
+    assert (model.drop_output.p, model.drop_hidden.p, model.drop_input.p, model.dropoute) == (
+        0.4,
+        0.2,
+        0.65,
+        0.1,
+    )
     assert [rnn.dropout for rnn in model.rnns] == [0.5] * 3

@@ -62,7 +62,9 @@ class Block:
     def commands(self) -> list[str]:
         """The commands of a block of the shell, continued lines joined, comments left out."""
         lines = self.text.replace("\\\n", " ").splitlines()
-        return [" ".join(line.split()) for line in lines if line.strip() and not line.startswith("#")]
+        return [
+            " ".join(line.split()) for line in lines if line.strip() and not line.startswith("#")
+        ]
 
 
 def blocks(page: str) -> list[Block]:
@@ -74,7 +76,9 @@ def blocks(page: str) -> list[Block]:
 def as_pattern(line: str) -> str:
     """A pattern that a line of output matches if it differs from this one in numbers and in spaces only."""
     parts = [
-        r"\s+".join(re.escape(word) for word in _NUMBER.sub("\0", part).split()).replace("\0", _NUMBER.pattern)
+        r"\s+".join(re.escape(word) for word in _NUMBER.sub("\0", part).split()).replace(
+            "\0", _NUMBER.pattern
+        )
         for part in re.sub(r"-{3,}", "---", line).split("...")
     ]
     return r"\s*" + r".*".join(parts) + r"\s*"
@@ -116,7 +120,12 @@ class Reader:
             program.write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
             program.chmod(0o755)
 
-    def follow(self, page: str, changes: Sequence[tuple[str, str]] = (), only: Iterable[Block] | None = None) -> str:
+    def follow(
+        self,
+        page: str,
+        changes: Sequence[tuple[str, str]] = (),
+        only: Iterable[Block] | None = None,
+    ) -> str:
         """Save the files and run the commands of a page, and compare their output with the printed one.
 
         Args:
@@ -141,7 +150,9 @@ class Reader:
             changed = Block(block.language, text)
             if changed.language == "text":
                 missing = missing_line(text, output)
-                assert missing is None, f"{page}: this line of the page is not in the output: {missing}\n{output}"
+                assert missing is None, (
+                    f"{page}: this line of the page is not in the output: {missing}\n{output}"
+                )
             elif changed.language == "bash":
                 output = "".join(self.run(command) for command in changed.commands())
                 everything.append(output)
@@ -177,8 +188,15 @@ class Reader:
         script, ranks = list(words[1:]), [dict[str, str]()]
         if words[0] == "torchrun":
             assert script[0] == "--nproc-per-node", words
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": script[1]}
-            ranks = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(int(script[1]))]
+            place = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(free_port()),
+                "WORLD_SIZE": script[1],
+            }
+            ranks = [
+                {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                for rank in range(int(script[1]))
+            ]
             script = script[2:]
         before = Path.cwd()
         os.chdir(self.folder)  # a forked script begins in this process's folder
@@ -191,4 +209,6 @@ class Reader:
         finally:
             for worker in workers:
                 worker.kill()
-        return max(abs(worker.returncode) for worker in done), "".join(w.stdout + w.stderr for w in done)
+        return max(abs(worker.returncode) for worker in done), "".join(
+            w.stdout + w.stderr for w in done
+        )

@@ -61,7 +61,9 @@ class FakePrograms:
 
     def answer(self, key: str, answer: Any) -> None:
         """Set what calls such as ``kind-get`` print."""
-        (self.folder / f"answer-{key}").write_text(answer if isinstance(answer, str) else json.dumps(answer))
+        (self.folder / f"answer-{key}").write_text(
+            answer if isinstance(answer, str) else json.dumps(answer)
+        )
 
     def stdin(self, key: str) -> str:
         """Return what the last call such as ``helm-upgrade`` read."""

@@ -18,7 +18,16 @@ from mlbench_core import __version__
 from mlbench_core.errors import MasterError
 from tests.cli.conftest import Call
 
-HEAVY = ("numpy", "requests", "rich", "torch", "kubernetes", "matplotlib", "platformdirs", "mlbench_core.utils")
+HEAVY = (
+    "numpy",
+    "requests",
+    "rich",
+    "torch",
+    "kubernetes",
+    "matplotlib",
+    "platformdirs",
+    "mlbench_core.utils",
+)
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])
@@ -37,7 +46,17 @@ def test_commands_and_their_static_help() -> None:
     """Each command loads, and the line of the overview is the line of the command."""
     context = click.Context(cli_group)
     assert set(cli_group.list_commands(context)) == {
-        *("charts", "compare", "completion", "delete", "download", "env", "get-dashboard-url", "import", "logs"),
+        *(
+            "charts",
+            "compare",
+            "completion",
+            "delete",
+            "download",
+            "env",
+            "get-dashboard-url",
+            "import",
+            "logs",
+        ),
         *("master", "network", "predict", "results", "run", "status", "stop", "sweep", "tasks"),
         *("create-cluster", "data", "delete-cluster", "list-clusters", "set-cluster"),
     }
@@ -83,7 +102,9 @@ def _modules_of_base_requirements() -> set[str]:
         requirement = wanted.pop()
         name = canonicalize_name(requirement.name)
         # Without an extra, the marker "extra == ..." is false.
-        if name in packages or not (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+        if name in packages or not (
+            requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ):
             continue
         packages.add(name)
         wanted += [Requirement(line) for line in importlib.metadata.requires(name) or ()]
@@ -96,13 +117,23 @@ def test_every_command_has_json() -> None:
     for name in COMMANDS:
         command = cli_group.get_command(context, name)
         commands += command.commands.values() if isinstance(command, click.Group) else [command]
-    without = [c.name for c in commands if c and not any("--json" in parameter.opts for parameter in c.params)]
+    without = [
+        c.name
+        for c in commands
+        if c and not any("--json" in parameter.opts for parameter in c.params)
+    ]
     assert without == ["completion"], "its output is a script"
 
 
 def test_module_runs_as_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "mlbench_cli", "--version"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"mlbench, version {__version__}\n", "")
+    done = subprocess.run(
+        [sys.executable, "-m", "mlbench_cli", "--version"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        f"mlbench, version {__version__}\n",
+        "",
+    )
 
 
 def test_unknown_command_is_wrong_use(call: Call) -> None:
@@ -120,10 +151,15 @@ def test_the_path_of_3_0() -> None:
     ("error", "line"),
     [
         (MasterError("it broke\nin two lines"), "mlbench: it broke in two lines\n"),
-        (OSError(28, "No space left on device", "/data/x"), "mlbench: No space left on device: /data/x\n"),
+        (
+            OSError(28, "No space left on device", "/data/x"),
+            "mlbench: No space left on device: /data/x\n",
+        ),
     ],
 )
-def test_expected_errors_are_one_line(error: Exception, line: str, call: Call, patch: pytest.MonkeyPatch) -> None:
+def test_expected_errors_are_one_line(
+    error: Exception, line: str, call: Call, patch: pytest.MonkeyPatch
+) -> None:
     @click.command()
     def broken() -> None:
         raise error

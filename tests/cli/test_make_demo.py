@@ -26,7 +26,9 @@ def test_only_the_own_master_is_stopped(ran_before: bool, exit_status: int, tmp_
     program.chmod(0o755)
     (tmp_path / "bin" / "python").symlink_to("/bin/true")
     (tmp_path / ".installed").touch()
-    done = subprocess.run(["make", "demo", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        ["make", "demo", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
     assert (done.returncode != 0) == (exit_status != 0), done.stderr
     end = [] if ran_before else ["master --stop"]
     assert calls.read_text().splitlines() == ["get-dashboard-url ", "run demo", *end]

@@ -18,7 +18,9 @@ def test_a_recorded_command_does_not_end_its_block(tmp_path: Path) -> None:
     command = ["python", "x.py", "````\n<script>\n````"]
     write_run(tmp_path / "run", environment={**ENVIRONMENT, "command_line": command})
     groups = pool(load([tmp_path]))
-    page = collection_page("Title", groups, compare_groups(groups), tmp_path, commands=recorded_commands(groups))
+    page = collection_page(
+        "Title", groups, compare_groups(groups), tmp_path, commands=recorded_commands(groups)
+    )
     lines = page.splitlines()
     start = lines.index("```````bash")
     assert lines[start + 1 : lines.index("```````")] == ["python x.py '````", "<script>", "````'"]

@@ -42,10 +42,19 @@ SAME = make(*[3] * 10)
     seeds=st.lists(st.integers(2, 12), min_size=10, max_size=16),
     runs=st.lists(st.integers(1, 14), min_size=5, max_size=5),
 )
-def test_limits_and_verdicts_are_those_of_mlperfs_checker(seeds: list[int], runs: list[int]) -> None:
+def test_limits_and_verdicts_are_those_of_mlperfs_checker(
+    seeds: list[int], runs: list[int]
+) -> None:
     """With a resolution of 0; MLPerf's 'resnet' asks for 5 runs."""
-    record = {"Benchmark": "resnet", "BS": 128, "Hyperparams": {}, "Epochs to converge": list(seeds)}
-    checker = RCP_Checker("training", "5.0.0", "resnet", False, io.StringIO(json.dumps({"one": record})))
+    record = {
+        "Benchmark": "resnet",
+        "BS": 128,
+        "Hyperparams": {},
+        "Epochs to converge": list(seeds),
+    }
+    checker = RCP_Checker(
+        "training", "5.0.0", "resnet", False, io.StringIO(json.dumps({"one": record}))
+    )
     theirs = checker._find_rcp(128, "full_rcps")
     reference = make(*seeds, resolution=0)
     check = check_convergence(runs, reference)
@@ -60,16 +69,27 @@ def test_limits_and_verdicts_are_those_of_mlperfs_checker(seeds: list[int], runs
     # The p value of their test, which is over the sizes of the olympic means.
     if reference.standard_deviation > 0:
         deviation = reference.standard_deviation
-        above, p = checker._find_p_value(check.mean, deviation, 3, reference.mean, deviation, len(seeds) - 2)
+        above, p = checker._find_p_value(
+            check.mean, deviation, 3, reference.mean, deviation, len(seeds) - 2
+        )
         assert check.p_fast == pytest.approx(p, abs=1e-9)
         assert above == passed
 
 
 def test_fast_slow_and_consistent_runs() -> None:
     assert VARIED.mean == pytest.approx(9)
-    for runs, verdict in (([9, 8, 9], "consistent"), ([6, 6, 7, 6, 6], "fast"), ([12, 13, 12, 12, 14], "slow")):
+    for runs, verdict in (
+        ([9, 8, 9], "consistent"),
+        ([6, 6, 7, 6, 6], "fast"),
+        ([12, 13, 12, 12, 14], "slow"),
+    ):
         check = check_convergence(runs, VARIED)
-        assert (check.verdict, check.runs, check.not_reached, check.unit) == (verdict, len(runs), 0, "epochs")
+        assert (check.verdict, check.runs, check.not_reached, check.unit) == (
+            verdict,
+            len(runs),
+            0,
+            "epochs",
+        )
         assert check.p_fast + check.p_slow == pytest.approx(1)
         assert (check.p_fast < 0.05, check.p_slow < 0.05) == (verdict == "fast", verdict == "slow")
         assert (check.smallest <= check.mean <= check.largest) == (verdict == "consistent")
@@ -89,7 +109,13 @@ def test_one_run_without_the_goal_is_the_slowest_and_two_are_slow() -> None:
     one = check_convergence([9, None, 8, 9, 9], VARIED)
     assert (one.verdict, one.not_reached, one.mean) == ("consistent", 1, 9)
     two = check_convergence([9, None, 8, None, 9], VARIED)
-    assert (two.verdict, two.not_reached, two.mean, two.p_slow, two.score_factor) == ("slow", 2, math.inf, 0, 1)
+    assert (two.verdict, two.not_reached, two.mean, two.p_slow, two.score_factor) == (
+        "slow",
+        2,
+        math.inf,
+        0,
+        1,
+    )
 
 
 def test_seeds_that_all_need_the_same_epochs_allow_a_rounding_error() -> None:
@@ -149,12 +175,21 @@ def test_a_reference_is_found_for_its_own_configuration_only(changes: dict[str, 
 
 def test_a_reference_with_options_needs_these_options() -> None:
     small = replace(VARIED, options={"batch_size": 32}, batch_size=32)
-    assert find_reference(configuration(options={"--batch-size": 32, "seed": 3}), [VARIED, small]) is small
+    assert (
+        find_reference(configuration(options={"--batch-size": 32, "seed": 3}), [VARIED, small])
+        is small
+    )
     assert deciding_options({"root-output": "x", "no_augment": True}) == {"no_augment": True}
 
 
 def test_a_reference_survives_its_file(tmp_path: Path) -> None:
-    written = replace(VARIED, options={"batch_size": 32}, machine="A, 2 cores", date="2026-11-22", command="python x")
+    written = replace(
+        VARIED,
+        options={"batch_size": 32},
+        machine="A, 2 cores",
+        date="2026-11-22",
+        command="python x",
+    )
     written.save(tmp_path / "folder" / "b.json")
     replace(written, dataset="other").save(tmp_path / "folder" / "a.json")
     assert load_references(tmp_path / "folder") == [replace(written, dataset="other"), written]
@@ -187,7 +222,10 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"values": {1: 2, 2: 3}}, "values must have at least 10 seeds, not 2: run more seeds"),
-        ({"values": dict.fromkeys(range(10), 0)}, "the value of seed 0 must be finite and positive, not 0"),
+        (
+            {"values": dict.fromkeys(range(10), 0)},
+            "the value of seed 0 must be finite and positive, not 0",
+        ),
         ({"unit": "hours"}, "unit must be 'epochs' or 'steps', not 'hours'"),
         ({"resolution": -1}, "resolution must be finite and at least 0, not -1"),
         ({"workers": 0}, "workers must be at least 1, not 0"),

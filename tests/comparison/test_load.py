@@ -23,7 +23,11 @@ RUN = {"name": "demo-2", "num_workers": 2, "state": "finished"}
 
 
 def write_zip(
-    path: Path, run: Mapping[str, object] | None, metrics: Mapping[str, object], result: str = "", pods: int = 2
+    path: Path,
+    run: Mapping[str, object] | None,
+    metrics: Mapping[str, object],
+    result: str = "",
+    pods: int = 2,
 ) -> None:
     """Write a download; ``run=None`` is one of an earlier version."""
     with zipfile.ZipFile(path, "w") as archive:
@@ -50,13 +54,23 @@ def zip_folder(folder: Path, path: Path) -> Path:
 def test_results_at_any_depth_count_once(tmp_path: Path) -> None:
     write_run(tmp_path / "a" / "deep" / "run-2")
     write_run(tmp_path / "a" / "run-1", workers=1)
-    save(tmp_path / "a" / "run-1.json", {"name": "run-1", "num_workers": 1}, metrics_of(1, 1.0, 1.0))
+    save(
+        tmp_path / "a" / "run-1.json", {"name": "run-1", "num_workers": 1}, metrics_of(1, 1.0, 1.0)
+    )
     save(tmp_path / "a" / "other.json", {**RUN, "name": "other"}, metrics_of(2, 1.0, 1.0))
     (tmp_path / "a" / "notes.json").write_text("{broken")
     (tmp_path / "a" / "list.json").write_text("[]")
     found = load([tmp_path, tmp_path / "a" / "run-1", tmp_path / "a" / "run-1" / "result.json"])
-    assert [(record.name, record.workers) for record in found] == [("run-1", 1), ("other", 2), ("run-2", 2)]
-    assert [record.folder for record in found] == [tmp_path / "a" / "run-1", None, tmp_path / "a" / "deep" / "run-2"]
+    assert [(record.name, record.workers) for record in found] == [
+        ("run-1", 1),
+        ("other", 2),
+        ("run-2", 2),
+    ]
+    assert [record.folder for record in found] == [
+        tmp_path / "a" / "run-1",
+        None,
+        tmp_path / "a" / "deep" / "run-2",
+    ]
 
 
 def test_a_killed_run_is_unfinished_and_says_so(tmp_path: Path) -> None:
@@ -99,7 +113,11 @@ def test_a_zip_with_a_result_folder(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     path = zip_folder(folder, tmp_path / "b.zip")
     (record,) = load([path])
-    assert (record.name, record.time_to_goal_s, record.machine["cpu"]) == ("demo-2", 30.1, "Model 7")
+    assert (record.name, record.time_to_goal_s, record.machine["cpu"]) == (
+        "demo-2",
+        30.1,
+        "Model 7",
+    )
     set_in(folder / "result.json", 7, "schema_version")
     with pytest.raises(ConfigurationError, match=r"version of result.json in .*c.zip is 7, not 1"):
         load([zip_folder(folder, tmp_path / "c.zip")])
@@ -147,7 +165,9 @@ def test_a_zip_without_a_record_is_honest(tmp_path: Path) -> None:
     write_zip(tmp_path / "none.zip", None, times, pods=0)
     with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
         archive.writestr("me.png", "")
-    found = [(record.name, record.workers, record.state, record.total_s) for record in load([tmp_path])]
+    found = [
+        (record.name, record.workers, record.state, record.total_s) for record in load([tmp_path])
+    ]
     assert found == [
         ("none", 1, "unknown", 8.0),
         ("exp-2024", 2, "unknown", 8.0),
@@ -155,7 +175,9 @@ def test_a_zip_without_a_record_is_honest(tmp_path: Path) -> None:
     ]
 
 
-def archive_3_0(path: Path, workers: int, text: str, kinds: tuple[str, ...], train_s: float) -> Path:
+def archive_3_0(
+    path: Path, workers: int, text: str, kinds: tuple[str, ...], train_s: float
+) -> Path:
     """Write an archive as published with version 3.0: metrics of each rank, without a record and without workers."""
     metrics = {f"{kind} @ {rank}": [entry(1.0)] for rank in range(workers) for kind in kinds}
     metrics["TotalCumulativeTrainTime @ 0"] = [entry(train_s)]
@@ -177,7 +199,9 @@ def test_the_published_speed_up_of_gnmt_comes_out_of_its_archives(tmp_path: Path
     records = load([tmp_path])
     assert usable(records) == (records, [])
     groups, found = compare_runs(records)
-    assert [(row["workers"], row["goal"]) for row in found.rows] == [(n, "BLEU-Score >= 24") for n in (1, 2, 4)]
+    assert [(row["workers"], row["goal"]) for row in found.rows] == [
+        (n, "BLEU-Score >= 24") for n in (1, 2, 4)
+    ]
     assert [round(row["speedup"], 2) for row in found.rows] == [1.0, 1.74, 2.26]
     assert {group.configuration["task"] for group in groups} == {"4a"}
     assert any("it counts as a run of one worker" in remark for remark in found.remarks)
@@ -188,12 +212,24 @@ def test_the_published_speed_up_of_gnmt_comes_out_of_its_archives(tmp_path: Path
     [
         ("80% Top 1 Validation Accuracy reached in 9.5 seconds", IMAGES, "a", "1a", "Prec@1 >= 80"),
         ("80% Top 1 Validation Accuracy reached in 9.5 seconds", ROWS, "a", "2a", "Prec@1 >= 80"),
-        ("80% Top 1 Validation Accuracy reached in 9.5 seconds", (), "my-task2a", "2a", "Prec@1 >= 80"),
+        (
+            "80% Top 1 Validation Accuracy reached in 9.5 seconds",
+            (),
+            "my-task2a",
+            "2a",
+            "Prec@1 >= 80",
+        ),
         ("80% Top 1 Validation Accuracy reached in 9.5 seconds", (), "run", None, "Prec@1 >= 80"),
         ("89% Accuracy reached in 9.5 seconds", (), "a", "2a", "Prec@1 >= 89"),
         ("Perplexity of 70 reached in 9.5 seconds", (), "a", "3a", "Perplexity <= 70"),
         ("Validation BLEU-Score of 25 reached in 9.5 seconds", (), "a", "4b", "BLEU-Score >= 25"),
-        ("BLEU-Score of 20 reached in 9.5 seconds", (), "results_transformer_4", "4b", "BLEU-Score >= 20"),
+        (
+            "BLEU-Score of 20 reached in 9.5 seconds",
+            (),
+            "results_transformer_4",
+            "4b",
+            "BLEU-Score >= 20",
+        ),
         ("BLEU-Score of 20 reached in 9.5 seconds", (), "a", None, "BLEU-Score >= 20"),
         ("BLEU-Score of 24 reached", (), "a", "4a", "BLEU-Score >= 24"),
         ("Validation Loss of 0.25 reached in 9.5 seconds", (), "a", None, "Loss <= 0.25"),
@@ -228,7 +264,9 @@ def test_an_archive_of_task_0_is_read(tmp_path: Path) -> None:
     for backend in ("gloo", "mpi"):
         write_zip(tmp_path / f"{backend}.zip", None, metrics, pods=0)
     _, found = compare_runs(load([tmp_path]))
-    assert [(row["workload"], row["workers"], row["mean_s"]) for row in found.rows] == [("task 0", 2, None)] * 2
+    assert [(row["workload"], row["workers"], row["mean_s"]) for row in found.rows] == [
+        ("task 0", 2, None)
+    ] * 2
     assert found.remarks[0] == (
         "gloo: it measured 3 all-reduces and has no training time; "
         "the longest mean time with 100,000 elements is 0.25 s"
@@ -243,19 +281,29 @@ def test_an_archive_with_files_of_workers_only_is_read(tmp_path: Path) -> None:
 
 
 def test_an_image_of_version_3_0_names_its_task(tmp_path: Path) -> None:
-    run = {"name": "a", "num_workers": 2, "image": "mlbench/pytorch-wmt17-transformer-all-reduce:latest"}
+    run = {
+        "name": "a",
+        "num_workers": 2,
+        "image": "mlbench/pytorch-wmt17-transformer-all-reduce:latest",
+    }
     write_zip(tmp_path / "a.zip", run, {"cum_agg @ 0": [entry(8.0)]})
     (record,) = load([tmp_path])
     assert record.configuration["task"] == "4b"
 
 
-def test_a_zip_file_that_is_huge_when_unpacked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zip_file_that_is_huge_when_unpacked_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     archive = zip_folder(write_run(tmp_path / "run"), tmp_path / "run.zip")
     for limit in ("_MOST_JSON_BYTES", "_MOST_UNPACKED_BYTES"):
         monkeypatch.setattr(f"mlbench_core.comparison.load.{limit}", 1000)
-    with pytest.raises(ConfigurationError, match="bytes when unpacked, and at most 1,000 are allowed"):
+    with pytest.raises(
+        ConfigurationError, match="bytes when unpacked, and at most 1,000 are allowed"
+    ):
         load([archive])
-    with pytest.raises(ConfigurationError, match="bytes when unpacked, and at most 1,000 are allowed"):
+    with pytest.raises(
+        ConfigurationError, match="bytes when unpacked, and at most 1,000 are allowed"
+    ):
         unpack(archive, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -288,7 +336,9 @@ def test_json_files_that_are_not_results_are_skipped(tmp_path: Path) -> None:
 
 def test_a_result_that_is_nested_deeply_is_one_message(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    change(folder / "result.json", '"options": {}', '"options": {"x": ' + 900 * "[" + 900 * "]" + "}")
+    change(
+        folder / "result.json", '"options": {}', '"options": {"x": ' + 900 * "[" + 900 * "]" + "}"
+    )
     with pytest.raises(ConfigurationError, match="run is nested hundreds of levels deep"):
         load([folder])
 
@@ -299,5 +349,7 @@ def test_an_absurd_number_of_workers_is_refused_and_a_whole_float_accepted(tmp_p
     (record,) = load([folder])
     assert type(record.workers) is int
     set_in(folder / "result.json", 10**400, "configuration", "workers")
-    with pytest.raises(ConfigurationError, match=r"configuration\.workers must be smaller than or equal to 1000000"):
+    with pytest.raises(
+        ConfigurationError, match=r"configuration\.workers must be smaller than or equal to 1000000"
+    ):
         load([folder])

@@ -30,7 +30,11 @@ def test_every_method_of_the_library_has_a_look_of_its_own() -> None:
 
 def test_a_method_has_the_same_look_beside_any_others() -> None:
     with style():
-        for names in (("muloco", "diloco"), ("diloco", "muloco"), ("x", "diloco", "adam 7", "muloco")):
+        for names in (
+            ("muloco", "diloco"),
+            ("diloco", "muloco"),
+            ("x", "diloco", "adam 7", "muloco"),
+        ):
             found = method_looks(names)
             assert {name: found[name]["color"] for name in ("muloco", "diloco")} == {
                 "muloco": method_look("muloco")["color"],
@@ -53,7 +57,13 @@ def test_another_method_has_the_same_look_in_every_process() -> None:
         expected = str(method_look("mine"))
     for seed in ("1", "2"):
         environment = {"PYTHONHASHSEED": seed, "PATH": "/usr/bin:/bin", "MPLCONFIGDIR": "/tmp"}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert done.stdout.strip() == expected
 
 
@@ -62,10 +72,16 @@ def test_the_dashboard_has_the_colors_of_the_figures(phase: str) -> None:
     """The variables --c1 to --c7 are the colors of the figures, darkened or lightened for a theme."""
     with style():
         cycle = matplotlib.rcParams["axes.prop_cycle"].by_key()["color"]
-    number = re.search(rf"\.phase-{phase} {{ fill: var\(--c(\d)\); }}", STYLE.read_text(encoding="utf-8"))
+    number = re.search(
+        rf"\.phase-{phase} {{ fill: var\(--c(\d)\); }}", STYLE.read_text(encoding="utf-8")
+    )
     assert number is not None
     assert f"#{cycle[int(number[1]) - 1].lstrip('#')}" == bars._PHASE_LOOKS[phase]["facecolor"]
 
 
 def test_the_table_of_methods_has_no_name_twice() -> None:
-    assert len(set(METHODS)) == len(METHODS) <= looks_of_methods._COLORS * len(looks_of_methods._HATCHES)
+    assert (
+        len(set(METHODS))
+        == len(METHODS)
+        <= looks_of_methods._COLORS * len(looks_of_methods._HATCHES)
+    )

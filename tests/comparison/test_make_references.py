@@ -68,14 +68,33 @@ def test_the_script_runs_every_seed_once_and_writes_the_reference(
     make: ModuleType, started: list[list[str]], tmp_path: Path
 ) -> None:
     runs, output = tmp_path / "runs", tmp_path / "reference.json"
-    arguments = ["digits", "--runs", str(runs), "--output", str(output), "--data", "/data", "--jobs", "2"]
+    arguments = [
+        "digits",
+        "--runs",
+        str(runs),
+        "--output",
+        str(output),
+        "--data",
+        "/data",
+        "--jobs",
+        "2",
+    ]
     make.main(arguments)
     assert sorted(int(command[command.index("--seed") + 1]) for command in started) == list(EPOCHS)
     assert all(command[command.index("--data") + 1] == "/data" for command in started)
     reference = Reference.load(output)
     assert reference.values == EPOCHS
-    assert (reference.task, reference.dataset, reference.batch_size, reference.options) == ("1a", "digits", 128, {})
-    assert (reference.version, reference.date, reference.machine) == ("4.0", "2026-11-20", "A, 2 cores, 24 GiB")
+    assert (reference.task, reference.dataset, reference.batch_size, reference.options) == (
+        "1a",
+        "digits",
+        128,
+        {},
+    )
+    assert (reference.version, reference.date, reference.machine) == (
+        "4.0",
+        "2026-11-20",
+        "A, 2 cores, 24 GiB",
+    )
     assert reference.command == "python benchmarks/references/make.py digits"
     # With --keep, only runs that have not finished start again.
     started.clear()
@@ -122,7 +141,9 @@ def test_runs_that_are_not_repeats_make_no_reference(
         make.make_reference("digits", results)
 
 
-@pytest.mark.parametrize("arguments", [["digits", "--seeds", "9"], ["digits", "--jobs", "0"], ["cifar10"]])
+@pytest.mark.parametrize(
+    "arguments", [["digits", "--seeds", "9"], ["digits", "--jobs", "0"], ["cifar10"]]
+)
 def test_wrong_arguments_are_refused(
     make: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,8 +24,19 @@ from mlbench_core.tracking.tracker import Tracker
 from mlbench_master.runs.phases import is_measured, total_phases
 from tests.results.helpers import write_run
 
-NUMBERS = ("communication_exposed_s", "communication_hidden_s", "bytes_on_wire", "bytes_sent", "exchanges")
-COMMUNICATION = ("communication_s", "communication_total_s", "communication_exposed_s", "communication_hidden_s")
+NUMBERS = (
+    "communication_exposed_s",
+    "communication_hidden_s",
+    "bytes_on_wire",
+    "bytes_sent",
+    "exchanges",
+)
+COMMUNICATION = (
+    "communication_s",
+    "communication_total_s",
+    "communication_exposed_s",
+    "communication_hidden_s",
+)
 LATER = ("communication_wire_bytes", "communication_measured", "exchanges")
 OLD_RUNS = Path(__file__).resolve().parents[2] / "docs" / "results" / "digits" / "runs"
 
@@ -37,7 +48,13 @@ def without_communication(folder: Path, *, workers: int = 2, old: bool = False) 
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         for line in lines:
             known = line.get("totals", {})
-            known.update({name: 0 for name in (*COMMUNICATION, "communication_size_bytes", *LATER) if name in known})
+            known.update(
+                {
+                    name: 0
+                    for name in (*COMMUNICATION, "communication_size_bytes", *LATER)
+                    if name in known
+                }
+            )
             if "totals" in line:
                 known.pop("communication_hidden_s", None)
                 known["communication_measured"] = False
@@ -51,10 +68,16 @@ def without_communication(folder: Path, *, workers: int = 2, old: bool = False) 
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_a_run_of_several_workers_that_reported_nothing_was_not_measured(tmp_path: Path, old: bool) -> None:
+def test_a_run_of_several_workers_that_reported_nothing_was_not_measured(
+    tmp_path: Path, old: bool
+) -> None:
     folder = without_communication(tmp_path / "ddp", old=old)
     result = read_result(folder)
-    for times in (result["times"]["slowest"], result["times"]["rank_0"], result["goal"]["times"]["slowest"]):
+    for times in (
+        result["times"]["slowest"],
+        result["times"]["rank_0"],
+        result["goal"]["times"]["slowest"],
+    ):
         assert [times[name] for name in COMMUNICATION] == [None] * 4
         assert times["compute_s"] > 0
     assert result["bytes_sent"] == result["bytes_on_wire"] == {"all_workers": None, "rank_0": None}
@@ -73,11 +96,18 @@ def test_one_worker_communicates_for_nothing(tmp_path: Path) -> None:
 
 
 def test_the_table_says_not_measured(tmp_path: Path) -> None:
-    folders = [without_communication(tmp_path / "two"), without_communication(tmp_path / "one", workers=1)]
+    folders = [
+        without_communication(tmp_path / "two"),
+        without_communication(tmp_path / "one", workers=1),
+    ]
     _, table = compare_runs(load(folders))
     one, two = sorted(table.rows, key=lambda row: row["workers"])
-    assert [one[name] for name in ("communication_exposed_s", "bytes_on_wire_mb", "bytes_sent_mb")] == [0, 0, 0]
-    assert [two[name] for name in ("communication_exposed_s", "bytes_on_wire_mb", "bytes_sent_mb")] == [None] * 3
+    assert [
+        one[name] for name in ("communication_exposed_s", "bytes_on_wire_mb", "bytes_sent_mb")
+    ] == [0, 0, 0]
+    assert [
+        two[name] for name in ("communication_exposed_s", "bytes_on_wire_mb", "bytes_sent_mb")
+    ] == [None] * 3
     assert two["speedup"] is not None and two["speedup_without_communication"] is None
     text = table.as_markdown()
     assert text.count("not measured") >= 4
@@ -87,10 +117,17 @@ def test_the_table_says_not_measured(tmp_path: Path) -> None:
 
 
 def test_a_row_with_a_miss_does_not_say_that_nothing_was_measured(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / str(seed), seed=seed, epochs=epochs) for seed, epochs in ((1, 3), (2, 2))]
+    folders = [
+        write_run(tmp_path / str(seed), seed=seed, epochs=epochs)
+        for seed, epochs in ((1, 3), (2, 2))
+    ]
     _, table = compare_runs(load(folders))
     (row,) = table.rows
-    assert (row["missed"], row["communication_exposed_s"], row["bytes_on_wire_mb"]) == (1, None, None)
+    assert (row["missed"], row["communication_exposed_s"], row["bytes_on_wire_mb"]) == (
+        1,
+        None,
+        None,
+    )
     assert "not measured" not in table.as_markdown()
 
 
@@ -108,7 +145,9 @@ def test_the_dashboard_says_not_measured(tmp_path: Path) -> None:
     assert not is_measured(totals, result, 2)
     assert is_measured(totals, read_result(write_run(tmp_path / "run")), 2)
     assert is_measured(totals, read_result(without_communication(tmp_path / "one", workers=1)), 1)
-    assert not is_measured(totals, {}, 2) and is_measured(totals, {}, 1), "before the end of the run"
+    assert not is_measured(totals, {}, 2) and is_measured(totals, {}, 1), (
+        "before the end of the run"
+    )
 
 
 def test_the_summary_of_a_script_says_so_too() -> None:
@@ -121,7 +160,9 @@ def test_the_summary_of_a_script_says_so_too() -> None:
     assert report["total_s"]["communication"] is report["total_s"]["exposed_communication"] is None
     run = {"name": "script", "num_workers": 2, "state": "finished"}
     record = RunRecord.from_metrics({"summary @ 0": [{"value": json.dumps(report)}]}, run)
-    assert [getattr(record, name) for name in NUMBERS] == [None] * 5 and "communication" not in record.phases_s
+    assert [getattr(record, name) for name in NUMBERS] == [
+        None
+    ] * 5 and "communication" not in record.phases_s
     report = tracker.summary().report(1)
     assert [report[name] for name in names] == [0, 0, 0] and report["total_s"]["communication"] == 0
     tracker.record_communication(1.0, 0.5, 100)
@@ -136,7 +177,9 @@ def test_folders_of_an_earlier_version_are_right_and_say_what_they_lack() -> Non
     assert lacking(read_result(folder)) == ["bytes_on_wire", "exchanges"]
     shown = CliRunner().invoke(cli_group, ["results", "verify", str(folder)])
     assert shown.exit_code == 0
-    assert shown.output.endswith("ok, written by an earlier version without bytes_on_wire and exchanges\n")
+    assert shown.output.endswith(
+        "ok, written by an earlier version without bytes_on_wire and exchanges\n"
+    )
 
 
 def test_an_earlier_result_has_the_bytes_on_the_wire_of_its_collectives(tmp_path: Path) -> None:
@@ -168,7 +211,13 @@ def test_a_number_that_is_not_finite_or_negative_or_not_a_number_is_refused(
 ) -> None:
     result = json.loads(json.dumps(good))
     place = data.draw(
-        st.sampled_from([found for found in places(result) if not {"configuration", "threshold", "value"} & {*found}])
+        st.sampled_from(
+            [
+                found
+                for found in places(result)
+                if not {"configuration", "threshold", "value"} & {*found}
+            ]
+        )
     )
     value = data.draw(st.sampled_from([math.nan, math.inf, -math.inf, -1e308, "7", [1], {"a": 1}]))
     inner = result

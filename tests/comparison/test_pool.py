@@ -16,11 +16,25 @@ TASK = "/opt/benchmarks/task1a_resnet20_cifar10/main.py --run_id {run_id} --back
 
 
 def a_record(
-    name: str = "run", workers: int = 1, seed: int | None = None, *, time_s: float | None = 10.0, **others: Any
+    name: str = "run",
+    workers: int = 1,
+    seed: int | None = None,
+    *,
+    time_s: float | None = 10.0,
+    **others: Any,
 ) -> RunRecord:
     """Return a run of task 1a; ``machine`` and ``software`` are those of the record, others of its configuration."""
-    machine, software = others.pop("machine", {"cpu": "A", "hosts": 1}), others.pop("software", {"torch": "2.1"})
-    configuration = {"task": "1a", "dataset": "digits", "algorithm": "sgd", "workers": workers, "goal": GOAL}
+    machine, software = (
+        others.pop("machine", {"cpu": "A", "hosts": 1}),
+        others.pop("software", {"torch": "2.1"}),
+    )
+    configuration = {
+        "task": "1a",
+        "dataset": "digits",
+        "algorithm": "sgd",
+        "workers": workers,
+        "goal": GOAL,
+    }
     return RunRecord(
         name,
         configuration={**configuration, "seed": seed, **others},
@@ -34,8 +48,19 @@ def a_record(
 
 def of_the_master(name: str, workers: int, command: str = TASK, **fields: object) -> RunRecord:
     """Return a run without a result folder, as the master describes it."""
-    run = {"backend": "gloo", "gpu_enabled": False, "light_target": False, "num_cpus": 1.0, "state": "finished"}
-    run |= {"name": name, "num_workers": workers, "command": command, "image": "task1a_resnet20_cifar10"}
+    run = {
+        "backend": "gloo",
+        "gpu_enabled": False,
+        "light_target": False,
+        "num_cpus": 1.0,
+        "state": "finished",
+    }
+    run |= {
+        "name": name,
+        "num_workers": workers,
+        "command": command,
+        "image": "task1a_resnet20_cifar10",
+    }
     return RunRecord.from_metrics({}, {**run, **fields})
 
 
@@ -59,7 +84,9 @@ def test_only_repeats_are_pooled() -> None:
 
 def test_a_seed_counts_once_with_a_remark() -> None:
     (group,) = pool([a_record("a", seed=1), a_record("b", seed=1), a_record("c"), a_record("d")])
-    assert [record.name for record in group.records] == ["a", "c", "d"], "an unknown seed is not the same seed"
+    assert [record.name for record in group.records] == ["a", "c", "d"], (
+        "an unknown seed is not the same seed"
+    )
     assert group.remarks == ("b has the seed 1 of a: it counts once",)
 
 
@@ -70,7 +97,9 @@ def test_a_run_that_missed_the_goal_is_not_averaged() -> None:
 
 
 def test_series_differ_only_in_the_workers() -> None:
-    records = [a_record(f"{name}-{k}", k, algorithm=name) for k in (4, 1, 2) for name in ("sgd", "adam")]
+    records = [
+        a_record(f"{name}-{k}", k, algorithm=name) for k in (4, 1, 2) for name in ("sgd", "adam")
+    ]
     # More workers may need more machines.
     records[0] = a_record("sgd-4", 4, machine={"cpu": "A", "hosts": 2, "gpus": 4})
     found = series(pool(records))
@@ -84,11 +113,20 @@ def test_labels_and_differences_name_what_differs() -> None:
     groups = pool(
         [
             a_record("a", options={"lr": 0.1, "run_id": "1"}),
-            a_record("b", 2, algorithm="power_sgd", options={"rank": 2, "lr": 0.1, "optimizer": "power_sgd"}),
+            a_record(
+                "b",
+                2,
+                algorithm="power_sgd",
+                options={"rank": 2, "lr": 0.1, "optimizer": "power_sgd"},
+            ),
         ]
     )
     assert [group.label for group in groups] == ["power_sgd, rank 2", "sgd"]
-    assert differences(groups) == {"workers": [2, 1], "algorithm": ["power_sgd", "sgd"], "options.rank": [2, None]}
+    assert differences(groups) == {
+        "workers": [2, 1],
+        "algorithm": ["power_sgd", "sgd"],
+        "options.rank": [2, None],
+    }
     (group,) = pool([a_record("a")])
     assert (group.label, differences([group])) == ("sgd", {})
 
@@ -125,7 +163,9 @@ def test_labels_of_runs_without_a_result_folder() -> None:
 
 def test_different_goals_are_refused_with_both_named() -> None:
     light = {**GOAL, "threshold": 90.0}
-    with pytest.raises(ConfigurationError, match=r"not 'Prec@1 >= 95' \(a\) and 'Prec@1 >= 90' \(b\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"not 'Prec@1 >= 95' \(a\) and 'Prec@1 >= 90' \(b\)"
+    ):
         check_comparable([a_record("a"), a_record("b", goal=light)])
     with pytest.raises(ConfigurationError, match=r"not 'Prec@1 >= 95' \(a\) and 'no goal' \(b\)"):
         check_comparable([a_record("a"), a_record("b", goal=None)])
@@ -136,10 +176,15 @@ def test_different_goals_are_refused_with_both_named() -> None:
 def test_runs_that_cannot_be_compared_are_named() -> None:
     failed = RunRecord("bad", state="failed", configuration={"workers": 1})
     late, early = (
-        replace(a_record(name, time_s=t), state="unfinished") for name, t in (("late", 9.0), ("early", None))
+        replace(a_record(name, time_s=t), state="unfinished")
+        for name, t in (("late", 9.0), ("early", None))
     )
-    kept, remarks = usable([a_record("a"), failed, RunRecord("b", state="unknown"), late, replace(early, epochs=2)])
-    assert [record.name for record in kept] == ["a", "late"], "late was killed after it reached its goal"
+    kept, remarks = usable(
+        [a_record("a"), failed, RunRecord("b", state="unknown"), late, replace(early, epochs=2)]
+    )
+    assert [record.name for record in kept] == ["a", "late"], (
+        "late was killed after it reached its goal"
+    )
     assert remarks == [
         "bad has the state 'failed': left out",
         "b has no recorded number of workers: left out",

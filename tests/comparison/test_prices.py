@@ -28,7 +28,9 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_a_table_of_ones_own_is_read(tmp_path: Path) -> None:
-    found = load_prices(write(tmp_path, ROW + PRICE + ROW.replace("mine", "other") + 'gpu = "G"\ngpus = 2\n'))
+    found = load_prices(
+        write(tmp_path, ROW + PRICE + ROW.replace("mine", "other") + 'gpu = "G"\ngpus = 2\n')
+    )
     assert list(found) == ["mine", "other"]
     mine, other = found.values()
     assert mine == Machine(
@@ -46,7 +48,9 @@ def test_every_row_that_ships_says_where_its_price_comes_from() -> None:
     machines = load_prices().values()
     with_price = [machine for machine in machines if machine.price_per_hour is not None]
     assert len(with_price) >= 5
-    assert all(machine.source.startswith("https://") and machine.date >= "2024" for machine in with_price)
+    assert all(
+        machine.source.startswith("https://") and machine.date >= "2024" for machine in with_price
+    )
     # Without a price, there is still a price index.
     unknown = [machine.name for machine in machines if machine.price_per_hour is None]
     assert unknown == ["gcp-n1-standard-4-t4", "epyc-2"]
@@ -87,31 +91,63 @@ def test_the_price_index_is_price_increase_by_speed_up() -> None:
         (ROW + "[[machines]]", "must have tables"),
         ("machine = [3]", "machine 1 must be a table with the fields of a machine, not 3"),
         (ROW + ROW, r"machine 2 \(mine\): name must be unique"),
-        (ROW + "price = 3", r"machine 1 \(mine\): a field must be one of .*price_per_hour.*, not 'price'"),
-        (ROW.replace("cores = 2", ""), r"machine 1 \(mine\): cores must be given, and is missing or empty"),
+        (
+            ROW + "price = 3",
+            r"machine 1 \(mine\): a field must be one of .*price_per_hour.*, not 'price'",
+        ),
+        (
+            ROW.replace("cores = 2", ""),
+            r"machine 1 \(mine\): cores must be given, and is missing or empty",
+        ),
         (ROW.replace('"mine"', '""'), "machine 1: name must be given"),
-        (ROW.replace('"mine"', "3"), r"machine 1 \(3\): name must be a text, not 3: put it in quotes"),
-        (ROW.replace("cores = 2", "cores = 2.5"), r"machine 1 \(mine\): cores must be an integer, not 2.5"),
-        (ROW.replace("7.5", "nan"), r"machine 1 \(mine\): memory_gib must be finite and positive, not nan"),
-        (ROW + 'price_per_hour = "3"', r"machine 1 \(mine\): price_per_hour must be a number, not '3'"),
-        (ROW + "spot_per_hour = -1", r"machine 1 \(mine\): spot_per_hour must be finite and at least 0, not -1"),
-        (ROW + PRICE.replace('currency = "EUR"', ""), r"machine 1 \(mine\): currency must be given with a price"),
-        (ROW + PRICE.replace("date", "# date"), r"machine 1 \(mine\): date must be given with a price"),
+        (
+            ROW.replace('"mine"', "3"),
+            r"machine 1 \(3\): name must be a text, not 3: put it in quotes",
+        ),
+        (
+            ROW.replace("cores = 2", "cores = 2.5"),
+            r"machine 1 \(mine\): cores must be an integer, not 2.5",
+        ),
+        (
+            ROW.replace("7.5", "nan"),
+            r"machine 1 \(mine\): memory_gib must be finite and positive, not nan",
+        ),
+        (
+            ROW + 'price_per_hour = "3"',
+            r"machine 1 \(mine\): price_per_hour must be a number, not '3'",
+        ),
+        (
+            ROW + "spot_per_hour = -1",
+            r"machine 1 \(mine\): spot_per_hour must be finite and at least 0, not -1",
+        ),
+        (
+            ROW + PRICE.replace('currency = "EUR"', ""),
+            r"machine 1 \(mine\): currency must be given with a price",
+        ),
+        (
+            ROW + PRICE.replace("date", "# date"),
+            r"machine 1 \(mine\): date must be given with a price",
+        ),
     ],
 )
-def test_a_mistake_in_the_table_is_named_with_its_row(tmp_path: Path, text: str, message: str) -> None:
+def test_a_mistake_in_the_table_is_named_with_its_row(
+    tmp_path: Path, text: str, message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message) as caught:
         load_prices(write(tmp_path, text))
     assert "prices.toml" in str(caught.value)
 
 
 def test_a_missing_table_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"the table of prices .*absent\.toml cannot be read"):
+    with pytest.raises(
+        ConfigurationError, match=r"the table of prices .*absent\.toml cannot be read"
+    ):
         load_prices(tmp_path / "absent.toml")
 
 
 @pytest.mark.parametrize(
-    ("seconds", "workers", "message"), [(-1, 1, "train_s"), (float("nan"), 1, "train_s"), (1, 0, "workers")]
+    ("seconds", "workers", "message"),
+    [(-1, 1, "train_s"), (float("nan"), 1, "train_s"), (1, 0, "workers")],
 )
 def test_wrong_numbers_are_named(seconds: float, workers: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message} must be"):

@@ -43,22 +43,34 @@ def test_the_tables_follow_from_the_runs(collection: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("collection", COLLECTIONS, ids=lambda path: path.name)
 def test_the_rules_are_kept(collection: Path) -> None:
-    assert [str(finding) for finding in check_rules(load([collection / "runs"])) if finding.status == "fail"] == []
+    assert [
+        str(finding)
+        for finding in check_rules(load([collection / "runs"]))
+        if finding.status == "fail"
+    ] == []
 
 
 @pytest.mark.parametrize("page", SWEEPS, ids=lambda path: path.name)
 def test_a_sweep_is_complete_and_its_page_follows_from_its_runs(page: Path, tmp_path: Path) -> None:
     shutil.unpack_archive(page / "runs.tar.xz", tmp_path, filter="data")
     sweep = load_sweep(page / "sweep.toml")
-    runs = {point.name: tmp_path / "runs" / point.name for point in SweepFolder(tmp_path).planned(sweep)}
+    runs = {
+        point.name: tmp_path / "runs" / point.name for point in SweepFolder(tmp_path).planned(sweep)
+    }
     assert {path.name for path in (tmp_path / "runs").iterdir()} == set(runs)
     # A run without a result counts as one that missed the goal, so nothing but the limit may be its reason.
     without = {name for name, folder in runs.items() if not (folder / RESULT).exists()}
     assert all(stopped_at_limit(runs[name]) for name in without)
-    assert [problem for name in runs.keys() - without for problem in verify_folder(runs[name])] == []
+    assert [
+        problem for name in runs.keys() - without for problem in verify_folder(runs[name])
+    ] == []
 
     outcome = read_outcome(tmp_path, sweep)
-    assert as_csv(table_rows(outcome, sweep.price)) == (page / "table.csv").read_text(encoding="utf-8")
+    assert as_csv(table_rows(outcome, sweep.price)) == (page / "table.csv").read_text(
+        encoding="utf-8"
+    )
     text = (page / "index.md").read_text(encoding="utf-8")
     for network in outcome.networks:
-        assert [sentence for sentence in per_network(outcome, network) if escape(sentence) not in text] == []
+        assert [
+            sentence for sentence in per_network(outcome, network) if escape(sentence) not in text
+        ] == []

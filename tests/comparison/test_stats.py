@@ -36,7 +36,9 @@ degrees = st.one_of(st.floats(0.3, 60), st.floats(1, 9).map(lambda exponent: 10*
 
 def samples(least: int) -> st.SearchStrategy[list[float]]:
     """Samples of at least ``least`` values that vary."""
-    return st.lists(seconds, min_size=least, max_size=12).filter(lambda values: len(set(values)) > 1)
+    return st.lists(seconds, min_size=least, max_size=12).filter(
+        lambda values: len(set(values)) > 1
+    )
 
 
 @repeatable
@@ -74,7 +76,9 @@ def test_the_interval_is_that_of_scipy_and_statsmodels(values: list[float], leve
     scale = scipy.stats.sem(values)
     expected = scipy.stats.t.interval(level, len(values) - 1, loc=np.mean(values), scale=scale)
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-9 * scale)
-    assert found == pytest.approx(DescrStatsW(values).tconfint_mean(alpha=1 - level), rel=1e-9, abs=1e-9 * scale)
+    assert found == pytest.approx(
+        DescrStatsW(values).tconfint_mean(alpha=1 - level), rel=1e-9, abs=1e-9 * scale
+    )
 
 
 def test_the_interval_on_the_scale_of_logarithms() -> None:
@@ -87,7 +91,9 @@ def test_the_interval_on_the_scale_of_logarithms() -> None:
 
 @repeatable
 @given(a=samples(2), b=samples(2), level=st.sampled_from([0.9, 0.95]))
-def test_welchs_test_is_that_of_scipy_and_statsmodels(a: list[float], b: list[float], level: float) -> None:
+def test_welchs_test_is_that_of_scipy_and_statsmodels(
+    a: list[float], b: list[float], level: float
+) -> None:
     found = welch_test(a, b, level)
     expected = scipy.stats.ttest_ind(a, b, equal_var=False)
     assert found.difference == pytest.approx(np.mean(a) - np.mean(b), abs=1e-9 * max(*a, *b))
@@ -95,19 +101,26 @@ def test_welchs_test_is_that_of_scipy_and_statsmodels(a: list[float], b: list[fl
     assert found.df == pytest.approx(expected.df, rel=1e-9)
     close = {"rel": 1e-7, "abs": 1e-9}
     assert found.p == pytest.approx(expected.pvalue, **close)
-    less, greater = (scipy.stats.ttest_ind(a, b, equal_var=False, alternative=side) for side in ("less", "greater"))
+    less, greater = (
+        scipy.stats.ttest_ind(a, b, equal_var=False, alternative=side)
+        for side in ("less", "greater")
+    )
     assert (found.p_less, found.p_greater) == pytest.approx((less.pvalue, greater.pvalue), **close)
     interval = expected.confidence_interval(level)
     near = 1e-9 * max(map(abs, interval))
     assert found.interval == pytest.approx((interval.low, interval.high), abs=near)
     compared = CompareMeans(DescrStatsW(a), DescrStatsW(b))
-    assert found.interval == pytest.approx(compared.tconfint_diff(alpha=1 - level, usevar="unequal"), abs=near)
+    assert found.interval == pytest.approx(
+        compared.tconfint_diff(alpha=1 - level, usevar="unequal"), abs=near
+    )
 
 
 @repeatable
 @given(a=samples(2), b=samples(2))
 def test_the_effect_is_that_of_statsmodels(a: list[float], b: list[float]) -> None:
-    expected, _ = effectsize_smd(np.mean(a), np.std(a, ddof=1), len(a), np.mean(b), np.std(b, ddof=1), len(b))
+    expected, _ = effectsize_smd(
+        np.mean(a), np.std(a, ddof=1), len(a), np.mean(b), np.std(b, ddof=1), len(b)
+    )
     assert welch_test(a, b).effect == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
@@ -116,7 +129,12 @@ def test_samples_that_do_not_vary_are_compared_by_their_means() -> None:
     assert (same.difference, same.t, same.effect, same.interval) == (0, 0, 0, (0, 0))
     assert (same.df, same.p, same.p_less, same.p_greater) == (3, 1, 0.5, 0.5)
     faster = welch_test([2, 2], [3, 3])
-    assert (faster.difference, faster.t, faster.effect, faster.interval) == (-1, -math.inf, -math.inf, (-1, -1))
+    assert (faster.difference, faster.t, faster.effect, faster.interval) == (
+        -1,
+        -math.inf,
+        -math.inf,
+        (-1, -1),
+    )
     assert (faster.p, faster.p_less, faster.p_greater) == (0, 0, 1)
     # Only one of the two varies: the degrees of freedom are those of the other one.
     assert welch_test([1, 2, 3], [5, 5, 5, 5]).df == pytest.approx(2)
@@ -139,7 +157,12 @@ def test_a_description_has_no_statistic_that_needs_more_values() -> None:
     empty, one, two = describe([]), describe([4]), describe([4, 6])
     assert (empty.n, empty.mean, empty.median, empty.interval) == (0, None, None, None)
     assert (one.mean, one.median, one.standard_deviation, one.interval) == (4, 4, None, None)
-    assert (two.mean, two.median, two.standard_deviation, two.olympic_mean) == (5, 5, math.sqrt(2), None)
+    assert (two.mean, two.median, two.standard_deviation, two.olympic_mean) == (
+        5,
+        5,
+        math.sqrt(2),
+        None,
+    )
     three = describe([4, 6, 20])
     assert (three.n, three.mean, three.median, three.olympic_mean) == (3, 10, 6, 6)
     assert three.interval == confidence_interval([4, 6, 20])
@@ -168,13 +191,18 @@ def test_a_performance_profile_by_hand() -> None:
 @given(
     st.integers(1, 4).flatmap(
         lambda tasks: st.lists(
-            st.lists(st.one_of(st.none(), st.floats(0.5, 100)), min_size=tasks, max_size=tasks), min_size=1, max_size=4
+            st.lists(st.one_of(st.none(), st.floats(0.5, 100)), min_size=tasks, max_size=tasks),
+            min_size=1,
+            max_size=4,
         )
     )
 )
 def test_the_score_is_the_area_below_the_profile(table: list[list[float | None]]) -> None:
     """AlgoPerf integrates numerically; a fine grid of midpoints comes as close as its steps allow."""
-    times = {f"a{row}": {f"t{task}": time for task, time in enumerate(each)} for row, each in enumerate(table)}
+    times = {
+        f"a{row}": {f"t{task}": time for task, time in enumerate(each)}
+        for row, each in enumerate(table)
+    }
     grid = 1 + 3 * (np.arange(600) + 0.5) / 600
     profile = performance_profile(times, grid)
     for name, score in performance_score(times).items():
@@ -190,30 +218,68 @@ WELCH_NAN = r"b\[1\] must be finite, not nan: leave out"
     [
         (lambda: student_cdf(math.nan, 3), ValueError, "t must be a number, not nan"),
         (lambda: student_cdf(1, 0), ValueError, "df must be finite and positive, not 0"),
-        (lambda: student_quantile(0.9, math.inf), ValueError, "df must be finite and positive, not inf"),
+        (
+            lambda: student_quantile(0.9, math.inf),
+            ValueError,
+            "df must be finite and positive, not inf",
+        ),
         (lambda: student_quantile(1, 3), ValueError, "p must be above 0 and below 1, not 1"),
         (lambda: student_quantile("0.9", 3), TypeError, "p must be a number, not '0.9'"),
-        (lambda: confidence_interval([1, math.inf]), ValueError, r"values\[1\] must be finite, not inf"),
-        (lambda: confidence_interval([1, 2], 95), ValueError, "level must be above 0 and below 1, not 95"),
+        (
+            lambda: confidence_interval([1, math.inf]),
+            ValueError,
+            r"values\[1\] must be finite, not inf",
+        ),
+        (
+            lambda: confidence_interval([1, 2], 95),
+            ValueError,
+            "level must be above 0 and below 1, not 95",
+        ),
         (lambda: olympic_mean([1, None, 2]), TypeError, r"values\[1\] must be a number, not None"),
         (lambda: describe([math.nan]), ValueError, r"values\[0\] must be finite, not nan"),
-        (lambda: welch_test([1], [1, 2]), ValueError, "a must have at least 2 values, not 1: repeat the run"),
+        (
+            lambda: welch_test([1], [1, 2]),
+            ValueError,
+            "a must have at least 2 values, not 1: repeat the run",
+        ),
         (lambda: welch_test([1, 2], [1, math.nan]), ValueError, WELCH_NAN),
         (lambda: welch_test([1, 2], [1, 2], level=0), ValueError, "level must be above 0"),
         (lambda: paired_test([1, 2], [1, 2], level=1), ValueError, "level must be above 0"),
-        (lambda: performance_profile({}, [1]), ValueError, "times must have at least one algorithm and one task"),
-        (lambda: performance_profile({"sgd": {}}, [1]), ValueError, "times must have at least one algorithm"),
+        (
+            lambda: performance_profile({}, [1]),
+            ValueError,
+            "times must have at least one algorithm and one task",
+        ),
+        (
+            lambda: performance_profile({"sgd": {}}, [1]),
+            ValueError,
+            "times must have at least one algorithm",
+        ),
         (
             lambda: performance_profile({"sgd": {"1a": 0}}, [1]),
             ValueError,
             "the time of sgd on 1a must be finite",
         ),
-        (lambda: performance_profile({"sgd": {"1a": 1}}, [0.5]), ValueError, "ratios must be finite and at least 1"),
-        (lambda: performance_score({"sgd": {"1a": math.inf}}), ValueError, "the time of sgd on 1a must be finite"),
-        (lambda: performance_score({"sgd": {"1a": 1}}, 1), ValueError, "tau_max must be finite and above 1, not 1"),
+        (
+            lambda: performance_profile({"sgd": {"1a": 1}}, [0.5]),
+            ValueError,
+            "ratios must be finite and at least 1",
+        ),
+        (
+            lambda: performance_score({"sgd": {"1a": math.inf}}),
+            ValueError,
+            "the time of sgd on 1a must be finite",
+        ),
+        (
+            lambda: performance_score({"sgd": {"1a": 1}}, 1),
+            ValueError,
+            "tau_max must be finite and above 1, not 1",
+        ),
     ],
 )
-def test_wrong_input_is_named(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_wrong_input_is_named(
+    call: Callable[[], Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=f"^{message}"):
         call()
 

@@ -62,7 +62,11 @@ def test_a_row_has_the_statistics_of_its_runs() -> None:
     ends = [math.exp(statistics.fmean(logs) + sign * half) for sign in (-1, 1)]
     assert [row["interval_low_s"], row["interval_high_s"]] == pytest.approx(ends)
     assert (row["epochs_to_goal"], row["seconds_per_epoch_s"]) == (5.0, pytest.approx(2.4))
-    assert (row["bytes_sent_mb"], row["communication_exposed_s"], row["train_s"]) == (2.0, 3.0, 20.0)
+    assert (row["bytes_sent_mb"], row["communication_exposed_s"], row["train_s"]) == (
+        2.0,
+        3.0,
+        20.0,
+    )
     assert row["cost_per_success_s"] == 12.0
 
 
@@ -70,7 +74,14 @@ def test_a_row_with_misses_has_a_median_and_a_cost_and_no_mean() -> None:
     runs = repeats([10.0, 12.0, 11.0, None])
     (row,) = compare(runs, price=lambda seconds, k: seconds * k).rows
     known = ("runs", "reached", "missed", "median_s", "cost_per_success_s", "price")
-    assert [row[name] for name in known] == [4, 3, 1, 11.5, pytest.approx(53 / 3), pytest.approx(53 / 3)]
+    assert [row[name] for name in known] == [
+        4,
+        3,
+        1,
+        11.5,
+        pytest.approx(53 / 3),
+        pytest.approx(53 / 3),
+    ]
     texts = {"label", "workers", "workload", "goal", "names"}
     assert all(value is None for name, value in row.items() if name not in {*known, *texts})
 
@@ -78,16 +89,23 @@ def test_a_row_with_misses_has_a_median_and_a_cost_and_no_mean() -> None:
 def test_a_configuration_that_never_reaches_the_goal_has_no_time() -> None:
     comparison = compare(repeats([None, None]), repeats([5.0, 5.0], workers=2))
     first, second = comparison.rows
-    assert [first[name] for name in ("reached", "mean_s", "speedup", "price_index", "epochs_to_goal")] == [0] + [
-        None
-    ] * 4
-    assert (second["speedup"], second["efficiency"]) == (None, None), "the fewest workers have no time"
+    assert [
+        first[name] for name in ("reached", "mean_s", "speedup", "price_index", "epochs_to_goal")
+    ] == [0] + [None] * 4
+    assert (second["speedup"], second["efficiency"]) == (None, None), (
+        "the fewest workers have no time"
+    )
 
 
 def test_a_program_without_a_goal_has_its_training_times() -> None:
     records = [replace(record, reached=None) for record in repeats([None, None], goal=None)]
     (row,) = compare(records).rows
-    assert (row["mean_s"], row["reached"], row["missed"], row["goal"]) == (20.0, None, None, "no goal")
+    assert (row["mean_s"], row["reached"], row["missed"], row["goal"]) == (
+        20.0,
+        None,
+        None,
+        "no goal",
+    )
 
 
 def test_values_after_a_fixed_time_are_compared_and_times_are_not() -> None:
@@ -96,14 +114,21 @@ def test_values_after_a_fixed_time_are_compared_and_times_are_not() -> None:
     records = [
         replace(record, goal_value=value)
         for name, values in runs.items()
-        for record, value in zip(repeats([61.0, 62.0], algorithm=name, goal=goal), values, strict=True)
+        for record, value in zip(
+            repeats([61.0, 62.0], algorithm=name, goal=goal), values, strict=True
+        )
     ]
     missed = repeats([None], algorithm="lamb", goal=goal)
     comparison = compare(records, missed)
     rows = {row["label"]: row for row in comparison.rows}
     assert [rows[name]["goal_value"] for name in ("sgd", "adam", "lamb")] == [91.0, 80.5, None]
     assert rows["sgd"]["goal_value_standard_deviation"] == pytest.approx(2**0.5)
-    assert (rows["sgd"]["mean_s"], rows["sgd"]["speedup"], comparison.tests, comparison.profile) == (61.5, None, (), {})
+    assert (
+        rows["sgd"]["mean_s"],
+        rows["sgd"]["speedup"],
+        comparison.tests,
+        comparison.profile,
+    ) == (61.5, None, (), {})
     text = comparison.as_markdown()
     assert "| VALUE |" in text and "VALUE is the mean of the best values" in text
     assert "VALUE" not in compare(repeats([9.0, 11.0])).as_markdown()
@@ -111,7 +136,9 @@ def test_values_after_a_fixed_time_are_compared_and_times_are_not() -> None:
 
 def test_speed_up_efficiency_and_price() -> None:
     """Two workers take 6 instead of 10 seconds: index (2 / 1) * (6 / 10)^2 = 0.72."""
-    comparison = compare(repeats([9.0, 11.0]), repeats([6.0], workers=2), price=lambda seconds, k: seconds * k / 100)
+    comparison = compare(
+        repeats([9.0, 11.0]), repeats([6.0], workers=2), price=lambda seconds, k: seconds * k / 100
+    )
     one, two = comparison.rows
     assert (one["speedup"], one["price"], one["price_index"]) == (1.0, 0.1, 1.0)
     assert one["speedup_without_communication"] == pytest.approx(10 / 7.5)
@@ -121,7 +148,9 @@ def test_speed_up_efficiency_and_price() -> None:
 
 
 def test_a_series_has_its_own_base() -> None:
-    comparison = compare(repeats([8.0], workers=4, algorithm="adam"), repeats([10.0]), repeats([5.0], workers=2))
+    comparison = compare(
+        repeats([8.0], workers=4, algorithm="adam"), repeats([10.0]), repeats([5.0], workers=2)
+    )
     assert {(row["label"], row["workers"]): row["speedup"] for row in comparison.rows} == {
         ("adam", 4): 1.0,
         ("sgd", 1): 1.0,
@@ -131,7 +160,9 @@ def test_a_series_has_its_own_base() -> None:
 
 def test_each_pair_with_the_same_number_of_workers_is_tested() -> None:
     times = {"adam": [8.0, 8.2, 8.1], "sgd": [10.0, 10.4, 10.2], "lamb": [9.9, 10.6, 10.3]}
-    records = [repeats(list(values), k, algorithm=name) for name, values in times.items() for k in (1, 2)]
+    records = [
+        repeats(list(values), k, algorithm=name) for name, values in times.items() for k in (1, 2)
+    ]
     comparison = compare(*records)
     pairs = (("adam", "lamb"), ("adam", "sgd"), ("lamb", "sgd"))
     assert len(comparison.tests) == 6
@@ -143,23 +174,32 @@ def test_each_pair_with_the_same_number_of_workers_is_tested() -> None:
     wanted = stats.ttest_rel(logs["adam"], logs["sgd"])
     low, high = wanted.confidence_interval()
     assert (test["test"], test["p"]) == ("paired by seed", pytest.approx(wanted.pvalue))
-    assert test["ratio"] == pytest.approx(statistics.geometric_mean([8 / 10, 8.2 / 10.4, 8.1 / 10.2]))
+    assert test["ratio"] == pytest.approx(
+        statistics.geometric_mean([8 / 10, 8.2 / 10.4, 8.1 / 10.2])
+    )
     assert (test["ratio_low"], test["ratio_high"]) == pytest.approx((math.exp(low), math.exp(high)))
     adjusted = multipletests([each["p"] for each in comparison.tests], method="holm")[1]
     assert [each["p_holm"] for each in comparison.tests] == pytest.approx(list(adjusted))
     assert test["verdict"] == "yes"
-    assert next(each for each in comparison.tests if each["a"] == "lamb")["verdict"] == "no difference shown"
+    assert (
+        next(each for each in comparison.tests if each["a"] == "lamb")["verdict"]
+        == "no difference shown"
+    )
 
 
 def test_a_baseline_is_the_second_of_each_pair() -> None:
     names = ("adam", "lamb", "sgd")
-    records = [repeats([10.0 + place, 10.2 + place], algorithm=name) for place, name in enumerate(names)]
+    records = [
+        repeats([10.0 + place, 10.2 + place], algorithm=name) for place, name in enumerate(names)
+    ]
     tests = compare(*records, baseline="adam").tests
     assert [(test["a"], test["b"], test["verdict"]) for test in tests] == [
         ("lamb", "adam", "no, slower"),
         ("sgd", "adam", "no, slower"),
     ]
-    with pytest.raises(ConfigurationError, match="baseline must be one of 'adam', 'lamb', 'sgd', not 'x'"):
+    with pytest.raises(
+        ConfigurationError, match="baseline must be one of 'adam', 'lamb', 'sgd', not 'x'"
+    ):
         compare(*records, baseline="x")
 
 
@@ -169,7 +209,9 @@ def test_numbers_of_workers_are_tested_if_there_is_nothing_else() -> None:
 
 
 def test_a_group_with_a_miss_is_not_tested() -> None:
-    (test,) = compare(repeats([1.0, 1.1, None]), repeats([5.0, 5.1, 5.2], algorithm="adam"), baseline="adam").tests
+    (test,) = compare(
+        repeats([1.0, 1.1, None]), repeats([5.0, 5.1, 5.2], algorithm="adam"), baseline="adam"
+    ).tests
     assert (test["p"], test["verdict"]) == (None, "not tested: a run missed the goal")
     (test,) = compare(repeats([1.0, 1.1]), repeats([5.0, None], algorithm="adam")).tests
     assert (test["p"], test["verdict"]) == (None, "not tested: a run missed the goal")
@@ -178,10 +220,25 @@ def test_a_group_with_a_miss_is_not_tested() -> None:
 
 
 def test_every_row_has_its_ratio_to_the_baseline_at_equal_workers() -> None:
-    times = {("adam", 1): [10.0], ("adam", 2): [5.0], ("sgd", 1): [20.0], ("sgd", 2): [15.0], ("sgd", 4): [8.0]}
+    times = {
+        ("adam", 1): [10.0],
+        ("adam", 2): [5.0],
+        ("sgd", 1): [20.0],
+        ("sgd", 2): [15.0],
+        ("sgd", 4): [8.0],
+    }
     records = [repeats(list(each), k, algorithm=name) for (name, k), each in times.items()]
-    rows = {(row["label"], row["workers"]): row["times_as_fast"] for row in compare(*records, baseline="sgd").rows}
-    assert rows == {("adam", 1): 2.0, ("adam", 2): 3.0, ("sgd", 1): 1.0, ("sgd", 2): 1.0, ("sgd", 4): 1.0}
+    rows = {
+        (row["label"], row["workers"]): row["times_as_fast"]
+        for row in compare(*records, baseline="sgd").rows
+    }
+    assert rows == {
+        ("adam", 1): 2.0,
+        ("adam", 2): 3.0,
+        ("sgd", 1): 1.0,
+        ("sgd", 2): 1.0,
+        ("sgd", 4): 1.0,
+    }
     assert {row["times_as_fast"] for row in compare(*records).rows} == {None}, "without a baseline"
     late = compare(repeats([10.0, None], algorithm="adam"), repeats([20.0, 20.0]), baseline="sgd")
     assert [row["times_as_fast"] for row in late.rows] == [None, 1.0]
@@ -190,13 +247,20 @@ def test_every_row_has_its_ratio_to_the_baseline_at_equal_workers() -> None:
 def test_the_price_index_needs_a_price() -> None:
     runs = repeats([9.0]), repeats([6.0], workers=2)
     assert [row["price_index"] for row in compare(*runs).rows] == [None, None]
-    assert [row["price_index"] for row in compare(*runs, price=lambda seconds, k: None).rows] == [None, None]
+    assert [row["price_index"] for row in compare(*runs, price=lambda seconds, k: None).rows] == [
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize(("missed", "solved"), [(1, True), (2, False), (3, False)])
-def test_a_task_is_solved_if_more_than_half_of_the_runs_reach_its_goal(missed: int, solved: bool) -> None:
+def test_a_task_is_solved_if_more_than_half_of_the_runs_reach_its_goal(
+    missed: int, solved: bool
+) -> None:
     groups = pool(repeats([9.0, 11.0, *[None] * missed]))
-    assert times_to_goal(groups) == {"sgd, 1 worker": {"task 1a on digits": 11.0 if solved else None}}
+    assert times_to_goal(groups) == {
+        "sgd, 1 worker": {"task 1a on digits": 11.0 if solved else None}
+    }
 
 
 def test_workloads_are_never_tested_against_each_other_but_have_a_profile() -> None:
@@ -215,12 +279,16 @@ def test_workloads_are_never_tested_against_each_other_but_have_a_profile() -> N
     # On task 1a, adam takes twice the time of sgd; on task 2a, most runs of sgd miss the goal.
     assert comparison.profile["sgd, 1 worker"] == {"score": 0.5, **{f"{r:g}": 0.5 for r in RATIOS}}
     shares = {f"{ratio:g}": 1.0 if ratio >= 2 else 0.5 for ratio in RATIOS}
-    assert comparison.profile["adam, 1 worker"] == pytest.approx({"score": 5 / 6, **shares}, abs=0.01)
+    assert comparison.profile["adam, 1 worker"] == pytest.approx(
+        {"score": 5 / 6, **shares}, abs=0.01
+    )
     assert compare(*records[:2]).profile == {}
 
 
 def test_people_get_tables_with_units_and_notes() -> None:
-    comparison = compare(repeats([10.0, 12.0]), repeats([5.0], algorithm="a|b"), remarks=["x is left out"])
+    comparison = compare(
+        repeats([10.0, 12.0]), repeats([5.0], algorithm="a|b"), remarks=["x is left out"]
+    )
     text = comparison.as_markdown()
     assert "| MEAN (s) | SD (s) | MEDIAN (s) | 95 % FROM (s) | TO (s) |" in text
     assert "| sgd | 1 | 2 | 2 | 0 | 11.00 | 1.41 | 11.00 |" in text
@@ -245,14 +313,18 @@ def test_csv_and_json_have_everything() -> None:
     assert (float(rows[0]["mean_s"]), rows[0]["price"]) == (5.0, "")
     content = json.loads(json.dumps(comparison.as_json(), allow_nan=False))
     assert [row["names"] for row in content["rows"]] == [["r0", "r1"], ["r0", "r1"]]
-    assert (content["tests"][0]["p"], content["tests"][0]["effect"]) == (0.0, None), "JSON has no infinite numbers"
+    assert (content["tests"][0]["p"], content["tests"][0]["effect"]) == (0.0, None), (
+        "JSON has no infinite numbers"
+    )
     assert math.isinf(comparison.tests[0]["effect"])
     assert content["differences"] == {"algorithm": ["=adam", "sgd"]}
 
 
 def test_numbers_have_the_digits_of_their_columns() -> None:
     (row,) = compare(repeats([1.0, 2.0, 4.0])).rows
-    shown = {column.header: cell(column, row) for column in COLUMNS if row.get(column.key) is not None}
+    shown = {
+        column.header: cell(column, row) for column in COLUMNS if row.get(column.key) is not None
+    }
     low, high = log_interval([1.0, 2.0, 4.0]) or (0.0, 0.0)
     assert (shown["MEAN (s)"], shown["MEDIAN (s)"], shown["SD (s)"]) == ("2.33", "2.00", "1.53")
     assert (shown["OLYMPIC (s)"], shown["SAMPLES/S"]) == ("2.00", "100")

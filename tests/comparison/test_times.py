@@ -23,9 +23,17 @@ TIMES = st.lists(st.floats(0.5, 500), min_size=1, max_size=6)
 
 def runs(times: list[float], misses: list[float] | None = None, **others: Any) -> list[RunRecord]:
     """Return one run for each time, and one miss for each training time of ``misses``."""
-    found = [replace(a_record(f"r{seed}", 1, seed, time_s=t, **others), best=95.0) for seed, t in enumerate(times)]
+    found = [
+        replace(a_record(f"r{seed}", 1, seed, time_s=t, **others), best=95.0)
+        for seed, t in enumerate(times)
+    ]
     return found + [
-        replace(a_record(f"m{seed}", 1, seed, time_s=None, **others), train_s=paid, best=90.0, samples_per_s=1e9)
+        replace(
+            a_record(f"m{seed}", 1, seed, time_s=None, **others),
+            train_s=paid,
+            best=90.0,
+            samples_per_s=1e9,
+        )
         for seed, paid in enumerate(misses or [], len(times))
     ]
 
@@ -39,16 +47,31 @@ def test_three_misses_in_five_are_not_faster_than_five_of_twenty_seconds() -> No
     always = runs([20.0, 20.5, 21.0, 21.5, 22.0], algorithm="b")
     found = compare(often, always, price=lambda seconds, workers: seconds * workers, baseline="b")
     a, b = found.rows
-    assert [a[name] for name in ("mean_s", "standard_deviation_s", "median_s", "olympic_mean_s")] == [None] * 4
-    assert (a["cost_per_success_s"], a["price"], a["times_as_fast"], a["speedup"]) == (160.5, 160.5, None, None)
-    assert (b["mean_s"], b["median_s"], b["cost_per_success_s"], b["price"]) == (21.0, 21.0, 21.0, 21.0)
+    assert [
+        a[name] for name in ("mean_s", "standard_deviation_s", "median_s", "olympic_mean_s")
+    ] == [None] * 4
+    assert (a["cost_per_success_s"], a["price"], a["times_as_fast"], a["speedup"]) == (
+        160.5,
+        160.5,
+        None,
+        None,
+    )
+    assert (b["mean_s"], b["median_s"], b["cost_per_success_s"], b["price"]) == (
+        21.0,
+        21.0,
+        21.0,
+        21.0,
+    )
     (test,) = found.tests
     assert (test["p"], test["verdict"]) == (None, "not tested: a run missed the goal")
 
 
 def test_four_workers_with_misses_have_no_speed_up() -> None:
     one = runs([100.0, 100.0])
-    four = [replace(r, configuration={**r.configuration, "workers": 4}) for r in runs([20.0], [100.0, 100.0])]
+    four = [
+        replace(r, configuration={**r.configuration, "workers": 4})
+        for r in runs([20.0], [100.0, 100.0])
+    ]
     first, second = compare(one, four).rows
     assert (first["speedup"], first["efficiency"]) == (1.0, 1.0)
     assert (second["speedup"], second["efficiency"], second["median_s"]) == (None, None, None)
@@ -82,14 +105,24 @@ def test_a_failed_run_counts_as_a_miss_of_its_group() -> None:
     # Alone, it would only be a row without values.
     assert usable([failed])[0] == []
     again = replace(failed, configuration=good[0].configuration)
-    assert compare_runs([again, *good])[1].rows[0]["mean_s"] == 11.0, "the run was repeated with its seed"
+    assert compare_runs([again, *good])[1].rows[0]["mean_s"] == 11.0, (
+        "the run was repeated with its seed"
+    )
 
 
-@given(times=TIMES, misses=st.lists(st.floats(0.1, 1000), max_size=5), paid=st.floats(0.1, 1000), other=TIMES)
+@given(
+    times=TIMES,
+    misses=st.lists(st.floats(0.1, 1000), max_size=5),
+    paid=st.floats(0.1, 1000),
+    other=TIMES,
+)
 def test_a_further_miss_never_makes_a_group_look_better(
     times: list[float], misses: list[float], paid: float, other: list[float]
 ) -> None:
-    options: dict[str, Any] = {"price": lambda seconds, workers: seconds * workers, "baseline": "task 1a, b"}
+    options: dict[str, Any] = {
+        "price": lambda seconds, workers: seconds * workers,
+        "baseline": "task 1a, b",
+    }
     rival = [
         *runs(other, algorithm="b"),
         *runs([1.0], algorithm="a", task="2a"),
@@ -98,33 +131,58 @@ def test_a_further_miss_never_makes_a_group_look_better(
 
     def of(missed: list[float]) -> tuple[dict[str, Any], Comparison]:
         found = compare_groups(pool([*runs(times, missed, algorithm="a"), *rival]), **options)
-        mine = [row for row in found.rows if row["runs"] == len(times) + len(missed) and row["label"].endswith("a")]
+        mine = [
+            row
+            for row in found.rows
+            if row["runs"] == len(times) + len(missed) and row["label"].endswith("a")
+        ]
         return next(row for row in mine if row["workload"].startswith("task 1a")), found
 
     (before, all_before), (after, all_after) = of(misses), of([*misses, paid])
-    smaller = {"median_s", "mean_s", "cost_per_success_s", "price", "standard_deviation_s", "interval_high_s"}
+    smaller = {
+        "median_s",
+        "mean_s",
+        "cost_per_success_s",
+        "price",
+        "standard_deviation_s",
+        "interval_high_s",
+    }
     for name in smaller:
-        assert (math.inf if after[name] is None else after[name]) >= (before[name] or 0) * (1 - 1e-12), name
+        assert (math.inf if after[name] is None else after[name]) >= (before[name] or 0) * (
+            1 - 1e-12
+        ), name
     neutral = {"label", "workers", "workload", "goal", "names", "runs", "reached", "missed"}
     for name in set(after) - smaller - neutral:
         assert after[name] is None, name
     assert after["reached"] == before["reached"] and after["missed"] == before["missed"] + 1
-    assert all(test["verdict"].startswith("not tested") for test in all_after.tests if "1a" in test["a"])
+    assert all(
+        test["verdict"].startswith("not tested") for test in all_after.tests if "1a" in test["a"]
+    )
     name = "a, 1 worker"
-    assert all(all_after.profile[name][key] <= share for key, share in all_before.profile[name].items())
+    assert all(
+        all_after.profile[name][key] <= share for key, share in all_before.profile[name].items()
+    )
 
 
 @given(st.lists(st.tuples(st.floats(0.5, 500), st.floats(0.5, 500)), min_size=2, max_size=8))
-def test_equal_seeds_give_the_paired_test_of_scipy_on_logarithms(pairs: list[tuple[float, float]]) -> None:
+def test_equal_seeds_give_the_paired_test_of_scipy_on_logarithms(
+    pairs: list[tuple[float, float]],
+) -> None:
     logs = [[math.log(time) for time in side] for side in zip(*pairs, strict=True)]
-    if max(x - y for x, y in zip(*logs, strict=True)) - min(x - y for x, y in zip(*logs, strict=True)) < 1e-6:
+    if (
+        max(x - y for x, y in zip(*logs, strict=True))
+        - min(x - y for x, y in zip(*logs, strict=True))
+        < 1e-6
+    ):
         return
     a, b = (runs(list(side)) for side in zip(*pairs, strict=True))
     found = compare_times(a, list(reversed(b)))
     assert found is not None and found.kind == "paired by seed"
     wanted = stats.ttest_rel(*logs)
     assert found.p == pytest.approx(wanted.pvalue, rel=1e-6, abs=1e-9)
-    assert found.ratio == pytest.approx(math.exp(sum(x - y for x, y in zip(*logs, strict=True)) / len(pairs)))
+    assert found.ratio == pytest.approx(
+        math.exp(sum(x - y for x, y in zip(*logs, strict=True)) / len(pairs))
+    )
     assert 0 <= found.interval[0] <= found.ratio <= found.interval[1]
 
 

@@ -20,7 +20,10 @@ KEPT = {
     "models.pytorch.gnmt.encoder": ["ResidualRecurrentEncoder"],
     "models.pytorch.transformer.decoder": ["TransformerDecoder"],
     "models.pytorch.transformer.encoder": ["TransformerEncoder"],
-    "models.pytorch.transformer.modules.embeddings": ["LearnedPositionalEmbedding", "SinusoidalPositionalEmbedding"],
+    "models.pytorch.transformer.modules.embeddings": [
+        "LearnedPositionalEmbedding",
+        "SinusoidalPositionalEmbedding",
+    ],
 }
 GONE = [
     "cli.aws_utils",

@@ -38,7 +38,12 @@ def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
-        return [t for key, item in value.items() if key not in ("step", "generator") for t in tensors(item)]
+        return [
+            t
+            for key, item in value.items()
+            if key not in ("step", "generator")
+            for t in tensors(item)
+        ]
     return [t for item in value for t in tensors(item)] if isinstance(value, list | tuple) else []
 
 

@@ -23,8 +23,12 @@ FAMILY: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "linear without warm-up": lambda o: lr.LRLinearWarmUp(o, 0.01, 0.3, 0),
     "multi-step": lambda o: lr.MultiStepLRLinearWarmUp(o, 0.1, [9, 15], 0.3, 0.01, 5),
     "multi-step without milestones": lambda o: lr.MultiStepLRLinearWarmUp(o, 0.1, [], 0.3),
-    "plateau by epochs": lambda o: lr.ReduceLROnPlateauWithWarmup(o, 0.01, 0.3, 5, factor=0.5, patience=2),
-    "plateau by batches": lambda o: lr.ReduceLROnPlateauWithWarmup(o, 0.01, 0.3, 2, 4, factor=0.5, patience=2),
+    "plateau by epochs": lambda o: lr.ReduceLROnPlateauWithWarmup(
+        o, 0.01, 0.3, 5, factor=0.5, patience=2
+    ),
+    "plateau by batches": lambda o: lr.ReduceLROnPlateauWithWarmup(
+        o, 0.01, 0.3, 2, 4, factor=0.5, patience=2
+    ),
     "sparsified": lambda o: lr.SparsifiedSGDLR(o, 2.0, 0.1, 10.0),
     "time": lambda o: lr.TimeDecayLR(o, 2.0),
     "time without shift": lambda o: lr.TimeDecayLR(o, 0),
@@ -84,7 +88,10 @@ def test_get_last_lr_is_what_the_groups_have(make) -> None:
 def test_groups_do_not_touch_each_other(make) -> None:
     """Two groups have the rates that each would have alone."""
     both = rates_of(make(optimizer_of(0.1, 0.4)), STEPS)
-    first, second = rates_of(make(optimizer_of(0.1)), STEPS), rates_of(make(optimizer_of(0.4)), STEPS)
+    first, second = (
+        rates_of(make(optimizer_of(0.1)), STEPS),
+        rates_of(make(optimizer_of(0.4)), STEPS),
+    )
     assert both == [[a[0], b[0]] for a, b in zip(first, second, strict=True)]
 
 
@@ -95,7 +102,10 @@ def test_a_resumed_schedule_goes_on_bit_by_bit(make, stop: int) -> None:
     interrupted = make(optimizer_of(0.1, 0.4))
     rates_of(interrupted, stop)
     file = io.BytesIO()
-    torch.save({"schedule": interrupted.state_dict(), "optimizer": interrupted.optimizer.state_dict()}, file)
+    torch.save(
+        {"schedule": interrupted.state_dict(), "optimizer": interrupted.optimizer.state_dict()},
+        file,
+    )
     file.seek(0)
     saved: dict[str, Any] = torch.load(file, weights_only=True)
     resumed = make(optimizer_of(0.1, 0.4))

@@ -77,7 +77,9 @@ def _fp16(model: nn.Module, lr: float) -> Optimizer:
     return optimizer
 
 
-def _choco(model: nn.Module, lr: float, topology: Topology | None = None, **options: Any) -> Optimizer:
+def _choco(
+    model: nn.Module, lr: float, topology: Topology | None = None, **options: Any
+) -> Optimizer:
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     exchange = ChocoAggregation(topology=topology or ring(size), **options)
     return ChocoSGD(model=model, lr=lr, momentum=0.9, aggregation=exchange)
@@ -114,10 +116,14 @@ OPTIMIZERS: dict[str, Make] = {
     "scaffold": lambda m, lr: SCAFFOLD(model=m, lr=lr, period=4),
     "diloco sparse": lambda m, lr: SparseLoCo(model=m, lr=lr, period=4),
     "diloco streaming": lambda m, lr: StreamingDiLoCo(
-        model=m, lr=lr, aggregation=StreamingDiLoCoAggregation(period=4, fragments=1, delay=0, mixing=0)
+        model=m,
+        lr=lr,
+        aggregation=StreamingDiLoCoAggregation(period=4, fragments=1, delay=0, mixing=0),
     ),
     "diloco": lambda m, lr: DiLoCo(model=m, lr=lr, period=4),
-    "diloco adam": lambda m, lr: DiLoCo(model=m, lr=lr, period=4, outer_optimizer=partial(AdamW, lr=0.3)),
+    "diloco adam": lambda m, lr: DiLoCo(
+        model=m, lr=lr, period=4, outer_optimizer=partial(AdamW, lr=0.3)
+    ),
 }
 REMEMBERING = {
     "power",
@@ -160,7 +166,10 @@ def train(model: nn.Module, optimizer: Any, steps: range, rank: int) -> None:
     """Steps on noise of the worker's own, the same in every run."""
     for step in steps:
         generator = torch.Generator().manual_seed(1000 * rank + step)
-        batch, target = torch.randn(8, 5, generator=generator), torch.randn(8, 6, generator=generator)
+        batch, target = (
+            torch.randn(8, 5, generator=generator),
+            torch.randn(8, 6, generator=generator),
+        )
         optimizer.zero_grad()
         loss = ((model(batch) - target) ** 2).mean()
         if isinstance(optimizer, FP16Optimizer):
@@ -179,7 +188,9 @@ def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def save_best(folder: Path, rank: int, model: nn.Module, optimizer: Any, freq: CheckpointFreq) -> None:
+def save_best(
+    folder: Path, rank: int, model: nn.Module, optimizer: Any, freq: CheckpointFreq
+) -> None:
     tracker = SimpleNamespace(current_epoch=1)
     Checkpointer(folder, rank, freq).save(tracker, model, optimizer, None, is_best=True)
     if torch.distributed.is_initialized():
@@ -225,10 +236,14 @@ def average(model: nn.Module) -> Tensor:
     return flat / torch.distributed.get_world_size()
 
 
-def stand_still(rank: int, world_size: int, folder: str, steps: int = 8) -> dict[tuple[str, str], Any]:
+def stand_still(
+    rank: int, world_size: int, folder: str, steps: int = 8
+) -> dict[tuple[str, str], Any]:
     """What 8 steps with learning rate 0 do to the workers' average after a resume, and to what they remember."""
     result = {}
-    for (name, make), freq in itertools.product(OPTIMIZERS.items(), (CheckpointFreq.BEST, CheckpointFreq.ALL)):
+    for (name, make), freq in itertools.product(
+        OPTIMIZERS.items(), (CheckpointFreq.BEST, CheckpointFreq.ALL)
+    ):
         model = Net()
         optimizer = make(model, 0.0)
         if name.startswith("diloco"):  # outer momentum goes on by itself, which is no drift
@@ -259,7 +274,10 @@ def stop(optimizer: Any) -> None:
 
 def other_graph(rank: int, world_size: int) -> dict[str, Any]:
     """ChocoSGD on a ring, resumed on a line, from states of two moments, from rank 0's, and as it was."""
-    graphs = {"ring": ring(world_size), "line": from_edges(world_size, [(i, i + 1) for i in range(world_size - 1)])}
+    graphs = {
+        "ring": ring(world_size),
+        "line": from_edges(world_size, [(i, i + 1) for i in range(world_size - 1)]),
+    }
     model = Net()
     optimizer = _choco(model, 0.1, graphs["ring"], compression="random_k", ratio=0.4)
     train(model, optimizer, range(6), rank)
@@ -270,7 +288,12 @@ def other_graph(rank: int, world_size: int) -> dict[str, Any]:
     torch.distributed.broadcast_object_list(of_rank_0, 0)
     states += of_rank_0
     result = {}
-    cases = {"line": ("line", 0), "two moments": ("ring", rank % 2), "rank 0's": ("ring", 2), "fits": ("ring", 0)}
+    cases = {
+        "line": ("line", 0),
+        "two moments": ("ring", rank % 2),
+        "rank 0's": ("ring", 2),
+        "fits": ("ring", 0),
+    }
     for case, (graph, moment) in cases.items():
         resumed_model = Net()
         resumed = _choco(resumed_model, 0.0, graphs[graph], compression="random_k", ratio=0.4)

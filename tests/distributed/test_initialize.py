@@ -57,7 +57,10 @@ def no_launcher(no_leaks: None) -> Iterator[None]:
     """No launcher's variables; tests may set some, and they are gone afterwards."""
     with mock.patch.dict(os.environ):
         for name in list(os.environ):
-            if name.startswith(("SLURM_", "OMPI_", "PMI_", "MASTER_")) or name in ("RANK", "WORLD_SIZE"):
+            if name.startswith(("SLURM_", "OMPI_", "PMI_", "MASTER_")) or name in (
+                "RANK",
+                "WORLD_SIZE",
+            ):
                 del os.environ[name]
         yield
 
@@ -66,7 +69,9 @@ def _finish(*running: ForkedScript) -> None:
     """All must end well."""
     try:
         done = [script.finish(timeout_s=90) for script in running]
-        assert [one.returncode for one in done] == [0] * len(done), "".join(one.stdout + one.stderr for one in done)
+        assert [one.returncode for one in done] == [0] * len(done), "".join(
+            one.stdout + one.stderr for one in done
+        )
     finally:
         for script in running:
             script.kill()
@@ -88,7 +93,9 @@ def test_two_workers_by_hosts_and_rank(tmp_path: Path) -> None:
 
 def test_two_workers_by_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.replace("range(2)", "range(1)"))  # torchrun's own store lasts for one world
+    script.write_text(
+        SCRIPT.replace("range(2)", "range(1)")
+    )  # torchrun's own store lasts for one world
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     _finish(ForkedScript([*torchrun, str(script), "--out", str(tmp_path)]))
     for rank in range(2):
@@ -98,7 +105,11 @@ def test_two_workers_by_torchrun(tmp_path: Path) -> None:
 def test_two_workers_by_the_variables_of_mpirun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    common = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(free_port())}
+    common = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "MASTER_PORT": str(free_port()),
+    }
     _finish(
         *(
             ForkedScript(
@@ -155,7 +166,9 @@ def test_a_world_over_nccl_warns_of_nothing() -> None:
         "    dist.all_reduce(x)\n"
         "    print(dist.get_backend(), x.tolist())\n"
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
+    )
     assert (ended.stdout, ended.stderr) == ("nccl [1.0, 1.0, 1.0]\n", "")
 
 
@@ -169,10 +182,15 @@ with initialize_backends("gloo", "127.0.0.1,127.0.0.1", 0, "WARNING", timeout_s=
     pass
 """
     variables = {**os.environ, "MASTER_PORT": str(free_port())}
-    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, env=variables) as waiting:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, env=variables
+    ) as waiting:
         assert waiting.stderr is not None
         text = next(line for line in waiting.stderr if "waits" in line)
-        assert re.search(r"rank 0 of 2 waits for the others at 127\.0\.0\.1:\d+, for up to 20 s; Ctrl-C ends it$", text)
+        assert re.search(
+            r"rank 0 of 2 waits for the others at 127\.0\.0\.1:\d+, for up to 20 s; Ctrl-C ends it$",
+            text,
+        )
         waiting.send_signal(signal.SIGINT)
         assert waiting.wait(30) == -signal.SIGINT
 
@@ -211,7 +229,9 @@ def test_folders(tmp_path: Path) -> None:
     (folder / "1_0.pth.tar").write_text("old")
     (folder / "notes").write_text("mine")
     log = tmp_path / "log"
-    with initialize_backends("GLOO", logging_file=log, ckpt_run_dir=folder, delete_existing_ckpts=True):
+    with initialize_backends(
+        "GLOO", logging_file=log, ckpt_run_dir=folder, delete_existing_ckpts=True
+    ):
         pass
     assert [path.name for path in folder.iterdir()] == ["notes"]
     assert log.exists()
@@ -219,7 +239,10 @@ def test_folders(tmp_path: Path) -> None:
 
 def test_a_world_inside_a_world_is_refused() -> None:
     with initialize_backends("gloo"):
-        with pytest.raises(ConfigurationError, match="a process group already"), initialize_backends("gloo"):
+        with (
+            pytest.raises(ConfigurationError, match="a process group already"),
+            initialize_backends("gloo"),
+        ):
             pass
         assert dist.is_initialized()
 
@@ -241,7 +264,10 @@ def test_backends_that_cannot_work(backend: str, message: str) -> None:
 
 
 def test_arguments_that_cannot_work() -> None:
-    with pytest.raises(ValueError, match="rank is 2, but hosts names 2 workers"), initialize_backends("gloo", "a,b", 2):
+    with (
+        pytest.raises(ValueError, match="rank is 2, but hosts names 2 workers"),
+        initialize_backends("gloo", "a,b", 2),
+    ):
         pass
     with (
         pytest.raises(ValueError, match="timeout_s must be finite and positive, not 0"),
@@ -276,7 +302,8 @@ def test_a_backend_that_cannot_start_is_not_called_absent_workers() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "nosuchif0"
     with (
         pytest.raises(
-            BackendError, match=r"gloo cannot start here .*nosuchif0\): if GLOO_SOCKET_IFNAME is set, it must"
+            BackendError,
+            match=r"gloo cannot start here .*nosuchif0\): if GLOO_SOCKET_IFNAME is set, it must",
         ),
         initialize_backends("gloo"),
     ):
@@ -289,7 +316,8 @@ def test_workers_that_do_not_come(rank: int) -> None:
     os.environ["MASTER_PORT"] = str(free_port())
     with (
         pytest.raises(
-            WorkerError, match=rf"rank {rank} of 2 did not meet the other workers at 127.0.0.1:\d+ within 1 s"
+            WorkerError,
+            match=rf"rank {rank} of 2 did not meet the other workers at 127.0.0.1:\d+ within 1 s",
         ),
         initialize_backends("gloo", "127.0.0.1,127.0.0.1", rank, timeout_s=1),
     ):
@@ -320,7 +348,10 @@ def test_an_address_that_does_not_resolve_is_a_sentence_at_once(
     os.environ.update(variables)
     with (
         mock.patch("mlbench_core.distributed.pytorch.initialize._RESOLVE_S", 0.1),
-        pytest.raises(ConfigurationError, match=f"the host of rank 0, 'no-such-host.invalid' as .* knows: {remedy}"),
+        pytest.raises(
+            ConfigurationError,
+            match=f"the host of rank 0, 'no-such-host.invalid' as .* knows: {remedy}",
+        ),
         initialize_backends("gloo", hosts, 1 if hosts else -1),
     ):
         pass

@@ -87,7 +87,13 @@ def meet_errors(rank: int, world_size: int) -> list[tuple[str, str, str]]:
         except Exception as error:
             cause = error.__cause__ if isinstance(error, WorkerError) else error
             place = "".join(traceback.format_tb(cause.__traceback__)) if cause is not None else ""
-            found.append((type(error).__name__, str(error), fail.__name__ if f"in {fail.__name__}" in place else place))
+            found.append(
+                (
+                    type(error).__name__,
+                    str(error),
+                    fail.__name__ if f"in {fail.__name__}" in place else place,
+                )
+            )
     return found
 
 
@@ -134,7 +140,9 @@ def test_a_lost_worker_is_a_runtime_error_and_is_named_once() -> None:
     assert text.count("the backend says: ") == 1
 
 
-def test_a_worker_that_notices_the_loss_and_ends_meanwhile_is_not_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_notices_the_loss_and_ends_meanwhile_is_not_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store, lost = dist.HashStore(), 2
 
     def has_ended(rank: int) -> bool:

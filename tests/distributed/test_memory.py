@@ -41,7 +41,11 @@ def run_program(**variables: str) -> list[int]:
     others = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
     clean = {name: value for name, value in environment().items() if not name.startswith(others)}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env={**clean, **variables}, timeout=100
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        env={**clean, **variables},
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     return [int(number) for number in done.stdout.split()]

@@ -29,7 +29,9 @@ def test_all_workers_get_the_same_list(world_size: int) -> None:
     port = free_port()
     with ThreadPoolExecutor(world_size) as pool:
         # The last ranks first, because rank 0 may start later than they do.
-        started = [pool.submit(exchange, rank, world_size, port) for rank in reversed(range(world_size))]
+        started = [
+            pool.submit(exchange, rank, world_size, port) for rank in reversed(range(world_size))
+        ]
         lists = [one.result() for one in started]
     assert lists == [lists[0]] * world_size
     assert len(set(lists[0])) == world_size
@@ -38,13 +40,18 @@ def test_all_workers_get_the_same_list(world_size: int) -> None:
 
 def test_rank_0_names_the_workers_that_are_missing() -> None:
     port = free_port()
-    with pytest.raises(WorkerError, match=rf"no message of rank 1, 2 arrived at 127\.0\.0\.1:{port} within 0\.2 s"):
+    with pytest.raises(
+        WorkerError, match=rf"no message of rank 1, 2 arrived at 127\.0\.0\.1:{port} within 0\.2 s"
+    ):
         exchange(0, 3, port, 0.2)
 
 
 def test_a_worker_says_that_rank_0_is_missing() -> None:
     port = free_port()
-    with pytest.raises(WorkerError, match=rf"rank 0 does not listen on 127\.0\.0\.1:{port} after 0\.2 s .*MASTER_PORT"):
+    with pytest.raises(
+        WorkerError,
+        match=rf"rank 0 does not listen on 127\.0\.0\.1:{port} after 0\.2 s .*MASTER_PORT",
+    ):
         exchange(1, 2, port, 0.2)
 
 

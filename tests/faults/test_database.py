@@ -63,10 +63,19 @@ def database(tmp_path: Path) -> Path:
             ["UPDATE alembic_version SET version_num = 'a1'"],
             r"its table alembic_version is damaged: it has the versions \['a1'\]",
         ),
-        (["DROP TABLE alembic_version", "DELETE FROM schema_version"], "its table schema_version is damaged"),
-        (["DROP TABLE schema_version"], "it belongs to another program, with the tables alembic_version, master_lease"),
+        (
+            ["DROP TABLE alembic_version", "DELETE FROM schema_version"],
+            "its table schema_version is damaged",
+        ),
+        (
+            ["DROP TABLE schema_version"],
+            "it belongs to another program, with the tables alembic_version, master_lease",
+        ),
         (["DROP TABLE metrics"], "its table metrics lacks the columns id, owner"),
-        (["ALTER TABLE runs DROP COLUMN light_target"], "its table runs lacks the columns light_target"),
+        (
+            ["ALTER TABLE runs DROP COLUMN light_target"],
+            "its table runs lacks the columns light_target",
+        ),
         (
             [f"DROP TABLE {name}" for name in ("runs", "metrics", "metric_pages", "schema_version")]
             + ["DROP TABLE master_lease", "DROP TABLE alembic_version"]
@@ -75,7 +84,9 @@ def database(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_a_database_that_does_not_fit_is_refused(database: Path, statements: list[str], reason: str) -> None:
+def test_a_database_that_does_not_fit_is_refused(
+    database: Path, statements: list[str], reason: str
+) -> None:
     run_sql(database, *statements)
     before = database.read_bytes()
     with pytest.raises(ConfigurationError, match=reason):
@@ -84,7 +95,9 @@ def test_a_database_that_does_not_fit_is_refused(database: Path, statements: lis
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_database_of_an_older_version_is_brought_to_this_one(tmp_path: Path, version: int) -> None:
+def test_a_database_of_an_older_version_is_brought_to_this_one(
+    tmp_path: Path, version: int
+) -> None:
     path = tmp_path / "100% old" / "master.db"
     path.parent.mkdir()
     run_sql(path, *old_tables(version, "sqlite"))
@@ -95,7 +108,9 @@ def test_a_database_of_an_older_version_is_brought_to_this_one(tmp_path: Path, v
         store.close()
 
 
-def test_an_upgrade_is_one_line_of_the_master(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_upgrade_is_one_line_of_the_master(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "master.db"
     run_sql(path, *old_tables(3, "sqlite"))
     with caplog.at_level(logging.INFO):
@@ -111,7 +126,11 @@ def test_an_upgrade_is_one_line_in_a_process_that_has_not_loaded_alembic(tmp_pat
     code = "import logging, sys; logging.basicConfig(level=logging.INFO); "
     code += "from mlbench_master.database.store import Store; Store(sys.argv[1])"
     done = subprocess.run(
-        [sys.executable, "-c", code, f"sqlite:///{path}"], capture_output=True, text=True, check=True, timeout=100
+        [sys.executable, "-c", code, f"sqlite:///{path}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
     )
     assert len(done.stderr.splitlines()) == 1 and "brought from 0003" in done.stderr
 
@@ -129,7 +148,9 @@ def test_a_kill_in_an_upgrade_leaves_the_old_tables(tmp_path: Path) -> None:
 
 
 def test_the_revisions_are_numbered_up_to_the_newest(tmp_path: Path) -> None:
-    revisions = [revision.revision for revision in ScriptDirectory(str(migrations._SCRIPTS)).walk_revisions()][::-1]
+    revisions = [
+        revision.revision for revision in ScriptDirectory(str(migrations._SCRIPTS)).walk_revisions()
+    ][::-1]
     assert revisions == [f"{number:04}" for number in range(1, len(revisions) + 1)]
     assert revisions[-1] == migrations.HEAD
 
@@ -141,19 +162,29 @@ def test_a_start_on_tables_of_this_version_does_not_import_alembic(database: Pat
     subprocess.run([sys.executable, "-c", code, *urls], env=environment(), timeout=60, check=True)
 
 
-def test_a_file_that_cannot_be_written_is_refused_with_one_line(database: Path, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_refused_with_one_line(
+    database: Path, tmp_path: Path
+) -> None:
     url = f"sqlite:///file:{database}?mode=ro&uri=true"
     done = master("--port", "0", "--data-dir", str(tmp_path / "data"), "--database-url", url)
     assert (done.returncode, len(done.stderr.strip().splitlines())) == (1, 1), done.stderr
     assert "cannot open the database" in done.stderr and "readonly database" in done.stderr
 
 
-def test_a_damaged_database_is_refused_by_the_command_with_one_line(database: Path, tmp_path: Path) -> None:
-    run_sql(database, "CREATE TABLE filling AS SELECT zeroblob(100000) AS x", "PRAGMA wal_checkpoint(TRUNCATE)")
+def test_a_damaged_database_is_refused_by_the_command_with_one_line(
+    database: Path, tmp_path: Path
+) -> None:
+    run_sql(
+        database,
+        "CREATE TABLE filling AS SELECT zeroblob(100000) AS x",
+        "PRAGMA wal_checkpoint(TRUNCATE)",
+    )
     content = bytearray(database.read_bytes())
     content[4096 * 2 : 4096 * 8] = b"\xff" * 4096 * 6
     database.write_bytes(content)
-    done = master("--port", "0", "--data-dir", str(tmp_path), "--database-url", f"sqlite:///{database}")
+    done = master(
+        "--port", "0", "--data-dir", str(tmp_path), "--database-url", f"sqlite:///{database}"
+    )
     assert (done.returncode, len(done.stderr.strip().splitlines())) == (1, 1), done.stderr
     assert "cannot open the database" in done.stderr
 
@@ -163,10 +194,15 @@ def test_health_says_that_the_database_fails(tmp_path: Path) -> None:
         assert client.get("/api/health/").json()["status"] == "ok"
         run_sql(tmp_path / "master.db", "DROP TABLE alembic_version")
         answer = client.get("/api/health/")
-        assert (answer.status_code, "the database failed: no such table" in answer.json()["message"]) == (503, True)
+        assert (
+            answer.status_code,
+            "the database failed: no such table" in answer.json()["message"],
+        ) == (503, True)
 
 
-def test_an_error_that_lasts_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_that_lasts_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = Store(f"sqlite:///{tmp_path / 'master.db'}")
     scheduler = Scheduler(store, IdleLauncher(), EventBus(), {}, poll_s=0.001)
     run_sql(tmp_path / "master.db", "ALTER TABLE runs RENAME TO others")
@@ -197,7 +233,9 @@ def test_two_masters_share_no_database(tmp_path: Path) -> None:
     assert time.monotonic() - before < 15
 
 
-def test_a_lease_that_is_not_renewed_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_is_not_renewed_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As by a master on another machine, whose processes nobody here can see."""
     store = Store(f"sqlite:///{tmp_path / 'master.db'}")
     monkeypatch.setattr(lease, "place", lambda: "machine-a")

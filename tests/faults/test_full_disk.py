@@ -47,7 +47,10 @@ def test_a_full_disk_ends_no_worker_and_is_stated(small_disk: Path, tmp_path: Pa
     try:
         wait_for(lambda: launcher.logs(f"local-{run_id}").next > 5, what="the first lines")
         with full(small_disk):
-            wait_for(lambda: "is the disk full?" in run().metadata_dict().get("reason", ""), what="the reason")
+            wait_for(
+                lambda: "is the disk full?" in run().metadata_dict().get("reason", ""),
+                what="the reason",
+            )
             assert run().state == "started"
         wait_for(lambda: run().metadata_dict().get("reason") == "", what="the end of the problem")
         (tmp_path / "go-on").touch()
@@ -80,7 +83,9 @@ def test_the_end_of_a_run_is_recorded_on_a_full_disk(small_disk: Path, tmp_path:
     assert processes_of(small_disk) == []
 
 
-def test_the_end_of_a_run_is_recorded_when_there_is_room_again(small_disk: Path, tmp_path: Path) -> None:
+def test_the_end_of_a_run_is_recorded_when_there_is_room_again(
+    small_disk: Path, tmp_path: Path
+) -> None:
     """The worker has deleted the file that reserves the room."""
     launcher = LocalLauncher(small_disk)
     script = tmp_path / "script.py"
@@ -91,7 +96,9 @@ def test_the_end_of_a_run_is_recorded_when_there_is_room_again(small_disk: Path,
         "while not pathlib.Path(sys.argv[1]).exists():\n"
         "    time.sleep(0.01)\n"
     )
-    job = launcher.start(Job(run_id=1, name="a", command=f"{script} {tmp_path / 'go-on'}", num_workers=1))
+    job = launcher.start(
+        Job(run_id=1, name="a", command=f"{script} {tmp_path / 'go-on'}", num_workers=1)
+    )
     wait_for(lambda: any(line["text"] == "deleted" for line in launcher.log_tail(job)))
     with full(small_disk):
         (tmp_path / "go-on").touch()
@@ -110,7 +117,10 @@ def test_a_log_has_a_limit_and_keeps_its_beginning_and_its_end(tmp_path: Path) -
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
     assert [line["text"] for line in reader.read(0, 3).lines] == ["line 0", "line 1", "line 2"]
     page = reader.read(4990, 100)
-    assert ([line["text"] for line in page.lines][::9], page.next) == (["line 4990", "line 4999"], 5000)
+    assert ([line["text"] for line in page.lines][::9], page.next) == (
+        ["line 4990", "line 4999"],
+        5000,
+    )
     # A reader that follows the log meets each line that is left once, and one sentence for the others.
     texts: list[str] = []
     following = 0
@@ -123,7 +133,9 @@ def test_a_log_has_a_limit_and_keeps_its_beginning_and_its_end(tmp_path: Path) -
     assert texts[gap].endswith("were removed: the log has reached its limit")
     first, last = int(texts[gap].split()[1]), int(texts[gap].split()[3])
     left = [number for number in range(5000) if not first <= number <= last]
-    assert [text for index, text in enumerate(texts) if index != gap] == [f"line {number}" for number in left]
+    assert [text for index, text in enumerate(texts) if index != gap] == [
+        f"line {number}" for number in left
+    ]
     assert len(reader.tail(65_536)) > 500
 
 
@@ -166,7 +178,13 @@ def test_files_of_the_wrong_kind_block_no_master(tmp_path: Path) -> None:
 
     def look() -> None:
         launcher.note("local-1", "a note")
-        states.append((launcher.poll("local-1").state, launcher.logs("local-1").lines, launcher.log_tail("local-1")))
+        states.append(
+            (
+                launcher.poll("local-1").state,
+                launcher.logs("local-1").lines,
+                launcher.log_tail("local-1"),
+            )
+        )
 
     states: list[Any] = []
     thread = threading.Thread(target=look, daemon=True)
@@ -197,11 +215,17 @@ task_main(main, "task9z", argv=["--root-output", sys.argv[2], "--root-checkpoint
 """
 
 
-def test_a_result_that_is_lost_on_a_full_disk_fails_the_run(small_disk: Path, tmp_path: Path) -> None:
+def test_a_result_that_is_lost_on_a_full_disk_fails_the_run(
+    small_disk: Path, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(TRAINS)
     launcher = LocalLauncher(tmp_path / "runs")
-    job = launcher.start(Job(run_id=1, name="a", command=f"{script} {tmp_path / 'go-on'} {small_disk}", num_workers=1))
+    job = launcher.start(
+        Job(
+            run_id=1, name="a", command=f"{script} {tmp_path / 'go-on'} {small_disk}", num_workers=1
+        )
+    )
     wait_for(lambda: any(line["text"] == "trains" for line in launcher.log_tail(job)), 60)
     with full(small_disk):
         (tmp_path / "go-on").touch()
@@ -209,5 +233,7 @@ def test_a_result_that_is_lost_on_a_full_disk_fails_the_run(small_disk: Path, tm
     status = launcher.poll(job)
     assert (status.state, status.returncode) == ("failed", 1)
     texts = [line["text"] for line in launcher.log_tail(job)]
-    assert any("error: the result in" in text and "No space left on device" in text for text in texts), texts
+    assert any(
+        "error: the result in" in text and "No space left on device" in text for text in texts
+    ), texts
     assert not list(small_disk.rglob("result.json"))

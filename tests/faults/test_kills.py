@@ -72,7 +72,12 @@ class Fault:
     def start(self) -> int:
         """Start a run of two workers, and return its id."""
         self.count += 1
-        body = {"name": f"run-{self.count}", "num_workers": 2, "num_cpus": 0.5, "command": str(self.script)}
+        body = {
+            "name": f"run-{self.count}",
+            "num_workers": 2,
+            "num_cpus": 0.5,
+            "command": str(self.script),
+        }
         return int(httpx.post(f"{self.master.url}/api/runs/", json=body, timeout=20).json()["id"])
 
     def wait(self) -> None:
@@ -112,16 +117,23 @@ class Fault:
         assert MOMENTS <= 2 or taken_s < RUN_S + LIMIT_S * busy, f"the end took {taken_s:.1f} s"
         print(f"the end took {taken_s:.1f} s")
         for rank in (0, 1):
-            stored = [int(entry["value"]) for entry in self.metrics(run_id).get(f"loss @ {rank}", [])]
+            stored = [
+                int(entry["value"]) for entry in self.metrics(run_id).get(f"loss @ {rank}", [])
+            ]
             assert max(Counter(stored).values(), default=1) == 1, f"rank {rank}: doubled"
             path = self.run_folder(run_id) / "work" / f"answered-{rank}"
             answered = [int(line) for line in path.read_text().split()] if path.exists() else []
-            assert set(answered) <= set(stored), f"rank {rank}: lost {sorted(set(answered) - set(stored))}"
+            assert set(answered) <= set(stored), (
+                f"rank {rank}: lost {sorted(set(answered) - set(stored))}"
+            )
             assert stored == sorted(stored)
             if run["state"] == "finished":
                 assert stored == list(range(60)), f"rank {rank}: {len(stored)} of 60 metrics"
         if run["state"] == "finished":
-            assert (run["job_metadata"]["reason"], run["job_metadata"]["missing_metrics"]) == ("", "")
+            assert (run["job_metadata"]["reason"], run["job_metadata"]["missing_metrics"]) == (
+                "",
+                "",
+            )
         return run
 
     def metrics(self, run_id: int) -> dict[str, Any]:
@@ -157,7 +169,10 @@ def test_the_supervisor_is_killed(fault: Fault) -> None:
         run = fault.end(run_id)
         # Without a supervisor the run has ended before, or has not started yet and goes on.
         if supervisors and not (fault.run_folder(run_id) / "status.json").exists():
-            assert (run["state"], run["job_metadata"]["reason"].startswith("lost")) == ("failed", True), run
+            assert (run["state"], run["job_metadata"]["reason"].startswith("lost")) == (
+                "failed",
+                True,
+            ), run
         else:
             assert run["state"] == "finished"
 

@@ -75,7 +75,9 @@ def test_a_worker_that_replaces_the_state_of_its_run_ends_no_other_process(tmp_p
     assert processes_of(tmp_path) == []
 
 
-def test_a_run_has_not_ended_before_its_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_not_ended_before_its_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its processes would still be there, and its port in use, when the next run starts."""
     launcher = LocalLauncher(tmp_path)
     job = launcher.start(Job(run_id=1, name="a", command="sleep 100", num_workers=1))
@@ -93,7 +95,9 @@ def test_a_run_that_no_master_could_start_starts_again(tmp_path: Path) -> None:
     places = {"died": launcher.place, "elsewhere": "machine-b:/runs"}
     for name, place in places.items():
         run = add_run(store, name)
-        store.update_run(run.id, {"started_at_place": place}, state="started", job_id=f"local-{run.id}")
+        store.update_run(
+            run.id, {"started_at_place": place}, state="started", job_id=f"local-{run.id}"
+        )
     scheduler = Scheduler(store, launcher, EventBus(), {})
     scheduler.start()
     try:
@@ -181,14 +185,22 @@ def test_a_run_that_damages_its_files_harms_no_other(client: TestClient, tmp_pat
         return int(client.post("/api/runs/", json=body).json()["id"])
 
     def check(run_id: int) -> str:
-        for path in (f"/api/runs/{run_id}/", f"/api/runs/{run_id}/logs/", f"/runs/{run_id}/", "/api/runs/", "/"):
+        for path in (
+            f"/api/runs/{run_id}/",
+            f"/api/runs/{run_id}/logs/",
+            f"/runs/{run_id}/",
+            "/api/runs/",
+            "/",
+        ):
             get(path)
         return str(get(f"/api/runs/{run_id}/").json()["state"])
 
     runs = {}
     for name, statement in DAMAGE.items():
         script = tmp_path / f"{name}.py"
-        script.write_text(f"import pathlib, shutil, time\n{statement}\nprint('damaged', flush=True)\ntime.sleep(1)\n")
+        script.write_text(
+            f"import pathlib, shutil, time\n{statement}\nprint('damaged', flush=True)\ntime.sleep(1)\n"
+        )
         runs[name] = start(name, str(script))
     other = start("other", "sleep 2")
     states: dict[str, str] = {}
@@ -208,5 +220,7 @@ def test_a_run_that_damages_its_files_harms_no_other(client: TestClient, tmp_pat
     for name, reason in (("folder", "left no status"), ("status", "status.json is damaged")):
         assert reason in get(f"/api/runs/{runs[name]}/").json()["job_metadata"]["reason"]
     wait_for(lambda: check(other) == "finished")
-    assert [client.delete(f"/api/runs/{run_id}/").status_code for run_id in runs.values()] == [204] * len(runs)
+    assert [client.delete(f"/api/runs/{run_id}/").status_code for run_id in runs.values()] == [
+        204
+    ] * len(runs)
     assert processes_of(tmp_path) == []

@@ -36,14 +36,22 @@ def recording_collectives(record: Callable[[str, int], Any]) -> Iterator[None]:
     def recorded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if name == "batch_isend_irecv":
-                record(name, sum(transfer.tensor.nbytes for transfer in args[0] if transfer.op is dist.isend))
+                record(
+                    name,
+                    sum(
+                        transfer.tensor.nbytes for transfer in args[0] if transfer.op is dist.isend
+                    ),
+                )
             else:
                 record(name, args[-1].nbytes)  # of all_gather, the first argument receives
             return original(*args, **kwargs)
 
         return call
 
-    with recording_averages(lambda message: record("all_reduce", message.nbytes)), contextlib.ExitStack() as stack:
+    with (
+        recording_averages(lambda message: record("all_reduce", message.nbytes)),
+        contextlib.ExitStack() as stack,
+    ):
         for name in ("all_reduce", "all_gather", "batch_isend_irecv"):
             stack.enter_context(mock.patch.object(dist, name, recorded(name, getattr(dist, name))))
         yield

@@ -77,7 +77,9 @@ class ForkedScript:
             file.close()
 
 
-def run_script(arguments: list[str], timeout_s: float, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    arguments: list[str], timeout_s: float, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run a script to its end, as ``subprocess.run`` does with captured text."""
     return ForkedScript(arguments, **variables).finish(timeout_s)
 

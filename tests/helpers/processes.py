@@ -46,7 +46,10 @@ def get_json(url: str, timeout_s: float = 10.0) -> Any:
 def post_json(url: str, body: Any, timeout_s: float = 10.0) -> Any:
     """Post JSON and return the JSON of the answer."""
     request = urllib.request.Request(
-        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"
+        url,
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+        method="POST",
     )
     with urllib.request.urlopen(request, timeout=timeout_s) as answer:
         return json.load(answer)
@@ -88,13 +91,19 @@ class Master:
                 env=environment(),
                 cwd=ROOT,
             )
-        wait_for(self._answers, 30, f"the master to answer; its log:\n{(self.folder / 'master.log').read_text()}")
+        wait_for(
+            self._answers,
+            30,
+            f"the master to answer; its log:\n{(self.folder / 'master.log').read_text()}",
+        )
 
     def _answers(self) -> bool:
         try:
             return bool(get_json(f"{self.url}/api/health/", timeout_s=2))
         except (urllib.error.URLError, OSError):
-            assert self.process is not None and self.process.poll() is None, (self.folder / "master.log").read_text()
+            assert self.process is not None and self.process.poll() is None, (
+                self.folder / "master.log"
+            ).read_text()
             return False
 
     def stop(self, kill: bool = False) -> None:
@@ -110,7 +119,9 @@ class Master:
 
     def log(self, run_id: int) -> str:
         """The log of a run as text."""
-        return "\n".join(line["text"] for line in get_json(f"{self.url}/api/runs/{run_id}/logs/")["lines"])
+        return "\n".join(
+            line["text"] for line in get_json(f"{self.url}/api/runs/{run_id}/logs/")["lines"]
+        )
 
     def metric_values(self, run_id: int, name: str) -> list[str]:
         """The values of a run's metric, in the master's order."""

@@ -65,7 +65,11 @@ def _worker(
             torch.cuda.set_device(rank % torch.cuda.device_count())
         store = dist.FileStore(os.path.join(folder, "store"), world_size)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=timeout_s)
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
         )
         # A worker that ends at once would close its connections while another one is still joining.
         store.set(f"joined {rank}", "")
@@ -81,7 +85,11 @@ def _worker(
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, backend: str = "gloo", timeout_s: float = 120.0
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    backend: str = "gloo",
+    timeout_s: float = 120.0,
 ) -> list[Any]:
     """Call ``function(rank, world_size, *args)`` in ``world_size`` processes.
 
@@ -106,7 +114,17 @@ def run_ranks(
         channels, processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            given = (function, rank, world_size, folder, backend, timeout_s, args, dict(os.environ), theirs)
+            given = (
+                function,
+                rank,
+                world_size,
+                folder,
+                backend,
+                timeout_s,
+                args,
+                dict(os.environ),
+                theirs,
+            )
             process = context.Process(target=_worker, args=given, daemon=True)
             process.start()
             theirs.close()
@@ -130,7 +148,9 @@ def run_ranks(
                         results[rank] = value
                     else:
                         failures[rank] = value
-                        deadline = min(deadline, time.monotonic() + 10)  # the others get a moment to fail too
+                        deadline = min(
+                            deadline, time.monotonic() + 10
+                        )  # the others get a moment to fail too
             for rank in waiting:
                 failures.setdefault(rank, f"did not end within {timeout_s} s")
         finally:
@@ -142,5 +162,9 @@ def run_ranks(
             for channel in channels:
                 channel.close()
     if failures:
-        raise RankFailure("\n".join(f"--- rank {rank} of {world_size}:\n{text}" for rank, text in failures.items()))
+        raise RankFailure(
+            "\n".join(
+                f"--- rank {rank} of {world_size}:\n{text}" for rank, text in failures.items()
+            )
+        )
     return [results[rank] for rank in range(world_size)]

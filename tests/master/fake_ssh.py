@@ -37,7 +37,10 @@ def main() -> int:
     home = folder / f"home-{host}"
     home.mkdir(exist_ok=True)
     done = subprocess.run(
-        ["sh", "-c", line], input=request, stdout=subprocess.PIPE, env={**os.environ, "HOME": str(home)}
+        ["sh", "-c", line],
+        input=request,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "HOME": str(home)},
     )
     drop = folder / f"{host}.drop"
     if drop.exists() and drop.read_bytes() in request:

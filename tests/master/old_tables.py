@@ -23,7 +23,11 @@ _COLUMNS = {
         "long_id": "INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT",
         "real": "DOUBLE",
     },
-    "postgresql": {"id": "SERIAL PRIMARY KEY", "long_id": "BIGSERIAL PRIMARY KEY", "real": "DOUBLE PRECISION"},
+    "postgresql": {
+        "id": "SERIAL PRIMARY KEY",
+        "long_id": "BIGSERIAL PRIMARY KEY",
+        "real": "DOUBLE PRECISION",
+    },
 }
 _VERSION_1 = (
     "CREATE TABLE runs (id {id}, name VARCHAR(63) NOT NULL, created_at BIGINT NOT NULL, started_at BIGINT, "
@@ -65,12 +69,18 @@ def old_tables(version: int, dialect: str) -> list[str]:
 
 def check_upgraded(store: Store) -> None:
     """Check that a store has the rows and the tables it should have after it was opened with :func:`old_tables`."""
-    assert [(run.id, run.name, run.num_cpus, run.goal) for run in store.runs()] == [(1, "kept", 1.5, None)]
+    assert [(run.id, run.name, run.num_cpus, run.goal) for run in store.runs()] == [
+        (1, "kept", 1.5, None)
+    ]
     assert [point.value for point in store.points(run_owner(1), "loss")] == ["0.5"]
     with store._engine.connect() as connection:
-        assert connection.scalars(sa.text("SELECT version_num FROM alembic_version")).all() == [migrations.HEAD]
+        assert connection.scalars(sa.text("SELECT version_num FROM alembic_version")).all() == [
+            migrations.HEAD
+        ]
         # Masters before Alembic look here.
-        assert connection.scalars(sa.text("SELECT version FROM schema_version")).all() == [int(migrations.HEAD)]
+        assert connection.scalars(sa.text("SELECT version FROM schema_version")).all() == [
+            int(migrations.HEAD)
+        ]
         context = MigrationContext.configure(connection, opts={"compare_server_default": True})
         assert compare_metadata(context, Run.metadata) == []
 
@@ -87,5 +97,7 @@ Store(sys.argv[1])
 
 def upgrade_until_killed(url: str) -> None:
     """Open a database of an older version in a process that is killed after the last revision, before the commit."""
-    done = subprocess.run([sys.executable, "-c", _KILLED, url], env=environment(), timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, url], env=environment(), timeout=60, check=False
+    )
     assert done.returncode == -9

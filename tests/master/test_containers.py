@@ -68,7 +68,10 @@ class Fake:
 
     @property
     def calls(self) -> list[list[str]]:
-        return [ast.literal_eval(line) for line in (self.folder / "state" / "calls").read_text().splitlines()]
+        return [
+            ast.literal_eval(line)
+            for line in (self.folder / "state" / "calls").read_text().splitlines()
+        ]
 
     @property
     def pids(self) -> list[int]:
@@ -94,24 +97,36 @@ def launcher(tmp_path: Path) -> LocalLauncher:
 
 def job(command: str, **others: Any) -> Job:
     options = ("--container", "podman", "--env", "NCCL_DEBUG", "--volume", "/data:/data:ro")
-    given = {"image": "me/mine:1", "num_workers": 2, "options": options, "env": {"MLBENCH_TOKEN": TOKEN}, **others}
+    given = {
+        "image": "me/mine:1",
+        "num_workers": 2,
+        "options": options,
+        "env": {"MLBENCH_TOKEN": TOKEN},
+        **others,
+    }
     return Job(run_id=7, name="own", command=command, **given)
 
 
 def ended(launcher: LocalLauncher, job_id: str) -> Any:
-    return wait_for(lambda: (s := launcher.poll(job_id)).state != "running" and s, 60, "the end of the run")
+    return wait_for(
+        lambda: (s := launcher.poll(job_id)).state != "running" and s, 60, "the end of the run"
+    )
 
 
 def after(words: list[str], option: str) -> list[str]:
     return [words[index + 1] for index, word in enumerate(words) if word == option]
 
 
-def test_each_worker_runs_in_a_container_of_the_image(podman: Fake, launcher: LocalLauncher) -> None:
+def test_each_worker_runs_in_a_container_of_the_image(
+    podman: Fake, launcher: LocalLauncher
+) -> None:
     script = "echo $RANK of $WORLD_SIZE, $NCCL_DEBUG, $SECRET_OF_THE_USER, {rank}, $HOME; touch $MLBENCH_OUTPUT/$RANK"
     job_id = launcher.start(job(f"sh -c '{script}'"))
     folder = launcher.results(job_id).parent
     assert ended(launcher, job_id).state == "finished", launcher.logs(job_id).lines
-    said = sorted(line["text"] for line in launcher.logs(job_id).lines if line["stream"] == "stdout")
+    said = sorted(
+        line["text"] for line in launcher.logs(job_id).lines if line["stream"] == "stdout"
+    )
     assert said == [f"{rank} of 2, INFO, , {rank}, {folder / 'work'}" for rank in (0, 1)]
     assert {path.name for path in launcher.results(job_id).iterdir()} == {"0", "1"}
     first = next(words for words in podman.calls if words[0] == "run" and "RANK" in words)
@@ -122,7 +137,11 @@ def test_each_worker_runs_in_a_container_of_the_image(podman: Fake, launcher: Lo
     # The folder of the run itself holds the token.
     mounted = [Path(volume.partition(":")[0]) for volume in after(first, "--volume")]
     assert {folder / "work", folder / "output", folder / "spool"} < set(mounted)
-    assert folder not in mounted and Path(os.environ["MLBENCH_HOME"]) not in mounted and Path("/data") in mounted
+    assert (
+        folder not in mounted
+        and Path(os.environ["MLBENCH_HOME"]) not in mounted
+        and Path("/data") in mounted
+    )
     assert {"MLBENCH_TOKEN", "MLBENCH_SPOOL", "NCCL_DEBUG"} < set(after(first, "--env"))
     assert TOKEN not in repr(podman.calls) + repr(launcher.logs(job_id).lines)
     assert stat.S_IMODE((folder / "job.json").stat().st_mode) == 0o600
@@ -136,7 +155,9 @@ def test_a_stopped_run_leaves_no_container(podman: Fake, launcher: LocalLauncher
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), what="their end")
 
 
-def test_containers_of_a_killed_supervisor_are_found_by_their_label(podman: Fake, launcher: LocalLauncher) -> None:
+def test_containers_of_a_killed_supervisor_are_found_by_their_label(
+    podman: Fake, launcher: LocalLauncher
+) -> None:
     job_id = launcher.start(job("sleep 100"))
     pids = wait_for(lambda: len(podman.pids) == 2 and podman.pids, 30, "both containers")
     folder = launcher.results(job_id).parent
@@ -151,7 +172,9 @@ def test_containers_of_a_killed_supervisor_are_found_by_their_label(podman: Fake
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), what="their end")
 
 
-def test_a_new_run_of_the_same_id_removes_containers_of_the_old_one(podman: Fake, launcher: LocalLauncher) -> None:
+def test_a_new_run_of_the_same_id_removes_containers_of_the_old_one(
+    podman: Fake, launcher: LocalLauncher
+) -> None:
     state = podman.folder / "state"
     state.mkdir()
     left = psutil.Popen(["sleep", "100"])
@@ -188,15 +211,24 @@ def test_gpus_of_each_program() -> None:
         commands = worker_commands(of, in_container=True)
         return Containers(program).wrap(of, commands, folder, [folder / "work"], ["MLBENCH_TOKEN"])
 
-    podman, docker, apptainer = (wrapped(program, wanted)[1] for program in ("podman", "docker", "apptainer"))
+    podman, docker, apptainer = (
+        wrapped(program, wanted)[1] for program in ("podman", "docker", "apptainer")
+    )
     assert after(podman["argv"], "--device") == ["nvidia.com/gpu=5"]
     assert after(docker["argv"], "--gpus") == ['"device=5"']
     assert after(wrapped("docker", both)[0]["argv"], "--gpus") == ['"device=3,5"']
     for command in (podman, docker):
-        assert "CUDA_VISIBLE_DEVICES" not in command["env"] and "CUDA_VISIBLE_DEVICES" not in command["argv"]
+        assert (
+            "CUDA_VISIBLE_DEVICES" not in command["env"]
+            and "CUDA_VISIBLE_DEVICES" not in command["argv"]
+        )
         assert command["env"]["LOCAL_RANK"] == "0"
         assert command["argv"][-3:] == ["python", "me/mine:1", "main.py"]
-    assert "--nv" in apptainer["argv"] and apptainer["argv"][-3:] == ["docker://me/mine:1", "python", "main.py"]
+    assert "--nv" in apptainer["argv"] and apptainer["argv"][-3:] == [
+        "docker://me/mine:1",
+        "python",
+        "main.py",
+    ]
     assert apptainer["env"]["APPTAINERENV_CUDA_VISIBLE_DEVICES"] == "5"
     assert all(name.startswith("APPTAINERENV_") for name in apptainer["env"])
 
@@ -204,7 +236,9 @@ def test_gpus_of_each_program() -> None:
 def test_one_container_for_all_workers_of_mpi() -> None:
     of_mpi = job("main.py", backend="mpi", num_cpus=2)
     (command,) = worker_commands(of_mpi, in_container=True)
-    (wrapped,) = Containers("docker").wrap(of_mpi, [command], Path("/runs/7"), [Path("/runs/7/work")], [])
+    (wrapped,) = Containers("docker").wrap(
+        of_mpi, [command], Path("/runs/7"), [Path("/runs/7/work")], []
+    )
     argv = wrapped["argv"]
     assert after(argv, "--entrypoint") == ["mpirun"] and after(argv, "--cpus") == ["4"]
     assert argv[argv.index("me/mine:1") :][-4:] == ["-n", "2", "python", "main.py"]
@@ -220,8 +254,14 @@ def test_one_container_for_all_workers_of_mpi() -> None:
             ["--container", "podman", "--volume", "a:/b"],
             "--volume must be /SOURCE:/TARGET or .*, not 'a:/b'",
         ),
-        (["--container", "podman", "--env", "TOKEN=secret"], "--env must be the name of a variable, not 'TOKEN'"),
-        (["--container", "podman", "--privileged"], "must be --container, --volume or --env .*, not '--privileged'"),
+        (
+            ["--container", "podman", "--env", "TOKEN=secret"],
+            "--env must be the name of a variable, not 'TOKEN'",
+        ),
+        (
+            ["--container", "podman", "--privileged"],
+            "must be --container, --volume or --env .*, not '--privileged'",
+        ),
         (["x"], "must be --container, --volume or --env for the local launcher, not 'x'"),
     ],
 )
@@ -234,7 +274,12 @@ def test_options_that_are_refused(options: list[str], message: str) -> None:
 def test_a_missing_program_is_refused_at_once(
     podman: Fake, client: TestClient, launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body = {"name": "own", "num_workers": 1, "task": "1a", "engine_options": ["--container", "apptainer"]}
+    body = {
+        "name": "own",
+        "num_workers": 1,
+        "task": "1a",
+        "engine_options": ["--container", "apptainer"],
+    }
     monkeypatch.setenv("PATH", str(podman.folder))
     refused = client.post("/api/runs/", json=body)
     assert (refused.status_code, refused.json()["message"]) == (
@@ -248,9 +293,14 @@ def test_a_missing_program_is_refused_at_once(
 
 
 def test_an_own_image_needs_the_option(client: TestClient) -> None:
-    own = {"image_name": "custom_image", "custom_image_name": "me/mine:1", "custom_image_command": "main.py"}
+    own = {
+        "image_name": "custom_image",
+        "custom_image_name": "me/mine:1",
+        "custom_image_command": "main.py",
+    }
     refused = client.post("/api/runs/", json={"name": "own", "num_workers": 1, **own})
     assert refused.status_code == 400
     assert (
-        "local launcher starts processes, not containers; add --container docker, podman" in refused.json()["message"]
+        "local launcher starts processes, not containers; add --container docker, podman"
+        in refused.json()["message"]
     )

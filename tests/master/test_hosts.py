@@ -72,7 +72,9 @@ def launcher(fake: Path, tmp_path: Path) -> Iterator[HostsLauncher]:
 
 
 @pytest.fixture
-def client(launcher: HostsLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+def client(
+    launcher: HostsLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[TestClient]:
     (tmp_path / "hostfile").write_text("a slots=2  # the first\n\nb slots=2\n")
     monkeypatch.setenv(HOSTFILE_VARIABLE, str(tmp_path / "hostfile"))
     app = create_app(data_dir=tmp_path / "data", launcher=launcher, token=TOKEN)
@@ -83,7 +85,14 @@ def client(launcher: HostsLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def job(command: str, **changes: Any) -> Job:
     return Job(
-        **{"run_id": 1, "name": "a", "num_workers": 2, "command": command, "options": ("--host", "a,b"), **changes}
+        **{
+            "run_id": 1,
+            "name": "a",
+            "num_workers": 2,
+            "command": command,
+            "options": ("--host", "a,b"),
+            **changes,
+        }
     )
 
 
@@ -118,7 +127,12 @@ def remote(fake: Path, host: str) -> list[Path]:
 
 def processes(fake: Path) -> list[psutil.Process]:
     """Processes of runs on all hosts."""
-    return [p for host in "ab" for folder in remote(fake, host) for p in processes_with("MLBENCH_RUN_DIR", str(folder))]
+    return [
+        p
+        for host in "ab"
+        for folder in remote(fake, host)
+        for p in processes_with("MLBENCH_RUN_DIR", str(folder))
+    ]
 
 
 def test_workers_run_on_their_hosts_with_the_variables_of_torchrun(
@@ -134,7 +148,9 @@ def test_workers_run_on_their_hosts_with_the_variables_of_torchrun(
         "pathlib.Path(os.environ['MLBENCH_OUTPUT'], 'deep', os.environ['RANK']).write_text('result')\n"
         "time.sleep(0.4)\n",
     )
-    run = create(client, f"python {command} '{{run_id}} $HOME' {{rank}} {{hosts}} {{backend}}", workers=3)
+    run = create(
+        client, f"python {command} '{{run_id}} $HOME' {{rank}} {{hosts}} {{backend}}", workers=3
+    )
     done = wait_state(client, run["id"], "finished", "failed")
     assert done["state"] == "finished", done
     found = lines(client, run["id"])
@@ -148,7 +164,10 @@ def test_workers_run_on_their_hosts_with_the_variables_of_torchrun(
     # The results are those of the first host.
     assert sorted(path.name for path in (tmp_path / "runs/1/output/deep").iterdir()) == ["0", "1"]
     assert {line["rank"] for line in launcher.load("hosts-1").lines} == {0, 1, 2}
-    wait_for(lambda: not remote(fake, "a") and not remote(fake, "b"), what="the end of the folders on the hosts")
+    wait_for(
+        lambda: not remote(fake, "a") and not remote(fake, "b"),
+        what="the end of the folders on the hosts",
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,10 +198,16 @@ def test_a_failure_ends_the_workers_of_all_hosts_and_is_told_from_its_consequenc
     assert processes(fake) == []
 
 
-def test_a_failure_of_one_host_stops_the_others(launcher: HostsLauncher, fake: Path, tmp_path: Path) -> None:
+def test_a_failure_of_one_host_stops_the_others(
+    launcher: HostsLauncher, fake: Path, tmp_path: Path
+) -> None:
     ends = "import os, sys\nif os.environ['RANK'] == '1': sys.exit(4)\n"
     status = end_of(launcher, launcher.start(job(script(tmp_path, ends + ENDLESS))))
-    assert (status.state, status.reason, status.returncode) == ("failed", "worker 1 on host b failed: exit status 4", 4)
+    assert (status.state, status.reason, status.returncode) == (
+        "failed",
+        "worker 1 on host b failed: exit status 4",
+        4,
+    )
     assert processes(fake) == []
 
 
@@ -237,7 +262,9 @@ def test_the_python_of_a_host_is_checked(
     assert found.startswith(begin) and found.endswith(end), found
 
 
-def test_a_script_that_a_host_does_not_have_is_named(launcher: HostsLauncher, fake: Path, tmp_path: Path) -> None:
+def test_a_script_that_a_host_does_not_have_is_named(
+    launcher: HostsLauncher, fake: Path, tmp_path: Path
+) -> None:
     command = script(tmp_path, ENDLESS)
     (fake / "a.after").write_text(f"rm -f {command}")
     assert end_of(launcher, launcher.start(job(command, options=("--host", "a:2")))).reason == (
@@ -251,7 +278,10 @@ def test_a_greeting_of_the_shell_and_a_lost_answer_do_no_harm(
     """The worker is started once, although the answer to its start is lost."""
     (fake / "a.after").write_text("echo welcome; echo to the host >&2")
     (fake / "a.drop").write_text('"want": "run"')
-    command = script(tmp_path, f"import time\nopen({str(tmp_path / 'starts')!r}, 'a').write('x')\ntime.sleep(0.5)\n")
+    command = script(
+        tmp_path,
+        f"import time\nopen({str(tmp_path / 'starts')!r}, 'a').write('x')\ntime.sleep(0.5)\n",
+    )
     job_id = launcher.start(job(command, options=("--host", "a:2")))
     assert end_of(launcher, job_id).state == "finished"
     assert (tmp_path / "starts").read_text() == "xx"
@@ -265,11 +295,16 @@ def test_a_host_that_does_not_answer_for_a_while_is_a_problem_that_passes(
     run = create(client, script(tmp_path, WAITS.format(go=str(go))), workers=4)
     wait_for(lambda: len([x for x in lines(client, run["id"]) if x["text"] == "begun"]) == 4)
     (fake / "b.error").write_text("ssh: connect to host b port 22: No route to host")
-    reason = wait_for(lambda: client.get(f"/api/runs/{run['id']}/").json()["job_metadata"].get("reason"))
+    reason = wait_for(
+        lambda: client.get(f"/api/runs/{run['id']}/").json()["job_metadata"].get("reason")
+    )
     assert reason == "host b does not answer: ssh: connect to host b port 22: No route to host"
     answer = client.post(f"/api/runs/{run['id']}/stop/")
     assert answer.status_code == 503
-    assert answer.json()["message"] == f"the run cannot be stopped everywhere yet: {reason}; stop it again later"
+    assert (
+        answer.json()["message"]
+        == f"the run cannot be stopped everywhere yet: {reason}; stop it again later"
+    )
     assert client.get(f"/api/runs/{run['id']}/").json()["state"] == "started"
     assert {p.environ()["RANK"] for p in processes(fake) if "RANK" in p.environ()} == {"2", "3"}
     (fake / "b.error").unlink()
@@ -278,7 +313,9 @@ def test_a_host_that_does_not_answer_for_a_while_is_a_problem_that_passes(
     assert processes(fake) == []
 
 
-def test_a_host_that_was_removed_from_the_file_is_given_up(launcher: HostsLauncher, fake: Path, tmp_path: Path) -> None:
+def test_a_host_that_was_removed_from_the_file_is_given_up(
+    launcher: HostsLauncher, fake: Path, tmp_path: Path
+) -> None:
     hosts = tmp_path / "hostfile"
     hosts.write_text("a\nb\n")
     job_id = launcher.start(job(script(tmp_path, ENDLESS), options=("--hostfile", str(hosts))))
@@ -288,12 +325,16 @@ def test_a_host_that_was_removed_from_the_file_is_given_up(launcher: HostsLaunch
         launcher.stop(job_id)
     hosts.write_text("a\n")
     launcher.stop(job_id)
-    assert launcher.poll(job_id) == JobStatus("failed", "stopped", finished_at=launcher.poll(job_id).finished_at)
+    assert launcher.poll(job_id) == JobStatus(
+        "failed", "stopped", finished_at=launcher.poll(job_id).finished_at
+    )
     for process in processes(fake):
         process.kill()
 
 
-def test_the_next_master_goes_on_with_a_run(launcher: HostsLauncher, fake: Path, tmp_path: Path) -> None:
+def test_the_next_master_goes_on_with_a_run(
+    launcher: HostsLauncher, fake: Path, tmp_path: Path
+) -> None:
     go = tmp_path / "go"
     job_id = launcher.start(job(script(tmp_path, WAITS.format(go=str(go)))))
     begun(launcher, job_id, 2)
@@ -310,7 +351,9 @@ def test_the_next_master_goes_on_with_a_run(launcher: HostsLauncher, fake: Path,
     following.close()
 
 
-def test_the_token_is_only_in_files_of_its_user(launcher: HostsLauncher, fake: Path, tmp_path: Path) -> None:
+def test_the_token_is_only_in_files_of_its_user(
+    launcher: HostsLauncher, fake: Path, tmp_path: Path
+) -> None:
     job_id = launcher.start(job(script(tmp_path, ENDLESS), env={"MLBENCH_TOKEN": TOKEN}))
     begun(launcher, job_id, 2)
     holders = [
@@ -341,17 +384,23 @@ def test_undelivered_metrics_of_all_hosts_arrive(client: TestClient, tmp_path: P
     )
     done = wait_state(client, run["id"], "finished", "failed")
     assert done["state"] == "finished", done
-    assert {"m0", "m1", "m2"} <= set(client.get(f"/api/metrics/{run['id']}/?metric_type=run").json())
+    assert {"m0", "m1", "m2"} <= set(
+        client.get(f"/api/metrics/{run['id']}/?metric_type=run").json()
+    )
 
 
-def test_two_runs_do_not_share_slots_and_a_third_one_waits(client: TestClient, tmp_path: Path) -> None:
+def test_two_runs_do_not_share_slots_and_a_third_one_waits(
+    client: TestClient, tmp_path: Path
+) -> None:
     command = script(tmp_path, ENDLESS)
     first, second = (create(client, command, workers=2, name=name) for name in ("one", "two"))
     third = create(client, command, workers=1, name="three")
     wait_for(lambda: [r["state"] for r in client.get("/api/runs/").json()].count("started") == 2)
     states = {r["name"]: r["state"] for r in client.get("/api/runs/").json()}
     assert sorted(states.values()) == ["initialized", "started", "started"]
-    jobs = [json.loads(path.read_text())["slots"] for path in (tmp_path / "runs").glob("*/job.json")]
+    jobs = [
+        json.loads(path.read_text())["slots"] for path in (tmp_path / "runs").glob("*/job.json")
+    ]
     taken = [(name, slot) for slots in jobs for name, numbers in slots.items() for slot in numbers]
     assert len(taken) == len(set(taken))
     for run in (first, second, third):
@@ -383,28 +432,45 @@ def test_workers_start_in_the_folder_and_with_the_environment_of_the_call(
     (tmp_path / "user" / "show.py").write_text(
         "import os\nprint(os.getcwd(), os.environ['NCCL_ALGO'], os.environ.get('HF_TOKEN'), os.environ['MINE'])\n"
     )
-    call = {"cwd": str(tmp_path / "user"), "caller_env": {"NCCL_ALGO": "Tree", "PATH": os.environ["PATH"]}}
+    call = {
+        "cwd": str(tmp_path / "user"),
+        "caller_env": {"NCCL_ALGO": "Tree", "PATH": os.environ["PATH"]},
+    }
     job_id = launcher.start(job("python show.py", env={"MINE": "x"}, **call))
     assert end_of(launcher, job_id).state == "finished", texts(launcher, job_id)
     assert texts(launcher, job_id).count(f"{tmp_path / 'user'} Tree None x") == 2
 
 
-def test_a_host_without_the_folder_of_the_call_is_named(launcher: HostsLauncher, tmp_path: Path) -> None:
+def test_a_host_without_the_folder_of_the_call_is_named(
+    launcher: HostsLauncher, tmp_path: Path
+) -> None:
     gone = str(tmp_path / "gone")
-    reason = end_of(launcher, launcher.start(job("true", cwd=gone, options=("--host", "a:2")))).reason
-    assert reason.startswith(f"host a: there is no folder {gone}: use a file system that all hosts share")
+    reason = end_of(
+        launcher, launcher.start(job("true", cwd=gone, options=("--host", "a:2")))
+    ).reason
+    assert reason.startswith(
+        f"host a: there is no folder {gone}: use a file system that all hosts share"
+    )
 
 
-def test_the_script_of_a_task_needs_no_folder_of_the_call(launcher: HostsLauncher, tmp_path: Path) -> None:
-    job_id = launcher.start(job("true", cwd=str(tmp_path / "gone"), is_task=True, options=("--host", "a:2")))
+def test_the_script_of_a_task_needs_no_folder_of_the_call(
+    launcher: HostsLauncher, tmp_path: Path
+) -> None:
+    job_id = launcher.start(
+        job("true", cwd=str(tmp_path / "gone"), is_task=True, options=("--host", "a:2"))
+    )
     assert end_of(launcher, job_id).state == "finished"
 
 
 def test_a_host_gets_no_more_workers_than_its_cores_can_serve(launcher: HostsLauncher) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     many = {"num_workers": 4 * cores + 1, "options": ("--host", f"a:{4 * cores + 1}")}
     reason = end_of(launcher, launcher.start(job("true", **many))).reason
-    assert reason.startswith(f"host a: it can get at most {4 * cores} workers, not {4 * cores + 1}: ")
+    assert reason.startswith(
+        f"host a: it can get at most {4 * cores} workers, not {4 * cores + 1}: "
+    )
     job_id = launcher.start(job("true", run_id=2, oversubscribe=True, **many))
     assert end_of(launcher, job_id).state == "finished"
 
@@ -419,15 +485,20 @@ def test_a_host_gets_no_more_workers_than_its_cores_can_serve(launcher: HostsLau
         ("me@node-1.example:2", "me@node-1.example", 2),
     ],
 )
-def test_a_host_may_be_an_address_in_brackets(text: str, name: str, slots: int, tmp_path: Path) -> None:
+def test_a_host_may_be_an_address_in_brackets(
+    text: str, name: str, slots: int, tmp_path: Path
+) -> None:
     (found,) = read_options(["--host", text]).hosts
     assert (found.name, found.slots) == (name, slots)
-    (tmp_path / "file").write_text(f"{text.rpartition(':')[0] if slots > 1 else text} slots={slots}\n")
+    (tmp_path / "file").write_text(
+        f"{text.rpartition(':')[0] if slots > 1 else text} slots={slots}\n"
+    )
     assert read_options(["--hostfile", str(tmp_path / "file")]).hosts == (found,)
 
 
 @pytest.mark.parametrize(
-    "text", ["2001:db8::5", "::1", "a:2:3", "[2001:db8::5", "[x]:2", "[::1]:2:3", "[::1]2", "a:", "@a"]
+    "text",
+    ["2001:db8::5", "::1", "a:2:3", "[2001:db8::5", "[x]:2", "[::1]:2:3", "[::1]2", "a:", "@a"],
 )
 def test_a_host_whose_slots_are_not_clear_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="engine_options: --host"):
@@ -460,8 +531,14 @@ def test_the_sockets_of_ssh_have_short_paths_also_with_a_long_folder_for_tempora
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("node1:4", "line 3: a name with colons must be an IPv6 address such as [2001:db8::5], not 'node1:4'"),
-        ("b slots=x", "file, line 3: slots must be from 1 to 1024, not 'x': write for example slots=4"),
+        (
+            "node1:4",
+            "line 3: a name with colons must be an IPv6 address such as [2001:db8::5], not 'node1:4'",
+        ),
+        (
+            "b slots=x",
+            "file, line 3: slots must be from 1 to 1024, not 'x': write for example slots=4",
+        ),
         ("b slots=0", "line 3: slots must be from 1 to 1024, not '0'"),
         ("b 4", "line 3: after the name must come slots=N or address=IP, not '4'"),
         ("-oProxyCommand=x", "line 3: the name must be one that ssh knows, not '-oProxyCommand=x'"),
@@ -475,7 +552,9 @@ def test_a_wrong_line_of_a_host_file_is_named(line: str, message: str, tmp_path:
     assert message in str(error.value)
 
 
-def test_a_host_file_needs_hosts_and_a_pipe_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_file_needs_hosts_and_a_pipe_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(HOSTFILE_VARIABLE, raising=False)
     with pytest.raises(ValueError, match="--hostfile or --host must be given"):
         read_options([])
@@ -502,7 +581,16 @@ def archive(**files: bytes | None) -> io.BytesIO:
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "output/../../x", "/etc/x", "job.json", "output", "spool/../job.json", "output//../../x"]
+    "name",
+    [
+        "../x",
+        "output/../../x",
+        "/etc/x",
+        "job.json",
+        "output",
+        "spool/../job.json",
+        "output//../../x",
+    ],
 )
 def test_an_archive_of_a_host_cannot_write_elsewhere(tmp_path: Path, name: str) -> None:
     with pytest.raises(UnpackError, match="is outside the folders of the run"):
@@ -510,7 +598,9 @@ def test_an_archive_of_a_host_cannot_write_elsewhere(tmp_path: Path, name: str) 
     assert list(tmp_path.rglob("*")) == []
 
 
-def test_an_archive_has_plain_files_of_limited_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_has_plain_files_of_limited_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UnpackError, match="'output/link' is not a plain file"):
         unpack(archive(**{"output/link": None, "output/link/x": b"x"}), tmp_path, 0)
     with pytest.raises(UnpackError, match="the archive is damaged"):
@@ -575,7 +665,9 @@ def test_results_over_the_limit_stay_on_the_host(
     assert end_of(launcher, job_id).state == "finished"
     (folder,) = remote(fake, "a")
     place = f"~/.cache/mlbench/hosts/{folder.parent.name}"
-    assert f"the files in {place} on host a stay there: host a sends more than 1 MiB" in texts(launcher, job_id)
+    assert f"the files in {place} on host a stay there: host a sends more than 1 MiB" in texts(
+        launcher, job_id
+    )
 
 
 def test_a_host_that_refuses_calls_is_called_once_per_interval(fake: Path, tmp_path: Path) -> None:
@@ -587,14 +679,18 @@ def test_a_host_that_refuses_calls_is_called_once_per_interval(fake: Path, tmp_p
         wait_for(lambda: launcher.poll(job_id).reason, what="the problem")
         before = len((fake / "calls").read_text().splitlines())
         time.sleep(1.0)
-        assert len((fake / "calls").read_text().splitlines()) - before <= 2, "about five without the interval"
+        assert len((fake / "calls").read_text().splitlines()) - before <= 2, (
+            "about five without the interval"
+        )
         (fake / "a.error").unlink()
         launcher.stop(job_id)
     finally:
         launcher.close()
 
 
-def test_the_end_does_not_wait_for_each_host(fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_does_not_wait_for_each_host(
+    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waited: list[float] = []
 
     def join(link: hosts_link.HostLink, timeout_s: float) -> None:
@@ -613,7 +709,10 @@ def test_the_end_does_not_wait_for_each_host(fake: Path, tmp_path: Path, monkeyp
 
 def ask(root: Path, want: str, **step: Any) -> dict[str, Any]:
     """Ask the agent about one run."""
-    request = {"version": __version__, "runs": {str(root): {"id": 1, "want": want, "log": 0, "load": 0, **step}}}
+    request = {
+        "version": __version__,
+        "runs": {str(root): {"id": 1, "want": want, "log": 0, "load": 0, **step}},
+    }
     return dict(hosts_agent.answer(request)["runs"][str(root)])
 
 
@@ -636,7 +735,9 @@ def test_an_error_of_the_disk_is_no_end_of_a_run(tmp_path: Path) -> None:
         ("an-earlier-boot", "it was restarted while the run continued"),
     ],
 )
-def test_a_supervisor_that_is_not_there_has_a_reason(tmp_path: Path, booted: str, reason: str) -> None:
+def test_a_supervisor_that_is_not_there_has_a_reason(
+    tmp_path: Path, booted: str, reason: str
+) -> None:
     folder = tmp_path / "run" / "1"
     folder.mkdir(parents=True)
     (folder / "supervisor.log").write_text("Traceback\nImportError: no psutil\n")
@@ -649,18 +750,26 @@ def test_a_supervisor_that_is_not_there_has_a_reason(tmp_path: Path, booted: str
 
 @pytest.mark.parametrize(("slots", "seen"), [("a:2", {"GPU-1a 0 1", "GPU-2b 0 1"}), ("a:3", None)])
 def test_a_worker_sees_the_gpu_of_its_slot(
-    launcher: HostsLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: str, seen: set[str] | None
+    launcher: HostsLauncher,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    slots: str,
+    seen: set[str] | None,
 ) -> None:
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
-    program.write_text("#!/bin/sh\necho 'GPU 0: X (UUID: GPU-1a)'\necho 'GPU 1: X (UUID: GPU-2b)'\n")
+    program.write_text(
+        "#!/bin/sh\necho 'GPU 0: X (UUID: GPU-1a)'\necho 'GPU 1: X (UUID: GPU-2b)'\n"
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     command = script(tmp_path, f"import os\nprint(*(os.environ[name] for name in {names}))\n")
     workers = int(slots[-1])
-    job_id = launcher.start(job(command, num_workers=workers, gpu_enabled=True, options=("--host", slots)))
+    job_id = launcher.start(
+        job(command, num_workers=workers, gpu_enabled=True, options=("--host", slots))
+    )
     status = end_of(launcher, job_id)
     if seen is None:
         assert status.reason == "host a: slot 2 has no GPU: there are 2; give it fewer slots"
@@ -668,7 +777,9 @@ def test_a_worker_sees_the_gpu_of_its_slot(
         assert seen <= set(texts(launcher, job_id)), status
 
 
-def test_calls_do_not_depend_on_the_number_of_runs(fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_do_not_depend_on_the_number_of_runs(
+    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thousand runs on two hosts, whose answers are made here."""
     calls: list[tuple[str, dict[str, Any]]] = []
 
@@ -681,7 +792,9 @@ def test_calls_do_not_depend_on_the_number_of_runs(fake: Path, tmp_path: Path, m
             "look": {"state": "running"},
         }
         told = {root: states[step["want"]] for root, step in asked["runs"].items()}
-        return io.BytesIO(json.dumps({"version": __version__, "now": time.time(), "runs": told}).encode())
+        return io.BytesIO(
+            json.dumps({"version": __version__, "now": time.time(), "runs": told}).encode()
+        )
 
     monkeypatch.setattr(hosts_ssh.Ssh, "call", answer)
     launcher = HostsLauncher(tmp_path / "many", interval_s=0.5)
@@ -700,7 +813,8 @@ def test_calls_do_not_depend_on_the_number_of_runs(fake: Path, tmp_path: Path, m
                 [
                     1
                     for _, asked in calls
-                    if len(asked["runs"]) == 1000 and all(step["want"] == "look" for step in asked["runs"].values())
+                    if len(asked["runs"]) == 1000
+                    and all(step["want"] == "look" for step in asked["runs"].values())
                 ]
             )
             >= 4
@@ -708,7 +822,9 @@ def test_calls_do_not_depend_on_the_number_of_runs(fake: Path, tmp_path: Path, m
         60,
     )
     # The token goes to a host only when all hosts of the run have passed the check.
-    kinds = {(step["want"], TOKEN in str(step)) for _, asked in calls for step in asked["runs"].values()}
+    kinds = {
+        (step["want"], TOKEN in str(step)) for _, asked in calls for step in asked["runs"].values()
+    }
     assert kinds == {("prepare", False), ("run", True), ("look", False)}
     # At most one call for each of the shortest pauses.
     assert len(calls) <= 2 * (time.monotonic() - began) / 0.2 + 4
@@ -722,7 +838,10 @@ def test_a_late_answer_to_a_deleted_run_does_not_change_the_next_run(
     calls: list[str] = []
     late, end = threading.Event(), threading.Event()
     status = json.dumps({"returncode": 0, "reason": "", "finished_at": time.time()})
-    states = {"prepare": {"state": "prepared", "port": 5}, "run": {"state": "ended", "status": status}}
+    states = {
+        "prepare": {"state": "prepared", "port": 5},
+        "run": {"state": "ended", "status": status},
+    }
 
     def answer(self: Any, host: str, command: Any, request: bytes, *_: Any) -> io.BytesIO:
         asked = json.loads(request)
@@ -735,7 +854,9 @@ def test_a_late_answer_to_a_deleted_run_does_not_change_the_next_run(
         elif late.is_set():
             end.wait(10)
         told = {root: states.get(want, {"state": "missing"}) for root, want in wants.items()}
-        return io.BytesIO(json.dumps({"version": __version__, "now": time.time(), "runs": told}).encode())
+        return io.BytesIO(
+            json.dumps({"version": __version__, "now": time.time(), "runs": told}).encode()
+        )
 
     monkeypatch.setattr(hosts_ssh.Ssh, "call", answer)
     launcher = HostsLauncher(tmp_path / "runs", interval_s=0.01)
@@ -748,7 +869,11 @@ def test_a_late_answer_to_a_deleted_run_does_not_change_the_next_run(
     late.set()
     wait_for(lambda: calls[-1] == "prepare", what="the call after the late answer")
     try:
-        assert sorted(path.name for path in (tmp_path / "runs/1").iterdir()) == ["job.json", "log.jsonl", "output"]
+        assert sorted(path.name for path in (tmp_path / "runs/1").iterdir()) == [
+            "job.json",
+            "log.jsonl",
+            "output",
+        ]
     finally:
         end.set()
         launcher.close()
@@ -757,7 +882,9 @@ def test_a_late_answer_to_a_deleted_run_does_not_change_the_next_run(
 def halves(hosts: Any, num_workers: int, taken: dict[str, set[int]]) -> list[Any]:
     from mlbench_master.launchers.hosts.host_file import Share
 
-    return [Share(host, (len(taken.get(host.name, ())),), place) for place, host in enumerate(hosts)]
+    return [
+        Share(host, (len(taken.get(host.name, ())),), place) for place, host in enumerate(hosts)
+    ]
 
 
 def test_the_launcher_needs_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -818,8 +945,13 @@ def test_the_next_master_removes_the_folders_of_runs_that_had_ended(
     (tmp_path / "runs/3/job.json").write_text("[]")
     second = HostsLauncher(tmp_path / "runs", interval_s=0.1)
     try:
-        wait_for(lambda: not remote(fake, "a") and not remote(fake, "b"), what="the end of the folders on the hosts")
-        wait_for(lambda: not (tmp_path / "runs/1/left_on_hosts").exists(), what="the end of the mark")
+        wait_for(
+            lambda: not remote(fake, "a") and not remote(fake, "b"),
+            what="the end of the folders on the hosts",
+        )
+        wait_for(
+            lambda: not (tmp_path / "runs/1/left_on_hosts").exists(), what="the end of the mark"
+        )
         assert second.has_room(1, ("--host", "a")) and second._runs == {}
         assert second.poll(job_id).state == "finished"
     finally:

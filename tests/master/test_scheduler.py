@@ -50,7 +50,15 @@ def store(tmp_path: Path) -> Store:
     made = Store(f"sqlite:///{tmp_path / 'master.db'}")
     for name in ("first", "second"):
         made.add_run(
-            new_run(name=name, num_workers=1, num_cpus=1, max_bandwidth=1000, image="", backend="gloo", command="true")
+            new_run(
+                name=name,
+                num_workers=1,
+                num_cpus=1,
+                max_bandwidth=1000,
+                image="",
+                backend="gloo",
+                command="true",
+            )
         )
     return made
 
@@ -65,7 +73,9 @@ def ticks(store: Store, launcher: FaultyLauncher) -> tuple[Run, Run]:
     return first, second
 
 
-@pytest.mark.parametrize("broken", [("start",), ("poll",), ("poll", "stop", "log_tail"), ("log_tail",), ("logs",)])
+@pytest.mark.parametrize(
+    "broken", [("start",), ("poll",), ("poll", "stop", "log_tail"), ("log_tail",), ("logs",)]
+)
 def test_an_exception_ends_its_run_and_no_other(
     store: Store, monkeypatch: pytest.MonkeyPatch, broken: tuple[str, ...]
 ) -> None:
@@ -74,7 +84,9 @@ def test_an_exception_ends_its_run_and_no_other(
     first, second = ticks(store, launcher)
     assert second.state == "finished"
     assert (first.state, first.finished_at is None) == ("failed", False)
-    assert first.metadata_dict()["reason"] == "the master cannot look after the run: KeyError: 'what'"
+    assert (
+        first.metadata_dict()["reason"] == "the master cannot look after the run: KeyError: 'what'"
+    )
     assert launcher.stopped == ([] if "stop" in broken else ["idle-1"])
 
 
@@ -101,7 +113,14 @@ def empty(tmp_path: Path) -> Store:
 
 
 def add(store: Store, name: str, workers: int, metadata: str = "{}", **more: Any) -> Run:
-    fields = {"num_cpus": 1, "max_bandwidth": 1000, "image": "", "backend": "gloo", "command": "true", **more}
+    fields = {
+        "num_cpus": 1,
+        "max_bandwidth": 1000,
+        "image": "",
+        "backend": "gloo",
+        "command": "true",
+        **more,
+    }
     return store.add_run(new_run(name=name, num_workers=workers, job_metadata=metadata, **fields))
 
 
@@ -110,7 +129,12 @@ EXCLUSIVE = '{"exclusive": true}'
 
 def test_an_exclusive_run_runs_alone(empty: Store) -> None:
     made = empty
-    for name, workers, metadata in (("a", 1, "{}"), ("b", 2, EXCLUSIVE), ("c", 3, "{}"), ("d", 3, "{}")):
+    for name, workers, metadata in (
+        ("a", 1, "{}"),
+        ("b", 2, EXCLUSIVE),
+        ("c", 3, "{}"),
+        ("d", 3, "{}"),
+    ):
         add(made, name, workers, metadata)
     launcher = FaultyLauncher(OSError())
     scheduler = Scheduler(made, launcher, EventBus(), {})
@@ -150,14 +174,18 @@ class QueueLauncher(IdleLauncher):
         return JobStatus("finished" if names.get(job_id) in self.ended else "running")
 
 
-def running_after(scheduler: Scheduler, store: Store, launcher: QueueLauncher, *ended: str) -> list[str]:
+def running_after(
+    scheduler: Scheduler, store: Store, launcher: QueueLauncher, *ended: str
+) -> list[str]:
     """Names of the runs that run after some have ended."""
     launcher.ended.update(ended)
     scheduler.tick()
     return [run.name for run in store.runs("started")]
 
 
-def test_requests_do_not_wait_for_the_start_of_all_runs(empty: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_do_not_wait_for_the_start_of_all_runs(
+    empty: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The lock is free between two polls, and starts that take long are divided among polls."""
     launcher = QueueLauncher()
     scheduler = Scheduler(empty, launcher, EventBus(), {})
@@ -210,7 +238,11 @@ def test_runs_wait_for_gpus_and_larger_runs_without_them_do_not(empty: Store) ->
     ):  # fmt: skip
         add(empty, name, workers, num_cpus=cores, gpu_enabled=wants)
     assert running_after(scheduler, empty, launcher) == ["two", "cpu", "one"]
-    assert {name: job.gpus for name, job in launcher.jobs.items()} == {"two": ("a", "b"), "cpu": (), "one": ("c",)}
+    assert {name: job.gpus for name, job in launcher.jobs.items()} == {
+        "two": ("a", "b"),
+        "cpu": (),
+        "one": ("c",),
+    }
     # Another master takes over and knows which GPUs are lent.
     scheduler = Scheduler(empty, launcher, EventBus(), {})
     assert running_after(scheduler, empty, launcher, "one") == ["two", "cpu"]
@@ -235,7 +267,9 @@ def test_a_run_that_has_waited_long_for_gpus_gets_the_next_ones(empty: Store) ->
 
 def test_a_master_that_restarts_with_fewer_gpus_fails_a_run_that_needs_more(empty: Store) -> None:
     run = add(empty, "two", 2, gpu_enabled=True)
-    empty.update_run(add(empty, "old", 1).id, state="started", job_id="idle-2", job_metadata={"gpus": 7})
+    empty.update_run(
+        add(empty, "old", 1).id, state="started", job_id="idle-2", job_metadata={"gpus": 7}
+    )
     launcher = QueueLauncher(("a",))
     scheduler = Scheduler(empty, launcher, EventBus(), {})
     launcher.jobs["old"] = Job(run_id=2, name="old", command="true", num_workers=1)
@@ -243,7 +277,9 @@ def test_a_master_that_restarts_with_fewer_gpus_fails_a_run_that_needs_more(empt
     assert running_after(scheduler, empty, launcher, "old") == []
     failed = empty.run(run.id)
     assert failed is not None and failed.state == "failed" and "two" not in launcher.jobs
-    assert failed.metadata_dict()["reason"].startswith("num_workers: must be at most 1 with gpu_enabled, not 2: each")
+    assert failed.metadata_dict()["reason"].startswith(
+        "num_workers: must be at most 1 with gpu_enabled, not 2: each"
+    )
 
 
 def test_a_waiting_run_says_what_it_waits_for(empty: Store) -> None:
@@ -252,7 +288,9 @@ def test_a_waiting_run_says_what_it_waits_for(empty: Store) -> None:
 
     def reasons_after(*ended: str) -> dict[str, str]:
         running_after(scheduler, empty, launcher, *ended)
-        return {run.name: scheduler.waits_for(run) for run in empty.runs() if run.state != "finished"}
+        return {
+            run.name: scheduler.waits_for(run) for run in empty.runs() if run.state != "finished"
+        }
 
     add(empty, "small", 2, gpu_enabled=False)
     add(empty, "alone", 3, EXCLUSIVE)
@@ -262,7 +300,10 @@ def test_a_waiting_run_says_what_it_waits_for(empty: Store) -> None:
         "alone": "waits for run small, because this run is exclusive",
         "whole": "waits for run alone, which comes first",
     }
-    assert reasons_after("small") == {"alone": "", "whole": "waits for run alone, which is exclusive"}
+    assert reasons_after("small") == {
+        "alone": "",
+        "whole": "waits for run alone, which is exclusive",
+    }
     assert reasons_after("alone") == {"whole": ""}
     add(empty, "half", 1, num_cpus=0.5)
     assert reasons_after() == {"whole": "", "half": "waits for cores: 0.5 needed, 0 free"}

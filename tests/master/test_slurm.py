@@ -15,7 +15,14 @@ import pytest
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app
-from mlbench_master.launchers import LAUNCHERS, Job, JobStatus, LauncherError, launcher_names, make_launcher
+from mlbench_master.launchers import (
+    LAUNCHERS,
+    Job,
+    JobStatus,
+    LauncherError,
+    launcher_names,
+    make_launcher,
+)
 from mlbench_master.launchers.local.launcher import LocalLauncher
 from mlbench_master.launchers.slurm import launcher as slurm
 from mlbench_master.launchers.slurm import queue as slurm_queue
@@ -57,7 +64,9 @@ class Controller:
         self.calls.append(" ".join(command))
         if command[0] == "sbatch":
             number = str(len(self.jobs) + 1)
-            comment = next(word for word in command if word.startswith("--comment=")).partition("=")[2]
+            comment = next(word for word in command if word.startswith("--comment=")).partition(
+                "="
+            )[2]
             self.jobs[number] = f"PENDING|Resources|1:00||{comment}"
             return f"{number};a-cluster\n"
         if command[0] == "scancel":
@@ -66,7 +75,9 @@ class Controller:
             raise LauncherError("sacct: Slurm accounting storage is disabled")
         if command[0] == "sacct":
             return self.accounting
-        wanted = [word.partition("=")[2] for word in command if word.startswith("--jobs=")] or list(self.jobs)
+        wanted = [word.partition("=")[2] for word in command if word.startswith("--jobs=")] or list(
+            self.jobs
+        )
         return "".join(f"{number}|{self.jobs[number]}\n" for number in wanted)
 
     def called(self, program: str) -> list[str]:
@@ -94,7 +105,9 @@ def queued(controller: Controller, tmp_path: Path) -> Iterator[SlurmLauncher]:
 @pytest.fixture
 def client(fake: Path, tmp_path: Path) -> Iterator[TestClient]:
     app = create_app(
-        data_dir=tmp_path / "data", launcher=SlurmLauncher(tmp_path / "data" / "runs", interval_s=0.1), token=TOKEN
+        data_dir=tmp_path / "data",
+        launcher=SlurmLauncher(tmp_path / "data" / "runs", interval_s=0.1),
+        token=TOKEN,
     )
     headers = {"Authorization": f"Bearer {TOKEN}"}
     with TestClient(app, base_url="http://127.0.0.1:5080", headers=headers) as test_client:
@@ -134,7 +147,9 @@ def test_a_command_runs_once_for_each_worker(client: TestClient, tmp_path: Path)
         "pathlib.Path(os.environ['MLBENCH_OUTPUT'], os.environ['RANK']).write_text('result')\n"
         "print('progress 1\\rprogress 2\\nx' + 'y' * 20_000, end='')\n"
     )
-    run = create(client, f"python {script} '{{run_id}} $HOME' {{rank}} {{hosts}} {{backend}}", workers=3)
+    run = create(
+        client, f"python {script} '{{run_id}} $HOME' {{rank}} {{hosts}} {{backend}}", workers=3
+    )
     done = wait_state(client, run["id"], "finished", "failed")
     assert done["state"] == "finished", done
     found = lines(client, run["id"])
@@ -144,15 +159,25 @@ def test_a_command_runs_once_for_each_worker(client: TestClient, tmp_path: Path)
         args = [f"{run['id']} $HOME", str(rank), hosts, "gloo"]
         assert said[rank] == f"args {args} {rank} 3 {local} {of} 127.0.0.1 15001 1 {run['id']}"
     assert all(line["date"] for line in found)
-    of_one = [(line["stream"], len(line["text"]), line["text"][:10]) for line in found if line["rank"] == 1]
-    assert sorted(part for part in of_one if part[2] != "args ['1 $" and part[2] != "yyyyyyyyyy") == [
+    of_one = [
+        (line["stream"], len(line["text"]), line["text"][:10])
+        for line in found
+        if line["rank"] == 1
+    ]
+    assert sorted(
+        part for part in of_one if part[2] != "args ['1 $" and part[2] != "yyyyyyyyyy"
+    ) == [
         ("stderr", 11, "to stderr "),
         ("stdout", 10, "progress 2"),
         ("stdout", 16384, "xyyyyyyyyy"),
     ]
     assert sum(length for _, length, text in of_one if text[0] in "xy") == 20_001
     assert found[-1]["text"] == "finished"
-    assert sorted(path.name for path in (tmp_path / "data/runs/1/output").iterdir()) == ["0", "1", "2"]
+    assert sorted(path.name for path in (tmp_path / "data/runs/1/output").iterdir()) == [
+        "0",
+        "1",
+        "2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +204,10 @@ def test_the_reason_says_which_rank_failed_and_how(
     status = end_of(launcher, job_id)
     assert (status.state, status.reason) == (state, reason)
     if "exit" in ending:
-        statuses = {path.name: path.read_text() for path in (launcher.results(job_id).parent / "status").iterdir()}
+        statuses = {
+            path.name: path.read_text()
+            for path in (launcher.results(job_id).parent / "status").iterdir()
+        }
         assert statuses == {"0": "143\n", "1": "3\n"}
 
 
@@ -212,7 +240,11 @@ def test_a_command_that_does_not_exist_says_so(launcher: SlurmLauncher) -> None:
     ],
 )  # fmt: skip
 def test_each_end_that_slurm_knows_has_a_reason(
-    queued: SlurmLauncher, controller: Controller, state: str | None, files: dict[str, str], expected: str
+    queued: SlurmLauncher,
+    controller: Controller,
+    state: str | None,
+    files: dict[str, str],
+    expected: str,
 ) -> None:
     job_id = queued.start(job("true"))
     assert reason_of(queued, job_id) == "job 1 waits in Slurm's queue: Resources"
@@ -231,14 +263,18 @@ def test_each_end_that_slurm_knows_has_a_reason(
     assert len([line for line in queued.logs(job_id).lines if line["text"] == status.reason]) == 1
 
 
-def test_a_job_that_waits_for_a_dead_node_says_so(queued: SlurmLauncher, controller: Controller) -> None:
+def test_a_job_that_waits_for_a_dead_node_says_so(
+    queued: SlurmLauncher, controller: Controller
+) -> None:
     job_id = queued.start(job("true"))
     controller.jobs["1"] = "COMPLETING|None|1:00|f2|"
     expected = JobStatus("running", "job 1 ends when Slurm has cleaned up on f2")
     wait_for(lambda: queued.poll(job_id) == expected, what="the reason")
 
 
-def test_a_job_that_slurm_has_forgotten_may_have_finished(queued: SlurmLauncher, controller: Controller) -> None:
+def test_a_job_that_slurm_has_forgotten_may_have_finished(
+    queued: SlurmLauncher, controller: Controller
+) -> None:
     job_id = queued.start(job("true"))
     for name in ("begun", "exit"):
         (queued.results(job_id).parent / name).write_text("0")
@@ -260,11 +296,15 @@ def test_the_files_of_a_node_may_come_late(
     assert queued.poll(job_id).reason == "worker 1 failed: exit status 4"
 
 
-def test_a_controller_that_does_not_answer_is_a_problem_that_passes(client: TestClient, fake: Path) -> None:
+def test_a_controller_that_does_not_answer_is_a_problem_that_passes(
+    client: TestClient, fake: Path
+) -> None:
     run = create(client, "sleep 100")
     wait_for(lambda: calls(fake, "srun"))
     (fake / "down").touch()
-    reason = wait_for(lambda: client.get(f"/api/runs/{run['id']}/").json()["job_metadata"].get("reason"))
+    reason = wait_for(
+        lambda: client.get(f"/api/runs/{run['id']}/").json()["job_metadata"].get("reason")
+    )
     assert reason == (
         "Slurm refused or does not answer: squeue: slurm_load_jobs error: Unable to contact slurm controller "
         "(connect failure)"
@@ -282,28 +322,42 @@ def test_stop_and_delete_cancel_the_job(client: TestClient, fake: Path, tmp_path
     script = tmp_path / "long.py"
     script.write_text("import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(100)\n")
     run = create(client, str(script), workers=1)
-    pid = wait_for(lambda: [int(x["text"][4:]) for x in lines(client, run["id"]) if x["text"].startswith("pid")])[0]
+    pid = wait_for(
+        lambda: [
+            int(x["text"][4:]) for x in lines(client, run["id"]) if x["text"].startswith("pid")
+        ]
+    )[0]
     assert client.delete(f"/api/runs/{run['id']}/").status_code == 204
     assert calls(fake, "scancel") == ["scancel 1"]
     wait_for(lambda: not psutil.pid_exists(pid))
     assert not (tmp_path / "data" / "runs" / str(run["id"])).exists()
 
 
-def test_the_next_master_goes_on_with_a_job(launcher: SlurmLauncher, fake: Path, tmp_path: Path) -> None:
+def test_the_next_master_goes_on_with_a_job(
+    launcher: SlurmLauncher, fake: Path, tmp_path: Path
+) -> None:
     script = tmp_path / "talks.py"
     script.write_text(
         "import pathlib, sys, time\nprint('before', flush=True)\n"
         f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\nprint('after')\n"
     )
     job_id = launcher.start(job(str(script), num_workers=1))
-    wait_for(lambda: launcher.poll(job_id) and any(x["text"] == "before" for x in launcher.logs(job_id).lines))
+    wait_for(
+        lambda: (
+            launcher.poll(job_id)
+            and any(x["text"] == "before" for x in launcher.logs(job_id).lines)
+        )
+    )
     launcher.close()
     following = SlurmLauncher(tmp_path / "runs", interval_s=0.1)
     assert following.place == launcher.place
     assert following.poll(job_id).state == "running"
     (tmp_path / "go").touch()
     assert end_of(following, job_id).state == "finished"
-    assert [x["text"] for x in following.logs(job_id).lines if x["rank"] == 0] == ["before", "after"]
+    assert [x["text"] for x in following.logs(job_id).lines if x["rank"] == 0] == [
+        "before",
+        "after",
+    ]
     following.close()
 
 
@@ -330,12 +384,16 @@ def test_a_master_that_died_while_it_submitted_a_job(
     assert (folder / "worker.sh").exists() == (is_known_to != "nobody")
 
 
-def test_an_answer_of_sbatch_that_is_lost_leaves_no_orphan(launcher: SlurmLauncher, fake: Path) -> None:
+def test_an_answer_of_sbatch_that_is_lost_leaves_no_orphan(
+    launcher: SlurmLauncher, fake: Path
+) -> None:
     for name in ("hold", "no-answer"):
         (fake / name).touch()
     reason_of(launcher, launcher.start(job("true")))
     (fake / "down").touch()
-    with pytest.raises(LauncherError, match="sbatch: Batch job submission failed: Socket timed out"):
+    with pytest.raises(
+        LauncherError, match="sbatch: Batch job submission failed: Socket timed out"
+    ):
         launcher.start(job("true", run_id=2))
     assert not (launcher.results("slurm-2").parent / "worker.sh").exists()
 
@@ -347,15 +405,21 @@ def test_the_token_is_only_in_a_file_of_its_user(
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SBATCH_PARTITION", "kept")
     script = tmp_path / "token.py"
-    script.write_text("import os\nprint('worker has', os.environ['MLBENCH_TOKEN'], os.environ['MLBENCH_MASTER_URL'])\n")
+    script.write_text(
+        "import os\nprint('worker has', os.environ['MLBENCH_TOKEN'], os.environ['MLBENCH_MASTER_URL'])\n"
+    )
     run = create(client, str(script), workers=1)
     wait_state(client, run["id"], "finished")
-    assert f"worker has {TOKEN} http://127.0.0.1:5080" in [line["text"] for line in lines(client, run["id"])]
+    assert f"worker has {TOKEN} http://127.0.0.1:5080" in [
+        line["text"] for line in lines(client, run["id"])
+    ]
     environment = json.loads((fake / "environment-1.json").read_text())
     assert (environment.get("SLURM_JOB_ID"), environment["SBATCH_PARTITION"]) == (None, "kept")
     folder = tmp_path / "data" / "runs" / str(run["id"])
     places = [path for path in (*fake.rglob("*"), *folder.rglob("*")) if path.is_file()]
-    assert [path.name for path in places if TOKEN in path.read_text() and path.parent.name != "logs"] == [
+    assert [
+        path.name for path in places if TOKEN in path.read_text() and path.parent.name != "logs"
+    ] == [
         *(["env.sh"]),
         *([path.name for path in places if path.name == "log.jsonl"]),
     ]
@@ -365,18 +429,38 @@ def test_the_token_is_only_in_a_file_of_its_user(
 def test_variables_that_are_options_of_slurm_do_not_reach_it(
     launcher: SlurmLauncher, fake: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dropped = ("SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_OUTPUT", "SBATCH_EXPORT", "SQUEUE_FORMAT", "SQUEUE_STATES")
-    dropped += ("SCANCEL_STATE", "SACCT_FEDERATION", "SRUN_EXPORT_ENV", "SLURM_CLUSTERS", "SLURM_NTASKS_PER_NODE")
+    dropped = (
+        "SBATCH_ARRAY_INX",
+        "SBATCH_WAIT",
+        "SBATCH_OUTPUT",
+        "SBATCH_EXPORT",
+        "SQUEUE_FORMAT",
+        "SQUEUE_STATES",
+    )
+    dropped += (
+        "SCANCEL_STATE",
+        "SACCT_FEDERATION",
+        "SRUN_EXPORT_ENV",
+        "SLURM_CLUSTERS",
+        "SLURM_NTASKS_PER_NODE",
+    )
     for name in dropped:
         monkeypatch.setenv(name, "1-4")
     for name in ("SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_PARTITION"):
         monkeypatch.setenv(name, f"the {name}")
     call = {"SBATCH_ACCOUNT": "of the call", "PATH": os.environ["PATH"]}
     assert end_of(launcher, launcher.start(job("true"))).state == "finished"
-    assert end_of(launcher, launcher.start(job("true", run_id=2, caller_env=call))).state == "finished"
-    first, second = (json.loads((fake / f"environment-{number}.json").read_text()) for number in (1, 2))
+    assert (
+        end_of(launcher, launcher.start(job("true", run_id=2, caller_env=call))).state == "finished"
+    )
+    first, second = (
+        json.loads((fake / f"environment-{number}.json").read_text()) for number in (1, 2)
+    )
     assert not {*first, *second} & set(dropped)
-    assert (first["SLURM_CONF"], first["SBATCH_ACCOUNT"]) == ("the SLURM_CONF", "the SBATCH_ACCOUNT")
+    assert (first["SLURM_CONF"], first["SBATCH_ACCOUNT"]) == (
+        "the SLURM_CONF",
+        "the SBATCH_ACCOUNT",
+    )
     # The account and the partition belong to the call: the second one has no partition.
     assert (second["SBATCH_ACCOUNT"], second.get("SBATCH_PARTITION")) == ("of the call", None)
 
@@ -389,9 +473,18 @@ def test_workers_start_in_the_folder_and_with_the_environment_of_the_call(
     folder = tmp_path / "it's mine"
     folder.mkdir()
     names = "('NCCL_ALGO', 'HF_TOKEN', 'CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS', 'MINE')"
-    (folder / "show.py").write_text(f"import os\nprint(os.getcwd(), *(os.environ.get(name) for name in {names}))\n")
-    call = {"NCCL_ALGO": "Tree", "CUDA_VISIBLE_DEVICES": "7", "OMP_NUM_THREADS": "3", "PATH": os.environ["PATH"]}
-    job_id = launcher.start(job("python show.py", cwd=str(folder), caller_env=call, env={"MINE": "$x"}))
+    (folder / "show.py").write_text(
+        f"import os\nprint(os.getcwd(), *(os.environ.get(name) for name in {names}))\n"
+    )
+    call = {
+        "NCCL_ALGO": "Tree",
+        "CUDA_VISIBLE_DEVICES": "7",
+        "OMP_NUM_THREADS": "3",
+        "PATH": os.environ["PATH"],
+    }
+    job_id = launcher.start(
+        job("python show.py", cwd=str(folder), caller_env=call, env={"MINE": "$x"})
+    )
     assert end_of(launcher, job_id).state == "finished"
     said = [line["text"] for line in launcher.logs(job_id).lines]
     # Slurm gives a job its devices, not the call.
@@ -419,22 +512,45 @@ def test_options_come_between_the_defaults_and_what_mlbench_needs(
 
 
 @pytest.mark.parametrize(
-    "option", ["--array=1-3", "--arr=1-3", "--nt=4", "-a", "-n4", "--ntasks=4", "--wrap=ls", "--requeue", "-o", "-W"]
+    "option",
+    [
+        "--array=1-3",
+        "--arr=1-3",
+        "--nt=4",
+        "-a",
+        "-n4",
+        "--ntasks=4",
+        "--wrap=ls",
+        "--requeue",
+        "-o",
+        "-W",
+    ],
 )
 def test_options_that_contradict_the_script_are_refused(queued: SlurmLauncher, option: str) -> None:
-    with pytest.raises(ValueError, match=f"that MLBench does not set itself, not '{option}': leave it out"):
+    with pytest.raises(
+        ValueError, match=f"that MLBench does not set itself, not '{option}': leave it out"
+    ):
         queued.start(job("true", options=("--time=1", option)))
 
 
 def test_a_word_before_the_options_is_not_taken_for_the_script(queued: SlurmLauncher) -> None:
-    with pytest.raises(ValueError, match="must begin with an option, for example --time=10, not 'partition=gpu'"):
+    with pytest.raises(
+        ValueError, match="must begin with an option, for example --time=10, not 'partition=gpu'"
+    ):
         queued.start(job("true", options=("partition=gpu", "--time=1")))
 
 
 def test_the_options_of_a_run_reach_sbatch(client: TestClient, fake: Path) -> None:
-    body = {"name": "a", "num_workers": 1, "command": "true", "engine_options": "--comment2=x --time '1:00'"}
+    body = {
+        "name": "a",
+        "num_workers": 1,
+        "command": "true",
+        "engine_options": "--comment2=x --time '1:00'",
+    }
     run = client.post("/api/runs/", json=body).json()
-    refused = client.post("/api/runs/", json={**body, "name": "b", "engine_options": ["--array=1-2"]})
+    refused = client.post(
+        "/api/runs/", json={**body, "name": "b", "engine_options": ["--array=1-2"]}
+    )
     assert (refused.status_code, refused.json()["message"][:15]) == (400, "engine_options:")
     assert " --comment2=x --time 1:00 --ntasks=1 " in wait_for(lambda: calls(fake, "sbatch"))[0]
     assert run["job_metadata"]["engine_options"] == ["--comment2=x", "--time", "1:00"]
@@ -444,16 +560,24 @@ def test_the_options_of_a_run_reach_sbatch(client: TestClient, fake: Path) -> No
     ("visible", "place"), [("3", "0 1"), (None, "1 2")]
 )  # fmt: skip
 def test_a_worker_that_sees_only_its_own_gpu_has_the_local_rank_0(
-    launcher: SlurmLauncher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, place: str
+    launcher: SlurmLauncher,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    visible: str | None,
+    place: str,
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     script = tmp_path / "place.py"
-    script.write_text("import os\nprint('place', os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE'])\n")
+    script.write_text(
+        "import os\nprint('place', os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE'])\n"
+    )
     job_id = launcher.start(job(str(script), gpu_enabled=True, num_workers=3))
     end_of(launcher, job_id)
-    assert f"place {place}" in [line["text"] for line in launcher.logs(job_id).lines if line["rank"] == 1]
+    assert f"place {place}" in [
+        line["text"] for line in launcher.logs(job_id).lines if line["rank"] == 1
+    ]
 
 
 @pytest.fixture
@@ -479,7 +603,11 @@ def test_mpi_starts_through_srun_or_through_its_own_mpirun(
         (fake / "no-pmix").touch()
     worker = "sh -c 'echo $RANK of $WORLD_SIZE $SLURM_MPI_TYPE; exit $RANK'"
     status = end_of(launcher, launcher.start(job(worker, backend="mpi")))
-    said = sorted((line["rank"], line["text"]) for line in launcher.logs("slurm-1").lines if line["stream"] == "stdout")
+    said = sorted(
+        (line["rank"], line["text"])
+        for line in launcher.logs("slurm-1").lines
+        if line["stream"] == "stdout"
+    )
     by = " pmix" if has_pmix else ""
     assert said == [(0, f"0 of 2{by}"), (1, f"1 of 2{by}")]
     assert status.reason == "worker 1 failed: exit status 1"
@@ -491,13 +619,20 @@ def test_a_command_that_starts_all_workers_is_one_task(
 ) -> None:
     command = f"{mpirun} -n 2 sh -c 'echo $RANK {{rank}} $MASTER_ADDR'"
     assert end_of(launcher, launcher.start(job(command, **changes))).state == "finished"
-    said = [(line["rank"], line["text"]) for line in launcher.logs("slurm-1").lines if line["stream"] == "stdout"]
+    said = [
+        (line["rank"], line["text"])
+        for line in launcher.logs("slurm-1").lines
+        if line["stream"] == "stdout"
+    ]
     assert said == [(0, "0 127.0.0.1")] * 2
 
 
 def test_missing_programs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(fake_slurm.install(tmp_path / "slurm", "sbatch", "squeue")))
-    with pytest.raises(ConfigurationError, match=r"needs sbatch, squeue, scancel, but scancel cannot be found: start"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"needs sbatch, squeue, scancel, but scancel cannot be found: start",
+    ):
         make_launcher("slurm", tmp_path)
 
 
@@ -506,7 +641,9 @@ def test_the_interval_must_be_a_positive_number(
     controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setenv("MLBENCH_SLURM_INTERVAL_S", text)
-    with pytest.raises(ConfigurationError, match="MLBENCH_SLURM_INTERVAL_S must be a positive number"):
+    with pytest.raises(
+        ConfigurationError, match="MLBENCH_SLURM_INTERVAL_S must be a positive number"
+    ):
         SlurmLauncher(tmp_path)
 
 
@@ -532,16 +669,23 @@ def test_a_thousand_jobs_take_one_call_per_interval(
     assert len(controller.called("squeue")) <= before + 1
 
 
-def test_a_master_with_another_launcher_does_not_touch_runs_that_continue(client: TestClient, tmp_path: Path) -> None:
+def test_a_master_with_another_launcher_does_not_touch_runs_that_continue(
+    client: TestClient, tmp_path: Path
+) -> None:
     run = create(client, "sleep 100")
     wait_state(client, run["id"], "started")
     client.app.state.scheduler.close()  # type: ignore[attr-defined]
-    with pytest.raises(ConfigurationError, match=r"run 'a-run' was started by the launcher 'slurm' and has not ended"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"run 'a-run' was started by the launcher 'slurm' and has not ended",
+    ):
         create_app(data_dir=tmp_path / "data")
     client.post(f"/api/runs/{run['id']}/stop/")
     app = create_app(data_dir=tmp_path / "data")
     with TestClient(app, base_url="http://127.0.0.1:5080") as local:
-        assert lines(local, run["id"])[-1]["text"].startswith("submitted as job 1") or lines(local, run["id"])
+        assert lines(local, run["id"])[-1]["text"].startswith("submitted as job 1") or lines(
+            local, run["id"]
+        )
         assert local.delete(f"/api/runs/{run['id']}/").status_code == 204
 
 
@@ -559,5 +703,7 @@ def test_other_packages_add_launchers(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     assert launcher_names() == (*LAUNCHERS, "ours", "wrong")
     assert isinstance(make_launcher("ours", tmp_path), LocalLauncher)
-    with pytest.raises(ConfigurationError, match=r"entry point 'wrong' of mlbench.launchers must return a Launcher"):
+    with pytest.raises(
+        ConfigurationError, match=r"entry point 'wrong' of mlbench.launchers must return a Launcher"
+    ):
         make_launcher("wrong", tmp_path)

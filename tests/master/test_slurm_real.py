@@ -47,7 +47,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def launcher(real: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmLauncher]:
+def launcher(
+    real: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SlurmLauncher]:
     monkeypatch.setenv("SLURM_CONF", str(real.conf))
     made = SlurmLauncher(tmp_path / "runs", interval_s=0.3)
     yield made
@@ -55,7 +57,9 @@ def launcher(real: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def start(launcher: SlurmLauncher, run_id: int, command: str, **changes: Any) -> str:
-    return launcher.start(Job(**{"run_id": run_id, "name": "a", "num_workers": 1, "command": command, **changes}))
+    return launcher.start(
+        Job(**{"run_id": run_id, "name": "a", "num_workers": 1, "command": command, **changes})
+    )
 
 
 def end_of(launcher: SlurmLauncher, job_id: str) -> JobStatus:
@@ -69,7 +73,11 @@ def end_of(launcher: SlurmLauncher, job_id: str) -> JobStatus:
 
 
 def wait_for_line(launcher: SlurmLauncher, job_id: str, text: str) -> None:
-    wait_for(lambda: launcher.poll(job_id) and text in [line["text"] for line in launcher.logs(job_id).lines])
+    wait_for(
+        lambda: (
+            launcher.poll(job_id) and text in [line["text"] for line in launcher.logs(job_id).lines]
+        )
+    )
 
 
 def test_workers_on_several_nodes_meet_and_each_end_has_its_reason(
@@ -78,7 +86,9 @@ def test_workers_on_several_nodes_meet_and_each_end_has_its_reason(
     """At the same time, because each job takes some seconds; the nodes have eight cores."""
     meeting = tmp_path / "meeting.py"
     meeting.write_text(MEETING)
-    met = start(launcher, 1, str(meeting), num_workers=3, options=("--nodes=3", "--ntasks-per-node=1"))
+    met = start(
+        launcher, 1, str(meeting), num_workers=3, options=("--nodes=3", "--ntasks-per-node=1")
+    )
     failing = start(launcher, 2, "sh -c 'sleep $0; exit $0' {rank}", num_workers=2)
     sleeping = "sh -c 'echo ready; sleep 100'"
     cancelled = start(launcher, 3, sleeping, options=("--nodelist=n4",))
@@ -87,23 +97,38 @@ def test_workers_on_several_nodes_meet_and_each_end_has_its_reason(
     for job_id in (cancelled, stopped):
         wait_for_line(launcher, job_id, "ready")
     reason = wait_for(lambda: launcher.poll(waiting).reason)
-    assert reason in ("job 5 waits in Slurm's queue: Resources", "job 5 waits in Slurm's queue: Priority")
+    assert reason in (
+        "job 5 waits in Slurm's queue: Resources",
+        "job 5 waits in Slurm's queue: Priority",
+    )
     real.run("scancel", "3")
     launcher.stop(stopped)
     launcher.stop(waiting)
     assert real.run("squeue", "--noheader", "--jobs=4,5").strip() == ""
     assert end_of(launcher, cancelled).reason == "job 3 of Slurm was cancelled, but not by MLBench"
-    assert end_of(launcher, met) == JobStatus("finished", returncode=0, finished_at=launcher.poll(met).finished_at)
-    said = {line["rank"]: line["text"] for line in launcher.logs(met).lines if line["stream"] == "stdout"}
+    assert end_of(launcher, met) == JobStatus(
+        "finished", returncode=0, finished_at=launcher.poll(met).finished_at
+    )
+    said = {
+        line["rank"]: line["text"]
+        for line in launcher.logs(met).lines
+        if line["stream"] == "stdout"
+    }
     assert sorted(said) == [1, 2]
     assert all(text.startswith("met n") for text in said.values()) and len(set(said.values())) == 2
     failed = end_of(launcher, failing)
-    assert (failed.state, failed.reason, failed.returncode) == ("failed", "worker 1 failed: exit status 1", 1)
+    assert (failed.state, failed.reason, failed.returncode) == (
+        "failed",
+        "worker 1 failed: exit status 1",
+        1,
+    )
 
 
 def test_slurm_ends_a_job_and_says_why(real: Cluster, launcher: SlurmLauncher) -> None:
     sleeping = "sh -c 'echo ready; sleep 100'"
-    fails = start(launcher, 1, sleeping, num_workers=2, options=("--nodelist=n1,n2", "--ntasks-per-node=1"))
+    fails = start(
+        launcher, 1, sleeping, num_workers=2, options=("--nodelist=n1,n2", "--ntasks-per-node=1")
+    )
     loses = start(launcher, 2, sleeping, num_cpus=2, options=("--nodelist=n3",))
     for job_id in (fails, loses):
         wait_for_line(launcher, job_id, "ready")
@@ -111,9 +136,13 @@ def test_slurm_ends_a_job_and_says_why(real: Cluster, launcher: SlurmLauncher) -
     real.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     number = (launcher.results(fails).parent / "slurm_job").read_text()
     assert end_of(launcher, fails).reason == f"node n2 failed, which ended job {number} of Slurm"
-    with contextlib.suppress(subprocess.CalledProcessError):  # Slurm may have taken it back by itself
+    with contextlib.suppress(
+        subprocess.CalledProcessError
+    ):  # Slurm may have taken it back by itself
         real.run("scontrol", "update", "nodename=n2", "state=resume")
-    assert end_of(launcher, loses).reason.endswith(" of Slurm was preempted by a job of higher priority")
+    assert end_of(launcher, loses).reason.endswith(
+        " of Slurm was preempted by a job of higher priority"
+    )
     assert end_of(launcher, urgent).state == "finished"
     # The processes of the nodes that continue are gone, too.
     wait_for(lambda: not [one for one in real.processes() if "sleep" in one.name()])
@@ -126,7 +155,9 @@ def test_the_master_is_killed_and_the_next_one_finds_its_job(
     monkeypatch.setenv("MLBENCH_SLURM_INTERVAL_S", "0.3")
     data = tmp_path / "data"
     script = tmp_path / "worker.sh"
-    script.write_text(f"echo before\nwhile [ ! -e {tmp_path / 'go'} ]; do sleep 0.1; done\necho after\n")
+    script.write_text(
+        f"echo before\nwhile [ ! -e {tmp_path / 'go'} ]; do sleep 0.1; done\necho after\n"
+    )
     with server(data, "--launcher", "slurm") as (base, master):
         run = create(httpx, f"sh {script}", workers=2, name="kept", base=base)
         wait_for(lambda: [x["text"] for x in lines(httpx, run["id"], base)].count("before") == 2)
@@ -138,5 +169,7 @@ def test_the_master_is_killed_and_the_next_one_finds_its_job(
     with server(data, "--launcher", "slurm") as (base, _):
         done = wait_state(httpx, run["id"], "finished", "failed", base=base)
         assert done["state"] == "finished", done
-        said = sorted((x["rank"], x["text"]) for x in lines(httpx, run["id"], base) if x["stream"] == "stdout")
+        said = sorted(
+            (x["rank"], x["text"]) for x in lines(httpx, run["id"], base) if x["stream"] == "stdout"
+        )
         assert said == [(0, "after"), (0, "before"), (1, "after"), (1, "before")]

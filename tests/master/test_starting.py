@@ -9,7 +9,13 @@ from mlbench_master.database.store import NameInUseError, Run, Store, new_run
 
 def make(name: str) -> Run:
     return new_run(
-        name=name, num_workers=1, num_cpus=1.0, max_bandwidth=1000.0, image="custom_image", backend="gloo", command="x"
+        name=name,
+        num_workers=1,
+        num_cpus=1.0,
+        max_bandwidth=1000.0,
+        image="custom_image",
+        backend="gloo",
+        command="x",
     )
 
 

@@ -23,7 +23,9 @@ METRIC = {"run_id": 1, "name": "loss", "value": 0.5}
     ],
 )
 @pytest.mark.parametrize("how", ["json", "data"])
-def test_a_run_with_an_unknown_field_is_not_started(client: TestClient, how: Any, field: str, hint: str) -> None:
+def test_a_run_with_an_unknown_field_is_not_started(
+    client: TestClient, how: Any, field: str, hint: str
+) -> None:
     answer = client.post("/api/runs/", **{how: {**RUN, field: "1"}})
     assert answer.status_code == 400
     assert answer.json()["message"].startswith(f"{field}: is not a field, and would be ignored: ")
@@ -57,7 +59,10 @@ def test_a_metric_with_an_unknown_field_is_not_stored(client: TestClient, items:
         items = {**items, "runid": 1}
     answer = client.post("/api/metrics/", json=items)
     assert answer.status_code == 400
-    assert "runid: is not a field, and would be ignored: did you mean 'run_id'?" in answer.json()["message"]
+    assert (
+        "runid: is not a field, and would be ignored: did you mean 'run_id'?"
+        in answer.json()["message"]
+    )
     assert client.get("/api/metrics/1/?metric_type=run").json() == {}
 
 

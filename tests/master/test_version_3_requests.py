@@ -32,21 +32,45 @@ JQUERY = {
     "X-CSRFToken": "x" * 64,
     "X-Requested-With": "XMLHttpRequest",
 }
-PYTHON = {"User-Agent": "python-requests/2.22.0", "Accept": "*/*", "Accept-Encoding": "gzip, deflate"}
+PYTHON = {
+    "User-Agent": "python-requests/2.22.0",
+    "Accept": "*/*",
+    "Accept-Encoding": "gzip, deflate",
+}
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Any]:
     """A master with a run of two workers, which has started, and some metrics of it and of its first worker."""
     app = create_app(data_dir=tmp_path, launcher=IdleContainers())
-    with TestClient(app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False) as test_client:
-        form = {"name": "r", "num_workers": 2, "custom_image_command": "true", "image_name": "custom_image"}
-        assert test_client.post("/api/runs/", data={**form, "custom_image_name": "i"}).json()["id"] == 1
+    with TestClient(
+        app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False
+    ) as test_client:
+        form = {
+            "name": "r",
+            "num_workers": 2,
+            "custom_image_command": "true",
+            "image_name": "custom_image",
+        }
+        assert (
+            test_client.post("/api/runs/", data={**form, "custom_image_name": "i"}).json()["id"]
+            == 1
+        )
         wait_for(lambda: test_client.get("/api/runs/1/").json()["state"] == "started")
-        for name, owner in (("train_loss @ 0", {"run_id": "1"}), ("cpu", {"pod_name": "r-worker-0"})):
+        for name, owner in (
+            ("train_loss @ 0", {"run_id": "1"}),
+            ("cpu", {"pod_name": "r-worker-0"}),
+        ):
             for second in range(4):
-                metric = {"name": name, "value": str(second), "date": f"2020-01-01 12:00:0{second}", "metadata": ""}
-                assert test_client.post("/api/metrics/", data={**owner, **metric}).status_code == 201
+                metric = {
+                    "name": name,
+                    "value": str(second),
+                    "date": f"2020-01-01 12:00:0{second}",
+                    "metadata": "",
+                }
+                assert (
+                    test_client.post("/api/metrics/", data={**owner, **metric}).status_code == 201
+                )
         yield test_client
 
 
@@ -61,14 +85,19 @@ def ends_in(*values: str) -> Any:
         ((name, entries),) = answer.json().items()
         assert all(set(entry) == {"date", "value", "cumulative"} for entry in entries)
         assert all(DATE.fullmatch(entry["date"]) for entry in entries)
-        return name in ("train_loss @ 0", "cpu") and [entry["value"] for entry in entries] == list(values)
+        return name in ("train_loss @ 0", "cpu") and [entry["value"] for entry in entries] == list(
+            values
+        )
 
     return check
 
 
 def is_zip(answer: Any) -> bool:
     names = zipfile.ZipFile(io.BytesIO(answer.content)).namelist()
-    return answer.headers["content-type"] == "application/zip" and "result_train_loss @ 0.json" in names
+    return (
+        answer.headers["content-type"] == "application/zip"
+        and "result_train_loss @ 0.json" in names
+    )
 
 
 def is_all(answer: Any) -> bool:
@@ -82,7 +111,9 @@ def is_runs(answer: Any) -> bool:
 
 def is_run(answer: Any) -> bool:
     run = answer.json()
-    return (run["job_id"], run["num_workers"]) == ("idle-1", 2) and DATE.fullmatch(run["created_at"]) is not None
+    return (run["job_id"], run["num_workers"]) == ("idle-1", 2) and DATE.fullmatch(
+        run["created_at"]
+    ) is not None
 
 
 def is_pods(answer: Any) -> bool:
@@ -95,7 +126,12 @@ def is_entry(**wanted: Any) -> Any:
     return lambda answer: {name: answer.json()[name] for name in wanted} == wanted
 
 
-METRIC = {"name": "val_Prec@1 @ 0", "cumulative": "False", "value": "91.25", "metadata": '{"rank": 0, "epoch": 3}'}
+METRIC = {
+    "name": "val_Prec@1 @ 0",
+    "cumulative": "False",
+    "value": "91.25",
+    "metadata": '{"rank": 0, "epoch": 3}',
+}
 RUN = {
     "name": "new-run",
     "num_workers": "2",
@@ -181,7 +217,9 @@ WRITES = [item for item in REQUESTS if item[1] != "GET"]
 
 def check_answer(client: Any, headers: dict[str, str], request: list[Any]) -> None:
     method, address, body, status, check = request
-    kind = {"Content-Type": "application/x-www-form-urlencoded"} if body and headers is PYTHON else {}
+    kind = (
+        {"Content-Type": "application/x-www-form-urlencoded"} if body and headers is PYTHON else {}
+    )
     answer = client.request(method, address, content=body, headers={**headers, **kind})
     assert answer.status_code == status, (request, answer.text)
     assert check(answer), (request, answer.text)

@@ -76,7 +76,11 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("refused")
 def test_a_refused_dtype_gives_the_bits_of_float32() -> None:
     torch.manual_seed(0)
-    lstm, x, state = AutocastLSTM(3, 4), torch.randn(5, 2, 3), (torch.randn(1, 2, 4), torch.randn(1, 2, 4))
+    lstm, x, state = (
+        AutocastLSTM(3, 4),
+        torch.randn(5, 2, 3),
+        (torch.randn(1, 2, 4), torch.randn(1, 2, 4)),
+    )
     packed = pack_padded_sequence(x, torch.tensor([5, 3]))
     dropped = WeightDrop(lstm, ["weight_hh_l0"], dropout=0.0)
     expected = [lstm(x), lstm(x, state), lstm(packed), dropped(x, state)]
@@ -85,7 +89,9 @@ def test_a_refused_dtype_gives_the_bits_of_float32() -> None:
         found = [lstm(x), lstm(x, state), lstm(packed), dropped(x, state)]
         from_halves = lstm(x.bfloat16(), halves)
     for (output, states), (wanted, wanted_states) in zip(found, expected, strict=True):
-        data, wanted_data = (out if isinstance(out, torch.Tensor) else out.data for out in (output, wanted))
+        data, wanted_data = (
+            out if isinstance(out, torch.Tensor) else out.data for out in (output, wanted)
+        )
         assert torch.equal(data, wanted_data)
         assert all(map(torch.equal, states, wanted_states))
     rounded = lstm(x.bfloat16().float(), tuple(half.float() for half in halves))

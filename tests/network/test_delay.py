@@ -107,7 +107,9 @@ def test_a_link_loses_its_share_of_packets() -> None:
 
 
 @needs_namespaces
-def test_a_straggler_gets_its_share_of_time_and_ends_with_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_straggler_gets_its_share_of_time_and_ends_with_the_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(disturbances, "_SEARCH_S", 0.05)
     with EmulatedNetwork(2, network="unlimited; host1: 20%-cpu") as network:
         with run_python(network, 1, SPINNER) as spinner:
@@ -171,11 +173,18 @@ def test_a_killed_owner_that_is_not_root_leaves_no_process(rights: str) -> None:
 
 
 @needs_namespaces
-def test_a_switch_that_does_not_start_is_an_error_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_that_does_not_start_is_an_error_with_its_last_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("mlbench_core.network.emulated.SWITCH", "no_such_file.py")
-    with pytest.raises(ConfigurationError, match=r"the switch that delays frames cannot start: .*no_such_file"):
+    with pytest.raises(
+        ConfigurationError, match=r"the switch that delays frames cannot start: .*no_such_file"
+    ):
         EmulatedNetwork(2, network="1gbit,5ms").__enter__()
-    assert not any(f"mlbench-{os.getpid()}-" in name and name.endswith("switch") for name in Namespaces().names())
+    assert not any(
+        f"mlbench-{os.getpid()}-" in name and name.endswith("switch")
+        for name in Namespaces().names()
+    )
 
 
 @pytest.mark.parametrize("hosts", [2, 5])

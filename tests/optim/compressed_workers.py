@@ -37,7 +37,12 @@ from mlbench_core.optim.pytorch.compressed import CompressedOptimizer
 from tests.helpers.collectives import recording_collectives
 
 STEPS = 12
-SHAPES: dict[str, tuple[int, ...]] = {"matrix": (3, 7), "vector": (5,), "scalar": (), "kernel": (2, 3, 2, 2)}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "matrix": (3, 7),
+    "vector": (5,),
+    "scalar": (),
+    "kernel": (2, 3, 2, 2),
+}
 LR = 0.1
 DIGITS_STEPS = 200
 
@@ -47,7 +52,9 @@ OPTIMIZERS: dict[str, Make] = {
     "signum": lambda params: SignSGD(params, lr=LR, momentum=0.5),
     "ef sign": lambda params: EFSignSGD(params, lr=LR),
     "top-k": lambda params: SparsifiedSGD(params, lr=LR, sparse_grad_size=3),
-    "top 20 %": lambda params: CentralizedSparsifiedSGD(params, lr=LR, sparse_grad_size=0.2, world_size=None),
+    "top 20 %": lambda params: CentralizedSparsifiedSGD(
+        params, lr=LR, sparse_grad_size=0.2, world_size=None
+    ),
     "random-k": lambda params: CentralizedSparsifiedSGD(
         params, lr=LR, sparse_grad_size=3, random_sparse=True, world_size=None
     ),
@@ -145,7 +152,10 @@ def mixed_tensors(rank: int) -> dict[str, Tensor]:
         "half": ((3, 3), torch.float16),
         "bfloat": ((9,), torch.bfloat16),
     }
-    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, (shape, dtype) in kinds.items()}
+    tensors = {
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for name, (shape, dtype) in kinds.items()
+    }
     tensors["transposed"] = torch.randn(5, 2, generator=generator).T
     tensors["zeros"] = torch.zeros(11)
     return tensors
@@ -159,12 +169,27 @@ def aggregations(rank: int, world_size: int) -> dict[str, Any]:
         for _ in range(2):
             tensors = mixed_tensors(rank)
             before = {key: tensor.clone() for key, tensor in tensors.items()}
-            owed = {key: tensor.clone() for key, tensor in aggregation.state_dict().get("memory", {}).items()}
+            owed = {
+                key: tensor.clone()
+                for key, tensor in aggregation.state_dict().get("memory", {}).items()
+            }
             flag = torch.tensor([float(rank)])
             with counted_collectives() as calls:
                 aggregation.aggregate(tensors, AVG_WORLD, extra=[flag])
-            still = {key: tensor.clone() for key, tensor in aggregation.state_dict().get("memory", {}).items()}
-            rounds.append({"in": before, "owed": owed, "out": tensors, "still": still, "calls": calls, "flag": flag})
+            still = {
+                key: tensor.clone()
+                for key, tensor in aggregation.state_dict().get("memory", {}).items()
+            }
+            rounds.append(
+                {
+                    "in": before,
+                    "owed": owed,
+                    "out": tensors,
+                    "still": still,
+                    "calls": calls,
+                    "flag": flag,
+                }
+            )
         result[name] = {
             "rounds": rounds,
             "bytes_sent": aggregation.bytes_sent,
@@ -219,7 +244,11 @@ def by_layer(rank: int, world_size: int) -> dict[tuple[str, bool], Any]:
             params = make_params(torch.float32)
             model = nn.ParameterDict(params)
             optimizer = GenericCentralizedOptimizer(
-                None, model, by_layer=layered, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), aggregation=make()
+                None,
+                model,
+                by_layer=layered,
+                optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+                aggregation=make(),
             )
             with counted_collectives() as calls:
                 for t in range(2):
@@ -279,7 +308,9 @@ def errors(rank: int, world_size: int) -> dict[str, str]:
     """Messages that every worker sees."""
     makers: dict[str, Callable[[], Any]] = {
         "default": lambda: CentralizedSparsifiedSGD([nn.Parameter(torch.ones(1))], lr=0.1),
-        "too many": lambda: SignSGD([nn.Parameter(torch.ones(1))], lr=0.1, world_size=world_size + 1),
+        "too many": lambda: SignSGD(
+            [nn.Parameter(torch.ones(1))], lr=0.1, world_size=world_size + 1
+        ),
     }
     messages = {}
     for name, make in makers.items():
@@ -294,7 +325,9 @@ QUADRATIC: dict[str, tuple[Make, Callable[[int], float], int]] = {
     "ef sign": (lambda p: EFSignSGD(p, lr=1.0), lambda t: 2 / (t + 10), 250),
     "top-1": (lambda p: SparsifiedSGD(p, lr=1.0, sparse_grad_size=1), lambda t: 2 / (t + 10), 250),
     "random-1": (
-        lambda p: CentralizedSparsifiedSGD(p, lr=1.0, sparse_grad_size=1, random_sparse=True, world_size=None),
+        lambda p: CentralizedSparsifiedSGD(
+            p, lr=1.0, sparse_grad_size=1, random_sparse=True, world_size=None
+        ),
         lambda t: 2 / (t + 20),
         250,
     ),
@@ -322,7 +355,9 @@ def quadratics(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
         scheduler = LambdaLR(optimizer, eta)
         noise = torch.Generator().manual_seed(rank)
         for _ in range(steps):
-            x.grad = A @ (x.detach() - b) + 0.01 * torch.randn(6, generator=noise, dtype=torch.float64)
+            x.grad = A @ (x.detach() - b) + 0.01 * torch.randn(
+                6, generator=noise, dtype=torch.float64
+            )
             optimizer.step()
             scheduler.step()
         result[name] = {"x": x.detach()}
@@ -356,7 +391,9 @@ def digits(rank: int, world_size: int) -> dict[str, float]:
         scheduler = LambdaLR(optimizer, lambda t: 1 - t / DIGITS_STEPS)
         shuffle = torch.Generator().manual_seed(2)
         for _ in range(DIGITS_STEPS):
-            batch = train_set[torch.randint(len(train_set), (64,), generator=shuffle)].chunk(world_size)[rank]
+            batch = train_set[torch.randint(len(train_set), (64,), generator=shuffle)].chunk(
+                world_size
+            )[rank]
             net.zero_grad()
             nn.functional.cross_entropy(net(inputs[batch]), targets[batch]).backward()
             optimizer.step()

@@ -100,7 +100,9 @@ def sparse_loco(rank: int, world_size: int) -> dict[str, Any]:
     """Against the reference; and without compression, beside local SGD."""
     model = Weights(x=start())
     compressed = ChunkedTopKAggregation(**SPARSE_LOCO)
-    optimizer = SparseLoCo(model=model, lr=0.05, period=5, aggregation=SparseLoCoAggregation(compressed, outer_lr=0.8))
+    optimizer = SparseLoCo(
+        model=model, lr=0.05, period=5, aggregation=SparseLoCoAggregation(compressed, outer_lr=0.8)
+    )
     history, sent = [], []
     for step in range(STEPS):
         history += descend(rank, model, optimizer, range(step, step + 1))
@@ -109,7 +111,9 @@ def sparse_loco(rank: int, world_size: int) -> dict[str, Any]:
     whole = SparseLoCoAggregation(ChunkedTopKAggregation(density=1.0, bits=None, decay=0.0))
     model = Weights(x=start())
     inner = partial(torch.optim.SGD, lr=0.1)
-    result["whole"] = descend(rank, model, DiLoCo(model=model, inner_optimizer=inner, period=5, aggregation=whole))
+    result["whole"] = descend(
+        rank, model, DiLoCo(model=model, inner_optimizer=inner, period=5, aggregation=whole)
+    )
     model = Weights(x=start())
     result["local"] = descend(rank, model, LocalSGD(model=model, lr=0.1, period=5))
     return result
@@ -139,14 +143,19 @@ def streaming(rank: int, world_size: int) -> dict[Any, Any]:
     result["diloco"] = descend(rank, model, DiLoCo(model=model, lr=0.05, period=5))
     model = Weights(x=start())
     exchange = StreamingDiLoCoAggregation(period=5, fragments=1, delay=0, mixing=0)
-    result["plain"] = descend(rank, model, StreamingDiLoCo(model=model, lr=0.05, aggregation=exchange))
+    result["plain"] = descend(
+        rank, model, StreamingDiLoCo(model=model, lr=0.05, aggregation=exchange)
+    )
     result["order"] = go_ahead(rank, world_size, *_streaming(**STREAMING))
     for quantize, delay in itertools.product((False, True), (0, 2)):
         model, optimizer = _streaming(quantize=quantize, **{**STREAMING, "delay": delay})
         tracker = Collectives()
         for step in range(6):
             fragment_step(rank, model, optimizer, step, tracker)
-        result["collectives", quantize, delay] = tracker.seen, optimizer.aggregation.compression_ratio
+        result["collectives", quantize, delay] = (
+            tracker.seen,
+            optimizer.aggregation.compression_ratio,
+        )
     return result
 
 
@@ -165,7 +174,9 @@ def go_ahead(rank: int, world_size: int, model: Weights, optimizer: Optimizer) -
 
 def _streaming(**options: Any) -> tuple[Weights, StreamingDiLoCo]:
     model = Weights(x=start(), y=start()[0])
-    return model, StreamingDiLoCo(model=model, lr=0.05, aggregation=StreamingDiLoCoAggregation(**options))
+    return model, StreamingDiLoCo(
+        model=model, lr=0.05, aggregation=StreamingDiLoCoAggregation(**options)
+    )
 
 
 def fragment_gradient(rank: int, fragment: int, x: Tensor, step: int) -> Tensor:
@@ -173,7 +184,9 @@ def fragment_gradient(rank: int, fragment: int, x: Tensor, step: int) -> Tensor:
     return gradient(rank, x, step) if fragment == 0 else gradient(rank, x.expand(5, 7), step)[0]
 
 
-def fragment_step(rank: int, model: Weights, optimizer: Any, step: int, tracker: Any = None) -> None:
+def fragment_step(
+    rank: int, model: Weights, optimizer: Any, step: int, tracker: Any = None
+) -> None:
     for fragment, parameter in enumerate(model.parameters()):
         parameter.grad = fragment_gradient(rank, fragment, parameter.detach(), step)
     optimizer.step(tracker=tracker)
@@ -191,7 +204,9 @@ class Collectives:
     def record_batch_agg(self) -> None:
         """Not of interest here."""
 
-    def record_collective(self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool) -> None:
+    def record_collective(
+        self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool
+    ) -> None:
         self.seen += calls * [(op, size_bytes, overlapped)]
 
 
@@ -207,7 +222,11 @@ def delayed(rank: int, world_size: int) -> dict[Any, Any]:
             history.append((model.x.detach().clone(), model.y.detach().clone()))
             sent.append(optimizer.aggregation.last_bytes)
             collectives.append(tracker.seen)
-        result[period, delay, by_layer] = {"history": history, "sent": sent, "collectives": collectives}
+        result[period, delay, by_layer] = {
+            "history": history,
+            "sent": sent,
+            "collectives": collectives,
+        }
     result["resumed"] = [_resumed(rank, cut) for cut in range(3, 10)]
     half = AllReduceAggregation(comm_dtype=torch.float16)
     model, optimizer = _delayed(period=4, delay=2, aggregation=half)
@@ -239,12 +258,19 @@ def _resumed(rank: int, cut: int) -> dict[str, Any]:
     fragment_step(rank, resumed_model, resumed, 0)
     resumed_model.load_state_dict(state[0])
     resumed.load_state_dict(state[1])
-    pairs = {"through": (model, optimizer), "copied": (copied_model, copied), "resumed": (resumed_model, resumed)}
+    pairs = {
+        "through": (model, optimizer),
+        "copied": (copied_model, copied),
+        "resumed": (resumed_model, resumed),
+    }
     for each_model, each in pairs.values():
         for step in range(cut, STEPS):
             fragment_step(rank, each_model, each, step)
     pickle.loads(pickle.dumps(optimizer.aggregation))
-    return {name: (each_model.x.detach(), each_model.y.detach()) for name, (each_model, _) in pairs.items()}
+    return {
+        name: (each_model.x.detach(), each_model.y.detach())
+        for name, (each_model, _) in pairs.items()
+    }
 
 
 def _late(rank: int) -> Tensor:
@@ -300,19 +326,29 @@ def _shorter(rank: int) -> list[Tensor]:
 def demo(rank: int, world_size: int) -> dict[Any, Any]:
     """Against the reference with and without the sign, and with nothing left behind."""
     result: dict[Any, Any] = {}
-    for name, (sign, top_k) in {"sign": (True, 3), "plain": (False, 3), "whole": (False, 25)}.items():
+    for name, (sign, top_k) in {
+        "sign": (True, 3),
+        "plain": (False, 3),
+        "whole": (False, 25),
+    }.items():
         model = Weights(x=start())
         exchange = DeMoAggregation(decay=0.9, top_k=top_k, block_size=5)
         optimizer = DeMo(model.named_parameters(), lr=0.1, sign=sign, aggregation=exchange)
         history = descend(rank, model, optimizer)
-        result[name] = {"history": history, "momentum": exchange.memory("x"), "sent": exchange.last_bytes}
+        result[name] = {
+            "history": history,
+            "momentum": exchange.memory("x"),
+            "sent": exchange.last_bytes,
+        }
     return result
 
 
 class Uncompressed(OneBitAggregation):
     """Its compression is the identity."""
 
-    def _compress(self, tensors: Mapping[str, Tensor], divisor: Any, extra: Sequence[Tensor]) -> None:
+    def _compress(
+        self, tensors: Mapping[str, Tensor], divisor: Any, extra: Sequence[Tensor]
+    ) -> None:
         self._average_uncompressed([*tensors.values(), *extra], divisor)
 
 
@@ -351,7 +387,13 @@ def dion(rank: int, world_size: int) -> dict[str, Any]:
         model.y.grad = gradient(rank, model.x.detach(), step)[0]
         optimizer.step()
     state = exchange.state_dict()
-    return {"x": model.x.detach(), "y": model.y.detach(), "first": first, "state": state, "sent": exchange.last_bytes}
+    return {
+        "x": model.x.detach(),
+        "y": model.y.detach(),
+        "first": first,
+        "state": state,
+        "sent": exchange.last_bytes,
+    }
 
 
 def muon(rank: int, world_size: int) -> dict[str, Any]:
@@ -391,7 +433,9 @@ def digits_data() -> tuple[Tensor, Tensor, Tensor]:
 DIGITS: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda m: CentralizedSGD(2, m, lr=0.2, momentum=0.9),
     "delayed": lambda m: LocalSGD(2, m, lr=0.2, momentum=0.9, period=8, delay=4),
-    "qsgd": lambda m: QSGD(2, m, lr=0.2, momentum=0.9, aggregation=QSGDAggregation(levels=7, norm=math.inf)),
+    "qsgd": lambda m: QSGD(
+        2, m, lr=0.2, momentum=0.9, aggregation=QSGDAggregation(levels=7, norm=math.inf)
+    ),
     "demo": lambda m: DeMo(m.named_parameters(), lr=0.02, aggregation=DeMoAggregation(decay=0.99)),
     "adam": lambda m: CentralizedAdam(2, m, lr=0.01),
     "one-bit adam": lambda m: OneBitAdam(m.named_parameters(), lr=0.01, eps=1e-3, warmup_steps=32),
@@ -403,7 +447,11 @@ DIGITS: dict[str, Callable[[nn.Module], Any]] = {
         2, m, lr=0.02, aggregation=StreamingDiLoCoAggregation(period=8, delay=2, quantize=True)
     ),
     "sparse loco": lambda m: SparseLoCo(
-        2, m, lr=0.02, period=8, aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=0.03))
+        2,
+        m,
+        lr=0.02,
+        period=8,
+        aggregation=SparseLoCoAggregation(ChunkedTopKAggregation(density=0.03)),
     ),
 }
 
@@ -430,7 +478,19 @@ def digits(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
     return result
 
 
-SCENARIOS = (qsgd, scaffold, sparse_loco, streaming, delayed, demo, one_bit_adam, dion, muon, lars, digits)
+SCENARIOS = (
+    qsgd,
+    scaffold,
+    sparse_loco,
+    streaming,
+    delayed,
+    demo,
+    one_bit_adam,
+    dion,
+    muon,
+    lars,
+    digits,
+)
 
 
 def run_all(rank: int, world_size: int) -> dict[str, Any]:

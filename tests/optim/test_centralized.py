@@ -27,7 +27,9 @@ def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("name", workers.OPTIMIZERS)
-def test_k_workers_on_shares_are_one_worker_on_the_whole_batch(ranks: Ranks, name: str, by_layer: bool) -> None:
+def test_k_workers_on_shares_are_one_worker_on_the_whole_batch(
+    ranks: Ranks, name: str, by_layer: bool
+) -> None:
     expected = workers.train_on_whole_batches(name)
     for result in ranks:
         history = result["train_on_shares"][name, by_layer]
@@ -128,7 +130,9 @@ def test_denominators_clipping_and_division_before(ranks: Ranks) -> None:
             torch.testing.assert_close(updates[name], ones * total / 10)
         for name in ("clipped", "clipped by layer"):
             assert updates[name].norm().item() == pytest.approx(0.5, rel=1e-5)
-        assert updates["half divided before"].tolist() == pytest.approx([12000 * total / k] * 3, rel=1e-3)
+        assert updates["half divided before"].tolist() == pytest.approx(
+            [12000 * total / k] * 3, rel=1e-3
+        )
     if k == 4:
         assert torch.isinf(ranks[0]["custom"]["half overflows"]).all()
 
@@ -167,5 +171,8 @@ def test_a_wrong_world_size_names_both_numbers(ranks: Ranks) -> None:
     for result in ranks:
         messages = result["errors"]
         for wrong in (0, 1, k + 1):
-            assert f"world_size is {wrong}, but the process group has {k} workers" in messages[str(wrong)]
+            assert (
+                f"world_size is {wrong}, but the process group has {k} workers"
+                in messages[str(wrong)]
+            )
         assert messages["taken from the group"] == str(k)

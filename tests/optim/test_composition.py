@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
-from mlbench_core.optim.pytorch import CentralizedSGD, CustomCentralizedOptimizer, GenericCentralizedOptimizer
+from mlbench_core.optim.pytorch import (
+    CentralizedSGD,
+    CustomCentralizedOptimizer,
+    GenericCentralizedOptimizer,
+)
 from tests.helpers.ranks import run_ranks
 
 
@@ -149,7 +153,9 @@ def test_a_function_may_make_the_optimizer() -> None:
 def test_a_clip_that_is_not_positive_is_refused(value: float) -> None:
     model = ones_gradient()
     with pytest.raises(ValueError, match="grad_clip must be positive, or inf for no clipping"):
-        CustomCentralizedOptimizer(model, 1, torch.optim.SGD(model.parameters(), lr=1.0), grad_clip=value)
+        CustomCentralizedOptimizer(
+            model, 1, torch.optim.SGD(model.parameters(), lr=1.0), grad_clip=value
+        )
 
 
 def test_two_averages_are_refused() -> None:
@@ -169,7 +175,10 @@ def test_wrong_types_are_refused() -> None:
         CustomCentralizedOptimizer(model, 1, "sgd")
     with pytest.raises(ValueError, match="optimizer is missing"):
         CustomCentralizedOptimizer(model, 1, None)
-    with pytest.raises(ValueError, match="world_size is 2, but the process group has 1 worker, and so the aggregation"):
+    with pytest.raises(
+        ValueError,
+        match="world_size is 2, but the process group has 1 worker, and so the aggregation",
+    ):
         CentralizedSGD(2, model, lr=1.0, aggregation=Doubling())
     with pytest.raises(ValueError, match="empty parameter list"):
         CentralizedSGD(1, nn.Tanh(), lr=1.0)
@@ -190,9 +199,13 @@ def test_one_worker_divides_by_the_denominator_and_clips() -> None:
 def test_a_custom_optimizer_says_whether_it_stepped() -> None:
     """``if optimizer.step(): scheduler.step()``, as scripts of version 3.0 have it."""
     model = ones_gradient()
-    optimizer = CustomCentralizedOptimizer(model, 1, torch.optim.SGD(model.parameters(), lr=1.0), grad_clip=1.0)
+    optimizer = CustomCentralizedOptimizer(
+        model, 1, torch.optim.SGD(model.parameters(), lr=1.0), grad_clip=1.0
+    )
     assert optimizer.step() is True
-    assert optimizer.step(lambda: 7.0) == 7.0, "a closure's loss is returned, as by every torch optimizer"
+    assert optimizer.step(lambda: 7.0) == 7.0, (
+        "a closure's loss is returned, as by every torch optimizer"
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     stepped = []
     for factor in (1.0, math.inf, 1.0):

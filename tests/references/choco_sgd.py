@@ -25,5 +25,7 @@ def choco_sgd(x, gradient, W, Q, eta, gamma, steps):
         x = [x[i] - eta * gradient(i, x[i], t) for i in range(n)]
         q = [Q(x[i] - x_hat[i]) for i in range(n)]
         x_hat = [x_hat[i] + q[i] for i in range(n)]
-        x = [x[i] + gamma * sum(W[i, j] * (x_hat[j] - x_hat[i]) for j in range(n)) for i in range(n)]
+        x = [
+            x[i] + gamma * sum(W[i, j] * (x_hat[j] - x_hat[i]) for j in range(n)) for i in range(n)
+        ]
     return x

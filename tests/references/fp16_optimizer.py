@@ -25,7 +25,9 @@ def train(
     scales, clean = [], 0
     for t in range(steps):
         x16 = x.half()  # the model computes with rounded weights
-        total = torch.stack([gradient(i, t, x16, s) for i in range(k)]).sum(0)  # in half precision, as sent
+        total = torch.stack([gradient(i, t, x16, s) for i in range(k)]).sum(
+            0
+        )  # in half precision, as sent
         g = (total / k).float() / s  # unscaled in float32
         if g.norm().isfinite():
             x = x - lr * g  # small updates add up in float32

@@ -7,7 +7,9 @@ def scaled_sign(p):
     return p.abs().mean() * torch.where(p >= 0, 1, -1)
 
 
-def one_bit_adam(x, gradient, k, eta, steps, warmup, compress=scaled_sign, beta1=0.9, beta2=0.999, eps=1e-8):
+def one_bit_adam(
+    x, gradient, k, eta, steps, warmup, compress=scaled_sign, beta1=0.9, beta2=0.999, eps=1e-8
+):
     """Run ``steps`` steps from x, ``warmup`` of Adam first; gradient(i, x, t) is worker i's stochastic gradient."""
     m, v, delta = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
     e = [torch.zeros_like(x)] * k

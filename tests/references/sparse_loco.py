@@ -12,13 +12,17 @@ def compress(e, kept, bits, chunk):
         if len(top):
             sizes = part[top].abs()
             width = (sizes.max() - sizes.min()) / n
-            interval = ((sizes - sizes.min()) / width if width > 0 else 0 * sizes).floor().clamp(max=n - 1)
+            interval = (
+                ((sizes - sizes.min()) / width if width > 0 else 0 * sizes).floor().clamp(max=n - 1)
+            )
             mean = torch.stack([sizes[interval == i].mean() for i in interval])
             result[top] = part[top].sign() * mean
     return sent
 
 
-def sparse_loco(theta, gradient, k, H, T, lr, kept, bits, chunk, beta=0.95, alpha=1.0, weight_decay=0.1):
+def sparse_loco(
+    theta, gradient, k, H, T, lr, kept, bits, chunk, beta=0.95, alpha=1.0, weight_decay=0.1
+):
     """Run T exchanges of H inner steps; gradient(i, theta_i, t) is worker i's stochastic gradient."""
     workers = [theta.clone().requires_grad_() for _ in range(k)]
     inner = [torch.optim.AdamW([theta_i], lr=lr, weight_decay=weight_decay) for theta_i in workers]

@@ -9,7 +9,9 @@ def four_bits(x):
     return x.sign() * levels[(x.abs()[..., None] - levels).abs().argmin(-1)]
 
 
-def streaming_diloco(theta, gradient, k, H, T, lr, tau, alpha, quantize=False, weight_decay=0.1, outer_lr=0.7, mu=0.9):
+def streaming_diloco(
+    theta, gradient, k, H, T, lr, tau, alpha, quantize=False, weight_decay=0.1, outer_lr=0.7, mu=0.9
+):
     """Run T steps; theta is a list of fragments, gradient(i, p, x, t) worker i's of fragment p."""
     P = len(theta)
     theta = [x.clone() for x in theta]
@@ -25,7 +27,9 @@ def streaming_diloco(theta, gradient, k, H, T, lr, tau, alpha, quantize=False, w
         for p in range(P):
             if t % H == p * H // P:
                 deltas = [theta[p] - workers[i][p].detach() for i in range(k)]
-                flights.append((t + tau, p, sum(map(four_bits, deltas) if quantize else deltas) / k))
+                flights.append(
+                    (t + tau, p, sum(map(four_bits, deltas) if quantize else deltas) / k)
+                )
         for _, p, delta in [flight for flight in flights if flight[0] == t]:
             momentum[p] = mu * momentum[p] + delta
             theta[p] = theta[p] - outer_lr * (delta + mu * momentum[p])

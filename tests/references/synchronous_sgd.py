@@ -8,7 +8,13 @@ from torch import Tensor
 
 
 def synchronous_sgd(
-    gradient: Callable[[Tensor, int, int], Tensor], w: Tensor, k: int, steps: int, eta: float, m: float, decay: float
+    gradient: Callable[[Tensor, int, int], Tensor],
+    w: Tensor,
+    k: int,
+    steps: int,
+    eta: float,
+    m: float,
+    decay: float,
 ) -> Tensor:
     """Return the weights after some steps.
 
@@ -23,7 +29,9 @@ def synchronous_sgd(
     """
     u = w * 0
     for t in range(steps):
-        g = sum(gradient(w, t, i) for i in range(k)) / k  # the all-reduce: every worker gets the average
+        g = (
+            sum(gradient(w, t, i) for i in range(k)) / k
+        )  # the all-reduce: every worker gets the average
         u = m * u + g + decay * w
         w = w - eta * u
     return w

@@ -13,7 +13,13 @@ from mlbench_core.results.lines import LinesSink
 
 GOAL = {"metric": "val_global_Prec@1", "threshold": 90.0, "minimize": False}
 ENVIRONMENT = {
-    "system": {"cpu": "Model 7", "cores": 2, "memory_bytes": 1 << 34, "python": "3.11.2", "os": "Linux"},
+    "system": {
+        "cpu": "Model 7",
+        "cores": 2,
+        "memory_bytes": 1 << 34,
+        "python": "3.11.2",
+        "os": "Linux",
+    },
     "gpus": [],
     "driver": None,
     "torch": {"version": "2.13.0", "nccl": None},
@@ -51,7 +57,13 @@ def write_run(
         return {} if cpu_share is None else {"communication_cpu_s": train_s * cpu_share}
 
     values = accuracies or tuple(80.0 + 5 * epoch for epoch in range(epochs))
-    chosen = {"task": "1a", "dataset": "digits", "algorithm": "centralized_sgd", "seed": 1, "goal": GOAL}
+    chosen = {
+        "task": "1a",
+        "dataset": "digits",
+        "algorithm": "centralized_sgd",
+        "seed": 1,
+        "goal": GOAL,
+    }
     settings = Configuration(workers=workers, **{**chosen, **configuration}).to_dict()
     prepare_folder(folder)
     write_environment(folder, environment)
@@ -72,12 +84,23 @@ def write_run(
             goal = settings["goal"]
             # The goal of a fixed training time has the best value until then.
             is_timed = goal is not None and "budget_s" in goal
-            is_enough = goal is not None and (train_s >= goal["budget_s"] if is_timed else value >= goal["threshold"])
+            is_enough = goal is not None and (
+                train_s >= goal["budget_s"] if is_timed else value >= goal["threshold"]
+            )
             if goal is not None and is_enough and not reached:
                 reached = True
                 text = f"90% reached in {train_s} seconds"
                 best = max(values[: epoch + 1]) if is_timed else value
-                sink.event("goal", {**now, **goal, "value": best, "text": text, "time_to_goal_s": train_s + rank / 10})
+                sink.event(
+                    "goal",
+                    {
+                        **now,
+                        **goal,
+                        "value": best,
+                        "text": text,
+                        "time_to_goal_s": train_s + rank / 10,
+                    },
+                )
             sink.event("epoch", now)
         last = totals(epoch_s * len(values), rank, 10 * len(values), **known(epoch_s * len(values)))
         sink.event("end", {

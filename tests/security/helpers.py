@@ -63,7 +63,10 @@ class Listener:
     """
 
     def __init__(
-        self, answer: Callable[[str], str] = lambda text: "{}", port: int = 0, header: Callable[[], str] = str
+        self,
+        answer: Callable[[str], str] = lambda text: "{}",
+        port: int = 0,
+        header: Callable[[], str] = str,
     ) -> None:
         self.received = ""
         self._answer = answer
@@ -107,5 +110,7 @@ def all_routes(app: Any) -> list[tuple[str, str, Any]]:
     else:
         routes = iter_route_contexts(app.routes)
     return [
-        (method, route.path, route) for route in routes for method in sorted(getattr(route, "methods", None) or {"GET"})
+        (method, route.path, route)
+        for route in routes
+        for method in sorted(getattr(route, "methods", None) or {"GET"})
     ]

@@ -70,7 +70,12 @@ def test_only_pages_over_http_are_of_the_master(client: TestClient, origin: str)
     client.get(code)
     headers = {"Origin": f"{origin}://127.0.0.1:5080"}
     assert client.post("/api/metrics/", json=[], headers=headers).status_code == 403
-    assert client.post("/api/metrics/", json=[], headers={"Origin": "http://127.0.0.1:5080"}).status_code != 403
+    assert (
+        client.post(
+            "/api/metrics/", json=[], headers={"Origin": "http://127.0.0.1:5080"}
+        ).status_code
+        != 403
+    )
 
 
 @pytest.mark.parametrize("number", UNSEEN)
@@ -83,13 +88,21 @@ def test_names_have_no_invisible_characters(client: TestClient, number: int) -> 
     answer = client.post("/api/metrics/", json={"run_id": run_id, "name": text, "value": 1})
     assert answer.status_code == 400 and "name: " in answer.json()["message"]
     assert client.post("/api/runs/", json={**run, "name": f"b{chr(number)}1"}).status_code == 400
-    visible = client.post("/api/metrics/", json={"run_id": run_id, "name": "Verlust é 損失 @ 0", "value": 1})
+    visible = client.post(
+        "/api/metrics/", json={"run_id": run_id, "name": "Verlust é 損失 @ 0", "value": 1}
+    )
     assert visible.status_code == 201
-    if number not in (0xAD, 0x200C, 0x200D):  # joiners of some scripts and of emoji; hyphens that are not shown
+    if number not in (
+        0xAD,
+        0x200C,
+        0x200D,
+    ):  # joiners of some scripts and of emoji; hyphens that are not shown
         assert clean(text) == "loss"
 
 
-def test_a_stop_that_the_database_cannot_record_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_that_the_database_cannot_record_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store(f"sqlite:///{tmp_path / 'master.db'}")
     stopped: list[str] = []
 
@@ -115,4 +128,7 @@ def test_a_stop_that_the_database_cannot_record_is_no_failure(tmp_path: Path, mo
     assert store.run(run.id).state == "started"
     scheduler.tick()
     recorded = store.run(run.id)
-    assert (recorded.state, json.loads(recorded.job_metadata)["reason"]) == ("failed", "stopped by a user")
+    assert (recorded.state, json.loads(recorded.job_metadata)["reason"]) == (
+        "failed",
+        "stopped by a user",
+    )

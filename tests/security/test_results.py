@@ -44,9 +44,17 @@ def root(tmp_path: Path) -> Path:
 def client(tmp_path: Path) -> Iterator[Any]:
     app = create_app(data_dir=tmp_path)
     app.state.scheduler.start = lambda: None
-    values = {"num_cpus": 1.0, "max_bandwidth": 1.0, "image": "i", "backend": "gloo", "command": "true"}
+    values = {
+        "num_cpus": 1.0,
+        "max_bandwidth": 1.0,
+        "image": "i",
+        "backend": "gloo",
+        "command": "true",
+    }
     app.state.store.add_run(new_run(name="r", num_workers=1, job_id="local-1", **values))
-    with TestClient(app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False) as test_client:
+    with TestClient(
+        app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False
+    ) as test_client:
         yield test_client
 
 
@@ -95,7 +103,9 @@ def test_a_file_without_an_end_is_not_read(client: Any, root: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["root", "task", "run", "up"])
-def test_folders_that_are_links_lead_nowhere(client: Any, root: Path, secret: Path, level: str) -> None:
+def test_folders_that_are_links_lead_nowhere(
+    client: Any, root: Path, secret: Path, level: str
+) -> None:
     if level == "root":
         root.rmdir()
         root.symlink_to(secret.parents[1])
@@ -113,7 +123,9 @@ def test_folders_that_are_links_lead_nowhere(client: Any, root: Path, secret: Pa
     assert (status, archive.namelist()) == (404, ["run.json"])
 
 
-def test_a_folder_that_becomes_a_link_stays_the_one_that_was_found(root: Path, secret: Path) -> None:
+def test_a_folder_that_becomes_a_link_stays_the_one_that_was_found(
+    root: Path, secret: Path
+) -> None:
     folder = root / "task1a" / "1"
     folder.mkdir(parents=True)
     (folder / "result.json").write_text("{}")

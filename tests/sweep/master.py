@@ -72,7 +72,12 @@ class MemoryMaster:
             raise MasterRequestError(f"run {request['name']} exists", 409)
         self.requests.append(dict(request))
         self._last_id += 1
-        item = {"id": self._last_id, "name": request["name"], "state": "initialized", "job_metadata": {}}
+        item = {
+            "id": self._last_id,
+            "name": request["name"],
+            "state": "initialized",
+            "job_metadata": {},
+        }
         item["started_at"] = "2026-01-01T00:00:00Z"
         self.items[self._last_id] = item
         return dict(item)

@@ -60,7 +60,9 @@ def post(data):
 '''
 FILES = {
     "mlbench_core/__init__.py": '"""The library."""\n\n__version__ = "1"\n',
-    "mlbench_core/tracking/meter.py": METER.replace("{items}", "\n".join(f"        {i}," for i in range(50))),
+    "mlbench_core/tracking/meter.py": METER.replace(
+        "{items}", "\n".join(f"        {i}," for i in range(50))
+    ),
     "mlbench_core/client/rest.py": REST.replace("{value}", "1"),
     "mlbench_core/utils/__init__.py": "from mlbench_core.tracking.meter import Meter\n\n__all__ = ['Meter']\n",
     "mlbench_core/utils/__main__.py": '"""A face of a face."""\n\nfrom mlbench_core.utils import old\n',
@@ -101,17 +103,27 @@ def test_a_tree_that_was_counted_by_hand(tmp_path: Path) -> None:
     assert places["functions over 8 parameters"] == [f"{meter}:11 count"]
     assert places["private functions, one caller, under 6 lines"] == [f"{meter}:22 _add"]
     assert places["repeated code lines"] == [
-        f"{file}:{line}" for file in ("mlbench_core/client/rest.py", "mlbench_master/app.py") for line in range(6, 12)
+        f"{file}:{line}"
+        for file in ("mlbench_core/client/rest.py", "mlbench_master/app.py")
+        for line in range(6, 12)
     ]
     assert places["modules without a docstring summary"] == ["mlbench_core/utils/__init__.py"]
     assert places["public functions without an imperative (D401)"] == [f"{meter}:12"]
     assert places["modules with a name only faces may have"] == ["mlbench_core/utils/old.py"]
-    assert places["import circles of modules"] == ["mlbench_core.client.rest mlbench_core.tracking.meter"]
+    assert places["import circles of modules"] == [
+        "mlbench_core.client.rest mlbench_core.tracking.meter"
+    ]
     assert places["import circles of packages"] == ["client tracking"]
-    assert places["imports that go up"] == ["mlbench_core/client/rest.py:3 mlbench_core.tracking.meter"]
-    assert places["imports of faces from within"] == ["mlbench_master/app.py:3 mlbench_core.utils.old"]
+    assert places["imports that go up"] == [
+        "mlbench_core/client/rest.py:3 mlbench_core.tracking.meter"
+    ]
+    assert places["imports of faces from within"] == [
+        "mlbench_master/app.py:3 mlbench_core.utils.old"
+    ]
     assert places["modules that are in no layer"] == []
-    words = {name: listed for name, listed in places.items() if name.startswith("words: ") and listed}
+    words = {
+        name: listed for name, listed in places.items() if name.startswith("words: ") and listed
+    }
     assert words == {
         "words: what (relative)": ["mlbench_core/client/rest.py:1", "mlbench_master/app.py:1"],
         "words: so many": [f"{meter}:8"],
@@ -123,8 +135,17 @@ def test_a_tree_that_was_counted_by_hand(tmp_path: Path) -> None:
 
 def test_the_table_has_a_row_for_each_package_and_figure() -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "measure_house.py"), "/nowhere"], capture_output=True, text=True
+        [sys.executable, str(ROOT / "tools" / "measure_house.py"), "/nowhere"],
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[0].split() == ["package", "files", "code", "lines", "comment", "lines"]
+    assert done.stdout.splitlines()[0].split() == [
+        "package",
+        "files",
+        "code",
+        "lines",
+        "comment",
+        "lines",
+    ]
     assert "code lines: library" in done.stdout

@@ -48,7 +48,9 @@ class MlflowClient:
     def create_experiment(self, name: str) -> str:
         if self.server.is_raced:
             self.server.experiments[name] = "of another run"
-            raise MlflowException(f"Experiment(name={name}) already exists.", "RESOURCE_ALREADY_EXISTS")
+            raise MlflowException(
+                f"Experiment(name={name}) already exists.", "RESOURCE_ALREADY_EXISTS"
+            )
         return self.server.experiments.setdefault(name, "1")
 
     def create_run(self, experiment: str, run_name: str | None = None) -> Any:
@@ -64,7 +66,9 @@ class MlflowClient:
             raise MlflowException("no connection", "INTERNAL_ERROR")
         self.server.sizes.append(len(metrics))
         for metric in metrics:
-            is_path = posixpath.normpath(metric.key) == metric.key and not metric.key.startswith(("/", ".."))
+            is_path = posixpath.normpath(metric.key) == metric.key and not metric.key.startswith(
+                ("/", "..")
+            )
             good = re.fullmatch(r"[/\w.\- :]+", metric.key) and is_path and metric.key != "."
             if not good or len(metric.key) > 250 or metric.key == "train_refused":
                 raise MlflowException(f"invalid name {metric.key}")

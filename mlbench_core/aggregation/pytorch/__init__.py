@@ -22,7 +22,10 @@ from mlbench_core.aggregation.pytorch.one_bit import OneBitAggregation
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, PeriodicAggregation
 from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
 from mlbench_core.aggregation.pytorch.scaffold import ScaffoldAggregation
-from mlbench_core.aggregation.pytorch.sparse_loco import ChunkedTopKAggregation, SparseLoCoAggregation
+from mlbench_core.aggregation.pytorch.sparse_loco import (
+    ChunkedTopKAggregation,
+    SparseLoCoAggregation,
+)
 from mlbench_core.aggregation.pytorch.streaming import StreamingDiLoCoAggregation
 
 __all__ = [

@@ -104,8 +104,12 @@ class Aggregation(ABC):
 
     # True if not every call sends: then `aggregate` gets all weights, and calls `_traveling` before it sends.
     _selects_late: ClassVar[bool] = False
-    _named_state: ClassVar[tuple[str, ...]] = ()  # keys of state_dict() under which values stand by parameter name
-    _own_state: ClassVar[tuple[str, ...]] = ()  # those of them whose values differ from worker to worker
+    _named_state: ClassVar[
+        tuple[str, ...]
+    ] = ()  # keys of state_dict() under which values stand by parameter name
+    _own_state: ClassVar[
+        tuple[str, ...]
+    ] = ()  # those of them whose values differ from worker to worker
     _takes_extra: ClassVar[bool] = False  # True if `aggregate` has the parameter `extra`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -123,7 +127,9 @@ class Aggregation(ABC):
         introduce()
 
     @abstractmethod
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+    def aggregate(
+        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None
+    ) -> None:
         """Replace every tensor by the workers' common result, in place.
 
         Args:
@@ -136,7 +142,11 @@ class Aggregation(ABC):
         """
 
     def combine(
-        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None, extra: Sequence[Tensor] = ()
+        self,
+        tensors: Mapping[str, Tensor],
+        op: str,
+        denom: Denominator | None = None,
+        extra: Sequence[Tensor] = (),
     ) -> None:
         """Call :meth:`aggregate`, and average extra tensors over the workers as they are, in place.
 
@@ -293,7 +303,11 @@ class Aggregation(ABC):
         self.last_bytes += size_bytes
 
     def _delegate(
-        self, part: Aggregation, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None
+        self,
+        part: Aggregation,
+        tensors: Mapping[str, Tensor],
+        op: str,
+        denom: Denominator | None = None,
     ) -> None:
         """Let another aggregation, a part of this one, aggregate tensors; its bytes count as this one's."""
         if tensors:
@@ -310,7 +324,12 @@ class Aggregation(ABC):
     @torch.no_grad()
     @naming_lost_workers()
     def _aggregate_gradients(
-        self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
+        self,
+        model: Parameters,
+        op: str,
+        denom: Denominator | None = None,
+        *,
+        by_layer: bool = False,
     ) -> None:
         self.last_bytes = 0
         parameters = dict(parameters_of(model))
@@ -320,7 +339,10 @@ class Aggregation(ABC):
             self.layout.admit(self.layout.trained & parameters.keys())
             self._aggregate_alone(self._without_frozen(parameters), op, denom)
             return
-        sent, frozen = self._without_frozen(parameters), [name for name in parameters if name in self.layout.frozen]
+        sent, frozen = (
+            self._without_frozen(parameters),
+            [name for name in parameters if name in self.layout.frozen],
+        )
         asked = frozen  # by the flags of the first message
         for part in [{name: sent[name]} for name in sent] if by_layer or not sent else [sent]:
             self._aggregate_some_gradients(part, op, denom, asked)
@@ -368,17 +390,23 @@ class Aggregation(ABC):
         Returns:
             1 if a worker raised the flag, else 0.
         """
-        flags = torch.tensor([*(float(name in self.layout.trained) for name in frozen), float(flag)])
+        flags = torch.tensor(
+            [*(float(name in self.layout.trained) for name in frozen), float(flag)]
+        )
         self.any_worker(flags)
         *trained, raised = flags.tolist()
-        self.layout.admit([name for name, is_trained in zip(frozen, trained, strict=True) if is_trained > 0])
+        self.layout.admit(
+            [name for name, is_trained in zip(frozen, trained, strict=True) if is_trained > 0]
+        )
         return raised
 
     def _without_frozen(self, values: Mapping[str, _T]) -> dict[str, _T]:
         return {name: value for name, value in values.items() if name not in self.layout.frozen}
 
     def compare_models(
-        self, parameters: Mapping[str, Tensor] | None = None, pending: list[Callable[[], None]] | None = None
+        self,
+        parameters: Mapping[str, Tensor] | None = None,
+        pending: list[Callable[[], None]] | None = None,
     ) -> None:
         """Compare the parameters that are new in the layout with those of the other workers; a collective operation.
 
@@ -398,12 +426,18 @@ class Aggregation(ABC):
             else:
                 pending.append(wait)
 
-    def _aggregate_alone(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
+    def _aggregate_alone(
+        self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None
+    ) -> None:
         """Aggregate the gradients of the only worker, who knows which of them exist."""
         self.aggregate({n: p.grad for n, p in parameters.items() if p.grad is not None}, op, denom)
 
     def _aggregate_some_gradients(
-        self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None, frozen: Sequence[str] = ()
+        self,
+        parameters: Mapping[str, Tensor],
+        op: str,
+        denom: Denominator | None,
+        frozen: Sequence[str] = (),
     ) -> None:
         """Aggregate gradients together, with flags for the gradients that exist here.
 
@@ -413,18 +447,26 @@ class Aggregation(ABC):
             denom: Its divisor.
             frozen: Frozen parameters for which the flags may have a mark; see :meth:`mark`.
         """
-        gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in parameters.items()}
+        gradients = {
+            n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in parameters.items()
+        }
         names_by_kind: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, gradient in gradients.items():
             names_by_kind.setdefault((gradient.dtype, gradient.device), []).append(name)
         flags = [
-            torch.tensor([float(parameters[name].grad is not None) for name in names], dtype=dtype, device=device)
+            torch.tensor(
+                [float(parameters[name].grad is not None) for name in names],
+                dtype=dtype,
+                device=device,
+            )
             for (dtype, device), names in names_by_kind.items()
         ]
         # A flag of 1 divided by a large number would be rounded to 0 in half precision.
         if op == AVG_CUSTOM:
             for flag in flags:
-                divisor = torch.as_tensor(check_denominator(denom), dtype=torch.float64, device=flag.device)
+                divisor = torch.as_tensor(
+                    check_denominator(denom), dtype=torch.float64, device=flag.device
+                )
                 flag.mul_(divisor.clamp(1, torch.finfo(flag.dtype).max))
         missing = [name for name, parameter in parameters.items() if parameter.grad is None]
         before = [
@@ -461,7 +503,12 @@ class Aggregation(ABC):
     @torch.no_grad()
     @naming_lost_workers()
     def _aggregate_weights(
-        self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
+        self,
+        model: Parameters,
+        op: str,
+        denom: Denominator | None = None,
+        *,
+        by_layer: bool = False,
     ) -> None:
         self.last_bytes = 0
         named = model.named_buffers() if isinstance(model, nn.Module) else ()
@@ -538,10 +585,14 @@ def check_denominator(denom: Denominator | None) -> Denominator:
         torch.Size([])
     """
     if denom is None:
-        raise ValueError("op 'avg_custom' divides by denom, which is None: give denom, the sum over all workers")
+        raise ValueError(
+            "op 'avg_custom' divides by denom, which is None: give denom, the sum over all workers"
+        )
     if isinstance(denom, Tensor):
         if denom.numel() != 1:
-            raise ValueError(f"denom must have one element, not shape {tuple(denom.shape)}: sum it first")
+            raise ValueError(
+                f"denom must have one element, not shape {tuple(denom.shape)}: sum it first"
+            )
         denom = denom.detach().reshape(())
         # Reading the value would wait for the device.
         if denom.device.type != "cpu":

@@ -21,14 +21,27 @@ from mlbench_core.aggregation.pytorch.aggregation import (
 )
 from mlbench_core.aggregation.pytorch.transport import pairwise
 from mlbench_core.aggregation.pytorch.transport.buckets import BUCKET_SIZE_BYTES
-from mlbench_core.aggregation.pytorch.transport.messages import as_real, by_dtype_and_device, divide, pack, unpack
+from mlbench_core.aggregation.pytorch.transport.messages import (
+    as_real,
+    by_dtype_and_device,
+    divide,
+    pack,
+    unpack,
+)
 from mlbench_core.aggregation.pytorch.transport.names import Parameters
 from mlbench_core.aggregation.pytorch.transport.shared_memory import SharedMemorySum
 from mlbench_core.arguments import check_int
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 
-__all__ = ["AVG_CUSTOM", "AVG_WORLD", "AllReduceAggregation", "Flight", "Transfer", "check_world_size"]
+__all__ = [
+    "AVG_CUSTOM",
+    "AVG_WORLD",
+    "AllReduceAggregation",
+    "Flight",
+    "Transfer",
+    "check_world_size",
+]
 
 COMM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # From this size on, a message of its own costs less time than the copies into a common one and back. It is not smaller,
@@ -143,7 +156,9 @@ class AllReduceAggregation(Aggregation):
         if not isinstance(overlap, bool):
             raise TypeError(f"overlap must be True or False, not {overlap!r}")
         if comm_dtype is not None and comm_dtype not in COMM_DTYPES:
-            raise ValueError(f"comm_dtype must be None or one of {', '.join(map(str, COMM_DTYPES))}, not {comm_dtype}")
+            raise ValueError(
+                f"comm_dtype must be None or one of {', '.join(map(str, COMM_DTYPES))}, not {comm_dtype}"
+            )
         check_world_size(world_size, self.group)
         self.divide_before = divide_before
         self.overlap = overlap
@@ -167,7 +182,11 @@ class AllReduceAggregation(Aggregation):
         return functools.partial(self._aggregate_by_layer, function) if by_layer else function
 
     def _aggregate_by_layer(
-        self, function: AggregationFunction, model: Parameters, op: str, denom: Denominator | None = None
+        self,
+        function: AggregationFunction,
+        model: Parameters,
+        op: str,
+        denom: Denominator | None = None,
     ) -> None:
         """Let a function send every tensor in a message of its own, one right after another."""
         self._is_by_layer = True
@@ -177,7 +196,11 @@ class AllReduceAggregation(Aggregation):
             self._is_by_layer = False
 
     def aggregate(
-        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None, extra: Sequence[Tensor] = ()
+        self,
+        tensors: Mapping[str, Tensor],
+        op: str,
+        denom: Denominator | None = None,
+        extra: Sequence[Tensor] = (),
     ) -> None:
         """Replace every tensor by the sum over workers divided by k or ``denom``, in place.
 
@@ -259,7 +282,10 @@ class AllReduceAggregation(Aggregation):
             (message if sent.is_complex() else as_real(message)).copy_(sent)
 
     def start_averages(
-        self, tensors: Iterable[Tensor], write: Callable[[Tensor, Tensor], Any], overlapped: bool = False
+        self,
+        tensors: Iterable[Tensor],
+        write: Callable[[Tensor, Tensor], Any],
+        overlapped: bool = False,
     ) -> list[Callable[[], None]]:
         """Begin to average tensors over the workers, in one message for each dtype and device.
 
@@ -287,7 +313,9 @@ class AllReduceAggregation(Aggregation):
             self.finish(transfer)
             if not early:
                 divide(as_real(message), self.world_size)
-            for tensor, average in zip(kind, message.split([tensor.numel() for tensor in kind]), strict=True):
+            for tensor, average in zip(
+                kind, message.split([tensor.numel() for tensor in kind]), strict=True
+            ):
                 write(tensor, average.view(tensor.shape))
 
         return receive
@@ -308,7 +336,9 @@ class AllReduceAggregation(Aggregation):
         if early:
             for flat in numbers:
                 divide(flat, divisor)
-        average = self._average_directly if self._goes_directly(tensors[0]) else self._average_by_backend
+        average = (
+            self._average_directly if self._goes_directly(tensors[0]) else self._average_by_backend
+        )
         average(numbers, None if early else divisor)
         for (group, own), message in zip(groups, messages, strict=True):
             if own is None:
@@ -349,7 +379,9 @@ class AllReduceAggregation(Aggregation):
                 divide(message, divisor)
 
 
-def messages_of(tensors: Sequence[Tensor], large_bytes: int | None = None) -> list[tuple[list[Tensor], Tensor | None]]:
+def messages_of(
+    tensors: Sequence[Tensor], large_bytes: int | None = None
+) -> list[tuple[list[Tensor], Tensor | None]]:
     """Distribute tensors of one dtype and device over messages.
 
     The layout depends on the tensors' sizes alone, so that it is the same on all workers.
@@ -380,7 +412,11 @@ def messages_of(tensors: Sequence[Tensor], large_bytes: int | None = None) -> li
         # in place would change the values of another tensor in the same memory. Torch conjugates and negates lazily,
         # so the memory of such a tensor has other numbers.
         is_lazy = tensor.is_conj() or tensor.is_neg()
-        is_own = tensor.is_contiguous() and not is_lazy and users[tensor.untyped_storage().data_ptr()] == 1
+        is_own = (
+            tensor.is_contiguous()
+            and not is_lazy
+            and users[tensor.untyped_storage().data_ptr()] == 1
+        )
         groups.append(([tensor], tensor.detach().view(-1) if is_own else None))
     return [*groups, (small, None)] if small else groups
 
@@ -413,7 +449,11 @@ def check_world_size(world_size: int | None, group: Any = None) -> int:
     if world_size != actual:
         raise ValueError(
             f"world_size is {world_size}, but "
-            + (f"the process group has {actual} workers" if process_groups.is_distributed() else "there is 1 process")
+            + (
+                f"the process group has {actual} workers"
+                if process_groups.is_distributed()
+                else "there is 1 process"
+            )
             + ": enter initialize_backends first and give the world_size it yields, or None"
         )
     return world_size

@@ -42,8 +42,17 @@ from mlbench_core.aggregation.pytorch.decentralized import (
     check_average,
     refuse_gradients,
 )
-from mlbench_core.aggregation.pytorch.sign import mean_in_range, pack_signs, scaled_signs, unpack_part
-from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_entries
+from mlbench_core.aggregation.pytorch.sign import (
+    mean_in_range,
+    pack_signs,
+    scaled_signs,
+    unpack_part,
+)
+from mlbench_core.aggregation.pytorch.sparsified import (
+    coordinates_sent,
+    draw_coordinates,
+    largest_entries,
+)
 from mlbench_core.aggregation.pytorch.transport.messages import (
     KeptMemory,
     all_finite,
@@ -56,7 +65,15 @@ from mlbench_core.aggregation.pytorch.transport.messages import (
 from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys, is_buffer
 from mlbench_core.aggregation.pytorch.transport.topology import Topology
 
-__all__ = ["ChocoAggregation", "Compressed", "Compression", "Identity", "RandomK", "ScaledSign", "TopK"]
+__all__ = [
+    "ChocoAggregation",
+    "Compressed",
+    "Compression",
+    "Identity",
+    "RandomK",
+    "ScaledSign",
+    "TopK",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -140,7 +157,9 @@ class TopK(Compression):
 
         return self._compress(part, len(x), kept)
 
-    def _compress(self, part: Callable[[slice], Tensor], numel: int, kept: KeptMemory) -> Compressed:
+    def _compress(
+        self, part: Callable[[slice], Tensor], numel: int, kept: KeptMemory
+    ) -> Compressed:
         if numel > torch.iinfo(torch.int32).max:
             raise ValueError(
                 f"top_k sends positions as int32, so a tensor must have fewer than 2**31 numbers, not {numel}: split it"
@@ -170,7 +189,9 @@ class RandomK(Compression):
 
     def compress(self, x: Tensor) -> Compressed:
         """Keep random entries of a tensor of shape (n,)."""
-        drawn = draw_coordinates(x.numel(), coordinates_sent(self.ratio, x.numel()), self._generator)
+        drawn = draw_coordinates(
+            x.numel(), coordinates_sent(self.ratio, x.numel()), self._generator
+        )
         indices = drawn.sort().values.to(x.device)
         # An infinity or nan at another coordinate would stay unknown to the neighbors.
         values = x.index_select(0, indices).masked_fill_(~all_finite(x), torch.nan)
@@ -201,7 +222,9 @@ class ScaledSign(Compression):
         """Keep the signs of a tensor of shape (n,), eight per byte, and the mean magnitude."""
         x = as_real(x)
         # A sum of many half-precision magnitudes would be too coarse, so only the mean has the dtype of the message.
-        scale = mean_in_range(x.abs().to(torch.promote_types(x.dtype, torch.float32)).mean(), x).to(x.dtype)
+        scale = mean_in_range(x.abs().to(torch.promote_types(x.dtype, torch.float32)).mean(), x).to(
+            x.dtype
+        )
         return Compressed((pack_signs([x]), scale.view(1)))
 
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
@@ -321,7 +344,11 @@ class ChocoAggregation(DecentralizedAggregation):
     agg_grad = refuse_gradients
 
     def aggregate(
-        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None, extra: Sequence[Tensor] = ()
+        self,
+        tensors: Mapping[str, Tensor],
+        op: str,
+        denom: Denominator | None = None,
+        extra: Sequence[Tensor] = (),
     ) -> None:
         """Move every tensor toward those of the neighbors, in place.
 
@@ -337,10 +364,16 @@ class ChocoAggregation(DecentralizedAggregation):
                 ``top_k``, or the workers' lists of neighbors do not fit together.
         """
         check_average(op)
-        compressed = {name: tensor for name, tensor in tensors.items() if not is_buffer(name) and tensor.numel()}
+        compressed = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not is_buffer(name) and tensor.numel()
+        }
         if self.world_size > 1 and compressed:
             self._mix_compressed(compressed)
-        super().aggregate({name: tensor for name, tensor in tensors.items() if is_buffer(name)}, op, denom, extra)
+        super().aggregate(
+            {name: tensor for name, tensor in tensors.items() if is_buffer(name)}, op, denom, extra
+        )
 
     def _mix_compressed(self, tensors: Mapping[str, Tensor]) -> None:
         if self._must_agree:
@@ -351,7 +384,9 @@ class ChocoAggregation(DecentralizedAggregation):
             recall(self._sums, name, flat)
             # q_i = Q(x_i - x_hat_i), in the dtype of x_i. A later difference includes the rounding, as it includes
             # every error of the compression.
-            own[name] = self.compression.compress_difference(flat, recall(self._copies, name, flat), self._kept)
+            own[name] = self.compression.compress_difference(
+                flat, recall(self._copies, name, flat), self._kept
+            )
         # All tensors travel in one message of bytes, because values, indices and bits have different dtypes.
         parts = [part for q_i in own.values() for part in q_i.sent]
         # Parameters on several devices share the message too.
@@ -450,7 +485,10 @@ class ChocoAggregation(DecentralizedAggregation):
                 "compression of the checkpoint"
             )
         origin = state["origin"]
-        if state["copies"] and (origin["rank"], origin["world_size"]) != (self.rank, self.world_size):
+        if state["copies"] and (origin["rank"], origin["world_size"]) != (
+            self.rank,
+            self.world_size,
+        ):
             _log.warning(
                 "the public copies of ChocoSGD belong to worker %s of %s, not to worker %d of %d: they start from zero",
                 origin["rank"],
@@ -459,19 +497,27 @@ class ChocoAggregation(DecentralizedAggregation):
                 self.world_size,
             )
             state["copies"] = state["sums"] = {}
-        self._copies = {name: x_hat.detach().clone() for name, x_hat in by_plain_name(state["copies"]).items()}
-        self._sums = {name: s_i.detach().clone() for name, s_i in by_plain_name(state["sums"]).items()}
+        self._copies = {
+            name: x_hat.detach().clone() for name, x_hat in by_plain_name(state["copies"]).items()
+        }
+        self._sums = {
+            name: s_i.detach().clone() for name, s_i in by_plain_name(state["sums"]).items()
+        }
         self.compression.load_state_dict(state["compression"])
         self._calls = int(origin["calls"])
         # Workers may load at different times, so they compare their states in the next call, which is a collective.
-        self._edges_of_state = [list(edge) for edge in origin["edges"] or ()] if self._copies else None
+        self._edges_of_state = (
+            [list(edge) for edge in origin["edges"] or ()] if self._copies else None
+        )
         self._must_agree = True
 
 
 def _without_views(q: Compressed, x: Tensor) -> Compressed:
     """Copy the parts of a compressed tensor that share the memory of ``x``, which the next tensor overwrites."""
     memory = x.untyped_storage().data_ptr()
-    return replace(q, sent=tuple(p.clone() if p.untyped_storage().data_ptr() == memory else p for p in q.sent))
+    return replace(
+        q, sent=tuple(p.clone() if p.untyped_storage().data_ptr() == memory else p for p in q.sent)
+    )
 
 
 def _unpack_like(own: Mapping[str, Compressed], message: Tensor) -> dict[str, Compressed]:
@@ -496,11 +542,15 @@ def _make_compression(compression: str | Compression, ratio: float, seed: int) -
         "identity": Identity,
     }
     if compression not in makers:
-        raise ValueError(f"compression must be a Compression or one of {', '.join(makers)}, not {compression!r}")
+        raise ValueError(
+            f"compression must be a Compression or one of {', '.join(makers)}, not {compression!r}"
+        )
     return makers[compression]()
 
 
 def _check_ratio(ratio: float) -> float:
     if not 0 < ratio <= 1:
-        raise ValueError(f"ratio, the share of entries that are sent, must be in (0, 1], not {ratio}")
+        raise ValueError(
+            f"ratio, the share of entries that are sent, must be in (0, 1], not {ratio}"
+        )
     return float(ratio)  # an integer would be a number of entries

@@ -71,7 +71,9 @@ class LossyAggregation(Aggregation):
         """Return the error memories."""
         return [self._memory]
 
-    def _aggregate_alone(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
+    def _aggregate_alone(
+        self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None
+    ) -> None:
         """Aggregate the gradients of a single worker.
 
         Missing gradients take part as they do with several workers, so that the random generator draws as often.
@@ -116,12 +118,20 @@ class CompressedAggregation(LossyAggregation):
     _named_state: ClassVar[tuple[str, ...]] = ("memory",)
     _own_state: ClassVar[tuple[str, ...]] = ("memory",)
 
-    def __init__(self, use_cuda: bool = False, *, world_size: int | None = None, process_group: Any = None) -> None:
-        uncompressed = AllReduceAggregation(world_size, use_cuda=use_cuda, process_group=process_group)
+    def __init__(
+        self, use_cuda: bool = False, *, world_size: int | None = None, process_group: Any = None
+    ) -> None:
+        uncompressed = AllReduceAggregation(
+            world_size, use_cuda=use_cuda, process_group=process_group
+        )
         super().__init__(uncompressed, use_cuda)
 
     def aggregate(
-        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None, extra: Sequence[Tensor] = ()
+        self,
+        tensors: Mapping[str, Tensor],
+        op: str,
+        denom: Denominator | None = None,
+        extra: Sequence[Tensor] = (),
     ) -> None:
         """Replace every tensor by the workers' common result, in place.
 
@@ -158,10 +168,14 @@ class CompressedAggregation(LossyAggregation):
         if waiting:
             self._average_uncompressed(chain(*waiting.values()), divisor)
         original = sum(tensor.nbytes for kind in kinds.values() for tensor in kind.values())
-        self._count_compression(original, self.bytes_sent - before - sum(tensor.nbytes for tensor in extra))
+        self._count_compression(
+            original, self.bytes_sent - before - sum(tensor.nbytes for tensor in extra)
+        )
 
     @abstractmethod
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
+    def _aggregate_kind(
+        self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]
+    ) -> None:
         """Aggregate tensors of one dtype and device, none of them empty, in place.
 
         Args:

@@ -95,7 +95,9 @@ def average_weights(model: nn.Module, process_group: Any = None, tracker: Any = 
         aggregation.aggregate(tensors, AVG_WORLD)
         _wait_for_gpu(tensors)
         cpu_s = None if any(t.is_cuda for t in tensors.values()) else work_s() - cpu_before_s
-    tracker.charge_validation_average(time.perf_counter() - before_s, aggregation.bytes_sent, cpu_s=cpu_s)
+    tracker.charge_validation_average(
+        time.perf_counter() - before_s, aggregation.bytes_sent, cpu_s=cpu_s
+    )
     # It passes on the collectives that were counted.
     CommunicationClock().report(tracker)
 
@@ -124,7 +126,9 @@ def _wait_for_gpu(tensors: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def averaged_weights(model: nn.Module, process_group: Any = None, tracker: Any = None) -> Iterator[nn.Module]:
+def averaged_weights(
+    model: nn.Module, process_group: Any = None, tracker: Any = None
+) -> Iterator[nn.Module]:
     """Give every worker the average of all workers' weights and floating-point buffers during a validation.
 
     After the block, even if it raises an exception, each worker has its own values again, bit for bit: all parameters,
@@ -159,7 +163,12 @@ def averaged_weights(model: nn.Module, process_group: Any = None, tracker: Any =
     # All values are saved, because a validation may also change values that are not averaged.
     parameters = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())  # a registered buffer may be None
+        (
+            module,
+            name,
+            buffer,
+            None if buffer is None else buffer.detach().clone(),
+        )  # a registered buffer may be None
         for module in model.modules()
         for name, buffer in torch_private.buffers_of(module).items()
     ]
@@ -178,6 +187,8 @@ def averaged_weights(model: nn.Module, process_group: Any = None, tracker: Any =
             for module, name, buffer, value in buffers:
                 if buffer is not None and value is not None:
                     buffer.copy_(value)
-                torch_private.buffers_of(module)[name] = buffer  # a validation may have replaced the tensor
+                torch_private.buffers_of(module)[name] = (
+                    buffer  # a validation may have replaced the tensor
+                )
             for module, state in extra:
                 module.set_extra_state(state)

@@ -9,9 +9,19 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator, UnknownOperationError
+from mlbench_core.aggregation.pytorch.aggregation import (
+    Aggregation,
+    Denominator,
+    UnknownOperationError,
+)
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, messages_of
-from mlbench_core.aggregation.pytorch.transport.messages import KeptMemory, by_dtype_and_device, in_blocks, pack, unpack
+from mlbench_core.aggregation.pytorch.transport.messages import (
+    KeptMemory,
+    by_dtype_and_device,
+    in_blocks,
+    pack,
+    unpack,
+)
 from mlbench_core.aggregation.pytorch.transport.topology import Topology, from_edges
 from mlbench_core.distributed.pytorch import process_groups
 
@@ -81,7 +91,9 @@ class DecentralizedAggregation(Aggregation):
         process_group: Any = None,
     ) -> None:
         super().__init__(use_cuda=use_cuda, process_group=process_group)
-        self._all_reduce = AllReduceAggregation(None, use_cuda=use_cuda, process_group=process_group)
+        self._all_reduce = AllReduceAggregation(
+            None, use_cuda=use_cuda, process_group=process_group
+        )
         self._kept = KeptMemory()
         self.rank = process_groups.rank(self.group)
         if rank not in (None, self.rank):
@@ -96,7 +108,11 @@ class DecentralizedAggregation(Aggregation):
         self._weights: tuple[float, ...] = ()
 
     def aggregate(
-        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None, extra: Sequence[Tensor] = ()
+        self,
+        tensors: Mapping[str, Tensor],
+        op: str,
+        denom: Denominator | None = None,
+        extra: Sequence[Tensor] = (),
     ) -> None:
         """Replace every tensor by its average with the neighbors', in place.
 
@@ -112,7 +128,9 @@ class DecentralizedAggregation(Aggregation):
         """
         check_average(op)
         if self.world_size > 1:
-            for kind in by_dtype_and_device(tensor for tensor in tensors.values() if tensor.numel()):
+            for kind in by_dtype_and_device(
+                tensor for tensor in tensors.values() if tensor.numel()
+            ):
                 self._mix(kind)
         with self._counting_bytes_of(self._all_reduce):
             self._all_reduce.average(extra, self.world_size)
@@ -123,7 +141,9 @@ class DecentralizedAggregation(Aggregation):
             self._compare_neighbors()
         groups = messages_of(tensors)
         # All messages are packed before one is changed, because two tensors may share memory.
-        messages = [self._pack(i, group) if own is None else own for i, (group, own) in enumerate(groups)]
+        messages = [
+            self._pack(i, group) if own is None else own for i, (group, own) in enumerate(groups)
+        ]
         # Two messages are in transit at a time: one is mixed while the other travels.
         arrivals = [self._start_exchange(message, i % 2) for i, message in enumerate(messages[:2])]
         for i, message in enumerate(messages):
@@ -137,7 +157,9 @@ class DecentralizedAggregation(Aggregation):
     def _pack(self, number: int, tensors: Sequence[Tensor]) -> Tensor:
         """Copy tensors into a flat message, in memory that is kept for the message of this number."""
         numel, first = sum(tensor.numel() for tensor in tensors), tensors[0]
-        return pack(tensors, out=self._kept.flat(("packed", number), numel, first.dtype, first.device))
+        return pack(
+            tensors, out=self._kept.flat(("packed", number), numel, first.dtype, first.device)
+        )
 
     def _average(self, x_i: Tensor, received: Sequence[Tensor]) -> None:
         """Replace a flat tensor by its weighted average with those of the neighbors, in place."""
@@ -168,13 +190,17 @@ class DecentralizedAggregation(Aggregation):
         sent = process_groups.get_backend_tensor(message, self.group)
         if process_groups.backend(self.group) == "gloo":
             sent = sent.cpu()  # Gloo's send and receive need tensors in host memory
-        received = [self._kept.flat((slot, rank), sent.numel(), sent.dtype, sent.device) for rank in self.neighbors]
+        received = [
+            self._kept.flat((slot, rank), sent.numel(), sent.dtype, sent.device)
+            for rank in self.neighbors
+        ]
         dist = process_groups.dist
         # torch's send and receive take ranks among all workers, also within a subgroup.
         peers = [process_groups.global_rank(rank, self.group) for rank in self.neighbors]
         transfers = [dist.P2POp(dist.isend, sent, peer, self.group) for peer in peers]
         transfers += [
-            dist.P2POp(dist.irecv, buffer, peer, self.group) for buffer, peer in zip(received, peers, strict=True)
+            dist.P2POp(dist.irecv, buffer, peer, self.group)
+            for buffer, peer in zip(received, peers, strict=True)
         ]
         # Sends and receives start together. In a blocking order, two neighbors could wait for each other.
         works = dist.batch_isend_irecv(transfers)
@@ -234,7 +260,9 @@ def refuse_gradients(aggregation: Aggregation, by_layer: bool = False) -> NoRetu
     Raises:
         ValueError: Always.
     """
-    raise ValueError(f"{type(aggregation).__name__} averages weights, not gradients: use agg_model, or agg_grad=False")
+    raise ValueError(
+        f"{type(aggregation).__name__} averages weights, not gradients: use agg_model, or agg_grad=False"
+    )
 
 
 def _check_neighbors(
@@ -245,7 +273,9 @@ def _check_neighbors(
         raise ValueError("neighbors and topology are both given: give only one of them")
     if topology is not None:
         if topology.world_size != world_size:
-            raise ValueError(f"topology is for {topology.world_size} workers, but there are {world_size}")
+            raise ValueError(
+                f"topology is for {topology.world_size} workers, but there are {world_size}"
+            )
         return topology.neighbours(rank)
     if neighbors is None:
         if world_size == 1:

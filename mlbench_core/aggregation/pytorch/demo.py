@@ -87,20 +87,30 @@ class DeMoAggregation(CompressedAggregation):
         super().__init__(use_cuda=use_cuda, world_size=world_size, process_group=process_group)
         check_finite_at_least_0("decay", decay)
         if decay >= 1:
-            raise ValueError(f"decay must be below 1, not {decay}: the momentum would grow without end")
+            raise ValueError(
+                f"decay must be below 1, not {decay}: the momentum would grow without end"
+            )
         self.decay = decay
         self.mean_of_senders = mean_of_senders
         self.top_k = check_int("top_k", top_k)
         self.block_size = check_int("block_size", block_size)
         if self.block_size > 181:
-            raise ValueError(f"block_size must be at most 181, so that a position fits into 2 bytes, not {block_size}")
+            raise ValueError(
+                f"block_size must be at most 181, so that a position fits into 2 bytes, not {block_size}"
+            )
 
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
+    def _aggregate_kind(
+        self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]
+    ) -> None:
         values, positions, totals = [], [], []
         for name, tensor in tensors.items():
             m = recall(self._memory, name, tensor).mul_(self.decay).add_(tensor)
             coefficients = self._transform(m)
-            picked = coefficients.abs().topk(min(self.top_k, coefficients.shape[1]), dim=1, sorted=False).indices
+            picked = (
+                coefficients.abs()
+                .topk(min(self.top_k, coefficients.shape[1]), dim=1, sorted=False)
+                .indices
+            )
             values.append(flush_tiny_(coefficients.gather(1, picked)))
             positions.append(picked)
             totals.append(torch.zeros_like(coefficients))
@@ -115,7 +125,9 @@ class DeMoAggregation(CompressedAggregation):
             sizes = [part.numel() for part in values]
             theirs = from_bytes(message, 0, len(own), own.dtype).split(sizes)
             places = from_bytes(message, own.nbytes, len(own), torch.int16).long().split(sizes)
-            for total, count, part, place, like in zip(totals, counts, theirs, places, values, strict=True):
+            for total, count, part, place, like in zip(
+                totals, counts, theirs, places, values, strict=True
+            ):
                 total.scatter_add_(1, place.view_as(like), part.view_as(like))
                 if count is not None:
                     count.scatter_add_(1, place.view_as(like), torch.ones_like(like))
@@ -127,7 +139,10 @@ class DeMoAggregation(CompressedAggregation):
         """Return the number of blocks and the side of a block, along the rows and along the columns of a matrix."""
         rows = shape[0] if len(shape) > 1 else 1
         columns = math.prod(shape) // rows
-        a, b = (max(side for side in range(1, self.block_size + 1) if n % side == 0) for n in (rows, columns))
+        a, b = (
+            max(side for side in range(1, self.block_size + 1) if n % side == 0)
+            for n in (rows, columns)
+        )
         return rows // a, a, columns // b, b
 
     def _transform(self, tensor: Tensor) -> Tensor:
@@ -140,7 +155,9 @@ class DeMoAggregation(CompressedAggregation):
     def _invert(self, coefficients: Tensor, shape: torch.Size) -> Tensor:
         """Return the tensor that has coefficients."""
         rows, a, columns, b = self._sides(shape)
-        dct_a, dct_b = (dct_matrix(side, coefficients.dtype, coefficients.device) for side in (a, b))
+        dct_a, dct_b = (
+            dct_matrix(side, coefficients.dtype, coefficients.device) for side in (a, b)
+        )
         blocks = dct_a.t() @ coefficients.view(rows, columns, a, b) @ dct_b
         return blocks.transpose(1, 2).reshape(shape)
 
@@ -155,11 +172,15 @@ class DeMoAggregation(CompressedAggregation):
             ValueError: The state is that of another aggregation.
         """
         check_keys(self, state_dict, (), ("momentum",))
-        self._memory = {name: m.clone() for name, m in by_plain_name(state_dict.get("momentum", {})).items()}
+        self._memory = {
+            name: m.clone() for name, m in by_plain_name(state_dict.get("momentum", {})).items()
+        }
 
 
 @functools.lru_cache(maxsize=64)
-def dct_matrix(size: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+def dct_matrix(
+    size: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Tensor:
     r"""Return the orthonormal DCT-II as a matrix, which is not to be changed.
 
     .. math:: D_{pn} = \sqrt{\frac{2 - [p = 0]}{N}} \cos \frac{\pi p (n + 1/2)}{N}

@@ -90,18 +90,27 @@ class DionAggregation(LossyAggregation):
         world_size: int | None = None,
         process_group: Any = None,
     ) -> None:
-        super().__init__(AllReduceAggregation(world_size, use_cuda=use_cuda, process_group=process_group), use_cuda)
+        super().__init__(
+            AllReduceAggregation(world_size, use_cuda=use_cuda, process_group=process_group),
+            use_cuda,
+        )
         self.rank = check_int("rank", rank)
         check_finite_at_least_0("momentum", momentum)
         if momentum > 1:
-            raise ValueError(f"momentum must be at most 1, not {momentum}: the momentum would grow without end")
+            raise ValueError(
+                f"momentum must be at most 1, not {momentum}: the momentum would grow without end"
+            )
         self.momentum = momentum
         self._seed = check_int("seed", seed, least=0)
         self._queries: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def aggregate(
-        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None, extra: Sequence[Tensor] = ()
+        self,
+        tensors: Mapping[str, Tensor],
+        op: str,
+        denom: Denominator | None = None,
+        extra: Sequence[Tensor] = (),
     ) -> None:
         """Replace matrices by their orthonormal updates and average all other tensors, in place.
 
@@ -135,7 +144,9 @@ class DionAggregation(LossyAggregation):
             tensors[name].copy_((p[name].t() @ q).view(tensors[name].shape))
             b_n.addmm_(p[name].t(), flush_tiny_(r[name]), alpha=self.momentum - 1)
             b_n.nan_to_num_(nan=0, posinf=0, neginf=0)
-            self._queries[name] = torch.where((length > 0) & length.isfinite(), q, self._queries[name])
+            self._queries[name] = torch.where(
+                (length > 0) & length.isfinite(), q, self._queries[name]
+            )
         # Extra tensors travel with the uncompressed ones, but they are not part of the gradients.
         sent_bytes = self.bytes_sent - bytes_before - sum(tensor.nbytes for tensor in extra)
         self._count_compression(sum(tensor.nbytes for tensor in tensors.values()), sent_bytes)
@@ -147,7 +158,9 @@ class DionAggregation(LossyAggregation):
         if query is None:
             # By name, so that the order of parameters and the user's generators do not matter.
             seed = int(np.random.SeedSequence((self._seed, *name.encode())).generate_state(1)[0])
-            query = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=matrix.dtype)
+            query = torch.randn(
+                shape, generator=torch.Generator().manual_seed(seed), dtype=matrix.dtype
+            )
             query /= torch.linalg.vector_norm(query, dim=1, keepdim=True)
         elif query.shape != shape:
             raise ValueError(

@@ -108,10 +108,16 @@ class OneBitAggregation(EFSignAggregation):
         """
         return self._steps.get(name, 0)
 
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
+    def _aggregate_kind(
+        self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]
+    ) -> None:
         for name in tensors:
             self._steps[name] = self.steps(name) + 1
-        warming = {name: tensor for name, tensor in tensors.items() if self.steps(name) <= self.warmup_steps}
+        warming = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if self.steps(name) <= self.warmup_steps
+        }
         if warming:
             self._average_uncompressed([*warming.values(), *extra], divisor)
             extra = ()
@@ -122,7 +128,9 @@ class OneBitAggregation(EFSignAggregation):
         for name in tensors.keys() - warming.keys():
             m = recall(self._momentum, name, tensors[name])
             # The sum over workers is divided by the divisor, but each of the k workers has the whole m.
-            shared = m * (divisor.to(m) if isinstance(divisor, Tensor) else divisor) / self.world_size
+            shared = (
+                m * (divisor.to(m) if isinstance(divisor, Tensor) else divisor) / self.world_size
+            )
             candidates[name] = shared.lerp_(tensors[name].to(m.dtype), 1 - self.beta)
         # In the order of the tensors, which is the same on all workers; that of a set is not.
         candidates = {name: candidates[name] for name in tensors if name in candidates}
@@ -132,7 +140,9 @@ class OneBitAggregation(EFSignAggregation):
             tensors[name].copy_(average)
             self._momentum[name].copy_(average.nan_to_num_(nan=0, posinf=0, neginf=0))
 
-    def _compress(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
+    def _compress(
+        self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]
+    ) -> None:
         """Replace tensors by their compressed average, in place."""
         super()._aggregate_kind(tensors, divisor, extra)
         for name, average in tensors.items():

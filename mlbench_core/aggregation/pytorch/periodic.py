@@ -150,7 +150,9 @@ class PeriodicAggregation(Aggregation):
     agg_grad = refuse_gradients
 
     @torch.no_grad()
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+    def aggregate(
+        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None
+    ) -> None:
         """Count a step of every tensor. Aggregate the tensors whose count is a multiple of H, in place.
 
         With a delay, start to average these tensors, and correct those whose average is due.
@@ -168,7 +170,13 @@ class PeriodicAggregation(Aggregation):
         count_step(self._counts, tensors)
         phases = {name: self._counts[name] % self.period for name in tensors}
         # A state may come from a run with a longer delay. Its corrections are added as soon as possible.
-        self._land({name: tensors[name] for name, phase in phases.items() if phase == 0 or phase >= self.delay})
+        self._land(
+            {
+                name: tensors[name]
+                for name, phase in phases.items()
+                if phase == 0 or phase >= self.delay
+            }
+        )
         due = {name: tensors[name] for name, phase in phases.items() if phase == 0}
         if not due:
             return
@@ -185,7 +193,9 @@ class PeriodicAggregation(Aggregation):
             assert isinstance(self.inside, AllReduceAggregation)
             copies = {name: tensor.clone() for name, tensor in due.items()}
             with self._counting_bytes_of(self.inside):
-                pending += self.inside.start_averages(copies.values(), _subtract_from, overlapped=True)
+                pending += self.inside.start_averages(
+                    copies.values(), _subtract_from, overlapped=True
+                )
             self._flights.append(_Correction(copies, pending=pending))
 
     def _land(self, tensors: Mapping[str, Tensor]) -> None:
@@ -214,7 +224,10 @@ class PeriodicAggregation(Aggregation):
         between workers.
         """
         own = {"corrections": self._corrections(), "inside": self.inside.state_dict()}
-        return {"counts": self._without_frozen(self._counts), **{key: value for key, value in own.items() if value}}
+        return {
+            "counts": self._without_frozen(self._counts),
+            **{key: value for key, value in own.items() if value},
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.
@@ -225,19 +238,27 @@ class PeriodicAggregation(Aggregation):
         check_keys(self, state_dict, (), ("counts", "corrections", "inside"))
         self.inside.load_state_dict(state_dict.get("inside", {}))
         self._corrections()  # the other workers count on this worker's part of every message
-        self._counts = {name: int(count) for name, count in by_plain_name(state_dict.get("counts", {})).items()}
+        self._counts = {
+            name: int(count) for name, count in by_plain_name(state_dict.get("counts", {})).items()
+        }
         self.layout = Layout(traveled=set(self._counts))
         corrections = by_plain_name(state_dict.get("corrections", {}))
         self._flights = [_Correction(corrections)] if corrections else []
 
     def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state without the entries that differ between workers. The counters are the same on all workers."""
-        inside = {"inside": self.inside.shared_state(state_dict["inside"])} if "inside" in state_dict else {}
+        inside = (
+            {"inside": self.inside.shared_state(state_dict["inside"])}
+            if "inside" in state_dict
+            else {}
+        )
         return {**super().shared_state(state_dict), **inside}
 
     def remembered_names(self, state_dict: Mapping[str, Any]) -> set[str]:
         """Return the names of the parameters that have an entry in a state."""
-        return super().remembered_names(state_dict) | self.inside.remembered_names(state_dict.get("inside", {}))
+        return super().remembered_names(state_dict) | self.inside.remembered_names(
+            state_dict.get("inside", {})
+        )
 
 
 class DiLoCoAggregation(Aggregation):
@@ -297,7 +318,9 @@ class DiLoCoAggregation(Aggregation):
         process_group: Any = None,
     ) -> None:
         super().__init__(use_cuda=use_cuda, process_group=process_group)
-        self._all_reduce = AllReduceAggregation(world_size, use_cuda=use_cuda, process_group=process_group)
+        self._all_reduce = AllReduceAggregation(
+            world_size, use_cuda=use_cuda, process_group=process_group
+        )
         self._shared: dict[str, nn.Parameter] = {}  # theta by name
         self.outer_optimizer = _make_outer(outer_optimizer)
 
@@ -318,7 +341,9 @@ class DiLoCoAggregation(Aggregation):
                 self._share(name, parameter)
 
     @torch.no_grad()
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+    def aggregate(
+        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None
+    ) -> None:
         """Take an outer step and replace every tensor by the shared weights, in place.
 
         Args:
@@ -342,7 +367,9 @@ class DiLoCoAggregation(Aggregation):
         for name, average in averages.items():
             self._share(name, average)
 
-    def _average(self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> None:
+    def _average(
+        self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]
+    ) -> None:
         """Replace the outer gradients, and tensors that are only averaged, by their averages; in one message."""
         self._delegate(self._all_reduce, {**outer_gradients, **averages}, AVG_WORLD)
 
@@ -379,7 +406,9 @@ class DiLoCoAggregation(Aggregation):
         if theta in state:
             state[moved] = {
                 # As torch does it: its optimizers keep the number of steps on the CPU.
-                key: value if key == "step" or not isinstance(value, Tensor) else value.to(moved.device, dtype)
+                key: value
+                if key == "step" or not isinstance(value, Tensor)
+                else value.to(moved.device, dtype)
                 for key, value in state.pop(theta).items()
             }
         return moved
@@ -388,7 +417,9 @@ class DiLoCoAggregation(Aggregation):
         """Store a copy of weights as shared weights, which the outer optimizer updates; leave out buffers."""
         if is_buffer(name):
             return
-        theta = nn.Parameter(weights.detach().to(torch.promote_types(weights.dtype, torch.float32), copy=True))
+        theta = nn.Parameter(
+            weights.detach().to(torch.promote_types(weights.dtype, torch.float32), copy=True)
+        )
         self._shared[name] = theta
         # All weights are in one group, so that its options, such as the learning rate, hold for all of them.
         self.outer_optimizer.param_groups[0]["params"].append(theta)
@@ -398,10 +429,17 @@ class DiLoCoAggregation(Aggregation):
         if not self._shared:
             return {}
         # The group's parameters are the shared weights, which have a key of their own.
-        options = {key: value for key, value in self.outer_optimizer.param_groups[0].items() if key != "params"}
+        options = {
+            key: value
+            for key, value in self.outer_optimizer.param_groups[0].items()
+            if key != "params"
+        }
         return {
             "shared": {name: theta.detach() for name, theta in self._shared.items()},
-            "outer_state": {name: dict(self.outer_optimizer.state.get(p, {})) for name, p in self._shared.items()},
+            "outer_state": {
+                name: dict(self.outer_optimizer.state.get(p, {}))
+                for name, p in self._shared.items()
+            },
             "outer_options": options,
         }
 
@@ -490,6 +528,8 @@ def _make_outer(make: Callable[[Iterable[Tensor]], Optimizer] | None) -> Optimiz
     # torch refuses an empty list of parameters, so this one is removed below.
     outer = make([nn.Parameter(torch.zeros(()))])
     if not isinstance(outer, Optimizer):
-        raise TypeError(f"outer_optimizer must make a torch.optim.Optimizer, not {type(outer).__name__}")
+        raise TypeError(
+            f"outer_optimizer must make a torch.optim.Optimizer, not {type(outer).__name__}"
+        )
     outer.param_groups[0]["params"].clear()
     return outer

@@ -15,7 +15,12 @@ from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation, recall
 from mlbench_core.aggregation.pytorch.transport.messages import BLOCK_ELEMENTS
-from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys, check_names, plain_name
+from mlbench_core.aggregation.pytorch.transport.names import (
+    by_plain_name,
+    check_keys,
+    check_names,
+    plain_name,
+)
 from mlbench_core.aggregation.pytorch.transport.tensors import flush_tiny_, orthonormal_rows
 from mlbench_core.arguments import check_int
 
@@ -23,7 +28,9 @@ __all__ = ["PowerAggregation"]
 
 COMM_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-_OUTSIDE_MODEL = re.compile(r"group\d+\.\d+")  # names that an optimizer gives to parameters outside the model
+_OUTSIDE_MODEL = re.compile(
+    r"group\d+\.\d+"
+)  # names that an optimizer gives to parameters outside the model
 
 
 class PowerAggregation(LossyAggregation):
@@ -116,7 +123,9 @@ class PowerAggregation(LossyAggregation):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         if comm_dtype not in COMM_DTYPES:
-            raise ValueError(f"comm_dtype must be one of {', '.join(map(str, COMM_DTYPES))}, not {comm_dtype!r}")
+            raise ValueError(
+                f"comm_dtype must be one of {', '.join(map(str, COMM_DTYPES))}, not {comm_dtype!r}"
+            )
         # In half precision the sum over many workers may overflow, but their average does not.
         divides_before = comm_dtype is not None
         uncompressed = AllReduceAggregation(
@@ -134,7 +143,11 @@ class PowerAggregation(LossyAggregation):
         self._uncompressed_steps: dict[str, int] = {}
 
     def aggregate(
-        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None, extra: Sequence[Tensor] = ()
+        self,
+        tensors: Mapping[str, Tensor],
+        op: str,
+        denom: Denominator | None = None,
+        extra: Sequence[Tensor] = (),
     ) -> None:
         """Replace every tensor by the approximate average over workers, in place.
 
@@ -152,15 +165,25 @@ class PowerAggregation(LossyAggregation):
         # P Q^T is an average over workers. A divisor in half precision would round its scale, so it becomes float64.
         scale = self.world_size / (divisor.double() if isinstance(divisor, Tensor) else divisor)
         bytes_before = self.bytes_sent
-        matrices = [self._matrix(name, tensor) for name, tensor in tensors.items() if self._compresses(name, tensor)]
+        matrices = [
+            self._matrix(name, tensor)
+            for name, tensor in tensors.items()
+            if self._compresses(name, tensor)
+        ]
 
         # P is made orthonormal, so its scale does not matter. It is sent with the uncompressed tensors and may be
         # divided like them.
-        left = {matrix.name: self._to_send(matrix.accumulate(self._query(matrix))) for matrix in matrices}
+        left = {
+            matrix.name: self._to_send(matrix.accumulate(self._query(matrix)))
+            for matrix in matrices
+        }
         self._average_uncompressed([*{**tensors, **left}.values(), *extra], divisor)
 
         bases = [orthonormal_rows(left[matrix.name].to(matrix.delta.dtype)) for matrix in matrices]
-        right = {matrix.name: self._to_send(matrix.project(p)) for matrix, p in zip(matrices, bases, strict=True)}
+        right = {
+            matrix.name: self._to_send(matrix.project(p))
+            for matrix, p in zip(matrices, bases, strict=True)
+        }
         # Q is always averaged. For "avg_custom", the product P Q^T is multiplied by the scale once.
         self._average_uncompressed(right.values(), self.world_size)
 
@@ -198,10 +221,14 @@ class PowerAggregation(LossyAggregation):
         if not state_dict:
             return
         check_keys(self, state_dict, ("errors", "queries", "uncompressed_steps", "generator"))
-        parameters = {plain_name(name): p for name, p in self.model.named_parameters(remove_duplicate=False)}
+        parameters = {
+            plain_name(name): p for name, p in self.model.named_parameters(remove_duplicate=False)
+        }
         errors, queries = by_plain_name(state_dict["errors"]), by_plain_name(state_dict["queries"])
         # An optimizer's parameters outside the model have names such as group0.1, which only the optimizer can check.
-        outside = {name for name in self.remembered_names(state_dict) if _OUTSIDE_MODEL.fullmatch(name)}
+        outside = {
+            name for name in self.remembered_names(state_dict) if _OUTSIDE_MODEL.fullmatch(name)
+        }
         check_names(self.remembered_names(state_dict) - outside, parameters)
         for kind, tensors in (("errors", errors), ("queries", queries)):
             for name in tensors.keys() & parameters.keys():
@@ -234,7 +261,9 @@ class PowerAggregation(LossyAggregation):
         if not self.error_feedback:
             wide = gradient.to(torch.promote_types(tensor.dtype, torch.float32))
             return _Matrix(name, tensor, gradient, wide, has_memory=False)
-        return _Matrix(name, tensor, gradient, recall(self._memory, name, gradient), has_memory=True)
+        return _Matrix(
+            name, tensor, gradient, recall(self._memory, name, gradient), has_memory=True
+        )
 
     def _query(self, matrix: _Matrix) -> Tensor:
         r"""Return the rows of :math:`Q^\top` to start from, the same on all workers.
@@ -246,7 +275,9 @@ class PowerAggregation(LossyAggregation):
         shape = (min(rows, columns, self.rank), columns)
         # Divided by sqrt(m), a row of Q^T has a length of about 1. So an entry of P is at most about as large as the
         # norm of a row of the gradient.
-        drawn = torch.randn(shape, generator=self._generator, dtype=matrix.delta.dtype) / math.sqrt(columns)
+        drawn = torch.randn(shape, generator=self._generator, dtype=matrix.delta.dtype) / math.sqrt(
+            columns
+        )
         drawn = drawn.to(matrix.delta.device)
         remembered = self._queries.get(matrix.name) if self.reuse_query else None
         if remembered is None:
@@ -342,7 +373,9 @@ class _Matrix:
         # On a CPU a block stays in the cache between the operations. A GPU gets whole matrices, in fewer launches.
         if self.delta.device.type == "cpu":
             rows = max(1, BLOCK_ELEMENTS // columns)
-        return zip(self.gradient.split(rows), self.delta.split(rows), left.split(rows, dim=1), strict=True)
+        return zip(
+            self.gradient.split(rows), self.delta.split(rows), left.split(rows, dim=1), strict=True
+        )
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:

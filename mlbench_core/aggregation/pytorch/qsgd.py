@@ -12,7 +12,13 @@ from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
-from mlbench_core.aggregation.pytorch.transport.messages import BLOCK_ELEMENTS, all_finite, as_bytes, divide, from_bytes
+from mlbench_core.aggregation.pytorch.transport.messages import (
+    BLOCK_ELEMENTS,
+    all_finite,
+    as_bytes,
+    divide,
+    from_bytes,
+)
 from mlbench_core.aggregation.pytorch.transport.names import check_keys
 from mlbench_core.aggregation.pytorch.transport.packing import bits_for, pack_codes, unpack_codes
 from mlbench_core.arguments import check_int
@@ -94,15 +100,21 @@ class QSGDAggregation(CompressedAggregation):
         super().__init__(use_cuda=use_cuda, world_size=world_size, process_group=process_group)
         self.levels = check_int("levels", levels)
         if self.levels > 127:
-            raise ValueError(f"levels must be at most 127, so that a value fits into 8 bits, not {levels}")
+            raise ValueError(
+                f"levels must be at most 127, so that a value fits into 8 bits, not {levels}"
+            )
         self.bucket_size = check_int("bucket_size", bucket_size)
         if norm not in (2, math.inf):
-            raise ValueError(f"norm must be 2 (Euclidean) or math.inf (the largest absolute value), not {norm!r}")
+            raise ValueError(
+                f"norm must be 2 (Euclidean) or math.inf (the largest absolute value), not {norm!r}"
+            )
         self.norm = float(norm)
         self._seed = check_int("seed", seed, least=0)
         self._draws = 0
 
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
+    def _aggregate_kind(
+        self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]
+    ) -> None:
         flats = [tensor.reshape(-1) for tensor in tensors.values()]
         dtype, device = torch.promote_types(flats[0].dtype, torch.float32), flats[0].device
         norms = torch.empty(sum(map(self._buckets, flats)), dtype=dtype, device=device)
@@ -114,7 +126,10 @@ class QSGDAggregation(CompressedAggregation):
             codes[start : start + len(block)] = own_codes
         bits = bits_for(2 * self.levels + 1)
         messages = self._gather(as_bytes(norms, pack_codes(codes, bits)), divisor, extra)
-        received = [(from_bytes(message, 0, len(norms), dtype), message[norms.nbytes :]) for message in messages]
+        received = [
+            (from_bytes(message, 0, len(norms), dtype), message[norms.nbytes :])
+            for message in messages
+        ]
         for block, start, first in self._in_blocks(flats):
             total = torch.zeros(self._buckets(block), self.bucket_size, dtype=dtype, device=device)
             # Added in the order of ranks, because sums in different orders differ in their last bits.
@@ -134,7 +149,9 @@ class QSGDAggregation(CompressedAggregation):
     def _pad(self, flat: Tensor) -> Tensor:
         """Return a flat tensor as one row for each bucket, with zeros at the end of the last."""
         missing = -len(flat) % self.bucket_size
-        return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, self.bucket_size)
+        return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(
+            -1, self.bucket_size
+        )
 
     def _in_blocks(self, flats: Iterable[Tensor]) -> Iterator[tuple[Tensor, int, int]]:
         """Split flat tensors into views of whole buckets that fit into a CPU's cache; on a GPU each is one view.
@@ -176,7 +193,9 @@ class QSGDAggregation(CompressedAggregation):
         self._draws += 1
         if device.type != "cpu":
             generator = torch.Generator(device).manual_seed(int(entropy.generate_state(1)[0]))
-            return lambda like: torch.rand(like.shape, generator=generator, dtype=like.dtype, device=device)
+            return lambda like: torch.rand(
+                like.shape, generator=generator, dtype=like.dtype, device=device
+            )
         bits = np.random.Generator(np.random.SFC64(entropy))
 
         def draw(like: Tensor) -> Tensor:

@@ -65,9 +65,13 @@ class ScaffoldAggregation(Aggregation):
     _named_state = ("shared", "common", "own", "rates")
     _own_state = ("own",)
 
-    def __init__(self, world_size: int | None = None, use_cuda: bool = False, *, process_group: Any = None) -> None:
+    def __init__(
+        self, world_size: int | None = None, use_cuda: bool = False, *, process_group: Any = None
+    ) -> None:
         super().__init__(use_cuda=use_cuda, process_group=process_group)
-        self._all_reduce = AllReduceAggregation(world_size, use_cuda=use_cuda, process_group=process_group)
+        self._all_reduce = AllReduceAggregation(
+            world_size, use_cuda=use_cuda, process_group=process_group
+        )
         self._shared: dict[str, Tensor] = {}  # x
         self._common: dict[str, Tensor] = {}  # c
         self._own: dict[str, Tensor] = {}  # c_i
@@ -107,7 +111,9 @@ class ScaffoldAggregation(Aggregation):
         return self._common[name] - self._own[name] if name in self._common else None
 
     @torch.no_grad()
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+    def aggregate(
+        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None
+    ) -> None:
         """Update the control variates and replace every tensor by the average over workers, in place.
 
         Args:
@@ -121,7 +127,9 @@ class ScaffoldAggregation(Aggregation):
         """
         check_average(op)
         # Without a step there is no gradient to learn from.
-        stepped = [name for name in tensors if name in self._shared and self._rates.get(name, 0.0) > 0]
+        stepped = [
+            name for name in tensors if name in self._shared and self._rates.get(name, 0.0) > 0
+        ]
         for name in stepped:
             self._update_own(name, tensors[name])
         self._delegate(self._all_reduce, tensors, op, denom)
@@ -180,7 +188,9 @@ class ScaffoldAggregation(Aggregation):
         """
         if state_dict:
             check_keys(self, state_dict, ("shared", "common", "own", "rates"))
-        shared, common, own, rates = (by_plain_name(state_dict.get(key, {})) for key in self._named_state)
+        shared, common, own, rates = (
+            by_plain_name(state_dict.get(key, {})) for key in self._named_state
+        )
         self._shared, self._common = dict(shared), dict(common)
         self._own = {name: own.get(name, c).clone() for name, c in common.items()}
         self._rates = {name: float(rate) for name, rate in rates.items()}

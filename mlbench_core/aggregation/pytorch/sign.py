@@ -89,11 +89,15 @@ class SignAggregation(CompressedAggregation):
     # No state differs between workers: the votes for zeros cancel only if all workers have the same counts.
     _own_state = ()
 
-    def __init__(self, use_cuda: bool = False, *, world_size: int | None = None, process_group: Any = None) -> None:
+    def __init__(
+        self, use_cuda: bool = False, *, world_size: int | None = None, process_group: Any = None
+    ) -> None:
         super().__init__(use_cuda=use_cuda, world_size=world_size, process_group=process_group)
         self._votes_held: dict[str, int] = {}
 
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
+    def _aggregate_kind(
+        self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]
+    ) -> None:
         if self.world_size == 1:
             for tensor in tensors.values():
                 tensor.copy_(signs_or_nan(tensor))
@@ -193,7 +197,9 @@ class EFSignAggregation(CompressedAggregation):
         arXiv:1901.09847
     """
 
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
+    def _aggregate_kind(
+        self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]
+    ) -> None:
         # The error memory is changed in place: it holds p first, and then the new e.
         p = [recall(self._memory, name, tensor) for name, tensor in tensors.items()]
         scales_of_p, kept = [], KeptMemory()
@@ -202,37 +208,53 @@ class EFSignAggregation(CompressedAggregation):
             # p, its absolute sum and its signs are computed while a block is in the CPU's cache.
             for p_n, tensor in zip(p, tensors.values(), strict=True):
                 sums = []
-                for block, part in zip(in_blocks(p_n.view(-1)), in_blocks(tensor.reshape(-1)), strict=True):
+                for block, part in zip(
+                    in_blocks(p_n.view(-1)), in_blocks(tensor.reshape(-1)), strict=True
+                ):
                     block += part
-                    sums.append(torch.abs(block, out=kept.flat("size", len(block), block.dtype, block.device)).sum())
+                    sums.append(
+                        torch.abs(
+                            block, out=kept.flat("size", len(block), block.dtype, block.device)
+                        ).sum()
+                    )
                     yield block
                 scales_of_p.append(torch.stack(sums).sum() / p_n.numel())
 
         # A zero counts as positive. A tensor of zeros still gives zeros, because its scale is 0.
         signs = pack_signs(blocks_of_p())
-        scales = torch.stack([mean_in_range(scale, p_n) for scale, p_n in zip(scales_of_p, p, strict=True)])
+        scales = torch.stack(
+            [mean_in_range(scale, p_n) for scale, p_n in zip(scales_of_p, p, strict=True)]
+        )
         message = as_bytes(scales, signs)
         for p_n, scale in zip(p, scales, strict=True):
             for part in in_blocks(p_n.view(-1)):
                 # Zeros are positive here as well: a sum that started from +0 is never -0.
-                part -= torch.copysign(scale, part, out=kept.flat("size", len(part), part.dtype, part.device))  # now e
+                part -= torch.copysign(
+                    scale, part, out=kept.flat("size", len(part), part.dtype, part.device)
+                )  # now e
         # On a GPU, reading the flag would make the host wait, so there the values are always replaced.
         if scales.is_cuda or not scales.isfinite().all():
             torch_private.foreach_copy_(p, [p_n.nan_to_num(nan=0, posinf=0, neginf=0) for p_n in p])
         messages = self._gather(message, divisor, extra)
         # One row per tensor, and one column per worker.
-        their_scales = torch.stack([from_bytes(m, 0, len(p), scales.dtype) for m in messages], dim=1)
+        their_scales = torch.stack(
+            [from_bytes(m, 0, len(p), scales.dtype) for m in messages], dim=1
+        )
         if scales.device.type != "cpu":
             sizes = [tensor.numel() for tensor in tensors.values()]
             total = sum_scaled_signs(messages[:, scales.nbytes :], their_scales, sizes)
             unpack(divide(total, divisor), tensors.values())
             return
-        signs_of_bytes = scaled_signs(unpack_bits(_all_bytes(scales.device), 8 * 256), scales.new_ones(())).view(256, 8)
+        signs_of_bytes = scaled_signs(
+            unpack_bits(_all_bytes(scales.device), 8 * 256), scales.new_ones(())
+        ).view(256, 8)
 
         def average(first: int, tables: Tensor, start: int, stop: int) -> Tensor:
             first_byte, end = (first + start) // 8, (first + stop + 7) // 8
             size = 8 * (end - first_byte)
-            total, other = (kept.flat(key, size, scales.dtype, scales.device) for key in ("total", "other"))
+            total, other = (
+                kept.flat(key, size, scales.dtype, scales.device) for key in ("total", "other")
+            )
             # All workers add in the same order, because sums in different orders differ in their last bits.
             for i, (table, message) in enumerate(zip(tables, messages, strict=True)):
                 packed = message[scales.nbytes + first_byte : scales.nbytes + end]
@@ -273,7 +295,9 @@ def sum_scaled_signs(packed: Tensor, scales: Tensor, sizes: Sequence[int]) -> Te
     total = scales.new_zeros(sum(sizes))
     for row, column in zip(packed, scales.unbind(1), strict=True):
         signs = unpack_bits(row, len(total)).to(scales.dtype).mul_(2).sub_(1)
-        for sum_n, signs_n, scale in zip(total.split(sizes), signs.split(sizes), column, strict=True):
+        for sum_n, signs_n, scale in zip(
+            total.split(sizes), signs.split(sizes), column, strict=True
+        ):
             sum_n.addcmul_(signs_n, scale)
     return total
 

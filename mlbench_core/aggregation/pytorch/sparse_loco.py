@@ -16,7 +16,12 @@ from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, r
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation
 from mlbench_core.aggregation.pytorch.sparsified import check_size, coordinates_sent
 from mlbench_core.aggregation.pytorch.transport.messages import as_bytes, divide, from_bytes, unpack
-from mlbench_core.aggregation.pytorch.transport.packing import bits_for, pack_codes, packed_bytes, unpack_codes
+from mlbench_core.aggregation.pytorch.transport.packing import (
+    bits_for,
+    pack_codes,
+    packed_bytes,
+    unpack_codes,
+)
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 
 __all__ = ["ChunkedTopKAggregation", "SparseLoCoAggregation"]
@@ -101,13 +106,17 @@ class ChunkedTopKAggregation(CompressedAggregation):
             raise ValueError(f"bits must be at most 8, or None for no quantization, not {bits}")
         check_finite_at_least_0("decay", decay)
         if decay > 1:
-            raise ValueError(f"decay must be at most 1, not {decay}: the error memory would grow without end")
+            raise ValueError(
+                f"decay must be at most 1, not {decay}: the error memory would grow without end"
+            )
         self.decay = decay
         self.chunk_size = check_int("chunk_size", chunk_size)
         if self.chunk_size > 1 << 24:
             raise ValueError(f"chunk_size must be at most 2**24, not {chunk_size}")
 
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
+    def _aggregate_kind(
+        self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]
+    ) -> None:
         # The error memory is changed in place: it holds the sum first, and then the rest.
         e = [
             recall(self._memory, name, tensor).mul_(self.decay).add_(tensor).view(-1)
@@ -149,16 +158,22 @@ class ChunkedTopKAggregation(CompressedAggregation):
         low = sizes.masked_fill(is_zero, torch.inf).amin(1, keepdim=True)
         intervals = self._intervals(sizes.shape[1])
         # Of equal sizes the intervals have no width: 0 / 0 is nan.
-        share = ((sizes - low) / (sizes.amax(1, keepdim=True) - low)).nan_to_num_(nan=0, posinf=0, neginf=0)
+        share = ((sizes - low) / (sizes.amax(1, keepdim=True) - low)).nan_to_num_(
+            nan=0, posinf=0, neginf=0
+        )
         number = share.mul_(intervals).floor_().clamp_(0, intervals - 1).long()
         # In float64, so that a sum of large values stays in range.
-        sums, counts = torch.zeros(2, len(chunks), intervals, dtype=torch.float64, device=chunks.device)
+        sums, counts = torch.zeros(
+            2, len(chunks), intervals, dtype=torch.float64, device=chunks.device
+        )
         sums.scatter_add_(1, number, sizes.double())
         counts.scatter_add_(1, number, is_zero.logical_not().double())
         means = (sums / counts.clamp(min=1)).to(chunks.dtype)
         codes = number.to(torch.int32).add_((values < 0).int(), alpha=intervals)
         chunks.scatter_add_(1, picked, -_dequantize(codes, means, picked))
-        return as_bytes(means, _pack_positions(picked, chunks.shape[1]), pack_codes(codes.view(-1), self.bits))
+        return as_bytes(
+            means, _pack_positions(picked, chunks.shape[1]), pack_codes(codes.view(-1), self.bits)
+        )
 
     def _intervals(self, count: int) -> int:
         """Return the number of intervals for the sizes of ``count`` values, whose means are sent."""
@@ -248,12 +263,18 @@ class SparseLoCoAggregation(DiLoCoAggregation):
         arXiv:2508.15706
     """
 
-    def __init__(self, compressed: ChunkedTopKAggregation | None = None, *, outer_lr: float = 1.0) -> None:
+    def __init__(
+        self, compressed: ChunkedTopKAggregation | None = None, *, outer_lr: float = 1.0
+    ) -> None:
         compressed = ChunkedTopKAggregation() if compressed is None else compressed
         if not isinstance(compressed, ChunkedTopKAggregation):
-            raise TypeError(f"compressed must be a ChunkedTopKAggregation, not {type(compressed).__name__}")
+            raise TypeError(
+                f"compressed must be a ChunkedTopKAggregation, not {type(compressed).__name__}"
+            )
         check_finite_at_least_0("outer_lr", outer_lr)
-        super().__init__(partial(SGD, lr=outer_lr), use_cuda=compressed.use_cuda, process_group=compressed.group)
+        super().__init__(
+            partial(SGD, lr=outer_lr), use_cuda=compressed.use_cuda, process_group=compressed.group
+        )
         self.compressed = compressed
         self.takes_complex = compressed.takes_complex
 
@@ -262,7 +283,9 @@ class SparseLoCoAggregation(DiLoCoAggregation):
         """Return the bytes of the changes over those sent for them; 1 before any message."""
         return self.compressed.compression_ratio
 
-    def _average(self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> None:
+    def _average(
+        self, outer_gradients: Mapping[str, Tensor], averages: Mapping[str, Tensor]
+    ) -> None:
         """Average the outer gradients compressed, and other tensors as they are."""
         self._delegate(self.compressed, outer_gradients, AVG_WORLD)
         self._delegate(self._all_reduce, averages, AVG_WORLD)
@@ -278,7 +301,9 @@ class SparseLoCoAggregation(DiLoCoAggregation):
         Raises:
             ValueError: It is another aggregation's state.
         """
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "compressed"})
+        super().load_state_dict(
+            {key: value for key, value in state_dict.items() if key != "compressed"}
+        )
         self.compressed.load_state_dict(state_dict.get("compressed", {}))
 
     def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:

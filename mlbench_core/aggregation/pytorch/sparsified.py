@@ -23,7 +23,12 @@ from mlbench_core.aggregation.pytorch.transport.messages import (
     divide,
     from_bytes,
 )
-from mlbench_core.aggregation.pytorch.transport.names import by_plain_name, check_keys, check_names, plain_name
+from mlbench_core.aggregation.pytorch.transport.names import (
+    by_plain_name,
+    check_keys,
+    check_names,
+    plain_name,
+)
 
 __all__ = ["SparsifiedAggregation", "coordinates_sent", "draw_coordinates", "largest_entries"]
 
@@ -146,11 +151,15 @@ class SparsifiedAggregation(CompressedAggregation):
         if "generator" in state_dict:
             self._generator.set_state(state_dict["generator"].cpu())
 
-    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]) -> None:
+    def _aggregate_kind(
+        self, tensors: Mapping[str, Tensor], divisor: Denominator, extra: Sequence[Tensor]
+    ) -> None:
         m = []
         for name, tensor in tensors.items():
             if tensor.numel() > torch.iinfo(torch.int32).max:
-                raise ValueError(f"{name!r} must have fewer than 2**31 coordinates, not {tensor.numel()}: split it")
+                raise ValueError(
+                    f"{name!r} must have fewer than 2**31 coordinates, not {tensor.numel()}: split it"
+                )
             # With error feedback, m is the memory itself. _take() subtracts the values to send, and the rest stays in
             # it.
             m.append(
@@ -161,14 +170,21 @@ class SparsifiedAggregation(CompressedAggregation):
         counts = [coordinates_sent(self.size, len(m_n)) for m_n in m]
         if self.random:
             picked = [
-                draw_coordinates(len(m_n), k, self._generator).to(m_n.device) for m_n, k in zip(m, counts, strict=True)
+                draw_coordinates(len(m_n), k, self._generator).to(m_n.device)
+                for m_n, k in zip(m, counts, strict=True)
             ]
         else:
             picked = [
-                largest_entries(m_n.__getitem__, len(m_n), k, self._kept)[0] for m_n, k in zip(m, counts, strict=True)
+                largest_entries(m_n.__getitem__, len(m_n), k, self._kept)[0]
+                for m_n, k in zip(m, counts, strict=True)
             ]
         dtype = next(iter(tensors.values())).dtype
-        sent = torch.cat([self._take(m_n, coordinates, dtype) for m_n, coordinates in zip(m, picked, strict=True)])
+        sent = torch.cat(
+            [
+                self._take(m_n, coordinates, dtype)
+                for m_n, coordinates in zip(m, picked, strict=True)
+            ]
+        )
         if self.random:
             # All workers have drawn the same coordinates, so an all-reduce can add their values.
             self._average_uncompressed([sent, *extra], 1)
@@ -180,11 +196,17 @@ class SparsifiedAggregation(CompressedAggregation):
             messages = self._gather(as_bytes(sent, *picked), divisor, extra)
             # index_copy_ takes only int64.
             received = [
-                (from_bytes(m, 0, len(sent), dtype), from_bytes(m, sent.nbytes, len(sent), torch.int32).long())
+                (
+                    from_bytes(m, 0, len(sent), dtype),
+                    from_bytes(m, sent.nbytes, len(sent), torch.int32).long(),
+                )
                 for m in messages
             ]
         # For each worker, pairs of values and coordinates of each tensor.
-        parts = [zip(values.split(counts), theirs.split(counts), strict=True) for values, theirs in received]
+        parts = [
+            zip(values.split(counts), theirs.split(counts), strict=True)
+            for values, theirs in received
+        ]
         # Added in the order of ranks, because sums in different orders differ in their last bits.
         for (name, tensor), *of_workers in zip(tensors.items(), *parts, strict=True):
             tensor.zero_()
@@ -195,7 +217,9 @@ class SparsifiedAggregation(CompressedAggregation):
             if _FEW * len(coordinates) <= len(total):
                 self._changed[name] = coordinates
                 # A coordinate of several workers is written several times, each time with the same result.
-                total.index_copy_(0, coordinates, divide(total.index_select(0, coordinates), divisor))
+                total.index_copy_(
+                    0, coordinates, divide(total.index_select(0, coordinates), divisor)
+                )
             else:
                 self._changed.pop(name, None)
                 divide(total, divisor)
@@ -231,7 +255,9 @@ def check_size(size: int | float, name: str) -> int | float:
         ValueError: ``size`` is out of range.
     """
     if isinstance(size, bool) or not isinstance(size, numbers.Real):
-        raise TypeError(f"{name} must be an integer (coordinates per tensor) or a float (their share), not {size!r}")
+        raise TypeError(
+            f"{name} must be an integer (coordinates per tensor) or a float (their share), not {size!r}"
+        )
     # The type of the result says if it is a number of coordinates (int) or a share (float).
     size = int(size) if isinstance(size, numbers.Integral) else float(size)
     if size <= 0 or (isinstance(size, float) and not size <= 1):
@@ -255,7 +281,9 @@ def coordinates_sent(size: int | float, numel: int) -> int:
     return min(numel, size) if isinstance(size, int) else max(1, round(size * numel))
 
 
-def largest_entries(m: Callable[[slice], Tensor], numel: int, k: int, kept: KeptMemory) -> tuple[Tensor, Tensor]:
+def largest_entries(
+    m: Callable[[slice], Tensor], numel: int, k: int, kept: KeptMemory
+) -> tuple[Tensor, Tensor]:
     """Find the entries of a flat tensor with the largest absolute values; nan counts as largest.
 
     On the CPU, :func:`torch.topk` on all values takes most of the time of a step. If ``k`` is small, a sample of every
@@ -277,7 +305,11 @@ def largest_entries(m: Callable[[slice], Tensor], numel: int, k: int, kept: Kept
         >>> largest_entries(torch.tensor([1.0, -3.0, 2.0]).__getitem__, numel=3, k=2, kept=KeptMemory())
         (tensor([1, 2], dtype=torch.int32), tensor([-3.,  2.]))
     """
-    if numel < max(2**15, 8 * k) or (first := m(slice(1))).device.type != "cpu" or first.is_complex():
+    if (
+        numel < max(2**15, 8 * k)
+        or (first := m(slice(1))).device.type != "cpu"
+        or first.is_complex()
+    ):
         return _topk(m(slice(numel)), k)
     sample = m(slice(0, numel, _STRIDE)).abs()
     # About one in _STRIDE of the k largest values is in the sample, with a deviation of the square root of it.
@@ -325,7 +357,12 @@ def _topk(m: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _not_below(
-    m: Callable[[slice], Tensor], numel: int, limit: float, coordinates: Tensor, values: Tensor, kept: KeptMemory
+    m: Callable[[slice], Tensor],
+    numel: int,
+    limit: float,
+    coordinates: Tensor,
+    values: Tensor,
+    kept: KeptMemory,
 ) -> tuple[Tensor, Tensor] | None:
     """Write the coordinates, ascending, and the values of all entries whose absolute value is not below a limit.
 

@@ -26,9 +26,17 @@ from mlbench_core.aggregation.pytorch.all_reduce import Flight
 from mlbench_core.aggregation.pytorch.decentralized import check_average
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, check_delay, count_step
 from mlbench_core.aggregation.pytorch.transport.layout import Layout
-from mlbench_core.aggregation.pytorch.transport.messages import as_bytes, by_dtype_and_device, from_bytes
+from mlbench_core.aggregation.pytorch.transport.messages import (
+    as_bytes,
+    by_dtype_and_device,
+    from_bytes,
+)
 from mlbench_core.aggregation.pytorch.transport.names import by_plain_name
-from mlbench_core.aggregation.pytorch.transport.packing import pack_codes, packed_bytes, unpack_codes
+from mlbench_core.aggregation.pytorch.transport.packing import (
+    pack_codes,
+    packed_bytes,
+    unpack_codes,
+)
 from mlbench_core.arguments import check_finite_at_least_0, check_int
 from mlbench_core.distributed.pytorch import process_groups
 
@@ -128,11 +136,15 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         self.period = check_int("period", period)
         self.fragments = check_int("fragments", fragments)
         if self.fragments > self.period:
-            raise ValueError(f"fragments must be at most period, {self.period}, not {fragments}: take longer periods")
+            raise ValueError(
+                f"fragments must be at most period, {self.period}, not {fragments}: take longer periods"
+            )
         self.delay = check_delay(delay, self.period)
         check_finite_at_least_0("mixing", mixing)
         if mixing > 1:
-            raise ValueError(f"mixing must be at most 1, not {mixing}: it is the share of a worker's own weights")
+            raise ValueError(
+                f"mixing must be at most 1, not {mixing}: it is the share of a worker's own weights"
+            )
         self.mixing = mixing
         self.quantize = quantize
         self.takes_complex = not quantize
@@ -155,11 +167,15 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
             ValueError: ``by_layer`` is true.
         """
         if by_layer:
-            raise ValueError("by_layer must be False, because each message is a fragment: set fragments instead")
+            raise ValueError(
+                "by_layer must be False, because each message is a fragment: set fragments instead"
+            )
         return super().agg_model()
 
     @torch.no_grad()
-    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+    def aggregate(
+        self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None
+    ) -> None:
         """Count a step of every tensor; start the message of the fragment that is due, and merge the one that arrives.
 
         Args:
@@ -193,25 +209,37 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         }
         count_step(self._counts, tensors)
         return {
-            name: tensor for name, tensor in tensors.items() if self._counts[name] % self.period == offsets.get(name, 0)
+            name: tensor
+            for name, tensor in tensors.items()
+            if self._counts[name] % self.period == offsets.get(name, 0)
         }
 
     def _send(self, due: Mapping[str, Tensor]) -> None:
         """Start the messages of tensors."""
         pending: list[Callable[[], None]] = []
         due = self._traveling(due, pending if self.delay else None)
-        gradients = {name: self._difference(name, theta_i) for name, theta_i in due.items() if name in self._shared}
-        averages = {name: tensor.clone() for name, tensor in due.items() if name not in self._shared}
+        gradients = {
+            name: self._difference(name, theta_i)
+            for name, theta_i in due.items()
+            if name in self._shared
+        }
+        averages = {
+            name: tensor.clone() for name, tensor in due.items() if name not in self._shared
+        }
         flight = _Fragment(self.delay, gradients, averages, pending=pending)
         self._flights.append(flight)
         plain = [*gradients.values(), *averages.values()]
         if self.quantize:
             # A worker alone rounds too, so that it can show what rounding does.
-            for kind in by_dtype_and_device(tensor for tensor in gradients.values() if tensor.numel()):
+            for kind in by_dtype_and_device(
+                tensor for tensor in gradients.values() if tensor.numel()
+            ):
                 flight.pending.append(self._start_gather(kind))
             plain = [*averages.values()]
         with self._counting_bytes_of(self._all_reduce):
-            flight.pending += self._all_reduce.start_averages(plain, Tensor.copy_, overlapped=self.delay > 0)
+            flight.pending += self._all_reduce.start_averages(
+                plain, Tensor.copy_, overlapped=self.delay > 0
+            )
 
     def _start_gather(self, kind: Sequence[Tensor]) -> Callable[[], None]:
         """Start to gather quantized tensors; return the function that waits and replaces them by their averages."""
@@ -219,9 +247,13 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         gathered, work = message[None], None
         if self.world_size > 1:
             is_gloo = process_groups.backend(self.group) == "gloo"
-            message = message.cpu() if is_gloo else process_groups.get_backend_tensor(message, self.group)
+            message = (
+                message.cpu() if is_gloo else process_groups.get_backend_tensor(message, self.group)
+            )
             gathered = message.new_empty(self.world_size, len(message))
-            work = process_groups.dist.all_gather(list(gathered), message, group=self.group, async_op=True)
+            work = process_groups.dist.all_gather(
+                list(gathered), message, group=self.group, async_op=True
+            )
             self._count("all_gather", self.world_size, message.nbytes, overlapped=self.delay > 0)
             self._bytes_before += sum(tensor.nbytes for tensor in kind)
             self._bytes_after += len(message)
@@ -274,8 +306,15 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         """
         if not self._counts:
             return super().state_dict()
-        flights = [{"left": f.left, "gradients": f.gradients, "averages": f.averages} for f in self._arrive_all()]
-        return {**super().state_dict(), "counts": self._without_frozen(self._counts), "flights": flights}
+        flights = [
+            {"left": f.left, "gradients": f.gradients, "averages": f.averages}
+            for f in self._arrive_all()
+        ]
+        return {
+            **super().state_dict(),
+            "counts": self._without_frozen(self._counts),
+            "flights": flights,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.
@@ -286,11 +325,16 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         own = ("counts", "flights")
         super().load_state_dict({key: value for key, value in state_dict.items() if key not in own})
         self._arrive_all()  # the other workers count on this worker's part of every message
-        self._counts = {name: int(count) for name, count in by_plain_name(state_dict.get("counts", {})).items()}
+        self._counts = {
+            name: int(count) for name, count in by_plain_name(state_dict.get("counts", {})).items()
+        }
         self.layout = Layout(traveled=set(self._counts))
         self._flights = []
         for flight in copy.deepcopy(state_dict.get("flights", [])):
-            gradients, averages = by_plain_name(flight["gradients"]), by_plain_name(flight["averages"])
+            gradients, averages = (
+                by_plain_name(flight["gradients"]),
+                by_plain_name(flight["averages"]),
+            )
             self._flights.append(_Fragment(int(flight["left"]), gradients, averages))
 
 
@@ -333,4 +377,6 @@ def from_float4(message: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 
 def _levels(like: Tensor) -> Tensor:
     """Return the sizes of 4-bit numbers of scale 1."""
-    return torch.tensor([0, *(2.0**-e for e in range(6, -1, -1))], dtype=like.dtype, device=like.device)
+    return torch.tensor(
+        [0, *(2.0**-e for e in range(6, -1, -1))], dtype=like.dtype, device=like.device
+    )

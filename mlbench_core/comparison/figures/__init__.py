@@ -12,7 +12,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlbench_core.comparison.figures.bars import draw_phases, draw_steps, panel_height, phase_bars, with_time
+from mlbench_core.comparison.figures.bars import (
+    draw_phases,
+    draw_steps,
+    panel_height,
+    phase_bars,
+    with_time,
+)
 from mlbench_core.comparison.figures.canvas import PAGE_IN, Drawing, finish, new_figure, save, style
 from mlbench_core.comparison.figures.captions import caption, not_drawn
 from mlbench_core.comparison.figures.curves import AGAINST, draw_learning_curves
@@ -23,7 +29,10 @@ from mlbench_core.comparison.figures.scaling import (
     scaling_series,
     speed_up_panels,
 )
-from mlbench_core.comparison.figures.tradeoff import draw_performance_profile, draw_time_against_price
+from mlbench_core.comparison.figures.tradeoff import (
+    draw_performance_profile,
+    draw_time_against_price,
+)
 from mlbench_core.comparison.pool import workload
 from mlbench_core.errors import ConfigurationError
 
@@ -119,7 +128,9 @@ def drawings(
     }
     # Without a price, or with a single task, a report that these two are not drawn would only be noise.
     if price_per_hour is not None:
-        makers["time_to_goal_against_price"] = lambda: draw_time_against_price(groups, price_per_hour)
+        makers["time_to_goal_against_price"] = lambda: draw_time_against_price(
+            groups, price_per_hour
+        )
     if len({workload(group) for group in groups}) > 1:
         makers["performance_profile"] = lambda: draw_performance_profile(groups)
     for name, make in makers.items():

@@ -75,11 +75,23 @@ def draw_phases(groups: Sequence[Group]) -> canvas.Drawing:
     text = phase_bars(axes, groups, canvas.COLUMN_IN) + not_drawn(every, groups)
     canvas.finish(figure, text, *axes.get_legend_handles_labels())
     names = [*(f"{phase}_s" for phase in PHASES), "communication_hidden_s"]
-    rows: list[list[Any]] = [["setup", "workers", "runs", "missed", "total_s", "total_low_s", "total_high_s", *names]]
+    rows: list[list[Any]] = [
+        ["setup", "workers", "runs", "missed", "total_s", "total_low_s", "total_high_s", *names]
+    ]
     for group in groups:
         total, parts = _total(group), _phases(group)
         hidden = mean(group.values("communication_hidden_s"))
-        rows.append([group.label, group.workers, total.runs, group.missed, total.value, total.low, total.high])
+        rows.append(
+            [
+                group.label,
+                group.workers,
+                total.runs,
+                group.missed,
+                total.value,
+                total.low,
+                total.high,
+            ]
+        )
         rows[-1] += [*map(parts.get, PHASES), hidden.value if hidden else None]
     return canvas.Drawing("total_time_by_phase", figure, text, rows)
 
@@ -109,7 +121,10 @@ def draw_steps(groups: Sequence[Group]) -> canvas.Drawing:
     text = " ".join(notes) + not_drawn(every, groups)
     canvas.finish(figure, text, *axes.get_legend_handles_labels())
     rows: list[list[Any]] = [["setup", "workers", "runs", *(f"{step}_s" for step in STEPS)]]
-    rows += [[group.label, group.workers, len(group.records), *map(_steps(group).get, STEPS)] for group in groups]
+    rows += [
+        [group.label, group.workers, len(group.records), *map(_steps(group).get, STEPS)]
+        for group in groups
+    ]
     return canvas.Drawing("time_all_phases", figure, text, rows)
 
 
@@ -133,7 +148,11 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
     """
     places = _places(axes, groups, width)
     _stack(axes, places, _phases, _PHASE_LOOKS, _PHASE_NAMES)
-    hidden = [(y, value.value) for y, group in places if (value := mean(group.values("communication_hidden_s")))]
+    hidden = [
+        (y, value.value)
+        for y, group in places
+        if (value := mean(group.values("communication_hidden_s")))
+    ]
     sentences = [caption(groups)]
     if any(value for _, value in hidden):
         axes.barh(
@@ -153,7 +172,9 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
     cut = _intervals(axes, totals)
     canvas.title(axes, "Training time by phase", groups)
     if any(sum(_phases(group).values()) > 1.001 * _total(group).value for group in groups):
-        sentences.append("Each phase is that of its slowest worker, so the bars can exceed the totals.")
+        sentences.append(
+            "Each phase is that of its slowest worker, so the bars can exceed the totals."
+        )
     if any(total.low is not None for _, total in totals):
         sentences.append(f"{INTERVAL}{'; an interval that leaves the axes is cut' if cut else ''}.")
     return " ".join([*sentences, *_mark_notes(groups)])
@@ -193,7 +214,9 @@ def _known_total(group: Group) -> Estimate | None:
         cost_s = cost_per_success_s(group.records)
         return None if cost_s is None else Estimate(cost_s, runs=len(group.records))
     times = [record.total_s for record in group.records if record.total_s is not None]
-    return Estimate(math.fsum(times), runs=len(times)) if times and group.missed else mean_time(times)
+    return (
+        Estimate(math.fsum(times), runs=len(times)) if times and group.missed else mean_time(times)
+    )
 
 
 def _total(group: Group) -> Estimate:
@@ -216,12 +239,16 @@ def _steps(group: Group) -> dict[str, float]:
     return _parts(group, [record.steps_s for record in group.records], tuple(STEPS))
 
 
-def _parts(group: Group, parts: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
+def _parts(
+    group: Group, parts: Sequence[Mapping[str, float]], names: Sequence[str]
+) -> dict[str, float]:
     """Return the mean of each part over the runs; with misses, its sum divided by the number of successes, if any."""
     found = {name: [part[name] for part in parts if part.get(name) is not None] for name in names}
     # A mean over all runs would be smaller for a miss that ended early.
     runs = max(len(group.reached), 1) if group.missed else None
-    return {name: math.fsum(values) / (runs or len(values)) for name, values in found.items() if values}
+    return {
+        name: math.fsum(values) / (runs or len(values)) for name, values in found.items() if values
+    }
 
 
 def _places(axes: Axes, groups: Sequence[Group], width: float) -> list[tuple[float, Group]]:
@@ -234,12 +261,16 @@ def _places(axes: Axes, groups: Sequence[Group], width: float) -> list[tuple[flo
             lines = canvas.wrap(block.label, width - 0.5, 6).split("\n")[:2]
             top += _HEADING_SHARE * len(lines)
             style: canvas.Look = {"ha": "left", "va": "bottom", "size": 6, "linespacing": 1.0}
-            axes.text(0.005, top - 0.32, "\n".join(lines), transform=axes.get_yaxis_transform(), **style)
+            axes.text(
+                0.005, top - 0.32, "\n".join(lines), transform=axes.get_yaxis_transform(), **style
+            )
         for group in block.groups:
             places.append((top + 0.3, group))
             top += 1.0
         top += 0.3
-    axes.set_yticks([y for y, _ in places], [f"{group.workers}{_mark(group)}" for _, group in places])
+    axes.set_yticks(
+        [y for y, _ in places], [f"{group.workers}{_mark(group)}" for _, group in places]
+    )
     axes.set_ylim(max(top, 1.0), -0.2)
     axes.set_ylabel("workers")
     axes.tick_params(axis="y", length=0)
@@ -293,5 +324,7 @@ def _write_values(axes: Axes, values: Sequence[tuple[float, float, float]]) -> N
         values: For each bar its place, its value, and the end of the bar with its interval.
     """
     for y, value, end in values:
-        axes.annotate(canvas.number(value), (end, y), (3, 0), textcoords="offset points", va="center", size=6)
+        axes.annotate(
+            canvas.number(value), (end, y), (3, 0), textcoords="offset points", va="center", size=6
+        )
     axes.set_xlim(0, 1.16 * max(end for _, _, end in values) or 1.0)

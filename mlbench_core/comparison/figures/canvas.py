@@ -62,7 +62,13 @@ _NOTE_PT = 5.5
 _MARGIN_IN = 0.05
 # Seven colors, six markers and five dashes: the first repetition of a combination is far beyond any legend.
 _MARKERS = ("o", "s", "^", "D", "v", "P")
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (1.5, 1)), (0, (7, 1.5, 1, 1.5)))
+_DASHES: tuple[Any, ...] = (
+    "-",
+    (0, (5, 1.5)),
+    (0, (3, 1, 1, 1)),
+    (0, (1.5, 1)),
+    (0, (7, 1.5, 1, 1.5)),
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,9 @@ def style() -> Iterator[None]:
     with matplotlib.rc_context():
         # Settings of the user, for example a dark background or LaTeX, would change the figure.
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(matplotlib.rc_params_from_file(_STYLE, use_default_template=False))
+        matplotlib.rcParams.update(
+            matplotlib.rc_params_from_file(_STYLE, use_default_template=False)
+        )
         yield
 
 
@@ -137,9 +145,15 @@ def series_looks(count: int) -> list[Look]:
     import matplotlib
 
     colors = matplotlib.rcParams["axes.prop_cycle"].by_key()["color"]
-    looks = zip(itertools.cycle(colors), itertools.cycle(_MARKERS), itertools.cycle(_DASHES), strict=False)
+    looks = zip(
+        itertools.cycle(colors), itertools.cycle(_MARKERS), itertools.cycle(_DASHES), strict=False
+    )
     return [
-        {"color": color if color.startswith("#") else f"#{color}", "marker": marker, "linestyle": dash}
+        {
+            "color": color if color.startswith("#") else f"#{color}",
+            "marker": marker,
+            "linestyle": dash,
+        }
         for color, marker, dash in itertools.islice(looks, count)
     ]
 
@@ -153,7 +167,10 @@ def wrap(text: str, width_in: float, size_pt: float) -> str:
 
     def fits(line: str) -> bool:
         # Text is measured in points. Agg rounds letters to pixels, which adds up to about 3 %.
-        return bool(measure.get_text_width_height_descent(line, font, ismath=False)[0] * 1.03 <= width_in * 72)
+        return bool(
+            measure.get_text_width_height_descent(line, font, ismath=False)[0] * 1.03
+            <= width_in * 72
+        )
 
     lines: list[str] = []
     for paragraph in text.split("\n"):
@@ -165,7 +182,9 @@ def wrap(text: str, width_in: float, size_pt: float) -> str:
             if line:
                 lines.append(line)
             while len(word) > 1 and not fits(word):
-                end = next(end for end in range(len(word) - 1, 0, -1) if end == 1 or fits(word[:end]))
+                end = next(
+                    end for end in range(len(word) - 1, 0, -1) if end == 1 or fits(word[:end])
+                )
                 lines.append(word[:end])
                 word = word[end:]
             line = word
@@ -178,12 +197,15 @@ def title(axes: Axes, text: str, groups: Sequence[Group]) -> None:
     axes.set_title(text, pad=11)
     # The labels of the vertical axis take the rest of a column.
     whole, brief = (
-        wrap(subtitle(groups, short), COLUMN_IN - 0.45, _NOTE_PT + 0.5).split("\n") for short in (False, True)
+        wrap(subtitle(groups, short), COLUMN_IN - 0.45, _NOTE_PT + 0.5).split("\n")
+        for short in (False, True)
     )
     first, *more = brief if len(whole) > 1 else whole
     look: Look = {"size": _NOTE_PT + 0.5, "color": GRAY, "va": "bottom"}
     # The caption has the whole text.
-    axes.annotate(first + " ..." * bool(more), (0, 1), (0, 3), "axes fraction", "offset points", **look)
+    axes.annotate(
+        first + " ..." * bool(more), (0, 1), (0, 3), "axes fraction", "offset points", **look
+    )
 
 
 def number(value: float) -> str:
@@ -217,7 +239,9 @@ def finish(figure: Figure, caption: str, handles: Sequence[Any], labels: Sequenc
         # With a single column, a long text is broken.
         room = width - 2 * _MARGIN_IN - (0.35 if columns == 1 else 0)
         texts = [wrap(label, room, 6) if columns == 1 else label for label in labels]
-        legend = figure.legend(handles, texts, ncols=columns, loc="lower left", bbox_to_anchor=(0, 0))
+        legend = figure.legend(
+            handles, texts, ncols=columns, loc="lower left", bbox_to_anchor=(0, 0)
+        )
         legend.set_in_layout(False)
         size = legend.get_window_extent(FigureCanvasAgg(figure).get_renderer())
         legend_in = size.height / figure.dpi + 0.07
@@ -227,7 +251,9 @@ def finish(figure: Figure, caption: str, handles: Sequence[Any], labels: Sequenc
     total = height + note_in + legend_in
     figure.set_size_inches(width, total)
     left = _MARGIN_IN / width
-    text = figure.text(left, _MARGIN_IN / total, note, size=_NOTE_PT, color=GRAY, va="bottom", linespacing=1.15)
+    text = figure.text(
+        left, _MARGIN_IN / total, note, size=_NOTE_PT, color=GRAY, va="bottom", linespacing=1.15
+    )
     text.set_in_layout(False)
     if legend is not None:
         legend.set_bbox_to_anchor((left, (note_in + 0.04) / total))
@@ -257,7 +283,10 @@ def save(drawing: Drawing, folder: Path) -> list[Path]:
             written.append(path)
     if drawing.rows:
         path = folder / f"{drawing.name}.csv"
-        with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        with (
+            replacing(path) as temporary,
+            temporary.open("w", newline="", encoding="utf-8") as file,
+        ):
             csv.writer(file).writerows(map(safe_cell, row) for row in drawing.rows)
         written.append(path)
     return written

@@ -36,7 +36,11 @@ def caption(groups: Sequence[Group]) -> str:
     if len(groups) > 1:
         runs += " of each configuration"
     sentences = [_workload(groups), _goal(groups), _machine(groups), runs]
-    lost = [f"{name_of(group)} ({missed} of {len(group.records)})" for group in groups if (missed := group.missed)]
+    lost = [
+        f"{name_of(group)} ({missed} of {len(group.records)})"
+        for group in groups
+        if (missed := group.missed)
+    ]
     if lost:
         sentences.append(f"Missed the goal: {', '.join(lost)}")
     return " ".join(f"{sentence}." for sentence in sentences)
@@ -78,7 +82,11 @@ def not_drawn(groups: Sequence[Group], shown: Iterable[Group]) -> str:
         for group in groups
         if id(group) not in kept
     ]
-    return f" Not drawn, because a run missed the goal or no time is known: {', '.join(names)}." if names else ""
+    return (
+        f" Not drawn, because a run missed the goal or no time is known: {', '.join(names)}."
+        if names
+        else ""
+    )
 
 
 def _shared(values: Iterable[Any]) -> Any:
@@ -96,7 +104,12 @@ def _workload(groups: Sequence[Group]) -> str:
     if all(group.configuration.get("task") for group in groups):
         tasks = sorted({str(group.configuration["task"]) for group in groups})
         text = f"Task{'s' * (len(tasks) > 1)} {', '.join(tasks)}"
-    extras = [shared("dataset"), "light goal" if shared("light") else None, shared("backend"), shared("network")]
+    extras = [
+        shared("dataset"),
+        "light goal" if shared("light") else None,
+        shared("backend"),
+        shared("network"),
+    ]
     extras = [str(extra) for extra in extras if extra]
     return f"{text} ({', '.join(extras)})" if extras else text
 
@@ -115,7 +128,11 @@ def _goal(groups: Sequence[Group]) -> str:
         return f"Goal: {goal_text(goal)}"
     goals = [goal for group in groups if (goal := group.configuration.get("goal"))]
     if goals:
-        return f"Goal: {goal_text(goals[0])}" if _shared(goals) and len(goals) == len(groups) else "Several goals"
+        return (
+            f"Goal: {goal_text(goals[0])}"
+            if _shared(goals) and len(goals) == len(groups)
+            else "Several goals"
+        )
     known = all("goal" in group.configuration for group in groups)
     return "No goal" if known else "No goal recorded"
 

@@ -42,7 +42,9 @@ AGAINST: dict[str, Axis] = {
     # The tracker counts epochs from 0; a value before the first batch belongs to 0 trained epochs.
     "epochs": Axis("epochs", "epochs", True, lambda point: point.epoch + 1 if point.step else 0),
     "time": Axis("training time", "training time in seconds", False, lambda point: point.train_s),
-    "bytes": Axis("bytes on the wire", "put on the wire by all workers", False, lambda point: point.bytes),
+    "bytes": Axis(
+        "bytes on the wire", "put on the wire by all workers", False, lambda point: point.bytes
+    ),
 }
 """Horizontal axes of learning curves by name."""
 
@@ -67,13 +69,23 @@ def draw_learning_curves(groups: Sequence[Group], against: str = "epochs") -> ca
         ConfigurationError: The groups have no task and goal in common, or no run recorded its metric.
     """
     if against not in AGAINST:
-        raise ConfigurationError(f"against must be one of {', '.join(AGAINST)}, not {against!r}: choose one of them")
+        raise ConfigurationError(
+            f"against must be one of {', '.join(AGAINST)}, not {against!r}: choose one of them"
+        )
     goal = shared_goal(groups)
     if goal is None or len({workload(group) for group in groups}) > 1:
-        raise ConfigurationError("the runs have no task and goal in common, so there is no common metric to draw")
-    bands = [(group, found) for group in groups if (found := _band(group, goal["metric"], AGAINST[against]))]
+        raise ConfigurationError(
+            "the runs have no task and goal in common, so there is no common metric to draw"
+        )
+    bands = [
+        (group, found)
+        for group in groups
+        if (found := _band(group, goal["metric"], AGAINST[against]))
+    ]
     if not bands:
-        raise ConfigurationError(f"no run recorded {goal['metric']} with its {AGAINST[against].title}")
+        raise ConfigurationError(
+            f"no run recorded {goal['metric']} with its {AGAINST[against].title}"
+        )
     figure, text = _draw(groups, bands, goal, AGAINST[against])
     rows: list[list[Any]] = [["setup", "workers", "runs", against, "mean", "minimum", "maximum"]]
     for group, found in bands:
@@ -93,7 +105,10 @@ def _band(group: Group, metric: str, axis: Axis) -> Band | None:
 
 
 def _draw(
-    groups: Sequence[Group], bands: Sequence[tuple[Group, Band]], goal: Mapping[str, Any], axis: Axis
+    groups: Sequence[Group],
+    bands: Sequence[tuple[Group, Band]],
+    goal: Mapping[str, Any],
+    axis: Axis,
 ) -> tuple[Figure, str]:
     """Draw one panel for each number of workers, with a panel that counts runs if they did not end together."""
     workers = sorted({group.workers for group, _ in bands})
@@ -117,7 +132,9 @@ def _draw(
         axes.set_ylabel(goal["metric"])
         if len(workers) > 1:
             note: canvas.Look = {"ha": "right", "va": "bottom", "size": 6, "style": "italic"}
-            axes.annotate(plural(number, "worker"), (1, 0), (-3, 3), "axes fraction", "offset points", **note)
+            axes.annotate(
+                plural(number, "worker"), (1, 0), (-3, 3), "axes fraction", "offset points", **note
+            )
         if uneven:
             _count(counts[index], same, looks)
     if goal_line is not None:
@@ -144,7 +161,9 @@ def _label(panels: Sequence[Axes], axis: Axis, largest: float) -> None:
 def _panels(figure: Figure, rows: int, uneven: bool, shared: bool) -> tuple[list[Axes], list[Axes]]:
     """Return the axes for curves and those for counts of runs, from top to bottom."""
     heights = [5.0, 1.0] * rows if uneven else [1.0] * rows
-    every = list(figure.subplots(len(heights), 1, sharex=shared, squeeze=False, height_ratios=heights)[:, 0])
+    every = list(
+        figure.subplots(len(heights), 1, sharex=shared, squeeze=False, height_ratios=heights)[:, 0]
+    )
     curves = every[:: 2 if uneven else 1]
     counts = every[1::2] if uneven else []
     for axes in curves[1:]:
@@ -161,9 +180,16 @@ def _curve(axes: Axes, found: Band, look: canvas.Look) -> Any:
     every = max(1, len(found.x) // 8)
     (line,) = axes.plot(found.x, found.mean, markevery=every, **look)
     if len(found.ends) > 1:
-        axes.fill_between(found.x, found.low, found.high, color=look["color"], alpha=0.2, linewidth=0)
+        axes.fill_between(
+            found.x, found.low, found.high, color=look["color"], alpha=0.2, linewidth=0
+        )
     for tail in found.tails:
-        axes.plot(*zip(*tail, strict=True), color=look["color"], linestyle=look["linestyle"], linewidth=0.5)
+        axes.plot(
+            *zip(*tail, strict=True),
+            color=look["color"],
+            linestyle=look["linestyle"],
+            linewidth=0.5,
+        )
     return line
 
 
@@ -200,6 +226,10 @@ def _caption(groups: Sequence[Group], bands: Sequence[tuple[Group, Band]], axis:
     drawn = [group for group, _ in bands]
     missing = [name_of(group) for group in groups if not any(group is one for one in drawn)]
     if missing:
-        reason = "nothing was sent or there are no raw lines" if axis is AGAINST["bytes"] else "there are no raw lines"
+        reason = (
+            "nothing was sent or there are no raw lines"
+            if axis is AGAINST["bytes"]
+            else "there are no raw lines"
+        )
         sentences.append(f"Not drawn, because {reason}: {', '.join(missing)}.")
     return " ".join(sentences)

@@ -13,7 +13,15 @@ from typing import Any
 __all__ = ["METHODS", "method_look", "method_looks"]
 
 METHODS = (
-    *("centralized_sgd", "local_sgd", "muloco", "diloco", "power_sgd", "one_bit_adam", "streaming_diloco"),
+    *(
+        "centralized_sgd",
+        "local_sgd",
+        "muloco",
+        "diloco",
+        "power_sgd",
+        "one_bit_adam",
+        "streaming_diloco",
+    ),
     *("ef_sign_sgd", "qsgd", "sparse_loco", "demo", "choco_sgd", "dion", "centralized_adam"),
     *("sign_sgd", "scaffold", "muon", "lars", "lamb", "decentralized_sgd", "sparsified_sgd"),
 )
@@ -22,7 +30,13 @@ METHODS = (
 # Seven colors with three hatches distinguish 21 methods on a map; markers and dashes repeat at other lengths.
 _HATCHES = ("", "....", "xxxx")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (1.5, 1)), (0, (7, 1.5, 1, 1.5)))
+_DASHES: tuple[Any, ...] = (
+    "-",
+    (0, (5, 1.5)),
+    (0, (3, 1, 1, 1)),
+    (0, (1.5, 1)),
+    (0, (7, 1.5, 1, 1.5)),
+)
 _COLORS = 7
 
 

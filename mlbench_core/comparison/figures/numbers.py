@@ -119,12 +119,17 @@ def ratio(above: Sequence[float], below: Sequence[float], power: int = 1) -> Est
     runs = min(len(above), len(below))
     if runs < 2:
         return Estimate(value, runs=runs)
-    errors = [statistics.variance(side) / len(side) / statistics.fmean(side) ** 2 for side in (above, below)]
+    errors = [
+        statistics.variance(side) / len(side) / statistics.fmean(side) ** 2
+        for side in (above, below)
+    ]
     total = sum(errors)
     if total == 0:
         return Estimate(value, value, value, runs)
     sizes = (len(above), len(below))
-    freedom = total**2 / sum(error**2 / (size - 1) for error, size in zip(errors, sizes, strict=True))
+    freedom = total**2 / sum(
+        error**2 / (size - 1) for error, size in zip(errors, sizes, strict=True)
+    )
     factor = math.exp(abs(power) * student_quantile(0.975, freedom) * math.sqrt(total))
     return Estimate(value, value / factor, value * factor, runs)
 
@@ -244,7 +249,9 @@ def band(curves: Sequence[Sequence[tuple[float, float]]], places: int = 60) -> B
     else:
         grid = (*(start + (end - start) * place / (places - 1) for place in range(places - 1)), end)
     columns = [[_value_at(curve, x) for curve in curves] for x in grid]
-    tails = [((end, _value_at(curve, end)), *((x, y) for x, y in curve if x > end)) for curve in curves]
+    tails = [
+        ((end, _value_at(curve, end)), *((x, y) for x, y in curve if x > end)) for curve in curves
+    ]
     return Band(
         x=grid,
         mean=tuple(statistics.fmean(column) for column in columns),

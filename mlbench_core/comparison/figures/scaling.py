@@ -21,11 +21,19 @@ from mlbench_core.errors import ConfigurationError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_communication_share", "draw_price_index", "draw_speed_up", "scaling_series", "speed_up_panels"]
+__all__ = [
+    "draw_communication_share",
+    "draw_price_index",
+    "draw_speed_up",
+    "scaling_series",
+    "speed_up_panels",
+]
 
 Estimates = Sequence[Estimate | None]
 
-_RATIO_INTERVAL = "Error bars: 95 % confidence interval of the ratio of means (delta method on its logarithm)"
+_RATIO_INTERVAL = (
+    "Error bars: 95 % confidence interval of the ratio of means (delta method on its logarithm)"
+)
 _CUT = "; an interval that leaves the axes is cut"
 
 
@@ -49,7 +57,9 @@ def draw_speed_up(groups: Sequence[Group]) -> canvas.Drawing:
     without = [f"{name}_without_communication" for name in names]
     rows: list[list[Any]] = [["setup", "workers", "ideal", *names, *without]]
     for one in every:
-        for group, *both in zip(one.groups, speed_up(one.groups), speed_up(one.groups, True), strict=True):
+        for group, *both in zip(
+            one.groups, speed_up(one.groups), speed_up(one.groups, True), strict=True
+        ):
             rows.append([one.label, group.workers, group.workers / one.groups[0].workers])
             rows[-1] += [cell for value in both for cell in _cells(value)]
     return canvas.Drawing("speedup", figure, text, rows)
@@ -74,7 +84,8 @@ def draw_communication_share(groups: Sequence[Group]) -> canvas.Drawing:
     figure = canvas.new_figure(canvas.COLUMN_IN, 2.2)
     axes = figure.subplots()
     percent = [
-        [scaled(share, 100.0) if (share := shares[id(group)]) else None for group in one.groups] for one in every
+        [scaled(share, 100.0) if (share := shares[id(group)]) else None for group in one.groups]
+        for one in every
     ]
     _prepare(axes, every)
     _lines(axes, every, percent)
@@ -86,14 +97,18 @@ def draw_communication_share(groups: Sequence[Group]) -> canvas.Drawing:
     shown = [group for one in every for group in one.groups]
     text = _caption(shown, percent, f"{INTERVAL}{_CUT if cut else ''}.")
     canvas.finish(figure, text, *_legend_of(axes))
-    rows: list[list[Any]] = [["setup", "workers", "share_percent", "share_low_percent", "share_high_percent"]]
+    rows: list[list[Any]] = [
+        ["setup", "workers", "share_percent", "share_low_percent", "share_high_percent"]
+    ]
     for one, values in zip(every, percent, strict=True):
         pairs = zip(one.groups, values, strict=True)
         rows += [[one.label, group.workers, *_cells(value)] for group, value in pairs]
     return canvas.Drawing("communication_share", figure, text, rows)
 
 
-def draw_price_index(groups: Sequence[Group], price_per_hour: float | None = None) -> canvas.Drawing:
+def draw_price_index(
+    groups: Sequence[Group], price_per_hour: float | None = None
+) -> canvas.Drawing:
     """Draw the price index of each series, with a line at 1: below it, more workers pay for themselves.
 
     Args:
@@ -115,7 +130,12 @@ def draw_price_index(groups: Sequence[Group], price_per_hour: float | None = Non
     axes.axhline(1.0, linestyle=(0, (4, 2)), color=canvas.GRAY, linewidth=0.8, label="break-even")
     _lines(axes, every, indices)
     axes.set_ylabel("price increase / performance increase")
-    cut = _limit(axes, indices, 0.0, 1.35 * max(1.0, *(value.value for row in indices for value in row if value)))
+    cut = _limit(
+        axes,
+        indices,
+        0.0,
+        1.35 * max(1.0, *(value.value for row in indices for value in row if value)),
+    )
     canvas.title(axes, "Price index", groups)
     meaning = "Below 1, the additional workers pay for themselves."
     text = f"{_scaling_caption(groups, every, indices, cut)} {meaning}"
@@ -150,7 +170,9 @@ def scaling_series(groups: Sequence[Group]) -> list[Series]:
     return every
 
 
-def speed_up_panels(panels: Sequence[Axes], groups: Sequence[Group], every: Sequence[Series]) -> str:
+def speed_up_panels(
+    panels: Sequence[Axes], groups: Sequence[Group], every: Sequence[Series]
+) -> str:
     """Draw the speed-up into two panels: as measured, and without communication.
 
     Args:
@@ -165,15 +187,28 @@ def speed_up_panels(panels: Sequence[Axes], groups: Sequence[Group], every: Sequ
     largest = max(group.workers for one in every for group in one.groups)
     measured = [[speed_up(one.groups, without) for one in every] for without in (False, True)]
     values = [value.value for panel in measured for row in panel for value in row if value]
-    for axes, rows, text in zip(panels, measured, ("as measured", "without communication"), strict=True):
+    for axes, rows, text in zip(
+        panels, measured, ("as measured", "without communication"), strict=True
+    ):
         _prepare(axes, every)
         for index, start in enumerate(starts):
             ideal: canvas.Look = {"linestyle": (0, (4, 2)), "color": canvas.GRAY, "linewidth": 0.8}
             # One entry in the legend is for the lines of all starts.
             # With both axes logarithmic, as with both linear, the ideal is a straight line.
-            axes.plot([start, largest], [1.0, largest / start], label="_" * bool(index) + "ideal", **ideal)
+            axes.plot(
+                [start, largest], [1.0, largest / start], label="_" * bool(index) + "ideal", **ideal
+            )
         _lines(axes, every, rows)
-        axes.annotate(text, (0, 1), (3, -2), "axes fraction", "offset points", va="top", size=6, style="italic")
+        axes.annotate(
+            text,
+            (0, 1),
+            (3, -2),
+            "axes fraction",
+            "offset points",
+            va="top",
+            size=6,
+            style="italic",
+        )
         axes.set_ylabel("times faster")
     top = 1.15 * max(*values, largest / starts[0])
     bottom = 0.0
@@ -191,7 +226,9 @@ def speed_up_panels(panels: Sequence[Axes], groups: Sequence[Group], every: Sequ
     return f"{text} Without communication: exposed communication is subtracted from all times but the reference."
 
 
-def _scaling_caption(groups: Sequence[Group], every: Sequence[Series], rows: Sequence[Estimates], cut: bool) -> str:
+def _scaling_caption(
+    groups: Sequence[Group], every: Sequence[Series], rows: Sequence[Estimates], cut: bool
+) -> str:
     shown = [group for one in every for group in one.groups]
     text = _caption(groups, rows, f"{_RATIO_INTERVAL}{_CUT if cut else ''}.")
     return text + not_drawn(groups, shown)
@@ -232,7 +269,11 @@ def _lines(axes: Axes, every: Sequence[Series], rows: Sequence[Estimates]) -> No
     for index, (one, values) in enumerate(zip(every, rows, strict=True)):
         look = looks[one.label]
         shift = (index - (len(every) - 1) / 2) * step
-        known = [(group, value) for group, value in zip(one.groups, values, strict=True) if value is not None]
+        known = [
+            (group, value)
+            for group, value in zip(one.groups, values, strict=True)
+            if value is not None
+        ]
         if not known:
             continue
         if axes.get_xscale() == "log":
@@ -261,7 +302,14 @@ def _errors(values: Sequence[Estimate]) -> list[list[float]] | None:
 
 def _limit(axes: Axes, rows: Sequence[Estimates], bottom: float, top: float) -> bool:
     """Set the vertical axis so that the values decide it, and return True if an interval leaves it."""
-    ends = [end for row in rows for value in row if value for end in (value.low, value.high) if end is not None]
+    ends = [
+        end
+        for row in rows
+        for value in row
+        if value
+        for end in (value.low, value.high)
+        if end is not None
+    ]
     # A longer interval than half of the axis, as of two runs, would make the values unreadable.
     top = max(top, min(max(ends, default=top) * 1.05, 1.5 * top))
     axes.set_ylim(bottom, top)

@@ -47,7 +47,17 @@ def draw_time_against_price(groups: Sequence[Group], price_per_hour: float) -> c
     figure, text = _draw_prices(groups, points)
     front = _front(points)
     rows: list[list[Any]] = [
-        ["setup", "workers", "runs", "missed", "price", "time_to_goal_s", "low_s", "high_s", "front"]
+        [
+            "setup",
+            "workers",
+            "runs",
+            "missed",
+            "price",
+            "time_to_goal_s",
+            "low_s",
+            "high_s",
+            "front",
+        ]
     ]
     for group, time, price in points:
         cells = [time.value, time.low, time.high, (price, time.value) in front]
@@ -59,7 +69,9 @@ def _front(points: Sequence[tuple[Group, Estimate, float]]) -> list[tuple[float,
     return pareto_front((price, time.value) for _, time, price in points)
 
 
-def _draw_prices(groups: Sequence[Group], points: Sequence[tuple[Group, Estimate, float]]) -> tuple[Any, str]:
+def _draw_prices(
+    groups: Sequence[Group], points: Sequence[tuple[Group, Estimate, float]]
+) -> tuple[Any, str]:
     figure = canvas.new_figure(canvas.COLUMN_IN, 2.4)
     axes = figure.subplots()
     front = _front(points)
@@ -93,10 +105,18 @@ def _draw_prices(groups: Sequence[Group], points: Sequence[tuple[Group, Estimate
         )
         # The number is on the left if another point is close on the right.
         left = any(
-            0 < other - price < 0.06 * width and abs(at.value - time.value) < 0.1 * limit for _, at, other in points
+            0 < other - price < 0.06 * width and abs(at.value - time.value) < 0.1 * limit
+            for _, at, other in points
         )
         place, side = ((-4, 2), "right") if left else ((4, 2), "left")
-        axes.annotate(str(group.workers), (price, time.value), place, textcoords="offset points", size=5.5, ha=side)
+        axes.annotate(
+            str(group.workers),
+            (price, time.value),
+            place,
+            textcoords="offset points",
+            size=5.5,
+            ha=side,
+        )
         named.add(group.label)
     axes.margins(x=0.12, y=0.08)
     # Times are compared by their ratios, so the axis begins at zero.
@@ -111,8 +131,13 @@ def _draw_prices(groups: Sequence[Group], points: Sequence[tuple[Group, Estimate
     return figure, text
 
 
-def _price_caption(groups: Sequence[Group], points: Sequence[tuple[Group, Estimate, float]], cut: bool) -> str:
-    sentences = [caption(groups), "Numbers at the points: workers. Price: workers x time to goal x price of an hour."]
+def _price_caption(
+    groups: Sequence[Group], points: Sequence[tuple[Group, Estimate, float]], cut: bool
+) -> str:
+    sentences = [
+        caption(groups),
+        "Numbers at the points: workers. Price: workers x time to goal x price of an hour.",
+    ]
     if any(time.low is not None for _, time, _ in points):
         sentences.append(f"{INTERVAL}{'; an interval that leaves the axes is cut' if cut else ''}.")
     return " ".join(sentences) + not_drawn(groups, (group for group, _, _ in points))
@@ -138,7 +163,9 @@ def draw_performance_profile(groups: Sequence[Group]) -> canvas.Drawing:
     times = times_to_goal(groups)
     tasks = {task for row in times.values() for task in row}
     if len(tasks) < 2 or len(times) < 2:
-        raise ConfigurationError("a performance profile needs at least two tasks and two algorithms")
+        raise ConfigurationError(
+            "a performance profile needs at least two tasks and two algorithms"
+        )
     ratios = [1 + (_LARGEST_RATIO - 1) * index / 200 for index in range(201)]
     profile = performance_profile(times, ratios)
     figure = canvas.new_figure(canvas.COLUMN_IN, 2.3)
@@ -157,5 +184,8 @@ def draw_performance_profile(groups: Sequence[Group]) -> canvas.Drawing:
         "reached the goal."
     )
     canvas.finish(figure, text, *axes.get_legend_handles_labels())
-    rows = [["ratio", *profile], *([ratio, *shares] for ratio, *shares in zip(ratios, *profile.values(), strict=True))]
+    rows = [
+        ["ratio", *profile],
+        *([ratio, *shares] for ratio, *shares in zip(ratios, *profile.values(), strict=True)),
+    ]
     return canvas.Drawing("performance_profile", figure, text, rows)

@@ -16,7 +16,12 @@ __all__ = ["convert_dtype", "iterate_dataloader", "maybe_range", "prepare_batch"
 # Not int64: those are token ids, which a float32 would round above 2^24.
 _INTEGERS_OF_IMAGES = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
 
 class UnknownDtypeError(ValueError, NotImplementedError):
@@ -75,7 +80,9 @@ def convert_dtype(dtype: str | None, obj: _TensorOrModule) -> _TensorOrModule:
 
 def _torch_dtype(dtype: str) -> torch.dtype:
     if dtype not in DTYPES:
-        raise UnknownDtypeError(f"dtype must be one of {', '.join(map(repr, DTYPES))}, not {dtype!r}")
+        raise UnknownDtypeError(
+            f"dtype must be one of {', '.join(map(repr, DTYPES))}, not {dtype!r}"
+        )
     return DTYPES[dtype]
 
 
@@ -115,7 +122,9 @@ def prepare_batch(
     """
 
     def prepare_data(tensor: Tensor) -> Tensor:
-        is_converted = tensor.is_floating_point() or (tensor is data and tensor.dtype in _INTEGERS_OF_IMAGES)
+        is_converted = tensor.is_floating_point() or (
+            tensor is data and tensor.dtype in _INTEGERS_OF_IMAGES
+        )
         return convert_dtype(dtype, tensor) if is_converted else tensor
 
     def prepare_target(tensor: Tensor) -> Tensor:

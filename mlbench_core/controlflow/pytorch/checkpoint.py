@@ -53,12 +53,22 @@ def _accepting_an_epoch(save: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(save)
     def wrapper(
-        self: Checkpointer, tracker: Any, model: Any, optimizer: Any, scheduler: Any, *args: Any, **kwargs: Any
+        self: Checkpointer,
+        tracker: Any,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         # True is an Integral too, but it is never an epoch.
-        is_epoch = bool(args) and isinstance(args[0], numbers.Integral) and not isinstance(args[0], bool)
+        is_epoch = (
+            bool(args) and isinstance(args[0], numbers.Integral) and not isinstance(args[0], bool)
+        )
         # The second argument of the current order is a sampler, which is none of these.
-        is_flag = len(args) > 1 and isinstance(args[1], (bool, int, np.bool_, np.integer, torch.Tensor))
+        is_flag = len(args) > 1 and isinstance(
+            args[1], (bool, int, np.bool_, np.integer, torch.Tensor)
+        )
         if is_epoch and ("is_best" in kwargs or is_flag):
             kwargs["epoch"], *args = args  # type: ignore[assignment]
         save(self, tracker, model, optimizer, scheduler, *args, **kwargs)
@@ -187,7 +197,9 @@ class Checkpointer:
                 "scheduler": None if scheduler is None else states.capture("scheduler", scheduler),
                 "tracker": states.capture_tracker(tracker) if self.save_stats else None,
                 "sampler": None if sampler is None else states.capture("sampler", sampler),
-                "extra": {name: states.capture(name, value) for name, value in (extra or {}).items()},
+                "extra": {
+                    name: states.capture(name, value) for name, value in (extra or {}).items()
+                },
                 "rng": states.rng_state(),
             }
             if not keeps_best:
@@ -284,16 +296,30 @@ class Checkpointer:
             # Random states of another rank would make two workers draw the same numbers.
             if state["rank"] == rank:
                 states.set_rng_state(state["rng"])
-            checkpointer = Checkpointer(ckpt_run_dir, rank, CheckpointFreq(state["freq"]), state["save_stats"])
+            checkpointer = Checkpointer(
+                ckpt_run_dir, rank, CheckpointFreq(state["freq"]), state["save_stats"]
+            )
         except MLBenchError:
             raise
         # The checksums are right, but an entry is missing or has another type than any version writes.
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
-            raise CheckpointError(f"the checkpoint {path} is damaged: {type(error).__name__}: {error}") from error
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            IndexError,
+            RuntimeError,
+            OverflowError,
+        ) as error:
+            raise CheckpointError(
+                f"the checkpoint {path} is damaged: {type(error).__name__}: {error}"
+            ) from error
         return checkpointer, model, optimizer, scheduler, tracker
 
     @staticmethod
-    def load_model_by_epoch(ckpt_run_dir: _Path, rank: int, epoch: int, model: torch.nn.Module) -> torch.nn.Module:
+    def load_model_by_epoch(
+        ckpt_run_dir: _Path, rank: int, epoch: int, model: torch.nn.Module
+    ) -> torch.nn.Module:
         """Load only the weights of one epoch.
 
         Args:
@@ -343,7 +369,11 @@ def determine_restore_ckpt_path(rank: int, checkpoint_root: _Path, run_id: str |
     folder = folder if folder.is_dir() else Path(checkpoint_root)
     for candidate in files.find(folder, rank):
         # A part alone cannot be loaded, so the path is then that of rank 0's whole file.
-        path = candidate.first if candidate.first is not None and names.is_part(candidate.path.name) else candidate.path
+        path = (
+            candidate.first
+            if candidate.first is not None and names.is_part(candidate.path.name)
+            else candidate.path
+        )
         if path.is_file():
             return os.fspath(path)
     raise CheckpointNotFoundError(f"there is no checkpoint of rank {rank} in {folder}")

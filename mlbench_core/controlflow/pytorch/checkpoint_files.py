@@ -98,7 +98,10 @@ def write(path: Path, content: Mapping[str, Any] | bytes, rank: int) -> None:
         CheckpointError: Writing failed. The old file is unchanged.
     """
     try:
-        with files.replacing(path, _temporary(path, rank)) as temporary, temporary.open("wb") as file:
+        with (
+            files.replacing(path, _temporary(path, rank)) as temporary,
+            temporary.open("wb") as file,
+        ):
             if isinstance(content, bytes):
                 file.write(content)
             else:
@@ -114,7 +117,9 @@ def write(path: Path, content: Mapping[str, Any] | bytes, rank: int) -> None:
         ) from error
 
 
-def write_part(folder: Path, save: str, part: Mapping[str, Any] | None, rank: int, world_size: int) -> None:
+def write_part(
+    folder: Path, save: str, part: Mapping[str, Any] | None, rank: int, world_size: int
+) -> None:
     """Write this worker's file of a save of the best epoch, and delete files that are no longer needed.
 
     If the save is whole, all files of previous saves are deleted. Otherwise a worker deletes its own files except those
@@ -145,11 +150,24 @@ def write_part(folder: Path, save: str, part: Mapping[str, Any] | None, rank: in
     elif mine.is_whole:
         start = min(_written_ns(path) for path in mine.files.values())
         # Newer files belong to a save that other workers have begun in the meantime.
-        _delete(path for other in saves.values() for path in other.files.values() if _written_ns(path) < start)
+        _delete(
+            path
+            for other in saves.values()
+            for path in other.files.values()
+            if _written_ns(path) < start
+        )
     else:
         # A kill may come before this save is whole, so the newest whole one must stay.
-        kept = max([s for s in saves.values() if s.is_whole] or saves.values(), key=_Save.written_ns, default=None)
-        _delete(other.files[rank] for other in saves.values() if other is not kept and rank in other.files)
+        kept = max(
+            [s for s in saves.values() if s.is_whole] or saves.values(),
+            key=_Save.written_ns,
+            default=None,
+        )
+        _delete(
+            other.files[rank]
+            for other in saves.values()
+            if other is not kept and rank in other.files
+        )
 
 
 def _temporary(path: Path, rank: int) -> Path:
@@ -186,10 +204,14 @@ def read(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:
             # torch does not compress. A compressed entry could be far larger than the file.
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise CheckpointError(f"the checkpoint {path} has compressed entries, which torch does not write")
+                raise CheckpointError(
+                    f"the checkpoint {path} has compressed entries, which torch does not write"
+                )
             damaged = archive.testzip()
         if damaged is not None:
-            raise CheckpointError(f"the checkpoint {path} is damaged: the checksum of {damaged} is wrong")
+            raise CheckpointError(
+                f"the checkpoint {path} is damaged: the checksum of {damaged} is wrong"
+            )
         # By default tensors go to the GPU that they were saved from, which may be another worker's.
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (FileNotFoundError, CheckpointError):
@@ -207,7 +229,9 @@ def read(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise CheckpointError(f"the checkpoint {path} has format {found!r}; this version reads format {FORMAT}")
+        raise CheckpointError(
+            f"the checkpoint {path} has format {found!r}; this version reads format {FORMAT}"
+        )
     for name, kind in _KINDS.items():
         if not isinstance(state.get(name), kind):
             raise CheckpointError(
@@ -219,7 +243,9 @@ def read(path: Path) -> dict[str, Any]:
 def _check_regular(path: Path) -> None:
     """Refuse a folder, a pipe or a device; opening a pipe would wait for its writer."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(f"the checkpoint {path} is a folder, a pipe or a device, not a regular file")
+        raise CheckpointError(
+            f"the checkpoint {path} is a folder, a pipe or a device, not a regular file"
+        )
 
 
 def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, dict[str, Any]]:
@@ -252,8 +278,14 @@ def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, 
     if failures:
         raise CheckpointError("; ".join(failures))
     wanted = f"of epoch {epoch} " if epoch is not None else ""
-    looked_for = names.epoch_name(epoch, rank) if epoch is not None else f"<epoch>_{rank}.pth.tar and {names.BEST_NAME}"
-    raise CheckpointNotFoundError(f"there is no checkpoint {wanted}of rank {rank} in {folder}; looked for {looked_for}")
+    looked_for = (
+        names.epoch_name(epoch, rank)
+        if epoch is not None
+        else f"<epoch>_{rank}.pth.tar and {names.BEST_NAME}"
+    )
+    raise CheckpointNotFoundError(
+        f"there is no checkpoint {wanted}of rank {rank} in {folder}; looked for {looked_for}"
+    )
 
 
 @dataclass(frozen=True)
@@ -348,7 +380,9 @@ def _of_epoch(files: Mapping[int, Path], rank: int) -> tuple[Candidate, bool]:
         return other in files and headers[other] in (None, headers[0])
 
     own = files[rank] if rank != 0 and belongs(rank) else None
-    return Candidate(files[0], own), world_size is None or all(belongs(other) for other in range(world_size))
+    return Candidate(files[0], own), world_size is None or all(
+        belongs(other) for other in range(world_size)
+    )
 
 
 def _of_best(folder: Path, rank: int) -> Iterator[Candidate]:
@@ -356,8 +390,14 @@ def _of_best(folder: Path, rank: int) -> Iterator[Candidate]:
     saves = _best_saves(folder)
     path = folder / names.BEST_NAME
     header = _header(path)
-    parts = saves.pop(header.save, _Save()) if header is not None and header.save is not None else _Save()
-    is_whole = header is None or all(other in parts.files for other in range(1, header.world_size or 1))
+    parts = (
+        saves.pop(header.save, _Save())
+        if header is not None and header.save is not None
+        else _Save()
+    )
+    is_whole = header is None or all(
+        other in parts.files for other in range(1, header.world_size or 1)
+    )
     best = Candidate(path, parts.files.get(rank) if rank else None, lacks_parts=not is_whole)
     if is_whole:
         yield best
@@ -422,5 +462,6 @@ def _names(folder: Path) -> list[str]:
 def _warn_of_partial(names: Sequence[str]) -> None:
     for name in names:
         _log.warning(
-            "other workers' files of the same save as %s are missing, as after a kill: taking the save before", name
+            "other workers' files of the same save as %s are missing, as after a kill: taking the save before",
+            name,
         )

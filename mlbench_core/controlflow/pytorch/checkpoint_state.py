@@ -51,7 +51,9 @@ def capture(name: str, target: Any) -> Any:
 def restore(path: Path, name: str, target: Any, state: Any) -> None:
     """Give an object the state that :func:`capture` took."""
     if state is None:
-        raise CheckpointError(f"the checkpoint {path} has no state of {name}; it was saved without one")
+        raise CheckpointError(
+            f"the checkpoint {path} has no state of {name}; it was saved without one"
+        )
     try:
         if isinstance(target, torch.Generator):
             target.set_state(state["generator"])
@@ -60,7 +62,14 @@ def restore(path: Path, name: str, target: Any, state: Any) -> None:
             target.load_state_dict(state)
         else:
             target.set_epoch(state["epoch"])
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+    ) as error:
         # A KeyError has only the name of the entry as its text.
         reason = f"it has no entry {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(
@@ -83,7 +92,10 @@ def _check_settings(target: Any, state: Any) -> None:
         return
     if not (isinstance(groups[0], Mapping) and isinstance(saved[0], Mapping)):
         return
-    missing, unknown = sorted(groups[0].keys() - saved[0].keys()), sorted(saved[0].keys() - groups[0].keys())
+    missing, unknown = (
+        sorted(groups[0].keys() - saved[0].keys()),
+        sorted(saved[0].keys() - groups[0].keys()),
+    )
     if missing and unknown:
         raise ValueError(
             f"it is the state of another optimizer, with the settings {', '.join(map(str, unknown))} and without "
@@ -99,7 +111,10 @@ def own_part(state: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, 
     workers train in subgroups, the part is the whole state.
     """
     world_size = process_groups.world_size()
-    if getattr(optimizer, "agg_grad", True) is False or getattr(optimizer, "world_size", world_size) != world_size:
+    if (
+        getattr(optimizer, "agg_grad", True) is False
+        or getattr(optimizer, "world_size", world_size) != world_size
+    ):
         return dict(state)
     # Weights are equal on all workers here, so storing them once, with rank 0, is enough.
     part = {**state, "partial": True, "model": {}, "optimizer": None}
@@ -107,18 +122,31 @@ def own_part(state: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, 
         buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         part["model"] = {name: value for name, value in state["model"].items() if name in buffers}
     if state["optimizer"] is not None:
-        part["optimizer"] = {key: state["optimizer"].get(key, {}) for key in getattr(optimizer, "own_state", ())}
+        part["optimizer"] = {
+            key: state["optimizer"].get(key, {}) for key in getattr(optimizer, "own_state", ())
+        }
     return part
 
 
 def restore_model(path: Path, model: Any, state: Mapping[str, Any]) -> None:
     """Give a model the state that :func:`capture` took; either of them may be compiled."""
     # torch.compile adds a prefix to the names of parameters, so names are compared without it.
-    names = {plain_name(name): name for name in model.state_dict()} if isinstance(model, torch.nn.Module) else {}
-    restore(path, "model", model, {names.get(plain_name(name), name): value for name, value in state.items()})
+    names = (
+        {plain_name(name): name for name in model.state_dict()}
+        if isinstance(model, torch.nn.Module)
+        else {}
+    )
+    restore(
+        path,
+        "model",
+        model,
+        {names.get(plain_name(name), name): value for name, value in state.items()},
+    )
 
 
-def restore_optimizer(path: Path, optimizer: Any, state: Mapping[str, Any], rank: int, lacks_parts: bool) -> None:
+def restore_optimizer(
+    path: Path, optimizer: Any, state: Mapping[str, Any], rank: int, lacks_parts: bool
+) -> None:
     """Give an optimizer its state, without aggregation memory of another worker or of another number of workers.
 
     If the parts of other workers are missing, no worker restores its own aggregation memory.
@@ -162,7 +190,11 @@ def capture_tracker(tracker: Any) -> dict[str, Any]:
     elif goal is not None:
         # Any other goal is a function, which a checkpoint cannot hold: reading it would run code.
         kept = {"kind": "code"}
-    return {"run_id": _plain(getattr(tracker, "run_id", None), "tracker.run_id"), "state": state, "goal": kept}
+    return {
+        "run_id": _plain(getattr(tracker, "run_id", None), "tracker.run_id"),
+        "state": state,
+        "goal": kept,
+    }
 
 
 def restore_tracker(path: Path, state: Mapping[str, Any], rank: int, tracker: Any) -> Any:
@@ -186,11 +218,26 @@ def _restored_goal(path: Path, saved: Mapping[str, Any] | None) -> Any:
         return None
     if saved["kind"] in _GOALS:
         return _GOALS[saved["kind"]](**saved["fields"])
-    _log.warning("the tracker of the checkpoint %s has no goal now, because code is not saved: set tracker.goal", path)
+    _log.warning(
+        "the tracker of the checkpoint %s has no goal now, because code is not saved: set tracker.goal",
+        path,
+    )
     return None
 
 
-_PLAIN = (torch.Tensor, str, bytes, bool, int, float, complex, torch.dtype, torch.device, torch.Size, type(None))
+_PLAIN = (
+    torch.Tensor,
+    str,
+    bytes,
+    bool,
+    int,
+    float,
+    complex,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    type(None),
+)
 
 
 def _plain(value: Any, name: str) -> Any:
@@ -200,7 +247,10 @@ def _plain(value: Any, name: str) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        copy = {_plain(key, f"{name} key {key!r}"): _plain(item, f"{name}[{key!r}]") for key, item in value.items()}
+        copy = {
+            _plain(key, f"{name} key {key!r}"): _plain(item, f"{name}[{key!r}]")
+            for key, item in value.items()
+        }
         if isinstance(value, OrderedDict):
             return OrderedDict(copy)
         return Counter(copy) if isinstance(value, Counter) else copy
@@ -228,10 +278,17 @@ def rng_state() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         # Reading the state of an unused GPU would initialize CUDA and take memory there.
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
+        "cuda": torch.cuda.get_rng_state()
+        if torch.cuda.is_available() and torch.cuda.is_initialized()
+        else None,
         "python": random.getstate(),
         # A tensor, because torch.load(weights_only=True) rejects NumPy arrays.
-        "numpy": [torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(cached)],
+        "numpy": [
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
     }
 
 

@@ -78,7 +78,9 @@ class CheckpointsEvaluationControlFlow:
         return [self._evaluate(epoch, dataloader) for epoch in self.epochs]
 
     def _evaluate(self, epoch: int, dataloader: Iterable[Any]) -> dict[str, float]:
-        self.model = self.checkpointer.load_model_by_epoch(self.ckpt_dir, self.rank, epoch, self.model)
+        self.model = self.checkpointer.load_model_by_epoch(
+            self.ckpt_dir, self.rank, epoch, self.model
+        )
         # Workers may have different weights: in decentralized training, or between two averages.
         AllReduceAggregation(self.world_size).agg_model()(self.model, "avg_world")
         values, loss = validation_round(
@@ -90,4 +92,8 @@ class CheckpointsEvaluationControlFlow:
             use_cuda=self.use_cuda,
             max_batches=self.max_batch_per_epoch,
         )
-        return {"epoch": epoch, "loss": loss, **{metric.name: value for metric, value in values.items()}}
+        return {
+            "epoch": epoch,
+            "loss": loss,
+            **{metric.name: value for metric, value in values.items()},
+        }

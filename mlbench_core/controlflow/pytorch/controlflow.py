@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core import __version__
-from mlbench_core.controlflow.pytorch.batches import DTYPES, batch_size, iterate_dataloader, prepare_batch
+from mlbench_core.controlflow.pytorch.batches import (
+    DTYPES,
+    batch_size,
+    iterate_dataloader,
+    prepare_batch,
+)
 from mlbench_core.controlflow.validation_stats import record_validation_stats
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
@@ -52,10 +57,14 @@ def compute_train_batch_metrics(
     Returns:
         The value of each metric.
     """
-    return {metric: value.item() for metric, value in batch_metrics(output, target, metrics).items()}
+    return {
+        metric: value.item() for metric, value in batch_metrics(output, target, metrics).items()
+    }
 
 
-def batch_metrics(output: Any, target: Any, metrics: Iterable[MLBenchMetric]) -> dict[MLBenchMetric, Tensor]:
+def batch_metrics(
+    output: Any, target: Any, metrics: Iterable[MLBenchMetric]
+) -> dict[MLBenchMetric, Tensor]:
     """Compute the metrics of one training batch, and leave them on the device."""
     # A metric must not keep the graph of the forward pass in memory.
     detached = output.detach() if isinstance(output, Tensor) else output
@@ -83,7 +92,9 @@ def record_train_batch_stats(
         num_batches_per_device_train: Number of this worker's batches in an epoch; None if it is not known.
     """
     records = BatchRecords(tracker, num_batches_per_device_train)
-    records.add(batch_idx, loss, batch_size(None, output) if tracker is not None else 0, metric_results)
+    records.add(
+        batch_idx, loss, batch_size(None, output) if tracker is not None else 0, metric_results
+    )
     records.read()
 
 
@@ -186,7 +197,10 @@ class BatchRecords:
         is_logged = batch_idx % LOG_EVERY_N_BATCHES == 0
         # Batch 0 is read with batch 25: the read at the end of the round would otherwise make it one more per interval.
         ends_interval = is_logged and batch_idx > 0
-        values = [("loss", loss), *((metric.name, value) for metric, value in (results or {}).items())]
+        values = [
+            ("loss", loss),
+            *((metric.name, value) for metric, value in (results or {}).items()),
+        ]
         self._pending.append(
             _Record(
                 batch_idx,
@@ -216,7 +230,9 @@ class BatchRecords:
         for record in pending:
             assert self.tracker is not None
             for name, _ in record.values:
-                self.tracker.record_stat(name, next(numbers), record.samples, record.is_logged, at=record.at)
+                self.tracker.record_stat(
+                    name, next(numbers), record.samples, record.is_logged, at=record.at
+                )
             if record.is_logged:
                 logger.debug("batch %d: %s", record.batch_idx, self.tracker)
         return list(numbers)
@@ -259,7 +275,9 @@ def _accepts_older_call(function: Callable[..., _Result]) -> Callable[..., _Resu
 
 
 @contextlib.contextmanager
-def validating(model: nn.Module, metrics: Iterable[MLBenchMetric], tracker: Tracker | None) -> Iterator[None]:
+def validating(
+    model: nn.Module, metrics: Iterable[MLBenchMetric], tracker: Tracker | None
+) -> Iterator[None]:
     """Reset the metrics, and run a block in evaluation mode and without gradients; its time counts as validation."""
     for metric in metrics:
         metric.reset()
@@ -310,7 +328,9 @@ def validation_round(
     loss_sum: float | Tensor = 0.0
     samples = 0
     with validating(model, metrics, tracker):
-        for data, target in iterate_dataloader(dataloader, dtype, max_batches, use_cuda, transform_target_type):
+        for data, target in iterate_dataloader(
+            dataloader, dtype, max_batches, use_cuda, transform_target_type
+        ):
             output = model(data)
             size = batch_size(data, output)
             # The sum stays on the device, because reading the loss of every batch would wait for the device every
@@ -346,7 +366,15 @@ def _validation_round_of_run(
 ) -> _Result:
     """Evaluate and record in one call, as in mlbench-core 2. The run is that of the tracker."""
     values, loss = validation_round(
-        dataloader, model, loss_function, metrics, dtype, tracker, transform_target_type, use_cuda, max_batch_per_epoch
+        dataloader,
+        model,
+        loss_function,
+        metrics,
+        dtype,
+        tracker,
+        transform_target_type,
+        use_cuda,
+        max_batch_per_epoch,
     )
     record_validation_stats(values, loss, tracker, rank)
     return values, loss

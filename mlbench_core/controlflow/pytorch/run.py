@@ -129,7 +129,10 @@ class Run:
         self._open.__exit__(*error)
 
     def track(
-        self, metrics: Iterable[MLBenchMetric], goal: Goal | Callable[[], Goal] | None = None, **options: Any
+        self,
+        metrics: Iterable[MLBenchMetric],
+        goal: Goal | Callable[[], Goal] | None = None,
+        **options: Any,
     ) -> Tracker:
         """Make the run's tracker and its result folder; every worker calls it once, before :meth:`epochs`.
 
@@ -217,7 +220,14 @@ class Run:
         frequency = CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST
         checkpointer = Checkpointer(self.ckpt_run_dir, self.rank, frequency)
         load = partial(
-            Checkpointer.load, self.ckpt_run_dir, self.rank, model, optimizer, scheduler, tracker=tracker, extra=extra
+            Checkpointer.load,
+            self.ckpt_run_dir,
+            self.rank,
+            model,
+            optimizer,
+            scheduler,
+            tracker=tracker,
+            extra=extra,
         )
         if args.resume and not self.validation_only:
             checkpointer, *_ = self._load_together(load)
@@ -247,7 +257,9 @@ class Run:
         # Within an epoch only the best model is saved, also with --checkpoint: its files are those of whole epochs.
         within_epochs = Checkpointer(self.ckpt_run_dir, self.rank, CheckpointFreq.BEST)
         self._validate = validate_in_training
-        self._save_part = partial(within_epochs.save, tracker, model, optimizer, scheduler, extra=extra)
+        self._save_part = partial(
+            within_epochs.save, tracker, model, optimizer, scheduler, extra=extra
+        )
         for epoch in tracker.epochs(budget or args.epochs, args.past_goal):
             self._is_best = None
             yield epoch
@@ -291,10 +303,14 @@ class Run:
         except CheckpointError as error:
             refused = error
         if not smallest(int(refused is None)):
-            raise refused or CheckpointError("another worker cannot continue from its checkpoint: see its error")
+            raise refused or CheckpointError(
+                "another worker cannot continue from its checkpoint: see its error"
+            )
         return loaded
 
-    def _validate_checkpoints(self, load: Callable[..., object], validate: Callable[[], object]) -> None:
+    def _validate_checkpoints(
+        self, load: Callable[..., object], validate: Callable[[], object]
+    ) -> None:
         """Load and validate every checkpoint of an epoch, or else the best one; rank 0 writes the statistics."""
         tracker = self.tracker
         names = ["loss", *(metric.name for metric in tracker.metrics)]
@@ -303,7 +319,9 @@ class Run:
         # the same epochs.
         found = saved_epochs(self.ckpt_run_dir, self.rank)
         newest = smallest(max(found, default=-1))
-        kept: list[int | None] = [epoch for epoch in range(newest + 1) if smallest(int(epoch in found))]
+        kept: list[int | None] = [
+            epoch for epoch in range(newest + 1) if smallest(int(epoch in found))
+        ]
         for epoch in kept or [None]:
             load(epoch=epoch)
             # A checkpoint from within an epoch has the means of its last validation.
@@ -311,7 +329,11 @@ class Run:
             validate()
             for part, prefix in (("train", "train_"), ("val", "val_global_")):
                 series = {name: tracker.records.get(prefix + name) for name in names}
-                latest = {name: next(reversed(by_epoch.values())) for name, by_epoch in series.items() if by_epoch}
+                latest = {
+                    name: next(reversed(by_epoch.values()))
+                    for name, by_epoch in series.items()
+                    if by_epoch
+                }
                 numbers = {name: finite(value) for name, value in latest.items()}
                 stats[part].append({"epoch": tracker.current_epoch, **numbers})
         if self.rank == 0 and self._output_dir is not None:
@@ -334,7 +356,9 @@ def _after_time(goal: object, seconds: float) -> AccuracyAfterTime:
         raise ConfigurationError(
             f"--goal-after needs a task whose goal is a value of a metric (TimeToGoal), not {goal!r}: leave it out"
         )
-    return _AgreedAfterTime(seconds, goal.metric, goal.minimize, goal.description.replace("{threshold}", "{value}"))
+    return _AgreedAfterTime(
+        seconds, goal.metric, goal.minimize, goal.description.replace("{threshold}", "{value}")
+    )
 
 
 def run_task(
@@ -367,7 +391,9 @@ def run_task(
     ) -> None:  # fmt: skip
         # Before the workers meet: a wrong argument then ends each of them at once.
         if args.goal_after is not None and args.light_target:
-            raise ConfigurationError("--goal-after gives the run another goal: it does not go with --light")
+            raise ConfigurationError(
+                "--goal-after gives the run another goal: it does not go with --light"
+            )
         if prepare is not None:
             prepare(args)
         with initialize_backends(
@@ -380,11 +406,22 @@ def run_task(
             timeout_s=args.timeout,
         ) as (rank, world_size, _):
             open_results = partial(
-                task_results, args, uid, rank, world_size, backend, output_dir=output_dir, dataset_dir=dataset_dir
+                task_results,
+                args,
+                uid,
+                rank,
+                world_size,
+                backend,
+                output_dir=output_dir,
+                dataset_dir=dataset_dir,
             )
-            with Run(args, rank, world_size, dataset_dir, ckpt_run_dir, open_results, output_dir) as run:
+            with Run(
+                args, rank, world_size, dataset_dir, ckpt_run_dir, open_results, output_dir
+            ) as run:
                 train(run)
             if rank == 0 and not args.validation_only:
-                logger.info("%s", "goal reached" if run.tracker.goal_reached else "goal not reached")
+                logger.info(
+                    "%s", "goal reached" if run.tracker.goal_reached else "goal not reached"
+                )
 
     task_main(main, uid, argv=argv, add_arguments=add_arguments)

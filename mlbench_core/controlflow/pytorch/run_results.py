@@ -42,7 +42,9 @@ class _ProcessGroup(run_results.Workers):
             length = min(_CHUNK_BYTES, size - start)
             chunk = torch.zeros(length, dtype=torch.uint8)
             if is_sender:
-                chunk = torch.frombuffer(bytearray(content[start : start + length]), dtype=torch.uint8)
+                chunk = torch.frombuffer(
+                    bytearray(content[start : start + length]), dtype=torch.uint8
+                )
             chunk = get_backend_tensor(chunk)
             dist.broadcast(chunk, src=sender)
             received += chunk.cpu().numpy().tobytes()
@@ -97,7 +99,13 @@ class RunResults(run_results.RunFolder):
         resume: bool = False,
     ) -> None:
         super().__init__(
-            folder, configuration, run_id, rank, environment=environment, resume=resume, workers=_ProcessGroup()
+            folder,
+            configuration,
+            run_id,
+            rank,
+            environment=environment,
+            resume=resume,
+            workers=_ProcessGroup(),
         )
 
 

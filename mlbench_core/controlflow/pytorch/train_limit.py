@@ -36,7 +36,9 @@ class TrainLimit:
         except ValueError:
             self.seconds = math.nan
         if not 0 < self.seconds < math.inf:
-            raise ConfigurationError(f"{TRAIN_LIMIT} must be a positive number of seconds, not {text!r}: leave it out")
+            raise ConfigurationError(
+                f"{TRAIN_LIMIT} must be a positive number of seconds, not {text!r}: leave it out"
+            )
 
     def is_over(self, tracker: Tracker) -> bool:
         """Return True on all workers if one has trained for the limit, and the goal is not reached."""
@@ -48,7 +50,9 @@ class TrainLimit:
         """Return what :meth:`is_over` does, and log that the training ends."""
         is_over = self.is_over(tracker)
         if is_over:
-            logger.info("the training ends without its goal: it took the seconds of %s", TRAIN_LIMIT)
+            logger.info(
+                "the training ends without its goal: it took the seconds of %s", TRAIN_LIMIT
+            )
         return is_over
 
 

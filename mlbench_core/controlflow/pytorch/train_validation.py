@@ -136,12 +136,18 @@ def train_round(
             samples += size
         loss_sum = records.read(loss_sum)[0]
     # A scheduler for plateaus needs the result of a validation, which only the caller has.
-    if scheduler is not None and schedule_per == "epoch" and not isinstance(scheduler, ReduceLROnPlateau):
+    if (
+        scheduler is not None
+        and schedule_per == "epoch"
+        and not isinstance(scheduler, ReduceLROnPlateau)
+    ):
         scheduler.step()
     return loss_sum / max(1, samples)
 
 
-def _number_of_batches(dataloader: Iterable[Any], maximum: int | None, update_freq: int) -> int | None:
+def _number_of_batches(
+    dataloader: Iterable[Any], maximum: int | None, update_freq: int
+) -> int | None:
     """Return the number of batches that every worker trains on, or None if the loaders do not know their length."""
     try:
         length = len(dataloader)  # type: ignore[arg-type]
@@ -332,7 +338,9 @@ class TrainValidation:
             ValueError: Batches are missing or given twice, or ``resume`` is True without a checkpointer.
         """
         make_train = _maker("dataloader_train", dataloader_train, dataloader_train_fn)
-        make_val = _maker("dataloader_val", dataloader_val, dataloader_val_fn) if self.validate else None
+        make_val = (
+            _maker("dataloader_val", dataloader_val, dataloader_val_fn) if self.validate else None
+        )
         if resume:
             if self.checkpoint is None:
                 raise ValueError(
@@ -402,7 +410,9 @@ def _maker(
 ) -> Callable[[], Iterable[Any]]:
     """Return a function that returns the batches, from whichever of the two arguments was given."""
     if (batches is None) == (make is None):
-        raise ValueError(f"pass either {name} or {name}_fn, {'not both' if make is not None else 'one is missing'}")
+        raise ValueError(
+            f"pass either {name} or {name}_fn, {'not both' if make is not None else 'one is missing'}"
+        )
     if make is not None:
         return make
     return lambda: batches  # type: ignore[return-value]

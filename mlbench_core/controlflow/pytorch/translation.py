@@ -76,7 +76,9 @@ def epoch_parts(
         [(['a', 'b'], False), (['c', 'd'], False), (['e', 'f'], False), (['g', 'h'], True)]
     """
     if not 0 < share <= 1:
-        raise ValueError(f"share must be above 0 and at most 1, not {share}: give the share of an epoch in one part")
+        raise ValueError(
+            f"share must be above 0 and at most 1, not {share}: give the share of an epoch in one part"
+        )
     # A worker with more parts than another would wait for it indefinitely in the next validation.
     total = process_groups.smallest(len(batches))
     total = total if most is None else min(total, most)
@@ -187,7 +189,9 @@ def _scores(output: Any) -> Tensor:
     return scores
 
 
-def _divisor(optimizer: Any, batches: Sequence[tuple[Batch, Tensor]], update_freq: int) -> dict[str, Any]:
+def _divisor(
+    optimizer: Any, batches: Sequence[tuple[Batch, Tensor]], update_freq: int
+) -> dict[str, Any]:
     """Return the divisor of the sum of all workers' gradients, which is the number of tokens of all workers.
 
     Args:

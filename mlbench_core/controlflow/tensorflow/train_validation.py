@@ -58,10 +58,17 @@ def train_round(
         ValueError: ``lr_scheduler_level`` is not as listed above.
     """
     if lr_scheduler_level not in _LEVELS:
-        raise ValueError(f"lr_scheduler_level must be 'epoch', 'batch' or None, not {lr_scheduler_level!r}")
+        raise ValueError(
+            f"lr_scheduler_level must be 'epoch', 'batch' or None, not {lr_scheduler_level!r}"
+        )
     session.run(train_set_init_op)
     tracker.train()
-    fetches = {"loss": loss_op, "metrics": _operations(metrics), "train": train_op, **_size(metrics)}
+    fetches = {
+        "loss": loss_op,
+        "metrics": _operations(metrics),
+        "train": train_op,
+        **_size(metrics),
+    }
     if lr_tensor is not None:
         tracker.learning_rate = float(session.run(lr_tensor))
         if lr_scheduler_level == "batch":
@@ -184,7 +191,10 @@ class TrainValidation:
         check_at_least("max_train_steps", max_train_steps, 0)
         self.train_op, self.sess, self.loss, self.metrics = train_op, sess, loss, metrics
         self.max_train_steps = max_train_steps
-        self.train_set_init_op, self.validation_set_init_op = train_set_init_op, validation_set_init_op
+        self.train_set_init_op, self.validation_set_init_op = (
+            train_set_init_op,
+            validation_set_init_op,
+        )
         self.run_id, self.rank = run_id, rank
         self.lr_scheduler_level = lr_scheduler_level
         self.tracker = tracker if tracker is not None else Tracker(metrics, run_id, rank)
@@ -195,7 +205,9 @@ class TrainValidation:
         Args:
             lr_tensor_name: Name of the learning rate's tensor, for example ``"rate:0"``; None to record no rate.
         """
-        rate = None if lr_tensor_name is None else self.sess.graph.get_tensor_by_name(lr_tensor_name)
+        rate = (
+            None if lr_tensor_name is None else self.sess.graph.get_tensor_by_name(lr_tensor_name)
+        )
         left = self.max_train_steps - self.tracker.position()[0]
         return train_round(
             self.sess, self.train_set_init_op, self.train_op, self.loss, self.metrics, 1, left, self.tracker,
@@ -206,7 +218,13 @@ class TrainValidation:
         """Validate on the whole validation set; see :func:`validation_round`."""
         unlimited = 2**62
         return validation_round(
-            self.sess, self.validation_set_init_op, self.loss, self.metrics, 1, unlimited, self.tracker
+            self.sess,
+            self.validation_set_init_op,
+            self.loss,
+            self.metrics,
+            1,
+            unlimited,
+            self.tracker,
         )
 
     def train_and_eval(self, initial_epoch: int = 0, lr_tensor_name: str | None = None) -> None:
@@ -223,6 +241,8 @@ class TrainValidation:
             before = self.tracker.position()[0]
             self.train_one_epoch(lr_tensor_name)
             if self.tracker.position()[0] == before:
-                raise ValueError("train_set_init_op must begin a training set with batches, but it has none")
+                raise ValueError(
+                    "train_set_init_op must begin a training set with batches, but it has none"
+                )
             self.valid_one_epoch()
             self.tracker.epoch_end()

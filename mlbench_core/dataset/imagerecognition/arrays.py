@@ -71,7 +71,9 @@ class ImageArrays:
     def __len__(self) -> int:
         return len(self.images)
 
-    def batch(self, positions: np.ndarray, generator: np.random.Generator | None = None) -> np.ndarray:
+    def batch(
+        self, positions: np.ndarray, generator: np.random.Generator | None = None
+    ) -> np.ndarray:
         """Make the normalized images of a batch: (x/255 - mean) / std for each channel.
 
         Args:
@@ -86,7 +88,10 @@ class ImageArrays:
             images = self._augment(images, generator)
         # The two constants are computed in float64 and rounded to float32 once.
         std = np.asarray(self.std)
-        scale, shift = (1 / (255 * std)).astype(np.float32), (-np.asarray(self.mean) / std).astype(np.float32)
+        scale, shift = (
+            (1 / (255 * std)).astype(np.float32),
+            (-np.asarray(self.mean) / std).astype(np.float32),
+        )
         return images.astype(np.float32) * scale + shift
 
     def _augment(self, images: np.ndarray, generator: np.random.Generator) -> np.ndarray:
@@ -95,7 +100,9 @@ class ImageArrays:
         margin = (self.padding, self.padding)
         padded = np.pad(images, ((0, 0), margin, margin, (0, 0)))
         # windows[n, i, j] is the crop of image n whose first pixel is (i, j), with the channels first. It is a view.
-        windows: np.ndarray = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(1, 2))
+        windows: np.ndarray = np.lib.stride_tricks.sliding_window_view(
+            padded, (height, width), axis=(1, 2)
+        )
         tops, lefts = generator.integers(0, 2 * self.padding + 1, (2, count))
         crops = windows[np.arange(count), tops, lefts].transpose(0, 2, 3, 1)
         if not self.flip:
@@ -130,7 +137,14 @@ class ArrayBatches:
     """
 
     def __init__(
-        self, arrays: ImageArrays, batch_size: int, *, train: bool, rank: int = 0, world_size: int = 1, seed: int = 0
+        self,
+        arrays: ImageArrays,
+        batch_size: int,
+        *,
+        train: bool,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
     ) -> None:
         check_int("batch_size", batch_size)
         check_int("seed", seed, 0)

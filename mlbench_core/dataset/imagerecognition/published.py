@@ -31,7 +31,18 @@ from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
 __all__ = ["read_cifar10", "read_digits", "read_mnist"]
 
-CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR10_CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)  # of the 50,000 training images
 CIFAR10_STD = (0.2470, 0.2435, 0.2616)
 _CIFAR10_RECORDS = 10_000
@@ -65,7 +76,9 @@ def read_cifar10(
         archive = CIFAR10_URL.rsplit("/", 1)[1]
         maybe_download_and_extract_tar_gz(folder, archive, CIFAR10_URL, md5=CIFAR10_ARCHIVE_MD5)
     parts = [_read_cifar_batch(path) for path in _cifar_files(folder, names, partial)]
-    return np.concatenate([images for images, _ in parts]), np.concatenate([labels for _, labels in parts])
+    return np.concatenate([images for images, _ in parts]), np.concatenate(
+        [labels for _, labels in parts]
+    )
 
 
 def _find_cifar_batch(root: Path, name: str, partial: bool) -> Path | None:
@@ -89,7 +102,9 @@ def _cifar_files(root: Path, names: Sequence[str], partial: bool) -> list[Path]:
             f"no CIFAR-10 in {root}: missing {missing} (also as .bin, .bin.xz, .bin.gz); {advice}"
         )
     if missing and not partial:
-        raise DatasetError(f"CIFAR-10 in {root} is not complete: missing {missing}; {advice}, or pass partial=True")
+        raise DatasetError(
+            f"CIFAR-10 in {root} is not complete: missing {missing}; {advice}, or pass partial=True"
+        )
     return paths
 
 
@@ -106,7 +121,9 @@ def _read_cifar_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return images, labels
 
 
-def read_mnist(root: str | os.PathLike[str], train: bool, download: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def read_mnist(
+    root: str | os.PathLike[str], train: bool, download: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Read the images of MNIST and their classes.
 
     Args:
@@ -132,7 +149,9 @@ def _read_idx(root: Path, name: str, dimensions: int, download: bool) -> np.ndar
     folders = [root / folder for folder in MNIST_FOLDERS]
     path = find_file(folders, [name])
     if path is None and download:
-        path = progress_download(f"{MNIST_URL}{name}.gz", root / f"{name}.gz", md5=MNIST_ARCHIVE_MD5[name])
+        path = progress_download(
+            f"{MNIST_URL}{name}.gz", root / f"{name}.gz", md5=MNIST_ARCHIVE_MD5[name]
+        )
     if path is None:
         raise DatasetNotFoundError(
             f"no MNIST in {root}: missing {name} (also as .gz); pass download=True, or get it from {MNIST_URL}{name}.gz"

@@ -36,7 +36,9 @@ def read_bytes(path: Path, md5: str | None = None) -> bytes:
     with open_file(path) as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
-        raise DatasetError(f"{path} has more than {_MOST_BYTES >> 20} MiB, and no file of a known data set has")
+        raise DatasetError(
+            f"{path} has more than {_MOST_BYTES >> 20} MiB, and no file of a known data set has"
+        )
     # The checksum is that of the content, so that it is valid for any compression.
     found = files.digest(content, "md5") if md5 else None
     if found != md5:
@@ -86,15 +88,25 @@ def parse_cifar_python(path: Path, content: bytes) -> tuple[np.ndarray, np.ndarr
     try:
         entries = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
         # The keys are bytes in a pickle of Python 2, and text in one of Python 3.
-        named = {key.decode() if isinstance(key, bytes) else key: value for key, value in entries.items()}
+        named = {
+            key.decode() if isinstance(key, bytes) else key: value for key, value in entries.items()
+        }
         rows, labels = np.asarray(named["data"]), np.asarray(named["labels"])
     except DatasetError as error:
         raise DatasetError(f"{path}: {error}") from error
     # A damaged pickle may raise an exception of nearly any type.
     except Exception as error:
-        raise DatasetError(f"{path} is damaged: {type(error).__name__}: {error}; delete it and get it again") from error
-    if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape != (len(labels), _CIFAR_RECORD_BYTES - 1):
-        raise DatasetError(f"{path} is damaged: data is {rows.dtype} of shape {rows.shape} for {len(labels)} labels")
+        raise DatasetError(
+            f"{path} is damaged: {type(error).__name__}: {error}; delete it and get it again"
+        ) from error
+    if (
+        rows.dtype != np.uint8
+        or rows.ndim != 2
+        or rows.shape != (len(labels), _CIFAR_RECORD_BYTES - 1)
+    ):
+        raise DatasetError(
+            f"{path} is damaged: data is {rows.dtype} of shape {rows.shape} for {len(labels)} labels"
+        )
     return _images(path, rows, labels)
 
 
@@ -128,9 +140,15 @@ class _ArrayUnpickler(pickle.Unpickler):
             # Return this numpy's function that rebuilds arrays, because its module depends on the version.
             return np.zeros(1).__reduce__()[0]  # type: ignore[index]
         # These names rebuild arrays and can run nothing else.
-        allowed = {("numpy", "ndarray"): np.ndarray, ("numpy", "dtype"): np.dtype, ("_codecs", "encode"): _encode}
+        allowed = {
+            ("numpy", "ndarray"): np.ndarray,
+            ("numpy", "dtype"): np.dtype,
+            ("_codecs", "encode"): _encode,
+        }
         if (module, name) not in allowed:
-            raise DatasetError(f"the pickle requests {module}.{name}, which no array needs; it was not loaded")
+            raise DatasetError(
+                f"the pickle requests {module}.{name}, which no array needs; it was not loaded"
+            )
         return allowed[module, name]
 
 
@@ -150,7 +168,9 @@ def parse_idx(path: Path, content: bytes, dimensions: int) -> np.ndarray:
     """
     start = 4 + 4 * dimensions
     if len(content) < start or content[:4] != bytes((0, 0, 8, dimensions)):
-        raise DatasetError(f"{path} is damaged: it is not an idx file of bytes with {dimensions} dimensions")
+        raise DatasetError(
+            f"{path} is damaged: it is not an idx file of bytes with {dimensions} dimensions"
+        )
     shape = [int(size) for size in np.frombuffer(content, dtype=">u4", count=dimensions, offset=4)]
     # A truncated download has a correct header but too few bytes.
     if len(content) - start != int(np.prod(shape)):

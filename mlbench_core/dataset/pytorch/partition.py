@@ -68,13 +68,21 @@ class Partition(Dataset):
         """Return several samples at once; torch's DataLoader calls this if a data set offers it."""
         positions = [self.indices[index] for index in indices]
         fetch_many = getattr(self.data, "__getitems__", None)
-        return fetch_many(positions) if callable(fetch_many) else [self.data[position] for position in positions]
+        return (
+            fetch_many(positions)
+            if callable(fetch_many)
+            else [self.data[position] for position in positions]
+        )
 
     @property
     def targets(self) -> Any:
         """Return the labels of this part, if the data set has ``targets``."""
         targets = self.data.targets
-        return [targets[index] for index in self.indices] if isinstance(targets, list) else targets[self.indices]
+        return (
+            [targets[index] for index in self.indices]
+            if isinstance(targets, list)
+            else targets[self.indices]
+        )
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this only for names that are missing here. Special names must stay missing, and so must `data` of
@@ -126,11 +134,19 @@ class DataPartitioner(Partitioner):
     """
 
     def __init__(
-        self, data: Any, rank: int, shuffle: bool, sizes: Sequence[float] = [0.7, 0.2, 0.1], *, seed: int = 0
+        self,
+        data: Any,
+        rank: int,
+        shuffle: bool,
+        sizes: Sequence[float] = [0.7, 0.2, 0.1],
+        *,
+        seed: int = 0,
     ) -> None:
         total = float(sum(sizes))
         if len(sizes) == 0 or min(sizes) < 0 or not 0 < total <= 1 + 1e-6:
-            raise ValueError(f"sizes must be fractions of at least 0 that add up to at most 1, not {list(sizes)}")
+            raise ValueError(
+                f"sizes must be fractions of at least 0 that add up to at most 1, not {list(sizes)}"
+            )
         self.data = data
         self.rank = rank
         count = len(data)
@@ -156,7 +172,9 @@ class DataPartitioner(Partitioner):
         # Refuse negative positions: a wrong rank would silently get the part of another one.
         index = operator.index(partition_ind)
         if not 0 <= index < len(self.partitions):
-            raise ValueError(f"partition_ind must be from 0 to {len(self.partitions) - 1}, not {partition_ind}")
+            raise ValueError(
+                f"partition_ind must be from 0 to {len(self.partitions) - 1}, not {partition_ind}"
+            )
         return Partition(self.data, self.partitions[index].tolist())
 
 
@@ -217,7 +235,9 @@ def partition_dataset_by_rank(
     """
     check_rank(rank, world_size)
     if distribution not in ("uniform", "dirichlet", "label_skew"):
-        raise ValueError(f"distribution must be 'uniform', 'dirichlet' or 'label_skew', not {distribution!r}")
+        raise ValueError(
+            f"distribution must be 'uniform', 'dirichlet' or 'label_skew', not {distribution!r}"
+        )
     check_positive("alpha", alpha)
     check_int("classes_per_worker", classes_per_worker)
     check_int("seed", seed, 0)
@@ -268,7 +288,10 @@ def parse_partition(text: str) -> dict[str, Any]:
             check_positive("alpha", alpha)
             return {"distribution": distribution, "alpha": alpha}
         if distribution == "label_skew":
-            return {"distribution": distribution, "classes_per_worker": check_int("classes_per_worker", int(number))}
+            return {
+                "distribution": distribution,
+                "classes_per_worker": check_int("classes_per_worker", int(number)),
+            }
     raise ConfigurationError(
         "partition must be uniform, dirichlet:ALPHA with a finite ALPHA above 0, or label_skew:N with a whole number N "
         f"of at least 1, not {text!r}: write for example dirichlet:0.1"
@@ -285,13 +308,19 @@ def _classes(dataset: Any, labels: Sequence[int] | None) -> np.ndarray:
         )
     array = np.asarray(found)
     if array.shape != (len(dataset),):
-        raise ValueError(f"labels must have shape ({len(dataset)},), one per sample, not {array.shape}")
+        raise ValueError(
+            f"labels must have shape ({len(dataset)},), one per sample, not {array.shape}"
+        )
     # Labels may be numbers with gaps, or text: only their order matters.
     return np.unique(array, return_inverse=True)[1]
 
 
 def _dirichlet(
-    classes: np.ndarray, sizes: list[int], alpha: float, shuffle: bool, generator: np.random.Generator
+    classes: np.ndarray,
+    sizes: list[int],
+    alpha: float,
+    shuffle: bool,
+    generator: np.random.Generator,
 ) -> list[np.ndarray]:
     """Fill each worker's part from the classes with its own proportions."""
     members = _members(classes, shuffle, generator)
@@ -323,7 +352,9 @@ def _draw_mixture(concentration: np.ndarray, generator: np.random.Generator) -> 
     return mixture
 
 
-def _draw_counts(need: int, mixture: np.ndarray, left: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+def _draw_counts(
+    need: int, mixture: np.ndarray, left: np.ndarray, generator: np.random.Generator
+) -> np.ndarray:
     """Draw the number of samples to take from each class; draw again for samples that a class no longer has."""
     taken = np.zeros_like(left)
     while need > 0:
@@ -339,7 +370,11 @@ def _draw_counts(need: int, mixture: np.ndarray, left: np.ndarray, generator: np
 
 
 def _label_skew(
-    classes: np.ndarray, sizes: list[int], per_worker: int, shuffle: bool, generator: np.random.Generator
+    classes: np.ndarray,
+    sizes: list[int],
+    per_worker: int,
+    shuffle: bool,
+    generator: np.random.Generator,
 ) -> list[np.ndarray]:
     """Cut the samples, sorted by class, into shards, and assign the shards at random."""
     # The empty array keeps the concatenation valid for a data set without samples.
@@ -359,7 +394,12 @@ def _label_skew(
     return [np.concatenate(part) for part in parts]
 
 
-def _members(classes: np.ndarray, shuffle: bool, generator: np.random.Generator) -> list[np.ndarray]:
+def _members(
+    classes: np.ndarray, shuffle: bool, generator: np.random.Generator
+) -> list[np.ndarray]:
     """Return the samples of each class."""
     arrange: Callable[[np.ndarray], np.ndarray] = generator.permutation if shuffle else np.asarray
-    return [arrange(np.flatnonzero(classes == label)) for label in range(int(classes.max(initial=-1)) + 1)]
+    return [
+        arrange(np.flatnonzero(classes == label))
+        for label in range(int(classes.max(initial=-1)) + 1)
+    ]

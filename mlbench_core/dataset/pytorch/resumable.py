@@ -86,7 +86,9 @@ class ResumablePasses(ABC):
         # With other data or settings, the run would silently continue with wrong batches.
         for name, here in self._settings().items():
             if state.get(name) != here:
-                raise ValueError(f"the state was saved with {name} {state.get(name)}, but here it is {here}")
+                raise ValueError(
+                    f"the state was saved with {name} {state.get(name)}, but here it is {here}"
+                )
         self._epoch = state["epoch"]
         self._next_batch = state["batch"]
         self._started = False

@@ -34,7 +34,9 @@ class FCGraph:
     def __init__(self, rank: int, world_size: int, use_cuda: bool = False) -> None:
         check_at_least("world_size", world_size, 1)
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be from 0 to {world_size - 1} with world_size {world_size}, not {rank}")
+            raise ValueError(
+                f"rank must be from 0 to {world_size - 1} with world_size {world_size}, not {rank}"
+            )
         self.rank = rank
         self.world_size = world_size
         self.use_cuda = use_cuda

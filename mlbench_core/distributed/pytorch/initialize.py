@@ -148,7 +148,9 @@ def initialize_backends(
         meeting = _LOOPBACK if environment.is_on_one_machine(place) else place.master_address
         stack.enter_context(_variables({**place.variables(), **interface_variables(meeting)}))
         for setting in ("benchmark", "deterministic"):
-            stack.callback(setattr, torch.backends.cudnn, setting, getattr(torch.backends.cudnn, setting))
+            stack.callback(
+                setattr, torch.backends.cudnn, setting, getattr(torch.backends.cudnn, setting)
+            )
         stack.callback(config_logging(logging_level, logging_file))
         files: list[Path] = []
         stack.callback(_leave, files, place.world_size)
@@ -174,9 +176,13 @@ def _checked_backend(name: str) -> str:
     name = str(name).lower()
     known = sorted({*BACKENDS} | set(dist.Backend.backend_list) - {"undefined", "fake"})
     if name not in known:
-        raise BackendError(f"the communication backend {name!r} is unknown; known here are {', '.join(known)}")
+        raise BackendError(
+            f"the communication backend {name!r} is unknown; known here are {', '.join(known)}"
+        )
     if name == "nccl" and torch.cuda.device_count() == 0:
-        raise BackendError("the backend nccl works on GPUs only, and torch sees none on this machine: use gloo")
+        raise BackendError(
+            "the backend nccl works on GPUs only, and torch sees none on this machine: use gloo"
+        )
     # torch may lack MPI: it is registered later.
     if name != "mpi" and not dist.is_backend_available(name):
         raise BackendError(
@@ -216,7 +222,9 @@ def _await_address(environment: ClusterEnvironment, place: Place, limit_s: float
     deadline = time.monotonic() + limit_s
     while not resolves(place.master_address):
         if time.monotonic() > deadline:
-            remedy = remedies.get(type(environment), "set MASTER_ADDR to its IP address for every worker")
+            remedy = remedies.get(
+                type(environment), "set MASTER_ADDR to its IP address for every worker"
+            )
             raise ConfigurationError(
                 f"the host of rank 0, {place.master_address!r} as {environment.name} says, has no address that "
                 f"{socket.gethostname()} knows: {remedy}"
@@ -229,7 +237,9 @@ def _agent_has_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s: float, files: list[Path]) -> None:
+def _join(
+    backend: str, environment: ClusterEnvironment, place: Place, timeout_s: float, files: list[Path]
+) -> None:
     """Create the process group; ``files`` receives the path of its store, if that is a file."""
     timeout = datetime.timedelta(seconds=timeout_s)
     options: dict[str, Any] = {}
@@ -272,7 +282,12 @@ def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s
 
 def _store(place: Place, timeout: datetime.timedelta) -> dist.Store:
     """Return the store at the rendezvous' port; one in memory for a worker alone, who opens no port."""
-    rank, size, address, port = place.rank, place.world_size, str(place.master_address), place.master_port
+    rank, size, address, port = (
+        place.rank,
+        place.world_size,
+        str(place.master_address),
+        place.master_port,
+    )
     if size == 1:
         return dist.HashStore()
     if _agent_has_store():
@@ -294,7 +309,9 @@ def _warn_of_threads(environment: HostsEnvironment) -> None:
     """Warn if workers that were started by hand take each other's cores. Launchers give each worker its threads."""
     workers = environment.hosts.count(environment.hosts[environment.rank])
     threads = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     if workers > 1 and workers * threads > cores and environment.place().local_rank == 0:
         _log.warning(
             "%s workers on %s have %s threads each, together more than its %s cores, so they slow each other down: set "
@@ -311,8 +328,12 @@ def _waiting(place: Place, timeout_s: float) -> Iterator[None]:
     """
     is_ours = threading.current_thread() is threading.main_thread()
     is_ours = is_ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    message = f"rank {place.rank} of {place.world_size} waits for the others at {place.master_address}:"
-    message += f"{place.master_port}, for up to {timeout_s:g} s" + ("; Ctrl-C ends it" if is_ours else "")
+    message = (
+        f"rank {place.rank} of {place.world_size} waits for the others at {place.master_address}:"
+    )
+    message += f"{place.master_port}, for up to {timeout_s:g} s" + (
+        "; Ctrl-C ends it" if is_ours else ""
+    )
     timer = threading.Timer(_NOTICE_AFTER_S, _log.warning, (message,))
     timer.daemon = True
     if is_ours:

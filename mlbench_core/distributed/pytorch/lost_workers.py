@@ -40,7 +40,9 @@ SILENCE_S = 5.0
 _LIBRARIES = ("mlbench_core.aggregation.", "mlbench_core.distributed.", "torch.distributed.")
 
 # Words of failed collective operations; only errors that come out of one of these libraries are compared with them.
-_COMMUNICATION = re.compile(r"\b(gloo|nccl|mpi|connection|socket|timed out|timeout|peer|broken pipe)\b", re.IGNORECASE)
+_COMMUNICATION = re.compile(
+    r"\b(gloo|nccl|mpi|connection|socket|timed out|timeout|peer|broken pipe)\b", re.IGNORECASE
+)
 
 # Gloo's texts for callers that wait for their work themselves, as autograd and a user's ``work.wait()`` do.
 _GLOO = re.compile(r"\bgloo/|^Application timeout caused pair closure")
@@ -83,7 +85,11 @@ class _KnownWorkers:
         process = self.processes[rank]
         try:
             # A zombie has ended, but its parent has not collected its status yet.
-            return process is None or not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+            return (
+                process is None
+                or not process.is_running()
+                or process.status() == psutil.STATUS_ZOMBIE
+            )
         except psutil.NoSuchProcess:
             return True
 
@@ -103,7 +109,9 @@ def introduce() -> None:
     _known = _KnownWorkers(dist.group.WORLD)
     record = _Record(socket.gethostname(), os.getpid(), _machine())
     with contextlib.suppress(RuntimeError, ValueError):
-        process_groups.store().set(_key("record", process_groups.rank()), json.dumps(asdict(record)))
+        process_groups.store().set(
+            _key("record", process_groups.rank()), json.dumps(asdict(record))
+        )
 
 
 def forget() -> None:
@@ -173,11 +181,15 @@ def explained(error: Exception) -> WorkerError:
     """
     # A request to the store over a cut cable never returns. So a thread makes the request, and may be left behind.
     answer: list[str] = []
-    asking = threading.Thread(target=lambda: answer.append(_who_is_lost()), name="who-is-lost", daemon=True)
+    asking = threading.Thread(
+        target=lambda: answer.append(_who_is_lost()), name="who-is-lost", daemon=True
+    )
     asking.start()
     asking.join(2 * SILENCE_S)
     if not answer:
-        answer.append(f"communication failed: {_name(0)}, which holds the process group's store, does not answer")
+        answer.append(
+            f"communication failed: {_name(0)}, which holds the process group's store, does not answer"
+        )
     reason = str(error).strip().split("\n", 1)[0]
     return WorkerError(f"{answer[0]}; the backend says: {reason}")
 
@@ -192,7 +204,11 @@ def _who_is_lost() -> str:
         store = process_groups.store()
     except RuntimeError:
         two = process_groups.world_size() == 2
-        return f"communication with worker {1 - process_groups.rank()} failed" if two else "communication failed"
+        return (
+            f"communication with worker {1 - process_groups.rank()} failed"
+            if two
+            else "communication failed"
+        )
     silent = set(range(process_groups.world_size())) - {process_groups.rank()}
     deadline = time.monotonic() + SILENCE_S
     while True:
@@ -224,7 +240,9 @@ def _read_records() -> None:
         store = process_groups.store()
         if not store.check(keys):
             return
-        _known.records = {rank: _Record(**json.loads(store.get(key))) for rank, key in enumerate(keys)}
+        _known.records = {
+            rank: _Record(**json.loads(store.get(key))) for rank, key in enumerate(keys)
+        }
         machine = _machine()
         for rank, record in _known.records.items():
             if record.machine == machine != "":

@@ -12,7 +12,10 @@ import torch
 __all__ = ["fits_on_gpu", "keep_freed_memory", "return_freed_memory"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-_LARGEST_THRESHOLDS_BYTES = (1 << 30, 32 << 20)  # one of them is the largest that the C library accepts
+_LARGEST_THRESHOLDS_BYTES = (
+    1 << 30,
+    32 << 20,
+)  # one of them is the largest that the C library accepts
 _NEVER = -1
 _ADAPTED_BYTES = 32 << 20  # up to which glibc adapts its own threshold
 _SETTINGS = ("mmap_max", "mmap_threshold", "top_pad", "trim_threshold")
@@ -41,7 +44,9 @@ def keep_freed_memory() -> bool:
     if library is None or _is_set_by_environment():
         return False
     # mallopt refuses a threshold above the largest that the library was built for, so the smaller one is tried next.
-    is_mapping_off = any(library.mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in _LARGEST_THRESHOLDS_BYTES)
+    is_mapping_off = any(
+        library.mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in _LARGEST_THRESHOLDS_BYTES
+    )
     return is_mapping_off and library.mallopt(_M_TRIM_THRESHOLD, _NEVER) == 1
 
 
@@ -71,7 +76,10 @@ def _glibc() -> Any:
 
 def _is_set_by_environment() -> bool:
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    return any(f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}=" in tunables for name in _SETTINGS)
+    return any(
+        f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}=" in tunables
+        for name in _SETTINGS
+    )
 
 
 def fits_on_gpu(size_bytes: int, share: float = 0.25) -> bool:

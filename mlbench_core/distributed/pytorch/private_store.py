@@ -36,7 +36,9 @@ _KEY = "mlbench/meeting"
 _LEFT = "left-"
 
 
-def meet(port_store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> tuple[dist.Store, Path]:
+def meet(
+    port_store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta
+) -> tuple[dist.Store, Path]:
     """Move from a store on a port to a private file; all workers call it.
 
     Args:

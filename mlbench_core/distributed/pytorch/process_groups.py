@@ -222,7 +222,9 @@ def timeout_s(group: Any = None) -> float:
         # Only the groups of this library's backend mpi have this attribute.
         if hasattr(group, "timeout_s"):
             return float(group.timeout_s)
-        limit = torch_private.group_timeout_s(group, "cuda" if backend(group) == dist.Backend.NCCL else "cpu")
+        limit = torch_private.group_timeout_s(
+            group, "cuda" if backend(group) == dist.Backend.NCCL else "cpu"
+        )
         if limit is not None:
             return limit
     return float(store().timeout.total_seconds())
@@ -274,7 +276,9 @@ def get_backend_tensor(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     return tensor
 
 
-def global_average(sum: float | torch.Tensor, count: float | torch.Tensor, group: Any = None) -> torch.Tensor:
+def global_average(
+    sum: float | torch.Tensor, count: float | torch.Tensor, group: Any = None
+) -> torch.Tensor:
     r"""Average over all workers, given the sum and the count of each.
 
     .. math:: \frac{\sum_{k} \text{sum}_k}{\sum_{k} \text{count}_k}

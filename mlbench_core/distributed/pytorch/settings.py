@@ -56,7 +56,11 @@ def config_logging(
         True
         >>> undo()
     """
-    level = logging_level if isinstance(logging_level, int) else logging.getLevelName(str(logging_level).upper())
+    level = (
+        logging_level
+        if isinstance(logging_level, int)
+        else logging.getLevelName(str(logging_level).upper())
+    )
     # getLevelName() returns a text for a name that it does not know.
     if not isinstance(level, int):
         raise ValueError(
@@ -79,7 +83,9 @@ def config_logging(
     before = [(logger, logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
         # Only our own handlers: those that a user has added stay.
-        for old in [h for h in logger.handlers if any(isinstance(f, _RankFilter) for f in h.filters)]:
+        for old in [
+            h for h in logger.handlers if any(isinstance(f, _RankFilter) for f in h.filters)
+        ]:
             logger.removeHandler(old)
             old.close()
         for handler in handlers:
@@ -147,7 +153,9 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
 
 
-def config_path(ckpt_run_dir: str | os.PathLike[str] | None, delete_existing_ckpts: bool = False) -> None:
+def config_path(
+    ckpt_run_dir: str | os.PathLike[str] | None, delete_existing_ckpts: bool = False
+) -> None:
     """Create the folder of a run's checkpoints.
 
     Args:

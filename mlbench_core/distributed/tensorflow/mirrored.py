@@ -113,7 +113,11 @@ def _lost_workers() -> Iterator[None]:
     """Raise a WorkerError for the errors by which TensorFlow reports a lost worker."""
     try:
         yield
-    except (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError) as error:
+    except (
+        tf.errors.UnavailableError,
+        tf.errors.DeadlineExceededError,
+        tf.errors.AbortedError,
+    ) as error:
         # The message of TensorFlow contains a traceback of the graph, so it stays in the cause.
         raise WorkerError(
             "another worker was lost during a message of TensorFlow: read the log of the worker that ended first"

@@ -11,7 +11,9 @@ from mlbench_core.arguments import check_int
 __all__ = ["default_session_config", "set_threads"]
 
 
-def default_session_config(tf_allow_growth: bool, tf_log_device_placement: bool, tf_allow_soft_placement: bool) -> Any:
+def default_session_config(
+    tf_allow_growth: bool, tf_log_device_placement: bool, tf_allow_soft_placement: bool
+) -> Any:
     """Return the configuration of a session (``tf.compat.v1.Session(config=...)``).
 
     Args:

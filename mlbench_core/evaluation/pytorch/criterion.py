@@ -196,7 +196,9 @@ class BCELossRegularized(_Penalized, nn.BCELoss):
         """
         target = _as_output(input_, target)
         if self.logits:
-            data_loss = F.binary_cross_entropy_with_logits(input_, target, self.weight, reduction=self.reduction)
+            data_loss = F.binary_cross_entropy_with_logits(
+                input_, target, self.weight, reduction=self.reduction
+            )
         else:
             data_loss = super().forward(input_, target)
         return data_loss + self._penalty()
@@ -295,7 +297,9 @@ class LabelSmoothing(nn.Module):
         1.3863
     """
 
-    def __init__(self, padding_idx: int, smoothing: float = 0.0, fast_xentropy: bool = False) -> None:
+    def __init__(
+        self, padding_idx: int, smoothing: float = 0.0, fast_xentropy: bool = False
+    ) -> None:
         super().__init__()
         if not 0.0 <= smoothing <= 1.0:
             raise ValueError(f"smoothing must be from 0 to 1, not {smoothing}")
@@ -339,7 +343,11 @@ class LabelSmoothing(nn.Module):
     def _fused(self, x: Tensor, target: Tensor) -> Tensor:
         # torch spreads the smoothing over all classes, including the target's, as the formula does.
         return F.cross_entropy(
-            x, target, ignore_index=self.padding_idx, reduction="sum", label_smoothing=self.smoothing
+            x,
+            target,
+            ignore_index=self.padding_idx,
+            reduction="sum",
+            label_smoothing=self.smoothing,
         )
 
     def extra_repr(self) -> str:

@@ -32,7 +32,15 @@ from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.errors import require
 from mlbench_core.statistics import AverageMeter
 
-__all__ = ["BLEUScore", "CasedBLEUScore", "DiceCoefficient", "F1Score", "MLBenchMetric", "Perplexity", "TopKAccuracy"]
+__all__ = [
+    "BLEUScore",
+    "CasedBLEUScore",
+    "DiceCoefficient",
+    "F1Score",
+    "MLBenchMetric",
+    "Perplexity",
+    "TopKAccuracy",
+]
 
 
 class MLBenchMetric:
@@ -73,7 +81,9 @@ class MLBenchMetric:
         Returns:
             The value, float32, one element.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no __call__(output, target); a metric must define it")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no __call__(output, target); a metric must define it"
+        )
 
     @property
     def name(self) -> str:
@@ -104,7 +114,9 @@ class MLBenchMetric:
             The value, float32, no dimensions; 0 if no worker added a batch.
         """
         # With a count of 1 per worker, global_average divides the sums by the world size, which is undone here.
-        totals = process_groups.global_average(self._local_totals(), 1) * process_groups.world_size()
+        totals = (
+            process_groups.global_average(self._local_totals(), 1) * process_groups.world_size()
+        )
         return self._score(totals).to(torch.float32)
 
     def reset(self) -> None:
@@ -236,7 +248,9 @@ class _StatisticsMetric(MLBenchMetric):
 
     def _score(self, totals: Tensor) -> Tensor:
         statistics = totals[:-2]
-        return torch.where((statistics != 0).any(), self._score_of(statistics), super()._score(totals[-2:]))
+        return torch.where(
+            (statistics != 0).any(), self._score_of(statistics), super()._score(totals[-2:])
+        )
 
 
 class TopKAccuracy(MLBenchMetric):
@@ -352,9 +366,13 @@ class Perplexity(_StatisticsMetric):
                 "mean loss as the output"
             )
         scores = _classes_last(output, target).to(torch.promote_types(output.dtype, torch.float32))
-        losses = F.cross_entropy(scores, target.reshape(-1).long(), ignore_index=-100, reduction="sum")
+        losses = F.cross_entropy(
+            scores, target.reshape(-1).long(), ignore_index=-100, reduction="sum"
+        )
         tokens = (target != -100).sum()
-        return self._value_of(torch.stack([losses.detach().to(torch.float64), tokens.to(torch.float64)]))
+        return self._value_of(
+            torch.stack([losses.detach().to(torch.float64), tokens.to(torch.float64)])
+        )
 
     @property
     def name(self) -> str:
@@ -410,7 +428,9 @@ class DiceCoefficient(_StatisticsMetric):
         if self.logits:
             predicted = predicted.sigmoid()
         elements = predicted.new_full((), predicted.numel())
-        return self._value_of(torch.stack([2.0 * (predicted * true).sum(), predicted.sum() + true.sum(), elements]))
+        return self._value_of(
+            torch.stack([2.0 * (predicted * true).sum(), predicted.sum() + true.sum(), elements])
+        )
 
     @property
     def name(self) -> str:
@@ -504,7 +524,9 @@ class BLEUScore(_StatisticsMetric):
 
     _MAX_ORDER = 4
 
-    def __init__(self, use_raw: bool = False, *, tokenize: str | None = None, lowercase: bool | None = None) -> None:
+    def __init__(
+        self, use_raw: bool = False, *, tokenize: str | None = None, lowercase: bool | None = None
+    ) -> None:
         super().__init__()
         bleu = cast(Any, require("sacrebleu.metrics", "text")).BLEU
         if use_raw and tokenize is not None:
@@ -515,10 +537,16 @@ class BLEUScore(_StatisticsMetric):
         self.tokenize = "none" if use_raw else (tokenize or "intl")
         self.lowercase = (not use_raw) if lowercase is None else lowercase
         if self.tokenize not in bleu.TOKENIZERS:
-            raise ValueError(f"tokenize must be one of {sorted(bleu.TOKENIZERS)}, not {tokenize!r}: pass one of them")
+            raise ValueError(
+                f"tokenize must be one of {sorted(bleu.TOKENIZERS)}, not {tokenize!r}: pass one of them"
+            )
         self._smoothing: dict[str, Any]
         if use_raw:
-            self._smoothing = {"smooth_method": "floor", "smooth_value": 0.1, "effective_order": True}
+            self._smoothing = {
+                "smooth_method": "floor",
+                "smooth_value": 0.1,
+                "effective_order": True,
+            }
         else:
             self._smoothing = {"smooth_method": "exp", "effective_order": False}
         # force=True suppresses sacrebleu's warning about " ." at line ends (tokenized text), which every batch would
@@ -547,9 +575,13 @@ class BLEUScore(_StatisticsMetric):
         """
         for argument, sentences in (("output", output), ("target", target)):
             if isinstance(sentences, str):
-                raise TypeError(f"{argument} must be a list of sentences, not one string ({sentences!r:.60})")
+                raise TypeError(
+                    f"{argument} must be a list of sentences, not one string ({sentences!r:.60})"
+                )
         if len(output) != len(target):
-            raise ValueError(f"target must have a reference for each of {len(output)} translations, not {len(target)}")
+            raise ValueError(
+                f"target must have a reference for each of {len(output)} translations, not {len(target)}"
+            )
         if len(output) == 0:
             return self._value_of(self._no_statistics())
         score = self._bleu.corpus_score(list(output), [list(target)])
@@ -619,7 +651,9 @@ def _flat_pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"target must have as many elements as the output {tuple(output.shape)}, not shape {tuple(target.shape)}"
         )
-    return output.detach().reshape(-1).to(torch.float64), target.detach().reshape(-1).to(torch.float64)
+    return output.detach().reshape(-1).to(torch.float64), target.detach().reshape(-1).to(
+        torch.float64
+    )
 
 
 def _classes_last(output: Tensor, target: Tensor) -> Tensor:

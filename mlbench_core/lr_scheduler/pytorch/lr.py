@@ -168,7 +168,13 @@ class LRLinearWarmUp(_AbsoluteLR):
     """
 
     def __init__(
-        self, optimizer: Optimizer, init_lr: float, scaled_lr: float, warmup_duration: float, *, verbose: bool = False
+        self,
+        optimizer: Optimizer,
+        init_lr: float,
+        scaled_lr: float,
+        warmup_duration: float,
+        *,
+        verbose: bool = False,
     ) -> None:
         _check_at_least_0(init_lr=init_lr, scaled_lr=scaled_lr, warmup_duration=warmup_duration)
         self.init_lr = init_lr
@@ -232,7 +238,10 @@ class MultiStepLRLinearWarmUp(_AbsoluteLR):
         verbose: bool = False,
     ) -> None:
         _check_at_least_0(
-            gamma=gamma, scaled_lr=scaled_lr, warmup_init_lr=warmup_init_lr, warmup_duration=warmup_duration
+            gamma=gamma,
+            scaled_lr=scaled_lr,
+            warmup_init_lr=warmup_init_lr,
+            warmup_duration=warmup_duration,
         )
         milestones = [int(milestone) for milestone in milestones]
         if milestones != sorted(milestones):
@@ -314,7 +323,9 @@ class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
         verbose: bool = False,
         **plateau_kwargs: Any,
     ) -> None:
-        _check_at_least_0(warmup_init_lr=warmup_init_lr, scaled_lr=scaled_lr, warmup_epochs=warmup_epochs)
+        _check_at_least_0(
+            warmup_init_lr=warmup_init_lr, scaled_lr=scaled_lr, warmup_epochs=warmup_epochs
+        )
         if batches_per_epoch is not None:
             _check_positive(batches_per_epoch=batches_per_epoch)
         self.warmup_init_lr = float(warmup_init_lr)
@@ -356,7 +367,9 @@ class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
         if epoch is not None:
             self.last_epoch = epoch - 1
         if not self.is_warming_up:
-            with self._logging(f"Epoch {self.last_epoch + 1}: reducing learning rate of group %d to %.4e."):
+            with self._logging(
+                f"Epoch {self.last_epoch + 1}: reducing learning rate of group %d to %.4e."
+            ):
                 super().step(metrics)
             return
         # Epochs count from the start of training, so those of the warm-up count too.
@@ -417,7 +430,13 @@ class SparsifiedSGDLR(_AbsoluteLR):
     """
 
     def __init__(
-        self, optimizer: Optimizer, gamma: float, l2_coef: float, shifting_param: float, *, verbose: bool = False
+        self,
+        optimizer: Optimizer,
+        gamma: float,
+        l2_coef: float,
+        shifting_param: float,
+        *,
+        verbose: bool = False,
     ) -> None:
         _check_at_least_0(gamma=gamma)
         _check_positive(l2_coef=l2_coef, shifting_param=shifting_param)
@@ -564,7 +583,10 @@ class ExponentialWarmupMultiStepLR(_RelativeLR):
     ) -> None:
         _check_positive(iterations=iterations)
         _check_at_least_0(
-            warmup_steps=warmup_steps, remain_steps=remain_steps, decay_steps=decay_steps, decay_factor=decay_factor
+            warmup_steps=warmup_steps,
+            remain_steps=remain_steps,
+            decay_steps=decay_steps,
+            decay_factor=decay_factor,
         )
         self.iterations = iterations
         self.warmup_steps = _in_iterations(warmup_steps, iterations)
@@ -646,7 +668,13 @@ class SQRTTimeDecayLRWithWarmup(_AbsoluteLR):
     """
 
     def __init__(
-        self, optimizer: Optimizer, base_lr: float, warmup_init_lr: float, warmup_steps: int, *, verbose: bool = False
+        self,
+        optimizer: Optimizer,
+        base_lr: float,
+        warmup_init_lr: float,
+        warmup_steps: int,
+        *,
+        verbose: bool = False,
     ) -> None:
         _check_at_least_0(base_lr=base_lr, warmup_init_lr=warmup_init_lr, warmup_steps=warmup_steps)
         self.base_lr = base_lr

@@ -13,7 +13,9 @@ from mlbench_core.arguments import check_finite_at_least_0, check_int
 __all__ = ["PlateauWithWarmup", "manual_stepping"]
 
 
-def manual_stepping(global_step: Any, boundaries: Sequence[int], rates: Sequence[float], warmup: bool = False) -> Any:
+def manual_stepping(
+    global_step: Any, boundaries: Sequence[int], rates: Sequence[float], warmup: bool = False
+) -> Any:
     r"""Return a learning rate that changes at given steps.
 
     It is the rate number i if ``boundaries`` has i numbers up to the current step. With ``warmup``, the rate rises
@@ -37,9 +39,13 @@ def manual_stepping(global_step: Any, boundaries: Sequence[int], rates: Sequence
     """
     steps = [int(boundary) for boundary in boundaries]
     if any(later <= earlier for earlier, later in zip([0, *steps], steps, strict=False)):
-        raise ValueError(f"boundaries must be positive and increasing steps, not {list(boundaries)}")
+        raise ValueError(
+            f"boundaries must be positive and increasing steps, not {list(boundaries)}"
+        )
     if len(rates) != len(steps) + 1:
-        raise ValueError(f"rates must have {len(steps) + 1} numbers, one more than boundaries, not {len(rates)}")
+        raise ValueError(
+            f"rates must have {len(steps) + 1} numbers, one more than boundaries, not {len(rates)}"
+        )
     step = tf.cast(global_step, tf.int64)
     passed = tf.reduce_sum(tf.cast(step >= tf.constant(steps, tf.int64), tf.int32))
     rate = tf.gather(tf.constant(rates, tf.float32), passed)
@@ -106,7 +112,12 @@ class PlateauWithWarmup:
         check_int("patience", patience, 0)
         self.warmup_init_lr, self.scaled_lr = warmup_init_lr, scaled_lr
         self.warmup_duration = warmup_epochs * batches_per_epoch
-        self.factor, self.patience, self.threshold, self.min_lr = factor, patience, threshold, min_lr
+        self.factor, self.patience, self.threshold, self.min_lr = (
+            factor,
+            patience,
+            threshold,
+            min_lr,
+        )
         self._batches = 0
         self._best = math.inf
         self._bad_epochs = 0

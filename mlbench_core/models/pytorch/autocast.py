@@ -84,7 +84,9 @@ class AutocastLSTM(nn.LSTM):
         # torch computes LSTMs with weights of another dtype without oneDNN.
         if data.device.type != "cpu" or self.weight_ih_l0.dtype != torch.float32:
             return False
-        return not _autocast_has_lstm(torch.get_autocast_dtype("cpu"), self.training, torch.is_grad_enabled())
+        return not _autocast_has_lstm(
+            torch.get_autocast_dtype("cpu"), self.training, torch.is_grad_enabled()
+        )
 
 
 @functools.cache
@@ -104,4 +106,8 @@ def _autocast_has_lstm(dtype: torch.dtype, training: bool, with_gradients: bool)
 @functools.cache
 def _log_once(dtype: torch.dtype, reason: str) -> None:
     name = str(dtype).removeprefix("torch.")
-    _log.warning("LSTMs are computed in float32, not in %s, which this processor does not support: %s", name, reason)
+    _log.warning(
+        "LSTMs are computed in float32, not in %s, which this processor does not support: %s",
+        name,
+        reason,
+    )

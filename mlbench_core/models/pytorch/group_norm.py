@@ -52,7 +52,9 @@ def convert_to_group_norm(model: nn.Module, groups: int = 8) -> nn.Module:
     check_int("groups", groups)
     # Compare the exact type: subclasses, such as DistributedBatchNorm2d, were chosen for their own behavior.
     if type(model) is nn.BatchNorm2d:
-        new = nn.GroupNorm(math.gcd(groups, model.num_features), model.num_features, model.eps, model.affine)
+        new = nn.GroupNorm(
+            math.gcd(groups, model.num_features), model.num_features, model.eps, model.affine
+        )
         # Use the same tensors, not copies: an optimizer may hold them already.
         new.weight, new.bias = model.weight, model.bias
         return new.train(model.training)

@@ -142,7 +142,9 @@ class Standardization(nn.Module):
         self.register_buffer("scale", torch.where(deviation > 0, 1 / deviation, 0))
 
     @classmethod
-    def of(cls, batches: Iterable[tuple[Tensor, Any]], dtype: torch.dtype = torch.float32) -> Standardization:
+    def of(
+        cls, batches: Iterable[tuple[Tensor, Any]], dtype: torch.dtype = torch.float32
+    ) -> Standardization:
         r"""Compute the statistics of a training set that is divided over all workers; every worker must call it.
 
         It takes two passes in float64: first :math:`\mu = \frac{1}{n} \sum_i x_i`, then
@@ -180,7 +182,9 @@ class Standardization(nn.Module):
             ValueError: The samples are sparse.
         """
         if x.layout != torch.strided:
-            raise ValueError(f"samples must be dense, not {x.layout}: standardized zeros are no longer zeros")
+            raise ValueError(
+                f"samples must be dense, not {x.layout}: standardized zeros are no longer zeros"
+            )
         return (x - self.mean) * self.scale
 
 
@@ -194,7 +198,9 @@ def _affine(linear: nn.Linear, x: Tensor) -> Tensor:
     if x.layout == torch.strided:
         return linear(x)
     if x.dim() != 2 or x.shape[1] != linear.in_features:
-        raise ValueError(f"sparse samples must have shape (batch, {linear.in_features}), not {tuple(x.shape)}")
+        raise ValueError(
+            f"sparse samples must have shape (batch, {linear.in_features}), not {tuple(x.shape)}"
+        )
     starts, columns, values = _rows(x)
     products = F.embedding_bag(
         columns,
@@ -212,7 +218,9 @@ def _rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if x.layout == torch.sparse_csr:
         return x.crow_indices(), x.col_indices(), x.values()
     if x.layout != torch.sparse_coo:
-        raise ValueError(f"samples must be strided (dense), sparse_coo or sparse_csr, not {x.layout}")
+        raise ValueError(
+            f"samples must be strided (dense), sparse_coo or sparse_csr, not {x.layout}"
+        )
     # Coalescing sorts the entries by row, and adds entries of the same place.
     x = x.coalesce()
     rows, columns = x.indices()

@@ -42,7 +42,12 @@ _CIFAR_CLASSES = 10
 _IMAGENET_SIZES = (18, 34, 50, 101, 152)
 # The end of the name of ImageNet's ResNet-18, because "resnet18" is a network for 32x32 images.
 _ON_IMAGENET = "_imagenet"
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+_DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
 
 def _convolution(width_in: int, width_out: int, size: int, stride: int = 1) -> nn.Conv2d:
@@ -71,7 +76,9 @@ class PaddedIdentity(nn.Module):
         return F.pad(x, (0, 0, 0, 0, 0, self.new_channels))
 
 
-def _shortcut(width_in: int, width_out: int, stride: int, option: str, norm: bool) -> nn.Module | None:
+def _shortcut(
+    width_in: int, width_out: int, stride: int, option: str, norm: bool
+) -> nn.Module | None:
     """Return the module of a shortcut, or None for the identity, which fits if the shape does not change."""
     if width_in == width_out and stride == 1:
         return None
@@ -94,10 +101,17 @@ class BlockV1(nn.Module):
     """
 
     def __init__(
-        self, width_in: int, width: int, stride: int = 1, bottleneck: bool = False, shortcut: str = "B"
+        self,
+        width_in: int,
+        width: int,
+        stride: int = 1,
+        bottleneck: bool = False,
+        shortcut: str = "B",
     ) -> None:
         super().__init__()
-        self.shortcut = _shortcut(width_in, 4 * width if bottleneck else width, stride, shortcut, norm=True)
+        self.shortcut = _shortcut(
+            width_in, 4 * width if bottleneck else width, stride, shortcut, norm=True
+        )
         layers: list[nn.Module] = []
         for convolution in _convolutions(width_in, width, stride, bottleneck):
             layers += [convolution, nn.BatchNorm2d(convolution.out_channels), nn.ReLU(inplace=True)]
@@ -136,7 +150,9 @@ class BlockV2(nn.Module):
         first: bool = False,
     ) -> None:
         super().__init__()
-        self.shortcut = _shortcut(width_in, 4 * width if bottleneck else width, stride, shortcut, norm=False)
+        self.shortcut = _shortcut(
+            width_in, 4 * width if bottleneck else width, stride, shortcut, norm=False
+        )
         self.activate_both_paths = first or self.shortcut is not None
         # Not in place: in most blocks the shortcut still needs x.
         self.activation = nn.Sequential(nn.BatchNorm2d(width_in), nn.ReLU(inplace=False))
@@ -183,7 +199,13 @@ class _ResNet32(nn.Module):
     """
 
     def __init__(
-        self, widths: tuple[int, ...], blocks: int, bottleneck: bool, num_classes: int, version: int, shortcut: str
+        self,
+        widths: tuple[int, ...],
+        blocks: int,
+        bottleneck: bool,
+        num_classes: int,
+        version: int,
+        shortcut: str,
     ) -> None:
         super().__init__()
         check_at_least("num_classes", num_classes, 1)
@@ -265,9 +287,13 @@ class ResNetCIFAR(_ResNet32):
                 f"resnet_size must be {per_block}n + 2 with n >= 1 {kind} ({examples}, ...), not {resnet_size}"
             )
         if version not in _VERSIONS:
-            raise ValueError(f"version must be 1 (He et al. 2015) or 2 (He et al. 2016), not {version!r}")
+            raise ValueError(
+                f"version must be 1 (He et al. 2015) or 2 (He et al. 2016), not {version!r}"
+            )
         if shortcut not in _SHORTCUTS:
-            raise ValueError(f"shortcut must be 'A' (padded identity) or 'B' (1x1 convolution), not {shortcut!r}")
+            raise ValueError(
+                f"shortcut must be 'A' (padded identity) or 'B' (1x1 convolution), not {shortcut!r}"
+            )
         blocks = (resnet_size - 2) // per_block
         super().__init__((16, 32, 64), blocks, bottleneck, num_classes, version, shortcut)
 
@@ -294,12 +320,16 @@ class ResNet18CIFAR10(nn.Module):
         super().__init__()
         check_at_least("num_classes", num_classes, 1)
         widths = (64, 128, 256, 256)
-        self.stem = nn.Sequential(_convolution(3, widths[0], 3), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            _convolution(3, widths[0], 3), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True)
+        )
         # Each stage reads the channels of the stage before it, and the first one those of the stem.
         self.stages = nn.Sequential(
             *(
                 nn.Sequential(BlockV2(before, width, 1 if index == 0 else 2), BlockV2(width, width))
-                for index, (before, width) in enumerate(zip((widths[0], *widths), widths, strict=False))
+                for index, (before, width) in enumerate(
+                    zip((widths[0], *widths), widths, strict=False)
+                )
             )
         )
         self.classifier = nn.Linear(2 * widths[-1], num_classes)
@@ -345,7 +375,9 @@ def resnet18_32x32(num_classes: int) -> nn.Module:
     Raises:
         ValueError: ``num_classes`` is below 1.
     """
-    return _ResNet32((64, 128, 256, 512), 2, bottleneck=False, num_classes=num_classes, version=1, shortcut="B")
+    return _ResNet32(
+        (64, 128, 256, 512), 2, bottleneck=False, num_classes=num_classes, version=1, shortcut="B"
+    )
 
 
 class _NotGiven(int):
@@ -384,7 +416,9 @@ def get_resnet_model(
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
     if version not in _VERSIONS:
-        raise ValueError(f"version must be 1 (He et al. 2015) or 2 (He et al. 2016), not {version!r}")
+        raise ValueError(
+            f"version must be 1 (He et al. 2015) or 2 (He et al. 2016), not {version!r}"
+        )
     name = str(model).lower()
     match = re.fullmatch(r"resnet[-_]?(\d+)", name.removesuffix(_ON_IMAGENET))
     size = int(match.group(1)) if match else 0
@@ -397,7 +431,9 @@ def get_resnet_model(
         from mlbench_core import _torchvision
 
         _note_version(f"resnet{size} for ImageNet", version, 1)
-        network: nn.Module = getattr(_torchvision.load("models"), f"resnet{size}")(num_classes=int(num_classes))
+        network: nn.Module = getattr(_torchvision.load("models"), f"resnet{size}")(
+            num_classes=int(num_classes)
+        )
     elif name.endswith(_ON_IMAGENET) or size not in (18, *_CIFAR_SIZES):
         sizes = ", ".join(f"resnet{size}" for size in (*_CIFAR_SIZES, *_IMAGENET_SIZES))
         raise ValueError(f"model must be one of {sizes}, resnet18{_ON_IMAGENET}, not {model!r}")
@@ -413,4 +449,6 @@ def get_resnet_model(
 def _note_version(name: str, version: int, only: int) -> None:
     """Log that a network does not exist in the requested version."""
     if version != only:
-        _logger.warning("%s exists in version %d only; version %s was requested", name, only, version)
+        _logger.warning(
+            "%s exists in version %d only; version %s was requested", name, only, version
+        )

@@ -71,6 +71,10 @@ def _features(layers: tuple[int | str, ...]) -> nn.Sequential:
         if isinstance(layer, str):
             modules.append(nn.MaxPool2d(kernel_size=2))
         else:
-            modules += [nn.Conv2d(width, layer, kernel_size=3, padding=1), nn.BatchNorm2d(layer), nn.ReLU(inplace=True)]
+            modules += [
+                nn.Conv2d(width, layer, kernel_size=3, padding=1),
+                nn.BatchNorm2d(layer),
+                nn.ReLU(inplace=True),
+            ]
             width = layer
     return nn.Sequential(*modules)

@@ -26,7 +26,14 @@ import tensorflow as tf
 
 from mlbench_core.arguments import check_at_least
 
-__all__ = ["Cifar10Model", "Model", "batch_norm", "block_layer", "conv2d_fixed_padding", "fixed_padding"]
+__all__ = [
+    "Cifar10Model",
+    "Model",
+    "batch_norm",
+    "block_layer",
+    "conv2d_fixed_padding",
+    "fixed_padding",
+]
 
 DEFAULT_VERSION = 2
 _VERSIONS = (1, 2)
@@ -53,7 +60,9 @@ def fixed_padding(inputs: Any, kernel_size: int, data_format: str) -> Any:
     before = (kernel_size - 1) // 2
     margin = [before, kernel_size - 1 - before]
     spatial = [[0, 0], margin, margin]
-    return tf.pad(inputs, [*spatial, [0, 0]] if data_format == "channels_last" else [[0, 0], *spatial])
+    return tf.pad(
+        inputs, [*spatial, [0, 0]] if data_format == "channels_last" else [[0, 0], *spatial]
+    )
 
 
 class Convolution(tf.Module):
@@ -67,13 +76,17 @@ class Convolution(tf.Module):
         data_format: ``"channels_last"`` or ``"channels_first"``.
     """
 
-    def __init__(self, width_in: int, width: int, kernel_size: int, strides: int, data_format: str) -> None:
+    def __init__(
+        self, width_in: int, width: int, kernel_size: int, strides: int, data_format: str
+    ) -> None:
         super().__init__()
         self.kernel_size, self.strides, self.data_format = kernel_size, strides, data_format
         shape = (kernel_size, kernel_size, width_in, width)
         # He et al. 2015, arXiv:1502.01852: variance 2/(fan out) keeps the size of the gradients through ReLU layers.
         deviation = math.sqrt(2 / (kernel_size**2 * width))
-        self.kernel = tf.Variable(lambda: tf.random.normal(shape, stddev=deviation), name="conv2d/kernel")
+        self.kernel = tf.Variable(
+            lambda: tf.random.normal(shape, stddev=deviation), name="conv2d/kernel"
+        )
 
     def __call__(self, x: Any) -> Any:
         """Convolve images of either layout."""
@@ -83,7 +96,9 @@ class Convolution(tf.Module):
             x = fixed_padding(x, self.kernel_size, self.data_format) if self.kernel_size > 1 else x
             padding = "VALID"
         layout = _layout(self.data_format)
-        return tf.nn.conv2d(x, tf.cast(self.kernel, x.dtype), self.strides, padding, data_format=layout)
+        return tf.nn.conv2d(
+            x, tf.cast(self.kernel, x.dtype), self.strides, padding, data_format=layout
+        )
 
 
 class BatchNorm(tf.Module):
@@ -107,7 +122,9 @@ class BatchNorm(tf.Module):
             "synchronization": tf.VariableSynchronization.ON_READ,
             "aggregation": tf.VariableAggregation.MEAN,
         }
-        self.moving_mean = tf.Variable(lambda: tf.zeros(width), name="batch_normalization/moving_mean", **of_replica)
+        self.moving_mean = tf.Variable(
+            lambda: tf.zeros(width), name="batch_normalization/moving_mean", **of_replica
+        )
         self.moving_variance = tf.Variable(
             lambda: tf.ones(width), name="batch_normalization/moving_variance", **of_replica
         )
@@ -121,7 +138,12 @@ class BatchNorm(tf.Module):
     def _train(self, x: Any) -> Any:
         # The variance is the unbiased one, as in torch; the batch itself is divided by the biased one.
         y, mean, variance = tf.compat.v1.nn.fused_batch_norm(
-            x, self.gamma, self.beta, epsilon=_BATCH_NORM_EPSILON, data_format=self.layout, is_training=True
+            x,
+            self.gamma,
+            self.beta,
+            epsilon=_BATCH_NORM_EPSILON,
+            data_format=self.layout,
+            is_training=True,
         )
         share = 1 - _BATCH_NORM_DECAY
         updates = [
@@ -154,18 +176,33 @@ class Block(tf.Module):
     """
 
     def __init__(
-        self, width_in: int, filters: int, strides: int, bottleneck: bool, version: int, first: bool, data_format: str
+        self,
+        width_in: int,
+        filters: int,
+        strides: int,
+        bottleneck: bool,
+        version: int,
+        first: bool,
+        data_format: str,
     ) -> None:
         super().__init__()
         self.version = version
         self.width = 4 * filters if bottleneck else filters
         if bottleneck:
-            shapes = [(width_in, filters, 1, 1), (filters, filters, 3, strides), (filters, self.width, 1, 1)]
+            shapes = [
+                (width_in, filters, 1, 1),
+                (filters, filters, 3, strides),
+                (filters, self.width, 1, 1),
+            ]
         else:
             shapes = [(width_in, filters, 3, strides), (filters, filters, 3, 1)]
         changes_shape = width_in != self.width or strides != 1
-        self.projection = Convolution(width_in, self.width, 1, strides, data_format) if changes_shape else None
-        self.projection_norm = BatchNorm(self.width, data_format) if changes_shape and version == 1 else None
+        self.projection = (
+            Convolution(width_in, self.width, 1, strides, data_format) if changes_shape else None
+        )
+        self.projection_norm = (
+            BatchNorm(self.width, data_format) if changes_shape and version == 1 else None
+        )
         self.activates_both_paths = first or changes_shape
         self.convolutions = [Convolution(*shape, data_format) for shape in shapes]
         # Version 1 normalizes the output of a convolution, and version 2 its input.
@@ -237,13 +274,21 @@ class Model(tf.Module):
         super().__init__()
         check_at_least("num_classes", num_classes, 1)
         if resnet_version not in _VERSIONS:
-            raise ValueError(f"resnet_version must be 1 (He et al. 2015) or 2 (He et al. 2016), not {resnet_version!r}")
+            raise ValueError(
+                f"resnet_version must be 1 (He et al. 2015) or 2 (He et al. 2016), not {resnet_version!r}"
+            )
         if data_format is None:
-            data_format = "channels_first" if tf.config.get_visible_devices("GPU") else "channels_last"
+            data_format = (
+                "channels_first" if tf.config.get_visible_devices("GPU") else "channels_last"
+            )
         if data_format not in _FORMATS:
-            raise ValueError(f"data_format must be one of {', '.join(_FORMATS)}, not {data_format!r}")
+            raise ValueError(
+                f"data_format must be one of {', '.join(_FORMATS)}, not {data_format!r}"
+            )
         if tf.as_dtype(dtype) not in _DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(each.name for each in _DTYPES)}, not {dtype!r}")
+            raise ValueError(
+                f"dtype must be one of {', '.join(each.name for each in _DTYPES)}, not {dtype!r}"
+            )
         if len(block_sizes) != len(block_strides):
             raise ValueError(
                 f"block_strides must have one number for each of the {len(block_sizes)} stages, not {block_strides}"
@@ -268,7 +313,8 @@ class Model(tf.Module):
         # The last block of version 2 ends with an addition, which nothing has normalized yet.
         self.final_norm = BatchNorm(width, data_format) if resnet_version == 2 else None
         self.weights = tf.Variable(
-            lambda: tf.random.normal((width, num_classes), stddev=1 / math.sqrt(width)), name="dense/kernel"
+            lambda: tf.random.normal((width, num_classes), stddev=1 / math.sqrt(width)),
+            name="dense/kernel",
         )
         self.bias = tf.Variable(lambda: tf.zeros(num_classes), name="dense/bias")
 
@@ -290,7 +336,9 @@ class Model(tf.Module):
             x = tf.nn.relu(self.stem_norm(x, training))
         if self.pool_size:
             layout = _layout(self.data_format)
-            x = tf.nn.max_pool2d(x, self.pool_size, self.pool_stride or 1, "SAME", data_format=layout)
+            x = tf.nn.max_pool2d(
+                x, self.pool_size, self.pool_stride or 1, "SAME", data_format=layout
+            )
         for block in self.blocks:
             x = block(x, training)
         if self.final_norm is not None:
@@ -331,7 +379,9 @@ class Cifar10Model(Model):
         dtype: Any = tf.float32,
     ) -> None:
         if resnet_size < 8 or (resnet_size - 2) % 6:
-            raise ValueError(f"resnet_size must be 6n + 2 with n >= 1 (8, 14, 20, 32, 44, 56, ...), not {resnet_size}")
+            raise ValueError(
+                f"resnet_size must be 6n + 2 with n >= 1 (8, 14, 20, 32, 44, 56, ...), not {resnet_size}"
+            )
         blocks = (resnet_size - 2) // 6
         super().__init__(
             resnet_size,
@@ -350,7 +400,9 @@ class Cifar10Model(Model):
         )
 
 
-def conv2d_fixed_padding(inputs: Any, filters: int, kernel_size: int, strides: int, data_format: str) -> Any:
+def conv2d_fixed_padding(
+    inputs: Any, filters: int, kernel_size: int, strides: int, data_format: str
+) -> Any:
     """Convolve with new weights and without a bias; each call in a graph adds a layer.
 
     Args:
@@ -367,7 +419,9 @@ def conv2d_fixed_padding(inputs: Any, filters: int, kernel_size: int, strides: i
         RuntimeError: The call is not in a graph, so its new variables would be lost.
     """
     _check_in_graph("conv2d_fixed_padding")
-    return Convolution(_channels(inputs, data_format), filters, kernel_size, strides, data_format)(inputs)
+    return Convolution(_channels(inputs, data_format), filters, kernel_size, strides, data_format)(
+        inputs
+    )
 
 
 def batch_norm(inputs: Any, training: Any, data_format: str) -> Any:

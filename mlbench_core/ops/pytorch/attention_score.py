@@ -122,10 +122,14 @@ class _AttentionScore(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int
+    ) -> Tensor:
         ctx.save_for_backward(query, keys, bias, v)
         ctx.block_elements = block_elements
-        scores: Tensor = torch.ops.mlbench.attention_score.default(query, keys, bias, v, block_elements)
+        scores: Tensor = torch.ops.mlbench.attention_score.default(
+            query, keys, bias, v, block_elements
+        )
         return scores
 
     @staticmethod
@@ -151,7 +155,9 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the contiguous gradients of query, keys, bias and v, with blocks as in :func:`_scores`."""
     shifted, wide_keys, wide_v = _widened(query, keys, bias, v)
-    grad_query, grad_keys, grad_v = (part.new_zeros(part.shape) for part in (shifted, wide_keys, wide_v))
+    grad_query, grad_keys, grad_v = (
+        part.new_zeros(part.shape) for part in (shifted, wide_keys, wide_v)
+    )
     with torch.autocast(query.device.type, enabled=False):
         for rows, steps in _blocks(grad.shape, query.shape[2], block_elements):
             tanh, delta = _tanh(shifted[rows, steps], wide_keys[rows]), grad[rows, steps]
@@ -163,7 +169,12 @@ def _gradients(
     grad_query.mul_(wide_v)
     grad_keys.mul_(wide_v)
     grad_bias = grad_query.sum(dim=(0, 1))
-    return grad_query.to(query.dtype), grad_keys.to(keys.dtype), grad_bias.to(bias.dtype), grad_v.to(v.dtype)
+    return (
+        grad_query.to(query.dtype),
+        grad_keys.to(keys.dtype),
+        grad_bias.to(bias.dtype),
+        grad_v.to(v.dtype),
+    )
 
 
 def _widened(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,7 +220,9 @@ def _check_shapes(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> None:
         )
 
 
-def _fake_scores(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int) -> Tensor:
+def _fake_scores(
+    query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int
+) -> Tensor:
     shape = (query.shape[0], query.shape[1], keys.shape[1])
     return query.new_empty(shape, dtype=_working_dtype(query, keys, bias, v))
 
@@ -218,7 +231,9 @@ def _fake_gradients(grad: Tensor, *parts: Any) -> tuple[Tensor, ...]:
     return tuple(part.new_empty(part.shape) for part in parts[:4])
 
 
-def _define_operator(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _define_operator(
+    name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]
+) -> None:
     # torch rejects a second definition, which importlib.reload would otherwise make.
     if hasattr(torch.ops.mlbench, name):
         return
@@ -230,4 +245,9 @@ def _define_operator(name: str, schema: str, implementation: Callable[..., Any],
 _INPUTS = "Tensor query, Tensor keys, Tensor bias, Tensor v, int block_elements"
 _OUTPUTS = "(Tensor, Tensor, Tensor, Tensor)"
 _define_operator("attention_score", f"({_INPUTS}) -> Tensor", _scores, _fake_scores)
-_define_operator("attention_score_backward", f"(Tensor grad, {_INPUTS}) -> {_OUTPUTS}", _gradients, _fake_gradients)
+_define_operator(
+    "attention_score_backward",
+    f"(Tensor grad, {_INPUTS}) -> {_OUTPUTS}",
+    _gradients,
+    _fake_gradients,
+)

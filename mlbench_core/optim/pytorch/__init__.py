@@ -5,13 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core import _torch as _torch
-from mlbench_core.optim.pytorch.all_reduce import CentralizedAdam, CentralizedSGD, CustomCentralizedOptimizer
+from mlbench_core.optim.pytorch.all_reduce import (
+    CentralizedAdam,
+    CentralizedSGD,
+    CustomCentralizedOptimizer,
+)
 from mlbench_core.optim.pytorch.choco import ChocoSGD
 from mlbench_core.optim.pytorch.decentralized import DecentralizedSGD
 from mlbench_core.optim.pytorch.demo import DeMo
 from mlbench_core.optim.pytorch.dion import Dion
 from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer
-from mlbench_core.optim.pytorch.fp_optimizers import DistributedGradScaler, DynamicLossScaler, FP16Optimizer
+from mlbench_core.optim.pytorch.fp_optimizers import (
+    DistributedGradScaler,
+    DynamicLossScaler,
+    FP16Optimizer,
+)
 from mlbench_core.optim.pytorch.one_bit import OneBitAdam
 from mlbench_core.optim.pytorch.periodic import DiLoCo, LocalSGD
 from mlbench_core.optim.pytorch.power import PowerSGD
@@ -113,5 +121,7 @@ def get_optimizer(optimizer: str, **kwargs: Any) -> Optimizer:
         'CentralizedSGD'
     """
     if optimizer not in optimizers:
-        raise UnknownOptimizerError(f"unknown optimizer {optimizer!r}; known are {', '.join(sorted(optimizers))}")
+        raise UnknownOptimizerError(
+            f"unknown optimizer {optimizer!r}; known are {', '.join(sorted(optimizers))}"
+        )
     return optimizers[optimizer](**kwargs)

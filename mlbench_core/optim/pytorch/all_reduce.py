@@ -81,9 +81,18 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
                 "step() gets the denom and may overflow: use torch.bfloat16, or overlap=False"
             )
         if optimizer is None:
-            raise ValueError("optimizer is missing: give a torch optimizer over the model's parameters")
+            raise ValueError(
+                "optimizer is missing: give a torch optimizer over the model's parameters"
+            )
         super().__init__(
-            world_size, model, use_cuda, by_layer, divide_before, agg_grad, optimizer=optimizer, aggregation=aggregation
+            world_size,
+            model,
+            use_cuda,
+            by_layer,
+            divide_before,
+            agg_grad,
+            optimizer=optimizer,
+            aggregation=aggregation,
         )
         self.grad_clip = grad_clip
         # After the constructor of the base class, which sets the average over workers.
@@ -92,7 +101,10 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, closure: Closure | None = None, tracker: Any | None = None, denom: Denominator | None = None
+        self,
+        closure: Closure | None = None,
+        tracker: Any | None = None,
+        denom: Denominator | None = None,
     ) -> Any:
         """Aggregate, clip and take one step.
 
@@ -162,9 +174,17 @@ class CentralizedSGD(GenericCentralizedOptimizer):
     ) -> None:
         aggregation = _overlapping(overlap, aggregation, world_size, use_cuda)
         fused = _fused(fused, aggregation, model)
-        make = make_sgd("CentralizedSGD", lr, momentum, dampening, weight_decay, nesterov, fused=fused)
+        make = make_sgd(
+            "CentralizedSGD", lr, momentum, dampening, weight_decay, nesterov, fused=fused
+        )
         super().__init__(
-            world_size, model, use_cuda, by_layer, agg_grad=agg_grad, optimizer=make, aggregation=aggregation
+            world_size,
+            model,
+            use_cuda,
+            by_layer,
+            agg_grad=agg_grad,
+            optimizer=make,
+            aggregation=aggregation,
         )
 
 
@@ -218,7 +238,13 @@ class CentralizedAdam(GenericCentralizedOptimizer):
             fused=_fused(fused, aggregation, model),
         )
         super().__init__(
-            world_size, model, use_cuda, by_layer, agg_grad=agg_grad, optimizer=make, aggregation=aggregation
+            world_size,
+            model,
+            use_cuda,
+            by_layer,
+            agg_grad=agg_grad,
+            optimizer=make,
+            aggregation=aggregation,
         )
 
 
@@ -232,19 +258,29 @@ def _overlapping(
         return AllReduceAggregation(world_size, use_cuda=use_cuda, overlap=overlap)
     name = type(aggregation).__name__
     if isinstance(aggregation, Aggregation) and not aggregation.overlap:
-        how = f"write overlap=True in {name}(...)" if isinstance(aggregation, AllReduceAggregation) else "leave it out"
-        raise ValueError(f"overlap must be False, not True, because the {name} given too does not overlap: {how}")
+        how = (
+            f"write overlap=True in {name}(...)"
+            if isinstance(aggregation, AllReduceAggregation)
+            else "leave it out"
+        )
+        raise ValueError(
+            f"overlap must be False, not True, because the {name} given too does not overlap: {how}"
+        )
     return aggregation
 
 
-def _fused(fused: bool | None, aggregation: Aggregation | None, model: nn.Module | None) -> bool | None:
+def _fused(
+    fused: bool | None, aggregation: Aggregation | None, model: nn.Module | None
+) -> bool | None:
     """Return torch's argument ``fused``: the user's choice, or one that fits the overlap and the parameters."""
     overlaps = isinstance(aggregation, Aggregation) and aggregation.overlap
     if fused is False or not isinstance(model, nn.Module) or not (fused or overlaps):
         return fused
     if not fused:
         return suits_fused(model) or None
-    gap = next((name for name, parameter in model.named_parameters() if not is_dense(parameter)), None)
+    gap = next(
+        (name for name, parameter in model.named_parameters() if not is_dense(parameter)), None
+    )
     if gap is not None:
         raise ValueError(
             f"fused must be False or None, not True: {gap!r} is a part of a larger tensor, and torch's fused kernel "

@@ -1,6 +1,10 @@
 """The import path of version 3.0 for optimizers whose workers all get the same result."""
 
-from mlbench_core.optim.pytorch.all_reduce import CentralizedAdam, CentralizedSGD, CustomCentralizedOptimizer
+from mlbench_core.optim.pytorch.all_reduce import (
+    CentralizedAdam,
+    CentralizedSGD,
+    CustomCentralizedOptimizer,
+)
 from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer
 from mlbench_core.optim.pytorch.power import PowerSGD
 from mlbench_core.optim.pytorch.sparsified import CentralizedSparsifiedSGD

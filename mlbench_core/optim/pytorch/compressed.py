@@ -67,7 +67,9 @@ class CompressedOptimizer(Optimizer):
     # torch.amp.GradScaler then leaves unscaling and skipping to step(), where the workers agree on them.
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: Params | None, defaults: dict[str, Any], aggregation: LossyAggregation) -> None:
+    def __init__(
+        self, params: Params | None, defaults: dict[str, Any], aggregation: LossyAggregation
+    ) -> None:
         if params is None:
             raise ValueError("params is missing: give params=, for example model.parameters()")
         check_lr(defaults["lr"], type(self).__name__)
@@ -100,7 +102,9 @@ class CompressedOptimizer(Optimizer):
         named = dict(self._named_parameters())
         refuse_sparse({name: parameter for name, (parameter, _) in named.items()})
         # The aggregation overwrites gradients, but a script may still read its own after the step.
-        stand_ins = {name: self._stand_in(parameter, group) for name, (parameter, group) in named.items()}
+        stand_ins = {
+            name: self._stand_in(parameter, group) for name, (parameter, group) in named.items()
+        }
         self._exchange(stand_ins, tracker)
         for name, (parameter, group) in named.items():
             agreed = stand_ins[name].grad
@@ -188,7 +192,10 @@ class CompressedOptimizer(Optimizer):
                 raise ValueError(
                     f"several parameters are called {', '.join(repeated)}: give every parameter its own name"
                 )
-            refuse_complex(self.aggregation, {name: parameter for name, (parameter, _) in self._named_parameters()})
+            refuse_complex(
+                self.aggregation,
+                {name: parameter for name, (parameter, _) in self._named_parameters()},
+            )
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -221,7 +228,11 @@ class CompressedOptimizer(Optimizer):
         remembered = state_dict.get("aggregation", {})
         # Not strict: torch's own error about another number of groups is clearer.
         groups = zip(self.param_groups, state_dict["param_groups"], strict=False)
-        names = [name for i, (own, saved) in enumerate(groups) for name in _names_in_group(i, {**own, **saved})]
+        names = [
+            name
+            for i, (own, saved) in enumerate(groups)
+            for name in _names_in_group(i, {**own, **saved})
+        ]
         # Names are checked before the first change, so that a state of other parameters changes nothing.
         check_names(self.aggregation.remembered_names(remembered), names)
         super().load_state_dict(dict(state_dict))
@@ -303,7 +314,9 @@ def sgd_defaults(
     }
 
 
-def adam_defaults(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> dict[str, Any]:
+def adam_defaults(
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> dict[str, Any]:
     """Return the options of a parameter group, as :class:`torch.optim.Adam` has them.
 
     Raises:

@@ -43,7 +43,9 @@ class GossipOptimizer(GenericCentralizedOptimizer):
         aggregation: Aggregation | None = None,
     ) -> None:
         if not average_world:
-            raise UnknownOperationError(f"average_world must be True, not {average_world!r}: neighbors only average")
+            raise UnknownOperationError(
+                f"average_world must be True, not {average_world!r}: neighbors only average"
+            )
         if aggregation is None:
             aggregation = self._kind(rank, neighbors, use_cuda=use_cuda)
         else:
@@ -60,7 +62,9 @@ class GossipOptimizer(GenericCentralizedOptimizer):
             use_cuda,
             by_layer,
             agg_grad=False,
-            optimizer=make_sgd(type(self).__name__, lr, momentum, dampening, weight_decay, nesterov),
+            optimizer=make_sgd(
+                type(self).__name__, lr, momentum, dampening, weight_decay, nesterov
+            ),
             aggregation=aggregation,
         )
 

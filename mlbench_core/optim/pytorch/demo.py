@@ -81,7 +81,12 @@ class DeMo(CompressedOptimizer):
         if aggregation is None:
             aggregation = DeMoAggregation(world_size=world_size)
         check_aggregation(aggregation, DeMoAggregation, world_size=world_size)
-        defaults = {"lr": lr, "weight_decay": weight_decay, "sign": sign, "momentum": aggregation.decay}
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "sign": sign,
+            "momentum": aggregation.decay,
+        }
         super().__init__(params, defaults, aggregation)
 
     def _before_step(self) -> None:

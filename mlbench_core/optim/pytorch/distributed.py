@@ -55,7 +55,9 @@ _TOO_EARLY = 2
 class _NoOptimizerYet(Optimizer):
     """A placeholder that holds the parameters until a real optimizer is set."""
 
-    _MESSAGE = "there is no torch optimizer yet: give optimizer=..., or set the attribute .optimizer"
+    _MESSAGE = (
+        "there is no torch optimizer yet: give optimizer=..., or set the attribute .optimizer"
+    )
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params, {})
@@ -112,7 +114,9 @@ class OptimizerWrapper(Optimizer):
     @optimizer.setter
     def optimizer(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+            )
         # A wrapper within itself would call its own methods without end.
         inside: Optimizer = optimizer
         while isinstance(inside, OptimizerWrapper):
@@ -191,11 +195,15 @@ class OptimizerWrapper(Optimizer):
         state_dict = dict(state_dict)
         for pre_hook in torch_private.optimizer_hooks(self, "load_state_dict_pre"):
             state_dict = pre_hook(self, state_dict) or state_dict
-        extra = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+        extra = {
+            key: value for key, value in state_dict.items() if key not in ("state", "param_groups")
+        }
         refuse_partial_state(self, self.extra_state)
         # The extra state goes first, so that a refused one leaves the wrapped optimizer as it was.
         self.load_extra_state(extra)
-        self._inner.load_state_dict({key: value for key, value in state_dict.items() if key not in extra})
+        self._inner.load_state_dict(
+            {key: value for key, value in state_dict.items() if key not in extra}
+        )
         for post_hook in torch_private.optimizer_hooks(self, "load_state_dict_post"):
             post_hook(self)
 
@@ -229,7 +237,9 @@ class OptimizerWrapper(Optimizer):
         super().__setstate__({})
 
 
-def refuse_partial_state(optimizer: Any, extra: Callable[[], Mapping[str, Any]] | None = None) -> None:
+def refuse_partial_state(
+    optimizer: Any, extra: Callable[[], Mapping[str, Any]] | None = None
+) -> None:
     """Raise an error if functions of ``torch.distributed.checkpoint`` ask for a state of which they lose a part.
 
     They keep the state of each parameter and the options of each group alone. They also take the values of one worker
@@ -266,14 +276,19 @@ def shared_optimizer_state(optimizer: Any, state_dict: Mapping[str, Any]) -> dic
     """
     if "aggregation" not in state_dict:
         return dict(state_dict)
-    return {**state_dict, "aggregation": optimizer.aggregation.shared_state(state_dict["aggregation"])}
+    return {
+        **state_dict,
+        "aggregation": optimizer.aggregation.shared_state(state_dict["aggregation"]),
+    }
 
 
 def state_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
     """Return the attributes of an optimizer that its copies and pickles get, for ``__getstate__``."""
     # A learning-rate scheduler replaces step by a method of its own, and sets _opt_called to see that it was called.
     own = {"step", *torch_private.PRIVATE_OPTIMIZER_ATTRIBUTES}
-    return {k: v for k, v in optimizer.__dict__.items() if k not in own and not k.endswith("_hooks")}
+    return {
+        k: v for k, v in optimizer.__dict__.items() if k not in own and not k.endswith("_hooks")
+    }
 
 
 class GenericCentralizedOptimizer(OptimizerWrapper):
@@ -373,7 +388,9 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         self._clock = CommunicationClock()
         self._was_skipped = False
         self._is_aggregated = False  # by clip_grad_norm_, before the step
-        self._clipped: list[tuple[Tensor, Tensor | None, int | None]] = []  # gradients and their versions
+        self._clipped: list[
+            tuple[Tensor, Tensor | None, int | None]
+        ] = []  # gradients and their versions
         self._reduction = self._make_reduction(by_layer) if aggregation.overlap else None
         # A torch optimizer may be callable too, so its type decides.
         if callable(optimizer) and not isinstance(optimizer, Optimizer):
@@ -399,7 +416,11 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     def check_inside(self, optimizer: Optimizer) -> None:
         """Raise a ValueError if an optimizer has none of the model's parameters."""
         known = {id(parameter) for parameter in self.model.parameters()}
-        if not any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+        if not any(
+            id(parameter) in known
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ):
             raise ValueError(
                 f"optimizer must update parameters of the model, but {type(optimizer).__name__} has none of them: "
                 "create it with model.parameters() of the same model"
@@ -505,8 +526,13 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             self._communicate(None)
             self._is_aggregated = True
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        self._clipped = [(p, p.grad, None if p.grad is None else torch_private.version(p.grad)) for p in parameters]
+        norm = nn.utils.clip_grad_norm_(
+            parameters, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+        self._clipped = [
+            (p, p.grad, None if p.grad is None else torch_private.version(p.grad))
+            for p in parameters
+        ]
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -579,7 +605,9 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         try:
             for is_late in (True, False):
                 for group, params in zip(self.param_groups, whole, strict=True):
-                    group["params"] = [parameter for parameter in params if (id(parameter) in late) == is_late]
+                    group["params"] = [
+                        parameter for parameter in params if (id(parameter) in late) == is_late
+                    ]
                 self._inner.step()
         # Also after an error, or the other parameters would be lost.
         finally:
@@ -619,7 +647,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             self._communicate(denom)
         # With overlap, a backward pass sends its gradients itself.
         elif self._reduction is None and any(
-            p.grad is not gradient or (gradient is not None and torch_private.version(gradient) != version)
+            p.grad is not gradient
+            or (gradient is not None and torch_private.version(gradient) != version)
             for p, gradient, version in self._clipped
         ):
             raise RuntimeError(
@@ -641,10 +670,14 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         else:
             # k/d turns an average over k workers into a sum divided by d. It is known before the wait, so that a wrong
             # denominator raises its error first.
-            scale = self.world_size / check_denominator(denom) if self.agg_mode == AVG_CUSTOM else None
+            scale = (
+                self.world_size / check_denominator(denom) if self.agg_mode == AVG_CUSTOM else None
+            )
             self._reduction.complete()
             if scale is not None:
-                torch_private.foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], scale)
+                torch_private.foreach_mul_(
+                    [p.grad for p in self.model.parameters() if p.grad is not None], scale
+                )
         extra = self.extra_parameters(self.model.parameters())
         if extra:
             parts.append(extra)
@@ -662,7 +695,11 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
 
     def _check_memory(self) -> None:
         """Raise a ValueError if the model is not in the memory that the aggregation shares."""
-        devices = {str(parameter.device) for parameter in self.model.parameters() if parameter.device.type != "cpu"}
+        devices = {
+            str(parameter.device)
+            for parameter in self.model.parameters()
+            if parameter.device.type != "cpu"
+        }
         if getattr(self.aggregation, "shared_memory", False) and devices:
             raise ValueError(
                 f"shared_memory must be False for a model on {', '.join(sorted(devices))}, because it sums in the "
@@ -725,7 +762,9 @@ def check_aggregation(
     return aggregation
 
 
-def check_denominator_and_clipping(average_world: bool, average_custom: bool, grad_clip: float) -> None:
+def check_denominator_and_clipping(
+    average_world: bool, average_custom: bool, grad_clip: float
+) -> None:
     """Raise a ValueError if two denominators are asked for, or ``grad_clip`` is not a norm."""
     if average_world and average_custom:
         raise ValueError("average_world and average_custom are both True: set the one to divide by")
@@ -773,8 +812,12 @@ def _without_momentum(optimizer: Optimizer) -> set[int]:
     if isinstance(optimizer, SGD):
         for group in optimizer.param_groups:
             if group.get("fused") and group["momentum"]:
-                stepping = [parameter for parameter in group["params"] if parameter.grad is not None]
-                new = [p for p in stepping if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+                stepping = [
+                    parameter for parameter in group["params"] if parameter.grad is not None
+                ]
+                new = [
+                    p for p in stepping if optimizer.state.get(p, {}).get("momentum_buffer") is None
+                ]
                 late.update(map(id, new))
                 is_mixed = is_mixed or 0 < len(new) < len(stepping)
     return late if is_mixed else set()
@@ -794,7 +837,9 @@ def _match_strides(optimizer: Optimizer) -> None:
 
 
 @torch.no_grad()
-def must_skip(optimizer: Optimizer, aggregation: Aggregation, looked_too_early: bool = False) -> bool:
+def must_skip(
+    optimizer: Optimizer, aggregation: Aggregation, looked_too_early: bool = False
+) -> bool:
     """Finish in ``step`` the work that a :class:`torch.amp.GradScaler` left: unscale the gradients, or skip the step.
 
     During the step a scaler sets ``found_inf`` and ``grad_scale`` on optimizers that have
@@ -820,7 +865,9 @@ def must_skip(optimizer: Optimizer, aggregation: Aggregation, looked_too_early: 
     # torch gives the integer 0 if no parameter has a gradient.
     found_inf = torch.as_tensor(found_inf, dtype=torch.float32)
     # torch adds up the flags of several devices, and a sum of 2 would mean something else.
-    found_inf = torch.full_like(found_inf, _TOO_EARLY) if looked_too_early else found_inf.clamp(max=1)
+    found_inf = (
+        torch.full_like(found_inf, _TOO_EARLY) if looked_too_early else found_inf.clamp(max=1)
+    )
     aggregation.any_worker(found_inf)
     if found_inf.item() == _TOO_EARLY:
         raise ValueError(

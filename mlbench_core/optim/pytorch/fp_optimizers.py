@@ -128,7 +128,10 @@ class DynamicLossScaler:
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the scale and how many updates have run without an overflow since it last changed."""
-        return {"loss_scale": self.loss_scale, "updates_without_overflow": self.updates_without_overflow}
+        return {
+            "loss_scale": self.loss_scale,
+            "updates_without_overflow": self.updates_without_overflow,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`.
@@ -143,15 +146,21 @@ class DynamicLossScaler:
                 "its state_dict() returned"
             )
         loss_scale = _in_range("loss_scale", state_dict["loss_scale"], 0.0)
-        self.updates_without_overflow = check_int("updates_without_overflow", state_dict["updates_without_overflow"], 0)
+        self.updates_without_overflow = check_int(
+            "updates_without_overflow", state_dict["updates_without_overflow"], 0
+        )
         self.loss_scale = loss_scale
 
     def _within_limits(self, init_scale: float) -> float:
         init_scale = _in_range("init_scale", init_scale, 0.0)
         if self.max_scale is not None and init_scale > self.max_scale:
-            raise ValueError(f"init_scale is {init_scale:g}, above max_scale {self.max_scale:g}: start at most there")
+            raise ValueError(
+                f"init_scale is {init_scale:g}, above max_scale {self.max_scale:g}: start at most there"
+            )
         if self.min_scale is not None and init_scale <= self.min_scale:
-            raise ValueError(f"init_scale is {init_scale:g}, not above min_scale {self.min_scale:g}: start above it")
+            raise ValueError(
+                f"init_scale is {init_scale:g}, not above min_scale {self.min_scale:g}: start above it"
+            )
         return init_scale
 
 
@@ -159,7 +168,9 @@ def _in_range(name: str, value: float, least: float) -> float:
     """Return a positive finite number that is at least ``least``."""
     check_number(name, value)
     if not (math.isfinite(value) and value > 0 and value >= least):
-        raise ValueError(f"{name} is {value}; it must be finite and {f'at least {least:g}' if least else 'positive'}")
+        raise ValueError(
+            f"{name} is {value}; it must be finite and {f'at least {least:g}' if least else 'positive'}"
+        )
     return float(value)
 
 
@@ -278,12 +289,16 @@ class FP16Optimizer(OptimizerWrapper):
         # bfloat16 has the range of float32, so its gradients neither vanish nor overflow.
         needs_scaling = torch.bfloat16 not in dtypes or torch.float16 in dtypes
         self.loss_scaler = (
-            DynamicLossScaler(init_scale, scale_factor, scale_window, max_scale, min_scale=min_scale)
+            DynamicLossScaler(
+                init_scale, scale_factor, scale_window, max_scale, min_scale=min_scale
+            )
             if needs_scaling
             else DynamicLossScaler(init_scale=1.0, scale_factor=1.0)
         )
         self.grad_clip = grad_clip
-        self.aggregation = self._check_exchange(aggregation, world_size, use_cuda, use_horovod, divide_before)
+        self.aggregation = self._check_exchange(
+            aggregation, world_size, use_cuda, use_horovod, divide_before
+        )
         self.world_size = self.aggregation.world_size
         self.agg = self.aggregation.agg_grad(by_layer=by_layer)
         self.agg_mode = AVG_CUSTOM if average_custom else AVG_WORLD
@@ -336,7 +351,9 @@ class FP16Optimizer(OptimizerWrapper):
 
     def check_inside(self, optimizer: Optimizer) -> None:
         """Raise a ValueError if an optimizer does not optimize the master weights, or needs several evaluations."""
-        if not any(p is self.fp32_params for group in optimizer.param_groups for p in group["params"]):
+        if not any(
+            p is self.fp32_params for group in optimizer.param_groups for p in group["params"]
+        ):
             raise ValueError(
                 f"{type(optimizer).__name__} does not optimize the float32 master weights: build it over "
                 "[fp_optimizer.fp32_params], not over model.parameters()"
@@ -414,7 +431,9 @@ class FP16Optimizer(OptimizerWrapper):
         """
         refuse_partial_state(self)
         if self.optimizer is None:
-            raise RuntimeError("there is no torch optimizer yet: call set_optimizer(optimizer over [fp32_params])")
+            raise RuntimeError(
+                "there is no torch optimizer yet: call set_optimizer(optimizer over [fp32_params])"
+            )
         divisor = self._unscaling_divisor(multiplier)
         evaluate(closure)
         # In the model's own dtypes: half the bytes of the float32 gradients.
@@ -429,7 +448,9 @@ class FP16Optimizer(OptimizerWrapper):
         self._clock.report(tracker)
         if not overflow:
             if self.grad_clip < math.inf:
-                nn.utils.clip_grads_with_norm_([self.fp32_params, *self._extra().values()], self.grad_clip, norm)
+                nn.utils.clip_grads_with_norm_(
+                    [self.fp32_params, *self._extra().values()], self.grad_clip, norm
+                )
             self._inner.step()
             self._round_into_model()
             if tracker is not None:
@@ -457,7 +478,10 @@ class FP16Optimizer(OptimizerWrapper):
 
     def extra_state(self) -> dict[str, Any]:
         """Return the master weights and the loss scale, under ``"fp32_params"`` and ``"loss_scaler"``."""
-        return {"fp32_params": self.fp32_params.detach(), "loss_scaler": self.loss_scaler.state_dict()}
+        return {
+            "fp32_params": self.fp32_params.detach(),
+            "loss_scaler": self.loss_scaler.state_dict(),
+        }
 
     @torch.no_grad()
     def load_extra_state(self, extra: dict[str, Any]) -> None:
@@ -478,10 +502,15 @@ class FP16Optimizer(OptimizerWrapper):
         """Return the loss scale times the multiplier, s m."""
         if isinstance(multiplier, Tensor):
             if multiplier.numel() != 1:
-                raise ValueError(f"multiplier must have one element, not shape {tuple(multiplier.shape)}")
+                raise ValueError(
+                    f"multiplier must have one element, not shape {tuple(multiplier.shape)}"
+                )
             # Reading the value to check it would wait for the device.
             if multiplier.device.type != "cpu":
-                return multiplier.detach().reshape(()).to(self.fp32_params.device) * self.loss_scaler.loss_scale
+                return (
+                    multiplier.detach().reshape(()).to(self.fp32_params.device)
+                    * self.loss_scaler.loss_scale
+                )
             multiplier = multiplier.item()
         if not (math.isfinite(multiplier) and multiplier > 0):
             raise ValueError(
@@ -494,7 +523,9 @@ class FP16Optimizer(OptimizerWrapper):
         if self.fp32_params.grad is None:
             self.fp32_params.grad = torch.empty_like(self.fp32_params)
         sources, targets = [], []
-        for part, parameter in zip(self._parts(self.fp32_params.grad), self._weights.values(), strict=True):
+        for part, parameter in zip(
+            self._parts(self.fp32_params.grad), self._weights.values(), strict=True
+        ):
             if parameter.grad is None:
                 # The part still has the gradient of an earlier step.
                 part.zero_()
@@ -503,7 +534,10 @@ class FP16Optimizer(OptimizerWrapper):
                 targets.append(part)
         if sources:
             torch_private.foreach_copy_(targets, sources)
-        gradients = [self.fp32_params.grad, *(p.grad for p in self._extra().values() if p.grad is not None)]
+        gradients = [
+            self.fp32_params.grad,
+            *(p.grad for p in self._extra().values() if p.grad is not None),
+        ]
         torch_private.foreach_div_(gradients, divisor)
         return nn.utils.get_total_norm(gradients)
 
@@ -524,7 +558,10 @@ class FP16Optimizer(OptimizerWrapper):
     def _parts(self, flat: Tensor) -> list[Tensor]:
         """View a flat tensor as tensors of the shapes of the model's parameters."""
         parts = flat.split([weight.numel() for weight in self._weights.values()])
-        return [part.view(weight.shape) for part, weight in zip(parts, self._weights.values(), strict=True)]
+        return [
+            part.view(weight.shape)
+            for part, weight in zip(parts, self._weights.values(), strict=True)
+        ]
 
     def _extra(self) -> dict[str, Tensor]:
         """Return the extra parameters, which the wrapped optimizer updates outside the master weights, by name."""
@@ -535,9 +572,13 @@ def _trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that require a gradient, each once, if float32 master weights can stand for them."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fp16_model must be a torch.nn.Module, not {type(model).__name__}")
-    weights = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    weights = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     if not weights:
-        raise ValueError("fp16_model has no parameter that requires a gradient: there is nothing to train")
+        raise ValueError(
+            "fp16_model has no parameter that requires a gradient: there is nothing to train"
+        )
     for name, parameter in weights.items():
         if parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise TypeError(
@@ -546,7 +587,9 @@ def _trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
             )
     devices = sorted({str(parameter.device) for parameter in weights.values()})
     if len(devices) > 1:
-        raise ValueError(f"fp16_model is spread over {', '.join(devices)}; its master weights lie on one device")
+        raise ValueError(
+            f"fp16_model is spread over {', '.join(devices)}; its master weights lie on one device"
+        )
     return weights
 
 
@@ -600,8 +643,14 @@ class DistributedGradScaler(torch.amp.GradScaler):
         found_infs = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # This worker may have no gradient at all, but must take part in the agreement.
         found_infs.setdefault(found_inf.device, found_inf)
-        found_anywhere = torch.stack([flag.to(found_inf.device) for flag in found_infs.values()]).amax()
-        aggregation = self._aggregation or getattr(optimizer, "aggregation", None) or AllReduceAggregation(None)
+        found_anywhere = torch.stack(
+            [flag.to(found_inf.device) for flag in found_infs.values()]
+        ).amax()
+        aggregation = (
+            self._aggregation
+            or getattr(optimizer, "aggregation", None)
+            or AllReduceAggregation(None)
+        )
         aggregation.any_worker(found_anywhere)
         for flag in found_infs.values():
             flag.copy_(found_anywhere)

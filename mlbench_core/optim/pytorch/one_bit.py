@@ -85,7 +85,9 @@ class OneBitAdam(CompressedOptimizer):
             aggregation = OneBitAggregation(
                 warmup_steps=100 if warmup_steps is None else warmup_steps, world_size=world_size
             )
-        check_aggregation(aggregation, OneBitAggregation, world_size=world_size, warmup_steps=warmup_steps)
+        check_aggregation(
+            aggregation, OneBitAggregation, world_size=world_size, warmup_steps=warmup_steps
+        )
         # Without a step of Adam there would be no second moment to divide by.
         check_int("warmup_steps", aggregation.warmup_steps)
         super().__init__(params, defaults, aggregation)

@@ -209,14 +209,20 @@ class DiLoCo(GenericCentralizedOptimizer):
                 fused=suits_fused(model) or None,
             )
         elif lr is not required:
-            raise ValueError(f"lr must be left out, not {lr!r}, because inner_optimizer has its own: write it there")
+            raise ValueError(
+                f"lr must be left out, not {lr!r}, because inner_optimizer has its own: write it there"
+            )
         if outer_optimizer is not None and (outer_lr, outer_momentum) != (0.7, 0.9):
-            raise ValueError("outer_lr and outer_momentum must be left out, because outer_optimizer has its own")
+            raise ValueError(
+                "outer_lr and outer_momentum must be left out, because outer_optimizer has its own"
+            )
         if aggregation is None:
             if outer_optimizer is None:
                 check_finite_at_least_0("outer_lr", outer_lr)
                 check_finite_at_least_0("outer_momentum", outer_momentum)
-                outer_optimizer = partial(SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+                outer_optimizer = partial(
+                    SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
+                )
             aggregation = DiLoCoAggregation(outer_optimizer, world_size, use_cuda=use_cuda)
         elif (outer_lr, outer_momentum, outer_optimizer) != (0.7, 0.9, None):
             raise ValueError(

@@ -9,7 +9,11 @@ from torch.optim import SGD
 from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.qsgd import QSGDAggregation
-from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer, check_aggregation, check_lr
+from mlbench_core.optim.pytorch.distributed import (
+    GenericCentralizedOptimizer,
+    check_aggregation,
+    check_lr,
+)
 
 __all__ = ["QSGD"]
 
@@ -67,7 +71,9 @@ class QSGD(GenericCentralizedOptimizer):
         aggregation: QSGDAggregation | None = None,
     ) -> None:
         if aggregation is None:
-            aggregation = QSGDAggregation(use_cuda, levels=7 if levels is None else levels, world_size=world_size)
+            aggregation = QSGDAggregation(
+                use_cuda, levels=7 if levels is None else levels, world_size=world_size
+            )
         check_aggregation(aggregation, QSGDAggregation, world_size=world_size, levels=levels)
         make = partial(
             SGD,
@@ -77,4 +83,6 @@ class QSGD(GenericCentralizedOptimizer):
             weight_decay=weight_decay,
             nesterov=nesterov,
         )
-        super().__init__(world_size, model, use_cuda, by_layer, optimizer=make, aggregation=aggregation)
+        super().__init__(
+            world_size, model, use_cuda, by_layer, optimizer=make, aggregation=aggregation
+        )

@@ -14,7 +14,12 @@ from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.periodic import PeriodicAggregation
 from mlbench_core.aggregation.pytorch.scaffold import ScaffoldAggregation
 from mlbench_core.aggregation.pytorch.transport.names import parameters_of
-from mlbench_core.optim.pytorch.distributed import Closure, GenericCentralizedOptimizer, check_aggregation, check_lr
+from mlbench_core.optim.pytorch.distributed import (
+    Closure,
+    GenericCentralizedOptimizer,
+    check_aggregation,
+    check_lr,
+)
 
 __all__ = ["SCAFFOLD"]
 
@@ -101,8 +106,15 @@ class SCAFFOLD(GenericCentralizedOptimizer):
 
     def _take_step(self) -> None:
         """Take a local step with corrected gradients."""
-        rates = {id(parameter): float(group["lr"]) for group in self.param_groups for parameter in group["params"]}
-        named = {**dict(parameters_of(self.model)), **self.extra_parameters(self.model.parameters())}
+        rates = {
+            id(parameter): float(group["lr"])
+            for group in self.param_groups
+            for parameter in group["params"]
+        }
+        named = {
+            **dict(parameters_of(self.model)),
+            **self.extra_parameters(self.model.parameters()),
+        }
         gradients: list[tuple[Tensor, Tensor]] = []
         for name, parameter in named.items():
             self._scaffold.count(name, rates.get(id(parameter), 0.0))

@@ -36,7 +36,9 @@ class _OneBitSGD(CompressedOptimizer):
         defaults = sgd_defaults(lr, momentum, weight_decay, dampening, nesterov)
         if aggregation is None:
             aggregation = self._kind(world_size=world_size)
-        super().__init__(params, defaults, check_aggregation(aggregation, self._kind, world_size=world_size))
+        super().__init__(
+            params, defaults, check_aggregation(aggregation, self._kind, world_size=world_size)
+        )
 
 
 class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a tracker too

@@ -5,7 +5,10 @@ from __future__ import annotations
 from torch import nn
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.sparse_loco import ChunkedTopKAggregation, SparseLoCoAggregation
+from mlbench_core.aggregation.pytorch.sparse_loco import (
+    ChunkedTopKAggregation,
+    SparseLoCoAggregation,
+)
 from mlbench_core.optim.pytorch.distributed import check_aggregation
 from mlbench_core.optim.pytorch.periodic import DiLoCo
 
@@ -74,4 +77,6 @@ class SparseLoCo(DiLoCo):
         if aggregation is None:
             aggregation = SparseLoCoAggregation(ChunkedTopKAggregation(world_size=world_size))
         check_aggregation(aggregation, SparseLoCoAggregation, world_size=world_size)
-        super().__init__(world_size, model, lr, betas, eps, weight_decay, period=period, aggregation=aggregation)
+        super().__init__(
+            world_size, model, lr, betas, eps, weight_decay, period=period, aggregation=aggregation
+        )

@@ -7,7 +7,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.sparsified import SparsifiedAggregation, check_size, coordinates_sent
+from mlbench_core.aggregation.pytorch.sparsified import (
+    SparsifiedAggregation,
+    check_size,
+    coordinates_sent,
+)
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer, Params, sgd_defaults
 from mlbench_core.optim.pytorch.distributed import check_aggregation
 
@@ -75,7 +79,9 @@ class SparsifiedSGD(CompressedOptimizer):
         if aggregation is None:
             size = check_size(sparse_grad_size, "sparse_grad_size")
             aggregation = SparsifiedAggregation(None, size=size, world_size=world_size)
-        self._size = check_aggregation(aggregation, SparsifiedAggregation, world_size=world_size).size
+        self._size = check_aggregation(
+            aggregation, SparsifiedAggregation, world_size=world_size
+        ).size
         # The default of version 3.0 counts as left out.
         if sparse_grad_size not in (10, self._size):
             raise ValueError(
@@ -110,7 +116,9 @@ class SparsifiedSGD(CompressedOptimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         return [self.state[p].get("estimated_weights", p.detach().clone()) for p in parameters]
 
-    def update_estimated_weights(self, iteration: int | None = None, sparse_vector_size: int | None = None) -> None:
+    def update_estimated_weights(
+        self, iteration: int | None = None, sparse_vector_size: int | None = None
+    ) -> None:
         """Do nothing, because :meth:`step` keeps the estimate up to date; for scripts of version 3.0.
 
         Args:
@@ -134,7 +142,9 @@ class SparsifiedSGD(CompressedOptimizer):
         """Add the parameters before a step to the averages."""
         parameters = [p for group in self.param_groups for p in group["params"] if p.numel() > 0]
         # The theorem needs a shift of at least d/k for every tensor, so the one for all is the largest.
-        a = max((p.numel() / coordinates_sent(self._size, p.numel()) for p in parameters), default=1.0)
+        a = max(
+            (p.numel() / coordinates_sent(self._size, p.numel()) for p in parameters), default=1.0
+        )
         for x in parameters:
             state = self.state[x]
             t = state["step"] = state.get("step", -1) + 1
@@ -192,15 +202,21 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
     ) -> None:
         if aggregation is None:
             size = check_size(sparse_grad_size, "sparse_grad_size")
-            aggregation = SparsifiedAggregation(None, size=size, random=random_sparse, world_size=world_size)
+            aggregation = SparsifiedAggregation(
+                None, size=size, random=random_sparse, world_size=world_size
+            )
         # The default of 1 comes from version 3.0, and counts as left out.
-        check_aggregation(aggregation, SparsifiedAggregation, world_size=None if world_size == 1 else world_size)
+        check_aggregation(
+            aggregation, SparsifiedAggregation, world_size=None if world_size == 1 else world_size
+        )
         if random_sparse and not aggregation.random:
             raise ValueError(
                 "random_sparse must be left out or False, not True, because the aggregation sends the largest "
                 "coordinates: write random=True in SparsifiedAggregation(...)"
             )
-        super().__init__(params, lr, weight_decay, sparse_grad_size, momentum=momentum, aggregation=aggregation)
+        super().__init__(
+            params, lr, weight_decay, sparse_grad_size, momentum=momentum, aggregation=aggregation
+        )
         self._average = average_world
 
 

@@ -91,14 +91,25 @@ class StreamingDiLoCo(GenericCentralizedOptimizer):
         if inner_optimizer is None:
             lr = check_lr(lr, "StreamingDiLoCo")
             inner_optimizer = partial(
-                AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=suits_fused(model) or None
+                AdamW,
+                lr=lr,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+                fused=suits_fused(model) or None,
             )
         elif lr is not required:
-            raise ValueError(f"lr must be left out, not {lr!r}, because inner_optimizer has its own: write it there")
+            raise ValueError(
+                f"lr must be left out, not {lr!r}, because inner_optimizer has its own: write it there"
+            )
         if aggregation is None:
             aggregation = StreamingDiLoCoAggregation(world_size=world_size)
-        self._outer = check_aggregation(aggregation, StreamingDiLoCoAggregation, world_size=world_size)
-        super().__init__(None, model, agg_grad=False, optimizer=inner_optimizer, aggregation=self._outer)
+        self._outer = check_aggregation(
+            aggregation, StreamingDiLoCoAggregation, world_size=world_size
+        )
+        super().__init__(
+            None, model, agg_grad=False, optimizer=inner_optimizer, aggregation=self._outer
+        )
 
     @property
     def outer_optimizer(self) -> Optimizer:

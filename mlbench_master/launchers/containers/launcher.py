@@ -31,7 +31,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from mlbench_master.launchers.interface import Job
 
-__all__ = ["PROGRAMS", "Containers", "check_program", "image_problem", "read_options", "remove_containers"]
+__all__ = [
+    "PROGRAMS",
+    "Containers",
+    "check_program",
+    "image_problem",
+    "read_options",
+    "remove_containers",
+]
 
 PROGRAMS = ("docker", "podman", "apptainer")
 """Programs that run containers on this machine."""
@@ -60,7 +67,12 @@ class Containers:
     variables: tuple[str, ...] = ()
 
     def wrap(
-        self, job: Job, commands: Sequence[dict[str, Any]], folder: Path, mounts: Sequence[Path], names: Sequence[str]
+        self,
+        job: Job,
+        commands: Sequence[dict[str, Any]],
+        folder: Path,
+        mounts: Sequence[Path],
+        names: Sequence[str],
     ) -> list[dict[str, Any]]:
         """Return commands that run each of the given ones in a container.
 
@@ -91,14 +103,26 @@ class Containers:
         return {f"APPTAINERENV_{name}": value for name, value in variables.items()}
 
     def _run(
-        self, job: Job, command: dict[str, Any], folder: Path, mounts: Sequence[Path], names: Sequence[str]
+        self,
+        job: Job,
+        command: dict[str, Any],
+        folder: Path,
+        mounts: Sequence[Path],
+        names: Sequence[str],
     ) -> list[str]:
         """Return the command line of Docker or Podman."""
         argv, rank = command["argv"], command["rank"]
         volumes = [*(f"{path}:{path}" for path in mounts), *self.volumes]
         cores = job.num_cpus * (job.num_workers if rank is None else 1)
         options = [
-            *("--rm", "--init", "--name", _name(job.run_id, rank, folder), "--label", f"{_LABEL}={folder}"),
+            *(
+                "--rm",
+                "--init",
+                "--name",
+                _name(job.run_id, rank, folder),
+                "--label",
+                f"{_LABEL}={folder}",
+            ),
             *("--network", "host", "--ipc", "host"),
             *("--cap-drop", "ALL", "--security-opt", "no-new-privileges", *_user(self.program)),
             *("--cpus", f"{cores:g}", *self._gpus(job, rank)),
@@ -115,7 +139,17 @@ class Containers:
         gpus = ["--nv"] if job.gpus else []
         image = job.image if _APPTAINER_SOURCE.match(job.image) else f"docker://{job.image}"
         words = [word for bind in binds for word in ("--bind", bind)]
-        return ["apptainer", "exec", "--cleanenv", "--home", str(mounts[0]), *gpus, *words, image, *argv]
+        return [
+            "apptainer",
+            "exec",
+            "--cleanenv",
+            "--home",
+            str(mounts[0]),
+            *gpus,
+            *words,
+            image,
+            *argv,
+        ]
 
     def _gpus(self, job: Job, rank: int | None) -> list[str]:
         gpus = job.gpus if rank is None or not job.all_nodes else job.gpus[rank : rank + 1]
@@ -160,7 +194,9 @@ def read_options(options: Sequence[str]) -> Containers | None:
         )
     if known.container is None:
         if known.volume or known.env:
-            raise ValueError("engine_options: --container must be given with --volume or --env, which it needs")
+            raise ValueError(
+                "engine_options: --container must be given with --volume or --env, which it needs"
+            )
         return None
     if known.container not in PROGRAMS:
         raise ValueError(
@@ -205,7 +241,9 @@ def image_problem(image: str) -> str:
     """
     if _IMAGE.fullmatch(image):
         return ""
-    return f"must be the name of an image such as registry.example.com/me/mine:1, not {image[:80]!r}"
+    return (
+        f"must be the name of an image such as registry.example.com/me/mine:1, not {image[:80]!r}"
+    )
 
 
 def remove_containers(program: str, folder: Path) -> str:
@@ -221,7 +259,9 @@ def remove_containers(program: str, folder: Path) -> str:
     if program not in ("docker", "podman"):
         return ""
     try:
-        found = _call(program, "ps", "--all", "--quiet", "--filter", f"label={_LABEL}={folder}").split()
+        found = _call(
+            program, "ps", "--all", "--quiet", "--filter", f"label={_LABEL}={folder}"
+        ).split()
         if found:
             _call(program, "rm", "--force", *found)
     except (OSError, subprocess.SubprocessError) as error:
@@ -232,7 +272,12 @@ def remove_containers(program: str, folder: Path) -> str:
 
 def _call(*command: str) -> str:
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_REMOVE_S, check=True
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_REMOVE_S,
+        check=True,
     )
     return done.stdout
 

@@ -80,7 +80,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
                 found["runs"][root] = {"state": "refused", "reason": str(error)}
             except OSError as error:
                 # It may pass, and the workers continue.
-                found["runs"][root] = {"state": "troubled", "reason": f"{error.filename or root}: {error.strerror}"}
+                found["runs"][root] = {
+                    "state": "troubled",
+                    "reason": f"{error.filename or root}: {error.strerror}",
+                }
             left -= sum(len(line["text"]) + 100 for line in found["runs"][root].get("lines", ()))
     found["now"] = time.time()
     return found
@@ -98,18 +101,26 @@ def _do(run: _Run, step: dict[str, Any], left_bytes: int) -> dict[str, Any]:
         run.stop()
     state = run.look()
     state["lines"], state["next"], more = _lines(run.folder, step["log"], left_bytes)
-    state["load"], state["load_next"], more_load = _lines(run.folder / "load", step["load"], left_bytes)
+    state["load"], state["load_next"], more_load = _lines(
+        run.folder / "load", step["load"], left_bytes
+    )
     state["more"] = more or more_load
     return state
 
 
-def _lines(folder: Path, since_line: int, left_bytes: int) -> tuple[list[dict[str, Any]], int, bool]:
+def _lines(
+    folder: Path, since_line: int, left_bytes: int
+) -> tuple[list[dict[str, Any]], int, bool]:
     """Return the next lines of a log, the number of the line after them, and whether there are more."""
     reader = LogReader(folder)
     if left_bytes <= 0:
         return [], since_line, reader.end() > since_line
     page = reader.read(since_line, _LINES)
-    return [_sound(line) for line in page.lines], page.next, bool(page.lines) and reader.end() > page.next
+    return (
+        [_sound(line) for line in page.lines],
+        page.next,
+        bool(page.lines) and reader.end() > page.next,
+    )
 
 
 def _sound(line: NumberedLine) -> dict[str, Any]:
@@ -151,7 +162,9 @@ class _Run:
             )
         self.root.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         if not os.access(self.root.parent, os.W_OK):
-            raise _Refused(f"{self.root.parent} cannot be written: name another folder with --folder")
+            raise _Refused(
+                f"{self.root.parent} cannot be written: name another folder with --folder"
+            )
         with contextlib.closing(hold_port("")) as held:
             return int(held.getsockname()[1])
 
@@ -168,7 +181,9 @@ class _Run:
             # The port is one of all addresses, because workers of other hosts connect to it.
             held = hold_port("", self._job["port"] if self._job["holds_port"] else 0)
         except OSError as error:
-            raise _Refused(f"the port {self._job['port']} was taken: start the run again ({error.strerror})") from error
+            raise _Refused(
+                f"the port {self._job['port']} was taken: start the run again ({error.strerror})"
+            ) from error
         with held:
             (self.folder / "job.json").touch(mode=0o600)  # only for its owner: it may hold a token
             (self.folder / "job.json").write_text(json.dumps(self._content()))
@@ -189,7 +204,10 @@ class _Run:
         if find_supervisor(self.folder) is not None:
             return {"state": "running", "dropping": (self.folder / "dropping").exists()}
         with contextlib.suppress(OSError):
-            return {"state": "ended", "status": read_state(self.folder / "status.json").decode(errors="replace")}
+            return {
+                "state": "ended",
+                "status": read_state(self.folder / "status.json").decode(errors="replace"),
+            }
         try:
             booted = read_state(self._launched).decode(errors="replace")
         except OSError:
@@ -208,7 +226,10 @@ class _Run:
             with contextlib.suppress(OSError):
                 said = read_state(self.folder / "supervisor.log").strip()
             why = said.splitlines()[-1].decode(errors="replace") if said else "it gave no reason"
-            return {"state": "lost", "reason": f"the supervisor of the workers did not start: {why}"}
+            return {
+                "state": "lost",
+                "reason": f"the supervisor of the workers did not start: {why}",
+            }
         return {"state": "lost", "reason": "the supervisor of the workers was killed"}
 
     def _content(self) -> dict[str, Any]:
@@ -225,8 +246,12 @@ class _Run:
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # this worker starts the others
             elif gpus:
                 env.update(CUDA_VISIBLE_DEVICES=gpus[place], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-            argv = [sys.executable if word == job["python"] else word for word in command["argv"][:1]]
-            commands.append({"argv": argv + command["argv"][1:], "env": env, "rank": command["rank"]})
+            argv = [
+                sys.executable if word == job["python"] else word for word in command["argv"][:1]
+            ]
+            commands.append(
+                {"argv": argv + command["argv"][1:], "env": env, "rank": command["rank"]}
+            )
         own = {
             FOLDER_VARIABLE: str(self.folder),
             "MLBENCH_SPOOL": str(self.folder / "spool"),
@@ -260,7 +285,9 @@ class _Run:
             return []
         gpus = find_gpus()
         if max(self._job["slots"]) >= len(gpus):
-            raise _Refused(f"slot {max(self._job['slots'])} has no GPU: there are {len(gpus)}; give it fewer slots")
+            raise _Refused(
+                f"slot {max(self._job['slots'])} has no GPU: there are {len(gpus)}; give it fewer slots"
+            )
         return [gpus[slot] for slot in self._job["slots"]]
 
 

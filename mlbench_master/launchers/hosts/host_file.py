@@ -14,7 +14,15 @@ from typing import NoReturn
 
 from mlbench_master.launchers.logs import open_at_once
 
-__all__ = ["HOSTFILE_VARIABLE", "Host", "HostOptions", "Share", "parse_hosts", "read_options", "share_slots"]
+__all__ = [
+    "HOSTFILE_VARIABLE",
+    "Host",
+    "HostOptions",
+    "Share",
+    "parse_hosts",
+    "read_options",
+    "share_slots",
+]
 
 HOSTFILE_VARIABLE = "MLBENCH_HOSTFILE"
 """The variable with the path of the host file for runs that name no hosts."""
@@ -81,7 +89,9 @@ class Share:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise an error instead of ending the master."""
-        raise ValueError(f"engine_options: {message}; the options are --hostfile, --host, --python and --folder")
+        raise ValueError(
+            f"engine_options: {message}; the options are --hostfile, --host, --python and --folder"
+        )
 
 
 def read_options(words: Sequence[str]) -> HostOptions:
@@ -114,7 +124,9 @@ def read_options(words: Sequence[str]) -> HostOptions:
     for name, begin in (("python", "/"), ("folder", ("/", "~/"))):
         value = getattr(given, name)
         if not value.startswith(begin):
-            raise ValueError(f"engine_options: --{name} must be an absolute path on the hosts, not {value[:80]!r}")
+            raise ValueError(
+                f"engine_options: --{name} must be an absolute path on the hosts, not {value[:80]!r}"
+            )
     return HostOptions(_hosts(given.host, given.hostfile), given.python, given.folder)
 
 
@@ -130,10 +142,14 @@ def _hosts(listed: str | None, hostfile: str | None) -> tuple[Host, ...]:
     file = Path(path).expanduser().absolute()
     try:
         with open_at_once(file) as content:
-            text = content.read(_FILE_BYTES).decode("utf-8-sig")  # editors on Windows begin a file with a mark
+            text = content.read(_FILE_BYTES).decode(
+                "utf-8-sig"
+            )  # editors on Windows begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ValueError(f"engine_options: the master cannot read the host file {file}: {why}") from error
+        raise ValueError(
+            f"engine_options: the master cannot read the host file {file}: {why}"
+        ) from error
     return parse_hosts(text.splitlines(), str(file), "line")
 
 
@@ -175,12 +191,16 @@ def parse_hosts(lines: Sequence[str], source: str, unit: str = "line") -> tuple[
         try:
             host = _parse_host(words)
             if host.name in hosts:
-                raise ValueError(f"each host must have one {unit}, not {host.name!r} again: add up its slots")
+                raise ValueError(
+                    f"each host must have one {unit}, not {host.name!r} again: add up its slots"
+                )
         except ValueError as error:
             raise ValueError(f"engine_options: {source}, {unit} {number}: {error}") from None
         hosts[host.name] = host
     if not hosts:
-        raise ValueError(f"engine_options: {source} must name at least one host: add a line such as 'node1 slots=4'")
+        raise ValueError(
+            f"engine_options: {source} must name at least one host: add a line such as 'node1 slots=4'"
+        )
     return tuple(hosts.values())
 
 
@@ -191,7 +211,12 @@ def _parse_host(words: Sequence[str]) -> Host:
     for word in rest:
         key, _, value = word.partition("=")
         if key == "slots":
-            if not (value.isascii() and value.isdecimal() and len(value) < 6 and 1 <= int(value) <= _MOST_SLOTS):
+            if not (
+                value.isascii()
+                and value.isdecimal()
+                and len(value) < 6
+                and 1 <= int(value) <= _MOST_SLOTS
+            ):
                 raise ValueError(
                     f"slots must be from 1 to {_MOST_SLOTS}, not {value[:40]!r}: write for example slots=4"
                 )
@@ -199,7 +224,9 @@ def _parse_host(words: Sequence[str]) -> Host:
         elif key == "address" and value:
             address = _parse_name(value)
         else:
-            raise ValueError(f"after the name must come slots=N or address=IP, not {word[:40]!r}: leave it out")
+            raise ValueError(
+                f"after the name must come slots=N or address=IP, not {word[:40]!r}: leave it out"
+            )
     return Host(name, slots, address)
 
 
@@ -217,13 +244,19 @@ def _parse_name(name: str) -> str:
                 "number of slots as slots=4"
             ) from None
     elif not _NAME.fullmatch(host):
-        raise ValueError(f"the name must be one that ssh knows, not {name[:40]!r}: begin the line with the host's name")
+        raise ValueError(
+            f"the name must be one that ssh knows, not {name[:40]!r}: begin the line with the host's name"
+        )
     if at and not _USER.fullmatch(user):
-        raise ValueError(f"the user must be one that ssh knows, not {user[:40]!r}: write for example me@node1")
+        raise ValueError(
+            f"the user must be one that ssh knows, not {user[:40]!r}: write for example me@node1"
+        )
     return f"{user}{at}{host}"
 
 
-def share_slots(hosts: Sequence[Host], num_workers: int, taken: Mapping[str, set[int]]) -> list[Share]:
+def share_slots(
+    hosts: Sequence[Host], num_workers: int, taken: Mapping[str, set[int]]
+) -> list[Share]:
     """Give a run free slots in the order of the hosts.
 
     Args:
@@ -242,7 +275,9 @@ def share_slots(hosts: Sequence[Host], num_workers: int, taken: Mapping[str, set
     shares: list[Share] = []
     rank = 0
     for host in hosts:
-        free = [slot for slot in range(host.slots) if slot not in taken.get(host.name, ())][: num_workers - rank]
+        free = [slot for slot in range(host.slots) if slot not in taken.get(host.name, ())][
+            : num_workers - rank
+        ]
         if free:
             shares.append(Share(host, tuple(free), rank))
             rank += len(free)

@@ -128,7 +128,9 @@ class HostsLauncher(FolderLauncher):
             self.remove(job_id)
         shares = share_slots(options.hosts, job.num_workers, self._taken())
         if sum(len(share.slots) for share in shares) < job.num_workers:
-            raise ConfigurationError(f"cannot start run {job.run_id}: fewer than {job.num_workers} slots are free")
+            raise ConfigurationError(
+                f"cannot start run {job.run_id}: fewer than {job.num_workers} slots are free"
+            )
         try:
             (folder / "output").mkdir(parents=True)
             (folder / "job.json").touch(mode=0o600)  # only for its owner: it may hold a token
@@ -138,7 +140,9 @@ class HostsLauncher(FolderLauncher):
             self._known(job_id)
         except OSError as error:
             (folder / "job.json").unlink(missing_ok=True)
-            raise ConfigurationError(f"cannot start run {job.run_id} in {folder}: {error}") from error
+            raise ConfigurationError(
+                f"cannot start run {job.run_id} in {folder}: {error}"
+            ) from error
         return job_id
 
     def poll(self, job_id: str) -> JobStatus:
@@ -166,7 +170,9 @@ class HostsLauncher(FolderLauncher):
             if not problem and time.monotonic() > began + _STOP_S:
                 problem = f"no end within {_STOP_S:g} s on {', '.join(run.open_hosts())}"
             if problem and not self._give_up_removed(run):
-                raise LauncherError(f"the run cannot be stopped everywhere yet: {problem}; stop it again later")
+                raise LauncherError(
+                    f"the run cannot be stopped everywhere yet: {problem}; stop it again later"
+                )
             time.sleep(0.05)
 
     def note(self, job_id: str, text: str) -> None:
@@ -217,7 +223,9 @@ class HostsLauncher(FolderLauncher):
         with self._lock:
             link = self._links.get((name, python))
             if link is None:
-                link = self._links[name, python] = HostLink(name, python, self._ssh, self._interval_s)
+                link = self._links[name, python] = HostLink(
+                    name, python, self._ssh, self._interval_s
+                )
             return link
 
     def _wake(self, run: HostRun) -> None:
@@ -272,7 +280,10 @@ class HostsLauncher(FolderLauncher):
         """Return the content of ``job.json``."""
         # Several hosts may share one home folder.
         root = f"{options.folder.rstrip('/')}/{uuid.uuid4().hex}"
-        addresses = {share.host.name: share.host.address or self._ssh.address(share.host.name) for share in shares}
+        addresses = {
+            share.host.name: share.host.address or self._ssh.address(share.host.name)
+            for share in shares
+        }
         # Without a network between them, workers of one host meet on its loopback interface.
         meeting = "127.0.0.1" if len(shares) == 1 else addresses[shares[0].host.name]
         listed = [addresses[share.host.name] for share in shares for _ in share.slots]
@@ -296,7 +307,13 @@ class HostsLauncher(FolderLauncher):
             own = {"commands": commands, "slots": share.slots, "holds_port": place == 0}
             hosts[share.host.name] = {**common, **own, "root": f"{root}-{place}"}
         slots = {share.host.name: share.slots for share in shares}
-        return {"run_id": job.run_id, "python": options.python, "options": job.options, "slots": slots, "hosts": hosts}
+        return {
+            "run_id": job.run_id,
+            "python": options.python,
+            "options": job.options,
+            "slots": slots,
+            "hosts": hosts,
+        }
 
 
 def _commands(job: Job, argv: Sequence[str], share: Share, meeting: str) -> list[dict[str, Any]]:
@@ -307,7 +324,9 @@ def _commands(job: Job, argv: Sequence[str], share: Share, meeting: str) -> list
         if job.all_nodes:
             size = {"WORLD_SIZE": str(job.num_workers), "LOCAL_WORLD_SIZE": str(len(share.slots))}
             env.update(RANK=str(rank), LOCAL_RANK=str(local), **size)
-        commands.append({"argv": [fill(word, {"{rank}": str(rank)}) for word in argv], "env": env, "rank": rank})
+        commands.append(
+            {"argv": [fill(word, {"{rank}": str(rank)}) for word in argv], "env": env, "rank": rank}
+        )
     # A command that runs only in worker 0 starts the others itself.
     return commands if job.all_nodes else commands[:1]
 

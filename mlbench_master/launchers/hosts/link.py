@@ -93,13 +93,19 @@ class HostLink:
             has_more = False
             with self._lock:
                 runs = dict(self._runs)
-            steps = {root: step for root, run in runs.items() if (step := run.step(self.name)) is not None}
+            steps = {
+                root: step
+                for root, run in runs.items()
+                if (step := run.step(self.name)) is not None
+            }
             if steps:
                 has_more = self._try(runs, steps, partial(self._ask, runs, steps))
             self._start_fetching(runs)
             with self._lock:
                 self._runs = {
-                    root: run for root, run in self._runs.items() if not run.is_over or run.step(self.name) is not None
+                    root: run
+                    for root, run in self._runs.items()
+                    if not run.is_over or run.step(self.name) is not None
                 }
                 is_idle = not self._runs
             if not has_more:
@@ -107,7 +113,9 @@ class HostLink:
             pause = min(_SHORTEST_PAUSE_S, self._interval_s)
             self._closed.wait(max(0.0, began + pause - time.monotonic()))
 
-    def _try(self, runs: dict[str, HostRun], steps: dict[str, Any], call: Callable[[], bool]) -> bool:
+    def _try(
+        self, runs: dict[str, HostRun], steps: dict[str, Any], call: Callable[[], bool]
+    ) -> bool:
         """Make a call, and tell the runs if it fails."""
         began = time.monotonic()
         try:
@@ -133,7 +141,9 @@ class HostLink:
             found = _answers.validate_json(content)
         except ValidationError as error:
             why = str(error).splitlines()[-2:]
-            raise HostError(f"host {self.name} gave a damaged answer: {' '.join(why)}", is_reached=True) from error
+            raise HostError(
+                f"host {self.name} gave a damaged answer: {' '.join(why)}", is_reached=True
+            ) from error
         if found["version"] != __version__:
             raise HostError(
                 f"host {self.name} has MLBench {found['version']}, and the master has {__version__}: install the same "
@@ -159,10 +169,14 @@ class HostLink:
 
     def _fetch(self, run: HostRun) -> bool:
         root = run.root(self.name)
-        request = json.dumps({"fetch": root, "id": run.run_id, "parts": run.to_fetch(self.name)}).encode()
+        request = json.dumps(
+            {"fetch": root, "id": run.run_id, "parts": run.to_fetch(self.name)}
+        ).encode()
         problem = ""
         try:
-            with self._ssh.call(self.name, self._command, request, _FETCH_TIMEOUT_S, ARCHIVE_BYTES) as archive:
+            with self._ssh.call(
+                self.name, self._command, request, _FETCH_TIMEOUT_S, ARCHIVE_BYTES
+            ) as archive:
                 unpack(archive, run.folder, run.hosts.index(self.name))
         except (UnpackError, HostError) as error:
             if isinstance(error, HostError) and not error.is_too_large:

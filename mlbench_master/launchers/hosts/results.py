@@ -52,7 +52,9 @@ def unpack(archive: IO[bytes], folder: Path, place: int) -> None:
                 size, count = size + max(member.size, 0), count + 1
                 if size > RESULT_BYTES or count > _MOST_FILES:
                     raise UnpackError(f"more than {_MOST_FILES} files or {RESULT_BYTES >> 30} GiB")
-                content = tar.extractfile(member) if member.isreg() and not member.issparse() else None
+                content = (
+                    tar.extractfile(member) if member.isreg() and not member.issparse() else None
+                )
                 if content is None:
                     raise UnpackError(f"{member.name[:80]!r} is not a plain file")
                 _write(content, _target(member.name, folder, place))

@@ -51,7 +51,9 @@ class _Line(TypedDict):
 class Answer(TypedDict):
     """What a host says about its part of a run; see the module ``agent``."""
 
-    state: Annotated[str, Field(pattern="^(?:prepared|running|ended|lost|missing|refused|troubled)$")]
+    state: Annotated[
+        str, Field(pattern="^(?:prepared|running|ended|lost|missing|refused|troubled)$")
+    ]
     reason: NotRequired[str]
     port: NotRequired[Annotated[int, Field(ge=1, le=65535)]]
     status: NotRequired[str]
@@ -173,7 +175,9 @@ class HostRun:
             problems = "; ".join(part.problem for part in self._parts.values() if part.problem)
             if self._port is None:
                 return JobStatus("waiting", problems or f"asks the hosts: {', '.join(self._parts)}")
-            return JobStatus("running", problems or (_DROPPING if self.log.dropping_mark.exists() else ""))
+            return JobStatus(
+                "running", problems or (_DROPPING if self.log.dropping_mark.exists() else "")
+            )
 
     def stop(self) -> None:
         """Have the workers of all hosts ended."""
@@ -198,13 +202,19 @@ class HostRun:
     def open_hosts(self) -> list[str]:
         """Return the hosts whose workers have not ended, or whose files are not here."""
         with self._lock:
-            return [part.name for part in self._parts.values() if not (part.is_over and part.kept.is_fetched)]
+            return [
+                part.name
+                for part in self._parts.values()
+                if not (part.is_over and part.kept.is_fetched)
+            ]
 
     def problem_since(self, asked_at: dict[str, float], since: float) -> str:
         """Return why hosts that have to answer did not, in calls since a time; empty if another one still may."""
         with self._lock:
             open_parts = [self._parts[name] for name in self.open_hosts()]
-            if not open_parts or any(not part.problem or asked_at.get(part.name, 0) < since for part in open_parts):
+            if not open_parts or any(
+                not part.problem or asked_at.get(part.name, 0) < since for part in open_parts
+            ):
                 return ""
             return "; ".join(part.problem for part in open_parts)
 
@@ -306,7 +316,12 @@ class HostRun:
                 self._port = self._parts[self.hosts[0]].port
                 self._save()
         else:
-            self._end(JobStatus("failed", f"host {part.name}: {_one_line(answer.get('reason', answer['state']))}"))
+            self._end(
+                JobStatus(
+                    "failed",
+                    f"host {part.name}: {_one_line(answer.get('reason', answer['state']))}",
+                )
+            )
 
     def _keep_lines(self, part: _Part, answer: Answer) -> None:
         for line in answer.get("lines", ()):
@@ -350,14 +365,20 @@ class HostRun:
         part.kept.is_fetched = part.kept.is_fetched or state != "lost"
         if not self._is_stopping:
             reason = answer.get("reason", "its folder of the run is gone")
-            how = f"host {part.name}" if state == "refused" else f"the workers on host {part.name} were lost"
+            how = (
+                f"host {part.name}"
+                if state == "refused"
+                else f"the workers on host {part.name} were lost"
+            )
             part.failure = _one_line(f"{how}: {reason}")
 
     def _take_status(self, part: _Part, content: str, clock_offset_s: float) -> None:
         try:
             status = _status.validate_json(content)
         except ValidationError as error:
-            part.failure = f"status.json of host {part.name} is damaged: {str(error).splitlines()[0]}"
+            part.failure = (
+                f"status.json of host {part.name} is damaged: {str(error).splitlines()[0]}"
+            )
             return
         part.returncode = status["returncode"]
         part.ended_at = status["finished_at"] - clock_offset_s
@@ -380,10 +401,13 @@ class HostRun:
         parts = self._parts.values()
         if not all(part.is_over and part.kept.is_fetched for part in parts):
             return
-        finished_at = max((part.ended_at for part in parts if part.ended_at is not None), default=None)
+        finished_at = max(
+            (part.ended_at for part in parts if part.ended_at is not None), default=None
+        )
         # A host without a status ended for its own reason, at a time that nobody knows.
         failed = sorted(
-            (part for part in parts if part.failure), key=lambda part: (part.is_consequence, part.failed_at or 0.0)
+            (part for part in parts if part.failure),
+            key=lambda part: (part.is_consequence, part.failed_at or 0.0),
         )
         if failed and not self._is_stopping:
             self._end(JobStatus("failed", failed[0].failure, failed[0].returncode, finished_at))

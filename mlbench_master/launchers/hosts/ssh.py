@@ -60,7 +60,9 @@ class HostError(LauncherError):
         is_too_large: True if its answer was larger than the limit, as the next one would be.
     """
 
-    def __init__(self, message: str, *, is_reached: bool = False, is_too_large: bool = False) -> None:
+    def __init__(
+        self, message: str, *, is_reached: bool = False, is_too_large: bool = False
+    ) -> None:
         super().__init__(message)
         self.is_reached = is_reached
         self.is_too_large = is_too_large
@@ -88,7 +90,9 @@ class Ssh:
         self._addresses: dict[str, str] = {}
         self._lock = threading.Lock()
 
-    def call(self, host: str, command: Sequence[str], request: bytes, timeout_s: float, limit_bytes: int) -> IO[bytes]:
+    def call(
+        self, host: str, command: Sequence[str], request: bytes, timeout_s: float, limit_bytes: int
+    ) -> IO[bytes]:
         """Run a command on a host.
 
         Args:
@@ -113,14 +117,18 @@ class Ssh:
         try:
             with tempfile.TemporaryFile() as said:
                 files = (request, out, said)
-                status = self._run([*self._options(), "-T", "--", host, line], files, timeout_s, limit_bytes)
+                status = self._run(
+                    [*self._options(), "-T", "--", host, line], files, timeout_s, limit_bytes
+                )
                 out.seek(0)
                 place = out.read(_GREETING_BYTES).find(MARK)
                 if status is None:
                     # The connection may be dead, and the next call needs a new one.
                     self._control("exit", host)
                 if os.fstat(out.fileno()).st_size > limit_bytes:
-                    raise HostError(f"host {host} sends more than {limit_bytes >> 20} MiB", is_too_large=True)
+                    raise HostError(
+                        f"host {host} sends more than {limit_bytes >> 20} MiB", is_too_large=True
+                    )
                 if status != 0 or place < 0:
                     said.seek(max(0, said.seek(0, os.SEEK_END) - _GREETING_BYTES))
                     raise _error(host, command, status, timeout_s, readable(said.read()))
@@ -136,9 +144,17 @@ class Ssh:
             found = host.rpartition("@")[2]
             with contextlib.suppress(OSError, subprocess.SubprocessError):
                 done = subprocess.run(
-                    [*self._program, "-G", "--", host], capture_output=True, text=True, timeout=10, check=True
+                    [*self._program, "-G", "--", host],
+                    capture_output=True,
+                    text=True,
+                    timeout=10,
+                    check=True,
                 )
-                names = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith("hostname ")]
+                names = [
+                    line.partition(" ")[2]
+                    for line in done.stdout.splitlines()
+                    if line.startswith("hostname ")
+                ]
                 found = names[0] if names else found
             self._addresses[host] = found
         return self._addresses[host]
@@ -159,16 +175,25 @@ class Ssh:
 
     def _options(self) -> list[str]:
         settings = {**_OPTIONS, "ControlPath": str(self._sockets / "%C")}
-        return [*self._program, *(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))]
+        return [
+            *self._program,
+            *(word for name, value in settings.items() for word in ("-o", f"{name}={value}")),
+        ]
 
     def _run(
-        self, command: list[str], files: tuple[bytes, IO[bytes], IO[bytes]], timeout_s: float, limit_bytes: int
+        self,
+        command: list[str],
+        files: tuple[bytes, IO[bytes], IO[bytes]],
+        timeout_s: float,
+        limit_bytes: int,
     ) -> int | None:
         """Run a program and return its exit status, or None if it took too long or wrote too much."""
         request, out, said = files
         deadline = time.monotonic() + timeout_s
         try:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=said, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=out, stderr=said, start_new_session=True
+            )
         except OSError as error:
             raise HostError(f"ssh cannot be started: {error}") from error
         sent: bytes | None = request
@@ -187,7 +212,11 @@ class Ssh:
 def _places() -> list[str]:
     """Return the folders for temporary files whose paths are short enough for a socket below them."""
     known = (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp")
-    return [place for place in dict.fromkeys(known) if place and len(os.fsencode(place)) <= _LONGEST_PLACE]
+    return [
+        place
+        for place in dict.fromkeys(known)
+        if place and len(os.fsencode(place)) <= _LONGEST_PLACE
+    ]
 
 
 def _make_folder() -> Path:
@@ -206,7 +235,9 @@ def _make_folder() -> Path:
 
 def _remove_old_folders() -> None:
     """Remove the folders of masters that were killed, which hold no lock any more."""
-    for folder in (folder for place in _places() for folder in Path(place).glob(f"{_FOLDER_PREFIX}*")):
+    for folder in (
+        folder for place in _places() for folder in Path(place).glob(f"{_FOLDER_PREFIX}*")
+    ):
         with contextlib.suppress(OSError):  # TimeoutError, if its master continues, is one
             status = folder.lstat()
             is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
@@ -216,7 +247,9 @@ def _remove_old_folders() -> None:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _error(host: str, command: Sequence[str], status: int | None, timeout_s: float, said: str) -> HostError:
+def _error(
+    host: str, command: Sequence[str], status: int | None, timeout_s: float, said: str
+) -> HostError:
     """Return why a call failed."""
     # A connection that is shared by several calls ends without a message.
     silent = "the connection broke" if status == _NO_CONNECTION else "it gave no reason"
@@ -235,4 +268,6 @@ def _error(host: str, command: Sequence[str], status: int | None, timeout_s: flo
     if status in (126, 127):
         why = f"{last}: use the same path on all hosts, or name another one with --python"
         return HostError(f"host {host} cannot start Python: {why}", is_reached=True)
-    return HostError(f"host {host} cannot run MLBench: exit status {status}: {last}", is_reached=True)
+    return HostError(
+        f"host {host} cannot run MLBench: exit status {status}: {last}", is_reached=True
+    )

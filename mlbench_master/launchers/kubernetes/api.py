@@ -73,7 +73,9 @@ class KubernetesApi:
         file = os.environ.get("KUBECONFIG") or None
         try:
             config.load_kube_config(config_file=file, client_configuration=configuration)
-            own = config.list_kube_config_contexts(config_file=file)[1]["context"].get("namespace", "")
+            own = config.list_kube_config_contexts(config_file=file)[1]["context"].get(
+                "namespace", ""
+            )
         except config.ConfigException as problem:
             try:
                 config.load_incluster_config(client_configuration=configuration)
@@ -145,7 +147,9 @@ class KubernetesApi:
                 return
             if time.monotonic() > deadline:
                 names = ", ".join(pod["metadata"]["name"] for pod in left[:3]) or name
-                raise ApiError(f"Kubernetes has not ended {names} within {timeout_s:g} s: look at its node; try again")
+                raise ApiError(
+                    f"Kubernetes has not ended {names} within {timeout_s:g} s: look at its node; try again"
+                )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -193,12 +197,19 @@ class KubernetesApi:
 
     def _list(self, group: str, resource: str, selector: str) -> list[dict[str, Any]]:
         # In one piece: a list in pages would need more calls the more jobs there are, and can expire between two pages.
-        answer = self._request("GET", self._path(group, resource), query=[("labelSelector", selector)])
+        answer = self._request(
+            "GET", self._path(group, resource), query=[("labelSelector", selector)]
+        )
         items = answer.get("items")
         return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
 
     def _request(
-        self, method: str, path: str, *, query: list[tuple[str, str]] | None = None, body: dict[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        query: list[tuple[str, str]] | None = None,
+        body: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         try:
             answer = json.loads(self._send(method, path, query=query, body=body).data)
@@ -246,9 +257,13 @@ def _api_error(error: Exception) -> ApiError:
         return error
     status = getattr(error, "status", None) or 0
     if not status:
-        return ApiError(f"Kubernetes does not answer: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE])
+        return ApiError(
+            f"Kubernetes does not answer: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
+        )
     message = getattr(error, "reason", "") or HTTPStatus(status).phrase
     with suppress(ValueError, KeyError, TypeError):
         message = json.loads(getattr(error, "body", b""))["message"] or message
     line = " ".join(str(message).split())
-    return ApiError(f"Kubernetes refused a request: {status}: {line}"[:_LONGEST_MESSAGE], int(status))
+    return ApiError(
+        f"Kubernetes refused a request: {status}: {line}"[:_LONGEST_MESSAGE], int(status)
+    )

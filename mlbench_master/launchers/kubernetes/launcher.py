@@ -102,7 +102,9 @@ class KubernetesLauncher(FolderLauncher):
         self._api = api
         self._setting = read_setting(self._folder, self._api.namespace)
         # A master with the same mark and another folder finds the Jobs, but cannot know which runs had not begun.
-        self.place = f"kubernetes:{self._setting.namespace}/{self._setting.mark}:{self._setting.folder_id}"
+        self.place = (
+            f"kubernetes:{self._setting.namespace}/{self._setting.mark}:{self._setting.folder_id}"
+        )
         self._limit_bytes = log_limit_bytes()
         self._jobs: dict[int, _Known] = {}
         self._queue = KubernetesQueue(self._api, self._setting.mark, interval_s, self._write_load)
@@ -134,13 +136,17 @@ class KubernetesLauncher(FolderLauncher):
         if folder.exists():  # a new database reuses the ids of runs
             self.remove(job_id)
         attempt = str(uuid.uuid4())
-        manifest = job_manifest(job, options, self._setting, attempt=attempt, folder=self._claim_path(folder))
+        manifest = job_manifest(
+            job, options, self._setting, attempt=attempt, folder=self._claim_path(folder)
+        )
         try:
             for part in ("output", "spool"):
                 (folder / part).mkdir(parents=True)
             write_json(folder / "job.json", {"attempt": attempt})
         except OSError as error:
-            raise ConfigurationError(f"cannot start run {job.run_id} in {folder}: {error}") from error
+            raise ConfigurationError(
+                f"cannot start run {job.run_id} in {folder}: {error}"
+            ) from error
         known = self._known(job.run_id)
         name = manifest["metadata"]["name"]
         command = shlex.join(manifest["spec"]["template"]["spec"]["containers"][0]["command"])
@@ -174,7 +180,9 @@ class KubernetesLauncher(FolderLauncher):
             return JobStatus("running", self._queue.problem)
         has_begun = view.was_seen or (known.folder / "started").exists()
         if not has_begun:
-            return JobStatus("unstarted", "an earlier master ended before it started the run on Kubernetes")
+            return JobStatus(
+                "unstarted", "an earlier master ended before it started the run on Kubernetes"
+            )
         # A master with a new folder goes on with the Jobs of the earlier one.
         with contextlib.suppress(OSError):
             known.folder.mkdir(parents=True, exist_ok=True)
@@ -185,12 +193,17 @@ class KubernetesLauncher(FolderLauncher):
             return self._look_at_end(known, view, end)
         problem = self._queue.problem
         if view.job.get("metadata", {}).get("deletionTimestamp"):
-            return JobStatus("running", problem or f"Job {self._name(known)} is being deleted, but not by MLBench")
+            return JobStatus(
+                "running",
+                problem or f"Job {self._name(known)} is being deleted, but not by MLBench",
+            )
         # The troubles of a pod end the Job in a moment.
         waiting = "" if view.troubles else waiting_reason(view.job, view.pods)
         if waiting:
             return JobStatus("waiting", problem or waiting)
-        return JobStatus("running", problem or (_DROPPING if known.logs.is_dropping else known.logs.problem))
+        return JobStatus(
+            "running", problem or (_DROPPING if known.logs.is_dropping else known.logs.problem)
+        )
 
     def stop(self, job_id: str) -> None:
         """Delete the Job of a run, and wait until its pods are gone; see :meth:`Launcher.stop`.
@@ -240,7 +253,9 @@ class KubernetesLauncher(FolderLauncher):
         known = self._jobs.get(run_id)
         if known is None:
             folder = self._folder / str(run_id)
-            known = self._jobs.setdefault(run_id, _Known(run_id, folder, PodLogs(folder, self._limit_bytes)))
+            known = self._jobs.setdefault(
+                run_id, _Known(run_id, folder, PodLogs(folder, self._limit_bytes))
+            )
         return known
 
     def _name(self, known: _Known) -> str:
@@ -281,7 +296,11 @@ class KubernetesLauncher(FolderLauncher):
                 return str(self._api.create_job(manifest)["metadata"]["uid"])
             except (ApiError, KeyError) as error:
                 status = error.status if isinstance(error, ApiError) else 0
-                found = self._api.jobs(runs) if not status or status == HTTPStatus.CONFLICT or status >= 500 else []
+                found = (
+                    self._api.jobs(runs)
+                    if not status or status == HTTPStatus.CONFLICT or status >= 500
+                    else []
+                )
                 for job in found:
                     if job["metadata"].get("annotations", {}).get(ATTEMPT) == attempt:
                         return str(job["metadata"]["uid"])
@@ -292,7 +311,11 @@ class KubernetesLauncher(FolderLauncher):
         raise AssertionError
 
     def _log_sources(self) -> list[tuple[PodLogs, list[dict[str, Any]]]]:
-        return [(self._known(run_id).logs, view.pods) for run_id, view in self._queue.views().items() if view.pods]
+        return [
+            (self._known(run_id).logs, view.pods)
+            for run_id, view in self._queue.views().items()
+            if view.pods
+        ]
 
     def _write_load(self, run_id: int, rank: int, load: dict[str, Any]) -> None:
         folder = self._folder / str(run_id) / "load"
@@ -307,7 +330,9 @@ class KubernetesLauncher(FolderLauncher):
         name = self._name(known)
         if view.was_seen:
             return JobStatus("failed", f"Job {name} was deleted, but not by MLBench")
-        return JobStatus("lost", f"lost: Job {name} does not exist any more, and nobody saw its end")
+        return JobStatus(
+            "lost", f"lost: Job {name} does not exist any more, and nobody saw its end"
+        )
 
     def _look_at_end(self, known: _Known, view: JobView, end: dict[str, Any]) -> JobStatus:
         """Return how a run has ended, or that it runs as long as its logs are being read."""
@@ -322,7 +347,11 @@ class KubernetesLauncher(FolderLauncher):
             said = self._said(known, trouble)
             if is_consequence(said):
                 # The worker that is the cause: it did not fail because another one had gone.
-                others = [(other, self._said(known, other)) for other in view.troubles.values() if other.has_error]
+                others = [
+                    (other, self._said(known, other))
+                    for other in view.troubles.values()
+                    if other.has_error
+                ]
                 causes = (pair for pair in others if pair[1] and not is_consequence(pair[1]))
                 trouble, said = next(causes, (trouble, said))
             if said:
@@ -350,6 +379,9 @@ class KubernetesLauncher(FolderLauncher):
 
 def _read_status(folder: Path) -> JobStatus | None:
     """Return how a run has ended, if a master has recorded it."""
-    with contextlib.suppress(OSError, ValueError, TypeError), open_at_once(folder / "ended.json") as file:
+    with (
+        contextlib.suppress(OSError, ValueError, TypeError),
+        open_at_once(folder / "ended.json") as file,
+    ):
         return JobStatus(**json.loads(file.read(_STATE_BYTES)))
     return None

@@ -75,7 +75,9 @@ class PodLogs:
         self._places: dict[int, Place] | None = None
         self._complete: set[int] = set()
         self._attempts: dict[int, int] = {}  # that failed after the worker had ended
-        self._reading: dict[int, threading.Lock] = {}  # a request that stops the run also reads the last lines
+        self._reading: dict[
+            int, threading.Lock
+        ] = {}  # a request that stops the run also reads the last lines
         self._lock = threading.Lock()
 
     @property
@@ -126,7 +128,9 @@ class PodLogs:
         with self._lock:
             before = self._known_places().get(rank, Place())
         place, size, at_end = before, 0, True
-        since = datetime.fromtimestamp(before.time_ns // 10**9, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        since = datetime.fromtimestamp(before.time_ns // 10**9, timezone.utc).strftime(
+            "%Y-%m-%dT%H:%M:%SZ"
+        )
         passed = 0  # lines with the date of the place
         is_new = not before.time_ns
         try:
@@ -156,14 +160,23 @@ class PodLogs:
             places[rank] = place
             # A full disk repeats lines after a restart of the master, which is better than to lose them.
             with contextlib.suppress(OSError):
-                write_json(self._folder / _PLACES, {str(rank): list(place) for rank, place in places.items()})
+                write_json(
+                    self._folder / _PLACES,
+                    {str(rank): list(place) for rank, place in places.items()},
+                )
 
     def _known_places(self) -> dict[int, Place]:
         if self._places is None:
             self._places = {}
-            with contextlib.suppress(OSError, ValueError, TypeError), open_at_once(self._folder / _PLACES) as file:
+            with (
+                contextlib.suppress(OSError, ValueError, TypeError),
+                open_at_once(self._folder / _PLACES) as file,
+            ):
                 known = json.loads(file.read(_PLACES_BYTES))
-                self._places = {int(rank): Place(int(time_ns), int(lines)) for rank, (time_ns, lines) in known.items()}
+                self._places = {
+                    int(rank): Place(int(time_ns), int(lines))
+                    for rank, (time_ns, lines) in known.items()
+                }
         return self._places
 
 
@@ -247,7 +260,9 @@ def _dated(lines: Iterator[bytes]) -> Iterator[tuple[int, bytes, bool]]:
         match = _DATE.match(line) if is_begin else None
         text = line
         if match is not None:
-            moment = datetime.fromisoformat(match[1].decode() + match[3].decode().replace("Z", "+00:00"))
+            moment = datetime.fromisoformat(
+                match[1].decode() + match[3].decode().replace("Z", "+00:00")
+            )
             time_ns = int(moment.timestamp()) * 10**9 + int((match[2] or b"").ljust(9, b"0"))
             text = line[match.end() :]
         elif not time_ns:
@@ -260,5 +275,7 @@ def _dated(lines: Iterator[bytes]) -> Iterator[tuple[int, bytes, bool]]:
 
 def _date(time_ns: int) -> str:
     """Return a date as the API of the master writes dates."""
-    moment = datetime.fromtimestamp(time_ns // 10**9, timezone.utc) + timedelta(microseconds=time_ns // 1000 % 10**6)
+    moment = datetime.fromtimestamp(time_ns // 10**9, timezone.utc) + timedelta(
+        microseconds=time_ns // 1000 % 10**6
+    )
     return moment.replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"

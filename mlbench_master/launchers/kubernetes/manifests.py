@@ -76,7 +76,9 @@ def check_job(job: Job, options: KubernetesOptions, setting: Setting) -> None:
             "a program in another pod; let every worker run the command"
         )
     if not job.image:
-        raise ConfigurationError("image must be the name of a container image, not '': give a task or an image")
+        raise ConfigurationError(
+            "image must be the name of a container image, not '': give a task or an image"
+        )
     for volume in options.volumes:
         # It also has the folders of other runs, and perhaps the master's database.
         if volume.claim == setting.shared_claim:
@@ -102,7 +104,9 @@ def job_manifest(
     pod = merge(_default_pod(), setting.template)
     pod = merge(pod, _pod_of_run(job, options, setting, folder))
     pod = merge(pod, _RESTRICTED)
-    worker = next(container for container in pod["spec"]["containers"] if container["name"] == CONTAINER)
+    worker = next(
+        container for container in pod["spec"]["containers"] if container["name"] == CONTAINER
+    )
     # A merged list would keep the capabilities that the template adds.
     worker["securityContext"]["capabilities"] = {"drop": ["ALL"]}
     pod["metadata"]["labels"].update(labels)
@@ -118,7 +122,12 @@ def job_manifest(
     }
     if options.time_s is not None:
         spec["activeDeadlineSeconds"] = options.time_s
-    metadata = {"name": name, "namespace": setting.namespace, "labels": labels, "annotations": {ATTEMPT: attempt}}
+    metadata = {
+        "name": name,
+        "namespace": setting.namespace,
+        "labels": labels,
+        "annotations": {ATTEMPT: attempt},
+    }
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
 
@@ -132,7 +141,12 @@ def service_manifest(job: Job, setting: Setting, job_uid: str) -> dict[str, Any]
             "clusterIP": "None",
             # Workers look for each other before they could be called ready.
             "publishNotReadyAddresses": True,
-            "selector": {"app": "mlbench", "component": "worker", MARK: setting.mark, RUN_ID: str(job.run_id)},
+            "selector": {
+                "app": "mlbench",
+                "component": "worker",
+                MARK: setting.mark,
+                RUN_ID: str(job.run_id),
+            },
             "ports": [{"name": "rendezvous", "port": _PORT}],
         },
     }
@@ -179,7 +193,11 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _merge_lists(base: list[Any], over: list[Any]) -> list[Any]:
     merged = list(base)
     for entry in over:
-        places = [index for index, known in enumerate(merged) if _key(entry) and _key(known) == _key(entry)]
+        places = [
+            index
+            for index, known in enumerate(merged)
+            if _key(entry) and _key(known) == _key(entry)
+        ]
         if not places:
             merged.append(copy.deepcopy(entry))
         elif {"value", "valueFrom"} & entry.keys():
@@ -208,7 +226,13 @@ def _labels(job: Job, setting: Setting) -> dict[str, str]:
 def _owned(job: Job, setting: Setting, job_uid: str) -> dict[str, Any]:
     name = job_name(setting.mark, job.run_id)
     # With blockOwnerDeletion, some clusters demand the right to change the finalizers of Jobs.
-    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job_uid, "blockOwnerDeletion": False}
+    owner = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "name": name,
+        "uid": job_uid,
+        "blockOwnerDeletion": False,
+    }
     return {
         "name": name,
         "namespace": setting.namespace,
@@ -226,7 +250,9 @@ def _default_pod() -> dict[str, Any]:
             # The first process of a PID namespace ignores SIGTERM unless it handles it, so each stop would last for the
             # whole grace period. With a shared namespace, the worker is not the first one.
             "shareProcessNamespace": True,
-            "containers": [{"name": CONTAINER, "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}]}],
+            "containers": [
+                {"name": CONTAINER, "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}]}
+            ],
             # PyTorch's data loaders need more than the 64 MiB of a container.
             "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _SHM_SIZE}}],
         },
@@ -262,7 +288,9 @@ _RESTRICTED: dict[str, Any] = {
 }
 
 
-def _pod_of_run(job: Job, options: KubernetesOptions, setting: Setting, folder: str) -> dict[str, Any]:
+def _pod_of_run(
+    job: Job, options: KubernetesOptions, setting: Setting, folder: str
+) -> dict[str, Any]:
     volumes, mounts = _volumes(options, setting, folder)
     container: dict[str, Any] = {
         "name": CONTAINER,
@@ -348,7 +376,11 @@ def _volumes(
         ]
         # Workers see only these two folders of the claim.
         mounts: list[dict[str, Any]] = [
-            {"name": "mlbench-run", "mountPath": f"{_RUN_FOLDER}/{part}", "subPath": f"{folder}/{part}"}
+            {
+                "name": "mlbench-run",
+                "mountPath": f"{_RUN_FOLDER}/{part}",
+                "subPath": f"{folder}/{part}",
+            }
             for part in ("output", "spool")
         ]
     else:
@@ -361,8 +393,12 @@ def _volumes(
         # Two volumes of one claim would be attached twice.
         if volume.claim not in claims:
             claims[volume.claim] = f"data-{len(claims)}"
-            volumes.append({"name": claims[volume.claim], "persistentVolumeClaim": {"claimName": volume.claim}})
-        mounts.append({"name": claims[volume.claim], "mountPath": volume.folder, "readOnly": volume.read_only})
+            volumes.append(
+                {"name": claims[volume.claim], "persistentVolumeClaim": {"claimName": volume.claim}}
+            )
+        mounts.append(
+            {"name": claims[volume.claim], "mountPath": volume.folder, "readOnly": volume.read_only}
+        )
     return volumes, mounts
 
 

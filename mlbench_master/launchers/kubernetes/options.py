@@ -12,14 +12,28 @@ __all__ = ["KubernetesOptions", "Toleration", "Volume", "parse_options"]
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 # Names of labels and their values: "nvidia.com/gpu.product" and "A100-SXM4".
-_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", re.ASCII)
+_KEY = re.compile(
+    r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", re.ASCII
+)
 _VALUE = re.compile(r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?", re.ASCII)
 _SIZE = re.compile(r"[1-9]\d{0,8}(\.\d{1,3})?([kMGT]|[KMGT]i)?", re.ASCII)
 _TIME = re.compile(r"([1-9]\d{0,6})([smhd])", re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 # Folders that the system or MLBench itself mounts or needs.
-_TAKEN = ("/mlbench", "/dev", "/proc", "/sys", "/etc", "/bin", "/lib", "/lib64", "/usr", "/var/run", "/workspace")
+_TAKEN = (
+    "/mlbench",
+    "/dev",
+    "/proc",
+    "/sys",
+    "/etc",
+    "/bin",
+    "/lib",
+    "/lib64",
+    "/usr",
+    "/var/run",
+    "/workspace",
+)
 _FOLDER = re.compile(r"(/[\w.+@-]+)+", re.ASCII)
 
 
@@ -97,7 +111,9 @@ def parse_options(words: Sequence[str]) -> KubernetesOptions:
         7200
     """
     given: dict[str, Any] = vars(_parser().parse_args(list(words)))
-    frozen: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    frozen: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+    }
     return KubernetesOptions(**frozen)
 
 
@@ -105,11 +121,15 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are exceptions; argparse would end the master."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"engine_options: must be options of the kubernetes launcher: {message[:300]}; see its page")
+        raise ValueError(
+            f"engine_options: must be options of the kubernetes launcher: {message[:300]}; see its page"
+        )
 
 
 def _parser() -> _Parser:
-    parser = _Parser(prog="", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = _Parser(
+        prog="", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
     size = _checked(_SIZE, "must be a size such as 4Gi or 500Mi")
     name = _checked(_NAME, "must be the name of an object of Kubernetes")
     parser.add_argument("--memory", type=size)
@@ -118,7 +138,9 @@ def _parser() -> _Parser:
     parser.add_argument("--node-selector", type=_label, action="append")
     parser.add_argument("--toleration", type=_toleration, action="append", dest="tolerations")
     parser.add_argument("--volume", type=_volume, action="append", dest="volumes")
-    parser.add_argument("--image-pull-secret", type=name, action="append", dest="image_pull_secrets")
+    parser.add_argument(
+        "--image-pull-secret", type=name, action="append", dest="image_pull_secrets"
+    )
     parser.add_argument("--image-pull-policy", choices=("Always", "IfNotPresent", "Never"))
     parser.add_argument("--priority-class", type=name)
     return parser
@@ -136,7 +158,9 @@ def _checked(pattern: re.Pattern[str], allowed: str) -> Callable[[str], str]:
 def _seconds(text: str) -> int:
     match = _TIME.fullmatch(text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"must be a number with s, m, h or d, such as 90m, not {text[:80]!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a number with s, m, h or d, such as 90m, not {text[:80]!r}"
+        )
     return int(match[1]) * _SECONDS[match[2]]
 
 
@@ -150,7 +174,11 @@ def _label(text: str) -> tuple[str, str]:
 def _toleration(text: str) -> Toleration:
     taint, colon, effect = text.partition(":")
     key, equals, value = taint.partition("=")
-    if _KEY.fullmatch(key) is None or _VALUE.fullmatch(value) is None or (colon and effect not in _EFFECTS):
+    if (
+        _KEY.fullmatch(key) is None
+        or _VALUE.fullmatch(value) is None
+        or (colon and effect not in _EFFECTS)
+    ):
         raise argparse.ArgumentTypeError(
             f"must be KEY[=VALUE][:EFFECT], where EFFECT is one of {', '.join(_EFFECTS)}, not {text[:80]!r}"
         )
@@ -165,11 +193,19 @@ def _volume(text: str) -> Volume:
             f"must be CLAIM:/FOLDER, not {text[:80]!r}: a folder of a node is no volume here; make a "
             "PersistentVolumeClaim"
         )
-    if _NAME.fullmatch(claim) is None or _FOLDER.fullmatch(folder) is None or mode not in ("", "ro", "rw"):
+    if (
+        _NAME.fullmatch(claim) is None
+        or _FOLDER.fullmatch(folder) is None
+        or mode not in ("", "ro", "rw")
+    ):
         raise argparse.ArgumentTypeError(
             f"must be CLAIM:/FOLDER[:ro], with the name of a PersistentVolumeClaim, not {text[:80]!r}"
         )
     parts = folder.split("/")
-    if {".", ".."} & set(parts) or any(folder == taken or folder.startswith(f"{taken}/") for taken in _TAKEN):
-        raise argparse.ArgumentTypeError(f"must have another folder than {folder[:80]!r}: take one below /data")
+    if {".", ".."} & set(parts) or any(
+        folder == taken or folder.startswith(f"{taken}/") for taken in _TAKEN
+    ):
+        raise argparse.ArgumentTypeError(
+            f"must have another folder than {folder[:80]!r}: take one below /data"
+        )
     return Volume(claim, folder, mode == "ro")

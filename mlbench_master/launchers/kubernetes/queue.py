@@ -30,7 +30,12 @@ _LOAD_INTERVAL_S = 15.0
 _NO_LOAD_PAUSE_S = 600.0
 # The rest of the day that a Job is kept, once its end is recorded.
 _KEPT_AFTER_RECORD_S = 600
-_NO_METRICS = (HTTPStatus.NOT_FOUND, HTTPStatus.FORBIDDEN, HTTPStatus.UNAUTHORIZED, HTTPStatus.SERVICE_UNAVAILABLE)
+_NO_METRICS = (
+    HTTPStatus.NOT_FOUND,
+    HTTPStatus.FORBIDDEN,
+    HTTPStatus.UNAUTHORIZED,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+)
 
 
 @dataclass
@@ -64,7 +69,11 @@ class KubernetesQueue:
     """
 
     def __init__(
-        self, api: KubernetesApi, mark: str, interval_s: float, on_load: Callable[[int, int, dict[str, Any]], None]
+        self,
+        api: KubernetesApi,
+        mark: str,
+        interval_s: float,
+        on_load: Callable[[int, int, dict[str, Any]], None],
     ) -> None:
         self.problem = ""
         self._api = api
@@ -72,7 +81,9 @@ class KubernetesQueue:
         self._interval_s = interval_s
         self._on_load = on_load
         self._lock = threading.Lock()
-        self._watched: dict[int, float] = {}  # the times at which watching began, by the ids of runs
+        self._watched: dict[
+            int, float
+        ] = {}  # the times at which watching began, by the ids of runs
         self._views: dict[int, JobView] = {}
         self._retired: set[str] = set()
         self._asked_at = -1.0  # the begin of the latest look that succeeded
@@ -90,7 +101,9 @@ class KubernetesQueue:
             self._watched[run_id] = time.monotonic()
             self._views[run_id] = JobView()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name="mlbench-kubernetes", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._loop, name="mlbench-kubernetes", daemon=True
+                )
                 self._thread.start()
         self._wake.set()
 
@@ -141,7 +154,9 @@ class KubernetesQueue:
                 self.problem = "the answer of Kubernetes cannot be read; see the log of the master"
             self._wake.wait(self._interval_s if self._watched else None)
             self._wake.clear()
-            self._closed.wait(max(0.0, began + min(_SHORTEST_PAUSE_S, self._interval_s) - time.monotonic()))
+            self._closed.wait(
+                max(0.0, began + min(_SHORTEST_PAUSE_S, self._interval_s) - time.monotonic())
+            )
 
     def _ask(self) -> None:
         asked_at = time.monotonic()
@@ -161,7 +176,9 @@ class KubernetesQueue:
             pods_by_run.setdefault(_run_id(pod), []).append(pod)
         with self._lock:
             for run_id, known in self._views.items():
-                self._views[run_id] = _renewed(known, jobs_by_run.get(run_id), pods_by_run.get(run_id, []))
+                self._views[run_id] = _renewed(
+                    known, jobs_by_run.get(run_id), pods_by_run.get(run_id, [])
+                )
             self._asked_at = asked_at
 
     def _ask_load(self) -> None:

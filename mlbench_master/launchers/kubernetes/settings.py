@@ -123,7 +123,9 @@ def _read_template() -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         raise ConfigurationError(f"cannot read the pod template {path}: {error}") from error
     parts = template if isinstance(template, dict) else {"": None}
-    if not parts.keys() <= {"metadata", "spec"} or not all(isinstance(part, dict) for part in parts.values()):
+    if not parts.keys() <= {"metadata", "spec"} or not all(
+        isinstance(part, dict) for part in parts.values()
+    ):
         raise ConfigurationError(
             f"the pod template {path} must have metadata and spec only, not {str(sorted(map(str, parts)))[:80]}"
         )

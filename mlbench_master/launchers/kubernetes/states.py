@@ -83,9 +83,14 @@ def is_on_lost_node(pod: Mapping[str, Any]) -> bool:
     node that answers never calls a pod unready whose containers are ready.
     """
     status = _dict(pod, "status")
-    ready = {condition.get("type"): condition.get("status") for condition in status.get("conditions") or ()}
+    ready = {
+        condition.get("type"): condition.get("status")
+        for condition in status.get("conditions") or ()
+    }
     is_unready = ready.get("Ready") == "False" and ready.get("ContainersReady") == "True"
-    return status.get("reason") == "NodeLost" or (is_unready and not _dict(pod, "spec").get("readinessGates"))
+    return status.get("reason") == "NodeLost" or (
+        is_unready and not _dict(pod, "spec").get("readinessGates")
+    )
 
 
 def end_of(job: Mapping[str, Any], pods: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -112,7 +117,9 @@ def waiting_reason(job: Mapping[str, Any], pods: Iterable[Mapping[str, Any]]) ->
     if _dict(job, "spec").get("suspend"):
         return f"Job {name} is suspended, but not by MLBench"
     by_rank = {rank: pod for pod in pods if (rank := rank_of(pod)) is not None}
-    waiting = [rank for rank in range(num_workers) if rank not in by_rank or not has_started(by_rank[rank])]
+    waiting = [
+        rank for rank in range(num_workers) if rank not in by_rank or not has_started(by_rank[rank])
+    ]
     if not waiting:
         return ""
     reasons = [_why_pod_waits(rank, by_rank[rank]) for rank in waiting if rank in by_rank]
@@ -128,7 +135,10 @@ def _why_pod_waits(rank: int, pod: Mapping[str, Any]) -> tuple[int, str]:
     for condition in _dict(pod, "status").get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             # "SchedulingGated" is another reason.
-            return 0, f"worker {rank} waits for a node ({condition.get('reason')}): {_said(condition)}"
+            return (
+                0,
+                f"worker {rank} waits for a node ({condition.get('reason')}): {_said(condition)}",
+            )
     waiting = _dict(_state(pod), "waiting")
     reason = waiting.get("reason", "")
     if reason in ("", "ContainerCreating", "PodInitializing"):
@@ -148,7 +158,9 @@ def find_trouble(pod: Mapping[str, Any]) -> Trouble | None:
     for condition in status.get("conditions") or ():
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
             when = _seconds(condition.get("lastTransitionTime")) or when
-            text = _DISRUPTIONS.get(condition.get("reason", ""), f"was disrupted ({condition.get('reason')})")
+            text = _DISRUPTIONS.get(
+                condition.get("reason", ""), f"was disrupted ({condition.get('reason')})"
+            )
             return Trouble(when, 0, rank, _line(rank, text.format(node=node), condition), code)
     if status.get("reason") == "Evicted":
         return Trouble(when, 0, rank, _line(rank, f"was evicted from node {node}", status), code)
@@ -168,7 +180,9 @@ def find_trouble(pod: Mapping[str, Any]) -> Trouble | None:
 
 def _failed_container(rank: int, code: int, when: float, ended: Mapping[str, Any]) -> Trouble:
     if ended.get("reason") == "OOMKilled":
-        text = "used more memory than it had (OOMKilled): give a larger --memory in the engine options"
+        text = (
+            "used more memory than it had (OOMKilled): give a larger --memory in the engine options"
+        )
         return Trouble(when, 0, rank, f"worker {rank} {text}", code)
     if ended.get("reason") in ("StartError", "ContainerCannotRun"):
         return Trouble(when, 0, rank, _line(rank, f"cannot start ({ended['reason']})", ended), code)
@@ -176,7 +190,9 @@ def _failed_container(rank: int, code: int, when: float, ended: Mapping[str, Any
     return Trouble(when, weight, rank, describe_exit(rank, code), code, code > 0)
 
 
-def ended_status(name: str, end: Mapping[str, Any], troubles: Iterable[Trouble]) -> tuple[JobStatus, Trouble | None]:
+def ended_status(
+    name: str, end: Mapping[str, Any], troubles: Iterable[Trouble]
+) -> tuple[JobStatus, Trouble | None]:
     """Return the status of a Job that has ended, and the trouble that ended it, if it was one.
 
     Args:

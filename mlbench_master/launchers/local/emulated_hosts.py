@@ -32,13 +32,23 @@ def check_network(text: str, num_workers: int, backend: str, *, all_nodes: bool)
     """
     parse_network(text).check_hosts(num_workers)
     if backend in ("nccl", "mpi"):
-        way = "workers of one machine use its memory" if backend == "nccl" else "mpirun starts all workers on one host"
-        raise ValueError(f"must be left out with backend {backend}, not {text!r}: {way}; choose the backend gloo")
+        way = (
+            "workers of one machine use its memory"
+            if backend == "nccl"
+            else "mpirun starts all workers on one host"
+        )
+        raise ValueError(
+            f"must be left out with backend {backend}, not {text!r}: {way}; choose the backend gloo"
+        )
     if not all_nodes:
-        raise ValueError(f"must be left out if only worker 0 runs the command, not {text!r}: set run_all_nodes")
+        raise ValueError(
+            f"must be left out if only worker 0 runs the command, not {text!r}: set run_all_nodes"
+        )
     reason = EmulatedNetwork.why_not()
     if reason is not None:
-        raise ValueError(f"must be left out, not {text!r}: this machine cannot emulate a network: {reason}")
+        raise ValueError(
+            f"must be left out, not {text!r}: this machine cannot emulate a network: {reason}"
+        )
     return [_NOTE]
 
 

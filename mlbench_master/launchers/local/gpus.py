@@ -45,7 +45,9 @@ def visible_gpus(visible: str, installed: int | None = None) -> tuple[str, ...]:
     entries = []
     for entry in map(str.strip, visible.split(",")):
         # CUDA ignores an entry that names no GPU, and all entries after it.
-        if not _ENTRY.fullmatch(entry) or (installed is not None and entry.isdecimal() and int(entry) >= installed):
+        if not _ENTRY.fullmatch(entry) or (
+            installed is not None and entry.isdecimal() and int(entry) >= installed
+        ):
             break
         entries.append(entry)
     return tuple(dict.fromkeys(entries))
@@ -73,7 +75,9 @@ def _ask_nvidia_smi() -> tuple[str, ...] | None:
     if program is None:
         return None
     try:
-        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+        done = subprocess.run(
+            [program, "-L"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("cannot list the GPUs: %s", error)
         return None

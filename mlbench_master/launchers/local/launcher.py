@@ -55,7 +55,12 @@ from mlbench_master.launchers.command_line import (
     variables_to_remove,
     worker_environment,
 )
-from mlbench_master.launchers.containers.launcher import Containers, check_program, read_options, remove_containers
+from mlbench_master.launchers.containers.launcher import (
+    Containers,
+    check_program,
+    read_options,
+    remove_containers,
+)
 from mlbench_master.launchers.folders import FolderLauncher
 from mlbench_master.launchers.interface import WORKERS_PER_CORE, Job, JobStatus
 from mlbench_master.launchers.local import emulated_hosts
@@ -106,16 +111,26 @@ class LocalLauncher(FolderLauncher):
     starts_processes = True
     sees_folders = True
     options_example = "--container podman"
-    container_advice = "add --container docker, podman or apptainer to 'mlbench run' or to the engine's options"
+    container_advice = (
+        "add --container docker, podman or apptainer to 'mlbench run' or to the engine's options"
+    )
 
     def __init__(
-        self, folder: Path, cores: int | None = None, grace_s: float = 3.0, gpus: Sequence[str] | None = None
+        self,
+        folder: Path,
+        cores: int | None = None,
+        grace_s: float = 3.0,
+        gpus: Sequence[str] | None = None,
     ) -> None:
         super().__init__(folder)
         self.place = f"{socket.gethostname()}:{self._folder}"
         if cores is None:
             # A container or taskset may leave this process fewer cores than the machine has; macOS cannot say.
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            cores = (
+                len(os.sched_getaffinity(0))
+                if hasattr(os, "sched_getaffinity")
+                else os.cpu_count() or 1
+            )
         self._cores = cores
         self._gpus = None if gpus is None else tuple(gpus)
         self._grace_s = grace_s
@@ -172,7 +187,9 @@ class LocalLauncher(FolderLauncher):
         held: socket.socket | None = None
         limit_bytes = log_limit_bytes()
         # The containers of Docker and Podman are not below the supervisor, which measures the processes below it.
-        sample_s = load_interval_s() if containers is None or containers.program == "apptainer" else 0.0
+        sample_s = (
+            load_interval_s() if containers is None or containers.program == "apptainer" else 0.0
+        )
         try:
             (folder / "work").mkdir(parents=True)
             if containers is not None:
@@ -201,7 +218,9 @@ class LocalLauncher(FolderLauncher):
                 append_log(folder / "log.jsonl", None, "system", note)
             _children[folder] = start_supervisor(folder, held)
         except OSError as error:
-            raise ConfigurationError(f"cannot start run {job.run_id} in {folder}: {error}") from error
+            raise ConfigurationError(
+                f"cannot start run {job.run_id} in {folder}: {error}"
+            ) from error
         finally:
             if held is not None:
                 held.close()  # the supervisor has inherited it
@@ -221,7 +240,9 @@ class LocalLauncher(FolderLauncher):
             "MLBENCH_OUTPUT": str(folder / "output"),
         }
         if containers is None:
-            return worker_commands(job, port), worker_environment(job.env, job.caller_env, own, threads)
+            return worker_commands(job, port), worker_environment(
+                job.env, job.caller_env, own, threads
+            )
         mounts = [folder / name for name in ("work", "output", "spool")]
         # Not the whole folder of the user, which holds the master's database and its token.
         mounts += [user_folder(name) for name in _USER_FOLDERS]
@@ -230,7 +251,9 @@ class LocalLauncher(FolderLauncher):
         given = {name: os.environ[name] for name in containers.variables if name in os.environ}
         home = {"MLBENCH_HOME": str(user_folder()), "PYTHONUNBUFFERED": "1"}
         env = {"OMP_NUM_THREADS": str(threads), **given, **job.env, **home, **own}
-        commands = containers.wrap(job, worker_commands(job, port, in_container=True), folder, mounts, list(env))
+        commands = containers.wrap(
+            job, worker_commands(job, port, in_container=True), folder, mounts, list(env)
+        )
         return commands, containers.environment(env)
 
     def poll(self, job_id: str) -> JobStatus:
@@ -250,7 +273,10 @@ class LocalLauncher(FolderLauncher):
             return JobStatus("lost", "lost: the run is not running, and it left no status")
         except (ValidationError, IsADirectoryError, PermissionError) as error:
             self._end_marked(folder)
-            return JobStatus("failed", f"failed: {folder / 'status.json'} is damaged: {str(error).splitlines()[0]}")
+            return JobStatus(
+                "failed",
+                f"failed: {folder / 'status.json'} is damaged: {str(error).splitlines()[0]}",
+            )
         returncode = status["returncode"]
         state = "failed" if returncode else "finished"
         return JobStatus(state, status["reason"], returncode, status["finished_at"])
@@ -312,7 +338,9 @@ def load_interval_s() -> float:
     return interval
 
 
-def worker_commands(job: Job, port: int = 29500, in_container: bool = False) -> list[dict[str, Any]]:
+def worker_commands(
+    job: Job, port: int = 29500, in_container: bool = False
+) -> list[dict[str, Any]]:
     """Return the processes to start for a job.
 
     Args:

@@ -100,8 +100,14 @@ def _find_mpirun() -> str:
 def _version(program: str) -> str:
     try:
         done = subprocess.run(
-            [program, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False
+            [program, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=_VERSION_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigurationError(f"cannot run '{program} --version': {error}; reinstall MPI") from error
+        raise ConfigurationError(
+            f"cannot run '{program} --version': {error}; reinstall MPI"
+        ) from error
     return done.stdout + done.stderr

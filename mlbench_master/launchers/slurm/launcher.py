@@ -44,7 +44,15 @@ from mlbench_master.launchers.folders import FolderLauncher, read_interval
 from mlbench_master.launchers.interface import Job, JobStatus, LauncherError
 from mlbench_master.launchers.logs import log_limit_bytes, open_at_once
 from mlbench_master.launchers.slurm import script
-from mlbench_master.launchers.slurm.queue import ENDED, UNKNOWN, QueueEntry, SlurmQueue, all_jobs, cancel, run_slurm
+from mlbench_master.launchers.slurm.queue import (
+    ENDED,
+    UNKNOWN,
+    QueueEntry,
+    SlurmQueue,
+    all_jobs,
+    cancel,
+    run_slurm,
+)
 from mlbench_master.launchers.slurm.rank_logs import RankLogs
 from mlbench_master.launchers.supervisor.supervise import describe_exit, write_json
 
@@ -135,7 +143,9 @@ class SlurmLauncher(FolderLauncher):
             (folder / "slurm_job").write_text(known.slurm_id)
         except OSError as error:
             (folder / "worker.sh").unlink(missing_ok=True)
-            raise ConfigurationError(f"cannot start run {job.run_id} in {folder}: {error}") from error
+            raise ConfigurationError(
+                f"cannot start run {job.run_id} in {folder}: {error}"
+            ) from error
         except LauncherError:
             # If Slurm has accepted the job nevertheless, it ends at once.
             (folder / "worker.sh").unlink(missing_ok=True)
@@ -155,14 +165,19 @@ class SlurmLauncher(FolderLauncher):
             except LauncherError as error:
                 return JobStatus("running", str(error))
             if known.slurm_id is None:
-                return JobStatus("unstarted", "an earlier master ended before it submitted the run to Slurm")
+                return JobStatus(
+                    "unstarted", "an earlier master ended before it submitted the run to Slurm"
+                )
         self._queue.watch(known.slurm_id)
         entry = self._queue.entry(known.slurm_id)
         if entry is None:
             return JobStatus("running", self._queue.problem)
         if entry.state in _WAITING:
             why = "" if entry.reason in ("", "None") else f": {entry.reason}"
-            return JobStatus("waiting", self._queue.problem or f"job {known.slurm_id} waits in Slurm's queue{why}")
+            return JobStatus(
+                "waiting",
+                self._queue.problem or f"job {known.slurm_id} waits in Slurm's queue{why}",
+            )
         if entry.state in ENDED or entry.state == UNKNOWN:
             return self._look_at_end(known, entry)
         if time.monotonic() >= known.next_look:
@@ -175,7 +190,10 @@ class SlurmLauncher(FolderLauncher):
             problem = f"job {known.slurm_id} is suspended by Slurm"
         elif entry.state == "COMPLETING":
             problem = f"job {known.slurm_id} ends when Slurm has cleaned up on {entry.nodes or 'its nodes'}"
-        return JobStatus("running", self._queue.problem or problem or (_DROPPING if known.logs.is_dropping else ""))
+        return JobStatus(
+            "running",
+            self._queue.problem or problem or (_DROPPING if known.logs.is_dropping else ""),
+        )
 
     def stop(self, job_id: str) -> None:
         """Cancel a job, and wait until Slurm has ended its processes; see :meth:`Launcher.stop`.
@@ -219,7 +237,9 @@ class SlurmLauncher(FolderLauncher):
         known = self._jobs.get(job_id)
         if known is None:
             folder = self._job_folder(job_id)
-            known = self._jobs.setdefault(job_id, _Known(folder, RankLogs(folder, self._limit_bytes)))
+            known = self._jobs.setdefault(
+                job_id, _Known(folder, RankLogs(folder, self._limit_bytes))
+            )
         return known
 
     def _write_files(self, job: Job, folder: Path, mark: str) -> None:
@@ -249,7 +269,11 @@ class SlurmLauncher(FolderLauncher):
         known.ended_since = known.ended_since or now
         begun, status = (_read_number(known.folder / name) for name in ("begun", "exit"))
         # Slurm reports all other states.
-        if entry.state in ("COMPLETED", "FAILED", UNKNOWN) and status is None and now - known.ended_since < _FILES_S:
+        if (
+            entry.state in ("COMPLETED", "FAILED", UNKNOWN)
+            and status is None
+            and now - known.ended_since < _FILES_S
+        ):
             return JobStatus("running")
         known.logs.collect(at_end=True)
         ended = _Ended(known, entry, begun is not None, status)
@@ -283,7 +307,9 @@ class _Ended:
         finished_at = self._workers[-1][0] if self._workers else None
         state, status = self._entry.state, self._status
         if state == UNKNOWN and status is None:
-            return JobStatus("lost", f"lost: Slurm has forgotten the {self._who}, and it left no status")
+            return JobStatus(
+                "lost", f"lost: Slurm has forgotten the {self._who}, and it left no status"
+            )
         if state == "COMPLETED" or (state == UNKNOWN and status == 0):
             return JobStatus("finished", returncode=0, finished_at=finished_at)
         if state in ("FAILED", UNKNOWN):
@@ -297,7 +323,9 @@ class _Ended:
         entry, who = self._entry, self._who
         if entry.state == "NODE_FAIL":
             found = _FAILED_NODE.search("\n".join(self._known.logs.job_lines()))
-            failed = f"node {found[1] or found[2]}" if found else f"a node of {entry.nodes or 'the job'}"
+            failed = (
+                f"node {found[1] or found[2]}" if found else f"a node of {entry.nodes or 'the job'}"
+            )
             return f"{failed} failed, which ended {who}"
         reasons = {
             "TIMEOUT": f"{who} reached its time limit ({entry.time_limit or 'see its partition'}): give a longer "
@@ -327,10 +355,18 @@ class _Ended:
             first = failed[0] if failed else None
         if first is None:
             last = f": {lines[-1]}" if lines else ""
-            return f"the script of {self._who} failed: exit status {self._status}{last}", self._status
+            return (
+                f"the script of {self._who} failed: exit status {self._status}{last}",
+                self._status,
+            )
         ends = []
-        for rank, number in [first, *(one for one in failed if one != first and one[1] != _TERMINATED)]:
-            number = _SHELL_SIGNAL - number if _SHELL_SIGNAL < number < 2 * _SHELL_SIGNAL else number
+        for rank, number in [
+            first,
+            *(one for one in failed if one != first and one[1] != _TERMINATED),
+        ]:
+            number = (
+                _SHELL_SIGNAL - number if _SHELL_SIGNAL < number < 2 * _SHELL_SIGNAL else number
+            )
             ends.append((rank, number, self._known.logs.said(rank, number)))
         # The worker that is the cause: it did not fail because another one had gone.
         causes = (end for end in ends if (end[2] or end[1] < 0) and not is_consequence(end[2]))
@@ -343,20 +379,33 @@ def _variables(job: Job, own: Mapping[str, str]) -> tuple[dict[str, str], list[s
     # Slurm says which devices belong to a job.
     caller_env = job.caller_env
     if caller_env is not None:
-        caller_env = {name: value for name, value in caller_env.items() if not name.endswith("VISIBLE_DEVICES")}
+        caller_env = {
+            name: value
+            for name, value in caller_env.items()
+            if not name.endswith("VISIBLE_DEVICES")
+        }
     variables = worker_environment(job.env, caller_env, own, threads=1)
     # The job's script knows the cores of a worker.
     if "OMP_NUM_THREADS" not in {**(caller_env or {}), **job.env}:
         del variables["OMP_NUM_THREADS"]
-    removed = [name for name in variables_to_remove(caller_env) if not name.endswith("VISIBLE_DEVICES")]
+    removed = [
+        name for name in variables_to_remove(caller_env) if not name.endswith("VISIBLE_DEVICES")
+    ]
     return variables, removed
 
 
-def _submit(command: list[str], folder: Path, mark: str, caller_env: Mapping[str, str] | None) -> str:
+def _submit(
+    command: list[str], folder: Path, mark: str, caller_env: Mapping[str, str] | None
+) -> str:
     """Submit a job and return Slurm's number for it."""
     try:
         # "123", or "123;cluster"
-        slurm_id = run_slurm(*command, folder=folder, caller_env=caller_env).strip().splitlines()[-1].partition(";")[0]
+        slurm_id = (
+            run_slurm(*command, folder=folder, caller_env=caller_env)
+            .strip()
+            .splitlines()[-1]
+            .partition(";")[0]
+        )
     except (LauncherError, IndexError):
         # The answer may be lost, and the job be submitted.
         found: str | None = None
@@ -366,7 +415,9 @@ def _submit(command: list[str], folder: Path, mark: str, caller_env: Mapping[str
             raise
         return found
     if not slurm_id.isdecimal():
-        raise LauncherError(f"sbatch answered {slurm_id[:80]!r}, which is not the number of a job: look at squeue")
+        raise LauncherError(
+            f"sbatch answered {slurm_id[:80]!r}, which is not the number of a job: look at squeue"
+        )
     return slurm_id
 
 

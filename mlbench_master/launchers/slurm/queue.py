@@ -100,7 +100,9 @@ class SlurmQueue:
             self._watched[slurm_id] = time.monotonic()
             if self._thread is None:
                 self._closed.clear()
-                self._thread = threading.Thread(target=self._loop, name="mlbench-slurm", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._loop, name="mlbench-slurm", daemon=True
+                )
                 self._thread.start()
         self._wake.set()
 
@@ -135,7 +137,9 @@ class SlurmQueue:
                 self._ask()
             self._wake.wait(self._interval_s if self._watched else None)
             self._wake.clear()
-            self._closed.wait(max(0.0, began + min(_SHORTEST_PAUSE_S, self._interval_s) - time.monotonic()))
+            self._closed.wait(
+                max(0.0, began + min(_SHORTEST_PAUSE_S, self._interval_s) - time.monotonic())
+            )
 
     def _ask(self) -> None:
         asked_at = time.monotonic()
@@ -144,7 +148,11 @@ class SlurmQueue:
         try:
             known = all_jobs()
             missing = watched - known.keys()
-            ended = {job: entry for job in missing if (entry := self._entries.get(job)) and entry.state in ENDED}
+            ended = {
+                job: entry
+                for job in missing
+                if (entry := self._entries.get(job)) and entry.state in ENDED
+            }
             asked = missing - ended.keys()
             known.update(ended, **(accounted_jobs(sorted(asked)) if asked else {}))
         except LauncherError as error:
@@ -164,7 +172,9 @@ def all_jobs() -> dict[str, QueueEntry]:
     Raises:
         LauncherError: Slurm does not answer.
     """
-    answer = run_slurm("squeue", f"--user={os.getuid()}", "--states=all", "--noheader", f"--format={_FORMAT}")
+    answer = run_slurm(
+        "squeue", f"--user={os.getuid()}", "--states=all", "--noheader", f"--format={_FORMAT}"
+    )
     jobs = {}
     for line in answer.splitlines():
         words = line.strip().split("|", _FIELDS - 1)
@@ -180,7 +190,9 @@ def one_job(slurm_id: str) -> QueueEntry:
         LauncherError: Slurm does not answer.
     """
     try:
-        answer = run_slurm("squeue", f"--jobs={slurm_id}", "--states=all", "--noheader", f"--format={_FORMAT}")
+        answer = run_slurm(
+            "squeue", f"--jobs={slurm_id}", "--states=all", "--noheader", f"--format={_FORMAT}"
+        )
     except LauncherError as error:
         if _NO_JOB in str(error):
             return QueueEntry(UNKNOWN)
@@ -193,7 +205,13 @@ def accounted_jobs(slurm_ids: Iterable[str]) -> dict[str, QueueEntry]:
     """Return jobs that the controller has forgotten, from Slurm's accounting, if the cluster has one."""
     try:
         answer = run_slurm(
-            *("sacct", "--noheader", "--allocations", "--parsable2", "--format=JobIDRaw,State,Timelimit,NodeList"),
+            *(
+                "sacct",
+                "--noheader",
+                "--allocations",
+                "--parsable2",
+                "--format=JobIDRaw,State,Timelimit,NodeList",
+            ),
             f"--jobs={','.join(slurm_ids)}",
         )
     except LauncherError as error:
@@ -241,7 +259,11 @@ def run_slurm(
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        why = f"no answer within {timeout_s:g} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
+        why = (
+            f"no answer within {timeout_s:g} s"
+            if isinstance(error, subprocess.TimeoutExpired)
+            else str(error)
+        )
         raise LauncherError(f"Slurm cannot be used: {command[0]}: {why}") from error
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
@@ -252,7 +274,9 @@ def run_slurm(
 def _said(program: str, lines: Sequence[str]) -> str:
     """Return the lines of a failed command as one, without the name of the program before each of them."""
     prefix = re.compile(rf"^{re.escape(program)}: (?:error: |fatal: )?")
-    return f"{program}: {'; '.join(dict.fromkeys(prefix.sub('', line.strip()) for line in lines))}"[:500]
+    return f"{program}: {'; '.join(dict.fromkeys(prefix.sub('', line.strip()) for line in lines))}"[
+        :500
+    ]
 
 
 def _environment(caller_env: Mapping[str, str] | None) -> dict[str, str]:
@@ -260,12 +284,16 @@ def _environment(caller_env: Mapping[str, str] | None) -> dict[str, str]:
     known = {
         name: value
         for name, value in os.environ.items()
-        if not _SECRET.fullmatch(name) and (not _OF_SLURM.match(name) or name in _KEPT or name in VARIABLES)
+        if not _SECRET.fullmatch(name)
+        and (not _OF_SLURM.match(name) or name in _KEPT or name in VARIABLES)
     }
     if caller_env is None:
         return known
     own = {name: value for name, value in known.items() if not name.startswith("SBATCH_")}
-    return {**own, **{name: value for name, value in caller_env.items() if name.startswith("SBATCH_")}}
+    return {
+        **own,
+        **{name: value for name, value in caller_env.items() if name.startswith("SBATCH_")},
+    }
 
 
 def cancel(slurm_id: str, timeout_s: float) -> None:
@@ -285,6 +313,8 @@ def cancel(slurm_id: str, timeout_s: float) -> None:
             with contextlib.suppress(LauncherError):
                 run_slurm("scancel", slurm_id)
         if time.monotonic() > deadline:
-            raise LauncherError(f"Slurm has not ended job {slurm_id} within {timeout_s:g} s: it is {state}; try again")
+            raise LauncherError(
+                f"Slurm has not ended job {slurm_id} within {timeout_s:g} s: it is {state}; try again"
+            )
         time.sleep(pause)
         pause = min(2 * pause, 1.0)

@@ -114,7 +114,9 @@ class RankLogs:
         with contextlib.suppress(OSError), os.scandir(self._folder / "logs") as entries:
             # A worker can make a link or a pipe there.
             return sorted(
-                (entry.name, entry.stat().st_size) for entry in entries if entry.is_file(follow_symlinks=False)
+                (entry.name, entry.stat().st_size)
+                for entry in entries
+                if entry.is_file(follow_symlinks=False)
             )
         return []
 
@@ -126,7 +128,10 @@ class RankLogs:
     def _known_offsets(self) -> dict[str, int]:
         if self._offsets is None:
             self._offsets = {}
-            with contextlib.suppress(OSError, ValueError), open_at_once(self._folder / _OFFSETS) as file:
+            with (
+                contextlib.suppress(OSError, ValueError),
+                open_at_once(self._folder / _OFFSETS) as file,
+            ):
                 known = json.loads(file.read(_OFFSETS_BYTES))
                 self._offsets = {str(name): int(offset) for name, offset in known.items()}
         return self._offsets

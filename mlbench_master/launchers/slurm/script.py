@@ -22,8 +22,31 @@ __all__ = ["check_options", "environment_script", "job_script", "sbatch_command"
 
 # Options that would contradict the script, or the files in which the master looks for its answers.
 _OWN = (
-    *("--array", "-a", "--chdir", "-D", "--clusters", "-M", "--comment", "--error", "-e", "--job-name", "-J"),
-    *("--ntasks", "-n", "--output", "-o", "--parsable", "--requeue", "--test-only", "--wait", "-W", "--wrap"),
+    *(
+        "--array",
+        "-a",
+        "--chdir",
+        "-D",
+        "--clusters",
+        "-M",
+        "--comment",
+        "--error",
+        "-e",
+        "--job-name",
+        "-J",
+    ),
+    *(
+        "--ntasks",
+        "-n",
+        "--output",
+        "-o",
+        "--parsable",
+        "--requeue",
+        "--test-only",
+        "--wait",
+        "-W",
+        "--wrap",
+    ),
 )
 _GPU_OPTIONS = ("--gpus", "-G", "--gres", "--tres-per-")
 
@@ -115,7 +138,9 @@ def check_options(options: Sequence[str]) -> None:
     """
     if options and not options[0].startswith("-"):
         # sbatch would take it for the script.
-        raise ValueError(f"engine_options: must begin with an option, for example --time=10, not {options[0][:80]!r}")
+        raise ValueError(
+            f"engine_options: must begin with an option, for example --time=10, not {options[0][:80]!r}"
+        )
     for option in options:
         name = option.partition("=")[0]
         # sbatch also takes a long option by its beginning, as in --arr=1-4.
@@ -170,10 +195,16 @@ def worker_script(job: Job) -> str:
     place += (_COUNTS if has_place or has_hosts else "") + (_TORCHRUN if has_place else "")
     place += (_OWN_GPU if has_place and job.gpu_enabled else "") + (_HOSTS if has_hosts else "")
     command = " ".join(map(_quote, words))
-    folder = f"cd {shlex.quote(job.cwd)} || cd work || exit" if job.is_task and job.cwd else "cd work || exit"
+    folder = (
+        f"cd {shlex.quote(job.cwd)} || cd work || exit"
+        if job.is_task and job.cwd
+        else "cd work || exit"
+    )
     if job.cwd and not job.is_task:
         folder = f"cd {shlex.quote(job.cwd)} || exit"
-    return _WORKER.format(name=job.name, run_id=job.run_id, place=place.rstrip("\n"), folder=folder, command=command)
+    return _WORKER.format(
+        name=job.name, run_id=job.run_id, place=place.rstrip("\n"), folder=folder, command=command
+    )
 
 
 def _mpirun(job: Job) -> str:
@@ -188,7 +219,9 @@ def _mpirun(job: Job) -> str:
 def environment_script(variables: Mapping[str, str], removed: Sequence[str] = ()) -> str:
     """Return a script that sets variables, after it has removed some that the job inherited."""
     unset = f"unset {' '.join(removed)}\n" if removed else ""
-    return unset + "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+    return unset + "".join(
+        f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()
+    )
 
 
 def _has_one_task(job: Job) -> bool:

@@ -51,7 +51,9 @@ class LoadSampler:
         gpus: GPUs of the workers by rank, as entries of CUDA_VISIBLE_DEVICES; empty without GPUs.
     """
 
-    def __init__(self, num_workers: int, roots: Mapping[int, int | None], gpus: Sequence[str] = ()) -> None:
+    def __init__(
+        self, num_workers: int, roots: Mapping[int, int | None], gpus: Sequence[str] = ()
+    ) -> None:
         self._num_workers = num_workers
         self._roots = roots
         # Then the processes below it tell their ranks.
@@ -60,7 +62,9 @@ class LoadSampler:
         self._own_namespace = _namespace(_OWN_PROCESS)
         self._known: dict[psutil.Process, int] = {}
         self._seconds: dict[int, float] = {}  # of the CPU, by rank
-        self._bytes = {self._own_namespace: _machine_bytes()}  # received and sent, by network namespace
+        self._bytes = {
+            self._own_namespace: _machine_bytes()
+        }  # received and sent, by network namespace
         self._time = time.monotonic()
 
     def sample(self) -> dict[int, dict[str, Any]]:
@@ -86,7 +90,11 @@ class LoadSampler:
         found: dict[int, dict[str, Any]] = {}
         for rank in sorted(seconds):
             busy = max(seconds[rank] - self._seconds.get(rank, 0.0), 0.0)
-            found[rank] = {"cpu": round(100 * busy / elapsed, 1), "memory": memory.get(rank, 0), **gpus.get(rank, {})}
+            found[rank] = {
+                "cpu": round(100 * busy / elapsed, 1),
+                "memory": memory.get(rank, 0),
+                **gpus.get(rank, {}),
+            }
             namespace = namespaces.get(rank, self._own_namespace)
             before, after = self._bytes.get(namespace), counters[namespace]
             if before is not None and after is not None:
@@ -101,7 +109,9 @@ class LoadSampler:
         """Yield the processes of all workers with their ranks."""
         ranks: dict[int, int] = {}
         known: dict[psutil.Process, int] = {}
-        for process in psutil.Process().children(recursive=True):  # parents come before their children
+        for process in psutil.Process().children(
+            recursive=True
+        ):  # parents come before their children
             with contextlib.suppress(psutil.Error, OSError):
                 rank = self._known.get(process)
                 if rank is not None:
@@ -124,7 +134,12 @@ class LoadSampler:
         environment = process.environ()
         for variable in _RANK_VARIABLES:
             text = environment.get(variable, "")
-            if text.isascii() and text.isdigit() and len(text) < 10 and int(text) < self._num_workers:
+            if (
+                text.isascii()
+                and text.isdigit()
+                and len(text) < 10
+                and int(text) < self._num_workers
+            ):
                 return int(text)
         return None
 
@@ -138,7 +153,11 @@ class _Utilization(ctypes.Structure):
 class _Memory(ctypes.Structure):
     """nvmlMemory_t, in bytes."""
 
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
 
 
 class GpuMeter:
@@ -161,7 +180,9 @@ class GpuMeter:
         for rank, gpu in enumerate(gpus):
             device = ctypes.c_void_p()
             if gpu.isdecimal():
-                failed = self._nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(gpu)), ctypes.byref(device))
+                failed = self._nvml.nvmlDeviceGetHandleByIndex_v2(
+                    ctypes.c_uint(int(gpu)), ctypes.byref(device)
+                )
             else:
                 failed = self._nvml.nvmlDeviceGetHandleByUUID(gpu.encode(), ctypes.byref(device))
             if not failed:

@@ -58,7 +58,9 @@ def find_supervisor(folder: Path) -> int | None:
 
     A worker can write the file that names it. So the process itself must be the supervisor of this folder.
     """
-    with contextlib.suppress(OSError, ValueError, OverflowError, KeyError, TypeError, RecursionError, psutil.Error):
+    with contextlib.suppress(
+        OSError, ValueError, OverflowError, KeyError, TypeError, RecursionError, psutil.Error
+    ):
         known = json.loads(read_state(folder / "supervisor.json"))
         pid = int(known["pid"])
         if start_mark(pid) == known["started"] and _supervises(psutil.Process(pid), folder):

@@ -110,7 +110,9 @@ class _Supervisor:
         self._commands: list[dict[str, Any]] = job["commands"]
         self._env: dict[str, str] = job["env"]
         self._cwd = job.get("cwd") or folder / "work"
-        for name in job.get("remove", ()):  # of the call that started the master, which the run must not inherit
+        for name in job.get(
+            "remove", ()
+        ):  # of the call that started the master, which the run must not inherit
             os.environ.pop(name, None)
         self._grace_s = float(job["grace_s"])
         self._num_workers = int(job["num_workers"])
@@ -128,7 +130,9 @@ class _Supervisor:
         self._failed_rank: int | None = None
         self._failed_at: float | None = None
         self._failed_to_start = ""
-        self._failures: list[tuple[int, int]] = []  # rank and exit status, in the order in which they ended
+        self._failures: list[
+            tuple[int, int]
+        ] = []  # rank and exit status, in the order in which they ended
         self._errors: dict[int | None, ErrorSearch] = defaultdict(ErrorSearch)  # by rank
         self._readers: list[threading.Thread] = []
 
@@ -139,7 +143,10 @@ class _Supervisor:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         # Before any worker starts: without this file, a master knows that none has started, and may start the run.
-        write_json(self._folder / "supervisor.json", {"pid": os.getpid(), "started": start_mark(os.getpid())})
+        write_json(
+            self._folder / "supervisor.json",
+            {"pid": os.getpid(), "started": start_mark(os.getpid())},
+        )
         self._reserve_status()
         if sys.platform.startswith("linux"):
             # Adopt grandchildren whose parent dies, so that they are ended, too.
@@ -152,7 +159,9 @@ class _Supervisor:
                     self._network = _open_network(self._network_text, self._num_workers)
                 self._start(**command)
             except OSError as error:
-                self._failed_to_start = f"cannot start {command['argv'][0]!r}: {error.strerror or error}"
+                self._failed_to_start = (
+                    f"cannot start {command['argv'][0]!r}: {error.strerror or error}"
+                )
                 break
         else:
             if self._load_interval_s:
@@ -178,7 +187,11 @@ class _Supervisor:
         if self._log.dropped:
             lost = f"{self._log.dropped} lines of output could not be written: {self._log.problem}"
             reason = f"{reason}; {lost}" if reason else lost
-        status = {"returncode": returncode, "reason": reason[:_LONGEST_REASON], "finished_at": finished_at}
+        status = {
+            "returncode": returncode,
+            "reason": reason[:_LONGEST_REASON],
+            "finished_at": finished_at,
+        }
         # Of several hosts, the one on which a worker failed first has the reason.
         self._write_status({**status, "failed_at": self._failed_at})
 
@@ -189,7 +202,9 @@ class _Supervisor:
         if self._failed_to_start or not returncode:
             return self._failed_to_start
         by_mpirun = self._failed_rank is not None and self._commands[0]["rank"] is None
-        by_signal = (by_mpirun or self._container) and _SHELL_SIGNAL < returncode < 2 * _SHELL_SIGNAL
+        by_signal = (
+            by_mpirun or self._container
+        ) and _SHELL_SIGNAL < returncode < 2 * _SHELL_SIGNAL
         returncode = _SHELL_SIGNAL - returncode if by_signal else returncode
         errors = self._errors[self._failed_rank]
         error = errors.said(returncode)
@@ -204,7 +219,11 @@ class _Supervisor:
         A worker that raises an exception closes its connections before it ends, so another one may end before it.
         """
         first = self._failures[0] if self._failures else None
-        if first is None or self._failed_rank != first[0] or not is_consequence(self._errors[first[0]].said(first[1])):
+        if (
+            first is None
+            or self._failed_rank != first[0]
+            or not is_consequence(self._errors[first[0]].said(first[1]))
+        ):
             return returncode
         for rank, status in self._failures[1:]:
             said = self._errors[rank].said(status)
@@ -218,11 +237,15 @@ class _Supervisor:
             self._status_part.write_bytes(b" " * _STATUS_BYTES)
 
     def _write_status(self, status: dict[str, Any]) -> None:
-        content = json.dumps(status).encode().ljust(_STATUS_BYTES)  # blanks may follow a value in JSON
+        content = (
+            json.dumps(status).encode().ljust(_STATUS_BYTES)
+        )  # blanks may follow a value in JSON
         while True:
             try:
                 # Not "wb", which would give up the room.
-                with self._status_part.open("r+b" if self._status_part.exists() else "wb", buffering=0) as file:
+                with self._status_part.open(
+                    "r+b" if self._status_part.exists() else "wb", buffering=0
+                ) as file:
                     if file.write(content) == len(content):
                         self._status_part.replace(self._folder / "status.json")
                         return
@@ -240,7 +263,9 @@ class _Supervisor:
         self._stopping = True
         self._ended.put(None)
 
-    def _start(self, argv: list[str], env: dict[str, str], rank: int | None, prefix: str | None = None) -> None:
+    def _start(
+        self, argv: list[str], env: dict[str, str], rank: int | None, prefix: str | None = None
+    ) -> None:
         options: dict[str, Any] = {
             "cwd": self._cwd,
             "env": {**os.environ, **self._env, **env},
@@ -257,11 +282,15 @@ class _Supervisor:
         self._roots[process.pid] = rank
         for stream, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
             assert pipe is not None
-            reader = threading.Thread(target=self._read, args=(pipe, rank, stream, prefix), daemon=True)
+            reader = threading.Thread(
+                target=self._read, args=(pipe, rank, stream, prefix), daemon=True
+            )
             reader.start()
             self._readers.append(reader)
         # One thread per process: polling would not show which of two processes ended first.
-        threading.Thread(target=lambda: self._ended.put((rank, process.wait())), daemon=True).start()
+        threading.Thread(
+            target=lambda: self._ended.put((rank, process.wait())), daemon=True
+        ).start()
 
     def _close_network(self) -> None:
         """End the workers on emulated hosts, and remove the hosts."""
@@ -296,7 +325,9 @@ class _Supervisor:
         deadline: float | None = None
         for _ in self._commands:
             try:
-                ended = self._ended.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+                ended = self._ended.get(
+                    timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
+                )
             except queue.Empty:
                 break
             if ended is None:
@@ -324,7 +355,11 @@ class _Supervisor:
                     continue
                 self._write_line(rank, stream, text)
                 # Open MPI and MPICH report the failed rank nowhere but in their output.
-                failure = _MPIRUN_FAILURE.search(text) if rank is None and self._failed_rank is None else None
+                failure = (
+                    _MPIRUN_FAILURE.search(text)
+                    if rank is None and self._failed_rank is None
+                    else None
+                )
                 if failure is not None:
                     self._failed_rank = int(failure[1] or failure[2])
 

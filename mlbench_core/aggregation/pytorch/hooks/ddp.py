@@ -68,7 +68,9 @@ class DDPHookState:
         self.aggregation = aggregation
         self._aggregate = aggregation.agg_grad()
         # In the order of registration. Names without DDP's prefix "module." are those that optimizers use.
-        self._names = {parameter: plain_name(name) for name, parameter in ddp_model.module.named_parameters()}
+        self._names = {
+            parameter: plain_name(name) for name, parameter in ddp_model.module.named_parameters()
+        }
         self._not_compared = {name: parameter for parameter, name in self._names.items()}
         refuse_complex(aggregation, self._not_compared)
         self._arrived: list[_Arrived] = []
@@ -100,7 +102,9 @@ class DDPHookState:
                 f"gradients must be dense (torch.strided), not {memory.layout}: build the layer without sparse=True"
             )
         event = torch.cuda.current_stream(memory.device).record_event() if memory.is_cuda else None
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[memory.device] if memory.is_cuda else None)
+        future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[memory.device] if memory.is_cuda else None
+        )
         gradients = dict(zip(bucket.parameters(), _gradients(bucket), strict=True))
         self._arrived.append(_Arrived(memory, gradients, future, self._start(memory), event))
         if bucket.is_last():
@@ -111,7 +115,11 @@ class DDPHookState:
     def _start(self, memory: Tensor) -> Transfer | None:
         """Send the memory of a bucket, if messages overlap with the backward pass."""
         aggregation = self.aggregation
-        if not isinstance(aggregation, AllReduceAggregation) or not aggregation.overlap or aggregation.world_size == 1:
+        if (
+            not isinstance(aggregation, AllReduceAggregation)
+            or not aggregation.overlap
+            or aggregation.world_size == 1
+        ):
             return None
         if aggregation.divides_early(memory.dtype):
             divide(memory, aggregation.world_size)
@@ -126,7 +134,9 @@ class DDPHookState:
             if item.transfer is not None:
                 self._finish(item.transfer)
         if arrived[0].transfer is None:
-            self._aggregate_together({p: view for item in arrived for p, view in item.gradients.items()})
+            self._aggregate_together(
+                {p: view for item in arrived for p, view in item.gradients.items()}
+            )
         for item in arrived:
             item.future.set_result(item.memory)
 
@@ -171,7 +181,9 @@ def _gradients(bucket: dist.GradBucket) -> list[Tensor]:
     ]
 
 
-def as_ddp_hook(aggregation: Aggregation, ddp_model: DistributedDataParallel) -> tuple[DDPHookState, Any]:
+def as_ddp_hook(
+    aggregation: Aggregation, ddp_model: DistributedDataParallel
+) -> tuple[DDPHookState, Any]:
     """Make a communication hook of DistributedDataParallel (DDP) that aggregates gradients.
 
     A script that trains with DDP and an optimizer of torch adds one line after the model::
@@ -220,7 +232,10 @@ def as_ddp_hook(aggregation: Aggregation, ddp_model: DistributedDataParallel) ->
         raise TypeError(
             f"ddp_model must be a DistributedDataParallel, not {type(ddp_model).__name__}: wrap the model first"
         )
-    ours, theirs = (dist.get_process_group_ranks(group) for group in (aggregation.group, ddp_model.process_group))
+    ours, theirs = (
+        dist.get_process_group_ranks(group)
+        for group in (aggregation.group, ddp_model.process_group)
+    )
     if ours != theirs:
         raise ValueError(
             f"process_group of the aggregation must have the workers {theirs} of ddp_model, not {ours}: give both the "
@@ -237,7 +252,9 @@ def check_combines_gradients(aggregation: Aggregation) -> None:
         ValueError: It combines weights.
     """
     if not isinstance(aggregation, Aggregation):
-        raise TypeError(f"aggregation must be an Aggregation, not {type(aggregation).__name__}: give its instance")
+        raise TypeError(
+            f"aggregation must be an Aggregation, not {type(aggregation).__name__}: give its instance"
+        )
     problem = (
         f"aggregation must combine gradients, not weights as {type(aggregation).__name__} does: a hook sees only "
         "gradients, so train without a hook, with the optimizer of this aggregation"

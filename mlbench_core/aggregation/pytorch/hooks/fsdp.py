@@ -43,7 +43,9 @@ class FSDPHookState:
         parameters: All parameters of the model, by name.
     """
 
-    def __init__(self, aggregation: Aggregation, names: frozenset[str], parameters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, aggregation: Aggregation, names: frozenset[str], parameters: Mapping[str, Tensor]
+    ) -> None:
         self.aggregation = aggregation
         self._names = names
         self._parameters = parameters
@@ -132,7 +134,11 @@ def set_fsdp_hooks(aggregation: Aggregation, fsdp_model: nn.Module) -> FSDPHookS
             "fully_shard(model, mesh=...) first"
         )
     between = set(dist.get_process_group_ranks(aggregation.group))
-    for mesh in {parameter.device_mesh for parameter in fsdp_model.parameters() if isinstance(parameter, DTensor)}:
+    for mesh in {
+        parameter.device_mesh
+        for parameter in fsdp_model.parameters()
+        if isinstance(parameter, DTensor)
+    }:
         if mesh.ndim != 1:
             raise ValueError(
                 f"the mesh of fsdp_model must have one dimension, the shards of a replica, not {mesh.ndim}: pass "
@@ -147,7 +153,9 @@ def set_fsdp_hooks(aggregation: Aggregation, fsdp_model: nn.Module) -> FSDPHookS
     parameters = {plain_name(name): parameter for name, parameter in fsdp_model.named_parameters()}
     for name, parameter in parameters.items():
         if parameter.is_complex():
-            raise TypeError(f"parameter {name!r} must be real, not complex: FSDP2 does not reduce complex gradients")
+            raise TypeError(
+                f"parameter {name!r} must be real, not complex: FSDP2 does not reduce complex gradients"
+            )
     state = FSDPHookState(aggregation, frozenset(modules), parameters)
     for name, module in modules.items():
         module.set_all_reduce_hook(partial(state._aggregate, name))

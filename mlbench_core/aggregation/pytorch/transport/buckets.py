@@ -56,7 +56,9 @@ class Bucket:
 
     def is_intact(self) -> bool:
         """Return whether the views still lie in the memory; a conversion of the model moves gradients, and so views."""
-        return not self.holds_gradients or self._addresses == [view.data_ptr() for view in self.views]
+        return not self.holds_gradients or self._addresses == [
+            view.data_ptr() for view in self.views
+        ]
 
     def fill(self, divisor: int | None) -> Tensor:
         """Copy the gradients into the message.
@@ -90,7 +92,11 @@ class Bucket:
         """Copy the received values into gradients that are not views of the message."""
         if self.memory is None or self.holds_gradients:
             return
-        present = [(p.grad, v) for p, v in zip(self.parameters, self.views, strict=True) if p.grad is not None]
+        present = [
+            (p.grad, v)
+            for p, v in zip(self.parameters, self.views, strict=True)
+            if p.grad is not None
+        ]
         if present:
             gradients, views = zip(*present, strict=True)
             torch_private.foreach_copy_(list(gradients), list(views))
@@ -99,7 +105,9 @@ class Bucket:
         """Give a parameter that has no gradient on this worker the one that the other workers sent."""
         parameter = self.parameters[index]
         if self.memory is None:
-            parameter.grad = message.as_strided(parameter.shape, strides_of(parameter), message.storage_offset())
+            parameter.grad = message.as_strided(
+                parameter.shape, strides_of(parameter), message.storage_offset()
+            )
         elif self.holds_gradients:
             parameter.grad = self.views[index]
         else:
@@ -108,7 +116,10 @@ class Bucket:
 
 def signature(parameters: Mapping[str, Tensor]) -> Signature:
     """Return the properties of the parameters that decide on the layout: equal signatures have equal buckets."""
-    return tuple((n, id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for n, p in parameters.items())
+    return tuple(
+        (n, id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride())
+        for n, p in parameters.items()
+    )
 
 
 def plan_buckets(
@@ -142,19 +153,28 @@ def plan_buckets(
         names = open_buckets.setdefault((dtype, parameter.device, holds_gradients), [])
         names.append(name)
         if sum(parameters[n].numel() for n in names) * dtype.itemsize >= bucket_size_bytes:
-            buckets.append(_bucket(open_buckets.pop((dtype, parameter.device, holds_gradients)), parameters, dtype))
+            buckets.append(
+                _bucket(
+                    open_buckets.pop((dtype, parameter.device, holds_gradients)), parameters, dtype
+                )
+            )
     rest = [(names, dtype) for (dtype, _, _), names in open_buckets.items()]
     buckets += [_bucket(names, parameters, dtype) for names, dtype in rest[:-1]]
     names, dtype = rest[-1] if rest else ([], torch.float32)
     last = _bucket(names, parameters, dtype, number_of_flags=len(parameters))
-    if not names and parameters:  # all gradients travel in earlier buckets, and the flags alone in the last one
+    if (
+        not names and parameters
+    ):  # all gradients travel in earlier buckets, and the flags alone in the last one
         device = next(iter(parameters.values())).device
         last.memory = last.flags = torch.zeros(len(parameters), device=device)
     return [*buckets, last]
 
 
 def _bucket(
-    names: Sequence[str], parameters: Mapping[str, Tensor], dtype: torch.dtype, number_of_flags: int = 0
+    names: Sequence[str],
+    parameters: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    number_of_flags: int = 0,
 ) -> Bucket:
     members = [parameters[name] for name in names]
     sizes = [member.numel() for member in members]
@@ -162,10 +182,13 @@ def _bucket(
     memory = torch.zeros(sum(sizes) + number_of_flags, dtype=dtype, device=device)
     *parts, flags = memory.split([*sizes, number_of_flags])
     views = [
-        part.as_strided(m.shape, strides_of(m), part.storage_offset()) for part, m in zip(parts, members, strict=True)
+        part.as_strided(m.shape, strides_of(m), part.storage_offset())
+        for part, m in zip(parts, members, strict=True)
     ]
     holds_gradients = not members or members[0].dtype == dtype
-    return Bucket(list(names), members, holds_gradients, memory, views, flags if number_of_flags else None)
+    return Bucket(
+        list(names), members, holds_gradients, memory, views, flags if number_of_flags else None
+    )
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:

@@ -42,7 +42,9 @@ class AllReduceAggregationHVD(AllReduceAggregation):
         Sergeev and Del Balso: Horovod: fast and easy distributed deep learning in TensorFlow. arXiv:1802.05799
     """
 
-    def __init__(self, world_size: int | None, divide_before: bool = False, use_cuda: bool = False) -> None:
+    def __init__(
+        self, world_size: int | None, divide_before: bool = False, use_cuda: bool = False
+    ) -> None:
         hvd = _horovod()
         if not hvd.is_initialized():
             raise ConfigurationError(
@@ -63,7 +65,9 @@ class AllReduceAggregationHVD(AllReduceAggregation):
             self._count("all_reduce", self.world_size, tensor.nbytes)
 
     def compare_models(
-        self, parameters: Mapping[str, Tensor] | None = None, pending: list[Callable[[], None]] | None = None
+        self,
+        parameters: Mapping[str, Tensor] | None = None,
+        pending: list[Callable[[], None]] | None = None,
     ) -> None:
         """Do nothing, because Horovod compares the names, shapes and dtypes of messages itself."""
         self.layout.note(parameters or {})

@@ -66,7 +66,11 @@ class Layout:
 
     def frozen_among(self, parameters: Mapping[str, Tensor]) -> list[str]:
         """Return the names of the parameters that do not travel, in order; of new ones, those that do not take part."""
-        return [n for n, p in parameters.items() if n in self.frozen or (n not in self.known and not takes_part(p))]
+        return [
+            n
+            for n, p in parameters.items()
+            if n in self.frozen or (n not in self.known and not takes_part(p))
+        ]
 
     def admit(self, names: Iterable[str]) -> None:
         """Let frozen parameters travel from now on; all workers give the same."""
@@ -112,7 +116,9 @@ def start_comparing(described: Sequence[str], group: Any = None) -> Callable[[],
             return
         first, *others = [_parse(row) for row in _gather(text, group)]
         rank, other = next(
-            (i, other) for i, other in enumerate(others, start=1) if list(other.items()) != list(first.items())
+            (i, other)
+            for i, other in enumerate(others, start=1)
+            if list(other.items()) != list(first.items())
         )
         raise ValueError(
             f"model must have the same parameters on all workers, but {_difference(first, other, rank)}: build the "
@@ -140,7 +146,10 @@ def _gather(text: bytes, group: Any) -> list[bytes]:
 
 def _parse(text: bytes) -> dict[str, list[Any]]:
     """Return the properties of parameters by name."""
-    return {name: properties for name, *properties in map(json.loads, filter(None, text.decode().split("\n")))}
+    return {
+        name: properties
+        for name, *properties in map(json.loads, filter(None, text.decode().split("\n")))
+    }
 
 
 def _difference(first: dict[str, list[Any]], other: dict[str, list[Any]], rank: int) -> str:
@@ -157,5 +166,7 @@ def _difference(first: dict[str, list[Any]], other: dict[str, list[Any]], rank: 
             return f"{name!r} is {dtype} on worker 0 and {other_dtype} on worker {rank}"
         if trains != other_trains:
             return f"requires_grad of {name!r} is {trains} on worker 0 and {other_trains} on worker {rank}"
-    position, ours, theirs = next((i, a, b) for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
+    position, ours, theirs = next(
+        (i, a, b) for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b
+    )
     return f"parameter number {position} is {ours!r} on worker 0 and {theirs!r} on worker {rank}"

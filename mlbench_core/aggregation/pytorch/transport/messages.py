@@ -54,7 +54,11 @@ class KeptMemory:
         """Return memory with the shape, dtype and device of a tensor; its values are those of the last use."""
         kept = self._tensors.get(key)
         # A model may have moved to another device or dtype since the last call.
-        if kept is None or (kept.shape, kept.dtype, kept.device) != (tensor.shape, tensor.dtype, tensor.device):
+        if kept is None or (kept.shape, kept.dtype, kept.device) != (
+            tensor.shape,
+            tensor.dtype,
+            tensor.device,
+        ):
             # A tensor made in inference mode could not be changed outside of it.
             with torch.inference_mode(False):
                 kept = self._tensors[key] = torch.empty_like(tensor)
@@ -100,7 +104,9 @@ def divide(tensor: Tensor, divisor: Denominator) -> Tensor:
     return tensor.div_(divisor.to(tensor.device) if isinstance(divisor, Tensor) else divisor)
 
 
-def compare(x: Tensor, op: Literal["less", "less_equal", "greater", "greater_equal"], value: float) -> Tensor:
+def compare(
+    x: Tensor, op: Literal["less", "less_equal", "greater", "greater_equal"], value: float
+) -> Tensor:
     """Compare each element with a number; on a CPU, NumPy is three times as fast as torch.
 
     Args:

@@ -81,7 +81,9 @@ def by_plain_name(values: Mapping[str, Any]) -> dict[str, Any]:
     return {plain_name(name): value for name, value in values.items()}
 
 
-def check_keys(owner: object, state: Mapping[str, Any], needed: Iterable[str], optional: Iterable[str] = ()) -> None:
+def check_keys(
+    owner: object, state: Mapping[str, Any], needed: Iterable[str], optional: Iterable[str] = ()
+) -> None:
     """Raise an error for the state of another aggregation.
 
     Args:

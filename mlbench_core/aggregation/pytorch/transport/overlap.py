@@ -39,7 +39,12 @@ from torch import Tensor, nn
 from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import refuse_sparse
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation, Transfer
-from mlbench_core.aggregation.pytorch.transport.buckets import Bucket, Signature, plan_buckets, signature
+from mlbench_core.aggregation.pytorch.transport.buckets import (
+    Bucket,
+    Signature,
+    plan_buckets,
+    signature,
+)
 from mlbench_core.aggregation.pytorch.transport.messages import as_real, divide
 from mlbench_core.aggregation.pytorch.transport.names import parameters_of
 from mlbench_core.aggregation.pytorch.transport.timing import CommunicationClock, Interval
@@ -193,7 +198,9 @@ class OverlappedReduction:
         current.missing[bucket] -= 1
         self._note_arrivals(current)
         # The last bucket waits for the end of the pass, because it has the flags of all parameters.
-        while (sent := len(current.transfers)) < len(self._buckets) - 1 and current.missing[sent] <= 0:
+        while (sent := len(current.transfers)) < len(self._buckets) - 1 and current.missing[
+            sent
+        ] <= 0:
             self._send(current, self._buckets[sent])
 
     def _open(self, graph_task: int) -> _Pass:
@@ -202,7 +209,10 @@ class OverlappedReduction:
         parameters = dict(parameters_of(self._model))
         layout = self._aggregation.layout
         self._aggregation.compare_models(parameters)
-        if not is_intact or (signature(parameters), layout.frozen_among(parameters)) != self._signature:
+        if (
+            not is_intact
+            or (signature(parameters), layout.frozen_among(parameters)) != self._signature
+        ):
             self._lay_out()
         if self._is_new_step:
             self._aggregation.last_bytes = 0
@@ -231,7 +241,9 @@ class OverlappedReduction:
         refuse_sparse(dict(zip(bucket.names, bucket.parameters, strict=True)))
         current.interval.start_message()
         with current.interval.exposed():
-            message = bucket.fill(self._aggregation.world_size if self._divides_early(bucket) else None)
+            message = bucket.fill(
+                self._aggregation.world_size if self._divides_early(bucket) else None
+            )
             if bucket.flags is not None:
                 present = [float(p.grad is not None) for b in self._buckets for p in b.parameters]
                 bucket.flags.copy_(torch.tensor(present, dtype=bucket.flags.dtype))
@@ -241,7 +253,9 @@ class OverlappedReduction:
 
     def _divides_early(self, bucket: Bucket) -> bool:
         """Return whether a bucket is divided by the number of workers before it is sent."""
-        return bool(bucket.parameters) and self._aggregation.divides_early(bucket.parameters[0].dtype)
+        return bool(bucket.parameters) and self._aggregation.divides_early(
+            bucket.parameters[0].dtype
+        )
 
     @torch.no_grad()
     @naming_lost_workers()
@@ -251,7 +265,9 @@ class OverlappedReduction:
             self._send(current, bucket)
         # Cleared before the waits, so that an error in them does not leave a stale pass behind.
         self._pass = None
-        for position, (bucket, transfer) in enumerate(zip(self._buckets, current.transfers, strict=True)):
+        for position, (bucket, transfer) in enumerate(
+            zip(self._buckets, current.transfers, strict=True)
+        ):
             with current.interval.exposed():
                 self._aggregation.finish(transfer)
                 if not self._divides_early(bucket):
@@ -269,7 +285,11 @@ class OverlappedReduction:
 
     def _adopt(self, current: _Pass) -> None:
         """Give parameters without a gradient the average of the other workers."""
-        places = [(i, j, p) for i, bucket in enumerate(self._buckets) for j, p in enumerate(bucket.parameters)]
+        places = [
+            (i, j, p)
+            for i, bucket in enumerate(self._buckets)
+            for j, p in enumerate(bucket.parameters)
+        ]
         # Only a worker that lacks a gradient reads the flags, because reading them waits for a GPU.
         if all(parameter.grad is not None for _, _, parameter in places):
             return
@@ -291,7 +311,9 @@ class OverlappedReduction:
     def _receive_late(self, current: _Pass) -> None:
         """Aggregate the gradients of parameters that were frozen until now and do not travel in the buckets yet."""
         parameters = dict(parameters_of(self._model))
-        admitted = {n: parameters[n] for n in self._frozen if n not in self._aggregation.layout.frozen}
+        admitted = {
+            n: parameters[n] for n in self._frozen if n not in self._aggregation.layout.frozen
+        }
         if admitted:
             before = self._aggregation.bytes_sent
             with current.interval.exposed():
@@ -302,7 +324,11 @@ class OverlappedReduction:
 
     @property
     def _device(self) -> torch.device:
-        return self._buckets[0].parameters[0].device if self._buckets[0].parameters else torch.device("cpu")
+        return (
+            self._buckets[0].parameters[0].device
+            if self._buckets[0].parameters
+            else torch.device("cpu")
+        )
 
     def _lay_out(self) -> None:
         """Create the buckets and the hooks again."""
@@ -310,9 +336,15 @@ class OverlappedReduction:
         self._remove_hooks()
         self._frozen = self._aggregation.layout.frozen_among(parameters)
         self._signature = signature(parameters), self._frozen
-        sent = {name: parameter for name, parameter in parameters.items() if name not in self._frozen}
-        self._buckets = plan_buckets(sent, self._aggregation.bucket_size_bytes, self._aggregation.comm_dtype)
-        self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
+        sent = {
+            name: parameter for name, parameter in parameters.items() if name not in self._frozen
+        }
+        self._buckets = plan_buckets(
+            sent, self._aggregation.bucket_size_bytes, self._aggregation.comm_dtype
+        )
+        self._bucket_of = {
+            id(p): i for i, bucket in enumerate(self._buckets) for p in bucket.parameters
+        }
         # A weak reference, so that the hooks of an optimizer that is no longer used send nothing.
         reduction = weakref.ref(self)
 
@@ -321,7 +353,11 @@ class OverlappedReduction:
             if alive is not None:
                 alive._on_gradient(parameter)
 
-        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in parameters.values() if p.requires_grad]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(hook)
+            for p in parameters.values()
+            if p.requires_grad
+        ]
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

@@ -70,7 +70,9 @@ def unpack_codes(packed: Tensor, count: int, bits: int, start: int = 0) -> Tenso
     if not size_bytes:
         codes = torch.zeros(start + count, dtype=torch.int32, device=packed.device)
         # Bit by bit, because a matrix of shifted bits would take four bytes for each of them.
-        for bit in unpack_bits(packed, len(codes) * bits).view(-1, bits).unbind(dim=1) if bits else ():
+        for bit in (
+            unpack_bits(packed, len(codes) * bits).view(-1, bits).unbind(dim=1) if bits else ()
+        ):
             codes.mul_(2).add_(bit)
         return codes[start:]
     first, stop = start // group, -(-(start + count) // group)
@@ -105,4 +107,8 @@ def _pack_words(codes: Tensor, bits: int, group: int, size_bytes: int) -> Tensor
     codes = torch.nn.functional.pad(codes, (0, -len(codes) % group))
     words = _join(codes, bits, group, torch.uint8 if size_bytes == 1 else torch.int64)
     # The lowest byte of an integer comes first in memory, and last in the message.
-    return words if size_bytes == 1 else words.view(torch.uint8).view(-1, 8)[:, :size_bytes].flip(1).reshape(-1)
+    return (
+        words
+        if size_bytes == 1
+        else words.view(torch.uint8).view(-1, 8)[:, :size_bytes].flip(1).reshape(-1)
+    )

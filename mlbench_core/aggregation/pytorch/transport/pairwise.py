@@ -62,11 +62,16 @@ def average(messages: Sequence[Tensor], divisor: Denominator | None, group: Any 
         divisor = divisor.cpu()
     batches = list(_batches(messages, size))
     counts_of = [[(size - 1) * len(parts[rank]) for parts in batch] for batch in batches]
-    memory = first.new_empty(max(map(sum, counts_of)))  # each batch overwrites the versions of the one before
+    memory = first.new_empty(
+        max(map(sum, counts_of))
+    )  # each batch overwrites the versions of the one before
     exchanges: list[_Exchange] = []
     for batch, counts in zip(batches, counts_of, strict=True):
         received = memory[: sum(counts)].split(counts)
-        started = [_Exchange(rank, parts, versions, group) for parts, versions in zip(batch, received, strict=True)]
+        started = [
+            _Exchange(rank, parts, versions, group)
+            for parts, versions in zip(batch, received, strict=True)
+        ]
         for exchange in started:
             exchange.reduce(divisor)
         exchanges += started
@@ -140,7 +145,9 @@ class _Exchange:
                 own.copy_(total)
             else:
                 torch.div(total, divisor, out=own)
-        sends = self._start(process_groups.dist.isend, [self._own] * len(self._others), _AVERAGE_TAG)
+        sends = self._start(
+            process_groups.dist.isend, [self._own] * len(self._others), _AVERAGE_TAG
+        )
         # The averages overwrite the other parts, so the versions must have been sent.
         for work in self._sends:
             work.wait()

@@ -291,7 +291,10 @@ class SharedMemorySum:
         if message.device.type != "cpu":
             raise ValueError(f"shared memory is the host's, and the message is on {message.device}")
         offset = self._arena.reserve(message.numel() * message.element_size())
-        place, own = self._arena.view(offset, message.numel(), message.dtype), self._part(message, self._rank)
+        place, own = (
+            self._arena.view(offset, message.numel(), message.dtype),
+            self._part(message, self._rank),
+        )
         place[: own.start].copy_(message[: own.start])
         place[own.stop :].copy_(message[own.stop :])
         exchange = Exchange(self, self._started, message, offset)
@@ -341,7 +344,9 @@ class SharedMemorySum:
                 raise RuntimeError(f"connection closed by {_ranks_of(gone)}")
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise RuntimeError(f"timed out: {_ranks_of(missing)} did not come within {self._timeout_s:g} s")
+                raise RuntimeError(
+                    f"timed out: {_ranks_of(missing)} did not come within {self._timeout_s:g} s"
+                )
             others = [other for other in _in_use if other is not self]
             _sleep([self, *others], left_s)
             # Another worker may wait for this worker's part in another sum before it takes part in this one.
@@ -408,13 +413,19 @@ class SharedMemorySum:
 
     def _not_notified(self, exchange: Exchange) -> list[_Peer]:
         """Return the workers that the notification of this worker's sum of a message could not be sent to yet."""
-        return [peer for peer in self._peers if peer.is_listening and peer.sent[_SUMMED] <= exchange.number]
+        return [
+            peer
+            for peer in self._peers
+            if peer.is_listening and peer.sent[_SUMMED] <= exchange.number
+        ]
 
     def _missing(self) -> list[_Peer]:
         """Return the workers that hold up the oldest message on its way."""
         if self._unannounced:
             return self._not_notified(self._unannounced[0])
-        kind, exchange = (_SUMMED, self._summed[0]) if self._summed else (_OFFERED, self._offered[0])
+        kind, exchange = (
+            (_SUMMED, self._summed[0]) if self._summed else (_OFFERED, self._offered[0])
+        )
         return [peer for peer in self._peers if peer.received[kind] <= exchange.number]
 
 
@@ -467,12 +478,18 @@ def _check_system() -> None:
     try:
         process_groups.store()
     except RuntimeError as error:
-        raise BackendError(f"{error}, through which workers could meet: leave shared_memory out") from error
+        raise BackendError(
+            f"{error}, through which workers could meet: leave shared_memory out"
+        ) from error
 
 
 def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
     """Connect with all other workers, and exchange memory."""
-    rank, world_size, store = process_groups.rank(group), process_groups.world_size(group), process_groups.store()
+    rank, world_size, store = (
+        process_groups.rank(group),
+        process_groups.world_size(group),
+        process_groups.store(),
+    )
     meeting = process_groups.get_backend_tensor(torch.tensor(secrets.randbits(62)), group)
     # The store may still have the entries of an earlier group. A random key, sent by the backend, keeps them apart.
     process_groups.dist.broadcast(meeting, process_groups.global_rank(0, group), group=group)
@@ -481,15 +498,22 @@ def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
         address = f"\0mlbench-{secrets.token_hex(16)}"
         listener.bind(address)
         listener.listen(world_size)
-        store.set(f"{key}/{rank}", json.dumps({"machine": process_groups.machine(), "address": address}))
+        store.set(
+            f"{key}/{rank}", json.dumps({"machine": process_groups.machine(), "address": address})
+        )
         records = [json.loads(store.get(f"{key}/{other}")) for other in range(world_size)]
-        elsewhere = [str(i) for i, record in enumerate(records) if record["machine"] != records[0]["machine"]]
+        elsewhere = [
+            str(i) for i, record in enumerate(records) if record["machine"] != records[0]["machine"]
+        ]
         if elsewhere:
             raise BackendError(
                 f"worker {', '.join(elsewhere)} and worker 0 share no memory, since they run on different machines, in "
                 "different network namespaces or as different users: leave shared_memory out"
             )
-        peers = [_exchange_memory(_connect(record["address"], timeout_s), rank, arena) for record in records[:rank]]
+        peers = [
+            _exchange_memory(_connect(record["address"], timeout_s), rank, arena)
+            for record in records[:rank]
+        ]
         while len(peers) < world_size - 1:
             connection, _ = listener.accept()
             connection.settimeout(timeout_s)

@@ -40,7 +40,9 @@ def orthogonalize(matrix: torch.Tensor, eps: float | torch.Tensor = 1e-16) -> No
         kind = matrix.dtype if isinstance(matrix, torch.Tensor) else type(matrix).__name__
         raise TypeError(f"matrix must be a floating-point tensor, not {kind}")
     if matrix.dim() != 2:
-        raise ValueError(f"matrix must have two dimensions (rows, columns), not shape {tuple(matrix.shape)}")
+        raise ValueError(
+            f"matrix must have two dimensions (rows, columns), not shape {tuple(matrix.shape)}"
+        )
     floor = float(eps)
     check_at_least("eps", floor, 0)
     if matrix.numel() == 0:
@@ -49,7 +51,9 @@ def orthogonalize(matrix: torch.Tensor, eps: float | torch.Tensor = 1e-16) -> No
     columns = matrix[:, : len(matrix)].t().to(torch.promote_types(matrix.dtype, torch.float32))
     is_zero = torch.linalg.vector_norm(columns, dim=1, keepdim=True) <= floor
     basis = orthonormal_rows(columns.masked_fill(is_zero, 0))
-    if basis.is_cuda or not basis.any(dim=1).all():  # on a GPU reading the values would make the host wait
+    if (
+        basis.is_cuda or not basis.any(dim=1).all()
+    ):  # on a GPU reading the values would make the host wait
         _fill_zero_rows(basis)
     matrix.zero_()
     matrix[:, : len(basis)] = basis.t()
@@ -158,7 +162,9 @@ def pack_tensors(
     tensors = list(tensors)
     dtypes, devices = {tensor.dtype for tensor in tensors}, {tensor.device for tensor in tensors}
     if len(dtypes) > 1:
-        raise TypeError(f"tensors must have one dtype, not {sorted(map(str, dtypes))}: pack those of each dtype alone")
+        raise TypeError(
+            f"tensors must have one dtype, not {sorted(map(str, dtypes))}: pack those of each dtype alone"
+        )
     if len(devices) > 1:
         raise ValueError(
             f"tensors must be on one device, not on {sorted(map(str, devices))}: pack those of each device alone"
@@ -171,7 +177,9 @@ def pack_tensors(
     return vec.cuda() if use_cuda else vec, indices, sizes
 
 
-def unpack_tensors(aggregated: torch.Tensor, indices: Sequence[int], sizes: Sequence[torch.Size]) -> list[torch.Tensor]:
+def unpack_tensors(
+    aggregated: torch.Tensor, indices: Sequence[int], sizes: Sequence[torch.Size]
+) -> list[torch.Tensor]:
     """Return the tensors in a vector that :func:`pack_tensors` made, without a copy.
 
     Args:
@@ -198,4 +206,7 @@ def unpack_tensors(aggregated: torch.Tensor, indices: Sequence[int], sizes: Sequ
         raise ValueError(
             f"aggregated must be a vector of at least {indices[-1]} elements, not shape {tuple(aggregated.shape)}"
         )
-    return [aggregated[start:end].view(size) for start, end, size in zip(indices, indices[1:], sizes, strict=False)]
+    return [
+        aggregated[start:end].view(size)
+        for start, end, size in zip(indices, indices[1:], sizes, strict=False)
+    ]

@@ -48,10 +48,14 @@ class Topology:
         found: list[set[int]] = [set() for _ in range(self.world_size)]
         for i, j in self.edges:
             if i == j or not (0 <= i < self.world_size and 0 <= j < self.world_size):
-                raise ValueError(f"edge ({i}, {j}) must join two different ranks from 0 to {self.world_size - 1}")
+                raise ValueError(
+                    f"edge ({i}, {j}) must join two different ranks from 0 to {self.world_size - 1}"
+                )
             found[i].add(j)
             found[j].add(i)
-        object.__setattr__(self, "edges", tuple(sorted({(min(edge), max(edge)) for edge in self.edges})))
+        object.__setattr__(
+            self, "edges", tuple(sorted({(min(edge), max(edge)) for edge in self.edges}))
+        )
         object.__setattr__(self, "_neighbours", tuple(tuple(sorted(ranks)) for ranks in found))
         # Search from rank 0. Between two parts without an edge, the weights would never approach each other.
         reached, to_visit = {0}, [0]
@@ -81,7 +85,9 @@ class Topology:
         """Return the weights W: shape (n, n), float64, symmetric, rows and columns sum to 1."""
         weights = torch.zeros(self.world_size, self.world_size, dtype=torch.float64)
         for i, j in self.edges:
-            weights[i, j] = weights[j, i] = 1 / (1 + max(len(self._neighbours[i]), len(self._neighbours[j])))
+            weights[i, j] = weights[j, i] = 1 / (
+                1 + max(len(self._neighbours[i]), len(self._neighbours[j]))
+            )
         return weights + torch.diag(1 - weights.sum(dim=1))
 
     @property
@@ -150,7 +156,9 @@ def exponential(world_size: int) -> Topology:
         B. Ying, K. Yuan, Y. Chen, H. Hu, P. Pan, W. Yin: Exponential graph is provably efficient for decentralized deep
         training, arXiv:2110.13363 (there with edges in one direction).
     """
-    return _from_offsets("exponential", world_size, (2**k for k in range((world_size - 1).bit_length())))
+    return _from_offsets(
+        "exponential", world_size, (2**k for k in range((world_size - 1).bit_length()))
+    )
 
 
 def complete(world_size: int) -> Topology:
@@ -182,5 +190,7 @@ def from_edges(world_size: int, edges: Iterable[tuple[int, int]]) -> Topology:
 
 def _from_offsets(name: str, world_size: int, offsets: Iterable[int]) -> Topology:
     # With few workers, an offset may lead from a worker to itself; such an edge is dropped.
-    edges = ((rank, (rank + offset) % world_size) for offset in offsets for rank in range(world_size))
+    edges = (
+        (rank, (rank + offset) % world_size) for offset in offsets for rank in range(world_size)
+    )
     return Topology(name, world_size, tuple(edge for edge in edges if edge[0] != edge[1]))

@@ -108,7 +108,9 @@ def crop_and_flip(images: Tensor, draws: Draws, padding: int) -> Tensor:
     # windows[n, c, i, j] is the crop of image n, channel c whose first pixel is (i, j). It is a view without a copy.
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)
     # One transfer for all draws.
-    tops, lefts, flips = send(torch.stack([draws.tops, draws.lefts, draws.flips.to(draws.tops.dtype)]), images.device)
+    tops, lefts, flips = send(
+        torch.stack([draws.tops, draws.lefts, draws.flips.to(draws.tops.dtype)]), images.device
+    )
     crops = windows[torch.arange(len(images), device=images.device), :, tops, lefts]
     return torch.where(flips.bool()[:, None, None, None], crops.flip(3), crops)
 
@@ -167,12 +169,20 @@ def normalize(
     """
     # Compute the two constants in float64, and round them to float32 once, at the end.
     deviation = torch.tensor(std, dtype=torch.float64)
-    constants = torch.stack([1 / (255 * deviation), -torch.tensor(mean, dtype=torch.float64) / deviation]).float()
+    constants = torch.stack(
+        [1 / (255 * deviation), -torch.tensor(mean, dtype=torch.float64) / deviation]
+    ).float()
     scale, shift = send(constants, images.device)[:, :, None, None]
     result = torch.empty(images.shape, dtype=torch.float32, device=images.device)
     # On a CPU, one part after the other: its values are still in the cache for the next operation.
-    count = len(images) if images.device.type == "cuda" else _CACHED_VALUES // max(1, images[:1].numel())
-    for values, pixels in zip(result.split(max(1, count)), images.split(max(1, count)), strict=True):
+    count = (
+        len(images)
+        if images.device.type == "cuda"
+        else _CACHED_VALUES // max(1, images[:1].numel())
+    )
+    for values, pixels in zip(
+        result.split(max(1, count)), images.split(max(1, count)), strict=True
+    ):
         values.copy_(pixels).mul_(scale).add_(shift)
     # Change the memory format last: arithmetic is several times faster on contiguous planes than on interleaved
     # channels.

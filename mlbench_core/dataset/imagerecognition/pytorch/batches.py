@@ -85,7 +85,9 @@ class ImageBatches(ResumablePasses):
         self.dataset = dataset
         self.images, self._positions = _flatten(dataset)
         if augment and self.images.augmentation is None:
-            raise ValueError("augment must be False for a data set without augmentation, not True: set `augmentation`")
+            raise ValueError(
+                "augment must be False for a data set without augmentation, not True: set `augmentation`"
+            )
         self.augment = self.images.augmentation is not None if augment is None else bool(augment)
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         self.seed, self.rank, self.world_size = seed, rank, world_size
@@ -94,7 +96,10 @@ class ImageBatches(ResumablePasses):
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
         # The smallest part determines the number for all workers: otherwise some would wait in a collective.
-        smallest = min(getattr(self.dataset, "smallest_part", len(self.dataset)), len(self.dataset)) // self.world_size
+        smallest = (
+            min(getattr(self.dataset, "smallest_part", len(self.dataset)), len(self.dataset))
+            // self.world_size
+        )
         return smallest // self.batch_size if self.drop_last else -(-smallest // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -107,7 +112,9 @@ class ImageBatches(ResumablePasses):
         if self.shuffle:
             # Shared images have one order for all workers; a worker with its own part has its own order.
             rank = self.rank if self.world_size == 1 else 0
-            order = order[torch.randperm(len(order), generator=self._generator(_ORDER, epoch, rank=rank))]
+            order = order[
+                torch.randperm(len(order), generator=self._generator(_ORDER, epoch, rank=rank))
+            ]
         for number in range(first, len(self)):
             self._mark_yielded(number)
             chosen = order[number * together : (number + 1) * together]
@@ -121,8 +128,12 @@ class ImageBatches(ResumablePasses):
     def _generator(self, *purpose: int, rank: int | None = None) -> torch.Generator:
         """Return a separate generator for each purpose; related seeds give unrelated streams."""
         # SeedSequence mixes the numbers: seeds 0 and 1 do not give related streams.
-        sequence = np.random.SeedSequence([self.seed, self.rank if rank is None else rank, *purpose])
-        return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+        sequence = np.random.SeedSequence(
+            [self.seed, self.rank if rank is None else rank, *purpose]
+        )
+        return torch.Generator().manual_seed(
+            int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
+        )
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Resume at the position of a state; a state without ``world_size`` was saved with ``world_size=1``."""
@@ -146,6 +157,8 @@ def _flatten(dataset: Any) -> tuple[ImageDataset, Tensor]:
     # Our Partition calls the whole data set `data`, torch's Subset `dataset`.
     whole = getattr(dataset, "data", getattr(dataset, "dataset", None))
     if indices is None or whole is None:
-        raise TypeError(f"dataset must be an ImageDataset or a partition of one, not a {type(dataset).__name__}")
+        raise TypeError(
+            f"dataset must be an ImageDataset or a partition of one, not a {type(dataset).__name__}"
+        )
     images, positions = _flatten(whole)
     return images, positions[torch.as_tensor(indices, dtype=torch.int64)]

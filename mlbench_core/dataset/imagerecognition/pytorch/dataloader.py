@@ -25,7 +25,12 @@ from mlbench_core.dataset.imagerecognition.published import (
     read_mnist,
 )
 from mlbench_core.dataset.imagerecognition.pytorch.augment import Augmentation
-from mlbench_core.dataset.imagerecognition.pytorch.decoding import MOST_BYTES, check_pixels, to_rgb, without_ends
+from mlbench_core.dataset.imagerecognition.pytorch.decoding import (
+    MOST_BYTES,
+    check_pixels,
+    to_rgb,
+    without_ends,
+)
 from mlbench_core.dataset.imagerecognition.pytorch.images import ImageDataset
 from mlbench_core.dataset.parts import stratified_split
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
@@ -129,12 +134,16 @@ class MNIST(ImageDataset):
         self.train = train
         gray, labels = read_mnist(root, train, download)
         super().__init__(
-            F.pad(torch.from_numpy(gray)[:, None], (pad,) * 4).expand(-1, channels, -1, -1).contiguous(),
+            F.pad(torch.from_numpy(gray)[:, None], (pad,) * 4)
+            .expand(-1, channels, -1, -1)
+            .contiguous(),
             torch.from_numpy(labels),
             [str(digit) for digit in range(10)],
             (MNIST_MEAN,) * channels,
             (MNIST_STD,) * channels,
-            Augmentation(padding=4, flip=False) if (train if augment is None else augment) else None,
+            Augmentation(padding=4, flip=False)
+            if (train if augment is None else augment)
+            else None,
         )
 
 
@@ -169,7 +178,9 @@ class Digits(ImageDataset):
         if channels not in (1, 3):
             raise ValueError(f"channels must be 1 or 3, not {channels}")
         if size < 8:
-            raise ValueError(f"size must be at least 8, the size of the digits themselves, not {size}")
+            raise ValueError(
+                f"size must be at least 8, the size of the digits themselves, not {size}"
+            )
         gray, labels = read_digits()
         self.train = train
         small = torch.from_numpy(gray).float()[:, None] / 16  # gray levels from 0 to 16
@@ -185,7 +196,9 @@ class Digits(ImageDataset):
             [str(digit) for digit in range(10)],
             (reference.mean().item(),) * channels,
             (reference.std().item(),) * channels,
-            Augmentation(padding=2, flip=False) if (train if augment is None else augment) else None,
+            Augmentation(padding=2, flip=False)
+            if (train if augment is None else augment)
+            else None,
         )
 
 
@@ -239,7 +252,9 @@ class Imagenet(Dataset):
             steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
         else:
             steps = [_cut_ends, transforms.Resize(256), transforms.CenterCrop(224)]
-        self.transform = transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(self.mean, self.std)])
+        self.transform = transforms.Compose(
+            [*steps, transforms.ToTensor(), transforms.Normalize(self.mean, self.std)]
+        )
         self.classes: list[str] = self._images.classes
         self.class_to_idx: dict[str, int] = self._images.class_to_idx
         self.samples: list[tuple[str, int]] = self._images.samples

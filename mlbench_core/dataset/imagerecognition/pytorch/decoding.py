@@ -8,7 +8,15 @@ import numpy as np
 
 from mlbench_core.errors import DatasetError, require
 
-__all__ = ["MOST_BYTES", "MOST_PIXELS", "Box", "check_encoded", "check_pixels", "to_rgb", "without_ends"]
+__all__ = [
+    "MOST_BYTES",
+    "MOST_PIXELS",
+    "Box",
+    "check_encoded",
+    "check_pixels",
+    "to_rgb",
+    "without_ends",
+]
 
 Box: TypeAlias = tuple[int, int, int, int]
 """A part of an image: first row, first column, height and width."""
@@ -99,7 +107,9 @@ def without_ends(height: int, width: int) -> Box:
     """
     shorter = min(height, width)
     # A multiple of the shorter side at each end, so that the pixels of the resized middle keep their places.
-    top, left = (max(0, (length // shorter - _MOST_RATIO) // 2) * shorter for length in (height, width))
+    top, left = (
+        max(0, (length // shorter - _MOST_RATIO) // 2) * shorter for length in (height, width)
+    )
     return top, left, height - 2 * top, width - 2 * left
 
 
@@ -113,13 +123,17 @@ def _jpeg_size(name: str, encoded: bytes) -> tuple[int, int]:
         elif marker == 0 or marker in _ALONE:
             at += 2
         elif marker in _FRAMES and at + 9 <= len(encoded):
-            height, width = (int.from_bytes(encoded[start : start + 2], "big") for start in (at + 5, at + 7))
+            height, width = (
+                int.from_bytes(encoded[start : start + 2], "big") for start in (at + 5, at + 7)
+            )
             return height, width
         elif marker in (_SCAN, _END):
             break
         else:
             at += 2 + int.from_bytes(encoded[at + 2 : at + 4], "big")
-    raise DatasetError(f"{name} is damaged: it is cut off, or has no header of a frame; delete it and get it again")
+    raise DatasetError(
+        f"{name} is damaged: it is cut off, or has no header of a frame; delete it and get it again"
+    )
 
 
 def to_rgb(picture: Any) -> Any:

@@ -68,9 +68,13 @@ class ImageDataset(Dataset):
         augmentation: Augmentation | None = None,
     ) -> None:
         if images.dtype != torch.uint8 or images.dim() != 4:
-            raise ValueError(f"images must be uint8 (N, C, H, W), not {images.dtype} of shape {tuple(images.shape)}")
+            raise ValueError(
+                f"images must be uint8 (N, C, H, W), not {images.dtype} of shape {tuple(images.shape)}"
+            )
         if targets.shape != images.shape[:1]:
-            raise ValueError(f"targets must have shape ({len(images)},) as images, not {tuple(targets.shape)}")
+            raise ValueError(
+                f"targets must have shape ({len(images)},) as images, not {tuple(targets.shape)}"
+            )
         if targets.dtype.is_complex or (targets.double().trunc() != targets).any():
             raise ValueError(
                 f"targets must be whole numbers, not {targets.tolist()[:8]}: give the number of each class"
@@ -133,7 +137,9 @@ class ImageDataset(Dataset):
             return normalize(images, self.mean, self.std, memory_format), self._labels(chosen)
         samples = self._transformed(chosen.tolist())
         if not all(isinstance(sample, Tensor) for sample in samples):
-            raise TypeError(f"transform must return tensors, not {type(samples[0]).__name__}: end it with ToTensor()")
+            raise TypeError(
+                f"transform must return tensors, not {type(samples[0]).__name__}: end it with ToTensor()"
+            )
         images = torch.stack(samples).to(self.images.device)
         return images.contiguous(memory_format=memory_format), self._labels(chosen)
 
@@ -144,12 +150,19 @@ class ImageDataset(Dataset):
         pixels = self.data
         # PIL takes gray images as (height, width), without a channel.
         is_gray = pixels.shape[-1] == 1
-        return [self.transform(pictures.fromarray(pixels[i, :, :, 0] if is_gray else pixels[i])) for i in indices]
+        return [
+            self.transform(pictures.fromarray(pixels[i, :, :, 0] if is_gray else pixels[i]))
+            for i in indices
+        ]
 
     def _targets(self, indices: Sequence[int]) -> list[Any]:
         """Return the labels of some samples, one by one."""
         labels = [self.targets[index] for index in indices]
-        return labels if self.target_transform is None else [self.target_transform(label) for label in labels]
+        return (
+            labels
+            if self.target_transform is None
+            else [self.target_transform(label) for label in labels]
+        )
 
     def _labels(self, chosen: Tensor) -> Tensor:
         """Return the labels of some samples as a tensor, on the device of the images."""
@@ -173,7 +186,9 @@ class ImageDataset(Dataset):
         self.images = self.images.to(device)
         on_cpu = self.images.device.type == "cpu"
         # The CPU uses the list, because it may be changed. On another device, a tensor avoids a copy for each batch.
-        self._moved_labels = None if on_cpu else torch.tensor(self.targets, dtype=torch.int64, device=device)
+        self._moved_labels = (
+            None if on_cpu else torch.tensor(self.targets, dtype=torch.int64, device=device)
+        )
         return self
 
     @property

@@ -30,7 +30,12 @@ from mlbench_core import _torchvision
 from mlbench_core.arguments import check_at_least, check_int, check_rank
 from mlbench_core.dataset.imagerecognition.pytorch.augment import normalize, send
 from mlbench_core.dataset.imagerecognition.pytorch.dataloader import Imagenet
-from mlbench_core.dataset.imagerecognition.pytorch.decoding import Box, check_encoded, to_rgb, without_ends
+from mlbench_core.dataset.imagerecognition.pytorch.decoding import (
+    Box,
+    check_encoded,
+    to_rgb,
+    without_ends,
+)
 from mlbench_core.dataset.imagerecognition.pytorch.jpeg_files import JpegFiles
 from mlbench_core.dataset.pytorch.resumable import ResumablePasses
 from mlbench_core.errors import ConfigurationError, DatasetError, require
@@ -97,7 +102,12 @@ class RandomCrop:
             shape = math.exp(generator.uniform(math.log(shortest), math.log(longest)))
             h, w = round(math.sqrt(area / shape)), round(math.sqrt(area * shape))
             if 0 < h <= height and 0 < w <= width:
-                return int(generator.integers(height - h + 1)), int(generator.integers(width - w + 1)), h, w
+                return (
+                    int(generator.integers(height - h + 1)),
+                    int(generator.integers(width - w + 1)),
+                    h,
+                    w,
+                )
         h, w = min(height, round(width / shortest)), min(width, round(height * longest))
         return (height - h) // 2, (width - w) // 2, h, w
 
@@ -179,7 +189,10 @@ def _resize(image: Tensor, height: int, width: int) -> Tensor:
     # The kernel for bytes exists on CPUs only.
     is_exact = image.device.type == "cpu"
     pixels = F.interpolate(
-        image[None] if is_exact else image[None].float(), (height, width), mode="bilinear", antialias=True
+        image[None] if is_exact else image[None].float(),
+        (height, width),
+        mode="bilinear",
+        antialias=True,
     )[0]
     return pixels if is_exact else pixels.round_().clamp_(0, 255).to(torch.uint8)
 
@@ -207,7 +220,9 @@ def _decode(encoded: bytes, choose: Callable[[int, int], Box]) -> Tensor:
         # A bytearray, because torch warns of memory that cannot be written to.
         data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         pixels = torchvision_io.decode_image(data, mode=torchvision_io.ImageReadMode.RGB)
-        if pixels.dtype == torch.uint16:  # a PNG image of 16 bits; keep the upper 8, as `to_rgb` does
+        if (
+            pixels.dtype == torch.uint16
+        ):  # a PNG image of 16 bits; keep the upper 8, as `to_rgb` does
             pixels = torch.from_numpy((pixels.numpy() >> 8).astype(np.uint8))
         return _part(pixels, choose)
     pictures: Any = require("PIL.Image", "vision")
@@ -238,7 +253,9 @@ class _Reader(Dataset):
         decodes: If False, only read the bytes.
     """
 
-    def __init__(self, files: JpegFiles, crop: RandomCrop | CenterCrop, seed: int, decodes: bool) -> None:
+    def __init__(
+        self, files: JpegFiles, crop: RandomCrop | CenterCrop, seed: int, decodes: bool
+    ) -> None:
         self.files, self.crop, self.seed, self.decodes = files, crop, seed, decodes
 
     def __getitem__(self, request: _Request) -> tuple[Tensor, Tensor]:
@@ -248,7 +265,9 @@ class _Reader(Dataset):
             # One tensor: each one sent between processes needs an open file.
             joined = torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8)
             return joined, torch.tensor([len(content) for content in contents])
-        images = torch.empty(len(request.positions), 3, self.crop.size, self.crop.size, dtype=torch.uint8)
+        images = torch.empty(
+            len(request.positions), 3, self.crop.size, self.crop.size, dtype=torch.uint8
+        )
         for image, position in zip(images, request.positions, strict=True):
             image.copy_(self.decode(self.files.read(position), request.epoch, position))
         return images, torch.from_numpy(self.files.targets[request.positions])
@@ -341,7 +360,11 @@ class JpegBatches(ResumablePasses):
         check_rank(rank, world_size)
         self.files, self.batch_size, self.crop = files, batch_size, crop
         self.seed, self.rank, self.world_size = seed, rank, world_size
-        self.device, self.gpu_decoding, self.memory_format = torch.device(device), gpu_decoding, memory_format
+        self.device, self.gpu_decoding, self.memory_format = (
+            torch.device(device),
+            gpu_decoding,
+            memory_format,
+        )
         self.is_training = isinstance(crop, RandomCrop)
         if self.is_training and batch_size * world_size > len(files):
             raise ValueError(
@@ -396,14 +419,19 @@ class JpegBatches(ResumablePasses):
         """Yield the batches of an epoch, from the first requested one."""
         requests = [_Request(epoch, positions) for positions in self.positions(epoch)[first:]]
         self._requests[:] = requests
-        for number, ((data, numbers), request) in enumerate(zip(self._loader, requests, strict=True), first):
+        for number, ((data, numbers), request) in enumerate(
+            zip(self._loader, requests, strict=True), first
+        ):
             self._mark_yielded(number)
             if self.gpu_decoding:
                 images = self._decode_on_gpu(list(data.split(numbers.tolist())), request)
                 labels = torch.from_numpy(self.files.targets[request.positions])
             else:
                 images, labels = send(data, self.device), numbers
-            yield normalize(images, Imagenet.mean, Imagenet.std, self.memory_format), send(labels, self.device)
+            yield (
+                normalize(images, Imagenet.mean, Imagenet.std, self.memory_format),
+                send(labels, self.device),
+            )
 
     def _decode_on_gpu(self, encoded: list[Tensor], request: _Request) -> Tensor:
         """Decode and crop the images of a batch on the GPU."""
@@ -411,11 +439,16 @@ class JpegBatches(ResumablePasses):
         for data, position in zip(encoded, request.positions, strict=True):
             check_encoded(self.files.name(position), data.numpy().tobytes())
         try:
-            images = torchvision_io.decode_jpeg(encoded, mode=torchvision_io.ImageReadMode.RGB, device=self.device)
+            images = torchvision_io.decode_jpeg(
+                encoded, mode=torchvision_io.ImageReadMode.RGB, device=self.device
+            )
         # The GPU cannot decode PNG and CMYK, which a few files of ImageNet are. The CPU then decodes the batch.
         except RuntimeError:
             pairs = zip(encoded, request.positions, strict=True)
-            crops = [self._reader.decode(data.numpy().tobytes(), request.epoch, index) for data, index in pairs]
+            crops = [
+                self._reader.decode(data.numpy().tobytes(), request.epoch, index)
+                for data, index in pairs
+            ]
             return send(torch.stack(crops), self.device)
         crops = []
         for image, position in zip(images, request.positions, strict=True):

@@ -79,18 +79,26 @@ class JpegFiles:
         archives: Paths of the tar files that have the images; None if they are files.
     """
 
-    def __init__(self, root: Path, found: Sequence[_Found], archives: Sequence[Path] | None = None) -> None:
+    def __init__(
+        self, root: Path, found: Sequence[_Found], archives: Sequence[Path] | None = None
+    ) -> None:
         self.root = root
         labels = {each.label for each in found}
         # WebDataset's shards have numbers: as texts, 10 would come before 2.
-        self.classes = sorted(labels, key=int) if all(label.isdecimal() for label in labels) else sorted(labels)
+        self.classes = (
+            sorted(labels, key=int)
+            if all(label.isdecimal() for label in labels)
+            else sorted(labels)
+        )
         numbers = {label: number for number, label in enumerate(self.classes)}
         found = sorted(found, key=lambda each: (numbers[each.label], each.name))
         self.targets = np.array([numbers[each.label] for each in found], dtype=np.int64)
         self._names = np.array([os.fsencode(each.name) for each in found])
         self._members: _Members | None = None
         if archives is not None:
-            archive, offset, size = (np.array([each[i] for each in found], dtype=np.int64) for i in (2, 3, 4))
+            archive, offset, size = (
+                np.array([each[i] for each in found], dtype=np.int64) for i in (2, 3, 4)
+            )
             self._members = _Members(tuple(archives), archive, offset, size)
 
     def __len__(self) -> int:
@@ -116,12 +124,16 @@ class JpegFiles:
             if self._members is None:
                 return read_bytes(self.root / os.fsdecode(bytes(self._names[index])), MOST_BYTES)
             size = int(self._members.size[index])
-            with self._members.archives[self._members.archive[index]].open("rb", buffering=0) as file:
+            with self._members.archives[self._members.archive[index]].open(
+                "rb", buffering=0
+            ) as file:
                 content = os.pread(file.fileno(), size, int(self._members.offset[index]))
         except OSError as error:
             raise DatasetError(f"{self.name(index)} cannot be read: {error}") from error
         if len(content) != size:
-            raise DatasetError(f"{self.name(index)} has {len(content)} bytes, not {size}: the tar file has changed")
+            raise DatasetError(
+                f"{self.name(index)} has {len(content)} bytes, not {size}: the tar file has changed"
+            )
         return content
 
     def select(self, positions: Sequence[int] | np.ndarray) -> JpegFiles:
@@ -134,7 +146,9 @@ class JpegFiles:
         selected.targets, selected._names = self.targets[positions], self._names[positions]
         if self._members is not None:
             archives, archive, offset, size = self._members
-            selected._members = _Members(archives, archive[positions], offset[positions], size[positions])
+            selected._members = _Members(
+                archives, archive[positions], offset[positions], size[positions]
+            )
         return selected
 
     def __repr__(self) -> str:
@@ -184,14 +198,22 @@ def find_jpegs(root: str | os.PathLike[str], part: str = "") -> JpegFiles:
         )
     solution = _read_solution(root)
     if archives and folder.is_dir() and any(path.is_dir() for path in folder.glob("[!.]*")):
-        raise DatasetError(f"{archives[0]} is beside folders in {folder}: move the tar files or the folders away")
+        raise DatasetError(
+            f"{archives[0]} is beside folders in {folder}: move the tar files or the folders away"
+        )
     if archives:
-        found = [each for number, path in enumerate(archives) for each in _scan_archive(path, number, solution)]
+        found = [
+            each
+            for number, path in enumerate(archives)
+            for each in _scan_archive(path, number, solution)
+        ]
     else:
         found = _scan_folder(folder, solution)
     if not found:
         where = ", ".join(map(str, archives[:3])) or folder
-        raise DatasetNotFoundError(f"no JPEG images in {where}: their names must end with .jpg, .jpeg or .JPEG")
+        raise DatasetNotFoundError(
+            f"no JPEG images in {where}: their names must end with .jpg, .jpeg or .JPEG"
+        )
     return JpegFiles(folder, found, archives or None)
 
 
@@ -204,7 +226,9 @@ def _read_solution(root: Path) -> dict[str, str]:
         # Spreadsheet programs write a byte order mark.
         with path.open(encoding="utf-8-sig", newline="") as file:
             # "ILSVRC2012_val_00000001,n01751748 111 108 ...": a class, and boxes.
-            return {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(file)}
+            return {
+                row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(file)
+            }
     except (KeyError, IndexError, AttributeError, UnicodeDecodeError, csv.Error) as error:
         raise DatasetError(
             f"{path} is damaged: it does not have the columns ImageId and PredictionString; delete it and get it again"
@@ -223,7 +247,11 @@ def _scan_folder(folder: Path, solution: Mapping[str, str]) -> list[_Found]:
             visible = [entry for entry in entries if not entry.name.startswith(".")]
         for entry in visible:
             if entry.is_dir():
-                images = [_Found(entry.name, f"{entry.name}/{name}") for name in os.listdir(entry) if _is_image(name)]
+                images = [
+                    _Found(entry.name, f"{entry.name}/{name}")
+                    for name in os.listdir(entry)
+                    if _is_image(name)
+                ]
                 # Without an error, the other classes would get other numbers.
                 if not images:
                     raise DatasetError(
@@ -255,7 +283,9 @@ def _scan_archive(path: Path, number: int, solution: Mapping[str, str]) -> list[
                 if not member.isdir() and (ending == ".cls" or _is_image(ending)):
                     # A link would lead out of the archive, and a sparse file has its bytes elsewhere.
                     if not member.isreg() or member.issparse() or member.size < 0:
-                        raise DatasetError(f"{member.name} in {path} is a link or a device, not a regular file")
+                        raise DatasetError(
+                            f"{member.name} in {path} is a link or a device, not a regular file"
+                        )
                     if ending == ".cls":
                         labels[base] = _read_class(archive, member, path)
                     else:
@@ -271,15 +301,21 @@ def _scan_archive(path: Path, number: int, solution: Mapping[str, str]) -> list[
         parts = PurePosixPath(base)
         return labels.get(base) or parts.parent.name or solution.get(parts.name) or path.stem
 
-    return [_Found(label(base), each.name, number, each.offset_data, each.size) for base, each in found]
+    return [
+        _Found(label(base), each.name, number, each.offset_data, each.size) for base, each in found
+    ]
 
 
 def _read_class(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> str:
     """Return the content of a member ``NAME.cls``."""
     stream = archive.extractfile(member) if member.size <= _CLASS_BYTES else None
-    label = stream.read().decode("utf-8-sig", errors="replace").strip() if stream is not None else ""
+    label = (
+        stream.read().decode("utf-8-sig", errors="replace").strip() if stream is not None else ""
+    )
     if not label:
-        raise DatasetError(f"{member.name} in {path} does not have the name or the number of a class in one line")
+        raise DatasetError(
+            f"{member.name} in {path} does not have the name or the number of a class in one line"
+        )
     return label
 
 

@@ -73,7 +73,9 @@ class DatasetCifar:
             raise ValueError(f"dataset must be one of {', '.join(_NAMES)}, not {dataset!r}")
         self.batch_size, self.world_size, self.rank, self.seed = batch_size, world_size, rank, seed
         self.tf_dtype = tf.as_dtype(tf_dtype)
-        self._arrays = {train: cifar10_arrays(dataset_root, train, download=True) for train in (True, False)}
+        self._arrays = {
+            train: cifar10_arrays(dataset_root, train, download=True) for train in (True, False)
+        }
         self._epochs = itertools.count()
         self.num_batches_per_epoch_for_train = len(self._batches(True, world_size, rank))
         self.num_batches_per_epoch_for_eval = len(self._batches(False, 1, 0))
@@ -84,7 +86,9 @@ class DatasetCifar:
             seed=self.seed,
         )  # fmt: skip
 
-    def input_fn(self, is_train: bool, repeat_count: int = -1, num_shards: int = 1, shard_index: int = 0) -> Any:
+    def input_fn(
+        self, is_train: bool, repeat_count: int = -1, num_shards: int = 1, shard_index: int = 0
+    ) -> Any:
         """Return batches as a ``tf.data.Dataset``.
 
         Args:
@@ -107,7 +111,10 @@ class DatasetCifar:
                     yield images, one_hot[labels]
 
         shape = self._arrays[is_train].images.shape[1:]
-        signature = (tf.TensorSpec((None, *shape), tf.float32), tf.TensorSpec((None, _CLASSES), tf.float32))
+        signature = (
+            tf.TensorSpec((None, *shape), tf.float32),
+            tf.TensorSpec((None, _CLASSES), tf.float32),
+        )
         data = tf.data.Dataset.from_generator(generate, output_signature=signature)
         return data.map(lambda images, labels: (tf.cast(images, self.tf_dtype), labels))
 
@@ -127,7 +134,8 @@ class DatasetCifar:
             )
         )
         iterator = tf.compat.v1.data.Iterator.from_structure(
-            tf.compat.v1.data.get_output_types(training), tf.compat.v1.data.get_output_shapes(training)
+            tf.compat.v1.data.get_output_types(training),
+            tf.compat.v1.data.get_output_shapes(training),
         )
         inits = (iterator.make_initializer(data) for data in (training, validation))
         return _GraphBatches(*inits, *iterator.get_next())

@@ -19,7 +19,9 @@ __all__ = ["BlockBatchSampler", "LinearBatches"]
 
 # Purpose of a stream of random numbers; part of its seed, so that no two purposes share one.
 _CUT, _ORDER = 0, 1
-_LARGE_BYTES = 32_000_000  # below 32 MiB, up to which glibc adapts its threshold; see LinearBatches.__iter__
+_LARGE_BYTES = (
+    32_000_000  # below 32 MiB, up to which glibc adapts its threshold; see LinearBatches.__iter__
+)
 
 
 class _BlockOrder(ResumablePasses):
@@ -96,7 +98,8 @@ class _BlockOrder(ResumablePasses):
         pieces = pieces[generator.permutation(len(pieces))]
         window = self.window_blocks * self._pieces_per_block
         windows = [
-            generator.permutation(_positions(pieces[start : start + window])) for start in range(0, len(pieces), window)
+            generator.permutation(_positions(pieces[start : start + window]))
+            for start in range(0, len(pieces), window)
         ]
         return np.concatenate(windows)
 
@@ -114,7 +117,13 @@ class _BlockOrder(ResumablePasses):
         ends = np.cumsum(pieces[:, 1] - pieces[:, 0])
         begins = ends - (pieces[:, 1] - pieces[:, 0])
         # A worker's share may begin or end inside a piece, which is then cut there.
-        cut = np.stack([pieces[:, 0] + np.maximum(first - begins, 0), pieces[:, 1] - np.maximum(ends - last, 0)], 1)
+        cut = np.stack(
+            [
+                pieces[:, 0] + np.maximum(first - begins, 0),
+                pieces[:, 1] - np.maximum(ends - last, 0),
+            ],
+            1,
+        )
         return cut[(begins < last) & (ends > first)]
 
     def _generator(self, *purpose: int) -> np.random.Generator:

@@ -123,7 +123,9 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         self.name, self.data_type, self.root = name, data_type, Path(root)
         self.target_transform = target_transform
         self.layout = layout
-        self.stores = [LinearStore(path, cache=cache) for path in find_stores(self.root, name, data_type)]
+        self.stores = [
+            LinearStore(path, cache=cache) for path in find_stores(self.root, name, data_type)
+        ]
         # Files of different conversions may differ in columns or labels. A run would silently train on wrong data.
         _check_together(self.stores)
         self._ends = list(accumulate(len(store) for store in self.stores))
@@ -219,15 +221,21 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         # Labels are in memory, only features are read from the file.
         labels = self._labels.index_select(0, torch.from_numpy(positions)).unsqueeze(1)
         if self.target_transform is not None:
-            labels = torch.stack([torch.as_tensor(self.target_transform(label)) for label in labels])
-        return (self._dense(positions) if self.layout == "dense" else self._sparse(positions)), labels
+            labels = torch.stack(
+                [torch.as_tensor(self.target_transform(label)) for label in labels]
+            )
+        return (
+            self._dense(positions) if self.layout == "dense" else self._sparse(positions)
+        ), labels
 
     def close(self) -> None:
         """Close the files; the next read opens them again."""
         for store in self.stores:
             store.close()
 
-    def _runs(self, rows: NDArray[np.int64]) -> Iterator[tuple[LinearStore, NDArray[np.int64], slice]]:
+    def _runs(
+        self, rows: NDArray[np.int64]
+    ) -> Iterator[tuple[LinearStore, NDArray[np.int64], slice]]:
         """Yield runs of neighboring rows in one store: the store, the rows in it, and their place in ``rows``."""
         if len(self.stores) == 1:
             yield self.stores[0], rows, slice(0, len(rows))

@@ -24,7 +24,11 @@ from mlbench_core.dataset.download import check_digest, progress_download, show_
 from mlbench_core.dataset.libsvm_names import KNOWN, SYNTHETIC, TextFile, text_names
 from mlbench_core.dataset.linearmodels.pytorch import LMDBDataset, libsvm_text
 from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import LinearStore, find_stores
-from mlbench_core.dataset.linearmodels.pytorch.lmdb_writer import StoreWriter, describe_inexact, inexact_labels
+from mlbench_core.dataset.linearmodels.pytorch.lmdb_writer import (
+    StoreWriter,
+    describe_inexact,
+    inexact_labels,
+)
 from mlbench_core.dataset.linearmodels.pytorch.synthetic_dense import (
     DEFAULT_FEATURES,
     DEFAULT_ROWS,
@@ -44,7 +48,9 @@ __all__ = [
     "store_to_text",
 ]
 
-_DENSE_ROW_BYTES = 1 << 14  # text of unknown layout is stored dense if a dense row is at most this large ...
+_DENSE_ROW_BYTES = (
+    1 << 14
+)  # text of unknown layout is stored dense if a dense row is at most this large ...
 _DENSE_SHARE = 0.5  # ... or if at least this share of its values is written out
 _ROWS_AT_ONCE = 1024
 
@@ -102,17 +108,24 @@ def convert(
     if layout not in ("auto", "dense", "csr"):
         raise ValueError(f"layout must be 'auto', 'dense' or 'csr', not {layout!r}")
     if labels not in ("auto", "keep") and (isinstance(labels, str) or len(set(labels)) != 2):
-        raise ValueError(f"labels must be 'auto', 'keep' or two different labels (negative, positive), not {labels!r}")
+        raise ValueError(
+            f"labels must be 'auto', 'keep' or two different labels (negative, positive), not {labels!r}"
+        )
     # The number of columns and the layout must be known before the first block is written.
     n_features, layout = _shape(paths, n_features, layout, dtype, zero_based)
     targets = _targets(target, len(paths) if separate else 1)
     with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(StoreWriter(path, n_features, layout=layout, dtype=dtype)) for path in targets]
+        writers = [
+            stack.enter_context(StoreWriter(path, n_features, layout=layout, dtype=dtype))
+            for path in targets
+        ]
         inexact: tuple[Path, int, float] | None = None  # the first label that the dtype cannot hold
         for number, path in enumerate(paths):
             writer = writers[number if separate else 0]
             rows = 0
-            for chunk in libsvm_text.read_chunks(path, n_features=n_features, dtype=dtype, zero_based=zero_based):
+            for chunk in libsvm_text.read_chunks(
+                path, n_features=n_features, dtype=dtype, zero_based=zero_based
+            ):
                 writer.append(chunk.features, chunk.labels)
                 if inexact is None and (found := inexact_labels(chunk.labels, dtype)).size:
                     inexact = path, rows + int(found[0]), float(chunk.labels[found[0]])
@@ -120,7 +133,9 @@ def convert(
                 if advance is not None:
                     advance(chunk.text_bytes)
         # All stores share one label map, so that a text with only one of the labels is mapped in the same way.
-        label_map = _label_map(np.unique(np.concatenate([writer.labels_found() for writer in writers])), labels)
+        label_map = _label_map(
+            np.unique(np.concatenate([writer.labels_found() for writer in writers])), labels
+        )
         # Labels that are mapped to 0 and 1 may be any.
         if label_map is None and inexact is not None:
             path, row, label = inexact
@@ -128,12 +143,19 @@ def convert(
             raise DatasetError(f"{place} the row {describe_inexact(label, dtype)}")
         for number, writer in enumerate(writers):
             mine = paths[number : number + 1] if separate else paths
-            writer.finish(label_map=label_map, shard=(number, len(writers)), source=tuple(path.name for path in mine))
+            writer.finish(
+                label_map=label_map,
+                shard=(number, len(writers)),
+                source=tuple(path.name for path in mine),
+            )
     return targets
 
 
 def store_to_text(
-    stores: Sequence[str | os.PathLike[str]], dest: str | os.PathLike[str], *, advance: Advance | None = None
+    stores: Sequence[str | os.PathLike[str]],
+    dest: str | os.PathLike[str],
+    *,
+    advance: Advance | None = None,
 ) -> Path:
     """Write stores as LIBSVM text, with the original labels and enough digits to restore exactly the same numbers.
 
@@ -192,7 +214,9 @@ def download(name: str, data_type: str, folder: str | os.PathLike[str]) -> Path:
     return progress_download(text.url, Path(folder) / text.file_name, sha256=text.sha256)
 
 
-def generate_lmdb_from_libsvm(name: str, data_type: str, root: str | os.PathLike[str]) -> list[Path]:
+def generate_lmdb_from_libsvm(
+    name: str, data_type: str, root: str | os.PathLike[str]
+) -> list[Path]:
     """Create the stores of one part of a known data set, as the command of this module does.
 
     Existing stores are created again.
@@ -282,10 +306,14 @@ def _label_map(found: NDArray[np.float64], labels: Labels) -> dict[str, int] | N
             return {f"{negative}": 0, f"{positive}": 1}
     if isinstance(labels, str):
         return None
-    raise DatasetError(f"the text has the labels {sorted(present)[:9]}; expected only {labels[0]} and {labels[1]}")
+    raise DatasetError(
+        f"the text has the labels {sorted(present)[:9]}; expected only {labels[0]} and {labels[1]}"
+    )
 
 
-def _shape(paths: list[Path], n_features: int | None, layout: str, dtype: str, zero_based: bool) -> tuple[int, str]:
+def _shape(
+    paths: list[Path], n_features: int | None, layout: str, dtype: str, zero_based: bool
+) -> tuple[int, str]:
     """Return the number of columns and the layout, read from the texts if they were not given."""
     if n_features is not None and layout != "auto":
         return n_features, layout
@@ -293,7 +321,10 @@ def _shape(paths: list[Path], n_features: int | None, layout: str, dtype: str, z
     columns = n_features or max(shape.n_features for shape in found)
     if layout == "auto":
         written, all_values = sum(s.n_values for s in found), sum(s.n_rows for s in found) * columns
-        is_dense = columns * np.dtype(dtype).itemsize <= _DENSE_ROW_BYTES or written >= _DENSE_SHARE * all_values
+        is_dense = (
+            columns * np.dtype(dtype).itemsize <= _DENSE_ROW_BYTES
+            or written >= _DENSE_SHARE * all_values
+        )
         layout = "dense" if is_dense else "csr"
     if columns < 1:
         raise DatasetError(f"{', '.join(map(str, paths))} has no values")
@@ -302,13 +333,17 @@ def _shape(paths: list[Path], n_features: int | None, layout: str, dtype: str, z
 
 def _targets(target: Path, count: int) -> list[Path]:
     """Return the names of the stores; refuse to create them if another conversion left stores of the same name."""
-    numbered = [target.with_name(f"{target.stem}-{number:05}-of-{count:05}.lmdb") for number in range(count)]
+    numbered = [
+        target.with_name(f"{target.stem}-{number:05}-of-{count:05}.lmdb") for number in range(count)
+    ]
     targets = [target] if count == 1 else numbered
     # A reader would read other stores together with the new ones, or instead of them. A store that the conversion
     # replaces is not a conflict.
     others = {target, *target.parent.glob(f"{target.stem}-*-of-*.lmdb")} - set(targets)
     if left := sorted(path.name for path in others if path.exists()):
-        raise DatasetError(f"{target.parent} has other stores of the same name: {', '.join(left)}; delete them first")
+        raise DatasetError(
+            f"{target.parent} has other stores of the same name: {', '.join(left)}; delete them first"
+        )
     return targets
 
 
@@ -317,7 +352,9 @@ def _text_of(store: LinearStore) -> Iterator[tuple[str, int]]:
     label_map = store.header.label_map
     labels = store.labels
     if label_map is not None:
-        original = np.array([float(label) for label, _ in sorted(label_map.items(), key=lambda item: item[1])])
+        original = np.array(
+            [float(label) for label, _ in sorted(label_map.items(), key=lambda item: item[1])]
+        )
         labels = original[labels.astype(np.int64)]
     # Blocks of rows bound the memory, even for a sparse store with millions of columns.
     for start in range(0, len(store), _ROWS_AT_ONCE):
@@ -342,7 +379,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in _run(options):
             Console(soft_wrap=True).print(line, highlight=False, markup=False)
     except MLBenchError as error:
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}", highlight=False, markup=False, style="red")
+        Console(stderr=True, soft_wrap=True).print(
+            f"error: {error}", highlight=False, markup=False, style="red"
+        )
         return 1
     return 0
 
@@ -355,31 +394,68 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Make LMDB stores from LIBSVM text, or text from stores.",
     )
     parser.add_argument("name", help=f"known: {names}; any other with --file")
-    parser.add_argument("data_type", nargs="?", choices=("train", "test"), help="by default all parts")
-    parser.add_argument("dest_dir", type=Path, help="folder of the stores; downloads are kept there too")
+    parser.add_argument(
+        "data_type", nargs="?", choices=("train", "test"), help="by default all parts"
+    )
+    parser.add_argument(
+        "dest_dir", type=Path, help="folder of the stores; downloads are kept there too"
+    )
     text = parser.add_argument_group("text")
-    text.add_argument("--file", type=Path, action="append", help="local text in place of a download; may be repeated")
-    text.add_argument("--separate", action="store_true", help="one store for each file, in place of one for all")
-    text.add_argument("--features", type=int, help="number of columns; by default the known or the largest index")
+    text.add_argument(
+        "--file",
+        type=Path,
+        action="append",
+        help="local text in place of a download; may be repeated",
+    )
+    text.add_argument(
+        "--separate", action="store_true", help="one store for each file, in place of one for all"
+    )
+    text.add_argument(
+        "--features", type=int, help="number of columns; by default the known or the largest index"
+    )
     text.add_argument("--layout", choices=("auto", "dense", "csr"), default="auto")
     text.add_argument("--dtype", choices=("float32", "float64"), default="float32")
-    text.add_argument("--labels", type=_labels, help="auto, keep, or NEGATIVE,POSITIVE as in --labels=-1,1")
+    text.add_argument(
+        "--labels", type=_labels, help="auto, keep, or NEGATIVE,POSITIVE as in --labels=-1,1"
+    )
     text.add_argument("--zero-based", action="store_true", help="indices count from 0")
     # `const` is the value of --to-text without a path: the default path depends on the other arguments.
-    text.add_argument("--to-text", type=Path, nargs="?", const=Path(), metavar="PATH", help="write the store as text")
+    text.add_argument(
+        "--to-text",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="PATH",
+        help="write the store as text",
+    )
     text.add_argument("--verify", action="store_true", help="check the checksums of a store")
     made = parser.add_argument_group(SYNTHETIC)
-    made.add_argument("--rows", type=int, help="rows; by default 40,000 for training and 10,000 for test")
+    made.add_argument(
+        "--rows", type=int, help="rows; by default 40,000 for training and 10,000 for test"
+    )
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--optimum", type=float, metavar="L2", help="compute the optimum with this penalty (minutes)")
+    made.add_argument(
+        "--optimum",
+        type=float,
+        metavar="L2",
+        help="compute the optimum with this penalty (minutes)",
+    )
     options = parser.parse_args(arguments)
     known = options.name in KNOWN or options.name == SYNTHETIC
     if not (known or options.file or options.to_text is not None or options.verify):
         parser.error(f"the name {options.name!r} is not known ({names}): give its text by --file")
-    if options.data_type is None and (options.file or options.to_text is not None or options.verify or not known):
+    if options.data_type is None and (
+        options.file or options.to_text is not None or options.verify or not known
+    ):
         parser.error("data_type must be train or test here, not left out")
-    if options.name in KNOWN and options.data_type not in (None, *KNOWN[options.name].files) and not options.file:
-        parser.error(f"{options.name} has no part {options.data_type!r}; it has {', '.join(KNOWN[options.name].files)}")
+    if (
+        options.name in KNOWN
+        and options.data_type not in (None, *KNOWN[options.name].files)
+        and not options.file
+    ):
+        parser.error(
+            f"{options.name} has no part {options.data_type!r}; it has {', '.join(KNOWN[options.name].files)}"
+        )
     return options
 
 
@@ -404,7 +480,13 @@ def _make(options: argparse.Namespace, part: str) -> list[Path]:
         features, rows = options.features or DEFAULT_FEATURES, options.rows or DEFAULT_ROWS[part]
         with show_progress(f"{options.name} {part}", rows) as advance:
             write_synthetic_dense(
-                dest, features, rows, options.seed, data_type=part, l2=options.optimum, advance=advance
+                dest,
+                features,
+                rows,
+                options.seed,
+                data_type=part,
+                l2=options.optimum,
+                advance=advance,
             )
         return [dest]
     files = options.file or [download(options.name, part, options.dest_dir)]
@@ -427,7 +509,9 @@ def _make(options: argparse.Namespace, part: str) -> list[Path]:
         if rows != text.n_rows:
             for path in paths:
                 path.unlink()
-            raise DatasetError(f"{text.file_name} has {rows} rows, not {text.n_rows}: delete it and start again")
+            raise DatasetError(
+                f"{text.file_name} has {rows} rows, not {text.n_rows}: delete it and start again"
+            )
     return paths
 
 
@@ -443,8 +527,14 @@ def show_text_progress(name: str, texts: Sequence[Path]) -> Iterator[Advance]:
         The argument ``advance`` of :func:`convert`.
     """
     # The total is the size of the text, which is unknown if a file is compressed.
-    sizes = [path.stat().st_size for path in texts if path.is_file() and path.suffix not in COMPRESSIONS[1:]]
-    with show_progress(name, sum(sizes) if len(sizes) == len(texts) else None, of_bytes=True) as advance:
+    sizes = [
+        path.stat().st_size
+        for path in texts
+        if path.is_file() and path.suffix not in COMPRESSIONS[1:]
+    ]
+    with show_progress(
+        name, sum(sizes) if len(sizes) == len(texts) else None, of_bytes=True
+    ) as advance:
         yield advance
 
 
@@ -455,7 +545,9 @@ def _labels(text: str) -> Labels:
     try:
         negative, positive = (int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not auto, keep or two integers, as in -1,1") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not auto, keep or two integers, as in -1,1"
+        ) from None
     return negative, positive
 
 

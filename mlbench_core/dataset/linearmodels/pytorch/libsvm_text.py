@@ -93,7 +93,9 @@ def read_chunks(
         # A read may end inside a line. Read the rest of this line too, because the parser needs whole lines.
         while text := file.read(CHUNK_BYTES) + (rest := file.readline(MOST_LINE_BYTES)):
             if len(rest) == MOST_LINE_BYTES:
-                raise DatasetError(f"{path} has a line of more than {MOST_LINE_BYTES >> 20} MiB: it is not LIBSVM text")
+                raise DatasetError(
+                    f"{path} has a line of more than {MOST_LINE_BYTES >> 20} MiB: it is not LIBSVM text"
+                )
             if line == 1:
                 text = text.removeprefix(codecs.BOM_UTF8)
             try:
@@ -105,7 +107,9 @@ def read_chunks(
                 yield Chunk(features, labels, len(text))
 
 
-def _wrong_line(path: Path, first_line: int, text: bytes, parse: Callable[[bytes], Any]) -> DatasetError:
+def _wrong_line(
+    path: Path, first_line: int, text: bytes, parse: Callable[[bytes], Any]
+) -> DatasetError:
     """Find the first line that cannot be parsed, by bisection, and describe its error."""
     # Split at line feeds only, as the parser does: `splitlines` would also split at lone carriage returns.
     lines = text.split(b"\n")
@@ -128,7 +132,9 @@ def _wrong_line(path: Path, first_line: int, text: bytes, parse: Callable[[bytes
     shown = lines[low][:_SHOWN_BYTES].decode(errors="replace").strip()
     reason = str(failure(low, high))
     if b"\r" in lines[low].rstrip(b"\r"):
-        reason = f"it has a carriage return without a line feed, which does not end a line ({reason})"
+        reason = (
+            f"it has a carriage return without a line feed, which does not end a line ({reason})"
+        )
     return DatasetError(
         f"{path}, line {first_line + low}: {shown!r} is not 'label index:value index:value ...': {reason}"
     )
@@ -172,7 +178,9 @@ def scan(path: Path, *, zero_based: bool = False) -> TextShape:
     return TextShape(rows, features, values)
 
 
-def format_rows(indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any], labels: NDArray[Any]) -> str:
+def format_rows(
+    indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any], labels: NDArray[Any]
+) -> str:
     """Format compressed sparse rows as text, with enough digits to read back exactly the same numbers.
 
     Args:
@@ -194,6 +202,9 @@ def format_rows(indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any
     lines = []
     for row, label in enumerate(labels.tolist()):
         start, stop = bounds[row], bounds[row + 1]
-        pairs = [f"{i}:{v:.{digits}g}" for i, v in zip(indices[start:stop], numbers[start:stop], strict=True)]
+        pairs = [
+            f"{i}:{v:.{digits}g}"
+            for i, v in zip(indices[start:stop], numbers[start:stop], strict=True)
+        ]
         lines.append(" ".join([f"{label:.{label_digits}g}", *pairs]) + "\n")
     return "".join(lines)

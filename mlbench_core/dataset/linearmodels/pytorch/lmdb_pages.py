@@ -68,7 +68,9 @@ class _Pages:
             root, self.last, _ = other
         size, needed = os.fstat(self.descriptor).st_size, (self.last + 1) * self.page_bytes
         if size < needed:
-            raise DatasetError(f"{self.file} is cut off: it has {size} of {needed} bytes; convert or copy it again")
+            raise DatasetError(
+                f"{self.file} is cut off: it has {size} of {needed} bytes; convert or copy it again"
+            )
         # Each page has one parent, so a page that comes again would be a circle.
         seen: set[int] = set()
         level = [] if root == _NO_PAGE else [root]
@@ -88,11 +90,16 @@ class _Pages:
         page = os.pread(self.descriptor, _HEADER_BYTES + _META_FIELDS.size, offset)
         if len(page) < _HEADER_BYTES + _META_FIELDS.size:
             raise DatasetError(f"{self.file} cannot be read as an LMDB: it is too short")
-        magic, version, page_bytes, flags, root, last, transaction = _META_FIELDS.unpack_from(page, _HEADER_BYTES)
+        magic, version, page_bytes, flags, root, last, transaction = _META_FIELDS.unpack_from(
+            page, _HEADER_BYTES
+        )
         if not page[10] & _META or magic != _MAGIC or version != _VERSION:
             raise DatasetError(f"{self.file} cannot be read as an LMDB: it has no such header")
         sizes = [1 << power for power in range(9, 17)]
-        self._require(page_bytes in sizes and self.page_bytes in (0, page_bytes), f"its page size is {page_bytes}")
+        self._require(
+            page_bytes in sizes and self.page_bytes in (0, page_bytes),
+            f"its page size is {page_bytes}",
+        )
         self._require(flags == 0, "it has sorted duplicates, which no store of rows has")
         self.page_bytes = page_bytes
         return root, last, transaction
@@ -103,13 +110,17 @@ class _Pages:
         page = os.pread(self.descriptor, self.page_bytes, number * self.page_bytes)
         found, kind, lower, upper = struct.unpack_from("<Q2xHHH", page)
         self._require(
-            found == number and kind in (_BRANCH, _LEAF) and _HEADER_BYTES <= lower <= upper <= self.page_bytes,
+            found == number
+            and kind in (_BRANCH, _LEAF)
+            and _HEADER_BYTES <= lower <= upper <= self.page_bytes,
             f"page {number} has a wrong header",
         )
         offsets = struct.unpack_from(f"<{(lower - _HEADER_BYTES) // 2}H", page, _HEADER_BYTES)
         children = []
         for at in offsets:
-            self._require(upper <= at <= self.page_bytes - _NODE.size, f"page {number} has a wrong offset")
+            self._require(
+                upper <= at <= self.page_bytes - _NODE.size, f"page {number} has a wrong offset"
+            )
             low, high, flags, key_bytes = _NODE.unpack_from(page, at)
             data_bytes = low | high << 16
             end = at + _NODE.size + key_bytes
@@ -119,7 +130,9 @@ class _Pages:
                 self._require(end + 8 <= self.page_bytes, f"page {number} has a wrong key")
                 (first,) = struct.unpack_from("<Q", page, end)
                 pages = -(-(_HEADER_BYTES + data_bytes) // self.page_bytes)
-                self._require(2 <= first <= self.last + 1 - pages, f"a value of page {number} is outside")
+                self._require(
+                    2 <= first <= self.last + 1 - pages, f"a value of page {number} is outside"
+                )
             else:
                 end += data_bytes
             self._require(end <= self.page_bytes, f"page {number} has a wrong key or value")
@@ -127,4 +140,6 @@ class _Pages:
 
     def _require(self, is_right: bool, problem: str) -> None:
         if not is_right:
-            raise DatasetError(f"{self.file} is damaged: {problem}; convert the data again, or copy it again")
+            raise DatasetError(
+                f"{self.file} is damaged: {problem}; convert the data again, or copy it again"
+            )

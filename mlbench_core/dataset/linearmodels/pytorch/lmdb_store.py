@@ -95,7 +95,9 @@ class StoreHeader:
 
     def to_json(self) -> bytes:
         """Return the header as the JSON text that is stored."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, indent=1).encode()
+        return json.dumps(
+            {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, indent=1
+        ).encode()
 
     @classmethod
     def from_json(cls, text: bytes, path: Path) -> StoreHeader:
@@ -120,20 +122,34 @@ class StoreHeader:
         if kind != FORMAT:
             raise _other_format(path)
         if version != VERSION:
-            raise DatasetError(f"{path} has version {version} of the format; this library reads version {VERSION}")
+            raise DatasetError(
+                f"{path} has version {version} of the format; this library reads version {VERSION}"
+            )
         try:
-            header = cls(**{**found, "shard": tuple(found["shard"]), "source": tuple(found["source"])})
+            header = cls(
+                **{**found, "shard": tuple(found["shard"]), "source": tuple(found["source"])}
+            )
             counts = (header.n_rows, header.n_features, header.rows_per_block)
             is_valid = (
-                all(isinstance(count, int) and 0 < count < _MOST for count in (*counts, header.shard[1]))
+                all(
+                    isinstance(count, int) and 0 < count < _MOST
+                    for count in (*counts, header.shard[1])
+                )
                 and isinstance(header.shard[0], int)
                 and isinstance(header.labels_crc32, int)
-                and (header.label_map is None or all(map(math.isfinite, map(float, header.label_map))))
+                and (
+                    header.label_map is None
+                    or all(map(math.isfinite, map(float, header.label_map)))
+                )
             )
         except (TypeError, KeyError, ValueError, IndexError) as error:
-            raise DatasetError(f"the header of {path} is damaged: {error}; convert the data again") from error
+            raise DatasetError(
+                f"the header of {path} is damaged: {error}; convert the data again"
+            ) from error
         if not is_valid or header.layout not in LAYOUTS or header.dtype not in DTYPES:
-            raise DatasetError(f"the header of {path} is damaged: {str(header)[:300]}; convert the data again")
+            raise DatasetError(
+                f"the header of {path} is damaged: {str(header)[:300]}; convert the data again"
+            )
         return header
 
 
@@ -175,7 +191,9 @@ class LinearStore:
         # Labels are small compared with features, so read all of them at the start.
         labels = _get(self._open(), LABELS_KEY, self.path)
         if len(labels) != self.header.n_rows * self.header.number.itemsize:
-            raise DatasetError(f"{self.path} is damaged: its labels are not complete; convert the data again")
+            raise DatasetError(
+                f"{self.path} is damaged: its labels are not complete; convert the data again"
+            )
         if zlib.crc32(labels) != self.header.labels_crc32:
             raise DatasetError(
                 f"the labels of {self.path} have another checksum than when written; convert the data again, or copy "
@@ -184,7 +202,9 @@ class LinearStore:
         # A wrong number of columns would make a batch of any size, before the first block shows it.
         if self.header.layout == "dense":
             _get_dense(self._open(), 0, self.header, self.path)
-        self.labels: NDArray[Any] = np.frombuffer(labels, self.header.number).astype(self.header.dtype)
+        self.labels: NDArray[Any] = np.frombuffer(labels, self.header.number).astype(
+            self.header.dtype
+        )
 
     def __len__(self) -> int:
         return self.header.n_rows
@@ -256,7 +276,9 @@ class LinearStore:
         sums = np.frombuffer(stored, CHECKSUM)
         for number, expected in enumerate(sums.tolist()):
             if zlib.crc32(_get(opened, block_key(number), self.path)) != expected:
-                raise DatasetError(f"block {number} of {self.path} has another checksum than when written; {advice}")
+                raise DatasetError(
+                    f"block {number} of {self.path} has another checksum than when written; {advice}"
+                )
 
     def _open(self) -> _ReadEnvironment:
         """Return the file as this process has opened it; views of the file are valid while it is open."""
@@ -303,7 +325,9 @@ class LinearStore:
             is_valid = False
         # torch does not check columns, so a wrong one would read or write any memory.
         if not is_valid:
-            raise DatasetError(f"block {number} of {self.path} is damaged; convert the data again, or copy it again")
+            raise DatasetError(
+                f"block {number} of {self.path} is damaged; convert the data again, or copy it again"
+            )
         self._checked.add(number)
         lengths = indptr[rows + 1] - indptr[rows]
         chosen = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
@@ -322,11 +346,15 @@ def _get(opened: _ReadEnvironment, key: bytes, path: Path) -> memoryview:
     """Return a required value."""
     value = opened.get(key)
     if value is None:
-        raise DatasetError(f"{path} is damaged: it has no {key.decode()}; convert the data again, or copy it again")
+        raise DatasetError(
+            f"{path} is damaged: it has no {key.decode()}; convert the data again, or copy it again"
+        )
     return value
 
 
-def _get_dense(opened: _ReadEnvironment, number: int, header: StoreHeader, path: Path) -> memoryview:
+def _get_dense(
+    opened: _ReadEnvironment, number: int, header: StoreHeader, path: Path
+) -> memoryview:
     """Return a dense block."""
     block = _get(opened, block_key(number), path)
     expected = header.rows_of(number) * header.n_features * header.number.itemsize
@@ -376,7 +404,11 @@ def find_stores(root: Path, name: str, data_type: str) -> list[Path]:
     if root.is_file() or (root / "data.mdb").is_file():
         return [root]
     stem = f"{name}_{data_type}"
-    found = [root / f"{stem}.lmdb"] if (root / f"{stem}.lmdb").exists() else sorted(root.glob(f"{stem}-*.lmdb"))
+    found = (
+        [root / f"{stem}.lmdb"]
+        if (root / f"{stem}.lmdb").exists()
+        else sorted(root.glob(f"{stem}-*.lmdb"))
+    )
     if not found:
         existing = sorted(path.name for path in root.glob("*.lmdb")) if root.is_dir() else []
         raise DatasetNotFoundError(
@@ -403,7 +435,9 @@ class _ReadEnvironment:
             with self._lock:
                 return self._transaction.get(key)
         except self._failure as error:
-            raise DatasetError(f"{self._path} is damaged: {error}; convert the data again, or copy it again") from error
+            raise DatasetError(
+                f"{self._path} is damaged: {error}; convert the data again, or copy it again"
+            ) from error
 
     def close(self) -> None:
         """Close the file; every view of it becomes invalid."""
@@ -412,7 +446,9 @@ class _ReadEnvironment:
 
 
 # LMDB allows a process to open a file only once, so all users share it. The keys are device and inode.
-_environments: weakref.WeakValueDictionary[tuple[int, int], _ReadEnvironment] = weakref.WeakValueDictionary()
+_environments: weakref.WeakValueDictionary[tuple[int, int], _ReadEnvironment] = (
+    weakref.WeakValueDictionary()
+)
 _opening = threading.Lock()  # two threads must not open one file at the same time
 
 
@@ -437,7 +473,9 @@ def _open_for_reading(path: Path) -> _ReadEnvironment:
         check_pages(file)
         try:
             # Without a lock and without writing, read-only file systems and any number of processes work.
-            environment = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, create=False)
+            environment = lmdb.open(
+                str(path), subdir=path.is_dir(), readonly=True, lock=False, create=False
+            )
             opened = _ReadEnvironment(environment, file, lmdb.Error)
         except lmdb.Error as error:
             raise DatasetError(f"{path} cannot be read as an LMDB: {error}") from error
@@ -464,7 +502,9 @@ class _DenseRows:
         # The system only reserves this memory: the array takes up physical memory when blocks are written to it.
         self._cached = np.empty((header.n_rows, header.n_features), header.dtype) if cache else None
         self._row_bytes = header.n_features * header.number.itemsize
-        self._firsts = np.zeros(header.n_blocks, np.int64)  # address of each block; 0 if it is not known yet
+        self._firsts = np.zeros(
+            header.n_blocks, np.int64
+        )  # address of each block; 0 if it is not known yet
         self._low = self._high = 0  # the range of addresses that the matrix covers
         self._matrix = torch.empty(0)
 
@@ -477,7 +517,9 @@ class _DenseRows:
         if not firsts.all():
             self._locate(np.unique(blocks[firsts == 0]))
             firsts = self._firsts[blocks]
-        begins = firsts - self._low + (rows - blocks * self._header.rows_per_block) * self._row_bytes
+        begins = (
+            firsts - self._low + (rows - blocks * self._header.rows_per_block) * self._row_bytes
+        )
         torch.index_select(self._matrix, 0, torch.from_numpy(begins), out=out.view(torch.uint8))
 
     def _locate(self, blocks: Rows) -> None:
@@ -498,4 +540,6 @@ class _DenseRows:
             memory = (ctypes.c_char * (high - low)).from_address(low)
             content = torch.from_numpy(np.frombuffer(memoryview(memory), np.uint8))
             # The rows overlap in memory, so the view takes no space; it must never be written to.
-            self._matrix = content.as_strided((high - low - self._row_bytes + 1, self._row_bytes), (1, 1))
+            self._matrix = content.as_strided(
+                (high - low - self._row_bytes + 1, self._row_bytes), (1, 1)
+            )

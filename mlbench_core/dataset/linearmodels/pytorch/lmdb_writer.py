@@ -65,7 +65,9 @@ def inexact_labels(labels: NDArray[np.float64], dtype: str) -> NDArray[np.int64]
 def describe_inexact(label: float, dtype: str) -> str:
     """Describe a label of :func:`inexact_labels`, as the end of a sentence that begins with its place."""
     other = "" if dtype == "float64" else "store it as float64, or "
-    return f"has the label {label:.17g}, which {dtype} cannot hold: {other}number the classes from 0"
+    return (
+        f"has the label {label:.17g}, which {dtype} cannot hold: {other}number the classes from 0"
+    )
 
 
 class StoreWriter:
@@ -109,11 +111,15 @@ class StoreWriter:
         self._lmdb: Any = require("lmdb", "linear")
         self._sparse: Any = require("scipy.sparse", "linear")
         if n_features < 1 or (rows_per_block is not None and rows_per_block < 1):
-            raise ValueError(f"n_features and rows_per_block must be at least 1, not {n_features} and {rows_per_block}")
+            raise ValueError(
+                f"n_features and rows_per_block must be at least 1, not {n_features} and {rows_per_block}"
+            )
         if n_features > _MOST_FEATURES:
             raise ValueError(f"n_features must be at most {_MOST_FEATURES}, not {n_features}")
         if layout not in LAYOUTS or dtype not in DTYPES:
-            raise ValueError(f"layout and dtype must be in {LAYOUTS} and {DTYPES}, not {layout!r} and {dtype!r}")
+            raise ValueError(
+                f"layout and dtype must be in {LAYOUTS} and {DTYPES}, not {layout!r} and {dtype!r}"
+            )
         self.path = Path(path)
         self.n_features, self.layout, self.dtype = n_features, layout, dtype
         self.n_rows = 0
@@ -155,7 +161,9 @@ class StoreWriter:
             DatasetError: The disk is full.
         """
         if features.shape != (len(labels), self.n_features):
-            raise ValueError(f"features must have shape ({len(labels)}, {self.n_features}), not {features.shape}")
+            raise ValueError(
+                f"features must have shape ({len(labels)}, {self.n_features}), not {features.shape}"
+            )
         given = np.asarray(labels)
         for name, dtype in (("features", features.dtype), ("labels", given.dtype)):
             if dtype.kind not in "biuf":
@@ -166,7 +174,9 @@ class StoreWriter:
             wrong = np.flatnonzero(as_float64.astype(given.dtype) != given)
         if wrong.size:
             row = wrong[0]
-            raise ValueError(f"labels must be numbers that float64 holds, not {given[row]} in row {self.n_rows + row}")
+            raise ValueError(
+                f"labels must be numbers that float64 holds, not {given[row]} in row {self.n_rows + row}"
+            )
         # Copy the rows, because the caller may change its array. Sparse rows become dense later, block by block.
         with np.errstate(over="ignore"):  # the check below reports an overflow
             if isinstance(features, np.ndarray) and self.layout == "dense":
@@ -193,7 +203,10 @@ class StoreWriter:
         if isinstance(rows, np.ndarray):
             row, column = first.tolist()
         else:
-            row, column = int(np.searchsorted(rows.indptr, first[0], "right")) - 1, int(rows.indices[first[0]])
+            row, column = (
+                int(np.searchsorted(rows.indptr, first[0], "right")) - 1,
+                int(rows.indices[first[0]]),
+            )
         value = (given if isinstance(given, np.ndarray) else given.tocsr())[row, column]
         raise ValueError(
             f"features must be finite in {self.dtype}, not {value} in row {self.n_rows + row}, column {column}"
@@ -227,7 +240,9 @@ class StoreWriter:
                 (see :func:`inexact_labels`), or the disk is full.
         """
         if not self.n_rows or self._rows_per_block is None:
-            raise DatasetError(f"{self.path} would have no rows: {', '.join(source) or 'the source'} holds none")
+            raise DatasetError(
+                f"{self.path} would have no rows: {', '.join(source) or 'the source'} holds none"
+            )
         if self._pending_rows:
             self._write_blocks(1)
         labels = self._mapped(label_map).astype(np.dtype(self.dtype).newbyteorder("<")).tobytes()
@@ -261,7 +276,9 @@ class StoreWriter:
         if all(isinstance(part, np.ndarray) for part in self._pending):
             rows = np.concatenate(self._pending)
         else:
-            rows = self._sparse.vstack([self._sparse.csr_matrix(part) for part in self._pending], "csr")
+            rows = self._sparse.vstack(
+                [self._sparse.csr_matrix(part) for part in self._pending], "csr"
+            )
         start = 0
         while rows.shape[0] - start >= at_least:
             stop = min(start + self._rows_per_block, rows.shape[0])
@@ -300,14 +317,18 @@ class StoreWriter:
         labels = np.concatenate(self._labels)
         if label_map is None:
             if (wrong := inexact_labels(labels, self.dtype)).size:
-                raise DatasetError(f"row {wrong[0]} {describe_inexact(labels[wrong[0]], self.dtype)}")
+                raise DatasetError(
+                    f"row {wrong[0]} {describe_inexact(labels[wrong[0]], self.dtype)}"
+                )
             return labels
         mapped = np.full(len(labels), np.nan)
         for label, target in label_map.items():
             mapped[labels == float(label)] = target
         # A label outside the map would otherwise be stored as NaN.
         if (wrong := np.flatnonzero(np.isnan(mapped))).size:
-            raise DatasetError(f"row {wrong[0]} has the label {labels[wrong[0]]:g}; the labels are {list(label_map)}")
+            raise DatasetError(
+                f"row {wrong[0]} has the label {labels[wrong[0]]:g}; the labels are {list(label_map)}"
+            )
         return mapped
 
     @contextlib.contextmanager
@@ -319,7 +340,10 @@ class StoreWriter:
             raise  # the disk is not full; `_put` enlarges the map
         except (self._lmdb.Error, OSError) as error:
             # LMDB reports an incomplete write, such as on a full disk, as an input/output error.
-            if any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)):
+            if any(
+                os.strerror(code) in str(error)
+                for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+            ):
                 raise DatasetError(
                     f"the disk is full: {self.path} could not be written; free some space and start again"
                 ) from error

@@ -11,7 +11,11 @@ from typing import Any, TypeVar
 
 from mlbench_core import files
 from mlbench_core.dataset.libsvm_names import KNOWN, SYNTHETIC, text_names
-from mlbench_core.dataset.linearmodels.pytorch.libsvm import convert, generate_lmdb_from_libsvm, show_text_progress
+from mlbench_core.dataset.linearmodels.pytorch.libsvm import (
+    convert,
+    generate_lmdb_from_libsvm,
+    show_text_progress,
+)
 from mlbench_core.dataset.linearmodels.pytorch.libsvm_text import scan
 from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import find_stores
 from mlbench_core.dataset.local_files import COMPRESSIONS, find_file
@@ -25,7 +29,9 @@ _PARTS = ("train", "test")
 Found = TypeVar("Found")
 
 
-def prepare_stores(name: str, root: str | os.PathLike[str], text_folder: str | os.PathLike[str] | None = None) -> Path:
+def prepare_stores(
+    name: str, root: str | os.PathLike[str], text_folder: str | os.PathLike[str] | None = None
+) -> Path:
     """Create the stores of a data set, unless they exist.
 
     Any number of processes may call it at the same time: of the processes that share ``root``, one creates the stores
@@ -80,7 +86,9 @@ def find_text(folder: str | os.PathLike[str], name: str, part: str) -> Path:
     if path := find_file([Path(folder)], names):
         return path
     wanted = [stem + ending for stem in names for ending in COMPRESSIONS]
-    raise DatasetNotFoundError(f"{folder} has no text of {name} {part}; looked for {', '.join(wanted)}")
+    raise DatasetNotFoundError(
+        f"{folder} has no text of {name} {part}; looked for {', '.join(wanted)}"
+    )
 
 
 def _found(find: Callable[..., Found], *arguments: Any) -> Found | None:
@@ -96,11 +104,17 @@ def _parts(name: str, text_folder: Path | None) -> list[str]:
     if name in KNOWN:
         return list(KNOWN[name].files)
     if text_folder is not None:
-        return [part for part in _PARTS if part == "train" or _found(find_text, text_folder, name, part) is not None]
+        return [
+            part
+            for part in _PARTS
+            if part == "train" or _found(find_text, text_folder, name, part) is not None
+        ]
     if name == SYNTHETIC:
         return list(_PARTS)
     known = ", ".join(sorted([*KNOWN, SYNTHETIC]))
-    raise ValueError(f"name must be one of {known}, not {name!r}: any other needs a folder with its text")
+    raise ValueError(
+        f"name must be one of {known}, not {name!r}: any other needs a folder with its text"
+    )
 
 
 def _make(name: str, part: str, folder: Path, text_folder: Path | None) -> None:

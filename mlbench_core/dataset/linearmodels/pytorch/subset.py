@@ -31,11 +31,20 @@ class RowSubset(Dataset[tuple[Tensor, Tensor]]):
         ValueError: ``rows`` is empty, not in increasing order, or outside the data set.
     """
 
-    def __init__(self, dataset: LMDBDataset | RowSubset, rows: Sequence[int] | NDArray[np.int64]) -> None:
+    def __init__(
+        self, dataset: LMDBDataset | RowSubset, rows: Sequence[int] | NDArray[np.int64]
+    ) -> None:
         self.dataset = dataset
         self.rows = np.asarray(rows, dtype=np.int64)
-        if not self.rows.size or self.rows[0] < 0 or self.rows[-1] >= len(dataset) or (np.diff(self.rows) <= 0).any():
-            raise ValueError(f"rows must be some of 0 to {len(dataset) - 1} in increasing order, not {rows!r}")
+        if (
+            not self.rows.size
+            or self.rows[0] < 0
+            or self.rows[-1] >= len(dataset)
+            or (np.diff(self.rows) <= 0).any()
+        ):
+            raise ValueError(
+                f"rows must be some of 0 to {len(dataset) - 1} in increasing order, not {rows!r}"
+            )
 
     @property
     def n_features(self) -> int:
@@ -108,7 +117,9 @@ def train_and_validation(
     """
     train = LMDBDataset(name, "train", root)
     # Read both parts in one layout, because the test part may be stored in the other one.
-    train.layout = layout = layout or ("sparse_csr" if train.stores[0].header.layout == "csr" else "dense")
+    train.layout = layout = layout or (
+        "sparse_csr" if train.stores[0].header.layout == "csr" else "dense"
+    )
     try:
         return train, LMDBDataset(name, "test", root, layout=layout)
     except DatasetNotFoundError:

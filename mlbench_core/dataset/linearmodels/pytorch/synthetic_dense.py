@@ -103,12 +103,16 @@ def synthetic_rows(
     if data_type not in _STREAMS:
         raise ValueError(f"data_type must be 'train' or 'test', not {data_type!r}")
     stream = _STREAMS[data_type]
-    whole = _whole_numbers(CHUNK_ROWS * n_features, seed, stream, chunk).reshape(CHUNK_ROWS, n_features)
+    whole = _whole_numbers(CHUNK_ROWS * n_features, seed, stream, chunk).reshape(
+        CHUNK_ROWS, n_features
+    )
     weights = _whole_numbers(n_features, seed, _WEIGHTS).astype(np.float64)
     factor = 2.0 ** _feature_exponent(n_features)
     logits = (whole.astype(np.float64) @ weights) * factor * _weight_scale(n_features)
     # 53 random bits fit the mantissa of a float64, so the conversion is exact.
-    uniform = (_bits(CHUNK_ROWS, seed, stream, chunk, _LABELS) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    uniform = (_bits(CHUNK_ROWS, seed, stream, chunk, _LABELS) >> np.uint64(11)).astype(
+        np.float64
+    ) * 2.0**-53
     labels = uniform < 1 / (1 + np.exp(-logits))
     return (whole * np.float32(factor)).astype(np.float32), labels.astype(np.float32)
 
@@ -201,27 +205,40 @@ class _Loss:
 
     def __init__(self, features: NDArray[Any], labels: NDArray[np.float64], l2: float) -> None:
         self.features, self.labels, self.l2 = features, labels, l2
-        self.slices = [slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(features), _ROWS_AT_ONCE)]
+        self.slices = [
+            slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(features), _ROWS_AT_ONCE)
+        ]
 
     def logits(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return z = X w + b."""
-        return np.concatenate([self.features[s].astype(np.float64) @ weights[:-1] for s in self.slices]) + weights[-1]
+        return (
+            np.concatenate(
+                [self.features[s].astype(np.float64) @ weights[:-1] for s in self.slices]
+            )
+            + weights[-1]
+        )
 
     def _transposed(self, vector: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the product of (X, 1) transposed with a vector."""
         product = sum(vector[s] @ self.features[s].astype(np.float64) for s in self.slices)
         return np.append(product, vector.sum())
 
-    def at(self, weights: NDArray[np.float64]) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
+    def at(
+        self, weights: NDArray[np.float64]
+    ) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
         """Return loss, gradient, and the second derivative of each row's loss with respect to its logit."""
         z = self.logits(weights)
-        loss = float(np.mean(np.logaddexp(0, z) - self.labels * z) + self.l2 / 2 * (weights @ weights))
+        loss = float(
+            np.mean(np.logaddexp(0, z) - self.labels * z) + self.l2 / 2 * (weights @ weights)
+        )
         # This is the sigmoid. The hyperbolic tangent does not overflow for logits of any size, unlike the exponential.
         p = 0.5 * (1 + np.tanh(z / 2))
         gradient = self._transposed(p - self.labels) / len(z) + self.l2 * weights
         return loss, gradient, p * (1 - p) / len(z)
 
-    def newton_step(self, gradient: NDArray[np.float64], curvature: NDArray[np.float64]) -> NDArray[np.float64]:
+    def newton_step(
+        self, gradient: NDArray[np.float64], curvature: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
         """Solve H d = -g by conjugate gradients, with a tolerance that shrinks with the gradient."""
         norm = float(np.linalg.norm(gradient))
         # Exact solutions far from the minimum waste work; this tolerance still gives superlinear convergence.
@@ -274,19 +291,25 @@ def write_synthetic_dense(
         DatasetError: The disk is full.
     """
     check_at_least("n_rows", n_rows, 1)
-    extra: dict[str, Any] = {"synthetic_dense": {"seed": seed, "data_type": data_type, "logit_scale": LOGIT_SCALE}}
+    extra: dict[str, Any] = {
+        "synthetic_dense": {"seed": seed, "data_type": data_type, "logit_scale": LOGIT_SCALE}
+    }
     kept: list[tuple[NDArray[np.float32], NDArray[np.float32]]] = []
     with StoreWriter(path, n_features, rows_per_block=rows_per_block) as writer:
         for chunk in range(-(-n_rows // CHUNK_ROWS)):
             count = min(CHUNK_ROWS, n_rows - chunk * CHUNK_ROWS)
-            features, labels = (part[:count] for part in synthetic_rows(chunk, n_features, seed, data_type))
+            features, labels = (
+                part[:count] for part in synthetic_rows(chunk, n_features, seed, data_type)
+            )
             writer.append(features, labels)
             if l2 is not None:
                 kept.append((features, labels))
             if advance is not None:
                 advance(count)
         if l2 is not None:
-            optimum = logistic_optimum(np.concatenate([x for x, _ in kept]), np.concatenate([y for _, y in kept]), l2)
+            optimum = logistic_optimum(
+                np.concatenate([x for x, _ in kept]), np.concatenate([y for _, y in kept]), l2
+            )
             extra["optimum"] = optimum.summary()
         writer.finish(label_map={"0": 0, "1": 1}, source=("synthetic_dense",), extra=extra)
     return Path(path)

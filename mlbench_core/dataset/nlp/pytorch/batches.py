@@ -64,7 +64,9 @@ def build_collate_fn(
     """
     check_at_least("multiple", multiple, 1)
     # Return a partial of a module's function, because a closure could not be pickled for a DataLoader's processes.
-    return functools.partial(_collate, batch_first=batch_first, sort=sort, pad=pad, multiple=multiple)
+    return functools.partial(
+        _collate, batch_first=batch_first, sort=sort, pad=pad, multiple=multiple
+    )
 
 
 def _collate(
@@ -134,7 +136,11 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
         world_size: int = 1,
         buckets: int = 5,
     ) -> None:
-        for name, value, least in (("batch_size", batch_size, 1), ("buckets", buckets, 1), ("seed", seed, 0)):
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("buckets", buckets, 1),
+            ("seed", seed, 0),
+        ):
             check_int(name, value, least)
         check_rank(rank, world_size)
         self.lengths = np.asarray(lengths, dtype=np.int64)
@@ -165,7 +171,11 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
     def _validation_batches(self) -> list[_Order]:
         order = np.argsort(self.lengths, kind="stable")
         # Cut the shares of all workers and batches at once, so that they differ by at most one pair.
-        return np.array_split(order, len(self) * self.world_size)[self.rank :: self.world_size] if len(order) else []
+        return (
+            np.array_split(order, len(self) * self.world_size)[self.rank :: self.world_size]
+            if len(order)
+            else []
+        )
 
     def _training_batches(self) -> list[_Order]:
         """Return this worker's share of the batches of all workers."""
@@ -287,7 +297,11 @@ def get_batches(
         >>> get_batches(dataset, max_tokens=8, bsz_mult=2, shuffle=False)
         [[1, 3], [2, 0], [4]]
     """
-    for name, limit in (("max_tokens", max_tokens), ("max_sentences", max_sentences), ("bsz_mult", bsz_mult)):
+    for name, limit in (
+        ("max_tokens", max_tokens),
+        ("max_sentences", max_sentences),
+        ("bsz_mult", bsz_mult),
+    ):
         if limit is not None:
             check_at_least(name, limit, 1)
     sizes = dataset.sizes
@@ -299,7 +313,9 @@ def get_batches(
         )
     # The generator depends on the seed alone, so every worker cuts the same batches without communication.
     generator = np.random.default_rng(seed)
-    order = generator.permutation(len(sizes)) if shuffle and dataset.shuffle else np.arange(len(sizes))
+    order = (
+        generator.permutation(len(sizes)) if shuffle and dataset.shuffle else np.arange(len(sizes))
+    )
     # A stable sort keeps the random order of pairs of the same size.
     order = order[np.argsort(sizes[order], kind="stable")]
     batches = _cut(order, sizes[order], max_tokens, max_sentences, bsz_mult)

@@ -125,7 +125,11 @@ def load_corpus(texts: Mapping[str, Path], cache_dir: Path | None) -> Corpus:
     try:
         _save_cache(folder, corpus)
     except OSError as error:
-        _log.warning("the cache %s cannot be written (%s); the text will be read again at each start", folder, error)
+        _log.warning(
+            "the cache %s cannot be written (%s); the text will be read again at each start",
+            folder,
+            error,
+        )
         return corpus
     # Map the new cache, so that the workers of one machine share the pages of one file.
     return _load_cache(folder, texts) or corpus
@@ -141,7 +145,9 @@ def _read_corpus(texts: Mapping[str, Path]) -> Corpus:
                 yield dictionary.add_word(word)
 
     # `ids` is an iterator, because a list of the words of a large text would take many times the memory of their ids.
-    return Corpus(dictionary, {part: np.fromiter(ids(path), dtype=np.int32) for part, path in texts.items()})
+    return Corpus(
+        dictionary, {part: np.fromiter(ids(path), dtype=np.int32) for part, path in texts.items()}
+    )
 
 
 def _save_cache(folder: Path, corpus: Corpus) -> None:
@@ -151,7 +157,9 @@ def _save_cache(folder: Path, corpus: Corpus) -> None:
             np.save(new / f"{part}.npy", ids, allow_pickle=False)
         tokens = {part: len(ids) for part, ids in corpus.parts.items()}
         content = {"format": _FORMAT, "tokens": tokens, "words": corpus.dictionary.idx2word}
-        (new / "dictionary.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        (new / "dictionary.json").write_text(
+            json.dumps(content, ensure_ascii=False), encoding="utf-8"
+        )
 
 
 def _load_cache(folder: Path, texts: Mapping[str, Path]) -> Corpus | None:

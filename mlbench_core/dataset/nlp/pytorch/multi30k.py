@@ -13,7 +13,12 @@ from mlbench_core.dataset.nlp.pytorch.pair_datasets import RecurrentPairs, Trans
 from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part, find_files, load_part
 from mlbench_core.dataset.nlp.pytorch.pair_text import PairFiles, Recipe
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
-from mlbench_core.dataset.registry import MULTI30K_ARCHIVE_SHA256, MULTI30K_NAMES, MULTI30K_SHA256, MULTI30K_URL
+from mlbench_core.dataset.registry import (
+    MULTI30K_ARCHIVE_SHA256,
+    MULTI30K_NAMES,
+    MULTI30K_SHA256,
+    MULTI30K_URL,
+)
 from mlbench_core.errors import DatasetNotFoundError
 
 __all__ = ["Multi30k", "download_text"]
@@ -86,15 +91,26 @@ class Multi30k(RecurrentPairs):
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if tokens not in _TOKENIZERS:
-            raise ValueError(f"tokens must be one of {', '.join(map(repr, _TOKENIZERS))}, not {tokens!r}")
+            raise ValueError(
+                f"tokens must be one of {', '.join(map(repr, _TOKENIZERS))}, not {tokens!r}"
+            )
         folder, name = Path(root), choose_part(train=train, validation=validation, test=test)
         recipe = Recipe(lang, tokenizer=_TOKENIZERS[tokens], size=vocab_size, min_count=min_count)
         # 29,000 pairs fit in memory easily.
         part = load_part(
-            functools.partial(_files, folder, lang), name, recipe, root=folder, cache_dir=cache_dir, in_memory=True
+            functools.partial(_files, folder, lang),
+            name,
+            recipe,
+            root=folder,
+            cache_dir=cache_dir,
+            in_memory=True,
         )
-        tokenizer = WMT16Tokenizer(part.vocabulary_folder, math_precision, lang=lang[0], tokenizer=recipe.tokenizer)
-        super().__init__(part, tokenizer, sort=sort, min_len=min_len, max_len=max_len, max_size=max_size)
+        tokenizer = WMT16Tokenizer(
+            part.vocabulary_folder, math_precision, lang=lang[0], tokenizer=recipe.tokenizer
+        )
+        super().__init__(
+            part, tokenizer, sort=sort, min_len=min_len, max_len=max_len, max_size=max_size
+        )
 
     def for_transformer(self, **options: Any) -> TransformerPairs:
         """Return the same pairs for the Transformer, with its dictionary, samples and ``collater``.
@@ -131,4 +147,8 @@ def download_text(folder: Path) -> None:
     """
     for name in MULTI30K_SHA256:
         if find_file([folder], [name]) is None:
-            progress_download(f"{MULTI30K_URL}{name}.gz", folder / f"{name}.gz", sha256=MULTI30K_ARCHIVE_SHA256[name])
+            progress_download(
+                f"{MULTI30K_URL}{name}.gz",
+                folder / f"{name}.gz",
+                sha256=MULTI30K_ARCHIVE_SHA256[name],
+            )

@@ -89,7 +89,9 @@ class RecurrentPairs(_PartPairs[tuple[Tensor, Tensor]]):
         max_size: int | None = None,
     ) -> None:
         if min_len < 0 or (max_len is not None and max_len < min_len):
-            raise ValueError(f"min_len must be from 0 to max_len, not {min_len} with max_len {max_len}")
+            raise ValueError(
+                f"min_len must be from 0 to max_len, not {min_len} with max_len {max_len}"
+            )
         if max_size is not None:
             check_at_least("max_size", max_size, 1)
         self.part = part
@@ -121,7 +123,9 @@ class RecurrentPairs(_PartPairs[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return source and target, int64 of shape (tokens + 2,)."""
-        source, target = (torch.from_numpy(self.tokenizer.to_ids(numbers)) for numbers in self._numbers(index))
+        source, target = (
+            torch.from_numpy(self.tokenizer.to_ids(numbers)) for numbers in self._numbers(index)
+        )
         return source, target
 
     def __repr__(self) -> str:
@@ -165,7 +169,9 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
         indices: npt.ArrayLike | None = None,
     ) -> None:
         if min(max_positions) < 2:
-            raise ValueError(f"max_positions must be at least 2 each, one for the end, not {tuple(max_positions)}")
+            raise ValueError(
+                f"max_positions must be at least 2 each, one for the end, not {tuple(max_positions)}"
+            )
         check_at_least("seq_len_multiple", seq_len_multiple, 1)
         self.part = part
         self.lang = part.recipe.languages
@@ -181,7 +187,9 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
         # If a special symbol were in the vocabulary too, the numbers of all later symbols would be wrong.
         if len(self.dictionary) != self._shift + part.subwords.size:
             special = ", ".join(self.dictionary.symbols[:_FIRST_SYMBOL])
-            raise DatasetError(f"the vocabulary in {part.vocabulary_folder} has one of {special}; delete that line")
+            raise DatasetError(
+                f"the vocabulary in {part.vocabulary_folder} has one of {special}; delete that line"
+            )
         self.src_dict = self.trg_dict = self.dictionary
         lengths = _lengths(part) + 1
         wanted = np.arange(len(lengths)) if indices is None else np.asarray(indices, dtype=np.int64)
@@ -236,7 +244,11 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
             The batch that :func:`~mlbench_core.dataset.nlp.pytorch.batches.collate_batch` makes.
         """
         return collate_batch(
-            samples, self.dictionary.pad(), self.dictionary.eos(), *self.left_pad, self.seq_len_multiple
+            samples,
+            self.dictionary.pad(),
+            self.dictionary.eos(),
+            *self.left_pad,
+            self.seq_len_multiple,
         )
 
     def __repr__(self) -> str:

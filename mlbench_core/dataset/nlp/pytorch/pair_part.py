@@ -82,7 +82,9 @@ class Part:
                 not correspond.
         """
         if self.recipe.tokenizer is None:
-            raise ValueError("references must be raw text, not text that is divided into sub-words: use raw text")
+            raise ValueError(
+                "references must be raw text, not text that is divided into sub-words: use raw text"
+            )
         if self.is_cleaned:
             raise ValueError(
                 "references must be of a complete part, not of a training part, from which pairs were left out: use "
@@ -122,7 +124,9 @@ def find_files(folder: Path, names: Iterable[str], languages: Sequence[str]) -> 
     return None
 
 
-def download_files(folder: Path, archives: Sequence[Archive], languages: Sequence[str], download: bool) -> PairFiles:
+def download_files(
+    folder: Path, archives: Sequence[Archive], languages: Sequence[str], download: bool
+) -> PairFiles:
     """Return the text of a part from its archives; download and unpack them if they are missing.
 
     Args:
@@ -200,7 +204,9 @@ def load_part(
     elif any(root.glob("vocab.bpe.*")):
         subwords, folder = Subwords.load(root, recipe.separator, skip=SPECIAL_SYMBOLS), root
     elif recipe.tokenizer is None:
-        raise DatasetNotFoundError(f"{root} has no vocabulary vocab.bpe.NAME, which text that is divided already needs")
+        raise DatasetNotFoundError(
+            f"{root} has no vocabulary vocab.bpe.NAME, which text that is divided already needs"
+        )
     else:
         subwords, folder = prepare_subwords(find("train"), recipe, cache)
     # Drop the merges, because divided text must not be divided again.

@@ -91,7 +91,9 @@ class Sentences:
     def __getitem__(self, index: int) -> Numbers:
         """Return the numbers of a sentence, of shape (tokens,), as a view that must not be written to."""
         if not 0 <= index < len(self):
-            raise IndexError(f"index must be at least 0 and below {len(self)}, the number of sentences, not {index}")
+            raise IndexError(
+                f"index must be at least 0 and below {len(self)}, the number of sentences, not {index}"
+            )
         return self.numbers[self.offsets[index] : self.offsets[index + 1]]
 
     @property
@@ -128,11 +130,17 @@ class PairStore:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], in_memory: bool = False, vocabulary_checksum: str | None = None
+        self,
+        folder: str | os.PathLike[str],
+        in_memory: bool = False,
+        vocabulary_checksum: str | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.header = _read_header(self.folder)
-        if vocabulary_checksum is not None and vocabulary_checksum != self.header.vocabulary_checksum:
+        if (
+            vocabulary_checksum is not None
+            and vocabulary_checksum != self.header.vocabulary_checksum
+        ):
             raise DatasetError(
                 f"{self.folder} has the vocabulary {self.header.vocabulary_checksum}, not "
                 f"{vocabulary_checksum}: {_ADVICE}"
@@ -188,15 +196,25 @@ def write_pairs(
         ValueError: A block has different numbers of sources and targets, or a number is not in the vocabulary.
     """
     with files.creating_folder(folder) as new:
-        with _NumberFile(new / "source.npy", header) as source, _NumberFile(new / "target.npy", header) as target:
+        with (
+            _NumberFile(new / "source.npy", header) as source,
+            _NumberFile(new / "target.npy", header) as target,
+        ):
             for sources, targets in blocks:
                 if len(sources) != len(targets):
-                    raise ValueError(f"a block must have {len(sources)} targets, one per source, not {len(targets)}")
+                    raise ValueError(
+                        f"a block must have {len(sources)} targets, one per source, not {len(targets)}"
+                    )
                 source.append(sources)
                 target.append(targets)
-        counts = {"pairs": len(source.offsets) - 1, "tokens": (source.offsets[-1], target.offsets[-1])}
+        counts = {
+            "pairs": len(source.offsets) - 1,
+            "tokens": (source.offsets[-1], target.offsets[-1]),
+        }
         content = {**asdict(header), **counts}
-        (new / "header.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        (new / "header.json").write_text(
+            json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+        )
         # The new store is complete here. Remove the old one, because leaving this block renames the new one.
         shutil.rmtree(folder, ignore_errors=True)
     return PairStore(folder)
@@ -229,7 +247,11 @@ class _NumberFile:
 
     def _write_header(self) -> None:
         """Write the header; numpy pads it, so that a larger number of tokens fits later."""
-        content = {"descr": self.header.dtype.str, "fortran_order": False, "shape": (self.offsets[-1],)}
+        content = {
+            "descr": self.header.dtype.str,
+            "fortran_order": False,
+            "shape": (self.offsets[-1],),
+        }
         self.file.seek(0)
         np.lib.format.write_array_header_1_0(self.file, content)
 
@@ -252,7 +274,10 @@ def _read_header(folder: Path) -> PairHeader:
                 f"{folder} has version {content['version']} of the format, not {FORMAT_VERSION}: {_ADVICE}"
             )
         # JSON has no tuples, only lists.
-        content["languages"], content["tokens"] = tuple(content["languages"]), tuple(content["tokens"])
+        content["languages"], content["tokens"] = (
+            tuple(content["languages"]),
+            tuple(content["tokens"]),
+        )
         return PairHeader(**content)
     except FileNotFoundError:
         raise DatasetNotFoundError(f"the store {folder} does not exist") from None

@@ -114,7 +114,9 @@ def prepare_subwords(files: PairFiles, recipe: Recipe, cache_dir: Path) -> tuple
             words = _prepare_words(files, recipe, Cleaning(), cache_dir)
             lines = itertools.chain.from_iterable(map(read_lines, (*words.sources, *words.targets)))
             if recipe.tokenizer == "spacy":
-                subwords = learn_words(lines, min_count=recipe.min_count, separator=recipe.separator)
+                subwords = learn_words(
+                    lines, min_count=recipe.min_count, separator=recipe.separator
+                )
             else:
                 subwords = learn_subwords(
                     lines,
@@ -154,7 +156,11 @@ def prepare_store(
     Raises:
         DatasetError: The text is damaged, or its languages have different numbers of lines.
     """
-    how = {**asdict(recipe), "cleaning": asdict(cleaning) if cleaning else None, "vocabulary": subwords.checksum}
+    how = {
+        **asdict(recipe),
+        "cleaning": asdict(cleaning) if cleaning else None,
+        "vocabulary": subwords.checksum,
+    }
     folder = cache_dir / f"pairs-{_digest(files, how)}"
     with lock(cache_dir / f".{folder.name}.lock"):
         try:
@@ -166,7 +172,9 @@ def prepare_store(
         # The words come before the progress bar of the store, because a terminal shows one bar at a time.
         is_split = recipe.tokenizer in ("moses", "spacy")
         text = _prepare_words(files, recipe, cleaning, cache_dir) if is_split else files
-        header = PairHeader(recipe.languages, subwords.size, subwords.checksum, extra={"recipe": how})
+        header = PairHeader(
+            recipe.languages, subwords.size, subwords.checksum, extra={"recipe": how}
+        )
         with show_progress("sub-words", None) as advance:
             blocks = _blocks(text, None if is_split else cleaning)
             store = write_pairs(folder, header, _encode(blocks, subwords, advance))
@@ -193,7 +201,9 @@ def _encode(
         advance(len(sources))
 
 
-def _prepare_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path) -> PairFiles:
+def _prepare_words(
+    files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path
+) -> PairFiles:
     """Return a text in words, from which both the vocabulary and the store are created.
 
     Each file of the text has its own result. After an interruption, finished files are therefore
@@ -203,10 +213,14 @@ def _prepare_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, 
         _split_words(PairFiles((source,), (target,)), recipe, cleaning, cache_dir)
         for source, target in zip(files.sources, files.targets, strict=True)
     ]
-    return PairFiles(*(tuple(folder / f"{side}.txt" for folder in folders) for side in ("source", "target")))
+    return PairFiles(
+        *(tuple(folder / f"{side}.txt" for folder in folders) for side in ("source", "target"))
+    )
 
 
-def _split_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path) -> Path:
+def _split_words(
+    files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path
+) -> Path:
     """Split one file of a text and its translation into words, and return the folder of the result."""
     how = [recipe.languages, recipe.tokenizer, asdict(cleaning) if cleaning else None]
     folder = cache_dir / f"words-{_digest(files, how)}"

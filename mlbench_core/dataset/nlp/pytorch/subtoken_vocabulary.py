@@ -79,7 +79,9 @@ class SubtokenVocabulary:
         for number, allowed in enumerate(_SPECIAL):
             found = self.subtokens[number] if number < len(self.subtokens) else "nothing"
             if found not in allowed:
-                raise ValueError(f"line {number + 1} must be the sub-token {allowed[0]}, not {found}")
+                raise ValueError(
+                    f"line {number + 1} must be the sub-token {allowed[0]}, not {found}"
+                )
         first: dict[str, int] = {}
         for number, symbol in enumerate(self.symbols):
             if not symbol:
@@ -90,7 +92,9 @@ class SubtokenVocabulary:
                     f"and {number + 1}"
                 )
         # The special sub-tokens are not text.
-        self._numbers = {subtoken: number for number, subtoken in enumerate(self.subtokens) if number > _EOS}
+        self._numbers = {
+            subtoken: number for number, subtoken in enumerate(self.subtokens) if number > _EOS
+        }
         # A character that is in a longer sub-token only could neither be cut off nor escaped.
         characters = {*_ESCAPE_CHARACTERS}.union(*self._numbers)
         missing = sorted(characters - self._numbers.keys())
@@ -128,7 +132,9 @@ class SubtokenVocabulary:
         found = []
         for number in numbers:
             if not 0 <= number < len(self.subtokens):
-                raise IndexError(f"numbers must be from 0 to {len(self.subtokens) - 1}, not {number}")
+                raise IndexError(
+                    f"numbers must be from 0 to {len(self.subtokens) - 1}, not {number}"
+                )
             if number == _EOS:
                 break
             if number != _PAD:
@@ -157,7 +163,9 @@ class SubtokenVocabulary:
 
         Tensor2Tensor and MLPerf's reference write single quotes, so this is what ``sha256sum`` shows for their files.
         """
-        return files.digest("".join(f"'{subtoken}'\n" for subtoken in self.subtokens).encode("utf-8"))
+        return files.digest(
+            "".join(f"'{subtoken}'\n" for subtoken in self.subtokens).encode("utf-8")
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SubtokenVocabulary:

@@ -56,7 +56,9 @@ class Subwords:
         [[5, 4, 0], [1, 0]]
     """
 
-    def __init__(self, symbols: Sequence[str], merges: Sequence[Pair] | None = None, separator: str = "@@") -> None:
+    def __init__(
+        self, symbols: Sequence[str], merges: Sequence[Pair] | None = None, separator: str = "@@"
+    ) -> None:
         if not separator or any(c.isspace() for c in separator):
             raise ValueError(f"separator must be a text without white space, not {separator!r}")
         self.symbols = list(symbols)
@@ -84,7 +86,10 @@ class Subwords:
         # Whole words need neither an encoder nor the package tokenizers.
         if self.merges is None:
             get = self._numbers.get
-            return [np.array([get(word, UNKNOWN) for word in line.split()], dtype=np.int32) for line in lines]
+            return [
+                np.array([get(word, UNKNOWN) for word in line.split()], dtype=np.int32)
+                for line in lines
+            ]
         if self._encoder is None:
             self._encoder, self._table = self._build_encoder(self.merges)
         assert self._table is not None
@@ -100,7 +105,9 @@ class Subwords:
         unknown = " "
         # The encoder must number every part that a merge can create, even if it has no symbol in this vocabulary.
         ids = {unknown: 0} | {part: number for number, part in enumerate(parts, 1)}
-        model = tokenizers.models.BPE(vocab=ids, merges=merges, unk_token=unknown, end_of_word_suffix=_END)
+        model = tokenizers.models.BPE(
+            vocab=ids, merges=merges, unk_token=unknown, end_of_word_suffix=_END
+        )
         encoder = tokenizers.Tokenizer(model)
         encoder.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         table = np.zeros(len(ids), dtype=np.int32)
@@ -161,7 +168,9 @@ class Subwords:
         """
         found = sorted(path for path in folder.glob("vocab.bpe.*") if path.is_file())
         if not found:
-            raise DatasetNotFoundError(f"{folder} has no vocabulary vocab.bpe.NAME, for example vocab.bpe.32000")
+            raise DatasetNotFoundError(
+                f"{folder} has no vocabulary vocab.bpe.NAME, for example vocab.bpe.32000"
+            )
         if len(found) > 1:
             names = ", ".join(path.name for path in found)
             raise DatasetError(f"{folder} has several vocabularies, {names}: remove all but one")
@@ -250,7 +259,9 @@ def learn_subwords(
     final = sorted({word[-1] for word in words} | {SPACING_MARK})
     base = [c + separator for c in inner] + final
     if size is not None and size < len(base):
-        raise ValueError(f"size must be at least {len(base)}, the number of characters of the text, not {size}")
+        raise ValueError(
+            f"size must be at least {len(base)}, the number of characters of the text, not {size}"
+        )
     count = merges if merges is not None else (size or 0) - len(base)
     learned = _learn_merges(words, final, count, min_count)
     symbols = dict.fromkeys([*base, *(_symbol(left + right, separator) for left, right in learned)])
@@ -273,7 +284,9 @@ def learn_words(lines: Iterable[str], *, min_count: int = 2, separator: str = "@
         ['b', 'c']
     """
     counts = Counter(word for line in lines for word in line.split())
-    frequent = [word for word, n in counts.items() if n >= min_count and not word.endswith(separator)]
+    frequent = [
+        word for word, n in counts.items() if n >= min_count and not word.endswith(separator)
+    ]
     frequent.sort(key=lambda word: (-counts[word], word))
     return Subwords(list(dict.fromkeys([*frequent, SPACING_MARK])), None, separator)
 
@@ -287,10 +300,16 @@ def _count_words(lines: Iterable[str], separator: str, min_character_count: int)
             characters[c] += count
     rare = {c for c, count in characters.items() if count < min_character_count}
     # Sorted words make the result independent of the order of lines.
-    return {word: counts[word] for word in sorted(counts) if rare.isdisjoint(word) and separator not in word}
+    return {
+        word: counts[word]
+        for word in sorted(counts)
+        if rare.isdisjoint(word) and separator not in word
+    }
 
 
-def _learn_merges(words: dict[str, int], final: list[str], merges: int, min_count: int) -> list[Pair]:
+def _learn_merges(
+    words: dict[str, int], final: list[str], merges: int, min_count: int
+) -> list[Pair]:
     """Learn the merges, the same in every process.
 
     The trainer resolves ties between equally frequent pairs by the numbers of their parts. It numbers characters by
@@ -328,7 +347,11 @@ def _symbol(part: str, separator: str) -> str:
 
 def _part(symbol: str, separator: str) -> str:
     """Return the part of a word that a symbol represents."""
-    return symbol.removesuffix(separator) if symbol.endswith(separator) and symbol != separator else symbol + _END
+    return (
+        symbol.removesuffix(separator)
+        if symbol.endswith(separator) and symbol != separator
+        else symbol + _END
+    )
 
 
 def _read_symbols(path: Path) -> list[str]:
@@ -338,14 +361,18 @@ def _read_symbols(path: Path) -> list[str]:
         return [symbol for symbol, _ in lines]
     for line in lines:
         if len(line) > 1 or line[0].endswith("\r"):
-            raise DatasetError(f"{path} is not a vocabulary: {' '.join(line)!r} is not one symbol without white space")
+            raise DatasetError(
+                f"{path} is not a vocabulary: {' '.join(line)!r} is not one symbol without white space"
+            )
     return [symbol for (symbol,) in lines]
 
 
 def _read_merges(path: Path) -> list[Pair]:
     lines = _read_lines(path)
     if not lines or lines[0].strip() != _VERSION:
-        raise DatasetError(f"{path} does not begin with {_VERSION!r}: other versions of the format are not supported")
+        raise DatasetError(
+            f"{path} does not begin with {_VERSION!r}: other versions of the format are not supported"
+        )
     # Split at spaces only: a part may contain other white space of Unicode.
     pairs = [tuple(line.split(" ")) for line in lines[1:] if line]
     for number, pair in enumerate(pairs, 2):

@@ -27,7 +27,13 @@ from mlbench_core.dataset.registry import (
     WIKITEXT2_URL,
     WIKITEXT2_WORDS,
 )
-from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError, MissingDependencyError, require
+from mlbench_core.errors import (
+    DatasetError,
+    DatasetNotFoundError,
+    DownloadError,
+    MissingDependencyError,
+    require,
+)
 from mlbench_core.paths import user_folder
 
 __all__ = ["Dictionary", "Wikitext2Dataset", "download_text"]
@@ -125,7 +131,9 @@ class Wikitext2Dataset:
     @sequence_lengths.setter
     def sequence_lengths(self, lengths: Tensor | Sequence[int]) -> None:
         tensor = torch.as_tensor(lengths)
-        if tensor.dim() != 1 or (len(tensor) and (tensor.is_floating_point() or tensor.is_complex())):
+        if tensor.dim() != 1 or (
+            len(tensor) and (tensor.is_floating_point() or tensor.is_complex())
+        ):
             raise ValueError(
                 f"sequence_lengths must be integers of shape (batches,), not {tensor.dtype} of shape "
                 f"{tuple(tensor.shape)}: give the length of each batch"
@@ -133,7 +141,12 @@ class Wikitext2Dataset:
         self._sequence_lengths = tensor.to(torch.int64)
 
     def generate_batches(
-        self, global_bsz: int, worker_bsz: int | None = None, rank: int = 0, *, world_size: int | None = None
+        self,
+        global_bsz: int,
+        worker_bsz: int | None = None,
+        rank: int = 0,
+        *,
+        world_size: int | None = None,
     ) -> None:
         """Cut the text into streams and select this worker's share of them.
 
@@ -160,7 +173,9 @@ class Wikitext2Dataset:
             )
         first, last = _share(global_bsz, worker_bsz, rank, world_size)
         # This is a view of the mapped ids, without a copy of the text.
-        self._streams = self.tokens[: words_in_stream * global_bsz].reshape(global_bsz, words_in_stream)[first:last]
+        self._streams = self.tokens[: words_in_stream * global_bsz].reshape(
+            global_bsz, words_in_stream
+        )[first:last]
         self.generate_sequence_lengths(random=False)
 
     def set_epoch(self, epoch: int) -> None:
@@ -243,7 +258,9 @@ class Wikitext2Dataset:
         """
         streams = self._stream_array()
         if not 0 <= i < self.num_batches():
-            raise IndexError(f"i must be at least 0 and below {self.num_batches()}, the number of batches, not {i}")
+            raise IndexError(
+                f"i must be at least 0 and below {self.num_batches()}, the number of batches, not {i}"
+            )
         # Read the lengths for each batch, because a broadcast may have written into the tensor.
         start, length = int(self.sequence_lengths[:i].sum()), int(self.sequence_lengths[i])
         to_predict = streams.shape[1] - 1
@@ -253,7 +270,9 @@ class Wikitext2Dataset:
                 f"{start} words: generate them again or send those of one worker to all"
             )
         # Read one word more than the length, because the targets are the words shifted by one.
-        words = torch.from_numpy(streams[:, start : start + length + 1].T.astype(np.int64, order="C"))
+        words = torch.from_numpy(
+            streams[:, start : start + length + 1].T.astype(np.int64, order="C")
+        )
         # Pinned memory lets the copy overlap with the computation of the batch before.
         if cuda:
             words = words.pin_memory().cuda(non_blocking=True)
@@ -261,14 +280,18 @@ class Wikitext2Dataset:
 
     def _stream_array(self) -> Ids:
         if self._streams is None:
-            raise RuntimeError("the text is not cut into batches yet: call generate_batches(global_bsz, ...) first")
+            raise RuntimeError(
+                "the text is not cut into batches yet: call generate_batches(global_bsz, ...) first"
+            )
         return self._streams
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.part}: {len(self.tokens)} tokens, {len(self.dictionary)} words)"
 
 
-def _share(global_bsz: int, worker_bsz: int | None, rank: int, world_size: int | None) -> tuple[int, int]:
+def _share(
+    global_bsz: int, worker_bsz: int | None, rank: int, world_size: int | None
+) -> tuple[int, int]:
     """Return the first stream of a worker, and the one after its last."""
     if world_size is not None:
         if worker_bsz is not None:
@@ -324,7 +347,9 @@ def download_text(folder: Path) -> None:
 def _find_texts(folder: Path) -> dict[str, Path]:
     """Return the file of each part that exists, the training part first."""
     folders = [folder / below for below in WIKITEXT2_FOLDERS]
-    names = {part: [name.format(part=part) for name in WIKITEXT2_NAMES] for part in WIKITEXT2_TOKENS}
+    names = {
+        part: [name.format(part=part) for name in WIKITEXT2_NAMES] for part in WIKITEXT2_TOKENS
+    }
     found = {part: find_file(folders, names[part]) for part in names}
     return {part: path for part, path in found.items() if path is not None}
 
@@ -364,7 +389,9 @@ def _download_from_hub(folder: Path, reason: DownloadError) -> None:
     for part, name in (("train", "train"), ("valid", "validation"), ("test", "test")):
         with tempfile.TemporaryDirectory(prefix=".table-", dir=folder) as scratch:
             try:
-                table = progress_download(WIKITEXT2_HUB_URL.format(name=name), Path(scratch, f"{name}.parquet"))
+                table = progress_download(
+                    WIKITEXT2_HUB_URL.format(name=name), Path(scratch, f"{name}.parquet")
+                )
             except DownloadError as error:
                 raise reason from error  # it names the file that the user can bring along
             rows = parquet.read_table(table, columns=["text"])["text"].to_pylist()

@@ -7,7 +7,12 @@ import os
 from pathlib import Path
 
 from mlbench_core.dataset.nlp.pytorch.pair_datasets import RecurrentPairs
-from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part, download_files, find_files, load_part
+from mlbench_core.dataset.nlp.pytorch.pair_part import (
+    choose_part,
+    download_files,
+    find_files,
+    load_part,
+)
 from mlbench_core.dataset.nlp.pytorch.pair_text import PairFiles, Recipe
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
 from mlbench_core.dataset.registry import WMT16_ARCHIVES
@@ -92,14 +97,20 @@ class WMT16Dataset(RecurrentPairs):
         recipe = Recipe(lang, tokenizer=None if preprocessed else "moses", merges=merges)
         find = functools.partial(_files, folder, lang, download, preprocessed)
         part = load_part(find, name, recipe, root=folder, cache_dir=cache_dir, in_memory=not lazy)
-        tokenizer = WMT16Tokenizer(part.vocabulary_folder, math_precision, lang=lang[0], escaped=preprocessed)
-        super().__init__(part, tokenizer, sort=sort, min_len=min_len, max_len=max_len, max_size=max_size)
+        tokenizer = WMT16Tokenizer(
+            part.vocabulary_folder, math_precision, lang=lang[0], escaped=preprocessed
+        )
+        super().__init__(
+            part, tokenizer, sort=sort, min_len=min_len, max_len=max_len, max_size=max_size
+        )
 
     def prepare(self) -> None:
         """Do nothing: the data set is ready after construction. Scripts of version 3.0 call this before they use it."""
 
 
-def _files(folder: Path, languages: tuple[str, str], download: bool, preprocessed: bool, name: str) -> PairFiles:
+def _files(
+    folder: Path, languages: tuple[str, str], download: bool, preprocessed: bool, name: str
+) -> PairFiles:
     """Return the text of a part; download it if it is missing."""
     # The names of divided text come first; plain names are accepted as well.
     names = (*_DIVIDED_NAMES[name], *_NAMES[name]) if preprocessed else _NAMES[name]

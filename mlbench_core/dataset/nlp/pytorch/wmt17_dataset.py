@@ -7,7 +7,12 @@ import os
 from pathlib import Path
 
 from mlbench_core.dataset.nlp.pytorch.pair_datasets import TransformerPairs
-from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part, download_files, find_files, load_part
+from mlbench_core.dataset.nlp.pytorch.pair_part import (
+    choose_part,
+    download_files,
+    find_files,
+    load_part,
+)
 from mlbench_core.dataset.nlp.pytorch.pair_text import PairFiles, Recipe
 from mlbench_core.dataset.registry import WMT17_ARCHIVES
 
@@ -100,13 +105,22 @@ class WMT17Dataset(TransformerPairs):
     ) -> None:
         folder, name = Path(root), choose_part(train=train, validation=validation, test=test)
         if vocabulary is None:
-            file, recipe = None, Recipe(lang, size=vocab_size - _SPECIAL, min_character_count=min_character_count)
+            file, recipe = (
+                None,
+                Recipe(lang, size=vocab_size - _SPECIAL, min_character_count=min_character_count),
+            )
         else:
             file, recipe = Path(vocabulary), Recipe(lang, tokenizer="lines")
         find = functools.partial(_files, folder, lang, download)
-        part = load_part(find, name, recipe, root=folder, cache_dir=cache_dir, in_memory=False, vocabulary=file)
+        part = load_part(
+            find, name, recipe, root=folder, cache_dir=cache_dir, in_memory=False, vocabulary=file
+        )
         super().__init__(
-            part, left_pad=left_pad, max_positions=max_positions, seq_len_multiple=seq_len_multiple, shuffle=shuffle
+            part,
+            left_pad=left_pad,
+            max_positions=max_positions,
+            seq_len_multiple=seq_len_multiple,
+            shuffle=shuffle,
         )
 
 

@@ -15,13 +15,28 @@ from typing import Any
 
 from mlbench_core.errors import require
 
-__all__ = ["SPACING_MARK", "clean_line", "escape_words", "join_words", "split_words", "unescape_words"]
+__all__ = [
+    "SPACING_MARK",
+    "clean_line",
+    "escape_words",
+    "join_words",
+    "split_words",
+    "unescape_words",
+]
 
 SPACING_MARK = "\uffed"
 """The mark before a word whose spacing is the reverse of Moses' rules: ``U+FFED``, a small black square."""
 
 _REPLACEMENT = "\u25a0"
-_ESCAPES = {"|": "&#124;", "<": "&lt;", ">": "&gt;", "'": "&apos;", '"': "&quot;", "[": "&#91;", "]": "&#93;"}
+_ESCAPES = {
+    "|": "&#124;",
+    "<": "&lt;",
+    ">": "&gt;",
+    "'": "&apos;",
+    '"': "&quot;",
+    "[": "&#91;",
+    "]": "&#93;",
+}
 _HYPHEN = "@-@"  # Moses' optional mark for a hyphen at which a word was split
 
 

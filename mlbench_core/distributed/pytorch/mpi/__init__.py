@@ -30,7 +30,13 @@ from mlbench_core import torch_private
 from mlbench_core.distributed.pytorch.mpi.group import MPIProcessGroup
 from mlbench_core.distributed.pytorch.mpi.queue import Test, Work
 from mlbench_core.distributed.pytorch.mpi.store import connect, serve
-from mlbench_core.distributed.pytorch.mpi.world import check_launch, check_variables, fail_at_exit, why_not, world
+from mlbench_core.distributed.pytorch.mpi.world import (
+    check_launch,
+    check_variables,
+    fail_at_exit,
+    why_not,
+    world,
+)
 from mlbench_core.errors import BackendError, MissingDependencyError
 
 __all__ = [

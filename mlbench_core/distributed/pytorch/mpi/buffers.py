@@ -28,7 +28,9 @@ class Buffer:
 
     def __init__(self, tensor: torch.Tensor, fill: bool = True, on_host: bool = False) -> None:
         if tensor.layout != torch.strided or tensor.is_quantized:
-            raise TypeError(f"MPI sends dense tensors, and this one's layout is {tensor.layout}: use to_dense()")
+            raise TypeError(
+                f"MPI sends dense tensors, and this one's layout is {tensor.layout}: use to_dense()"
+            )
         self.tensor = tensor
         stays = tensor.device.type == "cpu" or (tensor.is_cuda and not on_host and is_cuda_aware())
         # Conjugation and negation may be lazy flags on memory that has other values.
@@ -52,9 +54,13 @@ class Buffer:
 
 def _copy(tensor: torch.Tensor, fill: bool, stays: bool) -> torch.Tensor:
     if tensor.device.type not in ("cpu", "cuda"):
-        raise TypeError(f"MPI sends tensors of the CPU and of CUDA GPUs, and this one is on {tensor.device}")
+        raise TypeError(
+            f"MPI sends tensors of the CPU and of CUDA GPUs, and this one is on {tensor.device}"
+        )
     device = tensor.device if stays else torch.device("cpu")
-    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=tensor.is_cuda and not stays)
+    memory = torch.empty(
+        tensor.shape, dtype=tensor.dtype, device=device, pin_memory=tensor.is_cuda and not stays
+    )
     if fill:
         memory.copy_(tensor.detach(), non_blocking=True)
     return memory

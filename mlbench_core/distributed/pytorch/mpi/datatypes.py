@@ -36,7 +36,15 @@ _ARITHMETIC = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX
 _BITWISE = {"BAND": "BAND", "BOR": "BOR", "BXOR": "BXOR"}
 _COMPLEX = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PROD"}
 # For bool: the sum and the maximum of truth values are "or", their product and minimum "and".
-_LOGICAL = {"SUM": "LOR", "MAX": "LOR", "BOR": "LOR", "PRODUCT": "LAND", "MIN": "LAND", "BAND": "LAND", "BXOR": "LXOR"}
+_LOGICAL = {
+    "SUM": "LOR",
+    "MAX": "LOR",
+    "BOR": "LOR",
+    "PRODUCT": "LAND",
+    "MIN": "LAND",
+    "BAND": "LAND",
+    "BXOR": "LXOR",
+}
 _HALF: dict[str, Callable[..., torch.Tensor]] = {
     "SUM": torch.add,
     "PROD": torch.mul,
@@ -106,7 +114,10 @@ class Datatypes:
 
     def _make(self, name: str, dtype: torch.dtype) -> Reduction:
         if dtype not in _NAMES and dtype not in (torch.float16, torch.bfloat16):
-            known = ", ".join(str(known).removeprefix("torch.") for known in (*_NAMES, torch.float16, torch.bfloat16))
+            known = ", ".join(
+                str(known).removeprefix("torch.")
+                for known in (*_NAMES, torch.float16, torch.bfloat16)
+            )
             raise TypeError(f"MPI cannot reduce elements of {dtype}; it can reduce {known}")
         allowed = _allowed(dtype)
         if name not in allowed:
@@ -115,8 +126,12 @@ class Datatypes:
             )
         divide = name == "AVG"
         if dtype in (torch.float16, torch.bfloat16):
-            return Reduction(self._moving[2], self._half_operator(allowed[name], dtype), divide, on_host=True)
-        return Reduction(getattr(self._mpi, _NAMES[dtype]), getattr(self._mpi, allowed[name]), divide)
+            return Reduction(
+                self._moving[2], self._half_operator(allowed[name], dtype), divide, on_host=True
+            )
+        return Reduction(
+            getattr(self._mpi, _NAMES[dtype]), getattr(self._mpi, allowed[name]), divide
+        )
 
     def _half_operator(self, name: str, dtype: torch.dtype) -> Any:
         combine = _HALF[name]
@@ -124,8 +139,13 @@ class Datatypes:
         def reduce(incoming: Any, inout: Any, _: Any) -> None:
             if not len(inout):
                 return
-            ours, theirs = torch.frombuffer(inout, dtype=dtype), torch.frombuffer(incoming, dtype=dtype)
-            for mine, other in zip(ours.split(_BLOCK_ELEMENTS), theirs.split(_BLOCK_ELEMENTS), strict=True):
+            ours, theirs = (
+                torch.frombuffer(inout, dtype=dtype),
+                torch.frombuffer(incoming, dtype=dtype),
+            )
+            for mine, other in zip(
+                ours.split(_BLOCK_ELEMENTS), theirs.split(_BLOCK_ELEMENTS), strict=True
+            ):
                 combine(mine, other, out=mine)
 
         return self._mpi.Op.Create(reduce, commute=True)

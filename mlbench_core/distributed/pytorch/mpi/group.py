@@ -43,7 +43,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         notices: The store, until the group is shut down.
     """
 
-    def __init__(self, world: World, comm: Any, timeout_s: float, store: dist.Store | None = None) -> None:
+    def __init__(
+        self, world: World, comm: Any, timeout_s: float, store: dist.Store | None = None
+    ) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.timeout_s = timeout_s
         self.notices = store
@@ -106,16 +108,23 @@ class MPIProcessGroup(dist.ProcessGroup):
         reduction = self._world.datatypes.reduction(opts.reduceOp, tensor.dtype)
         buffer = Buffer(tensor, on_host=reduction.on_host)
         reduce = partial(self._transfers.reduce, buffer.memory, root, reduction)
-        return self._collective("reduce", [(reduce, [buffer] if root == self.rank() else [])], tensors, opts)
+        return self._collective(
+            "reduce", [(reduce, [buffer] if root == self.rank() else [])], tensors, opts
+        )
 
     def reduce_scatter(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[Sequence[torch.Tensor]],
+        opts: Any = None,
     ) -> Work:
         output, parts = _only(outputs, "reduce_scatter"), _only(inputs, "reduce_scatter")
         self._check_parts("reduce_scatter", parts, output)
         return self._reduce_scatter("reduce_scatter", [output], [flat(parts)], opts)
 
-    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> Work:
         return self._reduce_scatter("reduce_scatter_single", [output], [source], opts)
 
     def reduce_scatter_tensor_coalesced(
@@ -136,7 +145,12 @@ class MPIProcessGroup(dist.ProcessGroup):
             reduction = self._world.datatypes.reduction(opts.reduceOp, output.dtype)
             host = reduction.on_host
             target, given = Buffer(output, fill=False, on_host=host), Buffer(source, on_host=host)
-            jobs.append((partial(self._transfers.reduce_scatter, target.memory, given.memory, reduction), [target]))
+            jobs.append(
+                (
+                    partial(self._transfers.reduce_scatter, target.memory, given.memory, reduction),
+                    [target],
+                )
+            )
         return self._collective(name, jobs, outputs, opts)
 
     # Moving data
@@ -148,32 +162,52 @@ class MPIProcessGroup(dist.ProcessGroup):
         jobs: list[Job] = []
         for tensor in tensors:
             buffer = Buffer(tensor, fill=is_root)
-            jobs.append((partial(self._transfers.broadcast, buffer.memory, root), [] if is_root else [buffer]))
+            jobs.append(
+                (
+                    partial(self._transfers.broadcast, buffer.memory, root),
+                    [] if is_root else [buffer],
+                )
+            )
         return self._collective("broadcast", jobs, tensors, opts)
 
     def allgather(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+        self,
+        outputs: Sequence[Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        opts: Any = None,
     ) -> Work:
         return self._all_gather_lists("all_gather", outputs, inputs, opts)
 
     def allgather_coalesced(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+        self,
+        outputs: Sequence[Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        opts: Any = None,
     ) -> Work:
         by_input = [list(tensors) for tensors in zip(*outputs, strict=True)]
         return self._all_gather_lists("all_gather_coalesced", by_input, inputs, opts)
 
     def _all_gather_lists(
-        self, name: str, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any
+        self,
+        name: str,
+        outputs: Sequence[Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        opts: Any,
     ) -> Work:
         for parts, source in zip(outputs, inputs, strict=True):
             self._check_parts(name, parts, source)
         # MPI gathers into one piece of memory, and the list's tensors lie apart: so gather, then copy.
         wholes = [source.new_empty(self.size() * source.numel()) for source in inputs]
-        spread: list[Job] = [(partial(_spread, whole, parts), ()) for parts, whole in zip(outputs, wholes, strict=True)]
+        spread: list[Job] = [
+            (partial(_spread, whole, parts), ())
+            for parts, whole in zip(outputs, wholes, strict=True)
+        ]
         tensors = [tensor for parts in outputs for tensor in parts]
         return self._all_gather(name, wholes, inputs, opts, tensors, spread)
 
-    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> Work:
         return self._all_gather("all_gather_single", [output], [source], opts, [output])
 
     def allgather_into_tensor_coalesced(
@@ -197,12 +231,17 @@ class MPIProcessGroup(dist.ProcessGroup):
         for output, source in zip(outputs, inputs, strict=True):
             self._check_whole(name, "output", output, "input", source)
             target, given = Buffer(output, fill=False), Buffer(source)
-            jobs.append((partial(self._transfers.all_gather, target.memory, given.memory), [target]))
+            jobs.append(
+                (partial(self._transfers.all_gather, target.memory, given.memory), [target])
+            )
         opts = dist.AllgatherOptions() if opts is None else opts
         return self._collective(name, [*jobs, *then], result, opts)
 
     def gather(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+        self,
+        outputs: Sequence[Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        opts: Any = None,
     ) -> Work:
         opts = dist.GatherOptions() if opts is None else opts
         source, root = _only(inputs, "gather"), self._peer(opts.rootRank, "gather")
@@ -217,7 +256,10 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._collective("gather", [(gather, ()), *then], parts, opts)
 
     def scatter(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[Sequence[torch.Tensor]],
+        opts: Any = None,
     ) -> Work:
         opts = dist.ScatterOptions() if opts is None else opts
         output, root = _only(outputs, "scatter"), self._peer(opts.rootRank, "scatter")
@@ -229,11 +271,18 @@ class MPIProcessGroup(dist.ProcessGroup):
         scatter = partial(self._transfers.scatter, buffer.memory, whole, root)
         return self._collective("scatter", [(scatter, [buffer])], outputs, opts)
 
-    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Work:
+    def alltoall(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
         for name, parts in (("output", outputs), ("input", inputs)):
             if len(parts) != self.size():
-                raise ValueError(f"all_to_all has {len(parts)} {name} tensors for a group of {self.size()} workers")
-        received, sent = [Buffer(part, fill=False) for part in outputs], [Buffer(part) for part in inputs]
+                raise ValueError(
+                    f"all_to_all has {len(parts)} {name} tensors for a group of {self.size()} workers"
+                )
+        received, sent = (
+            [Buffer(part, fill=False) for part in outputs],
+            [Buffer(part) for part in inputs],
+        )
         incoming, outgoing = [part.memory for part in received], [part.memory for part in sent]
         return self._all_to_all(incoming, outgoing, received, outputs, opts)
 
@@ -269,7 +318,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         rows, size = (memory.shape[0] if memory.dim() else 1), self.size()
         if not sizes:
             if rows % size:
-                raise ValueError(f"all_to_all_single's {name} has {rows} rows: {size} workers cannot share them evenly")
+                raise ValueError(
+                    f"all_to_all_single's {name} has {rows} rows: {size} workers cannot share them evenly"
+                )
             sizes = [rows // size] * size
         if len(sizes) != size or sum(sizes) != rows:
             raise ValueError(
@@ -286,7 +337,10 @@ class MPIProcessGroup(dist.ProcessGroup):
 
         def post() -> list[Test]:
             send = self._comm.Isend
-            return [send(self._transfers.message(chunk), peer, tag).Test for chunk in chunks(buffer.memory)]
+            return [
+                send(self._transfers.message(chunk), peer, tag).Test
+                for chunk in chunks(buffer.memory)
+            ]
 
         return self._submit(self._work(f"send to {peer}", post, None, tensors), background=True)
 
@@ -308,7 +362,10 @@ class MPIProcessGroup(dist.ProcessGroup):
 
         def post() -> list[Test]:
             receive = self._comm.Irecv
-            requests = [receive(self._transfers.message(chunk), source, tag) for chunk in chunks(buffer.memory)]
+            requests = [
+                receive(self._transfers.message(chunk), source, tag)
+                for chunk in chunks(buffer.memory)
+            ]
             # Only the first chunk's status is kept: all chunks come from the same worker.
             return [partial(requests[0].Test, status), *(request.Test for request in requests[1:])]
 
@@ -341,7 +398,9 @@ class MPIProcessGroup(dist.ProcessGroup):
             return [partial(getattr, work, "done") for work in works]
 
         tensors = [tensor for work in works for tensor in work.result()]
-        return self._submit(self._work("coalesced operations", post, finish, tensors), background=True)
+        return self._submit(
+            self._work("coalesced operations", post, finish, tensors), background=True
+        )
 
     def shutdown(self) -> None:
         """Finish the operations under way and free the communicator."""
@@ -362,7 +421,9 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     # From an operation to a work
 
-    def _collective(self, name: str, jobs: Sequence[Job], result: Sequence[torch.Tensor], opts: Any) -> Work:
+    def _collective(
+        self, name: str, jobs: Sequence[Job], result: Sequence[torch.Tensor], opts: Any
+    ) -> Work:
         def finish() -> None:
             for call, buffers in jobs:
                 call()
@@ -370,7 +431,9 @@ class MPIProcessGroup(dist.ProcessGroup):
                     buffer.write_back()
 
         # The barrier completes when all workers have come; only then does finish() block in MPI.
-        work = self._work(name, lambda: [self._comm.Ibarrier().Test], finish, result, opts.timeout, in_order=True)
+        work = self._work(
+            name, lambda: [self._comm.Ibarrier().Test], finish, result, opts.timeout, in_order=True
+        )
         return self._submit(work, opts.asyncOp)
 
     def _work(
@@ -384,7 +447,16 @@ class MPIProcessGroup(dist.ProcessGroup):
     ) -> Work:
         # Options that do not set a time limit have a negative one, which torch calls "unset".
         limit_s = timeout.total_seconds() if timeout.total_seconds() > 0 else self.timeout_s
-        return Work(self._world.works, self, f"{name}, {self._place}", post, finish, result, limit_s, in_order)
+        return Work(
+            self._world.works,
+            self,
+            f"{name}, {self._place}",
+            post,
+            finish,
+            result,
+            limit_s,
+            in_order,
+        )
 
     def _submit(self, work: Work, background: bool) -> Work:
         if self._comm is None:
@@ -397,7 +469,9 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def _peer(self, rank: int, name: str) -> int:
         if not 0 <= rank < self.size():
-            raise ValueError(f"{name} needs a rank of the group, from 0 to {self.size() - 1}, not {rank}")
+            raise ValueError(
+                f"{name} needs a rank of the group, from 0 to {self.size() - 1}, not {rank}"
+            )
         return int(rank)
 
     def _tag(self, tag: int) -> int:
@@ -408,7 +482,9 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _check_parts(self, name: str, parts: Sequence[torch.Tensor], single: torch.Tensor) -> None:
         """Check that there is one part for each worker, of the shape and dtype that each worker gives or takes."""
         if len(parts) != self.size():
-            raise ValueError(f"{name} has a list of {len(parts)} tensors; the group has {self.size()} workers")
+            raise ValueError(
+                f"{name} has a list of {len(parts)} tensors; the group has {self.size()} workers"
+            )
         for part in parts:
             if part.numel() != single.numel() or part.dtype != single.dtype:
                 raise ValueError(
@@ -416,7 +492,9 @@ class MPIProcessGroup(dist.ProcessGroup):
                     f"{tuple(single.shape)} of {single.dtype}"
                 )
 
-    def _check_whole(self, name: str, whole_name: str, whole: torch.Tensor, part_name: str, part: torch.Tensor) -> None:
+    def _check_whole(
+        self, name: str, whole_name: str, whole: torch.Tensor, part_name: str, part: torch.Tensor
+    ) -> None:
         if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
             raise ValueError(
                 f"{name}'s {whole_name} must have {self.size()} times the elements of its {part_name}, in the same "

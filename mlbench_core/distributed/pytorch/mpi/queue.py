@@ -104,7 +104,9 @@ class Work(dist.Work):
     def has_arrived(self) -> bool:
         """Return True if the requests have completed or failed."""
         try:
-            self._requests = [has_completed for has_completed in self._requests if not has_completed()]
+            self._requests = [
+                has_completed for has_completed in self._requests if not has_completed()
+            ]
         except Exception as error:
             self._fail(error)
         return self.done or not self._requests
@@ -167,7 +169,9 @@ class Work(dist.Work):
         """
         seconds = timeout.total_seconds()
         if not self.done and not self._queue.run_until(self, seconds if seconds > 0 else None):
-            raise dist.DistBackendError(f"MPI: {self.name}: timed out, it was not done within {seconds:g} s")
+            raise dist.DistBackendError(
+                f"MPI: {self.name}: timed out, it was not done within {seconds:g} s"
+            )
         if self._error is not None:
             raise self._error
         return True
@@ -198,7 +202,9 @@ class Work(dist.Work):
             if self._future is not None:
                 return self._future
             devices = sorted({str(tensor.device) for tensor in self._result if tensor.is_cuda})
-            self._future = torch.futures.Future(devices=[torch.device(device) for device in devices])
+            self._future = torch.futures.Future(
+                devices=[torch.device(device) for device in devices]
+            )
         if self.done:
             self.set_future()
         return self._future
@@ -266,7 +272,9 @@ class WorkQueue:
             torch.distributed.DistBackendError: An earlier operation timed out, and MPI's state is unknown since then.
         """
         if self.broken is not None:
-            raise dist.DistBackendError(f"MPI: {work.name}: impossible after an earlier failure: {self.broken}")
+            raise dist.DistBackendError(
+                f"MPI: {work.name}: impossible after an earlier failure: {self.broken}"
+            )
         self._queued.append(work)
         if not background:
             return

@@ -43,7 +43,9 @@ def serve(comm: Any) -> tuple[dist.Store | None, tuple[str, list[str], int]]:
     store: dist.TCPStore | None = None
     if comm.Get_rank() == 0:
         with contextlib.suppress(RuntimeError, OSError):
-            store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+            store = dist.TCPStore(
+                _LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT
+            )
     port = 0 if store is None else store.port
     return store, comm.bcast((socket.gethostname(), own_addresses(), port), 0)
 
@@ -75,7 +77,9 @@ def connect(host: str, addresses: list[str], port: int) -> dist.Store | None:
     candidates = [_LOOPBACK, *addresses] if host == socket.gethostname() else addresses
     for address in _answering(candidates, port) if port else ():
         with contextlib.suppress(RuntimeError):
-            return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
+            return dist.TCPStore(
+                address, port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT
+            )
     return None
 
 

@@ -50,7 +50,9 @@ class Transfers:
         self.own_tag: int = comm.Get_attr(world.mpi.TAG_UB)
         self._datatypes = world.datatypes
 
-    def message(self, tensor: torch.Tensor, datatype: Any = None, count: int | None = None) -> list[Any]:
+    def message(
+        self, tensor: torch.Tensor, datatype: Any = None, count: int | None = None
+    ) -> list[Any]:
         """Describe a contiguous tensor to mpi4py.
 
         Args:
@@ -68,7 +70,9 @@ class Transfers:
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce in place; every worker gets the result."""
         for chunk in chunks(tensor):
-            self.comm.Allreduce(self.mpi.IN_PLACE, self.message(chunk, reduction.datatype), reduction.op)
+            self.comm.Allreduce(
+                self.mpi.IN_PLACE, self.message(chunk, reduction.datatype), reduction.op
+            )
         self._divide(tensor, reduction)
 
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:
@@ -82,11 +86,15 @@ class Transfers:
         if self.rank == root:
             self._divide(tensor, reduction)
 
-    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, reduction: Reduction) -> None:
+    def reduce_scatter(
+        self, output: torch.Tensor, source: torch.Tensor, reduction: Reduction
+    ) -> None:
         """Reduce ``source``, a part for each worker; ``output`` is this worker's part of the result."""
         if source.numel() <= MAX_ELEMENTS:
             sent = self.message(source, reduction.datatype, output.numel())
-            self.comm.Reduce_scatter_block(sent, self.message(output, reduction.datatype), reduction.op)
+            self.comm.Reduce_scatter_block(
+                sent, self.message(output, reduction.datatype), reduction.op
+            )
             self._divide(output, reduction)
             return
         # Each part may be longer than one message: reduce() sends it in chunks. On this worker the part is copied,
@@ -123,9 +131,17 @@ class Transfers:
         requests = []
         # Receives first: a message that finds its receive posted need not be buffered.
         for peer, part in enumerate(output):
-            requests += [self.comm.Irecv(self.message(chunk), peer, tag) for chunk in chunks(part) if chunk.numel()]
+            requests += [
+                self.comm.Irecv(self.message(chunk), peer, tag)
+                for chunk in chunks(part)
+                if chunk.numel()
+            ]
         for peer, part in enumerate(source):
-            requests += [self.comm.Isend(self.message(chunk), peer, tag) for chunk in chunks(part) if chunk.numel()]
+            requests += [
+                self.comm.Isend(self.message(chunk), peer, tag)
+                for chunk in chunks(part)
+                if chunk.numel()
+            ]
         self.mpi.Request.Waitall(requests)
 
     def gather(self, output: torch.Tensor | None, source: torch.Tensor, root: int) -> None:
@@ -136,7 +152,9 @@ class Transfers:
             return
         # MPI cannot count the whole output: each worker's part goes in separate messages, and all
         # other parts are empty.
-        incoming = self._empty_parts(source) if output is None else output.view(-1).split(source.numel())
+        incoming = (
+            self._empty_parts(source) if output is None else output.view(-1).split(source.numel())
+        )
         outgoing = self._empty_parts(source)
         outgoing[root] = source
         self.all_to_all(incoming, outgoing)
@@ -149,7 +167,9 @@ class Transfers:
             return
         incoming = self._empty_parts(output)
         incoming[root] = output
-        outgoing = self._empty_parts(output) if source is None else source.view(-1).split(output.numel())
+        outgoing = (
+            self._empty_parts(output) if source is None else source.view(-1).split(output.numel())
+        )
         self.all_to_all(incoming, outgoing)
 
     def _empty_parts(self, like: torch.Tensor) -> list[torch.Tensor]:

@@ -62,7 +62,9 @@ class Watchdog:
         if self._thread is None:
             # Each thread has its own event: a thread that is ending looks at the old one.
             self._ended = threading.Event()
-            self._thread = threading.Thread(target=self._run, args=(self._ended,), name="mpi-watchdog", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(self._ended,), name="mpi-watchdog", daemon=True
+            )
             self._thread.start()
 
     def stop(self) -> None:

@@ -153,7 +153,12 @@ def check_variables(found: World, environment: Mapping[str, str]) -> None:
         if environment.get(name, "").isdigit():
             check_launch(found, -1, int(environment[name]), f"{launcher} ({name})")
     if environment.get("WORLD_SIZE", "").isdigit() and environment.get("RANK", "").isdigit():
-        check_launch(found, int(environment["RANK"]), int(environment["WORLD_SIZE"]), "torchrun's environment")
+        check_launch(
+            found,
+            int(environment["RANK"]),
+            int(environment["WORLD_SIZE"]),
+            "torchrun's environment",
+        )
 
 
 def fail_at_exit(reason: str) -> None:
@@ -180,7 +185,9 @@ def _end(found: World, pid: int) -> None:
         return
     if found.size > 1:
         reason = reason or str(found.works.broken)
-        _log.critical("worker %d of %d failed and ends the others: %s", found.rank, found.size, reason)
+        _log.critical(
+            "worker %d of %d failed and ends the others: %s", found.rank, found.size, reason
+        )
         end_process_after(_ABORT_S)
         found.mpi.COMM_WORLD.Abort(1)
 

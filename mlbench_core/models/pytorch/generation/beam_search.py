@@ -25,7 +25,9 @@ class GeneratingModel(Protocol):
     parts.
     """
 
-    def generate(self, inputs: Tensor, context: Any, beam_size: int) -> tuple[Tensor, Tensor, Tensor | None, Any]:
+    def generate(
+        self, inputs: Tensor, context: Any, beam_size: int
+    ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
         """Run one time step.
 
         Args:
@@ -113,7 +115,12 @@ class SequenceGenerator:
         return self._search(batch_size, initial_input, initial_context, self.beam_size, self.score)
 
     def _search(
-        self, batch_size: int, initial_input: Tensor, initial_context: Any, beam_size: int, score: Score
+        self,
+        batch_size: int,
+        initial_input: Tensor,
+        initial_context: Any,
+        beam_size: int,
+        score: Score,
     ) -> tuple[Tensor, Tensor, int]:
         if initial_input.numel() != batch_size:
             raise ValueError(
@@ -122,7 +129,9 @@ class SequenceGenerator:
         start = initial_input.reshape(batch_size)
         options = SearchOptions(eos=self.eos, pad=self.pad, beam_size=beam_size, score=score)
         # The search does not count the start symbol.
-        found = search(_GeneratingState(self.model, initial_context), start, options, self.max_seq_len - 1)
+        found = search(
+            _GeneratingState(self.model, initial_context), start, options, self.max_seq_len - 1
+        )
         translation = torch.cat((start.unsqueeze(1), found.tokens[:, 0]), dim=1)
         return translation, found.lengths[:, 0] + 1, found.steps
 
@@ -147,8 +156,12 @@ class _GeneratingState:
         for token in constraints.forbidden:
             log_probs = log_probs.masked_fill(words == token, float("-inf"))
         if constraints.forced is not None:
-            words, log_probs = keep_forced(words, log_probs, constraints.forced, log_probs.new_zeros(rows))
-        return Proposal(words, log_probs, None if attention is None else attention.reshape(rows, -1))
+            words, log_probs = keep_forced(
+                words, log_probs, constraints.forced, log_probs.new_zeros(rows)
+            )
+        return Proposal(
+            words, log_probs, None if attention is None else attention.reshape(rows, -1)
+        )
 
     def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
         """Pick the rows of the context, which is kept for each row."""
@@ -158,7 +171,9 @@ class _GeneratingState:
             self.context = reorder_context(self.context, rows, batch_first=self.rows_dim == 0)
 
 
-def reorder_context(context: Sequence[Any] | None, rows: Tensor, batch_first: bool = False) -> list[Any] | None:
+def reorder_context(
+    context: Sequence[Any] | None, rows: Tensor, batch_first: bool = False
+) -> list[Any] | None:
     """Pick rows of a decoder's context of three parts.
 
     Args:
@@ -182,7 +197,11 @@ def reorder_context(context: Sequence[Any] | None, rows: Tensor, batch_first: bo
             "give the model a method reorder_context(context, rows)"
         )
     outputs, lengths, hidden = context
-    return [_rows_of(outputs, rows, 0 if batch_first else 1), _rows_of(lengths, rows, 0), _rows_of(hidden, rows, -2)]
+    return [
+        _rows_of(outputs, rows, 0 if batch_first else 1),
+        _rows_of(lengths, rows, 0),
+        _rows_of(hidden, rows, -2),
+    ]
 
 
 def _rows_of(part: Any, rows: Tensor, dim: int) -> Any:

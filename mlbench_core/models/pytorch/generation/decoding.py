@@ -74,7 +74,9 @@ class Hypotheses:
     """Time steps of the search."""
 
     @staticmethod
-    def none(batch_size: int, width: int, longest: int, pad: int, device: torch.device) -> Hypotheses:
+    def none(
+        batch_size: int, width: int, longest: int, pad: int, device: torch.device
+    ) -> Hypotheses:
         """Create an empty set of hypotheses with room for ``width`` of each sentence."""
         return Hypotheses(
             tokens=torch.full((batch_size, width, longest), pad, dtype=torch.int64, device=device),
@@ -95,9 +97,13 @@ class Hypotheses:
         is_new = scores > -torch.inf
         # An entry that is not a hypothesis has the length 0, which to_lists leaves out.
         lengths = is_new * length
-        best, place = torch.cat((self.scores[sentences], scores), dim=1).topk(self.scores.shape[1], dim=1)
+        best, place = torch.cat((self.scores[sentences], scores), dim=1).topk(
+            self.scores.shape[1], dim=1
+        )
         self.scores[sentences] = best
-        self.lengths[sentences] = torch.cat((self.lengths[sentences], lengths), dim=1).gather(1, place)
+        self.lengths[sentences] = torch.cat((self.lengths[sentences], lengths), dim=1).gather(
+            1, place
+        )
         self.tokens[sentences] = _pick(torch.cat((self.tokens[sentences], tokens), dim=1), place)
         self.ended[sentences] += is_new.sum(dim=1)
 
@@ -174,7 +180,9 @@ def search(
     """
     limits = _limits(max_len, start, options)
     if prefix is not None and (prefix.dim() != 2 or len(prefix) != len(start)):
-        raise ValueError(f"prefix must have shape ({len(start)}, length), not {tuple(prefix.shape)}")
+        raise ValueError(
+            f"prefix must have shape ({len(start)}, length), not {tuple(prefix.shape)}"
+        )
     shortest, longest = (int(value) for value in torch.aminmax(limits)) if len(limits) else (0, 0)
     finished = Hypotheses.none(len(start), options.beam_size, longest, options.pad, start.device)
     live = _begin(proposer, start, limits, longest, options)
@@ -187,7 +195,9 @@ def search(
         proposal = proposer.propose(live.newest.flatten(), count, constraints)
         if proposal.attention is not None and options.score.uses_coverage:
             attention = proposal.attention.float().unflatten(0, live.newest.shape)
-            live = live._replace(coverage=attention if live.coverage is None else live.coverage + attention)
+            live = live._replace(
+                coverage=attention if live.coverage is None else live.coverage + attention
+            )
         candidates = _select(live, proposal, options)
         _finish(finished, live, candidates, step, options)
         rows, live = _continue(live, candidates, step, options)
@@ -204,13 +214,19 @@ def _limits(max_len: int | Tensor, start: Tensor, options: SearchOptions) -> Ten
         raise ValueError(f"start must have shape (batch,), not {tuple(start.shape)}")
     limits = torch.as_tensor(max_len, dtype=torch.int64, device=start.device)
     if limits.shape not in ((), start.shape):
-        raise ValueError(f"max_len must be one number or have shape {tuple(start.shape)}, not {tuple(limits.shape)}")
+        raise ValueError(
+            f"max_len must be one number or have shape {tuple(start.shape)}, not {tuple(limits.shape)}"
+        )
     if limits.numel() and int(limits.min()) < options.min_len:
-        raise ValueError(f"max_len must be at least min_len ({options.min_len}), not {int(limits.min())}")
+        raise ValueError(
+            f"max_len must be at least min_len ({options.min_len}), not {int(limits.min())}"
+        )
     return limits.expand(start.shape)
 
 
-def _begin(proposer: Proposer, start: Tensor, limits: Tensor, longest: int, options: SearchOptions) -> _Live:
+def _begin(
+    proposer: Proposer, start: Tensor, limits: Tensor, longest: int, options: SearchOptions
+) -> _Live:
     """Return one row for each sentence, or ``beam_size`` rows if they do not compete."""
     width = options.beam_size if options.independent else 1
     n = len(start)
@@ -223,7 +239,9 @@ def _begin(proposer: Proposer, start: Tensor, limits: Tensor, longest: int, opti
     return _Live(sentences, limits, tokens, newest, torch.zeros((n, width), device=start.device))
 
 
-def _constraints(live: _Live, step: int, shortest: int, prefix: Tensor | None, options: SearchOptions) -> Constraints:
+def _constraints(
+    live: _Live, step: int, shortest: int, prefix: Tensor | None, options: SearchOptions
+) -> Constraints:
     """Forbid padding and an early end symbol; force the prefix, and the end symbol at the limit."""
     forbidden = (options.pad,) if step + 1 >= options.min_len else (options.pad, options.eos)
     forced = None
@@ -250,7 +268,9 @@ def _select(live: _Live, proposal: Proposal, options: SearchOptions) -> _Candida
     return _Candidates(best, place.div(count, rounding_mode="floor"), tokens)
 
 
-def _finish(finished: Hypotheses, live: _Live, candidates: _Candidates, step: int, options: SearchOptions) -> None:
+def _finish(
+    finished: Hypotheses, live: _Live, candidates: _Candidates, step: int, options: SearchOptions
+) -> None:
     """Add the hypotheses that end among the best candidates to the finished ones."""
     log_probs, parents, tokens = (part[:, : options.beam_size] for part in candidates)
     ends = (tokens == options.eos) & (log_probs > -torch.inf)
@@ -265,7 +285,9 @@ def _finish(finished: Hypotheses, live: _Live, candidates: _Candidates, step: in
     finished.add(live.sentences, sequences, step + 1, scores)
 
 
-def _continue(live: _Live, candidates: _Candidates, step: int, options: SearchOptions) -> tuple[Tensor, _Live]:
+def _continue(
+    live: _Live, candidates: _Candidates, step: int, options: SearchOptions
+) -> tuple[Tensor, _Live]:
     """Return the best candidates that do not end, and the batch row that each continues."""
     # _select returned twice the beam, so enough candidates remain without those that end.
     going_on = candidates.log_probs.masked_fill(candidates.tokens == options.eos, -torch.inf)
@@ -286,7 +308,9 @@ def _open_sentences(finished: Hypotheses, live: _Live, step: int, options: Searc
     if not options.stop_early:
         # A score is monotone in the length, so its maximum is at the next length or at the limit.
         soonest = torch.full((), step + 2, device=best_live.device)
-        reachable = torch.maximum(options.score(best_live, soonest), options.score(best_live, live.limits))
+        reachable = torch.maximum(
+            options.score(best_live, soonest), options.score(best_live, live.limits)
+        )
         done &= reachable <= finished.scores[live.sentences].amin(dim=1)
     return (best_live > -torch.inf) & ~done
 

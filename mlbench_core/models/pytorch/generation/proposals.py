@@ -9,7 +9,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["FREE", "Constraints", "DecoderState", "LogitProposer", "Proposal", "Proposer", "Sampling", "keep_forced"]
+__all__ = [
+    "FREE",
+    "Constraints",
+    "DecoderState",
+    "LogitProposer",
+    "Proposal",
+    "Proposer",
+    "Sampling",
+    "keep_forced",
+]
 
 FREE = -1
 """Value of a forced token that leaves the row free."""
@@ -117,7 +126,9 @@ class Sampling:
         if self.topk == -1 or self.topk >= scores.shape[1]:
             return torch.multinomial(scores.softmax(dim=-1), 1, generator=self.generator)
         scores, tokens = scores.topk(self.topk, dim=-1)
-        return tokens.gather(1, torch.multinomial(scores.softmax(dim=-1), 1, generator=self.generator))
+        return tokens.gather(
+            1, torch.multinomial(scores.softmax(dim=-1), 1, generator=self.generator)
+        )
 
 
 @dataclass(frozen=True)
@@ -148,7 +159,9 @@ class LogitProposer:
             scores = scores.masked_fill(proposed == token, -torch.inf)
         if constraints.forced is not None:
             # A forced token keeps the model's own probability, whether or not it was among the proposals.
-            forced_scores = logits.gather(1, constraints.forced.clamp(min=0).unsqueeze(1)).squeeze(1)
+            forced_scores = logits.gather(1, constraints.forced.clamp(min=0).unsqueeze(1)).squeeze(
+                1
+            )
             proposed, scores = keep_forced(proposed, scores, constraints.forced, forced_scores)
         # Normalize the chosen tokens only: log_softmax would write the scores of the whole vocabulary.
         return Proposal(proposed, scores - logits.logsumexp(dim=-1, keepdim=True), attention)
@@ -158,7 +171,9 @@ class LogitProposer:
         self.state.reorder(rows, sentences)
 
 
-def keep_forced(tokens: Tensor, log_probs: Tensor, forced: Tensor, forced_log_probs: Tensor) -> tuple[Tensor, Tensor]:
+def keep_forced(
+    tokens: Tensor, log_probs: Tensor, forced: Tensor, forced_log_probs: Tensor
+) -> tuple[Tensor, Tensor]:
     """Make the forced token the only candidate of its row; free rows do not change.
 
     Args:
@@ -174,4 +189,6 @@ def keep_forced(tokens: Tensor, log_probs: Tensor, forced: Tensor, forced_log_pr
     is_first = torch.arange(tokens.shape[1], device=tokens.device) == 0
     # All rows have the same number of entries: the first is the forced token, the others are not candidates.
     only = torch.where(is_first, forced_log_probs.unsqueeze(1), -torch.inf)
-    return torch.where(is_forced, forced.unsqueeze(1), tokens), torch.where(is_forced, only, log_probs)
+    return torch.where(is_forced, forced.unsqueeze(1), tokens), torch.where(
+        is_forced, only, log_probs
+    )

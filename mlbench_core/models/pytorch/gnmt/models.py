@@ -44,7 +44,10 @@ class DecoderContext:
         source = self.source if sentences is None else self.source.pick(sentences)
         if self.hidden is None:
             return DecoderContext(source)
-        return DecoderContext(source, tuple((h.index_select(1, rows), c.index_select(1, rows)) for h, c in self.hidden))
+        return DecoderContext(
+            source,
+            tuple((h.index_select(1, rows), c.index_select(1, rows)) for h, c in self.hidden),
+        )
 
     def by_row(self, rows: Tensor) -> DecoderContext:
         """Return the context of any choice of rows, each with its own source.
@@ -126,7 +129,9 @@ class GNMT(nn.Module):
         check_at_least("num_layers", num_layers, 2)
         self.vocab_size = vocab_size
         source_embedding = _embedding(vocab_size, hidden_size)
-        target_embedding = source_embedding if share_embedding else _embedding(vocab_size, hidden_size)
+        target_embedding = (
+            source_embedding if share_embedding else _embedding(vocab_size, hidden_size)
+        )
         self.encoder = Encoder(source_embedding, num_layers, dropout)
         self.decoder = Decoder(target_embedding, num_layers, dropout, fusion)
         # The layers draw from the default range. Scaling them keeps the random numbers the same for every bound.
@@ -156,7 +161,9 @@ class GNMT(nn.Module):
             raise ValueError(f"preset must be one of {', '.join(_PRESETS)}, not {name!r}")
         return cls(vocab_size, **{**_PRESETS[name], **changes})
 
-    def forward(self, input_encoder: Tensor, input_enc_len: Tensor, input_decoder: Tensor) -> Tensor:
+    def forward(
+        self, input_encoder: Tensor, input_enc_len: Tensor, input_decoder: Tensor
+    ) -> Tensor:
         """Return the scores of the next word at each target position.
 
         Args:
@@ -208,9 +215,13 @@ class GNMT(nn.Module):
             memory: Outputs of :meth:`encode`.
             lengths: Number of words of each source, integers of shape (batch,).
         """
-        return DecoderContext(self.decoder.attention.encoded(memory.transpose(0, 1).contiguous(), lengths))
+        return DecoderContext(
+            self.decoder.attention.encoded(memory.transpose(0, 1).contiguous(), lengths)
+        )
 
-    def step(self, tokens: Tensor, context: DecoderContext) -> tuple[Tensor, Tensor, DecoderContext]:
+    def step(
+        self, tokens: Tensor, context: DecoderContext
+    ) -> tuple[Tensor, Tensor, DecoderContext]:
         """Feed one more word.
 
         Args:
@@ -243,10 +254,14 @@ class GNMT(nn.Module):
         """
         scores, weights, context = self.step(inputs.reshape(-1), self._as_context(context))
         # float32, because sums of log-probabilities in half precision are too coarse to rank hypotheses.
-        log_probs, words = scores.float().log_softmax(dim=-1).topk(min(beam_size, self.vocab_size), dim=-1)
+        log_probs, words = (
+            scores.float().log_softmax(dim=-1).topk(min(beam_size, self.vocab_size), dim=-1)
+        )
         return words.unsqueeze(0), log_probs.unsqueeze(0), weights.unsqueeze(0), context
 
-    def reorder_context(self, context: DecoderContext | Sequence[Any], rows: Tensor) -> DecoderContext:
+    def reorder_context(
+        self, context: DecoderContext | Sequence[Any], rows: Tensor
+    ) -> DecoderContext:
         """Return the context whose row r is row ``rows[r]`` of the old one; ``rows`` is int64 of shape (new rows,)."""
         return self._as_context(context).by_row(rows)
 

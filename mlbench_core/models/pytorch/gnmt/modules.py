@@ -11,9 +11,20 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from mlbench_core.models.pytorch.autocast import AutocastLSTM
-from mlbench_core.ops.pytorch.attention_score import attention_score, attention_score_reference, masked_softmax
+from mlbench_core.ops.pytorch.attention_score import (
+    attention_score,
+    attention_score_reference,
+    masked_softmax,
+)
 
-__all__ = ["Decoder", "EncodedSource", "Encoder", "Hidden", "NormalizedBahdanauAttention", "init_uniform"]
+__all__ = [
+    "Decoder",
+    "EncodedSource",
+    "Encoder",
+    "Hidden",
+    "NormalizedBahdanauAttention",
+    "init_uniform",
+]
 
 Hidden: TypeAlias = "tuple[tuple[Tensor, Tensor], ...]"
 """State (h, c) of each decoder layer, each tensor of shape (1, rows, hidden_size)."""
@@ -35,7 +46,9 @@ class EncodedSource:
 
     def pick(self, sentences: Tensor) -> EncodedSource:
         """Return the sentences at these places, int64 of shape (new sentences,)."""
-        return EncodedSource(*(part.index_select(0, sentences) for part in (self.memory, self.keys, self.padding)))
+        return EncodedSource(
+            *(part.index_select(0, sentences) for part in (self.memory, self.keys, self.padding))
+        )
 
 
 class NormalizedBahdanauAttention(nn.Module):
@@ -104,7 +117,9 @@ class NormalizedBahdanauAttention(nn.Module):
             (sentences, queries, source), exactly 0 at padding.
         """
         score = attention_score if self.fusion else attention_score_reference
-        scores = score(self.query_projection(queries), source.keys, self.bias, self.g * self.v / self.v.norm())
+        scores = score(
+            self.query_projection(queries), source.keys, self.bias, self.g * self.v / self.v.norm()
+        )
         weights = masked_softmax(scores, source.padding.unsqueeze(1))
         return torch.bmm(weights.to(source.memory.dtype), source.memory), weights
 
@@ -124,7 +139,9 @@ class Encoder(nn.Module):
         self.embedding = embedding
         self.dropout = nn.Dropout(dropout)
         self.bidirectional = _lstm(width, width, bidirectional=True)
-        self.layers = nn.ModuleList(_lstm(2 * width if i == 0 else width, width) for i in range(num_layers - 1))
+        self.layers = nn.ModuleList(
+            _lstm(2 * width if i == 0 else width, width) for i in range(num_layers - 1)
+        )
 
     def forward(self, inputs: Tensor, lengths: Tensor) -> Tensor:
         """Encode source sentences.
@@ -145,7 +162,9 @@ class Encoder(nn.Module):
         # pack_padded_sequence accepts lengths on the CPU only.
         lengths = lengths.cpu()
         if len(lengths) and int(lengths.max()) > len(inputs):
-            raise ValueError(f"lengths must be at most {len(inputs)}, the source positions, not {int(lengths.max())}")
+            raise ValueError(
+                f"lengths must be at most {len(inputs)}, the source positions, not {int(lengths.max())}"
+            )
         x = self.dropout(self.embedding(inputs))
         # Packing rejects sentences of length 0, so an empty one counts as one symbol of padding.
         packed = pack_padded_sequence(x, lengths.clamp(min=1), enforce_sorted=False)
@@ -183,7 +202,9 @@ class Decoder(nn.Module):
         Wu et al. 2016, Google's Neural Machine Translation System, arXiv 1609.08144, section 3.
     """
 
-    def __init__(self, embedding: nn.Embedding, num_layers: int, dropout: float, fusion: bool = True) -> None:
+    def __init__(
+        self, embedding: nn.Embedding, num_layers: int, dropout: float, fusion: bool = True
+    ) -> None:
         super().__init__()
         width = embedding.embedding_dim
         self.embedding = embedding
@@ -215,7 +236,9 @@ class Decoder(nn.Module):
         new_hidden = [state]
         # Attend once per step: all layers above read the same context.
         context, weights = self._attend(x, source)
-        for number, (layer, old_state) in enumerate(zip(self.layers, states, strict=False), start=1):
+        for number, (layer, old_state) in enumerate(
+            zip(self.layers, states, strict=False), start=1
+        ):
             output, state = layer(self.dropout(torch.cat((x, context), dim=2)), old_state)
             x = x + output if number >= _FIRST_RESIDUAL else output
             new_hidden.append(state)
@@ -237,7 +260,9 @@ class Decoder(nn.Module):
         # With one batch entry per sentence, the source needs no copy for each of its hypotheses.
         queries = y.unflatten(1, (sentences, width)).movedim(0, 1).flatten(1, 2)
         found = self.attention(queries, source)
-        context, weights = (part.unflatten(1, (steps, width)).movedim(1, 0).flatten(1, 2) for part in found)
+        context, weights = (
+            part.unflatten(1, (steps, width)).movedim(1, 0).flatten(1, 2) for part in found
+        )
         return context, weights
 
 

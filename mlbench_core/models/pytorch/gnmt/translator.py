@@ -113,7 +113,10 @@ class Translator:
         self.max_seq_len = max_seq_len
         self.bos = bos
         self.options = SearchOptions(
-            eos=eos, pad=pad, beam_size=beam_size, score=GNMTScore(len_norm_factor, len_norm_const, cov_penalty_factor)
+            eos=eos,
+            pad=pad,
+            beam_size=beam_size,
+            score=GNMTScore(len_norm_factor, len_norm_const, cov_penalty_factor),
         )
 
     def translate(
@@ -148,7 +151,9 @@ class Translator:
             found = self.generate(*(part.index_select(-1, places.to(part.device)) for part in src))
             for place, hypotheses in zip(with_words, found.to_lists(), strict=True):
                 translations[place] = self._words(hypotheses[0]) if hypotheses else []
-        return [self._text(words) for words in translations], [self._text(words) for words in references]
+        return [self._text(words) for words in translations], [
+            self._text(words) for words in references
+        ]
 
     @torch.no_grad()
     def generate(self, inputs: Tensor, lengths: Tensor) -> Hypotheses:
@@ -174,7 +179,10 @@ class Translator:
                 f"sentences and lengths must have the shapes (words, batch) and (batch,), not {tuple(ids.shape)} and "
                 f"{tuple(lengths.shape)}"
             )
-        return [self._words(row[:end]) for row, end in zip(ids.t().tolist(), lengths.tolist(), strict=True)]
+        return [
+            self._words(row[:end])
+            for row, end in zip(ids.t().tolist(), lengths.tolist(), strict=True)
+        ]
 
     def _words(self, ids: list[int]) -> list[int]:
         """Return the symbols before the end symbol, without start symbols and padding."""

@@ -94,7 +94,12 @@ class LSTMLanguageModel(nn.Module):
         tie_weights: bool = False,
     ) -> None:
         super().__init__()
-        for name, size in (("ntoken", ntoken), ("ninp", ninp), ("nhid", nhid), ("nlayers", nlayers)):
+        for name, size in (
+            ("ntoken", ntoken),
+            ("ninp", ninp),
+            ("nhid", nhid),
+            ("nlayers", nlayers),
+        ):
             check_at_least(name, size, 1)
         self.ntoken = ntoken
         self.ninp = ninp
@@ -111,7 +116,9 @@ class LSTMLanguageModel(nn.Module):
         self.encoder = nn.Embedding(ntoken, ninp)
         # weight_hh_l0 are a layer's recurrent weights, from hidden state to hidden state.
         self.rnns = nn.ModuleList(
-            WeightDrop(AutocastLSTM(width, next_width), ["weight_hh_l0"], check_probability("wdrop", wdrop))
+            WeightDrop(
+                AutocastLSTM(width, next_width), ["weight_hh_l0"], check_probability("wdrop", wdrop)
+            )
             for width, next_width in itertools.pairwise([ninp, *self.widths])
         )
         self.decoder = nn.Linear(last, ntoken)
@@ -228,12 +235,16 @@ class LSTMLanguageModel(nn.Module):
             loss: Tensor = _LossInPieces.apply(x, weight, bias, targets, rows)
             return loss
         pieces = zip(x.split(rows), targets.split(rows), strict=True)
-        return torch.stack([_sum_of_losses(*piece, weight, bias) for piece in pieces]).sum() / _count(targets)
+        return torch.stack(
+            [_sum_of_losses(*piece, weight, bias) for piece in pieces]
+        ).sum() / _count(targets)
 
 
 def _is_float32_on_cpu(x: Tensor) -> bool:
     """Return True unless x is elsewhere, or products are computed in another dtype."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    return (
+        x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    )
 
 
 def _sum_of_losses(x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -256,7 +267,9 @@ class _LossInPieces(torch.autograd.Function):
     """The mean cross-entropy, which computes the gradients of a few rows of x right after their scores."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, rows: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, rows: int
+    ) -> Tensor:
         count = _count(targets)
         losses, of_x = [], []
         of_parameters = [torch.zeros_like(weight), torch.zeros_like(bias)]

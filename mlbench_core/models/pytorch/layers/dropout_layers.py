@@ -79,7 +79,9 @@ class LockedDropout(nn.Module):
         return f"p={self.p}"
 
 
-def embedded_dropout(embed: nn.Embedding, words: Tensor, dropout: float = 0.1, scale: Tensor | None = None) -> Tensor:
+def embedded_dropout(
+    embed: nn.Embedding, words: Tensor, dropout: float = 0.1, scale: Tensor | None = None
+) -> Tensor:
     r"""Look up words and drop some of them at all their occurrences.
 
     .. math:: y_i = m_{w_i} \, s_{w_i} \, E_{w_i}
@@ -151,7 +153,9 @@ class WeightDrop(nn.Module):
         known = dict(module.named_parameters())
         unknown = [name for name in weights if name not in known]
         if unknown or isinstance(weights, str):
-            raise ValueError(f"weights must be a list of some of {', '.join(known) or 'nothing'}, not {weights!r}")
+            raise ValueError(
+                f"weights must be a list of some of {', '.join(known) or 'nothing'}, not {weights!r}"
+            )
         self.module = module
         self.weights = list(weights)
         self.dropout = check_probability("dropout", dropout)
@@ -169,7 +173,9 @@ class WeightDrop(nn.Module):
         """
         if not self.training or self.dropout == 0:
             return self.module(*args, **kwargs)
-        dropped = {name: F.dropout(self.module.get_parameter(name), self.dropout) for name in self.weights}
+        dropped = {
+            name: F.dropout(self.module.get_parameter(name), self.dropout) for name in self.weights
+        }
         # Recurrent modules read their own list of weights, which functional_call does not replace
         # cheaply.
         if not isinstance(self.module, nn.RNNBase):
@@ -182,7 +188,9 @@ class WeightDrop(nn.Module):
         return f"weights={self.weights}, dropout={self.dropout}"
 
 
-def _rename_raw_weights(module: WeightDrop, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+def _rename_raw_weights(
+    module: WeightDrop, state_dict: dict[str, Any], prefix: str, *others: Any
+) -> None:
     """Rename the weights of a state of version 3.0 to the names used here."""
     for name in module.weights:
         raw = f"{prefix}module.{name}_raw"

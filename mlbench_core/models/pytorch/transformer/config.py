@@ -81,7 +81,12 @@ class TransformerConfig:
     attention_backend: Literal["auto", "reference", "fused"] = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("encoder_layers", "decoder_layers", "encoder_ffn_embed_dim", "decoder_ffn_embed_dim"):
+        for name in (
+            "encoder_layers",
+            "decoder_layers",
+            "encoder_ffn_embed_dim",
+            "decoder_ffn_embed_dim",
+        ):
             check_at_least(name, getattr(self, name), 1)
         if self.encoder_embed_dim != self.decoder_embed_dim:
             raise ValueError(
@@ -89,7 +94,9 @@ class TransformerConfig:
             )
         for name in ("dropout", "attention_dropout", "relu_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} must be at least 0 and below 1, not {getattr(self, name)}"
+                )
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> TransformerConfig:
@@ -113,13 +120,28 @@ class TransformerConfig:
         """Read the fields that an object has as attributes, with defaults for the others."""
         if isinstance(args, cls):
             return args
-        return cls(**{field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)})
+        return cls(
+            **{
+                field.name: getattr(args, field.name)
+                for field in fields(cls)
+                if hasattr(args, field.name)
+            }
+        )
 
 
-def _symmetric(width: int, hidden: int, layers: int, heads: int, dropout: float) -> TransformerConfig:
+def _symmetric(
+    width: int, hidden: int, layers: int, heads: int, dropout: float
+) -> TransformerConfig:
     """Create a configuration with an encoder and a decoder of the same dimensions."""
-    sizes = {"embed_dim": width, "ffn_embed_dim": hidden, "layers": layers, "attention_heads": heads}
-    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()}
+    sizes = {
+        "embed_dim": width,
+        "ffn_embed_dim": hidden,
+        "layers": layers,
+        "attention_heads": heads,
+    }
+    sides = {
+        f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()
+    }
     return TransformerConfig(dropout=dropout, **sides)  # type: ignore[arg-type]
 
 
@@ -128,6 +150,8 @@ _PRESETS = {
     "base": _symmetric(width=512, hidden=2048, layers=6, heads=8, dropout=0.1),
     # Dropout inside the blocks would take a fifth of the time on a CPU, and a training of few epochs overfits little.
     "small": replace(
-        _symmetric(width=256, hidden=1024, layers=3, heads=4, dropout=0.2), attention_dropout=0.0, relu_dropout=0.0
+        _symmetric(width=256, hidden=1024, layers=3, heads=4, dropout=0.2),
+        attention_dropout=0.0,
+        relu_dropout=0.0,
     ),
 }

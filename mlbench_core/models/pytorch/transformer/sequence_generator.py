@@ -38,7 +38,9 @@ class TransformerState:
         src_lengths: As for the model's ``forward``.
     """
 
-    def __init__(self, model: TransformerModel, src_tokens: Tensor, src_lengths: Tensor | None = None) -> None:
+    def __init__(
+        self, model: TransformerModel, src_tokens: Tensor, src_lengths: Tensor | None = None
+    ) -> None:
         self.decoder = model.decoder
         self.encoder_out, self.padding_mask = model.encoder(src_tokens, src_lengths)
         self.caches = IncrementalState()
@@ -119,20 +121,26 @@ class SequenceGenerator:
         longest = model.max_decoder_positions() - 1
         self.maxlen = longest if maxlen is None else min(maxlen, longest)
         if self.maxlen < minlen:
-            raise ValueError(f"minlen must be at most {self.maxlen}, the longest translation, not {minlen}")
+            raise ValueError(
+                f"minlen must be at most {self.maxlen}, the longest translation, not {minlen}"
+            )
         self.model = model
         self.src_dict = src_dict
         self.trg_dict = trg_dict
         self.minlen = minlen
         self.retain_dropout = retain_dropout
-        self.sampling = Sampling(sampling_topk, sampling_temperature, generator) if sampling else None
+        self.sampling = (
+            Sampling(sampling_topk, sampling_temperature, generator) if sampling else None
+        )
         # The search counts the end symbol. With a factor of 0 the divisor is 1, so the score is the log-probability.
         self.options = SearchOptions(
             eos=trg_dict.eos(),
             pad=trg_dict.pad(),
             beam_size=beam_size,
             min_len=minlen + 1,
-            score=GNMTScore(len_penalty if normalize_scores else 0.0, len_norm_const=5.0, cov_penalty_factor=0.0),
+            score=GNMTScore(
+                len_penalty if normalize_scores else 0.0, len_norm_const=5.0, cov_penalty_factor=0.0
+            ),
             stop_early=stop_early,
             independent=sampling,
         )
@@ -168,17 +176,30 @@ class SequenceGenerator:
             ValueError: ``nbest`` is above the size of the beam, or ``prefix_size`` is above 0 without a target.
         """
         if not 1 <= nbest <= self.options.beam_size:
-            raise ValueError(f"nbest must be from 1 to beam_size ({self.options.beam_size}), not {nbest}")
+            raise ValueError(
+                f"nbest must be from 1 to beam_size ({self.options.beam_size}), not {nbest}"
+            )
         source, target = batch["net_input"], batch.get("target")
         if prefix_size > 0 and target is None:
-            raise ValueError(f"prefix_size must be 0 for a batch without a target, not {prefix_size}")
+            raise ValueError(
+                f"prefix_size must be 0 for a batch without a target, not {prefix_size}"
+            )
         prefix = target[:, :prefix_size] if target is not None and prefix_size > 0 else None
-        found = self.generate(source["src_tokens"], source.get("src_lengths"), maxlen_a, maxlen_b, prefix)
+        found = self.generate(
+            source["src_tokens"], source.get("src_lengths"), maxlen_a, maxlen_b, prefix
+        )
         texts = [
-            [self._text(torch.tensor(tokens, dtype=torch.int64), remove_bpe, ignore_case) for tokens in hypotheses]
+            [
+                self._text(torch.tensor(tokens, dtype=torch.int64), remove_bpe, ignore_case)
+                for tokens in hypotheses
+            ]
             for hypotheses in found.to_lists(nbest)
         ]
-        references = [] if target is None else [self._text(row, remove_bpe, ignore_case) for row in target.cpu()]
+        references = (
+            []
+            if target is None
+            else [self._text(row, remove_bpe, ignore_case) for row in target.cpu()]
+        )
         return [best[0] if best else "" for best in texts] if nbest == 1 else texts, references
 
     @torch.no_grad()
@@ -202,7 +223,9 @@ class SequenceGenerator:
         Returns:
             The hypotheses of each sentence, best first, with the end symbol.
         """
-        lengths = (src_tokens != self.src_dict.pad()).sum(dim=1) if src_lengths is None else src_lengths
+        lengths = (
+            (src_tokens != self.src_dict.pad()).sum(dim=1) if src_lengths is None else src_lengths
+        )
         most = (maxlen_a * lengths.to(src_tokens.device).double() + maxlen_b).long()
         most = most.clamp(min=self.minlen, max=self.maxlen)
         # As in training, the end symbol is also the first input of the decoder.
@@ -210,7 +233,9 @@ class SequenceGenerator:
         with evaluation_mode(self.model, not self.retain_dropout):
             state = TransformerState(self.model, src_tokens, src_lengths)
             # The search counts the end symbol, which the limits of this class do not.
-            return search(LogitProposer(state, self.sampling), start, self.options, most + 1, prefix)
+            return search(
+                LogitProposer(state, self.sampling), start, self.options, most + 1, prefix
+            )
 
     def _text(self, tokens: Tensor, remove_bpe: str | None, ignore_case: bool) -> str:
         text = self.trg_dict.string(tokens, remove_bpe)

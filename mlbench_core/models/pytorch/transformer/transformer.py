@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from mlbench_core.models.pytorch.transformer.config import TransformerConfig
 from mlbench_core.models.pytorch.transformer.modules.incremental import IncrementalState
 from mlbench_core.models.pytorch.transformer.modules.layers import DecoderLayer, EncoderLayer
-from mlbench_core.models.pytorch.transformer.modules.positions import LearnedPositions, SinusoidalPositions
+from mlbench_core.models.pytorch.transformer.modules.positions import (
+    LearnedPositions,
+    SinusoidalPositions,
+)
 
 __all__ = ["TransformerDecoder", "TransformerEncoder", "TransformerModel", "Vocabulary"]
 
@@ -115,12 +118,16 @@ class TransformerEncoder(nn.Module):
         width = config.encoder_embed_dim
         positions = LearnedPositions if config.encoder_learned_pos else SinusoidalPositions
         self.embed_tokens = embed_tokens
-        self.embed_positions = positions(width, config.max_source_positions, _padding_idx(embed_tokens))
+        self.embed_positions = positions(
+            width, config.max_source_positions, _padding_idx(embed_tokens)
+        )
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
         self.layer_norm = nn.LayerNorm(width) if config.encoder_normalize_before else nn.Identity()
 
-    def forward(self, src_tokens: Tensor, src_lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, src_tokens: Tensor, src_lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Encode source sentences.
 
         Args:
@@ -153,7 +160,9 @@ class TransformerDecoder(nn.Module):
         positions = LearnedPositions if config.decoder_learned_pos else SinusoidalPositions
         self.left_pad = config.left_pad_target
         self.embed_tokens = embed_tokens
-        self.embed_positions = positions(width, config.max_target_positions, _padding_idx(embed_tokens))
+        self.embed_positions = positions(
+            width, config.max_target_positions, _padding_idx(embed_tokens)
+        )
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
         self.layer_norm = nn.LayerNorm(width) if config.decoder_normalize_before else nn.Identity()

@@ -40,4 +40,8 @@ def suits_fused(model: nn.Module | None) -> bool:
 def _has_fused_kernel(parameter: Tensor) -> bool:
     # On CPUs, the fused SGD of torch 2.13 leaves most elements in half precision as they are.
     is_full = parameter.dtype in (torch.float32, torch.float64)
-    return is_full if parameter.device.type == "cpu" else parameter.is_floating_point() and parameter.is_cuda
+    return (
+        is_full
+        if parameter.device.type == "cpu"
+        else parameter.is_floating_point() and parameter.is_cuda
+    )

@@ -77,7 +77,11 @@ class LARS(Optimizer):
         check_finite_at_least_0("momentum", momentum)
         check_finite_at_least_0("weight_decay", weight_decay)
         check_positive("trust_coefficient", trust_coefficient)
-        defaults = {"momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient}
+        defaults = {
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+        }
         super().__init__(params, {"lr": check_lr(lr, "LARS"), **defaults, "use_lars": use_lars})
 
     @torch.no_grad()
@@ -99,19 +103,27 @@ class LARS(Optimizer):
                 if parameter.grad is None:
                     continue
                 if parameter.grad.is_sparse:
-                    raise ValueError("gradients must be dense, not sparse: make nn.Embedding with sparse=False")
+                    raise ValueError(
+                        "gradients must be dense, not sparse: make nn.Embedding with sparse=False"
+                    )
                 state = self.state[parameter]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 update = parameter.grad.add(parameter, alpha=group["weight_decay"])
                 rate = group["lr"]
                 if group["use_lars"]:
-                    rate = rate * _ratio(parameter, parameter.grad, group["weight_decay"], group["trust_coefficient"])
-                parameter.sub_(state["momentum_buffer"].mul_(group["momentum"]).add_(update.mul_(rate)))
+                    rate = rate * _ratio(
+                        parameter, parameter.grad, group["weight_decay"], group["trust_coefficient"]
+                    )
+                parameter.sub_(
+                    state["momentum_buffer"].mul_(group["momentum"]).add_(update.mul_(rate))
+                )
         return loss
 
 
-def _ratio(weights: Tensor, gradient: Tensor, weight_decay: float, trust_coefficient: float) -> Tensor:
+def _ratio(
+    weights: Tensor, gradient: Tensor, weight_decay: float, trust_coefficient: float
+) -> Tensor:
     """Return the factor of a layer's rate, without dimensions and without waiting for the device."""
     # Squares overflow in float16.
     dtype = torch.promote_types(weights.dtype, torch.float32)

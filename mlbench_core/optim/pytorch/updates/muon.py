@@ -82,7 +82,8 @@ class MuonAdamW(Optimizer):
         check_at_least("momentum", momentum, 0)
         defaults = {"weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
         super().__init__(
-            params, {"lr": check_lr(lr, "MuonAdamW"), **defaults, "use_muon": use_muon, "kernels": kernels}
+            params,
+            {"lr": check_lr(lr, "MuonAdamW"), **defaults, "use_muon": use_muon, "kernels": kernels},
         )
 
     @torch.no_grad()
@@ -103,10 +104,14 @@ class MuonAdamW(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     # A checkpoint from before this option has no "kernels".
-                    takes_muon = parameter.ndim == 2 or (parameter.ndim > 2 and group.get("kernels", False))
+                    takes_muon = parameter.ndim == 2 or (
+                        parameter.ndim > 2 and group.get("kernels", False)
+                    )
                     (matrices if group["use_muon"] and takes_muon else others).append(parameter)
             if matrices:
-                self._take_muon_step(matrices, momentum=group["momentum"], adjust_lr_fn="match_rms_adamw", **common)
+                self._take_muon_step(
+                    matrices, momentum=group["momentum"], adjust_lr_fn="match_rms_adamw", **common
+                )
             if others:
                 optimizer = AdamW(others, **common, betas=group["betas"], eps=group["eps"])
                 # A new optimizer at each step takes microseconds, and always has the current groups and options.
@@ -122,7 +127,9 @@ class MuonAdamW(Optimizer):
             matrix.grad = parameter.grad.flatten(1)  # type: ignore[union-attr]
         optimizer = Muon(matrices, **options)
         # The same dictionaries, so that this optimizer keeps what the step writes into them.
-        optimizer.state.update((m, self.state[p]) for m, p in zip(matrices, parameters, strict=True))
+        optimizer.state.update(
+            (m, self.state[p]) for m, p in zip(matrices, parameters, strict=True)
+        )
         optimizer.step()
         for matrix, parameter in zip(matrices, parameters, strict=True):
             if matrix.data_ptr() != parameter.data_ptr():

@@ -134,7 +134,11 @@ class NTASGD:
     """
 
     def __init__(
-        self, optimizer: OptimizerWrapper, interval: int | None = None, *, patience: int | None = None
+        self,
+        optimizer: OptimizerWrapper,
+        interval: int | None = None,
+        *,
+        patience: int | None = None,
     ) -> None:
         inside = getattr(optimizer, "optimizer", None)
         # SignSGD is a torch.optim.SGD by type only: its step is another one.
@@ -145,10 +149,14 @@ class NTASGD:
                 "mlbench_core.optim.pytorch that has a torch.optim.SGD inside, as CentralizedSGD has"
             )
         if interval is not None and patience is not None:
-            raise ValueError("interval and patience are both given, but select different rules: give only one of them")
+            raise ValueError(
+                "interval and patience are both given, but select different rules: give only one of them"
+            )
         self.optimizer = optimizer
         self.patience = None if patience is None else check_int("patience", patience)
-        self.interval = check_int("interval", 5 if interval is None else interval) if patience is None else None
+        self.interval = (
+            check_int("interval", 5 if interval is None else interval) if patience is None else None
+        )
         self.best = math.inf
         self.checks_since_best = 0
         # The last n values, which a new one is not compared with.
@@ -222,7 +230,9 @@ class NTASGD:
         """Return the average of each parameter that has one."""
         if not self.is_averaging:
             return {}
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in self.optimizer.param_groups for parameter in group["params"]
+        ]
         states = self.optimizer.state
         return {p: states[p]["average"] for p in parameters if "average" in states.get(p, {})}
 

@@ -15,7 +15,9 @@ from mlbench_core.optim.pytorch.updates.fused import is_dense
 
 __all__ = ["OnePassSGD", "make_sgd", "sgd_step"]
 
-_LEAST_ELEMENTS = 1 << 14  # smaller tensors stay in the cache between the passes of the plain update
+_LEAST_ELEMENTS = (
+    1 << 14
+)  # smaller tensors stay in the cache between the passes of the plain update
 _UNIT_ELEMENTS = 64  # a multiple of the elements that a CPU adds up in one instruction
 _OPTIONS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
 
@@ -63,7 +65,9 @@ class OnePassSGD(SGD):
                 new[parameter] = len(plain)
             elif _is_alike(parameter, parameter.grad, buffer):
                 end = parameter.numel() // _UNIT_ELEMENTS * _UNIT_ELEMENTS
-                flat = [None if t is None else _flat(t) for t in (parameter, parameter.grad, buffer)]
+                flat = [
+                    None if t is None else _flat(t) for t in (parameter, parameter.grad, buffer)
+                ]
                 fused.append(tuple(None if t is None else t[:end] for t in flat))
                 if end == parameter.numel():
                     continue

@@ -9,7 +9,9 @@ down_revision = "0001"
 
 def upgrade() -> None:
     """Create both tables."""
-    op.create_table("schema_version", sa.Column("version", sa.Integer, primary_key=True, autoincrement=False))
+    op.create_table(
+        "schema_version", sa.Column("version", sa.Integer, primary_key=True, autoincrement=False)
+    )
     op.create_table(
         "master_lease",
         sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),

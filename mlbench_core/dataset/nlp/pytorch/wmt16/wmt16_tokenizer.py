@@ -14,7 +14,12 @@ from torch import Tensor
 from mlbench_core.dataset.nlp.pytorch.pair_part import SPECIAL_SYMBOLS
 from mlbench_core.dataset.nlp.pytorch.subwords import UNKNOWN, Subwords, join_parts
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_config import BOS, EOS, PAD, UNK
-from mlbench_core.dataset.nlp.pytorch.words import escape_words, join_words, split_words, unescape_words
+from mlbench_core.dataset.nlp.pytorch.words import (
+    escape_words,
+    join_words,
+    split_words,
+    unescape_words,
+)
 
 __all__ = ["BOS", "EOS", "PAD", "UNK", "WMT16Tokenizer"]
 
@@ -85,7 +90,9 @@ class WMT16Tokenizer:
         self.escaped = escaped
         self.subwords = Subwords.load(Path(base_dir), separator, skip=SPECIAL_SYMBOLS)
         # Without merges, lines are divided already: splitting would break the marks of parts. spaCy's words have none.
-        self.tokenizer = tokenizer if self.subwords.merges is not None or tokenizer == "spacy" else None
+        self.tokenizer = (
+            tokenizer if self.subwords.merges is not None or tokenizer == "spacy" else None
+        )
         self.symbols = [*SPECIAL_SYMBOLS, *self.subwords.symbols]
         # Tensor cores need sizes that are multiples of 8 in half precision.
         missing = -len(self.symbols) % _MULTIPLES[math_precision]

@@ -31,7 +31,9 @@ class Dictionary:
         'word'
     """
 
-    def __init__(self, pad: str = "<pad>_", eos: str = "<EOS>_", *, symbols: Iterable[str] = ()) -> None:
+    def __init__(
+        self, pad: str = "<pad>_", eos: str = "<EOS>_", *, symbols: Iterable[str] = ()
+    ) -> None:
         if pad == eos:
             raise ValueError(f"pad and eos must be different symbols, not both {pad!r}")
         self.symbols: list[str] = []
@@ -57,7 +59,9 @@ class Dictionary:
             KeyError: The symbol is not in the vocabulary.
         """
         if sym not in self._numbers:
-            raise KeyError(f"{sym!r} is not among the {len(self)} symbols of the vocabulary; add_symbol adds it")
+            raise KeyError(
+                f"{sym!r} is not among the {len(self)} symbols of the vocabulary; add_symbol adds it"
+            )
         return self._numbers[sym]
 
     def add_symbol(self, sym: str) -> int:
@@ -86,9 +90,13 @@ class Dictionary:
         if tensor.dim() == 2:
             return "\n".join(self.string(row, bpe_symbol) for row in tensor)
         if tensor.dim() != 1:
-            raise ValueError(f"tensor must have shape (tokens,) or (sentences, tokens), not {tuple(tensor.shape)}")
+            raise ValueError(
+                f"tensor must have shape (tokens,) or (sentences, tokens), not {tuple(tensor.shape)}"
+            )
         # Padding and end have no text.
-        symbols = [self[number] for number in tensor.tolist() if number not in (self._pad, self._eos)]
+        symbols = [
+            self[number] for number in tensor.tolist() if number not in (self._pad, self._eos)
+        ]
         if bpe_symbol is None:
             return " ".join(symbols)
         if bpe_symbol == "_":

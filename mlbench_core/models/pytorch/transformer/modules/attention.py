@@ -87,7 +87,9 @@ def fused_attention(
     """
     queries, keys = query.shape[2], key.shape[2]
     if key_padding_mask is None and (not is_causal or queries == keys):
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=is_causal)
+        return F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout_p, is_causal=is_causal
+        )
     mask = attention_mask(queries, keys, key_padding_mask, is_causal, query.device)
     # torch's masks are the reverse: True at visible keys.
     visible = None if mask is None else ~mask

@@ -139,13 +139,21 @@ class DecoderLayer(nn.Module):
         weights: Tensor | None = None
 
         def attend(h: Tensor) -> Tensor:
-            options = {"mask_future_timesteps": True, "key_padding_mask": padding_mask, "need_weights": False}
+            options = {
+                "mask_future_timesteps": True,
+                "key_padding_mask": padding_mask,
+                "need_weights": False,
+            }
             return self.self_attn(h, h, h, incremental_state=incremental_state, **options)[0]
 
         def attend_to_source(h: Tensor) -> Tensor:
             # A residual block returns one tensor, so the weights leave this function through a variable.
             nonlocal weights
-            options = {"key_padding_mask": encoder_padding_mask, "need_weights": need_weights, "static_kv": True}
+            options = {
+                "key_padding_mask": encoder_padding_mask,
+                "need_weights": need_weights,
+                "static_kv": True,
+            }
             output, weights = self.encoder_attn(
                 h, encoder_out, encoder_out, incremental_state=incremental_state, **options
             )
@@ -158,5 +166,9 @@ class DecoderLayer(nn.Module):
 
 def _attention(config: TransformerConfig, width: int, heads: int) -> MultiheadAttention:
     return MultiheadAttention(
-        width, heads, config.attention_dropout, config.softmax_type, backend=config.attention_backend
+        width,
+        heads,
+        config.attention_dropout,
+        config.softmax_type,
+        backend=config.attention_backend,
     )

@@ -71,10 +71,15 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim must be a multiple of num_heads ({num_heads}), not {embed_dim}")
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads ({num_heads}), not {embed_dim}"
+            )
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must be at least 0 and below 1, not {dropout}")
-        for name, value, known in (("softmax_type", softmax_type, _SOFTMAX_TYPES), ("backend", backend, _BACKENDS)):
+        for name, value, known in (
+            ("softmax_type", softmax_type, _SOFTMAX_TYPES),
+            ("backend", backend, _BACKENDS),
+        ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
         self.embed_dim = embed_dim
@@ -144,7 +149,9 @@ class MultiheadAttention(nn.Module):
         """
         target, rows, width = query.shape
         if width != self.embed_dim:
-            raise ValueError(f"query must have {self.embed_dim} features, not shape {tuple(query.shape)}")
+            raise ValueError(
+                f"query must have {self.embed_dim} features, not shape {tuple(query.shape)}"
+            )
         # A single new position may see all cached ones.
         is_causal = mask_future_timesteps and target > 1
         p = self.dropout if self.training else 0.0
@@ -160,7 +167,9 @@ class MultiheadAttention(nn.Module):
         else:
             output = fused_attention(q, k, v, key_padding_mask, is_causal, p)
         # The inverse of _split_heads.
-        output = output.unflatten(2, (-1, target)).permute(3, 0, 2, 1, 4).reshape(target, rows, width)
+        output = (
+            output.unflatten(2, (-1, target)).permute(3, 0, 2, 1, 4).reshape(target, rows, width)
+        )
         output = self.out_proj(output)
         if weights is None or not need_weights:
             return output, None
@@ -170,7 +179,9 @@ class MultiheadAttention(nn.Module):
         """Return the arguments, for ``repr``."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
 
-    def _projections(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _projections(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v (batch, heads, positions, head features); equal inputs share one product."""
         if key is None or value is None:
             raise ValueError(
@@ -208,7 +219,11 @@ class MultiheadAttention(nn.Module):
     def _linear(self, x: Tensor, first: int, last: int) -> Tensor:
         """Apply some of the three input projections: 0 for queries, 1 for keys, 2 for values."""
         part = slice(first * self.embed_dim, last * self.embed_dim)
-        return F.linear(x, self.in_proj_weight[part], None if self.in_proj_bias is None else self.in_proj_bias[part])
+        return F.linear(
+            x,
+            self.in_proj_weight[part],
+            None if self.in_proj_bias is None else self.in_proj_bias[part],
+        )
 
     def _split_heads(self, x: Tensor, batch: int) -> Tensor:
         """Reshape (positions, rows, width) to (batch, heads, rows of a sentence x positions, features of a head)."""
@@ -220,10 +235,14 @@ class MultiheadAttention(nn.Module):
         return x.permute(1, 3, 2, 0, 4).reshape(batch, self.num_heads, -1, self.head_dim)
 
 
-def _check_masks(batch: int, keys: int, rows: int, is_causal: bool, key_padding_mask: Tensor | None) -> None:
+def _check_masks(
+    batch: int, keys: int, rows: int, is_causal: bool, key_padding_mask: Tensor | None
+) -> None:
     """Reject masks that do not fit ``keys`` keys of ``batch`` sentences and ``rows`` rows of queries."""
     if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
-        raise ValueError(f"key_padding_mask must have shape {(batch, keys)}, not {tuple(key_padding_mask.shape)}")
+        raise ValueError(
+            f"key_padding_mask must have shape {(batch, keys)}, not {tuple(key_padding_mask.shape)}"
+        )
     if is_causal and rows != batch:
         raise ValueError(
             f"mask_future_timesteps must be False if {rows} rows share the keys of {batch} sentences, not True"

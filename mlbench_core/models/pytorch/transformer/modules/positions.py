@@ -76,9 +76,13 @@ class SinusoidalPositions(_Positions):
     def __init__(self, embed_dim: int, max_positions: int, padding_idx: int) -> None:
         super().__init__(max_positions, padding_idx)
         if embed_dim < 2 or embed_dim % 2:
-            raise ValueError(f"embed_dim must be even and at least 2, not {embed_dim}: sine and cosine alternate")
+            raise ValueError(
+                f"embed_dim must be even and at least 2, not {embed_dim}: sine and cosine alternate"
+            )
         # Compute in float64, because float32 loses digits of large angles.
-        rates = torch.exp(-math.log(10000.0) * torch.arange(0, embed_dim, 2, dtype=torch.float64) / embed_dim)
+        rates = torch.exp(
+            -math.log(10000.0) * torch.arange(0, embed_dim, 2, dtype=torch.float64) / embed_dim
+        )
         angles = torch.arange(max_positions, dtype=torch.float64).unsqueeze(1) * rates
         vectors = torch.stack((angles.sin(), angles.cos()), dim=2).flatten(1)
         # Row 0 is the vector of padding.
