@@ -1,8 +1,8 @@
 """Define the two parts of the build that pyproject.toml cannot describe.
 
-* The wheel contains ``benchmarks/`` as the package ``mlbench_benchmarks``. The reference implementations are scripts to
-  read and copy, so their folder is outside of the library in the source tree. ``mlbench run --task`` finds them in an
-  installed wheel under this name.
+* The wheel contains ``benchmarks/`` as the package ``mlbench_benchmarks``. The reference
+  implementations are scripts to read and copy, so their folder is outside of the library in the
+  source tree. ``mlbench run --task`` finds them in an installed wheel under this name.
 * In the same way, it contains ``helm/``, the Helm chart, as the package ``mlbench_helm``.
 """
 

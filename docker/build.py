@@ -63,7 +63,8 @@ def builds() -> list[Build]:
         Build("master", "docker/master/Dockerfile", "docker/master", (start,)),
     ]
     for task in TASKS.values():
-        # Images with the same arguments differ in their tags only. The first one is the task itself.
+        # Images with the same arguments differ in their tags only. The first one is the task
+        # itself.
         for arguments in dict.fromkeys([(), *(image.arguments for image in task.images)]):
             images = [image for image in task.images if image.arguments == arguments]
             found.append(_task_build(task, arguments, images, start))

@@ -1,7 +1,7 @@
 """The ``mlbench`` command.
 
-``cli_group`` is a :class:`click.Group`. A subcommand is imported when it is used, so ``mlbench --help`` imports only
-click. Each file in ``commands`` holds one group of commands.
+``cli_group`` is a :class:`click.Group`. A subcommand is imported when it is used, so ``mlbench
+--help`` imports only click. Each file in ``commands`` holds one group of commands.
 
 Example:
     >>> from mlbench_cli import cli_group
@@ -26,7 +26,8 @@ __all__ = ["cli", "cli_group", "main"]
 _subpackage = lazy_subpackages(__name__, "cli")
 
 
-# Not imported here: click is looked for only after main() has taken the user's folder from the places of modules.
+# Not imported here: click is looked for only after main() has taken the user's folder from the
+# places of modules.
 def __getattr__(name: str) -> Any:
     return _subpackage("cli").cli_group if name == "cli_group" else _subpackage(name)
 

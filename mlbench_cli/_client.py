@@ -25,7 +25,8 @@ def reason_of(run: Mapping[str, Any]) -> str:
 def state_of(run: Mapping[str, Any]) -> str:
     """Return the state of a run for people.
 
-    In the API, a run that a user stopped has the state ``failed``, and only its reason tells the difference.
+    In the API, a run that a user stopped has the state ``failed``, and only its reason tells the
+    difference.
 
     Example:
         >>> state_of({"state": "failed", "job_metadata": {"reason": "stopped by a user"}})
@@ -156,10 +157,12 @@ class MasterClient(RestClient):
         Args:
             run_id: The run.
             since_line: Number of the first line wanted, from 0.
-            filters: Which lines are wanted: ``rank``, ``stream`` and ``search``, as in the REST API.
+            filters: Which lines are wanted: ``rank``, ``stream`` and ``search``, as in the REST
+                API.
         """
         lines: list[dict[str, Any]] = []
-        # One answer of the master has a limited number of lines, and it may have none before the end of a search.
+        # One answer of the master has a limited number of lines, and it may have none before the
+        # end of a search.
         while True:
             params = {**(filters or {}), "since_line": since_line}
             answer = self.json(dict, "GET", f"runs/{path_part(run_id)}/logs/", params=params)
@@ -196,7 +199,8 @@ class MasterClient(RestClient):
         Args:
             run_id: The run.
             target: The folder to create. If it exists, it is replaced.
-            unfinished: True to accept raw lines without a ``result.json``, as a stopped run leaves them.
+            unfinished: True to accept raw lines without a ``result.json``, as a stopped run leaves
+                them.
 
         Returns:
             False, and nothing is written, if the master has no ``result.json`` with raw lines.

@@ -1,7 +1,8 @@
 """Clusters at clouds, by SkyPilot: its program ``sky`` rents the machines, and MLBench's master runs on the first one.
 
-SkyPilot is a program here and not a library, because it requires older versions of packages that MLBench uses. It has
-its own environment. The master listens on the first machine's 127.0.0.1 only; a tunnel of ``ssh`` leads there::
+SkyPilot is a program here and not a library, because it requires older versions of packages that
+MLBench uses. It has its own environment. The master listens on the first machine's 127.0.0.1 only;
+a tunnel of ``ssh`` leads there::
 
     mlbench run ---> 127.0.0.1:PORT ---- ssh tunnel ----> 127.0.0.1:PORT on the first machine: mlbench master
                                                                   | launcher "hosts": ssh
@@ -61,13 +62,15 @@ class CloudOptions:
         num_cpus: The least number of cores per machine, unless ``machine_type`` is given.
         num_gpus: GPUs per machine.
         gpu_type: SkyPilot's name of the GPU, for example ``T4``.
-        machine_type: The cloud's name of the machine, or None to let SkyPilot choose the cheapest one.
+        machine_type: The cloud's name of the machine, or None to let SkyPilot choose the cheapest
+            one.
         region: A region of the cloud, or None for any.
         zone: A zone of the cloud, or None for any.
         disk_size: Size of the disk of a machine in GB.
         spot: True for machines that the cloud may take back, at a lower price.
         image: The cloud's name of an image for the machines, or None for SkyPilot's default.
-        autostop_min: Minutes without a run and without a request after which the cluster is deleted; 0 for never.
+        autostop_min: Minutes without a run and without a request after which the cluster is
+            deleted; 0 for never.
         package: The requirement that pip installs on the machines, or a wheel.
     """
 

@@ -28,7 +28,8 @@ def open_runs(name: str, data_dir: Path | None) -> MasterlessRuns:
 
     Args:
         name: The name of the series of runs.
-        data_dir: Folder for the folders of all names; by default ``no-master`` in the user's folder.
+        data_dir: Folder for the folders of all names; by default ``no-master`` in the user's
+            folder.
 
     Raises:
         ConfigurationError: Slurm's commands were not found.

@@ -1,7 +1,7 @@
 """Find the master, and start or stop the embedded master, which runs in the background.
 
-A master is looked for in this order: ``--dashboard-url``, ``MLBENCH_MASTER_URL``, the cluster that this user chose, the
-settings file, the embedded master that this user started last.
+A master is looked for in this order: ``--dashboard-url``, ``MLBENCH_MASTER_URL``, the cluster that
+this user chose, the settings file, the embedded master that this user started last.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def configured(dashboard_url: str | None = None) -> Location | None:
     ):
         if address:
             url = base_url(str(address))
-            # If the user gave no token, the client looks for a recorded one and has the server prove its identity.
+            # If the user gave no token, the client looks for a recorded one and has the server
+            # prove its identity.
             return Location(url, token, source)
     return None
 
@@ -110,7 +111,8 @@ def embedded() -> Location | None:
         SilentMasterError: Its process is running, but it does not answer in time.
     """
     record = read_record()
-    # A killed master leaves its record behind, and another program may have its process id or its port by now.
+    # A killed master leaves its record behind, and another program may have its process id or its
+    # port by now.
     if record is None or not record.is_alive():
         return None
     # MLBENCH_TOKEN may be that of another master.
@@ -183,7 +185,8 @@ def find_or_start(dashboard_url: str | None = None, engine: str | None = None) -
 
     Args:
         dashboard_url: Value of ``--dashboard-url``.
-        engine: The launcher that the master must have; by default any, and ``local`` for a master that is started.
+        engine: The launcher that the master must have; by default any, and ``local`` for a master
+            that is started.
 
     Raises:
         ConfigurationError: The master has another launcher.
@@ -260,7 +263,8 @@ def master_command(host: str, port: int) -> list[str]:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # As the master's own socket: without this option, old connections in TIME_WAIT make a free port look used.
+        # As the master's own socket: without this option, old connections in TIME_WAIT make a free
+        # port look used.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((DEFAULT_HOST, port))
@@ -285,7 +289,8 @@ def _start(engine: str | None) -> Location:
         try:
             return _start_at(port, engine)
         except MasterError:
-            # Another program may have taken the port between the check and the start; any other cause stays.
+            # Another program may have taken the port between the check and the start; any other
+            # cause stays.
             if _is_free(port):
                 raise
 
@@ -321,7 +326,8 @@ def _start_at(port: int, engine: str | None) -> Location:
         process.kill()
         process.wait()
         raise
-    # The master outlives this process. Without a return code, Popen would warn that it left a child running.
+    # The master outlives this process. Without a return code, Popen would warn that it left a child
+    # running.
     process.returncode = 0
     return location
 
@@ -360,8 +366,8 @@ def _answers(location: Location, only_healthy: bool = False) -> bool:
 
     Args:
         location: The address.
-        only_healthy: False to accept a master that says that its database fails, as on a full disk. It still answers
-            most requests.
+        only_healthy: False to accept a master that says that its database fails, as on a full disk.
+            It still answers most requests.
 
     Raises:
         TimeoutError: It does not answer in time.
@@ -451,7 +457,8 @@ def _send(record: MasterRecord, number: signal.Signals) -> None:
         os.kill(record.pid, number)
         return
     try:
-        # The descriptor stays that of one process, so no other one can take the id between the check and the signal.
+        # The descriptor stays that of one process, so no other one can take the id between the
+        # check and the signal.
         descriptor = os.pidfd_open(record.pid)
     except ProcessLookupError:
         return

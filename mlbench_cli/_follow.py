@@ -43,8 +43,8 @@ def follow(
         pooled: Show one row for the repeats of a configuration, instead of one for each run.
 
     Raises:
-        MLBenchError: A run failed, its metrics or its output are incomplete, its result folder could not be fetched, or
-            Ctrl-C ended the waiting.
+        MLBenchError: A run failed, its metrics or its output are incomplete, its result folder
+            could not be fetched, or Ctrl-C ended the waiting.
     """
     try:
         ended = _wait.wait_for(client, started, goal)
@@ -78,7 +78,8 @@ def follow(
         if missing:
             problems.append(f"results of run {item['name']} are incomplete: {clean(str(missing))}")
         elif item.get("state") == "finished" and reason_of(item):
-            # A run that has finished has a reason only if something of it was lost, such as lines of its output.
+            # A run that has finished has a reason only if something of it was lost, such as lines
+            # of its output.
             problems.append(f"run {item['name']} finished, but {clean(reason_of(item))}")
     if problems:
         raise MLBenchError("; ".join(problems))
@@ -123,7 +124,8 @@ def _save(
     try:
         if client.fetch_result(item["id"], folder / name):
             return load([folder / name])[0]
-    # The metrics are saved already, and shown. But a result is lost, which the exit status must say.
+    # The metrics are saved already, and shown. But a result is lost, which the exit status must
+    # say.
     except (ConfigurationError, MasterRequestError, OSError) as error:
         problems.append(f"no result folder of {clean(name)}: {clean(error)}")
     return RunRecord.from_metrics(metrics, item, str(folder / f"{name}.json"))

@@ -37,7 +37,8 @@ class KindOptions:
 
     Attributes:
         num_cpus: The largest number of cores of a worker, or None for no limit.
-        kubernetes_version: Version of Kubernetes such as ``1.33.1``, or None for the one that ``kind`` comes with.
+        kubernetes_version: Version of Kubernetes such as ``1.33.1``, or None for the one that
+            ``kind`` comes with.
         chart: Folder of the Helm chart, or None for MLBench's own.
         values: Values of the chart, as ``name=value``.
         images: Images to load into the cluster, besides those of MLBench.
@@ -58,7 +59,8 @@ def chart_folder() -> Path:
     """
     found = importlib.util.find_spec("mlbench_helm")
     roots = [Path(root) for root in (found.submodule_search_locations or ())] if found else []
-    # In a checkout, the chart is in the folder helm beside the library, even if it is not installed.
+    # In a checkout, the chart is in the folder helm beside the library, even if it is not
+    # installed.
     roots.append(Path(__file__).resolve().parents[1] / "helm")
     for root in roots:
         folder = root / "mlbench"

@@ -33,8 +33,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 # A column of a table is not cut below this width.
 _NARROWEST = 8
-# Escape sequences of a terminal, then single control characters except tab and newline, marks that turn the direction
-# of text, and characters without width except the joiners of emoji and some scripts.
+# Escape sequences of a terminal, then single control characters except tab and newline, marks that
+# turn the direction of text, and characters without width except the joiners of emoji and some
+# scripts.
 _UNSEEN = r"\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
 _CONTROL = re.compile(rf"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f\x80-\x9f{_UNSEEN}]")
 
@@ -75,7 +76,8 @@ def confirm_deletion(question: str) -> bool:
     try:
         return click.confirm(question, err=True)
     except click.Abort as abort:
-        # Scripts for version 3.0, which did not ask, go on. On a terminal, Ctrl-C and Ctrl-D cancel.
+        # Scripts for version 3.0, which did not ask, go on. On a terminal, Ctrl-C and Ctrl-D
+        # cancel.
         if sys.stdin.isatty() or not isinstance(abort.__context__, EOFError):
             raise
         click.echo(err=True)

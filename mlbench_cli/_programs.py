@@ -39,7 +39,8 @@ class Step:
 
     Attributes:
         title: The work, for the screen: ``"create the cluster"``.
-        command: The program and its arguments, which hold no secret: all users of a machine can see them.
+        command: The program and its arguments, which hold no secret: all users of a machine can see
+            them.
         stdin: The text that the program reads, or None.
         shown: The text in place of ``stdin`` on the screen, if that holds a secret.
     """
@@ -89,7 +90,8 @@ def perform(step: Step) -> None:
     """
     remark(f"{step.title}: {shlex.join(step.command)}")
     try:
-        # Standard output of the command holds only its result, so what programs say goes to standard error.
+        # Standard output of the command holds only its result, so what programs say goes to
+        # standard error.
         done = subprocess.run(
             step.command,
             input=step.stdin,

@@ -86,7 +86,8 @@ def find_records(places: Sequence[str], dashboard_url: str | None) -> list[RunRe
     """Read results from paths and from the master.
 
     Args:
-        places: Each is a path if it exists, and else a name or a shell pattern of runs at the master.
+        places: Each is a path if it exists, and else a name or a shell pattern of runs at the
+            master.
         dashboard_url: Address of the master, if the user gave one.
 
     Raises:

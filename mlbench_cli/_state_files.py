@@ -1,7 +1,7 @@
 """Read the logs of runs and stop runs without the master, while it does not answer.
 
-A run does not need the master: a supervisor, or the queue of an engine, looks after it. So its files are enough. The
-master finds out about a stopped run when it answers again.
+A run does not need the master: a supervisor, or the queue of an engine, looks after it. So its
+files are enough. The master finds out about a stopped run when it answers again.
 """
 
 from __future__ import annotations

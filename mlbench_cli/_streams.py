@@ -1,8 +1,8 @@
 """Standard output and standard error of the ``mlbench`` command, whose other end may be anything.
 
-A terminal or a pipe may not know all characters, may be closed before the command starts (``>&-``), or while it writes
-(``| head -1``), and a file may be on a full disk. Characters that an encoding lacks are replaced. What nobody can read
-is dropped: runs are not lost because their table is.
+A terminal or a pipe may not know all characters, may be closed before the command starts (``>&-``),
+or while it writes (``| head -1``), and a file may be on a full disk. Characters that an encoding
+lacks are replaced. What nobody can read is dropped: runs are not lost because their table is.
 """
 
 from __future__ import annotations

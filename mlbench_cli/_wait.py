@@ -128,8 +128,8 @@ def wait_for(
 ) -> list[dict[str, Any]]:
     """Watch runs until all have ended, and show their progress on standard error.
 
-    On a terminal, a table with one line per run is updated in place. Elsewhere, a line is written when something
-    changes.
+    On a terminal, a table with one line per run is updated in place. Elsewhere, a line is written
+    when something changes.
 
     Args:
         client: The master of the runs, or their engine.
@@ -149,7 +149,8 @@ def wait_for(
         while True:
             try:
                 for run_id, progress in watched.items():
-                    # The second condition repeats a request for metrics that failed after the run had ended.
+                    # The second condition repeats a request for metrics that failed after the run
+                    # had ended.
                     if (
                         latest[run_id].get("state") not in FINAL_STATES
                         or progress.state not in FINAL_STATES
@@ -158,8 +159,8 @@ def wait_for(
                         _update(client, progress, latest[run_id])
                 failing_since = None
             except MasterRequestError as error:
-                # Waiting does not help if the master refuses the request (a status below 500). Other failures may end,
-                # and the workers train without the master in the meantime.
+                # Waiting does not help if the master refuses the request (a status below 500).
+                # Other failures may end, and the workers train without the master in the meantime.
                 if error.status is not None and error.status < 500:
                     raise
                 if failing_since is None:
@@ -170,7 +171,8 @@ def wait_for(
             show(list(watched.values()))
             if all(progress.state in FINAL_STATES for progress in watched.values()):
                 return [latest[run["id"]] for run in runs]
-            # Not the wait of an Event, which Ctrl-C at a bad moment breaks with a RuntimeError about its lock.
+            # Not the wait of an Event, which Ctrl-C at a bad moment breaks with a RuntimeError
+            # about its lock.
             time.sleep(POLL_S)
 
 

@@ -82,8 +82,9 @@ class CommandFailed(click.ClickException):
 class LazyGroup(click.Group):
     """A group that imports a subcommand's module when the subcommand is used.
 
-    Expected errors (:class:`~mlbench_core.errors.MLBenchError`, :class:`OSError`) end as one line on standard error
-    and exit status 1, never as a traceback. Wrong use ends with exit status 2, as in click.
+    Expected errors (:class:`~mlbench_core.errors.MLBenchError`, :class:`OSError`) end as one line
+    on standard error and exit status 1, never as a traceback. Wrong use ends with exit status 2, as
+    in click.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -147,7 +148,8 @@ class LazyGroup(click.Group):
             return result
         except MLBenchError as error:
             raise CommandFailed(" ".join(str(error).split())) from error
-        # In "mlbench logs NAME | head", head may end first. click then ends the command without a message.
+        # In "mlbench logs NAME | head", head may end first. click then ends the command without a
+        # message.
         except BrokenPipeError:
             raise
         except OSError as error:

@@ -1,7 +1,7 @@
 """MLBench: reference components for benchmarking distributed machine learning.
 
-Importing this package is fast: it loads a subpackage on first use (:pep:`562`), torch only with a ``pytorch``
-subpackage, and TensorFlow only with a ``tensorflow`` one.
+Importing this package is fast: it loads a subpackage on first use (:pep:`562`), torch only with a
+``pytorch`` subpackage, and TensorFlow only with a ``tensorflow`` one.
 
 Example:
     >>> import mlbench_core

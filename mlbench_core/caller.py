@@ -1,7 +1,8 @@
 """The place from which a user starts runs: the current folder and the variables that a run takes from there.
 
-A master serves many calls, and each of them may come from another folder with another environment. So a call sends its
-own to the master, and the workers of its runs do not inherit those of the call that happened to start the master.
+A master serves many calls, and each of them may come from another folder with another environment.
+So a call sends its own to the master, and the workers of its runs do not inherit those of the call
+that happened to start the master.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ VARIABLES = frozenset(
 )
 """Further variables that a run takes from the call that starts it."""
 
-# They describe the terminal of the call. The output of workers goes to a log, whose lines are UTF-8.
+# They describe the terminal of the call. The output of workers goes to a log, whose lines are
+# UTF-8.
 _OF_TERMINAL = ("PYTHONIOENCODING", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONUNBUFFERED")
 
 _OF_ENGINES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -167,7 +169,8 @@ def call_folder(given: Path | None = None) -> str:
 def call_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the variables that a run takes from a call, of those of this process.
 
-    The ``python`` of the workers is the one that runs the call, unless another environment of Python is active.
+    The ``python`` of the workers is the one that runs the call, unless another environment of
+    Python is active.
 
     Args:
         variables: The environment of the call; by default that of this process.
@@ -196,9 +199,10 @@ def call_environment(variables: Mapping[str, str] | None = None) -> dict[str, st
 def safe_environment() -> dict[str, str]:
     """Return the environment for a program of MLBench, which imports nothing from the current folder.
 
-    The modules of the user's folder are for the user's scripts. A ``queue.py`` there must not replace the module of the
-    standard library in a master. So ``PYTHONPATH`` has neither that folder nor a relative entry. At its end it has the
-    folder of this package, which Python would not find if it is not installed.
+    The modules of the user's folder are for the user's scripts. A ``queue.py`` there must not
+    replace the module of the standard library in a master. So ``PYTHONPATH`` has neither that
+    folder nor a relative entry. At its end it has the folder of this package, which Python would
+    not find if it is not installed.
     """
     here = ""
     with contextlib.suppress(OSError):  # it was deleted

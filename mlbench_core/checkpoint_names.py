@@ -6,7 +6,8 @@ import os
 import re
 from pathlib import Path
 
-# Scripts written for version 3.0 look for these names. An epoch's name holds the epoch and the rank.
+# Scripts written for version 3.0 look for these names. An epoch's name holds the epoch and the
+# rank.
 BEST_NAME = "model_best.pth.tar"
 EPOCH_NAME = re.compile(r"(\d+)_(\d+)\.pth\.tar")
 STATISTICS_NAME = re.compile(r"\d+_\d+\.json")

@@ -113,7 +113,8 @@ class DownloadError(DatasetError):
 class WorkerError(MLBenchError, RuntimeError):
     """Another worker of the run was lost.
 
-    It is also a ``RuntimeError``, like the error that torch raises. So scripts that catch torch's error catch this one.
+    It is also a ``RuntimeError``, like the error that torch raises. So scripts that catch torch's
+    error catch this one.
     """
 
 
@@ -139,7 +140,8 @@ def require(module: str, extra: str) -> object:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # If the package is installed but lacks a module that it imports itself, installing the extra would not help.
+        # If the package is installed but lacks a module that it imports itself, installing the
+        # extra would not help.
         if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
             raise
         raise MissingDependencyError(

@@ -1,8 +1,9 @@
 """Write files whole or not at all, lock them between processes, and compute their digests.
 
-A file or folder is first written under a temporary name in the same folder. When its content is on disk, it is renamed.
-So its path holds either the old content or the complete new content at any moment: after an error, on a full disk, and
-after a killed process or a power cut. This module imports no framework.
+A file or folder is first written under a temporary name in the same folder. When its content is on
+disk, it is renamed. So its path holds either the old content or the complete new content at any
+moment: after an error, on a full disk, and after a killed process or a power cut. This module
+imports no framework.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
 
     Args:
         path: The file to write; its folder is created.
-        temporary: The path to write to first, in the same folder. By default it has a random name, so that several
-            processes can write at the same time. If a process is killed, its temporary file then stays. Give a path if
-            only one process writes at a time: the next write then removes the file of a killed process.
+        temporary: The path to write to first, in the same folder. By default it has a random name,
+            so that several processes can write at the same time. If a process is killed, its
+            temporary file then stays. Give a path if only one process writes at a time: the next
+            write then removes the file of a killed process.
 
     Yields:
-        The temporary path. The block creates the file. If the block or the rename fails, the file is removed.
+        The temporary path. The block creates the file. If the block or the rename fails, the file
+        is removed.
 
     Example:
         >>> import pathlib, tempfile
@@ -56,7 +59,8 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary or _new_name(path)
-    # The file is removed and not overwritten, because it may be a hard link to a file that is in use.
+    # The file is removed and not overwritten, because it may be a hard link to a file that is in
+    # use.
     temporary.unlink(missing_ok=True)
     try:
         with _naming(path):
@@ -221,8 +225,8 @@ def digest(source: Path | bytes | IO[bytes], algorithm: str = "sha256") -> str:
 def read_bytes(path: Path, most_bytes: int = _SMALL_BYTES) -> bytes:
     """Read a whole file, which must be a regular one of limited size.
 
-    A directory, a pipe or a device is refused at once: reading ``/dev/zero`` would never end, and a pipe without a
-    writer would wait.
+    A directory, a pipe or a device is refused at once: reading ``/dev/zero`` would never end, and a
+    pipe without a writer would wait.
 
     Args:
         path: The file, or a link to it.

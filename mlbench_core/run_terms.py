@@ -37,7 +37,8 @@ class GoalAim:
     """What a goal demands of a run: a value of a metric, or the best value after a training time.
 
     Attributes:
-        metric: Name of the statistic, for example ``"val_global_Prec@1"``; None if the goal is a plain function.
+        metric: Name of the statistic, for example ``"val_global_Prec@1"``; None if the goal is a
+            plain function.
         threshold: The value to reach; None for a plain function, and for a training time.
         minimize: True if smaller values of the metric are better; None for a plain function.
         budget_s: Seconds of training after which the best value counts; None for another goal.
@@ -116,7 +117,8 @@ def goal_text(goal: Mapping[str, Any] | None) -> str:
     """Return the aim of a goal as a text, ``"no goal"`` without one.
 
     Args:
-        goal: ``metric``, ``threshold``, ``minimize`` and, for a training time, ``budget_s``; or None.
+        goal: ``metric``, ``threshold``, ``minimize`` and, for a training time, ``budget_s``; or
+            None.
     """
     return GoalAim.from_dict(goal).text if goal else "no goal"
 

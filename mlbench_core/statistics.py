@@ -66,15 +66,15 @@ class AverageMeter:
 class QuantileSketch:
     r"""Quantiles of a stream of durations, with a relative error of at most 1 % and in bounded memory.
 
-    A value :math:`x` is counted in bin :math:`i = \lceil \log_\gamma x \rceil` with
-    :math:`\gamma = (1 + \alpha) / (1 - \alpha)`. So every value in a bin differs from
-    :math:`2 \gamma^i / (\gamma + 1)` by at most the fraction :math:`\alpha` = 1 % of the value. The sketch counts all
-    values and uses no random generator. Values below 1e-9 count as 0 and values above 1e9 as 1e9, so there are at most
-    about 2,100 bins.
+    A value :math:`x` is counted in bin :math:`i = \lceil \log_\gamma x \rceil` with :math:`\gamma =
+    (1 + \alpha) / (1 - \alpha)`. So every value in a bin differs from :math:`2 \gamma^i / (\gamma +
+    1)` by at most the fraction :math:`\alpha` = 1 % of the value. The sketch counts all values and
+    uses no random generator. Values below 1e-9 count as 0 and values above 1e9 as 1e9, so there are
+    at most about 2,100 bins.
 
     References:
-        Masson, Rim, Lee: DDSketch: a fast and fully-mergeable quantile sketch with relative-error guarantees.
-        arXiv:1908.10693.
+        Masson, Rim, Lee: DDSketch: a fast and fully-mergeable quantile sketch with relative-error
+        guarantees. arXiv:1908.10693.
 
     Example:
         >>> sketch = QuantileSketch()
@@ -103,7 +103,8 @@ class QuantileSketch:
         Args:
             value: The value, for example in seconds; below 1e-9 it counts as 0.
         """
-        # 1e-9 and 1e9 are SMALLEST and LARGEST. This runs in every batch, and literals save two attribute look-ups.
+        # 1e-9 and 1e9 are SMALLEST and LARGEST. This runs in every batch, and literals save two
+        # attribute look-ups.
         self.count += 1
         if value < 1e-9:
             self._zeros += 1

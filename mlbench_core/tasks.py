@@ -1,6 +1,7 @@
 """Define the benchmark tasks as data, which ``mlbench tasks`` lists and ``mlbench run --task`` starts.
 
-Targets and budgets belong to a task's specification, not to its training script. This module imports no framework.
+Targets and budgets belong to a task's specification, not to its training script. This module
+imports no framework.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ BACKENDS = ("gloo", "nccl", "mpi")
 
 _IMAGE_REGISTRY_VARIABLE = "MLBENCH_IMAGE_REGISTRY"
 _SCRIPT_IN_CONTAINER = "/workspace/main.py"
-# RFC 1123, the form that Kubernetes requires of the names of its objects.
-# Menu entries and images of earlier versions end with these. Today every task scales its rate and takes every backend.
+# RFC 1123, the form that Kubernetes requires of the names of its objects. Menu entries and images
+# of earlier versions end with these. Today every task scales its rate and takes every backend.
 _OLD_ENDING = re.compile(r"( open-mpi)?( \(scaling lr\))?$|-scaling$")
 _DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
@@ -47,7 +48,8 @@ def is_run_name(name: str) -> bool:
     """Return True if a run may have this name: a DNS label, as a run on Kubernetes needs it.
 
     Args:
-        name: 1 to 63 lowercase letters, digits and hyphens, without a hyphen at the beginning or end.
+        name: 1 to 63 lowercase letters, digits and hyphens, without a hyphen at the beginning or
+            end.
 
     Example:
         >>> is_run_name("my-run-2"), is_run_name("My run")
@@ -59,7 +61,8 @@ def is_run_name(name: str) -> bool:
 def container_image(name: str) -> str:
     """Return the full name of an image of this version, as ``docker/build.py`` builds it.
 
-    The variable ``MLBENCH_IMAGE_REGISTRY`` replaces the ``mlbench`` before the name, for images of your own registry.
+    The variable ``MLBENCH_IMAGE_REGISTRY`` replaces the ``mlbench`` before the name, for images of
+    your own registry.
 
     Args:
         name: ``"base"``, ``"master"``, or the name of a task, for example ``"task1a"``.
@@ -99,7 +102,8 @@ class Image:
 
     Attributes:
         title: Entry in the menu of images, for example ``"PyTorch Cifar-10 ResNet-20 (DDP)"``.
-        name: Name in the registry, without user and tag, for example ``"pytorch-cifar10-resnet20-ddp"``.
+        name: Name in the registry, without user and tag, for example
+            ``"pytorch-cifar10-resnet20-ddp"``.
         arguments: Arguments with which the task's script does the same as the image.
         other_names: Other names and menu entries of the same image.
     """
@@ -119,7 +123,8 @@ class Image:
 class Task:
     """One benchmark task.
 
-    A task that only measures has no metric, goal, light goal and budget of epochs; all four are None.
+    A task that only measures has no metric, goal, light goal and budget of epochs; all four are
+    None.
 
     Attributes:
         key: Short name, for example ``"1a"``.
@@ -133,12 +138,15 @@ class Task:
         minimize: True if smaller values of the metric are better.
         max_epochs: Budget in epochs, or None.
         backends: Communication backends it runs on, the default first.
-        stand_ins: Goals of small data sets that stand in for the task's own: name to (goal, light goal). Reaching one
-            does not count as a result of the task. ``DATASET-PRESET`` is a data set with ``--preset PRESET``.
-        goal_loss: Validation loss that belongs to the goal, if the task names one; it is recorded, but does not stop
-            the run.
-        images: Images of version 3.0 that this task replaces: a run with such an image runs the task's script.
-        optimizers: Values of the script's ``--optimizer``, the default first; none if it has no such option.
+        stand_ins: Goals of small data sets that stand in for the task's own: name to (goal, light
+            goal). Reaching one does not count as a result of the task. ``DATASET-PRESET`` is a data
+            set with ``--preset PRESET``.
+        goal_loss: Validation loss that belongs to the goal, if the task names one; it is recorded,
+            but does not stop the run.
+        images: Images of version 3.0 that this task replaces: a run with such an image runs the
+            task's script.
+        optimizers: Values of the script's ``--optimizer``, the default first; none if it has no
+            such option.
 
     Raises:
         ValueError: Some of metric, goal, light goal and budget are given and others are not.
@@ -203,11 +211,12 @@ class Task:
         Args:
             dataset: Name of the task's own data set or of a stand-in; None is the task's own.
             light: True for the light goal.
-            preset: The preset of the model. Some tasks have another goal with a smaller model, which ``stand_ins`` has
-                under the name ``"DATASET-PRESET"``.
+            preset: The preset of the model. Some tasks have another goal with a smaller model,
+                which ``stand_ins`` has under the name ``"DATASET-PRESET"``.
 
         Raises:
-            ValueError: The task has no goal on that data set (the message lists the known ones), or none at all.
+            ValueError: The task has no goal on that data set (the message lists the known ones), or
+                none at all.
 
         Example:
             >>> get_task("1a").goal_on("digits")
@@ -250,7 +259,8 @@ class Task:
         """
         found = importlib.util.find_spec("mlbench_benchmarks")
         roots = [Path(p) for p in (found.submodule_search_locations or ())] if found else []
-        # In a checkout, the scripts are in the folder benchmarks beside the library, even if they are not installed.
+        # In a checkout, the scripts are in the folder benchmarks beside the library, even if they
+        # are not installed.
         roots.append(Path(__file__).resolve().parent.parent / "benchmarks")
         for root in roots:
             script = root / self.folder / "main.py"
@@ -271,10 +281,12 @@ class Task:
 
         Args:
             arguments: Further arguments of the script, already quoted.
-            in_container: True for the script in the task's image, False for the one on this machine.
+            in_container: True for the script in the task's image, False for the one on this
+                machine.
 
         Returns:
-            A command with the placeholders ``{run_id}`` and ``{backend}``; rank and hosts come from the environment.
+            A command with the placeholders ``{run_id}`` and ``{backend}``; rank and hosts come from
+            the environment.
         """
         # Quoted, because the path of a checkout may contain a space.
         script = _SCRIPT_IN_CONTAINER if in_container else str(self.script)
@@ -381,7 +393,8 @@ TASKS: dict[str, Task] = {
             metric="Prec@1",
             goal=89.0,
             light_goal=80.0,
-            # The specification of the task gives this loss and 89 % as the same point of the training.
+            # The specification of the task gives this loss and 89 % as the same point of the
+            # training.
             goal_loss=0.2828,
             max_epochs=164,
             stand_ins={
@@ -497,9 +510,10 @@ def find_image(image: str) -> tuple[Task, Image]:
     """Look up the task of an image of version 3.0.
 
     Args:
-        image: Its name or its menu entry, in upper or lower case: ``"mlbench/pytorch-cifar10-resnet20-ddp:latest"``,
-            ``"pytorch-cifar10-resnet20-ddp"``, ``"PyTorch Cifar-10 ResNet-20 (DDP)"``. The endings ``" Open-MPI"`` and
-            ``" (Scaling LR)"`` of earlier menus are ignored. The image of another user, for example
+        image: Its name or its menu entry, in upper or lower case:
+            ``"mlbench/pytorch-cifar10-resnet20-ddp:latest"``, ``"pytorch-cifar10-resnet20-ddp"``,
+            ``"PyTorch Cifar-10 ResNet-20 (DDP)"``. The endings ``" Open-MPI"`` and ``" (Scaling
+            LR)"`` of earlier menus are ignored. The image of another user, for example
             ``"someone/pytorch-cifar10-resnet20-ddp"``, is not known.
 
     Returns:

@@ -1,12 +1,13 @@
 """Collect the private parts of torch that the library uses.
 
-torch may change a name that begins with an underscore in any release. So the library calls such parts through the
-functions of this module, and :data:`PARTS` lists them, each with its user and the reason. The version test looks up
-every part in the installed torch. If torch lacks one, the test names the part and its user.
+torch may change a name that begins with an underscore in any release. So the library calls such
+parts through the functions of this module, and :data:`PARTS` lists them, each with its user and the
+reason. The version test looks up every part in the installed torch. If torch lacks one, the test
+names the part and its user.
 
-Some parts are methods that a subclass overrides or attributes that it sets. They stay in the subclass and are only
-listed here. The operations ``torch._foreach_...`` are included too: torch's own optimizers are built on them, but torch
-does not document them.
+Some parts are methods that a subclass overrides or attributes that it sets. They stay in the
+subclass and are only listed here. The operations ``torch._foreach_...`` are included too: torch's
+own optimizers are built on them, but torch does not document them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Part:
         user: The module or package, below ``mlbench_core``.
         reason: The purpose of the use.
         names: The names, below ``torch``.
-        file: The file of torch whose text has the names, for attributes that only objects have. None for names that
-            can be looked up.
+        file: The file of torch whose text has the names, for attributes that only objects have.
+            None for names that can be looked up.
     """
 
     user: str
@@ -63,7 +64,8 @@ class Part:
             if self.file is None:
                 attrgetter(name)(torch)
                 return True
-            # A look-up would need an object of each class, and an import of the compiler, which takes seconds.
+            # A look-up would need an object of each class, and an import of the compiler, which
+            # takes seconds.
             text = (Path(torch.__file__).parent / self.file).read_text(encoding="utf-8")
             return re.search(rf"\b{re.escape(name)}\b", text) is not None
         except (AttributeError, OSError):
@@ -161,7 +163,8 @@ def pack_for_cudnn(module: nn.RNNBase, weights: list[Tensor]) -> None:
 
     torch._cudnn_rnn_flatten_weight(
         weights,
-        # Number of tensors per layer and direction: two matrices, with bias two vectors, and perhaps a projection.
+        # Number of tensors per layer and direction: two matrices, with bias two vectors, and
+        # perhaps a projection.
         (4 if module.bias else 2) + (module.proj_size > 0),
         module.input_size,
         cudnn_rnn.get_cudnn_mode(module.mode),
@@ -184,7 +187,8 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer, kind: str) -> Collection[C
 
     Args:
         optimizer: The optimizer.
-        kind: ``"state_dict_pre"``, ``"state_dict_post"``, ``"load_state_dict_pre"`` or ``"load_state_dict_post"``.
+        kind: ``"state_dict_pre"``, ``"state_dict_post"``, ``"load_state_dict_pre"`` or
+            ``"load_state_dict_post"``.
     """
     hooks: dict[int, Callable[..., Any]] = getattr(optimizer, f"_optimizer_{kind}_hooks")
     return hooks.values()

@@ -13,23 +13,25 @@ def wire_bytes(op: str, group: int, size_bytes: float) -> float | None:
 
     Let :math:`k` be the size of the group, and :math:`n` the payload of each worker:
 
-    =====================  =========================  =================================================
-    collective             bytes of a worker          algorithm
-    =====================  =========================  =================================================
-    ``all_reduce``         :math:`2 n (k - 1) / k`    a ring, or parts that are sent to all others
-    ``reduce_scatter``     :math:`n (k - 1) / k`      a ring
-    ``all_gather``         :math:`n (k - 1)`          a ring, in which each worker passes on all parts
-    ``broadcast``          :math:`n (k - 1) / k`      :math:`k - 1` workers receive it once
-    ``neighbors``          :math:`n`                  the messages to all neighbors are counted
+    =====================  =========================
+    ================================================= collective             bytes of a worker
+    algorithm =====================  =========================
+    ================================================= ``all_reduce``         :math:`2 n (k - 1) / k`
+    a ring, or parts that are sent to all others ``reduce_scatter``     :math:`n (k - 1) / k`      a
+    ring ``all_gather``         :math:`n (k - 1)`          a ring, in which each worker passes on
+    all parts ``broadcast``          :math:`n (k - 1) / k`      :math:`k - 1` workers receive it
+    once ``neighbors``          :math:`n`                  the messages to all neighbors are counted
     ``shared_memory_sum``  0                          nothing leaves the machine's memory
-    =====================  =========================  =================================================
+    =====================  =========================
+    =================================================
 
     Headers of packets are not included: on Ethernet, they add about 5 %.
 
     Args:
         op: The kind of the collective.
         group: Number of workers that take part, this one included.
-        size_bytes: Payload of this worker: of ``all_gather`` its own part, of ``neighbors`` all its messages together.
+        size_bytes: Payload of this worker: of ``all_gather`` its own part, of ``neighbors`` all its
+            messages together.
 
     Returns:
         The bytes, or None if the kind is not in the table.
@@ -39,8 +41,8 @@ def wire_bytes(op: str, group: int, size_bytes: float) -> float | None:
         (1500.0, 3000.0)
 
     References:
-        Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH. International Journal
-        of High Performance Computing Applications 19, 2005.
+        Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH.
+        International Journal of High Performance Computing Applications 19, 2005.
     """
     others = group - 1
     factors = {

@@ -57,29 +57,33 @@ def create_app(
 ) -> FastAPI:
     """Make the master as an ASGI application.
 
-    Nothing runs until the application's lifespan starts. When the lifespan ends, runs continue without the master.
+    Nothing runs until the application's lifespan starts. When the lifespan ends, runs continue
+    without the master.
 
     Args:
         database_url: SQLAlchemy URL; by default ``master.db`` in the data folder.
         data_dir: Folder for logs and states; by default ``master`` in the user's folder.
-        token: Secret that every request must carry. With None, every user of this machine has access, and only
-            requests to a loopback name are answered.
+        token: Secret that every request must carry. With None, every user of this machine has
+            access, and only requests to a loopback name are answered.
         launcher: The launcher that starts runs; by default it starts processes on this machine.
         master_url: The URL under which workers reach this master.
         root_path: The path below which a proxy serves it, see :mod:`mlbench_master.web.proxies`.
 
     Returns:
-        The application; ``app.state`` has ``store``, ``scheduler``, ``launcher``, ``events``, ``access``.
+        The application; ``app.state`` has ``store``, ``scheduler``, ``launcher``, ``events``,
+        ``access``.
 
     Raises:
-        ConfigurationError: The database cannot be opened, another master uses it, or other users can read the data
-            folder.
-        MasterTokenError: The token has characters that a request cannot carry. The error is also a ``ValueError``.
+        ConfigurationError: The database cannot be opened, another master uses it, or other users
+            can read the data folder.
+        MasterTokenError: The token has characters that a request cannot carry. The error is also a
+            ``ValueError``.
     """
     folder = (
         Path(data_dir).expanduser().absolute() if data_dir is not None else user_folder("master")
     )
-    # Only the owner may read the folder: it holds logs, and jobs with the token in their environment.
+    # Only the owner may read the folder: it holds logs, and jobs with the token in their
+    # environment.
     make_private(folder)
     access = Access(folder, token)
     if database_url is None:
@@ -116,7 +120,8 @@ def create_app(
         version=mlbench_core.__version__,
         lifespan=lifespan,
         redirect_slashes=False,
-        # FastAPI's own pages load scripts from another server, which could then start commands here.
+        # FastAPI's own pages load scripts from another server, which could then start commands
+        # here.
         docs_url=None,
         redoc_url=None,
         # login.py serves the description, with the root path.
@@ -165,8 +170,8 @@ def _worker_variables(master_url: str, access: Access) -> dict[str, str]:
     variables = {"MLBENCH_MASTER_URL": master_url}
     if access.token:
         variables["MLBENCH_TOKEN"] = access.token
-        # The token is for this master alone, not for a program that has its port after its end. Behind a name there may
-        # be a proxy, whose address the master cannot prove.
+        # The token is for this master alone, not for a program that has its port after its end.
+        # Behind a name there may be a proxy, whose address the master cannot prove.
         if is_loopback(urlsplit(master_url).hostname or ""):
             variables[KEY_VARIABLE] = access.key
     return variables

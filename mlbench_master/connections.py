@@ -30,7 +30,8 @@ __all__ = ["ACCEPTED_AT_ONCE", "LISTEN_BACKLOG", "Connection", "LogLimit", "max_
 
 # Seconds for the header of a request; a browser may open a connection before it needs it.
 HEADER_S = 10.0
-# A body may take this long, and longer only if it arrives at this speed, which a slow network still has.
+# A body may take this long, and longer only if it arrives at this speed, which a slow network still
+# has.
 BODY_S = 20.0
 BODY_BYTES_PER_S = 10_000
 # Seconds in which a client reads nothing of an answer that waits for it.
@@ -40,7 +41,8 @@ MAX_PER_ADDRESS = 128
 _MAX_CONNECTIONS = 1024
 # asyncio accepts this number of connections at once, before this module can count and refuse them.
 ACCEPTED_AT_ONCE = 64
-# The system holds this number of connections that were not accepted yet. Further ones would wait for a second.
+# The system holds this number of connections that were not accepted yet. Further ones would wait
+# for a second.
 LISTEN_BACKLOG = 1024
 
 
@@ -61,9 +63,10 @@ def max_connections() -> int:
 class Connection(H11Protocol):
     """A connection of a client, with limits against clients that are slow on purpose (slow loris).
 
-    If the master or an address has too many connections, a new one takes the place of the connection that has waited
-    longest for a complete request. So an attacker, whose connections never send one, cannot keep others out. A new
-    connection is refused only if all others are in use.
+    If the master or an address has too many connections, a new one takes the place of the
+    connection that has waited longest for a complete request. So an attacker, whose connections
+    never send one, cannot keep others out. A new connection is refused only if all others are in
+    use.
     """
 
     def __init__(
@@ -116,7 +119,8 @@ class Connection(H11Protocol):
         if not self.is_waiting:
             self._cancel_timer()
         elif self._timer is None or not was_waiting:
-            # The first byte of the next request on this connection; the following ones do not extend its time.
+            # The first byte of the next request on this connection; the following ones do not
+            # extend its time.
             self._await_request()
 
     def on_response_complete(self) -> None:
@@ -203,8 +207,8 @@ class Connection(H11Protocol):
 class LogLimit(logging.Filter):
     """A filter that lets only some records of each cause pass, so that no client can fill the disk with a log.
 
-    A cause is the line of code that logs, with the type of the exception. The first record after a silence says how
-    many were left out.
+    A cause is the line of code that logs, with the type of the exception. The first record after a
+    silence says how many were left out.
 
     Args:
         records: Number of records of a cause in each period.
@@ -216,7 +220,8 @@ class LogLimit(logging.Filter):
         self._records = records
         self._period_s = period_s
         self._lock = threading.Lock()
-        # Start of the period and number of records in it, by cause; the number of causes is that of lines of code.
+        # Start of the period and number of records in it, by cause; the number of causes is that of
+        # lines of code.
         self._causes: dict[tuple[str, int, object], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:

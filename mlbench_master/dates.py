@@ -31,8 +31,9 @@ def format_date(us: int) -> str:
     """Format a date as the API writes it.
 
     Args:
-        us: Microseconds since 1970, UTC. A number outside the years 1 to 9999 becomes the nearest date inside them, and
-            another type becomes 1970: one entry of a database must not make the others unreadable.
+        us: Microseconds since 1970, UTC. A number outside the years 1 to 9999 becomes the nearest
+            date inside them, and another type becomes 1970: one entry of a database must not make
+            the others unreadable.
 
     Returns:
         ``%Y-%m-%dT%H:%M:%S.%fZ``.
@@ -51,7 +52,8 @@ def _iso_text(value: object) -> str:
     text = value.strip() if isinstance(value, str) else ""
     if text[4:5] != "-":
         raise ValueError("must be an ISO 8601 date such as 2026-01-31T12:00:00.5Z")
-    # A query string turns the + of a zone into a blank, and PostgreSQL writes zones without minutes.
+    # A query string turns the + of a zone into a blank, and PostgreSQL writes zones without
+    # minutes.
     return _ZONE.sub(lambda m: f"{m[1]}{'+' if m[2] == ' ' else m[2]}{m[3]}:{m[4] or '00'}", text)
 
 

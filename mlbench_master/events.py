@@ -12,8 +12,8 @@ from typing import Any
 
 __all__ = ["EventBus", "TooManyStreamsError"]
 
-# A message of the server is about this long: the least that hides its costs. Each subscriber's connection may hold
-# two of them, so a slow subscriber needs little memory.
+# A message of the server is about this long: the least that hides its costs. Each subscriber's
+# connection may hold two of them, so a slow subscriber needs little memory.
 _CHUNK_BYTES = 65_536
 _LOST = b"event: lost\ndata: {}\n\n"
 
@@ -25,8 +25,9 @@ class TooManyStreamsError(Exception):
 class EventBus:
     """A bus that passes events from any thread to the subscribers of ``GET /api/events/``.
 
-    Every event is encoded once and kept once, in a ring that all subscribers read at their own speed. A subscriber that
-    falls behind the ring gets the event ``lost``, so that it can read the state from the API again.
+    Every event is encoded once and kept once, in a ring that all subscribers read at their own
+    speed. A subscriber that falls behind the ring gets the event ``lost``, so that it can read the
+    state from the API again.
 
     Args:
         max_bytes: Size of the ring, which is how far a subscriber may fall behind.
@@ -40,7 +41,8 @@ class EventBus:
         self._max_bytes = max_bytes
         self._max_streams = max_streams
         self._max_per_client = max_per_client
-        # Reentrant, because a signal may interrupt the thread that holds it, and its handler calls close().
+        # Reentrant, because a signal may interrupt the thread that holds it, and its handler calls
+        # close().
         self._lock = threading.RLock()
         self._chunks: deque[bytes] = deque()
         self._first = 0  # number of the first chunk in the ring
@@ -82,7 +84,8 @@ class EventBus:
 
         Args:
             client: Address of the subscriber.
-            keep_alive_s: Seconds of silence after which a comment is sent, so that proxies keep the connection open.
+            keep_alive_s: Seconds of silence after which a comment is sent, so that proxies keep the
+                connection open.
 
         Yields:
             One or more events, each ending with an empty line.

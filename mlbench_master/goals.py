@@ -38,7 +38,8 @@ class RunPlan(BaseModel):
     """The goal that a run pursues, and its limit of epochs.
 
     Attributes:
-        metric: Name of the metric of the goal; None if the goal is a plain function, or without a goal.
+        metric: Name of the metric of the goal; None if the goal is a plain function, or without a
+            goal.
         threshold: The value that the metric has to reach.
         minimize: True if the metric has to become as small as the threshold, False if as large.
         budget_s: Training time in seconds after which the best value counts; None for another goal.

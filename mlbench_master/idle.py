@@ -9,14 +9,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 __all__ = ["IdleClock"]
 
-# The whole machine may be suspended between two polls. Runs and clients are suspended too, so that time does not count.
+# The whole machine may be suspended between two polls. Runs and clients are suspended too, so that
+# time does not count.
 _LONGEST_STEP_S = 1.0
 
 
 class IdleClock:
     """A middleware that measures the time since the last request or run.
 
-    A request counts until its answer has ended. A dashboard that is open therefore counts as long as its event stream.
+    A request counts until its answer has ended. A dashboard that is open therefore counts as long
+    as its event stream.
 
     Args:
         app: The application.

@@ -63,11 +63,12 @@ DEFAULT_BANDWIDTH = 1000.0
 _POD_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _RANK = re.compile(r"master|[0-9]{1,9}")
 _MAY_BE_EMPTY = ("value", "metadata")
-# Control characters, and those that nobody sees: marks that turn the direction of the text, separators of lines, and
-# characters without width. A name with them looks like another one.
+# Control characters, and those that nobody sees: marks that turn the direction of the text,
+# separators of lines, and characters without width. A name with them looks like another one.
 _UNSEEN = ("Cc", "Cf", "Zl", "Zp")
-# The dashboard of version 3.0 sends them with every request: the token of its forms, the number of jQuery against
-# caches, and the format of the answer, which is JSON in any case. The type of a metric changes nothing elsewhere.
+# The dashboard of version 3.0 sends them with every request: the token of its forms, the number of
+# jQuery against caches, and the format of the answer, which is JSON in any case. The type of a
+# metric changes nothing elsewhere.
 _OF_VERSION_3 = ("csrfmiddlewaretoken", "_", "format", "metric_type")
 
 
@@ -194,7 +195,8 @@ class MetricIn(_Body):
         value: The value as text or number; it is kept as text.
         cumulative: True if it grows over time, like a counter.
         metadata: Any text or JSON, returned unchanged.
-        id: An id from the client. A repeated delivery of the same id for the same run or pod is stored once.
+        id: An id from the client. A repeated delivery of the same id for the same run or pod is
+            stored once.
     """
 
     model_config = ConfigDict(
@@ -250,7 +252,8 @@ class Caller(_Body):
 
     Attributes:
         cwd: The current folder, in which workers start if the run names no other one.
-        environment: The variables of :func:`mlbench_core.caller.is_carried`. They replace those of the master.
+        environment: The variables of :func:`mlbench_core.caller.is_carried`. They replace those of
+            the master.
     """
 
     cwd: Folder
@@ -264,33 +267,37 @@ class RunIn(_Body):
         name: A DNS label, not in use.
         num_workers: Number of worker processes.
         num_cpus: Cores of each worker.
-        max_bandwidth: Mbit/s of each worker. Less than the default is refused if the launcher cannot limit it.
+        max_bandwidth: Mbit/s of each worker. Less than the default is refused if the launcher
+            cannot limit it.
         task: Key of a task (``"1a"``); give this, ``image_name`` or ``command``.
         arguments: Further arguments of the task's script.
         command: A worker's command line.
         image_name: A task's image, or ``"custom_image"`` together with the next two fields.
-        custom_image_name: Name of the image; refused if no container would use it. Left out, or ``"custom_image"``, the
-            command runs on the machine of the master.
+        custom_image_name: Name of the image; refused if no container would use it. Left out, or
+            ``"custom_image"``, the command runs on the machine of the master.
         custom_image_command: A worker's command line in it.
-        backend: ``gloo``, ``nccl``, ``mpi``, or ``"custom_backend"`` together with the next two fields.
+        backend: ``gloo``, ``nccl``, ``mpi``, or ``"custom_backend"`` together with the next two
+            fields.
         custom_backend: Name of a custom backend.
-        run_all_nodes: True if every worker runs the command. With False and a custom backend, only the first one does,
-            and starts the others itself.
+        run_all_nodes: True if every worker runs the command. With False and a custom backend, only
+            the first one does, and starts the others itself.
         gpu_enabled: True if the workers use GPUs: the command gets ``--gpu``, and each worker its
             own GPU. More workers than GPUs are refused.
         light_target: True for the light goal of the task: the command gets ``--light``.
-        exclusive: True to run it alone: it starts when no other run is running, and no other run starts until it ends.
-        engine_options: Options of the engine's own command, for example of ``sbatch``; refused if it has none.
+        exclusive: True to run it alone: it starts when no other run is running, and no other run
+            starts until it ends.
+        engine_options: Options of the engine's own command, for example of ``sbatch``; refused if
+            it has none.
         network: Name or text of an emulated network in which each worker has its own host, for
             example ``"wan-continent"`` or ``"100mbit,20ms"``; refused if the launcher cannot
             emulate it.
-        cwd: Absolute path of the folder in which the workers start; by default that of ``caller``, and without it a
-            folder of the run. Refused if the workers run in containers.
+        cwd: Absolute path of the folder in which the workers start; by default that of ``caller``,
+            and without it a folder of the run. Refused if the workers run in containers.
         environment: Variables of the workers, besides those of ``caller`` or of the master.
-        caller: The place from which the run is started, as ``mlbench run`` sends it; ignored if the workers run in
-            containers, which have their own folder and environment.
-        oversubscribe: True to start more workers than the cores can serve; otherwise, more than four on a core are
-            refused.
+        caller: The place from which the run is started, as ``mlbench run`` sends it; ignored if the
+            workers run in containers, which have their own folder and environment.
+        oversubscribe: True to start more workers than the cores can serve; otherwise, more than
+            four on a core are refused.
     """
 
     model_config = ConfigDict(
@@ -335,7 +342,8 @@ class RunImport(_Body):
     """A run that ended elsewhere, without this master; its metrics follow as those of any other run.
 
     Attributes:
-        fingerprint: SHA-256 of what identifies the run, in hexadecimal digits. A run is imported only once.
+        fingerprint: SHA-256 of what identifies the run, in hexadecimal digits. A run is imported
+            only once.
         name: A DNS label. If a run has this name, the new one gets a number at the end.
         state: How it ended.
         created_at: Its start.
@@ -372,8 +380,9 @@ class MetricQuery(_Body):
         summarize: Maximum number of entries of each metric; neighbors are averaged.
         metric_filter: Name of the only metric to include.
         last_n: Number of the latest entries of each metric to include.
-        format: ``"json"``, or for a download ``"zip"`` or ``"csv"`` (columns: name, date, rank, epoch, value).
-            A text in it that a spreadsheet would calculate begins with an apostrophe.
+        format: ``"json"``, or for a download ``"zip"`` or ``"csv"`` (columns: name, date, rank,
+            epoch, value). A text in it that a spreadsheet would calculate begins with an
+            apostrophe.
     """
 
     metric_type: Literal["pod", "run"] = "pod"
@@ -389,7 +398,8 @@ class CurvesQuery(_Body):
 
     Attributes:
         metric: Names of the metrics to include; without one, the names and counts of all metrics.
-        points: Maximum number of points of each curve; the smallest and the largest values are kept.
+        points: Maximum number of points of each curve; the smallest and the largest values are
+            kept.
     """
 
     metric: Annotated[
@@ -402,13 +412,15 @@ class LogsQuery(_Body):
     """The query parameters of ``GET /api/runs/{id}/logs/``.
 
     Attributes:
-        rank: Only lines of the worker with this rank, or with ``master`` only lines that no worker wrote.
+        rank: Only lines of the worker with this rank, or with ``master`` only lines that no worker
+            wrote.
         stream: Only lines of this stream; ``system`` has the lines of the master.
         search: Only lines with this text; upper and lower case are the same.
-        since_line: Number of the first line wanted, from 0. Pass the answer's ``next`` to continue, until it does not
-            grow.
-        before_line: Read backwards from this line, or from the end of the log if it has fewer lines: the answer has the
-            last ``limit`` lines before it. Pass the answer's ``previous`` to continue, until it is ``since_line``.
+        since_line: Number of the first line wanted, from 0. Pass the answer's ``next`` to continue,
+            until it does not grow.
+        before_line: Read backwards from this line, or from the end of the log if it has fewer
+            lines: the answer has the last ``limit`` lines before it. Pass the answer's ``previous``
+            to continue, until it is ``since_line``.
         limit: Maximum number of lines; with 0 they are only counted.
         format: ``json``, or ``text`` to download all lines as a file, whatever their number.
     """
@@ -440,9 +452,10 @@ class RunsQuery(_Body):
     Attributes:
         state: Only runs in one of these states; ``failed`` includes runs that a user stopped.
         name: Only runs with this text in their name; upper and lower case are the same.
-        sort: The order, with ``-`` for the largest value first. Runs without a value come last, and those with equal
-            values are ordered by id.
-        limit: Maximum number of runs; by default all. The header ``Link`` has the address of the next ones.
+        sort: The order, with ``-`` for the largest value first. Runs without a value come last, and
+            those with equal values are ordered by id.
+        limit: Maximum number of runs; by default all. The header ``Link`` has the address of the
+            next ones.
         after: Only runs with a larger id.
         offset: Number of first runs to leave out.
     """
@@ -459,8 +472,10 @@ class PodsQuery(_Body):
     """The query parameters of ``GET /api/pods/``.
 
     Attributes:
-        limit: Maximum number of workers; by default all. The header ``Link`` has the address of the next ones.
-        after: Only workers after this one, in the order of runs and ranks: the id of its run, a ``-`` and its rank.
+        limit: Maximum number of workers; by default all. The header ``Link`` has the address of the
+            next ones.
+        after: Only workers after this one, in the order of runs and ranks: the id of its run, a
+            ``-`` and its rank.
     """
 
     limit: Annotated[int, Field(ge=1, le=MAX_BATCH)] | None = None
@@ -474,8 +489,8 @@ def describe_errors(error: ValidationError) -> list[tuple[str, str]]:
         error: The error of pydantic.
 
     Returns:
-        For example ``[("num_workers", "Input should be greater than or equal to 1 (got 0)")]``; the first five. The
-        name is empty for an error of the whole body.
+        For example ``[("num_workers", "Input should be greater than or equal to 1 (got 0)")]``; the
+        first five. The name is empty for an error of the whole body.
     """
     parts = []
     # A wrong body can have thousands of errors; the first five are enough to correct it.

@@ -1,16 +1,17 @@
 """Authenticate requests to the master.
 
-The master runs commands that its users post, so it must authenticate them. Every program on this machine and every web
-page in the user's browser can send requests to it. :class:`Access` holds the secrets; :class:`GuardMiddleware` refuses
-requests without them:
+The master runs commands that its users post, so it must authenticate them. Every program on this
+machine and every web page in the user's browser can send requests to it. :class:`Access` holds the
+secrets; :class:`GuardMiddleware` refuses requests without them:
 
 * A program sends the token in ``Authorization: Bearer``.
-* A browser sends a cookie. It gets the cookie for the token, on the login page, or for a code in the address, which
-  works once.
-* A page of another site can make the browser send the cookie, so its requests are refused by their ``Origin`` header.
+* A browser sends a cookie. It gets the cookie for the token, on the login page, or for a code in
+  the address, which works once.
+* A page of another site can make the browser send the cookie, so its requests are refused by their
+  ``Origin`` header.
 
-Without a token (``--no-token``), every user of this machine has access. A page that rebinds its name to 127.0.0.1 is
-then refused by its ``Host`` header.
+Without a token (``--no-token``), every user of this machine has access. A page that rebinds its
+name to 127.0.0.1 is then refused by its ``Host`` header.
 """
 
 from __future__ import annotations
@@ -67,13 +68,15 @@ _OPEN_PATHS = ("/api/health/", "/login/")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::\d{1,5})?")
 _NONCE = re.compile(r"[0-9a-f]{32,64}")
-# The pages load nothing from other servers, and no other page can show them in a frame to catch clicks.
+# The pages load nothing from other servers, and no other page can show them in a frame to catch
+# clicks.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'",
     "X-Frame-Options": "DENY",
     "X-Content-Type-Options": "nosniff",
-    # Not "no-referrer": a browser would then send "Origin: null" with the forms of the master's own pages.
+    # Not "no-referrer": a browser would then send "Origin: null" with the forms of the master's own
+    # pages.
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
@@ -83,7 +86,8 @@ def make_private(folder: Path) -> None:
     """Create the master's data folder, or tighten an existing one, so that only its owner can read it.
 
     Raises:
-        ConfigurationError: The folder is shared by design, such as ``/tmp``, or belongs to another user.
+        ConfigurationError: The folder is shared by design, such as ``/tmp``, or belongs to another
+            user.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     mode = folder.stat().st_mode
@@ -99,7 +103,8 @@ def make_private(folder: Path) -> None:
             raise ConfigurationError(
                 f"{folder} belongs to another user, who could read the token: choose another with --data-dir"
             ) from None
-    # Files of earlier versions. In the closed folder nobody reaches them, but a copy of it keeps their modes.
+    # Files of earlier versions. In the closed folder nobody reaches them, but a copy of it keeps
+    # their modes.
     for path in (*folder.glob("master.db*"), *folder.glob("*.log")):
         path.chmod(0o600)
 
@@ -107,7 +112,8 @@ def make_private(folder: Path) -> None:
 def random_token(folder: Path) -> str:
     """Return the token of a master to which the user gave none.
 
-    It stays the same as long as the data folder exists, so workers go on reporting after a restart of the master.
+    It stays the same as long as the data folder exists, so workers go on reporting after a restart
+    of the master.
     """
     return _derive(_secret(folder), "token")
 
@@ -141,7 +147,8 @@ class Access:
     Attributes:
         token: The token, or None.
         key: The key with which the master proves its identity to clients.
-        cookie: The name of the cookie. Cookies do not belong to a port, so two masters on one host need two names.
+        cookie: The name of the cookie. Cookies do not belong to a port, so two masters on one host
+            need two names.
 
     Raises:
         MasterTokenError: The token has characters that a request cannot carry.
@@ -152,7 +159,8 @@ class Access:
         secret = _secret(folder)
         self.key = _derive(secret, "key")
         self.cookie = f"mlbench_session_{_derive(secret, 'cookie')[:12]}"
-        # Nobody can guess a random token. A token that a user chose may be short, so guesses of it are limited.
+        # Nobody can guess a random token. A token that a user chose may be short, so guesses of it
+        # are limited.
         self._is_random = token == _derive(secret, "token")
         self._path = folder / "sessions.json"
         self._lock = threading.Lock()
@@ -204,8 +212,8 @@ class Access:
         with self._lock:
             if self._sessions.pop(_digest(self._cookie_of(headers)), None) is None or self._save():
                 return
-            # A full disk takes no new file, but gives up the old one. The other browsers stay logged in until a
-            # restart.
+            # A full disk takes no new file, but gives up the old one. The other browsers stay
+            # logged in until a restart.
             try:
                 self._path.unlink(missing_ok=True)
             except OSError as error:
@@ -226,7 +234,8 @@ class Access:
     def limits_tokens_of(self, address: str) -> bool:
         """Return True if also tokens in headers count as guesses.
 
-        On loopback they do not: all users of this machine share the address, so one of them could lock out the others.
+        On loopback they do not: all users of this machine share the address, so one of them could
+        lock out the others.
         """
         return not self._is_random and not is_loopback(address)
 
@@ -290,7 +299,8 @@ class GuardMiddleware:
         async def send_protected(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                # With every answer, so that a client knows a master of which the database fails, too.
+                # With every answer, so that a client knows a master of which the database fails,
+                # too.
                 proof = self._access.prove(Headers(scope=scope).get(NONCE_HEADER, ""), scope)
                 if proof is not None:
                     headers[PROOF_HEADER] = proof
@@ -306,7 +316,8 @@ class GuardMiddleware:
     def _refusal(self, scope: Scope) -> ASGIApp | None:
         headers = Headers(scope=scope)
         path = scope["path"]
-        # A proxy in front of the master may believe the other one of the two, and see another request in the body.
+        # A proxy in front of the master may believe the other one of the two, and see another
+        # request in the body.
         if "content-length" in headers and "transfer-encoding" in headers:
             message = "Content-Length: must be left out with Transfer-Encoding"
             return _refuse(400, "Bad Request", message, {"Connection": "close"})
@@ -372,7 +383,8 @@ def _is_loopback_host(host: str) -> bool:
 
 
 def _same_origin(origin: str, headers: Headers) -> bool:
-    # Other schemes are refused: a page of a browser's extension does not belong to the master, whatever its host.
+    # Other schemes are refused: a page of a browser's extension does not belong to the master,
+    # whatever its host.
     scheme, separator, place = origin.partition("://")
     return (
         bool(separator)

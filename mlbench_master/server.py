@@ -24,7 +24,8 @@ from mlbench_master.security import CODE_S, Access, make_private, random_token
 __all__ = ["Listen", "serve"]
 
 _log = logging.getLogger("mlbench_master")
-# Other users of this machine may try a thousand tokens per second. Random letters and digits of this length resist.
+# Other users of this machine may try a thousand tokens per second. Random letters and digits of
+# this length resist.
 _SHORT_TOKEN = 16
 # From malloc.h of glibc.
 _M_ARENA_MAX = -8
@@ -37,8 +38,10 @@ class Listen:
     Args:
         host: The address. It must be one of loopback if the master demands no token.
         port: The port; 0 chooses a free one.
-        certificate: File with the certificate for https and those between it and its authority, as PEM.
-        key: File with the certificate's private key, as PEM; by default it is in the certificate's file.
+        certificate: File with the certificate for https and those between it and its authority, as
+            PEM.
+        key: File with the certificate's private key, as PEM; by default it is in the certificate's
+            file.
     """
 
     host: str
@@ -62,14 +65,17 @@ def serve(
 
     Args:
         listen: The address to listen on.
-        token: Secret that requests must carry; None for a random one, which is kept in the data folder.
+        token: Secret that requests must carry; None for a random one, which is kept in the data
+            folder.
         started: Called with the master's URL and secrets once it owns the port and the data folder.
         no_token: Demand no token: every user of this machine can then run commands as this process.
         database_url: SQLAlchemy URL; by default SQLite in the data folder.
         data_dir: Folder for database and logs; by default ``master`` in the user's folder.
         launcher: One of :data:`~mlbench_master.launchers.LAUNCHERS`.
-        end_when_idle_s: Seconds without a run or a request after which the master ends; None to keep running.
-        root_path: The path below which a proxy serves the master, for example ``/user/me/proxy/5080``.
+        end_when_idle_s: Seconds without a run or a request after which the master ends; None to
+            keep running.
+        root_path: The path below which a proxy serves the master, for example
+            ``/user/me/proxy/5080``.
 
     Raises:
         ConfigurationError: The address, the certificate, the folder or the database cannot be used.
@@ -137,12 +143,14 @@ def serve(
             http=Connection,
             ws="none",
             backlog=ACCEPTED_AT_ONCE,
-            log_config=None,  # the handler above, whose records are limited, gets uvicorn's records, too
+            # the handler above, whose records are limited, gets uvicorn's records, too
+            log_config=None,
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=5,
             timeout_keep_alive=30,
-            # Anybody on this machine could give another address as the client's in a header of a proxy.
+            # Anybody on this machine could give another address as the client's in a header of a
+            # proxy.
             proxy_headers=False,
             ssl_certfile=listen.certificate,
             ssl_keyfile=listen.key,

@@ -241,7 +241,8 @@ def rules() -> set[tuple[str, str, str]]:
 def test_the_role_has_no_right_for_everything() -> None:
     assert rules()
     assert not any("*" in part for rule in rules() for part in rule)
-    # With these, a stolen token of the master would give access to other secrets or to running containers.
+    # With these, a stolen token of the master would give access to other secrets or to running
+    # containers.
     assert not {
         rule for rule in rules() if rule[1] in ("pods/exec", "pods/attach", "roles", "rolebindings")
     }

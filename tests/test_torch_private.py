@@ -52,7 +52,8 @@ def test_no_other_module_touches_a_private_part_of_torch() -> None:
     own |= set(re.findall(r"(?:^ *|\bself\.|, )(_\w+)(?=,|:| =)", whole, re.MULTILINE))
     found = []
     for file, text in texts.items():
-        # Parsing takes long, so only modules are parsed whose text has such a name, perhaps in a docstring.
+        # Parsing takes long, so only modules are parsed whose text has such a name, perhaps in a
+        # docstring.
         if set(re.findall(r"\.(_[a-zA-Z]\w*)", text)) <= own:
             continue
         for node in ast.walk(ast.parse(text)):

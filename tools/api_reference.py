@@ -1,13 +1,12 @@
 """Write the pages of the API reference from the public modules.
 
-A page of ``docs/reference/api`` names a package in the marker ``{modules} mlbench_core.optim``, an empty code block.
-When Sphinx reads the page, the marker becomes a table of the public modules of this package, and a section for each
-of them. A package below it that has a page of its own is left out. No list is kept by hand, so no module can be
-forgotten.
+A page of ``docs/reference/api`` names a package in the marker ``{modules} mlbench_core.optim``, an
+empty code block. When Sphinx reads the page, the marker becomes a table of the public modules of
+this package, and a section for each of them. A package below it that has a page of its own is left
+out. No list is kept by hand, so no module can be forgotten.
 
-A module is public if no part of its name begins with an underscore and if it has or hands on public names. The import
-paths of version 3.0 (``utils`` and ``api``) are not part of the reference.
-"""
+A module is public if no part of its name begins with an underscore and if it has or hands on public
+names. The import paths of version 3.0 (``utils`` and ``api``) are not part of the reference."""
 
 from __future__ import annotations
 
@@ -97,7 +96,8 @@ def modules_of(package: str, packages: set[str], modules: dict[str, ast.Module])
         modules: All public modules.
 
     Returns:
-        The public modules of which ``package`` is the innermost package with a page, in the order of their names.
+        The public modules of which ``package`` is the innermost package with a page, in the order
+        of their names.
     """
 
     def owner(module: str) -> str:
@@ -144,7 +144,8 @@ def left_out(tree: ast.Module) -> list[tuple[str, str]]:
     """Return the public names that autodoc leaves out: constants without a docstring, and commands of click.
 
     Returns:
-        Pairs of the name and its description in reStructuredText: the value, or the summary of the command.
+        Pairs of the name and its description in reStructuredText: the value, or the summary of the
+        command.
     """
     public, found = own_names(tree), []
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}

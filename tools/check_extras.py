@@ -1,10 +1,10 @@
 """Install the wheel with each extra into an empty environment, and use what the extra is for.
 
-``python tools/check_extras.py`` builds the wheel, checks the installation without an extra and then each extra in an
-environment of its own, which it deletes afterwards. ``python tools/check_extras.py base charts`` checks these two. All
-extras together download several gigabytes. ``cloud``, ``horovod`` and ``dev`` are checked only if they are named: the
-first is large, the second needs compilers, and ``make test`` installs the third. The exit status is 1 if a check fails.
-"""
+``python tools/check_extras.py`` builds the wheel, checks the installation without an extra and then
+each extra in an environment of its own, which it deletes afterwards. ``python tools/check_extras.py
+base charts`` checks these two. All extras together download several gigabytes. ``cloud``,
+``horovod`` and ``dev`` are checked only if they are named: the first is large, the second needs
+compilers, and ``make test`` installs the third. The exit status is 1 if a check fails."""
 
 from __future__ import annotations
 

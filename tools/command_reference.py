@@ -1,8 +1,8 @@
 """Write the reference of the command ``mlbench`` from its click objects.
 
-The page ``docs/reference/command.md`` names commands in the marker ``{commands} run stop``. Each becomes a section with
-its usage, its help text and a table of its options. The subcommands of a group become sections below it.
-"""
+The page ``docs/reference/command.md`` names commands in the marker ``{commands} run stop``. Each
+becomes a section with its usage, its help text and a table of its options. The subcommands of a
+group become sections below it."""
 
 from __future__ import annotations
 
@@ -90,11 +90,12 @@ def split_default(text: str) -> tuple[str, str]:
     """Split the help text of an option.
 
     Args:
-        text: Text as click shows it, with ``(default: ...)`` in it or ``[default: ...; range]`` at its end.
+        text: Text as click shows it, with ``(default: ...)`` in it or ``[default: ...; range]`` at
+            its end.
 
     Returns:
-        The meaning, with the range of allowed values as a sentence, and the default; ``required`` if the option must be
-        given.
+        The meaning, with the range of allowed values as a sentence, and the default; ``required``
+        if the option must be given.
     """
     default, limits = "", []
     extra = _EXTRA.search(text)

@@ -1,10 +1,9 @@
 """Draw the packages of the source tree and their imports as an SVG figure.
 
-``python tools/draw_architecture.py`` writes ``docs/explanation/architecture.svg``. Each box is a package, and an arrow
-leads from a package to one that it imports. An arrow that follows from two others is left out, and so are the arrows to
-the ground floor, which is open to all. The boxes are filled and their text is white, so the figure is readable on a
-light and on a dark page.
-"""
+``python tools/draw_architecture.py`` writes ``docs/explanation/architecture.svg``. Each box is a
+package, and an arrow leads from a package to one that it imports. An arrow that follows from two
+others is left out, and so are the arrows to the ground floor, which is open to all. The boxes are
+filled and their text is white, so the figure is readable on a light and on a dark page."""
 
 from __future__ import annotations
 
@@ -31,10 +30,12 @@ def read_packages(root: Path) -> tuple[set[str], set[Edge], list[str]]:
     """Read the packages of a tree.
 
     Args:
-        root: The folder that has ``mlbench_core``, ``mlbench_master``, ``mlbench_cli`` and ``benchmarks``.
+        root: The folder that has ``mlbench_core``, ``mlbench_master``, ``mlbench_cli`` and
+            ``benchmarks``.
 
     Returns:
-        The packages above the ground floor, the imports between them, and the public modules of the ground floor.
+        The packages above the ground floor, the imports between them, and the public modules of the
+        ground floor.
     """
     trees = read_trees(root)
     layers = {layer(name) for name in trees}
@@ -85,7 +86,8 @@ def bend(rows: dict[str, int], edges: set[Edge]) -> list[list[str]]:
     """Cut edges into pieces from one row to the next.
 
     Args:
-        rows: Row of each node. A node is added for each row that an edge passes; its name contains ``">"``.
+        rows: Row of each node. A node is added for each row that an edge passes; its name contains
+            ``">"``.
         edges: The edges, each from a row to a lower one.
 
     Returns:
@@ -102,9 +104,8 @@ def bend(rows: dict[str, int], edges: set[Edge]) -> list[list[str]]:
 def place(rows: dict[str, int], paths: list[list[str]]) -> dict[str, int]:
     """Choose the horizontal center of each node, so that arrows cross little and are steep.
 
-    Each sweep moves the nodes of a row towards the middle of their neighbors, in their new order. Positions are
-    integers, so that every version of Python draws the same figure.
-    """
+    Each sweep moves the nodes of a row towards the middle of their neighbors, in their new order.
+    Positions are integers, so that every version of Python draws the same figure."""
     neighbors: dict[str, list[str]] = defaultdict(list)
     for path in paths:
         for upper, lower in pairwise(path):
@@ -158,7 +159,8 @@ def draw(root: Path = ROOT) -> str:
     """Draw the figure of a tree.
 
     Args:
-        root: The folder that has ``mlbench_core``, ``mlbench_master``, ``mlbench_cli`` and ``benchmarks``.
+        root: The folder that has ``mlbench_core``, ``mlbench_master``, ``mlbench_cli`` and
+            ``benchmarks``.
 
     Returns:
         The SVG text.

@@ -1,9 +1,8 @@
 """Read which module imports which, and judge each import by the layers of the house.
 
-Every layer may import the ground floor; every other layer names the layers that it may import. A face is an import path
-of version 3.0: it only hands on the names of other modules, and nothing in the library imports it. An import inside a
-function counts as any other import.
-"""
+Every layer may import the ground floor; every other layer names the layers that it may import. A
+face is an import path of version 3.0: it only hands on the names of other modules, and nothing in
+the library imports it. An import inside a function counts as any other import."""
 
 from __future__ import annotations
 
@@ -59,7 +58,8 @@ LAYERS: dict[str, set[str]] = {
     },
     "prediction": {"comparison", "network"},
     "sweep": {"client", "results", "comparison", "network", "prediction"},
-    # It reads the outboxes of workers that have ended, proves its identity to clients, and emulates networks of runs.
+    # It reads the outboxes of workers that have ended, proves its identity to clients, and emulates
+    # networks of runs.
     "mlbench_master": {"client", "results", "comparison", "network"},
     # `mlbench master` runs the master in its own process.
     "mlbench_cli": {
@@ -147,8 +147,8 @@ def find_faces(trees: Mapping[str, ast.Module]) -> set[str]:
         trees: Syntax tree of each module, by its full name.
 
     Returns:
-        The full names of modules in a layer of faces, of modules that put another one in their place, and of packages
-        all of whose modules are faces.
+        The full names of modules in a layer of faces, of modules that put another one in their
+        place, and of packages all of whose modules are faces.
     """
     faces = {name for name, tree in trees.items() if layer(name) in FACES or replaces_itself(tree)}
     for name in sorted(trees, reverse=True):  # packages inside a package come before it

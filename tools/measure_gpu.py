@@ -1,16 +1,16 @@
 """Run the tests that need a GPU and take all timings of a GPU, within ten minutes.
 
-``make gpu`` runs this script; docs/howto/gpus.md describes it. Nothing is installed or downloaded. Each step runs in a
-process of its own with a time limit, and the steps with the most valuable results come first::
+``make gpu`` runs this script; docs/howto/gpus.md describes it. Nothing is installed or downloaded.
+Each step runs in a process of its own with a time limit, and the steps with the most valuable
+results come first::
 
     probe -> tests -> timings
       |        |         |
       |        `---------+---> OUTPUT/steps/NAME.json          moved into place whole when the step ends
       `-> OUTPUT/environment.json   OUTPUT/results.json, table.md    written again after each step
 
-So a run that is killed keeps all steps that had ended. The next run leaves out the steps that succeeded with the same
-sources, GPU and command.
-"""
+So a run that is killed keeps all steps that had ended. The next run leaves out the steps that
+succeeded with the same sources, GPU and command."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class Step:
 
 def make_steps(data: Path | None) -> list[Step]:
     """List the steps in their order; ``data`` is the folder of CIFAR-10, or None for the digits."""
-    # pytest-timeout may be missing: each step has its own limit, and the setting of that plug-in is only a warning.
+    # pytest-timeout may be missing: each step has its own limit, and the setting of that plug-in is
+    # only a warning.
     options = (
         "-o",
         "addopts=",

@@ -1,13 +1,13 @@
 """Measure the order of the source tree: size, private functions, comments, duplicates, prose and imports.
 
-``python tools/measure_house.py`` prints a table, and ``--json`` the same figures with the places that they count.
-Another folder than this repository can be given as an argument.
+``python tools/measure_house.py`` prints a table, and ``--json`` the same figures with the places
+that they count. Another folder than this repository can be given as an argument.
 
-A code line has a token that is neither a comment nor a docstring. Figures are of the library, the master and
-the benchmarks together unless a row says otherwise; those of comments and repeated lines are of the library and the
-master. The words of the style guide are counted with regular expressions, which know no grammar: read such
-a row as a trend, and its places as a list to look through.
-"""
+A code line has a token that is neither a comment nor a docstring. Figures are of the library, the
+master and the benchmarks together unless a row says otherwise; those of comments and repeated lines
+are of the library and the master. The words of the style guide are counted with regular
+expressions, which know no grammar: read such a row as a trend, and its places as a list to look
+through."""
 
 from __future__ import annotations
 
@@ -210,10 +210,9 @@ def is_text(node: ast.stmt) -> bool:
 def hidden_one_liners(modules: list[Module]) -> list[str]:
     """Private functions with a short body that one place calls and no other place names.
 
-    A method is sought in the whole tree if no other class has a method of its name, else in its own module only; a
-    function in its own module and in modules that import it by name. Generators and decorated functions do not count:
-    they cannot be written out at the call.
-    """
+    A method is sought in the whole tree if no other class has a method of its name, else in its own
+    module only; a function in its own module and in modules that import it by name. Generators and
+    decorated functions do not count: they cannot be written out at the call."""
     uses: dict[str, list[tuple[Module, ast.AST, bool]]] = defaultdict(list)
     for module in modules:
         called = {id(node.func) for node in ast.walk(module.tree) if isinstance(node, ast.Call)}
@@ -342,11 +341,12 @@ def measure(root: Path) -> dict[str, Any]:
     """Take all figures of a tree.
 
     Args:
-        root: The folder that has ``mlbench_core``, ``mlbench_master``, ``mlbench_cli`` and ``benchmarks``.
+        root: The folder that has ``mlbench_core``, ``mlbench_master``, ``mlbench_cli`` and
+            ``benchmarks``.
 
     Returns:
-        ``figures`` by name (a number, or None if it could not be measured), ``packages`` with their files, code lines
-        and comment lines, and ``places``, for each figure that counts places.
+        ``figures`` by name (a number, or None if it could not be measured), ``packages`` with their
+        files, code lines and comment lines, and ``places``, for each figure that counts places.
     """
     paths = sorted(path for name in ROOTS for path in (root / name).rglob("*.py"))
     modules = [Module.read(path, root) for path in paths]

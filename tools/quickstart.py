@@ -1,11 +1,11 @@
 """Follow the quick start to the letter, and take the pictures that it shows.
 
-``python tools/quickstart.py FOLDER`` runs the commands of ``docs/start/quickstart.md`` in an empty folder, with a
-master of its own. FOLDER gets a log with the output and the duration of each command, the chart of the runs, and
-pictures of the dashboard. With ``--update``, the page gets the outputs, and ``docs/start`` the two pictures that it
-shows. The script needs ``mlbench`` in PATH, Playwright and Chromium. It takes about two minutes on two cores. Nothing
-else should run on the machine, because the page shows the times.
-"""
+``python tools/quickstart.py FOLDER`` runs the commands of ``docs/start/quickstart.md`` in an empty
+folder, with a master of its own. FOLDER gets a log with the output and the duration of each
+command, the chart of the runs, and pictures of the dashboard. With ``--update``, the page gets the
+outputs, and ``docs/start`` the two pictures that it shows. The script needs ``mlbench`` in PATH,
+Playwright and Chromium. It takes about two minutes on two cores. Nothing else should run on the
+machine, because the page shows the times."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Build the files of a release and check them, without publishing anything: ``make release``.
 
-``python tools/release.py FOLDER`` copies the parts of the checkout that a build reads. It builds the source
-distribution and, from this, the wheel, and compares the contents of both with the checkout. It runs ``twine check`` if
-twine is installed. At the end it prints the steps of a real release, which CONTRIBUTING.md explains. The exit status is
-1 if something is wrong.
-"""
+``python tools/release.py FOLDER`` copies the parts of the checkout that a build reads. It builds
+the source distribution and, from this, the wheel, and compares the contents of both with the
+checkout. It runs ``twine check`` if twine is installed. At the end it prints the steps of a real
+release, which CONTRIBUTING.md explains. The exit status is 1 if something is wrong."""
 
 from __future__ import annotations
 
@@ -122,7 +121,8 @@ def find_problems(source: Path, wheel: Path) -> list[str]:
     """Compare a source distribution and a wheel with the checkout.
 
     Returns:
-        One sentence for each file that is missing or must not be there; an empty list if all is right.
+        One sentence for each file that is missing or must not be there; an empty list if all is
+        right.
     """
     in_source, in_wheel, expected = (
         names_in_source(source),

@@ -1,8 +1,7 @@
 """Write the tables of the page on the REST API from its OpenAPI description.
 
-The page ``docs/reference/rest_api.md`` names a part of the API in the marker ``{requests} runs``; the marker without a
-name becomes the table of all requests.
-"""
+The page ``docs/reference/rest_api.md`` names a part of the API in the marker ``{requests} runs``;
+the marker without a name becomes the table of all requests."""
 
 from __future__ import annotations
 
@@ -95,8 +94,8 @@ def _successes(operation: dict[str, Any]) -> set[str]:
 def _fields(operation: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """Return name, type, meaning and default of the fields of the body or of the parameters of the query.
 
-    A required field has the default ``required``. The parameters in the path are left out: the path shows them.
-    """
+    A required field has the default ``required``. The parameters in the path are left out: the path
+    shows them."""
     queries = [found for found in operation.get("parameters", []) if found["in"] == "query"]
     fields = {
         found["name"]: {**found["schema"], "description": found["description"]} for found in queries

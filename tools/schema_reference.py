@@ -22,8 +22,8 @@ def write_schema(_name: str = "result") -> str:
 def list_fields() -> list[tuple[str, str, str]]:
     """Return path, type and meaning of every field of ``result.json``, in the order of the schema.
 
-    The fields of a definition that the schema uses in several places are listed in the first place only.
-    """
+    The fields of a definition that the schema uses in several places are listed in the first place
+    only."""
     schema = result_schema()
     return list(_walk(schema, schema["definitions"], "", set()))
 

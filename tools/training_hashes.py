@@ -1,12 +1,13 @@
 """Print a SHA-256 of all weights after 20 training steps, so that two versions can be compared bit for bit.
 
-``python tools/training_hashes.py`` trains task 1a's ResNet-20 on digits, a small network with several optimizers, and
-task 3a's small language model on a made-up text, each with 1 and with 2 Gloo workers on the CPU, one thread each. A
-hash covers the weights and buffers of all workers in the order of their ranks. Two runs on one machine print the same
-lines; another CPU or another torch may round differently.
+``python tools/training_hashes.py`` trains task 1a's ResNet-20 on digits, a small network with
+several optimizers, and task 3a's small language model on a made-up text, each with 1 and with 2
+Gloo workers on the CPU, one thread each. A hash covers the weights and buffers of all workers in
+the order of their ranks. Two runs on one machine print the same lines; another CPU or another torch
+may round differently.
 
-It imports only paths of version 3.0 and documented ones, so that one script runs before and after modules move.
-"""
+It imports only paths of version 3.0 and documented ones, so that one script runs before and after
+modules move."""
 
 from __future__ import annotations
 

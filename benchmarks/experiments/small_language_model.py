@@ -1,9 +1,10 @@
 """A small language model for sweeps: a Transformer that predicts the bytes of WikiText-2.
 
-Its goal is 3.2 bits per byte, the light goal 3.5. Two layers with 64 features read 32 bytes of text. Each worker trains
-on 16 random pieces of its own part of the training text in a step, and 20 steps make an epoch. The validation text is
-the first 32 KiB of WikiText-2's, in parts of the same size for all workers. One worker needs seconds to the light goal,
-so that a sweep of hundreds of runs takes an hour:
+Its goal is 3.2 bits per byte, the light goal 3.5. Two layers with 64 features read 32 bytes of
+text. Each worker trains on 16 random pieces of its own part of the training text in a step, and 20
+steps make an epoch. The validation text is the first 32 KiB of WikiText-2's, in parts of the same
+size for all workers. One worker needs seconds to the light goal, so that a sweep of hundreds of
+runs takes an hour:
 
     mlbench sweep benchmarks/experiments/language_networks.toml --output FOLDER
 """
@@ -53,8 +54,8 @@ LR = 0.005  # of Adam, the same for any number of workers
 class ByteTransformer(nn.Module):
     """A causal Transformer with normalization before its parts (Radford et al. 2019), and the byte embedding as output.
 
-    It reads bytes of shape (batch, length), int64, and returns the scores of the next byte, (batch, length, 256).
-    """
+    It reads bytes of shape (batch, length), int64, and returns the scores of the next byte, (batch,
+    length, 256)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +198,8 @@ OPTIMIZERS: dict[str, Make] = {
         "dion", lr=0.02, aggregation=lambda: DionAggregation(rank=16, momentum=0.9)
     ),
     "muon": lambda model: GenericCentralizedOptimizer(None, model, optimizer=muon),
-    # The outer momentum of 0.9 from the paper is for trainings that are much longer: it overshoots within 400 steps.
+    # The outer momentum of 0.9 from the paper is for trainings that are much longer: it overshoots
+    # within 400 steps.
     "diloco": of_model("diloco", lr=0.003, period=20, outer_momentum=0.5),
     "streaming_diloco": of_model(
         "streaming_diloco",

@@ -1,13 +1,14 @@
 """Run variants side by side and keep the figures as JSON: the part that all scripts of this folder share.
 
-A script declares a :class:`Subject`, and calls :func:`measure` once per case with the variants of that case. Variants
-run interleaved. A change of the machine's load therefore meets all of them, and ratios are taken within a block. The
-first turn of each variant is a warm-up; its result must agree with that of the other variants.
+A script declares a :class:`Subject`, and calls :func:`measure` once per case with the variants of
+that case. Variants run interleaved. A change of the machine's load therefore meets all of them, and
+ratios are taken within a block. The first turn of each variant is a warm-up; its result must agree
+with that of the other variants.
 
-:func:`finish` prints the table. With ``--save`` it also writes ``results/SUBJECT.json``, from which ``report.py`` makes
-RESULTS.md. A subject's file has a list of runs, because its cases may have been measured on different days or machines;
-a new run replaces the rows of the cases that it measured again. `FORM` is the schema of a file.
-"""
+:func:`finish` prints the table. With ``--save`` it also writes ``results/SUBJECT.json``, from which
+``report.py`` makes RESULTS.md. A subject's file has a list of runs, because its cases may have been
+measured on different days or machines; a new run replaces the rows of the cases that it measured
+again. `FORM` is the schema of a file."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ FORM: Any = {
                     "value": NUMBER,
                     "low": NUMBER,
                     "high": NUMBER,
-                    # By peer: the median, the least and the largest ratio of the blocks; null if not recorded.
+                    # By peer: the median, the least and the largest ratio of the blocks; null if
+                    # not recorded.
                     "ratios": {...: [NUMBER]},
                     "extra": {...: NUMBER},
                     "error": str,
@@ -82,7 +84,8 @@ class Subject:
     Attributes:
         subject: Name of the JSON file.
         title: Heading in RESULTS.md.
-        unit: Of all values: a rate such as ``"images/s"``, or a time: ``"s"``, ``"ms"``, ``"µs"``, ``"ns"``.
+        unit: Of all values: a rate such as ``"images/s"``, or a time: ``"s"``, ``"ms"``, ``"µs"``,
+            ``"ns"``.
         peers: Variants to which the others are compared.
         reading: One or two lines: the conclusion and the limit.
     """
@@ -120,7 +123,8 @@ class Timed(NamedTuple):
 def rotated(names: Sequence[str], block: int) -> Iterator[str]:
     """Yield the variants of a block: the first one changes, and every other block runs backwards."""
     start = block % len(names)
-    # Every variant gets every place, because the one after it meets the memory and the caches that it left.
+    # Every variant gets every place, because the one after it meets the memory and the caches that
+    # it left.
     order = [*names[start:], *names[:start]]
     yield from reversed(order) if block % 2 else order
 
@@ -145,10 +149,12 @@ def measure(
     Args:
         subject: The declaration.
         case: Name of the case, for the table.
-        variants: By name, a function that does the work of one block. It returns a result, or a :class:`Timed`.
+        variants: By name, a function that does the work of one block. It returns a result, or a
+            :class:`Timed`.
         blocks: Turns of each variant after the warm-up.
         amount: Items in a block, in the unit's terms.
-        check: Compares the first variant's result with that of another; ends the script if they disagree.
+        check: Compares the first variant's result with that of another; ends the script if they
+            disagree.
 
     Returns:
         One row per variant. A variant that raised a RuntimeError has only the error.
@@ -164,7 +170,8 @@ def measure(
                 start = time.perf_counter()
                 result = variants[name]()
                 seconds = time.perf_counter() - start
-            # torch raises RuntimeError if a kernel or backend refuses its input, and WorkerError is one.
+            # torch raises RuntimeError if a kernel or backend refuses its input, and WorkerError is
+            # one.
             except RuntimeError as error:
                 errors[name] = " ".join(str(error).split())[:200]
                 continue
@@ -203,7 +210,8 @@ def summarize(values: Sequence[float], peers: Mapping[str, Sequence[float]] | No
     """Summarize a variant's blocks: median and range of the values, and of the ratios to each peer."""
     ratios = {}
     for peer, others in (peers or {}).items():
-        # The ratio is taken within a block, because the load of a shared machine changes from block to block.
+        # The ratio is taken within a block, because the load of a shared machine changes from block
+        # to block.
         found = [own / other for own, other in zip(values, others, strict=True)]
         ratios[peer] = [median(found), min(found), max(found)]
     summary = (median(values), min(values), max(values)) if values else (None, None, None)

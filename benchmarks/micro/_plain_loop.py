@@ -1,8 +1,7 @@
 """Train ResNet-20 on CIFAR-10 in a plain PyTorch loop, for comparison with task 1a in `task1a_epoch.py`.
 
-It uses torchvision's transforms image by image, DataLoader, DistributedDataParallel and torch.optim.SGD, with
-contiguous float32 tensors. Nothing of this project is imported here.
-"""
+It uses torchvision's transforms image by image, DataLoader, DistributedDataParallel and
+torch.optim.SGD, with contiguous float32 tensors. Nothing of this project is imported here."""
 
 from __future__ import annotations
 

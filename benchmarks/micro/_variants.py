@@ -84,7 +84,8 @@ class Trainee:
         backward: Computes the gradients of a loss.
         dtype: Of the inputs.
         is_tracked: True if ``step`` takes a tracker and reports bytes and exposed time to it.
-        bytes_per_step: Bytes that a worker hands to collectives in a step, if no tracker counts them.
+        bytes_per_step: Bytes that a worker hands to collectives in a step, if no tracker counts
+            them.
     """
 
     module: nn.Module
@@ -127,8 +128,10 @@ class Variant:
     Args:
         title: For tables; ``{steps}`` becomes the steps of a block.
         make: Makes it.
-        is_default: True if it runs without being named. (Convolutions in fp16 take many seconds on a CPU.)
-        keeps_memory: True to keep freed memory, as ``initialize_backends`` does. If False, ``--apart`` is needed.
+        is_default: True if it runs without being named. (Convolutions in fp16 take many seconds on
+            a CPU.)
+        keeps_memory: True to keep freed memory, as ``initialize_backends`` does. If False,
+            ``--apart`` is needed.
     """
 
     title: str
@@ -278,8 +281,8 @@ def periodic(name: str, **options: Any) -> Callable[[Context], Trainee]:
 def local4(context: Context, delay: int = 0) -> Trainee:
     """Average every fourth step.
 
-    With a delay, a block needs several periods: its last message travels between two blocks, and so costs no time.
-    """
+    With a delay, a block needs several periods: its last message travels between two blocks, and so
+    costs no time."""
     return ours("LocalSGD", context, momentum=MOMENTUM, period=4, delay=delay)
 
 
@@ -303,8 +306,8 @@ def muloco(context: Context) -> Trainee:
 def streaming(context: Context) -> Trainee:
     """Make DiLoCo in two fragments of 4 bits, if the steps of a block leave room for two.
 
-    The message of a block's last step travels between two blocks, so this row looks a little better than a run.
-    """
+    The message of a block's last step travels between two blocks, so this row looks a little better
+    than a run."""
     steps = context.steps
     exchange = StreamingDiLoCoAggregation(
         period=steps, fragments=min(2, steps), delay=min(1, steps - 1), quantize=True

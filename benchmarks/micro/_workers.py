@@ -1,6 +1,7 @@
 """Worker processes that do a block of work for each request: the one protocol of the scripts that need several workers.
 
-The parent starts N processes of the calling script with ``--worker FOLDER``, which call :func:`serve`.
+The parent starts N processes of the calling script with ``--worker FOLDER``, which call
+:func:`serve`.
 
     parent                      worker 0                          workers 1 to N-1
     ------                      --------                          ----------------
@@ -10,11 +11,10 @@ The parent starts N processes of the calling script with ``--worker FOLDER``, wh
     list of N replies      <-   gather the replies            <-  send their reply
     close standard input   ->   broadcast the end             ->  leave
 
-Only worker 0 talks to the parent, because mpirun forwards standard input to no other rank. A worker whose handler
-raises ends, which breaks the group of the others. The parent then kills all, reports a :class:`WorkerError` with the
-reason, and starts new processes at the next request. A handler must therefore prepare a variant when it first sees its
-name.
-"""
+Only worker 0 talks to the parent, because mpirun forwards standard input to no other rank. A worker
+whose handler raises ends, which breaks the group of the others. The parent then kills all, reports
+a :class:`WorkerError` with the reason, and starts new processes at the next request. A handler must
+therefore prepare a variant when it first sees its name."""
 
 from __future__ import annotations
 
@@ -53,14 +53,17 @@ class Workers:
     """A group of worker processes.
 
     Args:
-        script: The calling script; it must call :func:`serve` if its first argument is ``--worker``.
+        script: The calling script; it must call :func:`serve` if its first argument is
+            ``--worker``.
         count: Number of workers. Each uses one thread.
         setup: Passed to the script's handler factory in every worker.
-        launcher: Program and arguments that start all workers at once, such as mpirun's; None starts them one by one.
+        launcher: Program and arguments that start all workers at once, such as mpirun's; None
+            starts them one by one.
         network: Hosts for the workers; None uses the loopback interface.
 
     Raises:
-        WorkerError: From :meth:`ask`, with the exit code and the last line of the worker that failed.
+        WorkerError: From :meth:`ask`, with the exit code and the last line of the worker that
+            failed.
     """
 
     def __init__(
@@ -119,7 +122,8 @@ class Workers:
         (self.folder / "setup.json").write_text(json.dumps(self.setup))
         command = [sys.executable, self.script, "--worker", str(self.folder)]
         for rank in range(1 if self.launcher else self.count):
-            # A pipe that nobody reads would block a worker that prints much, so standard error goes to a file.
+            # A pipe that nobody reads would block a worker that prints much, so standard error goes
+            # to a file.
             options: dict[str, Any] = {
                 "stdin": subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                 "stdout": subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
@@ -147,7 +151,8 @@ class Workers:
         assert pipe is not None
         deadline = time.monotonic() + REQUEST_TIMEOUT_S
         while not select.select([pipe], [], [], 0.1)[0]:
-            # The others notice a lost worker only at their next message, so they get some seconds to report it.
+            # The others notice a lost worker only at their next message, so they get some seconds
+            # to report it.
             if any(process.poll() for process in self.processes):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
             if time.monotonic() > deadline:
@@ -181,7 +186,8 @@ def _close(pipe: Any) -> None:
 
 def mpirun_command(count: int) -> list[str] | None:
     """Return the command that starts a number of processes of MPI; None if MPI cannot be used."""
-    # Wheels of Open MPI put the program into the folder of this Python, which may not be on the path.
+    # Wheels of Open MPI put the program into the folder of this Python, which may not be on the
+    # path.
     program = shutil.which("mpirun") or shutil.which(
         "mpirun", path=str(Path(sys.executable).parent)
     )
@@ -218,7 +224,8 @@ def serve(make_handler: Callable[[Reply], Callable[[Reply], Reply]]) -> None:
     handle = make_handler(json.loads((folder / "setup.json").read_text()))
     while True:
         request = [sys.stdin.readline() if rank == 0 else ""]
-        # The other workers wait here, without use of the processor, while another variant has its turn.
+        # The other workers wait here, without use of the processor, while another variant has its
+        # turn.
         dist.broadcast_object_list(request, src=0)
         if not request[0]:
             break
@@ -228,7 +235,8 @@ def serve(make_handler: Callable[[Reply], Callable[[Reply], Reply]]) -> None:
         except Exception:
             traceback.print_exc()
             sys.stderr.flush()
-            # Threads of a group whose peers have left can abort Python's shutdown, which would hide the exit code.
+            # Threads of a group whose peers have left can abort Python's shutdown, which would hide
+            # the exit code.
             os._exit(1)
         if rank == 0:
             print(json.dumps(replies), file=replies_out, flush=True)

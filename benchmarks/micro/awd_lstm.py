@@ -2,12 +2,13 @@
 
 The variants start from the same weights and run in one process:
 
-* the classical model, of which this file has its own copy: a wrapper that makes a dropped copy of each recurrent weight
-  before every call, a mask over the whole embedding matrix, and masks expanded over time;
+* the classical model, of which this file has its own copy: a wrapper that makes a dropped copy of
+  each recurrent weight before every call, a mask over the whole embedding matrix, and masks
+  expanded over time;
 * our model with that wrapper around its LSTMs, which shows the share of the wrapper;
 * our model, whose loss is computed in pieces on a CPU;
-* the three matrix products that give the scores of all words and their gradients, and nothing else: a bound, because
-  every model of this vocabulary needs them;
+* the three matrix products that give the scores of all words and their gradients, and nothing else:
+  a bound, because every model of this vocabulary needs them;
 * these products and torch's LSTM layers, forward and backward without dropout: a closer bound.
 
 Dropout is random, so a test compares the models, and not this script.
@@ -153,8 +154,8 @@ def make_step(
 def make_products(model: LSTMLanguageModel, words: Tensor, bf16: bool) -> Callable[[], None]:
     """Make a function that computes only the matrix products of the decoder, forward and backward.
 
-    On a CPU in float32 they are oneDNN's, as in ``LSTMLanguageModel.loss``, but whole and not in pieces.
-    """
+    On a CPU in float32 they are oneDNN's, as in ``LSTMLanguageModel.loss``, but whole and not in
+    pieces."""
     dtype = torch.bfloat16 if bf16 else torch.float32
     weight = model.decoder.weight.detach().to(words.device, dtype).requires_grad_()
     hidden = torch.randn(

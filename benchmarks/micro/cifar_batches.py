@@ -1,7 +1,8 @@
 """Time the training batches of CIFAR-10: crop, mirror, normalize, batches of 128.
 
-The variants are whole batches as tensor operations (``ImageBatches``), the same data set behind a torch ``DataLoader``,
-and torchvision's transforms image by image behind a ``DataLoader``; all in one process.
+The variants are whole batches as tensor operations (``ImageBatches``), the same data set behind a
+torch ``DataLoader``, and torchvision's transforms image by image behind a ``DataLoader``; all in
+one process.
 
     python benchmarks/micro/cifar_batches.py --data FOLDER [--save]
 """

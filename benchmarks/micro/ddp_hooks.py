@@ -2,9 +2,10 @@
 
 Torch's hook of PowerSGD needs one bucket on Gloo. Its bf16 hook needs NCCL, so it is left out.
 
-The large networks show the speed. The network for digits starts again in every block, so its accuracy on images that no
-worker trained on can be compared. Its column "resume" is the largest difference of a weight between a run without
-interruption and one that was resumed in the middle: 0 if the run resumes to the last bit.
+The large networks show the speed. The network for digits starts again in every block, so its
+accuracy on images that no worker trained on can be compared. Its column "resume" is the largest
+difference of a weight between a run without interruption and one that was resumed in the middle: 0
+if the run resumes to the last bit.
 
     python benchmarks/micro/ddp_hooks.py [--models mlp resnet20 digits] [--workers 2] [--save]
 """

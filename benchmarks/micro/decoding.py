@@ -1,10 +1,10 @@
 """Time beam search: the batched search against a Python loop over sentences and hypotheses.
 
-Both use the same Transformer (random weights, preset "small") and the same rules, and must find the same translations.
-The loop is the obvious first version: it translates one sentence after the other and feeds each
-hypothesis to the model separately. It keeps the keys and values of earlier tokens, as the batched
-search does. Sentences have mixed lengths, and a translation has at most 1.2 times the tokens of its
-source plus 5, so translations end at different steps.
+Both use the same Transformer (random weights, preset "small") and the same rules, and must find the
+same translations. The loop is the obvious first version: it translates one sentence after the other
+and feeds each hypothesis to the model separately. It keeps the keys and values of earlier tokens,
+as the batched search does. Sentences have mixed lengths, and a translation has at most 1.2 times
+the tokens of its source plus 5, so translations end at different steps.
 
     python benchmarks/micro/decoding.py [--save]
 """

@@ -1,9 +1,9 @@
 """Time the training batches of a folder of JPEG images: decode, random crop to 224x224, mirror, normalize.
 
-The peer is torchvision's ``ImageFolder`` with the usual transforms behind a ``DataLoader``. Ours is ``JpegBatches``,
-from the same files and from a tar file of them. All have the same number of loader processes, and end with normalized
-float32 batches in the calling process. The images are generated: smooth colors with noise, about as large as those of
-ImageNet.
+The peer is torchvision's ``ImageFolder`` with the usual transforms behind a ``DataLoader``. Ours is
+``JpegBatches``, from the same files and from a tar file of them. All have the same number of loader
+processes, and end with normalized float32 batches in the calling process. The images are generated:
+smooth colors with noise, about as large as those of ImageNet.
 
     python benchmarks/micro/jpeg_loading.py [--save]
 """

@@ -64,7 +64,8 @@ class Master:
     Attributes:
         address: Its host and port.
         run_id: A run that takes the metrics.
-        numbers: Numbers of the metrics in bulks. With them, dates of each metric ascend, as those of a worker do.
+        numbers: Numbers of the metrics in bulks. With them, dates of each metric ascend, as those
+            of a worker do.
         start: The date of the first one.
     """
 

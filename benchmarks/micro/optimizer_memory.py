@@ -160,7 +160,8 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     arguments = read_arguments(argv)
-    # glibc of the workers then returns every freed tensor at once, so that their memory is what is in use.
+    # glibc of the workers then returns every freed tensor at once, so that their memory is what is
+    # in use.
     with mock.patch.dict(
         os.environ, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536"
     ):

@@ -1,22 +1,23 @@
 """Time the training steps of every distributed optimizer, against torch's DistributedDataParallel and no communication.
 
-By default all variants share the same worker processes. If they need more memory than there is, they are split into
-several launches, each with both references. With ``--apart`` each variant has separate worker
-processes, as in a training run, and so does not use memory that other variants freed. As in
-``initialize_backends``, freed memory is kept, except by the variants whose name ends with
-``_returned``.
+By default all variants share the same worker processes. If they need more memory than there is,
+they are split into several launches, each with both references. With ``--apart`` each variant has
+separate worker processes, as in a training run, and so does not use memory that other variants
+freed. As in ``initialize_backends``, freed memory is kept, except by the variants whose name ends
+with ``_returned``.
 
-Exposed communication is the time that the optimizer reports to the Tracker. Variants without a tracker have the time
-beyond a step without communication. Bytes are those that one worker hands to collectives in a step.
+Exposed communication is the time that the optimizer reports to the Tracker. Variants without a
+tracker have the time beyond a step without communication. Bytes are those that one worker hands to
+collectives in a step.
 
-    python benchmarks/micro/optimizers.py --models mlp vgg11 --workers 2 [--save]
-    python benchmarks/micro/optimizers.py --models mlp --workers 2 --apart --variants sgd_overlap
-    python benchmarks/micro/optimizers.py --models vgg11 --workers 2 --network 100mbit --blocks 2 --steps 1
+    python benchmarks/micro/optimizers.py --models mlp vgg11 --workers 2 [--save] python
+    benchmarks/micro/optimizers.py --models mlp --workers 2 --apart --variants sgd_overlap python
+    benchmarks/micro/optimizers.py --models vgg11 --workers 2 --network 100mbit --blocks 2 --steps 1
 
 With ``--gpu``, all workers compute on one GPU. Their messages travel over Gloo, by way of the host.
 
-With ``--profile``, it lists instead where the time of a step goes on rank 0, from torch's profiler. Waiting for
-messages and work outside of torch, such as NumPy's, belongs to no operation.
+With ``--profile``, it lists instead where the time of a step goes on rank 0, from torch's profiler.
+Waiting for messages and work outside of torch, such as NumPy's, belongs to no operation.
 
     python benchmarks/micro/optimizers.py --models mlp --workers 2 --profile --variants ef_sign
 """
@@ -220,7 +221,8 @@ def launch(
         rows = measure(SUBJECT, case, variants, arguments.blocks, amount=steps)
     alone_ms = rows[0]["extra"].get("ms/step")
     for row in rows:
-        # DistributedDataParallel reports no communication, so its part is the time beyond a step without any.
+        # DistributedDataParallel reports no communication, so its part is the time beyond a step
+        # without any.
         if alone_ms and "error" not in row and "exposed ms" not in row["extra"]:
             row["extra"]["exposed ms"] = max(0.0, row["extra"]["ms/step"] - alone_ms)
     return rows

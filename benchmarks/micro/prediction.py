@@ -1,11 +1,13 @@
 """Predict the time of training steps on emulated networks, measure them, and print the errors.
 
-Each worker sleeps in place of the forward and backward pass, so that several workers do not need the processors at the
-same time: the network decides the time of a step. The prediction uses the step of one worker and the collectives of
-each method. The column "predicted" has the prediction, "error %" its difference from the measured time.
-The script prints the table after each block, and writes it then if --save is given.
+Each worker sleeps in place of the forward and backward pass, so that several workers do not need
+the processors at the same time: the network decides the time of a step. The prediction uses the
+step of one worker and the collectives of each method. The column "predicted" has the prediction,
+"error %" its difference from the measured time. The script prints the table after each block, and
+writes it then if --save is given.
 
-    python benchmarks/micro/prediction.py [--networks home-fibre mobile-lte] [--workers 2 4 8] [--save]
+    python benchmarks/micro/prediction.py [--networks home-fibre mobile-lte] [--workers 2 4 8]
+    [--save]
 """
 
 from __future__ import annotations

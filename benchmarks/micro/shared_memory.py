@@ -1,8 +1,9 @@
 """Time the sum of gradients over Gloo and through shared memory, and count the processor time of a worker.
 
-Each block sums messages of one size, all in flight at a time, after a barrier and with no other work. Their bytes
-together are those of ResNet-18's gradient, or of 256 messages if these are fewer. The slowest worker's time counts.
-Processor time is that of all threads of a worker, as the mean over the workers.
+Each block sums messages of one size, all in flight at a time, after a barrier and with no other
+work. Their bytes together are those of ResNet-18's gradient, or of 256 messages if these are fewer.
+The slowest worker's time counts. Processor time is that of all threads of a worker, as the mean
+over the workers.
 
     python benchmarks/micro/shared_memory.py [--workers 2 4] [--save]
 """

@@ -1,10 +1,11 @@
 """Time the reading of sentence pairs: the memory-mapped store of the translation data sets against text files.
 
-Every variant yields all pairs of a training text as batches of 128 in random order, as padded arrays of sub-word
-numbers, in one process, with the files in the page cache:
+Every variant yields all pairs of a training text as batches of 128 in random order, as padded
+arrays of sub-word numbers, in one process, with the files in the page cache:
 
 * raw text: read the lines, cut them into Moses' words and sub-words;
-* text in sub-words (the form of ``preprocessed`` data): read the lines, split them at spaces, look up every symbol;
+* text in sub-words (the form of ``preprocessed`` data): read the lines, split them at spaces, look
+  up every symbol;
 * our store, opened again each time, mapped or read into memory.
 
 Reading text is the cost of an epoch, or of a start, without a store.

@@ -1,7 +1,8 @@
 """Time a training step by the way in which gradients travel on one machine: Gloo, MPI and shared memory.
 
-All variants run in the same worker processes, which mpirun starts. The slowest worker's time counts. Processor time is
-that of all threads of a worker, as the mean over the workers; it depends less on other programs than the time does.
+All variants run in the same worker processes, which mpirun starts. The slowest worker's time
+counts. Processor time is that of all threads of a worker, as the mean over the workers; it depends
+less on other programs than the time does.
 
     python benchmarks/micro/transports.py [--models mlp resnet18] [--workers 2] [--save]
 """

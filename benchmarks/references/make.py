@@ -3,11 +3,11 @@
     python benchmarks/references/make.py digits
     python benchmarks/references/make.py mnist --data FOLDER
 
-Each seed is one run of task 1a with one worker and one thread, until the goal is reached. The results stay in the
-folder of --runs. With --keep, finished runs in this folder are not repeated, so an interrupted command can continue.
-The reference is written to mlbench_core/comparison/references/. It depends on the task's program and settings; make it
-again when one of them changes.
-"""
+Each seed is one run of task 1a with one worker and one thread, until the goal is reached. The
+results stay in the folder of --runs. With --keep, finished runs in this folder are not repeated, so
+an interrupted command can continue. The reference is written to
+mlbench_core/comparison/references/. It depends on the task's program and settings; make it again
+when one of them changes."""
 
 from __future__ import annotations
 

@@ -4,11 +4,13 @@ The time of a message of n bytes is modeled by the line
 
 .. math:: t(n) = \alpha + n / \beta
 
-with the latency :math:`\alpha` in seconds and the bandwidth :math:`\beta` in bytes per second (Hockney 1994).
+with the latency :math:`\alpha` in seconds and the bandwidth :math:`\beta` in bytes per second
+(Hockney 1994).
 
-If an operation on S bytes takes the time t, its *algorithm bandwidth* is S / t. It depends on the number k of workers,
-because each worker has to send at least S times a factor that depends on k. The *bus bandwidth* is the algorithm
-bandwidth times this factor, so it can be compared with the speed of the hardware for any k:
+If an operation on S bytes takes the time t, its *algorithm bandwidth* is S / t. It depends on the
+number k of workers, because each worker has to send at least S times a factor that depends on k.
+The *bus bandwidth* is the algorithm bandwidth times this factor, so it can be compared with the
+speed of the hardware for any k:
 
 ======================================================  ==============
 collective                                              factor
@@ -18,8 +20,9 @@ all_gather, reduce_scatter, all_to_all                  (k - 1) / k
 broadcast, reduce, send_recv                            1
 ======================================================  ==============
 
-S is the size of one worker's larger buffer. For an all_gather that is the output, for a reduce_scatter the input, which
-hold data of all workers. For the other collectives it is the data that one worker sends.
+S is the size of one worker's larger buffer. For an all_gather that is the output, for a
+reduce_scatter the input, which hold data of all workers. For the other collectives it is the data
+that one worker sends.
 
 References:
     R. Hockney: The communication challenge for MPP. Parallel Computing 20(3), 1994.
@@ -181,7 +184,8 @@ class LatencyFit:
 
     Attributes:
         alpha_s: Latency in seconds, at least 0.
-        beta_bytes_per_s: Bandwidth in bytes per second; infinite if the times do not grow with the size.
+        beta_bytes_per_s: Bandwidth in bytes per second; infinite if the times do not grow with the
+            size.
         relative_error: Root mean square of the relative deviations of the line from the times.
     """
 
@@ -206,10 +210,12 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
 
     With the times :math:`t_i` of the sizes :math:`n_i` it minimizes
 
-    .. math:: \sum_i \left( \frac{\alpha + n_i \gamma - t_i}{t_i} \right)^2, \qquad \alpha, \gamma \ge 0,
+    .. math:: \sum_i \left( \frac{\alpha + n_i \gamma - t_i}{t_i} \right)^2, \qquad \alpha, \gamma
+      \ge 0,
 
-    and :math:`\beta = 1 / \gamma`. Deviations are relative to the measured time, because times span six orders of
-    magnitude. In a plain sum of squares the largest sizes would dominate, and their noise would decide the latency.
+    and :math:`\beta = 1 / \gamma`. Deviations are relative to the measured time, because times span
+    six orders of magnitude. In a plain sum of squares the largest sizes would dominate, and their
+    noise would decide the latency.
 
     Args:
         sizes_bytes: Sizes in bytes, at least two different ones.
@@ -219,7 +225,8 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
         The fit.
 
     Raises:
-        ValueError: The lengths differ, there are fewer than two sizes, or a time is not positive and finite.
+        ValueError: The lengths differ, there are fewer than two sizes, or a time is not positive
+            and finite.
 
     Example:
         >>> fit = fit_latency([4, 4e3, 4e6], [100e-6 + n / 1e9 for n in (4, 4e3, 4e6)])
@@ -239,8 +246,8 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
         raise ValueError(
             f"seconds must be finite and positive, not {t[~(np.isfinite(t) & (t > 0))][0]}"
         )
-    # Scaled to unknowns of the same order of magnitude, which least squares needs to be accurate: alpha in units of the
-    # smallest time, gamma in units of the largest time over the largest size.
+    # Scaled to unknowns of the same order of magnitude, which least squares needs to be accurate:
+    # alpha in units of the smallest time, gamma in units of the largest time over the largest size.
     columns = np.stack([t.min() / t, n / n.max() * t.max() / t], axis=1)
     latency, slope = _non_negative_least_squares(columns)
     residuals = columns @ np.array([latency, slope]) - 1
@@ -259,7 +266,8 @@ def _non_negative_least_squares(
     (x0, x1), *_ = np.linalg.lstsq(columns, np.ones(len(columns)), rcond=None)
     if x0 >= 0 and x1 >= 0:
         return float(x0), float(x1)
-    # If one number would be negative, it is 0 at the minimum. The other then follows from its column alone.
+    # If one number would be negative, it is 0 at the minimum. The other then follows from its
+    # column alone.
     alone = columns.sum(axis=0) / (columns**2).sum(axis=0)
     return (float(alone[0]), 0.0) if x1 < 0 else (0.0, float(alone[1]))
 
@@ -267,7 +275,8 @@ def _non_negative_least_squares(
 def element_counts(num: int = 80, largest: int = 10**8) -> list[int]:
     """Return the sizes to measure: ``numpy.logspace(0, log10(largest), num)``, rounded, each once, ascending.
 
-    Small sizes coincide after rounding, so there are fewer than ``num``: with the defaults 77 instead of 80.
+    Small sizes coincide after rounding, so there are fewer than ``num``: with the defaults 77
+    instead of 80.
 
     Args:
         num: Number of points on the logarithmic scale, at least 1.
@@ -285,7 +294,8 @@ def element_counts(num: int = 80, largest: int = 10**8) -> list[int]:
     """
     for name, value in (("num", num), ("largest", largest)):
         check_int(name, value)
-    # Near 1 the points are closer together than whole numbers, so several of them round to the same size.
+    # Near 1 the points are closer together than whole numbers, so several of them round to the same
+    # size.
     points = np.rint(np.logspace(0, math.log10(largest), num=num)).astype(np.int64)
     return sorted({int(point) for point in points})
 
@@ -303,7 +313,8 @@ class Measurement:
         elements: Number of elements of the larger buffer.
         size_bytes: Its size in bytes.
         operations: Number of operations between two readings of the clock.
-        seconds: One time for each repetition: the mean time of its ``operations`` on the slowest worker.
+        seconds: One time for each repetition: the mean time of its ``operations`` on the slowest
+            worker.
         wrong_elements: Number of wrong elements in the results of all workers.
     """
 

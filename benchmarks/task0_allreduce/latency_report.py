@@ -32,7 +32,8 @@ class LatencyReport:
     Attributes:
         machine: Facts about the machine, for example cores and hosts.
         versions: Version of each software package, by name.
-        methodology: Settings of the measurement, for example the requested number of ``repetitions``.
+        methodology: Settings of the measurement, for example the requested number of
+            ``repetitions``.
         left_out: Requests that were not measured, for example types, each with the reason.
         measurements: One entry for each size and type.
 
@@ -75,8 +76,8 @@ class LatencyReport:
     def numbers(self) -> Iterator[tuple[str, float, int]]:
         """Yield name, value and number of the size of each result.
 
-        The names begin with the operation and the type, as one run has one operation but several types.
-        """
+        The names begin with the operation and the type, as one run has one operation but several
+        types."""
         for dtype in self.dtypes:
             for number, measurement in enumerate(self.of(dtype)):
                 row = measurement.row()
@@ -85,7 +86,8 @@ class LatencyReport:
         for dtype, fit in self.fits().items():
             prefix = f"{self.measurements[0].collective}_{dtype}"
             yield f"{prefix}_alpha_s", fit.alpha_s, 0
-            # An infinite bandwidth, from times that do not grow with the size, is not a number for the master.
+            # An infinite bandwidth, from times that do not grow with the size, is not a number for
+            # the master.
             if fit.beta_bytes_per_s < math.inf:
                 yield f"{prefix}_beta_bytes_per_s", fit.beta_bytes_per_s, 0
 
@@ -177,7 +179,8 @@ class LatencyReport:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
                 raise ValueError(f"its format is {content['format']!r}")
-            # A row of the file also has statistics and bandwidths. They follow from the times and are not read.
+            # A row of the file also has statistics and bandwidths. They follow from the times and
+            # are not read.
             names = [one.name for one in dataclasses.fields(Measurement)]
             rows = [{name: row[name] for name in names} for row in content["measurements"]]
             measurements = [

@@ -1,10 +1,10 @@
 """Task 0: measure the time of a backend's collective operations by size and type of the tensors.
 
-The operation is an all-reduce (or another one, see --collective) of random whole numbers, on at least 2 workers. Sizes
-are numpy.logspace(0, 8, num=80) elements, with 100 repetitions each. Types are float32, float16 and bfloat16, if the
-backend has them. The task reports mean, median, 99th percentile, algorithm and bus bandwidth, and a fit of latency and
-bandwidth. Every result is checked. README.md in this folder has the whole description.
-"""
+The operation is an all-reduce (or another one, see --collective) of random whole numbers, on at
+least 2 workers. Sizes are numpy.logspace(0, 8, num=80) elements, with 100 repetitions each. Types
+are float32, float16 and bfloat16, if the backend has them. The task reports mean, median, 99th
+percentile, algorithm and bus bandwidth, and a fit of latency and bandwidth. Every result is
+checked. README.md in this folder has the whole description."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ ROWS_SHOWN = 9
 
 def choose_sizes(args: argparse.Namespace, world_size: int, left_out: dict[str, str]) -> list[int]:
     """Return the numbers of elements to measure, in ascending order."""
-    # Operations that cut a tensor need one part of equal size per worker, so sizes are rounded up below.
+    # Operations that cut a tensor need one part of equal size per worker, so sizes are rounded up
+    # below.
     multiple_of = world_size if COLLECTIVES[args.collective].is_cut else 1
     num, largest = (LIGHT_SIZES, LIGHT_LARGEST) if args.light_target else (SIZES, LARGEST)
     wanted = args.elements or element_counts(args.sizes or num, largest)

@@ -2,14 +2,18 @@
 
 :func:`measure` times one collective on one size and type. It follows the practice of nccl-tests:
 
-* The first operations are a warm-up that is not counted, because they set up connections and fill caches.
-* A barrier precedes every repetition, without a pause before or after it. After a pause an operation is slower, because
-  the threads that do it have gone to sleep.
-* There are enough operations between two readings of the clock that the time of reading does not matter. Their number
-  follows from the times of the warm-up and is the same on all workers.
-* On GPUs the clock is a pair of CUDA events around these operations, without synchronization between them.
-* The time of a repetition is that of its slowest worker. Workers exchange times after all repetitions.
-* The results are compared with the expected ones. The values are small integers, whose sums are exact in every type.
+* The first operations are a warm-up that is not counted, because they set up connections and fill
+  caches.
+* A barrier precedes every repetition, without a pause before or after it. After a pause an
+  operation is slower, because the threads that do it have gone to sleep.
+* There are enough operations between two readings of the clock that the time of reading does not
+  matter. Their number follows from the times of the warm-up and is the same on all workers.
+* On GPUs the clock is a pair of CUDA events around these operations, without synchronization
+  between them.
+* The time of a repetition is that of its slowest worker. Workers exchange times after all
+  repetitions.
+* The results are compared with the expected ones. The values are small integers, whose sums are
+  exact in every type.
 """
 
 from __future__ import annotations
@@ -58,12 +62,13 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Types of elements by name."""
 
-# Period of the values. Sizes are usually round numbers or powers of two. A prime period does not divide them, so values
-# that arrive in the wrong place differ from the expected ones.
+# Period of the values. Sizes are usually round numbers or powers of two. A prime period does not
+# divide them, so values that arrive in the wrong place differ from the expected ones.
 PERIOD = 8191
 # bfloat16 has 8 significant bits, so whole numbers up to 256 are exact in it.
 EXACT = 256
-# The warm-up lasts about this long, with at least the first and at most the second of these numbers of runs.
+# The warm-up lasts about this long, with at least the first and at most the second of these numbers
+# of runs.
 WARM_UP_S = 0.02
 WARM_UP_RUNS = (2, 100)
 # Largest number of runs between two readings of the clock.
@@ -75,13 +80,14 @@ MIN_REPETITIONS = 3
 class Collective(ABC):
     """One collective operation on its own buffers, with values whose results are known.
 
-    The values of worker r repeat a sequence :math:`v_r` of random whole numbers from 0 to ``256 // world_size``. In the
-    part of a buffer that worker j receives, the sequence is rolled by j (:meth:`torch.Tensor.roll`). Workers from rank
-    256 on have zeros, so that every sum is exact in bfloat16.
+    The values of worker r repeat a sequence :math:`v_r` of random whole numbers from 0 to ``256 //
+    world_size``. In the part of a buffer that worker j receives, the sequence is rolled by j
+    (:meth:`torch.Tensor.roll`). Workers from rank 256 on have zeros, so that every sum is exact in
+    bfloat16.
 
     Args:
-        elements: Number of elements of this worker's larger buffer; a multiple of the world size if the collective
-            cuts it into parts.
+        elements: Number of elements of this worker's larger buffer; a multiple of the world size if
+            the collective cuts it into parts.
         dtype: Type of the elements.
         device: Device of the buffers.
         group: The process group; None is the default one.
@@ -91,7 +97,8 @@ class Collective(ABC):
 
     Raises:
         ConfigurationError: This process has no process group.
-        ValueError: ``elements`` is below 1, or is not a multiple of the world size although it must be.
+        ValueError: ``elements`` is below 1, or is not a multiple of the world size although it must
+            be.
     """
 
     name: ClassVar[str]
@@ -168,7 +175,8 @@ class AllReduce(Collective):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Made once, because fill() runs before every repetition, and a pause makes the next operation slower.
+        # Made once, because fill() runs before every repetition, and a pause makes the next
+        # operation slower.
         self._own = self._values(self.rank)
 
     def fill(self) -> None:
@@ -296,9 +304,9 @@ class AllToAll(Collective):
 class SendRecv(Collective):
     """Ping-pong between worker 2 i and worker 2 i + 1, all pairs at once.
 
-    Worker 2 i sends its values and receives them back. The time of one operation is that of one way, half a round trip.
-    With an odd number of workers, the last one has no partner and does nothing.
-    """
+    Worker 2 i sends its values and receives them back. The time of one operation is that of one
+    way, half a round trip. With an odd number of workers, the last one has no partner and does
+    nothing."""
 
     name = "send_recv"
     trips = 2
@@ -360,18 +368,19 @@ def measure(
 
     Args:
         collective: Name of one of :data:`COLLECTIVES`.
-        elements: Number of elements of one worker's larger buffer; a multiple of the number of workers for
-            ``all_gather``, ``reduce_scatter`` and ``all_to_all``.
+        elements: Number of elements of one worker's larger buffer; a multiple of the number of
+            workers for ``all_gather``, ``reduce_scatter`` and ``all_to_all``.
         dtype: Type of the elements.
         device: Device of the tensors; on GPUs the time is the device's.
         group: The process group; None is the default one.
         repetitions: Number of repetitions, at least 1.
-        operations: Number of operations between two readings of the clock (for ``send_recv``, of round trips). None
-            chooses it by ``block_s``.
-        block_s: Smallest time between two readings of the clock, in seconds. If a single operation takes longer, each
-            one is timed separately.
-        budget_s: Seconds that all repetitions may take together; None for no limit. If they would take longer, fewer
-            than ``repetitions`` are done, but at least 3. Workers may give different budgets; the smallest counts.
+        operations: Number of operations between two readings of the clock (for ``send_recv``, of
+            round trips). None chooses it by ``block_s``.
+        block_s: Smallest time between two readings of the clock, in seconds. If a single operation
+            takes longer, each one is timed separately.
+        budget_s: Seconds that all repetitions may take together; None for no limit. If they would
+            take longer, fewer than ``repetitions`` are done, but at least 3. Workers may give
+            different budgets; the smallest counts.
 
     Returns:
         The measurement, the same on every worker.
@@ -466,8 +475,8 @@ def describe_machine(device: torch.device | str = "cpu") -> dict[str, Any]:
         device: Device of this worker's tensors.
 
     Returns:
-        ``hosts`` (the host names of all workers, by rank), ``cores`` (of this worker's machine), ``system`` (its
-        platform), and with a CUDA device ``gpu`` (the name of the device).
+        ``hosts`` (the host names of all workers, by rank), ``cores`` (of this worker's machine),
+        ``system`` (its platform), and with a CUDA device ``gpu`` (the name of the device).
 
     Example:
         >>> def hosts():
@@ -533,7 +542,8 @@ def _pilot(operation: Collective, first_s: float, budget_s: float) -> tuple[floa
 
 def _repetition(operation: Collective, runs: int) -> float:
     """Return the seconds of several runs on this worker, after a barrier."""
-    # In place, each run sums the result of the run before, so without new values the sums would overflow.
+    # In place, each run sums the result of the run before, so without new values the sums would
+    # overflow.
     if operation.is_in_place:
         operation.fill()
     # NCCL's barrier needs the device as an argument; other backends refuse it.
@@ -584,7 +594,8 @@ def _sequence(rank: int, world_size: int) -> Tensor:
 
 def _repeat(sequence: Tensor, out: Tensor) -> None:
     """Fill a tensor with repetitions of a sequence."""
-    # One call for small sizes: they are filled before every repetition, and a pause makes the next operation slower.
+    # One call for small sizes: they are filled before every repetition, and a pause makes the next
+    # operation slower.
     if len(out) <= len(sequence):
         out.copy_(sequence[: len(out)])
         return

@@ -2,9 +2,8 @@
 
     python benchmarks/task0_allreduce/plot.py RESULT.json [RESULT.json ...] --output times.png
 
-Points are medians, and the band reaches from the fastest repetition to the 99th percentile. The dashed line is the fit
-t(n) = alpha + n / beta; the legend has its numbers.
-"""
+Points are medians, and the band reaches from the fastest repetition to the 99th percentile. The
+dashed line is the fit t(n) = alpha + n / beta; the legend has its numbers."""
 
 from __future__ import annotations
 

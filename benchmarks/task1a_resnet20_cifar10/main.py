@@ -1,10 +1,10 @@
 """Task 1a: ResNet-20 on CIFAR-10, synchronous SGD, time to 80 % top-1 validation accuracy (light goal: 70 %).
 
-One process per worker, 128 images per worker, a disjoint part of the training set each; gradients are averaged over the
-k workers before every update. Learning rate 0.02 k after a linear warm-up of log2(k) epochs (Goyal et al. 2017,
-arXiv 1706.02677), halved when the validation loss has not improved. README.md describes the task. variants.py has the
-parts that other flags use in place of those of the reference.
-"""
+One process per worker, 128 images per worker, a disjoint part of the training set each; gradients
+are averaged over the k workers before every update. Learning rate 0.02 k after a linear warm-up of
+log2(k) epochs (Goyal et al. 2017, arXiv 1706.02677), halved when the validation loss has not
+improved. README.md describes the task. variants.py has the parts that other flags use in place of
+those of the reference."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def load_data(run: Run, batch_size: int) -> tuple[ImageBatches, ImageBatches]:
     )
     if run.gpu and fits_on_gpu(train.size_bytes + validation.size_bytes):
         train, validation = train.to("cuda"), validation.to("cuda")
-    # With --repartition, each worker reads the whole set and selects its share of every step in the epoch's order.
+    # With --repartition, each worker reads the whole set and selects its share of every step in the
+    # epoch's order.
     own_part = train if args.repartition else variants.partition(train, args, rank, world_size)
     memory_format = channels_last if args.channels_last else contiguous_format
     return (
@@ -91,7 +92,8 @@ def train(run: Run) -> None:
         scheduler = ReduceLROnPlateauWithWarmup(
             optimizer, warmup_init_lr=plan.lr, scaled_lr=plan.scaled_lr, warmup_epochs=plan.warmup_epochs,
             batches_per_epoch=len(batches), mode="min", factor=0.5,
-            patience=1,  # torch acts one epoch later: after the second in a row without an improvement
+            # torch acts one epoch later: after the second in a row without an improvement
+            patience=1,
             threshold=0.01, threshold_mode="abs", min_lr=plan.lr,
         )  # fmt: skip
     loss_function, metrics = nn.CrossEntropyLoss(), [TopKAccuracy(topk=1), TopKAccuracy(topk=5)]
@@ -106,7 +108,8 @@ def train(run: Run) -> None:
             )  # fmt: skip
 
     for epoch in run.epochs(model, optimizer, scheduler, validate):
-        # Order and augmentation depend on seed, rank, epoch and batch only, so a resumed run sees the same batches.
+        # Order and augmentation depend on seed, rank, epoch and batch only, so a resumed run sees
+        # the same batches.
         batches.set_epoch(epoch)
         train_round(
             batches, network, optimizer, loss_function, metrics, scheduler, args.precision,

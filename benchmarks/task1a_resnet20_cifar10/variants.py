@@ -61,8 +61,9 @@ class Variant:
     Args:
         make: Called ``(model, lr)`` in the process group; returns the optimizer.
         lr_factor: Factor between the learning rates of the reference and those of this optimizer.
-        scales: True if the rate grows with the number of workers. False if the length of a step does not depend on the
-            length of the gradient: k workers improve its direction, and that does not justify a longer step.
+        scales: True if the rate grows with the number of workers. False if the length of a step
+            does not depend on the length of the gradient: k workers improve its direction, and that
+            does not justify a longer step.
     """
 
     make: Callable[[nn.Module, float], Optimizer]
@@ -114,19 +115,22 @@ def muloco(model: nn.Module, lr: float) -> Optimizer:
 
 VARIANTS = {
     REFERENCE: Variant(named(REFERENCE, **NESTEROV)),
-    # Adam's usual rate is 0.001, a twentieth of the task's; the same inside DiLoCo. Kingma and Ba, arXiv:1412.6980;
-    # Douillard et al., arXiv:2311.08105.
+    # Adam's usual rate is 0.001, a twentieth of the task's; the same inside DiLoCo. Kingma and Ba,
+    # arXiv:1412.6980; Douillard et al., arXiv:2311.08105.
     "centralized_adam": Variant(
         named("centralized_adam", weight_decay=1e-4), lr_factor=0.05, scales=False
     ),
-    # Rank 2 and a warm start reach SGD's accuracy on CIFAR-10. Vogels et al., arXiv:1905.13727, tables 1 and 3.
+    # Rank 2 and a warm start reach SGD's accuracy on CIFAR-10. Vogels et al., arXiv:1905.13727,
+    # tables 1 and 3.
     "power_sgd": Variant(named("power_sgd", rank=2, reuse_query=True, world_size=None, **NESTEROV)),
-    # Each weight moves by the rate itself, so the rate is only 0.0003: the paper's 0.0001 is for more steps, and takes
-    # two workers more than 16 epochs on the digits instead of 12. Bernstein et al., arXiv:1802.04434.
+    # Each weight moves by the rate itself, so the rate is only 0.0003: the paper's 0.0001 is for
+    # more steps, and takes two workers more than 16 epochs on the digits instead of 12. Bernstein
+    # et al., arXiv:1802.04434.
     "sign_sgd": Variant(
         compressing("sign_sgd", momentum=0.9, weight_decay=1e-4), lr_factor=0.015, scales=False
     ),
-    # SGD's own rate, since the error feedback makes it SGD in the long run. Karimireddy et al., arXiv:1901.09847.
+    # SGD's own rate, since the error feedback makes it SGD in the long run. Karimireddy et al.,
+    # arXiv:1901.09847.
     "ef_sign_sgd": Variant(compressing("ef_sign_sgd", momentum=0.9, weight_decay=1e-4)),
     # The largest 1 % of each tensor. Stich, Cordonnier and Jaggi, arXiv:1809.07599.
     "sparsified_sgd": Variant(
@@ -152,42 +156,44 @@ VARIANTS = {
     # The weights are averaged every 8 steps. Stich, arXiv:1805.09767.
     "local_sgd": Variant(named("local_sgd", period=8, **NESTEROV)),
     "diloco": Variant(named("diloco", period=20), lr_factor=0.05, scales=False),
-    # ---- methods of recent years. All were tried on the digits with 1, 2 and 4 workers, and not on CIFAR-10. Settings
-    # that were chosen there, and do not come from the papers, are named.
-    # SGD's rate, since the rounding is right on average. 4 bits, buckets of 512 and the largest value as their size are
-    # those of the paper's experiments. Alistarh et al., arXiv:1610.02132.
+    # ---- methods of recent years. All were tried on the digits with 1, 2 and 4 workers, and not on
+    # CIFAR-10. Settings that were chosen there, and do not come from the papers, are named. SGD's
+    # rate, since the rounding is right on average. 4 bits, buckets of 512 and the largest value as
+    # their size are those of the paper's experiments. Alistarh et al., arXiv:1610.02132.
     "qsgd": Variant(
         named("qsgd", lambda: QSGDAggregation(levels=7, bucket_size=512, norm=math.inf), **NESTEROV)
     ),
-    # The usual momentum makes the steps of SGD ten times longer, and SCAFFOLD has none. Half of that was chosen on the
-    # digits: with ten times the rate, four workers diverge at first. The period is that of local SGD. Karimireddy et
-    # al., arXiv:1910.06378.
+    # The usual momentum makes the steps of SGD ten times longer, and SCAFFOLD has none. Half of
+    # that was chosen on the digits: with ten times the rate, four workers diverge at first. The
+    # period is that of local SGD. Karimireddy et al., arXiv:1910.06378.
     "scaffold": Variant(named("scaffold", period=8, weight_decay=1e-4), lr_factor=5),
-    # Each weight moves by the rate itself, so it is Adam's. Decay, blocks and coefficients are those of the paper.
-    # Peng, Quesnelle and Kingma, arXiv:2411.19870.
+    # Each weight moves by the rate itself, so it is Adam's. Decay, blocks and coefficients are
+    # those of the paper. Peng, Quesnelle and Kingma, arXiv:2411.19870.
     "demo": Variant(compressing("demo"), lr_factor=0.05, scales=False),
-    # Adam's rate. The paper's warm-up takes 15 to 20 % of all steps; 20 steps are 20 % of those that one worker needs
-    # on the digits. Tang et al., arXiv:2102.02888.
+    # Adam's rate. The paper's warm-up takes 15 to 20 % of all steps; 20 steps are 20 % of those
+    # that one worker needs on the digits. Tang et al., arXiv:2102.02888.
     "one_bit_adam": Variant(
         compressing("one_bit_adam", warmup_steps=20, weight_decay=1e-4),
         lr_factor=0.05,
         scales=False,
     ),
-    # Steps have a fixed length: the paper's 0.01 takes four workers more than 24 epochs on the digits, and 0.02
-    # overshoots. A momentum of 0.9 instead of 0.95 overshoots less. Ahn et al., arXiv:2504.05295.
+    # Steps have a fixed length: the paper's 0.01 takes four workers more than 24 epochs on the
+    # digits, and 0.02 overshoots. A momentum of 0.9 instead of 0.95 overshoots less. Ahn et al.,
+    # arXiv:2504.05295.
     "dion": Variant(
         compressing("dion", lambda: DionAggregation(rank=8, momentum=0.9)),
         lr_factor=0.75,
         scales=False,
     ),
-    # Liu et al. scale the update to 0.2 times the rate, the size of AdamW's in long trainings. The first updates of
-    # Adam are larger, and so 0.003 needs fewer epochs on the digits than Adam's 0.001. Kernels are matrices as in the
-    # first experiments, on CIFAR-10. Jordan et al., kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982.
+    # Liu et al. scale the update to 0.2 times the rate, the size of AdamW's in long trainings. The
+    # first updates of Adam are larger, and so 0.003 needs fewer epochs on the digits than Adam's
+    # 0.001. Kernels are matrices as in the first experiments, on CIFAR-10. Jordan et al.,
+    # kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982.
     "muon": Variant(muon, lr_factor=0.15, scales=False),
     # DiLoCo's period and outer step with Muon inside. Thérien et al., arXiv:2505.23725.
     "muloco": Variant(muloco, lr_factor=0.15, scales=False),
-    # Two fragments with 4 bits, which travel during one step. The paper has a period of 100; 8 was chosen on the
-    # digits, where few steps reach the goal. Douillard et al., arXiv:2501.18512.
+    # Two fragments with 4 bits, which travel during one step. The paper has a period of 100; 8 was
+    # chosen on the digits, where few steps reach the goal. Douillard et al., arXiv:2501.18512.
     "streaming_diloco": Variant(
         named(
             "streaming_diloco",
@@ -196,8 +202,8 @@ VARIANTS = {
         lr_factor=0.05,
         scales=False,
     ),
-    # 3 % of the changes with 2 bits, the most of the paper's range, and its decay. Its periods are 15 to 50; 8 was
-    # chosen on the digits. Sarfi et al., arXiv:2508.15706.
+    # 3 % of the changes with 2 bits, the most of the paper's range, and its decay. Its periods are
+    # 15 to 50; 8 was chosen on the digits. Sarfi et al., arXiv:2508.15706.
     "sparse_loco": Variant(
         named(
             "sparse_loco",
@@ -266,7 +272,8 @@ def check(args: argparse.Namespace) -> None:
     """Refuse flags that cannot be combined.
 
     Raises:
-        ConfigurationError: Two flags cannot be combined, and the message names both, or ``--partition`` is wrong.
+        ConfigurationError: Two flags cannot be combined, and the message names both, or
+            ``--partition`` is wrong.
     """
     parse_partition(args.partition)
     halves, alone = args.precision != "fp32", args.optimizer == REFERENCE
@@ -345,8 +352,8 @@ def check(args: argparse.Namespace) -> None:
 
 def partition(images: ImageDataset, args: argparse.Namespace, rank: int, workers: int) -> Partition:
     """Return the training images of a worker."""
-    # The uniform parts are those of the reference, the same for every seed. Parts by class differ much from one draw to
-    # the next, so repeats with other seeds get other ones.
+    # The uniform parts are those of the reference, the same for every seed. Parts by class differ
+    # much from one draw to the next, so repeats with other seeds get other ones.
     seed = 0 if args.partition == "uniform" else args.seed
     return partition_dataset_by_rank(
         images, rank, workers, seed=seed, **parse_partition(args.partition)
@@ -380,7 +387,8 @@ class Plan:
 def make_plan(args: argparse.Namespace, workers: int, batch_size: int, base_lr: float) -> Plan:
     """Scale the task's rate with the number of images in a step, from the rate of one worker.
 
-    In the settings of 2018 a worker has 32 images, and the rate is 0.1/256 for each image of a step.
+    In the settings of 2018 a worker has 32 images, and the rate is 0.1/256 for each image of a
+    step.
 
     Args:
         args: The command line.
@@ -453,9 +461,9 @@ def make_network(
 ) -> tuple[nn.Module, Optimizer | None]:
     """Return the network of the forward pass in training, and the optimizer if it is that of DDP.
 
-    The flags decide if the network is compiled, captured as graphs, or parallel. The validation uses the plain model,
-    because a network compiled for training would be compiled a second time for validation.
-    """
+    The flags decide if the network is compiled, captured as graphs, or parallel. The validation
+    uses the plain model, because a network compiled for training would be compiled a second time
+    for validation."""
     network: nn.Module = torch.compile(model) if args.compile else model  # type: ignore[assignment]
     if args.cuda_graphs:
         network = GraphedNetwork(model)

@@ -1,9 +1,8 @@
 """Task 1a on TensorFlow 2: ResNet-20 on CIFAR-10, synchronous SGD, time to 80 % top-1 validation accuracy.
 
-Data, model, schedule, goal and measurements are those of ``task1a_resnet20_cifar10``, so that results of both
-frameworks stand in one table. The workers are those of ``tf.distribute.MultiWorkerMirroredStrategy``. README.md
-describes the differences.
-"""
+Data, model, schedule, goal and measurements are those of ``task1a_resnet20_cifar10``, so that
+results of both frameworks stand in one table. The workers are those of
+``tf.distribute.MultiWorkerMirroredStrategy``. README.md describes the differences."""
 
 from __future__ import annotations
 
@@ -82,8 +81,8 @@ def load_data(
 class Training:
     """The model, its optimizer and the functions of a step.
 
-    The strategy would average gradients inside of the update. Here a step is three calls, so that each of them is
-    measured: the gradient of this worker, the sum over all workers, and the update.
+    The strategy would average gradients inside of the update. Here a step is three calls, so that
+    each of them is measured: the gradient of this worker, the sum over all workers, and the update.
     """
 
     def __init__(self, workers: MirroredWorkers) -> None:
@@ -142,8 +141,8 @@ class Training:
     def validate(self, batches: ArrayBatches) -> tuple[dict[Accuracy, float], float]:
         """Return the metrics and the loss of the validation images of all workers.
 
-        Workers differ in the running statistics of batch norm. The validated model has their average.
-        """
+        Workers differ in the running statistics of batch norm. The validated model has their
+        average."""
         own = self.read_statistics()
         self.write_statistics(self.workers.all_reduce(own) / self.workers.size)
         sums = np.zeros(len(METRICS) + 2)

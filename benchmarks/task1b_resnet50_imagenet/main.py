@@ -1,10 +1,9 @@
 """Task 1b: ResNet-50 on ImageNet, synchronous SGD or LARS, time to 75.9 % top-1 accuracy (light goal: 70 %).
 
-One process per worker, 256 images per worker. In each epoch all workers share one order of the images, and gradients
-are averaged before every update. The rate rises linearly over 5 epochs and then falls in steps (SGD, Goyal et al. 2017,
-arXiv 1706.02677) or as a polynomial (LARS, You et al. 2017, arXiv 1708.03888). README.md describes the task. recipe.py
-has its numbers.
-"""
+One process per worker, 256 images per worker. In each epoch all workers share one order of the
+images, and gradients are averaged before every update. The rate rises linearly over 5 epochs and
+then falls in steps (SGD, Goyal et al. 2017, arXiv 1706.02677) or as a polynomial (LARS, You et al.
+2017, arXiv 1708.03888). README.md describes the task. recipe.py has its numbers."""
 
 from __future__ import annotations
 
@@ -113,7 +112,8 @@ def train(run: Run) -> None:
             )
 
     for epoch in run.epochs(model, optimizer, scheduler, validate):
-        # Order and crops depend on seed, epoch and position only, so a resumed run sees the same batches.
+        # Order and crops depend on seed, epoch and position only, so a resumed run sees the same
+        # batches.
         batches.set_epoch(epoch)
         train_round(
             batches, network, optimizer, loss_function, metrics, scheduler, "fp32",

@@ -1,10 +1,12 @@
 """Compare task 2a with the optimum that scikit-learn finds for the same objective.
 
-The objective is the mean binary cross-entropy of the training set + 2.5e-6 / 2 times the squared norm of all weights,
-including the bias. scikit-learn does not penalize the intercept, so a column of ones replaces it. scikit-learn weighs
-the data instead of the penalty, so C = 1 / (rows * 2.5e-6).
+The objective is the mean binary cross-entropy of the training set + 2.5e-6 / 2 times the squared
+norm of all weights, including the bias. scikit-learn does not penalize the intercept, so a column
+of ones replaces it. scikit-learn weighs the data instead of the penalty, so C = 1 / (rows *
+2.5e-6).
 
-    python benchmarks/task2a_logistic_epsilon/check_optimum.py --data FOLDER --workers 1 2 a9a agaricus australian
+    python benchmarks/task2a_logistic_epsilon/check_optimum.py --data FOLDER --workers 1 2 a9a
+    agaricus australian
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Quality:
     Attributes:
         loss: The objective on the training set.
         train_accuracy: Percentage of training rows that are classified correctly.
-        accuracy: Percentage of validation rows that are classified correctly; of a run, after its last epoch.
+        accuracy: Percentage of validation rows that are classified correctly; of a run, after its
+            last epoch.
     """
 
     loss: float
@@ -49,7 +52,8 @@ class Quality:
 
     def is_close_to(self, optimum: Quality, name: str) -> bool:
         """Return True if the loss and both accuracies are within the tolerances."""
-        # The loss is compared without abs(), because a loss below that of the solver is not an error.
+        # The loss is compared without abs(), because a loss below that of the solver is not an
+        # error.
         of_loss, of_accuracy = TOLERANCES.get(name, (np.inf, np.inf))
         return (
             self.loss - optimum.loss <= of_loss

@@ -1,9 +1,9 @@
 """Task 2a: logistic regression on epsilon, synchronous SGD, time to 89 % validation accuracy (light goal: 80 %).
 
-One process per worker, 128 rows per worker, a disjoint part of the training set each; gradients are averaged over the k
-workers before every update. Binary cross-entropy with an L2 penalty of 2.5e-6 / 2; learning rate 4 k, halved when the
-validation loss has not improved. README.md describes the task.
-"""
+One process per worker, 128 rows per worker, a disjoint part of the training set each; gradients are
+averaged over the k workers before every update. Binary cross-entropy with an L2 penalty of 2.5e-6 /
+2; learning rate 4 k, halved when the validation loss has not improved. README.md describes the
+task."""
 
 from __future__ import annotations
 
@@ -88,16 +88,19 @@ def train(run: Run) -> None:
     """Train until the goal is reached or the budget of epochs is spent."""
     args, chosen = run.args, settings(run.args.settings, run.world_size)
     batches, validation_batches, all_batches = load_data(run, chosen.batch_size)
-    # Logits instead of probabilities: above a logit of 17, a probability in float32 is 1 and its gradient is 0.
+    # Logits instead of probabilities: above a logit of 17, a probability in float32 is 1 and its
+    # gradient is 0.
     n_features, rate_factor = batches.dataset.n_features, 1.0
     model: nn.Module = LogisticRegression(n_features, logits=True)
     if args.standardize or args.dataset in UNSCALED:
         model = nn.Sequential(Standardization.of(all_batches), model)
-        # The rates are for rows of length 1; standardized rows have a squared length of n_features on average.
+        # The rates are for rows of length 1; standardized rows have a squared length of n_features
+        # on average.
         rate_factor = 1 / n_features
     model = model.cuda() if run.gpu else model
     loss_function = BCELossRegularized(l1=0, l2=L2, model=model, logits=True)
-    # The model has logits: 0 is the probability 1/2. Accuracy comes first, because the goal watches it.
+    # The model has logits: 0 is the probability 1/2. Accuracy comes first, because the goal watches
+    # it.
     metrics = [
         TopKAccuracy(topk=1, threshold=0.0),
         F1Score(threshold=0.0),
@@ -126,7 +129,8 @@ def train(run: Run) -> None:
                 **{m.name: v for m, v in full_values.items()},
             }.items():
                 tracker.record_stat(f"global_full_train_{name}", value, log_to_api=run.rank == 0)
-        # Recorded once: the time to the goal of the loss, which is in addition to the goal that ends the run.
+        # Recorded once: the time to the goal of the loss, which is in addition to the goal that
+        # ends the run.
         if (
             args.dataset == TASK.dataset
             and loss <= TASK.goal_loss

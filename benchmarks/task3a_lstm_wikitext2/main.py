@@ -1,9 +1,9 @@
 """Task 3a: AWD-LSTM on WikiText-2, synchronous SGD, time to a validation perplexity of 70 (light goal: 90).
 
-One process per worker, 80 sequences per worker, a disjoint part of the text each; gradients are averaged over the k
-workers before every update, then clipped. The rate is 30 sqrt(k) after a linear warm-up of 3 k epochs, times the
-batch's length over 70. SGD becomes averaged SGD when validation has not improved for 5 epochs (Merity et al. 2017,
-arXiv 1708.02182). README.md describes the task.
+One process per worker, 80 sequences per worker, a disjoint part of the text each; gradients are
+averaged over the k workers before every update, then clipped. The rate is 30 sqrt(k) after a linear
+warm-up of 3 k epochs, times the batch's length over 70. SGD becomes averaged SGD when validation
+has not improved for 5 epochs (Merity et al. 2017, arXiv 1708.02182). README.md describes the task.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def train_epoch(
     hidden = None
     model.train()
     tracker.train()
-    # Losses stay on the device for 25 batches: reading one would make the device wait for the next batch.
+    # Losses stay on the device for 25 batches: reading one would make the device wait for the next
+    # batch.
     with BatchRecords(tracker, text.num_batches()) as records:
         for i in range(text.num_batches()):
             tracker.batch_start()
@@ -91,18 +92,21 @@ def train_epoch(
             with torch.autocast(words.device.type, torch.bfloat16, enabled=bf16):
                 raw, dropped, hidden = model.encode(words, hidden)
                 tracker.record_batch_fwd_pass()
-                # comp_loss includes the scores and, if computed in pieces on a CPU, their gradients.
+                # comp_loss includes the scores and, if computed in pieces on a CPU, their
+                # gradients.
                 loss = model.loss(dropped[-1], next_words)
             # The penalty is added to the gradient only: the recorded loss gives the perplexity.
             penalty = regularization(dropped[-1].float(), raw[-1].float())
             tracker.record_batch_comp_loss()
             (loss + penalty).backward()
             tracker.record_batch_backprop()
-            # Batches have random lengths; a rate proportional to the length keeps short ones from weighing too much.
+            # Batches have random lengths; a rate proportional to the length keeps short ones from
+            # weighing too much.
             with scaled_rate(optimizer, len(words) / text.bptt):
                 optimizer.step(tracker=tracker)
             tracker.batch_end(samples=words.shape[1], tokens=words.numel())
-            # The mean loss of the epoch is that of its tokens, so each batch weighs as much as it has tokens.
+            # The mean loss of the epoch is that of its tokens, so each batch weighs as much as it
+            # has tokens.
             records.add(i, loss, len(next_words))
 
 
@@ -122,7 +126,8 @@ def train(run: Run) -> None:
     base_lr = base_rate(preset.sequences, args.batch_size)
     text, validation_text = load_data(run, preset)
     model = LSTMLanguageModel(len(text.dictionary), tie_weights=True, **preset.model)
-    # The weights, drawn above, are the same on all workers; the dropout masks are each worker's own.
+    # The weights, drawn above, are the same on all workers; the dropout masks are each worker's
+    # own.
     torch.manual_seed(args.seed + 1 + run.rank)
     model = model.cuda() if run.gpu else model
     sgd = partial(SGD, lr=base_lr, weight_decay=WEIGHT_DECAY)
@@ -143,7 +148,8 @@ def train(run: Run) -> None:
     def validate() -> tuple[dict[Perplexity, float], float]:
         """Return the perplexity of the whole validation text. Each worker reads its own streams."""
         batches = (validation_text.get_batch(i) for i in range(validation_text.num_batches()))
-        # After the trigger, the average of the weights is validated, but training continues with the weights.
+        # After the trigger, the average of the weights is validated, but training continues with
+        # the weights.
         with averaging.averaged_weights():
             values, loss = validation_round(
                 batches, CarriedState(model), nn.CrossEntropyLoss(), metrics, None, tracker=tracker, use_cuda=run.gpu,

@@ -1,10 +1,10 @@
 """Task 4a: GNMT on WMT16 English-German, synchronous Adam, time to a BLEU of 24 (light goal: 20).
 
-One process per worker, at most 128 sentences per worker and batch; gradients are accumulated until 2,048 sentences (or
-the nearest number that k allows) of all k workers are together, averaged, and clipped before the update (Wu et al.
-2016, arXiv 1609.08144). After every 30 % of an epoch the workers translate the validation text by beam search, each its
-share. README.md describes the task, presets.py has the sizes.
-"""
+One process per worker, at most 128 sentences per worker and batch; gradients are accumulated until
+2,048 sentences (or the nearest number that k allows) of all k workers are together, averaged, and
+clipped before the update (Wu et al. 2016, arXiv 1609.08144). After every 30 % of an epoch the
+workers translate the validation text by beam search, each its share. README.md describes the task,
+presets.py has the sizes."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def take_precision(args: argparse.Namespace, gpu: bool) -> None:
 def scores(dataset: str) -> list[BLEUScore]:
     """Return the metric of the goal, then the other metric that is recorded.
 
-    The task's goal was set for lower case and international tokenization, those of Multi30k for cased text and 13a.
-    """
+    The task's goal was set for lower case and international tokenization, those of Multi30k for
+    cased text and 13a."""
     return (
         [BLEUScore(), CasedBLEUScore()] if dataset == "wmt16" else [CasedBLEUScore(), BLEUScore()]
     )
@@ -129,7 +129,8 @@ def translate_and_score(
         translations, _ = translator.translate((source, lengths))
         for metric in metrics:
             metric.update(metric(translations, texts), len(texts))
-    # average() sums the n-gram counts of all workers; a mean of their scores would not be the BLEU of the whole text.
+    # average() sums the n-gram counts of all workers; a mean of their scores would not be the BLEU
+    # of the whole text.
     values = {metric: metric.average().item() for metric in metrics}
     tracker.validation_end()
     for metric, value in values.items():
@@ -160,12 +161,14 @@ def train(run: Run) -> None:
     references = [[texts[i] for i in indices] for indices in share]
 
     model = GNMT.preset(args.preset, train_pairs.vocab_size).to(device, DTYPES[args.precision])
-    # The weights, drawn above, are the same on all workers; the dropout masks are each worker's own.
+    # The weights, drawn above, are the same on all workers; the dropout masks are each worker's
+    # own.
     torch.manual_seed(args.seed + 1 + run.rank)
     teacher, metrics = TeacherForcedGNMT(model), scores(args.dataset)
     translator = Translator(model, train_pairs.tokenizer, **BEAM)
     optimizer = make_optimizer(model, preset.lr, world_size, run.gpu, args)
-    # The schedule is defined in shares of all updates, so it needs their number. The last one may have fewer batches.
+    # The schedule is defined in shares of all updates, so it needs their number. The last one may
+    # have fewer batches.
     updates = math.ceil(min(len(batches), args.max_batches or len(batches)) / update_freq)
     scheduler = ExponentialWarmupMultiStepLR(
         optimizer, preset.epochs * updates, preset.warmup_steps, preset.remain_steps, preset.decay_interval,
@@ -187,7 +190,8 @@ def train(run: Run) -> None:
             train_round(
                 part, teacher, optimizer, sentence_loss, [], scheduler, None, "batch",
                 tracker=tracker, update_freq=update_freq,
-                # The optimizer divides the sum of all workers' gradients by the number of all their batches.
+                # The optimizer divides the sum of all workers' gradients by the number of all their
+                # batches.
                 step_arguments=lambda accumulated: {"denom": world_size * len(accumulated)},
             )  # fmt: skip
 

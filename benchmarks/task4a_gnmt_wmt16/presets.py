@@ -24,7 +24,8 @@ class Preset:
         warmup_steps: Updates of the warm-up.
         remain_steps: Share of all updates after which the rate is halved.
         decay_interval: Share of all updates after which the rate is halved again, at most 3 times.
-        validate_every: Share of an epoch after which the model is validated; also at the end of the epoch.
+        validate_every: Share of an epoch after which the model is validated; also at the end of the
+            epoch.
     """
 
     global_batch: int

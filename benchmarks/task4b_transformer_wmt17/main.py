@@ -1,11 +1,10 @@
 """Task 4b: Transformer on WMT17 English-German, synchronous Adam, time to BLEU 25 (light goal: 20).
 
-One process per worker; an update takes 2^17 tokens of all k workers, each of which reads at most 8,192 at a time and
-accumulates gradients of 2^17 / (8192 k) batches, rounded up. They are summed over the workers and divided
-by the tokens of all of them. The rate rises for 1,000 updates to 1.976e-3 and then falls with the root of the updates
-(Vaswani et al. 2017, arXiv 1706.03762). The model is validated after every 30 % of an epoch. README.md describes the
-task.
-"""
+One process per worker; an update takes 2^17 tokens of all k workers, each of which reads at most
+8,192 at a time and accumulates gradients of 2^17 / (8192 k) batches, rounded up. They are summed
+over the workers and divided by the tokens of all of them. The rate rises for 1,000 updates to
+1.976e-3 and then falls with the root of the updates (Vaswani et al. 2017, arXiv 1706.03762). The
+model is validated after every 30 % of an epoch. README.md describes the task."""
 
 from __future__ import annotations
 
@@ -52,8 +51,8 @@ BEAM_SIZE, LENGTH_PENALTY = 4, 0.6
 def scores(dataset: str) -> list[BLEUScore]:
     """Return the metric of the goal, then the other metric that is recorded.
 
-    The task's goal was set for sub-words in lower case, those of Multi30k for cased, detokenized text.
-    """
+    The task's goal was set for sub-words in lower case, those of Multi30k for cased, detokenized
+    text."""
     raw, cased = BLEUScore(use_raw=True, lowercase=True), CasedBLEUScore()
     return [raw, cased] if dataset == "wmt17" else [cased, raw]
 
@@ -117,7 +116,8 @@ def train(run: Run) -> None:
     sizes.take_precision(args, run.gpu)
     pairs, evaluated = load_data(args, args.data or run.dataset_dir)
     references, metrics = evaluated.references(), scores(args.dataset)
-    # drop_last=False, because BLEU needs every sentence; in training, remaining batches (fewer than k) are left out.
+    # drop_last=False, because BLEU needs every sentence; in training, remaining batches (fewer than
+    # k) are left out.
     share = shard_batches(
         get_batches(evaluated, args.max_tokens, shuffle=False), rank, world_size, drop_last=False
     )
@@ -126,7 +126,8 @@ def train(run: Run) -> None:
     tokens = max(tokens, int(pairs.sizes.max()))
     dictionary = pairs.dictionary
     model = TransformerModel(TransformerConfig.preset(args.preset), dictionary, dictionary)
-    # The weights, drawn above, are the same on all workers; the dropout masks are each worker's own.
+    # The weights, drawn above, are the same on all workers; the dropout masks are each worker's
+    # own.
     torch.manual_seed(args.seed + 1 + rank)
     model = model.cuda() if run.gpu else model
     optimizer = make_optimizer(model, world_size, args, run.gpu)
@@ -154,7 +155,8 @@ def train(run: Run) -> None:
         return values, loss
 
     for epoch in run.epochs(model, optimizer, scheduler, validate):
-        # The seed changes with the epoch, so batches are resampled and other remaining batches are left out.
+        # The seed changes with the epoch, so batches are resampled and other remaining batches are
+        # left out.
         batches = shard_batches(
             get_batches(pairs, tokens, seed=args.seed + epoch), rank, world_size
         )

@@ -20,7 +20,8 @@ class Preset:
         global_tokens: Tokens of all workers in an update.
         lr: Rate at the end of the warm-up.
         warmup_steps: Updates of the warm-up.
-        validate_every: Share of an epoch after which the model is validated; also at the end of the epoch.
+        validate_every: Share of an epoch after which the model is validated; also at the end of the
+            epoch.
     """
 
     max_tokens: int

@@ -1,7 +1,8 @@
 """Train a small network on MNIST with several workers, all by hand: the start of the tutorial.
 
-Every worker computes gradients on its part of the data, and ``average_gradients`` averages them over all workers, as
-in the PyTorch tutorial "Writing Distributed Applications with PyTorch". Start one process per worker::
+Every worker computes gradients on its part of the data, and ``average_gradients`` averages them
+over all workers, as in the PyTorch tutorial "Writing Distributed Applications with PyTorch". Start
+one process per worker::
 
     python step0.py --rank 0 --world-size 2
     python step0.py --rank 1 --world-size 2

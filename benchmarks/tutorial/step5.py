@@ -64,8 +64,9 @@ def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
         tracker.train()
         batches = iter(train_set)
         for batch_idx in range(len(train_set)):
-            # The Tracker measures the time between two calls, so each call stands at the end of its part.
-            # A loop over the batches themselves would load each of them before the first call.
+            # The Tracker measures the time between two calls, so each call stands at the end of its
+            # part. A loop over the batches themselves would load each of them before the first
+            # call.
             tracker.batch_start()
             images, target = next(batches)
             tracker.record_batch_load()

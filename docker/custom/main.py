@@ -1,7 +1,7 @@
 """A template for a training script of your own: the network of the tutorial, on MNIST, until 80 % are recognized.
 
-``run_task`` reads the command line with ``task_main``, connects the workers, and writes the result folder. Replace the
-network, the data and the metrics by your own.
+``run_task`` reads the command line with ``task_main``, connects the workers, and writes the result
+folder. Replace the network, the data and the metrics by your own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Draw the timeline of a training step, without and with overlap, as an SVG figure.
 
-``python docs/figures/step_timeline.py`` writes ``docs/explanation/step_timeline.svg``. The lengths are chosen for the
-eye: they were not measured. The background is white, so the figure is readable on a light and on a dark page.
-"""
+``python docs/figures/step_timeline.py`` writes ``docs/explanation/step_timeline.svg``. The lengths
+are chosen for the eye: they were not measured. The background is white, so the figure is readable
+on a light and on a dark page."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ PLAIN = (
     Bar(10.4, 1.1, "network", "bucket 2", NETWORK),
     Bar(11.5, 1.1, "network", "bucket 3", NETWORK),
 )
-# During the backward pass, a bucket is packed as soon as it is full. The last one waits for the end of the pass.
+# During the backward pass, a bucket is packed as soon as it is full. The last one waits for the end
+# of the pass.
 OVERLAPPED = (
     *STEPS_BEFORE,
     Bar(5.0, 1.5, "compute"),

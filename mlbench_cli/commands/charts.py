@@ -56,16 +56,18 @@ def charts(
 ) -> None:
     """Draw figures of results and save them in FOLDER.
 
-    If FOLDER holds files of 'mlbench run --wait' or 'mlbench download', these are drawn. If it is empty, and always
-    with --dashboard-url, the finished runs of the master are drawn.
+    If FOLDER holds files of 'mlbench run --wait' or 'mlbench download', these are drawn. If it is
+    empty, and always with --dashboard-url, the finished runs of the master are drawn.
 
-    Runs are averaged only if everything except the seed is the same: task or command, options, backend, workers, goal,
-    machine and software. Each figure is a PNG and an SVG file, and its numbers are a CSV file.
+    Runs are averaged only if everything except the seed is the same: task or command, options,
+    backend, workers, goal, machine and software. Each figure is a PNG and an SVG file, and its
+    numbers are a CSV file.
 
-    The figures are the time by phase, the speed-up with and without communication, the time of every step, the
-    communication share and the price index. The price index is the price increase divided by the performance increase:
-    below 1, more workers pay for themselves. With result folders, there are learning curves against epochs, training
-    time and bytes. With --price-per-hour, there is the time to the goal against the price. The first two figures are
+    The figures are the time by phase, the speed-up with and without communication, the time of
+    every step, the communication share and the price index. The price index is the price increase
+    divided by the performance increase: below 1, more workers pay for themselves. With result
+    folders, there are learning curves against epochs, training time and bytes. With
+    --price-per-hour, there is the time to the goal against the price. The first two figures are
     also drawn side by side in overview.png.
     """
     if not folder.is_dir() and not dashboard_url:

@@ -63,12 +63,14 @@ def compare(
 ) -> None:
     """Compare runs.
 
-    Each PATH is a result folder, a folder with results at any depth, a zip file of 'mlbench download', or a file of
-    'mlbench run --wait'. Everything else is the NAME of a run at the master, or a shell pattern of names.
+    Each PATH is a result folder, a folder with results at any depth, a zip file of 'mlbench
+    download', or a file of 'mlbench run --wait'. Everything else is the NAME of a run at the
+    master, or a shell pattern of names.
 
-    Runs are repeats of each other if everything is the same except the seed: task or command, options, backend,
-    workers, goal, machine and software. The table has one row for them. A row with a run that missed the
-    goal has a median and a cost per success, and no mean. Runs of one task with different goals are refused.
+    Runs are repeats of each other if everything is the same except the seed: task or command,
+    options, backend, workers, goal, machine and software. The table has one row for them. A row
+    with a run that missed the goal has a median and a cost per success, and no mean. Runs of one
+    task with different goals are refused.
     """
     groups, comparison = compare_records(find_records(places, dashboard_url), pricing, baseline)
     print_comparison(comparison, "json" if as_json else form)

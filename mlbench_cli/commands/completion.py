@@ -50,7 +50,8 @@ def complete_runs(
         ):
             names.extend(str(run.get("name")) for run in client.runs())
 
-    # Timeouts of a request hold for each of its steps, and only a thread can be left after a given time.
+    # Timeouts of a request hold for each of its steps, and only a thread can be left after a given
+    # time.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(ANSWER_S)

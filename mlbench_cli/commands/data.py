@@ -42,8 +42,8 @@ def _dataset_options(command: Command) -> Command:
 def list_(as_json: bool) -> None:
     """List the data sets with licenses, sizes, sources and folders.
 
-    With --json, the list also has all addresses, and the expected checksum or size of each file. A value that nobody
-    has verified is 'unknown', or null in JSON.
+    With --json, the list also has all addresses, and the expected checksum or size of each file. A
+    value that nobody has verified is 'unknown', or null in JSON.
     """
     records = DATASETS.values()
     if as_json:
@@ -79,8 +79,8 @@ def list_(as_json: bool) -> None:
 def fetch(name: str, folder: Path | None, as_json: bool) -> None:
     """Download a data set; existing files are kept.
 
-    An interrupted download continues with the next call. A checksum is compared if one is published, otherwise a
-    number of lines, rows or words.
+    An interrupted download continues with the next call. A checksum is compared if one is
+    published, otherwise a number of lines, rows or words.
     """
     from mlbench_core.dataset import preparation
 
@@ -114,9 +114,9 @@ def fetch(name: str, folder: Path | None, as_json: bool) -> None:
 def prepare(name: str, folder: Path | None, as_json: bool, vocabulary: Path | None) -> None:
     """Prepare a data set for training, from local files.
 
-    The text of WMT16, WMT17, Multi30k and WikiText-2 becomes numbers of words or sub-words. The text of a linear
-    model's data becomes LMDB stores. After an interruption, the same command continues with the first step that is not
-    complete. Nothing is downloaded.
+    The text of WMT16, WMT17, Multi30k and WikiText-2 becomes numbers of words or sub-words. The
+    text of a linear model's data becomes LMDB stores. After an interruption, the same command
+    continues with the first step that is not complete. Nothing is downloaded.
     """
     from mlbench_core.dataset import preparation
 
@@ -141,8 +141,8 @@ def prepare(name: str, folder: Path | None, as_json: bool, vocabulary: Path | No
 def verify(name: str, folder: Path | None, as_json: bool) -> None:
     """Check each file: ok, missing or damaged.
 
-    A file is compared with its checksum if one is published, otherwise with its number of bytes, lines or words. It may
-    be plain or compressed. Exit status 1 if a file is missing or damaged.
+    A file is compared with its checksum if one is published, otherwise with its number of bytes,
+    lines or words. It may be plain or compressed. Exit status 1 if a file is missing or damaged.
     """
     from mlbench_core.dataset import verification
 

@@ -36,8 +36,8 @@ PACKAGES = (
     "kubernetes",
 )
 
-# This runs in another process, because a torch that crashes or hangs while it loads must not break the command.
-# Its first line leaves out the current folder, in which a user may have a torch.py.
+# This runs in another process, because a torch that crashes or hangs while it loads must not break
+# the command. Its first line leaves out the current folder, in which a user may have a torch.py.
 _ASK_TORCH = """
 import sys; sys.path[:] = [place for place in sys.path if place]
 import importlib.util, json

@@ -37,9 +37,9 @@ _MOST_CHARACTERS = 2**20
 def import_(folders: Sequence[Path], force: bool, dashboard_url: str | None, as_json: bool) -> None:
     """Add the runs of the result folders in FOLDER... to the master.
 
-    A FOLDER is a result folder, or has result folders at any depth. Each one is verified as by 'mlbench results
-    verify'. One with a problem is left out unless --force is given. A run that was imported before is left out, too.
-    Exit status 1 if a run was left out.
+    A FOLDER is a result folder, or has result folders at any depth. Each one is verified as by
+    'mlbench results verify'. One with a problem is left out unless --force is given. A run that was
+    imported before is left out, too. Exit status 1 if a run was left out.
     """
     places = result_folders(folders)
     added = []
@@ -80,8 +80,8 @@ def _import(client: MasterClient, folder: Path, force: bool) -> dict[str, Any]:
             client.add_metrics(batch)
             count += len(batch)
     except MasterRequestError as error:
-        # The master will never accept these metrics, and a run with a part of them would mislead. Otherwise the run
-        # stays, and the same command continues.
+        # The master will never accept these metrics, and a run with a part of them would mislead.
+        # Otherwise the run stays, and the same command continues.
         if error.status == 400:
             client.delete(run["id"])
         raise

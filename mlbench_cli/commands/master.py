@@ -128,7 +128,8 @@ def master(
         )
     if key and not certificate:
         raise click.UsageError("--key needs --certificate")
-    # Two masters with the same data would look after the same runs; another folder or database makes a second safe.
+    # Two masters with the same data would look after the same runs; another folder or database
+    # makes a second safe.
     running = _embedded.embedded()
     if running is not None and not (data_dir or database_url):
         raise ConfigurationError(

@@ -74,12 +74,13 @@ def predict(
 ) -> None:
     """Predict the time of measured runs on other networks and with other numbers of workers.
 
-    Each PATH is a result folder, or a folder with results at any depth. Runs of one configuration are one line for each
-    network and number of workers. A prediction starts from the runs with the nearest number of workers, at least 2;
-    runs of one worker give the compute time. Measured figures are marked as measured. A predicted time has its range in
-    brackets, from the error of predictions that were compared with measured times. A configuration that cannot be
-    predicted has a line without figures, and the reason below the table. A run that cannot be used is left out, with
-    one line that says why.
+    Each PATH is a result folder, or a folder with results at any depth. Runs of one configuration
+    are one line for each network and number of workers. A prediction starts from the runs with the
+    nearest number of workers, at least 2; runs of one worker give the compute time. Measured
+    figures are marked as measured. A predicted time has its range in brackets, from the error of
+    predictions that were compared with measured times. A configuration that cannot be predicted has
+    a line without figures, and the reason below the table. A run that cannot be used is left out,
+    with one line that says why.
     """
     from mlbench_core.comparison.load import load
 

@@ -36,8 +36,9 @@ def results() -> None:
 def verify(folders: Sequence[Path], as_json: bool) -> None:
     """Recompute the result of each run in FOLDER... from its raw lines.
 
-    A FOLDER is a result folder, or has result folders at any depth. The schema and the checksums of the files are
-    checked, too. Exit status 1 if something does not match. A run that a sweep stopped at its limit has no result.
+    A FOLDER is a result folder, or has result folders at any depth. The schema and the checksums of
+    the files are checked, too. Exit status 1 if something does not match. A run that a sweep
+    stopped at its limit has no result.
     """
     from mlbench_core.sweep.folder import stopped_at_limit
 
@@ -89,8 +90,8 @@ def result_folders(folders: Sequence[Path]) -> list[Path]:
 def check(folders: Sequence[Path], as_json: bool) -> None:
     """Check the runs in FOLDER... against the rules of a submission.
 
-    Each line begins with 'ok', 'fail' or 'cannot be checked'. Exit status 1 if a rule fails. The rules are in the
-    documentation, on the page "Rules".
+    Each line begins with 'ok', 'fail' or 'cannot be checked'. Exit status 1 if a rule fails. The
+    rules are in the documentation, on the page "Rules".
     """
     from mlbench_core.comparison.rules import check_rules
 

@@ -69,7 +69,8 @@ _SHELL_WORDS = (
 _QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.", re.DOTALL)
 _OPERATOR = re.compile(r"(?:^|\s)(&&|\|\|?|;|&|\d?>>?(?:&\d)?|<)(?=\s|$)|(?<=\S)(;)(?=\s|$)")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-# These tasks validate several times per epoch, so the number of validations does not tell how many epochs are left.
+# These tasks validate several times per epoch, so the number of validations does not tell how many
+# epochs are left.
 _VALIDATED_OFTEN = ("4a",)
 
 
@@ -115,7 +116,8 @@ class _RunCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         cut = args.index("--") if "--" in args else len(args)
-        # ctx.obj carries the words to run(), because click has no parameter for words that it does not parse.
+        # ctx.obj carries the words to run(), because click has no parameter for words that it does
+        # not parse.
         ctx.obj = list(args[cut + 1 :])
         try:
             return super().parse_args(ctx, args[:cut])
@@ -165,7 +167,8 @@ class _Options:
         """Ask for missing values, check all of them, and remember them as the defaults of the next questions.
 
         Raises:
-            click.UsageError: Values contradict each other, or one is missing and standard input is not a terminal.
+            click.UsageError: Values contradict each other, or one is missing and standard input is
+                not a terminal.
         """
         if self.task is not None and (self.image or self.command):
             raise click.UsageError(
@@ -270,7 +273,8 @@ class _Options:
 
     def _request(self) -> dict[str, Any]:
         """Return the body of ``POST /api/runs/`` without the name and the number of workers."""
-        # --gpu and --light are passed on for every kind of run: the master adds them to the workers' command line.
+        # --gpu and --light are passed on for every kind of run: the master adds them to the
+        # workers' command line.
         request: dict[str, Any] = {
             "backend": self.backend,
             "gpu_enabled": self.gpu,
@@ -448,12 +452,14 @@ def run(ctx: click.Context, **values: Any) -> None:
     \b
         mlbench run demo 1 2 --task 1a --wait -- --dataset digits
 
-    The workers start in the current folder, and get the variables of this call that libraries read, such as NCCL_ALGO
-    and PYTHONPATH. No shell runs the command.
+    The workers start in the current folder, and get the variables of this call that libraries read,
+    such as NCCL_ALGO and PYTHONPATH. No shell runs the command.
 
-    With --repeats N, the runs are named NAME-NUM_WORKERS-r1 to -rN. No two runs of a call have the same seed.
+    With --repeats N, the runs are named NAME-NUM_WORKERS-r1 to -rN. No two runs of a call have the
+    same seed.
 
-    On a terminal, the command asks for missing values. If no master is configured, it starts one on this machine.
+    On a terminal, the command asks for missing values. If no master is configured, it starts one on
+    this machine.
     """
     options = _Options(arguments=ctx.obj, **values)
     options.complete(ctx)

@@ -35,8 +35,8 @@ from mlbench_core.files import replacing
 __all__ = ["delete", "download", "logs", "status", "stop"]
 
 FOLLOW_POLL_S = 0.5
-# The parts of a name at the master: the phase, "global_" for a value of all workers, the name itself, and the rank of
-# the worker that sent it.
+# The parts of a name at the master: the phase, "global_" for a value of all workers, the name
+# itself, and the rank of the worker that sent it.
 _DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z")
 _METRIC_NAME = re.compile(r"(?:train_|val_)?(?:global_)?(.*?)(?: @ \d+)?", re.DOTALL)
 
@@ -127,7 +127,8 @@ def _show_metric(client: MasterClient, run: Mapping[str, Any], metric: str, as_j
 def _full_name(metric: str, known: Sequence[str], run: str) -> str:
     """Find the full name of a metric at the master, if the user left out its prefix or its rank.
 
-    The validation metric over all workers takes precedence over others of the same name, because the goal refers to it.
+    The validation metric over all workers takes precedence over others of the same name, because
+    the goal refers to it.
     """
     for name in (metric, f"{metric} @ 0", f"val_global_{metric} @ 0"):
         if name in known:

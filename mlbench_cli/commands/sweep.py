@@ -72,11 +72,11 @@ def sweep(
 ) -> None:
     """Run the sweep of a TOML FILE: algorithms x workers x networks x seeds on one task.
 
-    Runs that FOLDER already has are not repeated. More algorithms, networks and seeds in FILE only add runs. A run that
-    failed is tried again once at the next start.
+    Runs that FOLDER already has are not repeated. More algorithms, networks and seeds in FILE only
+    add runs. A run that failed is tried again once at the next start.
 
-    A run that has trained for the limit of FILE ends, and counts as one that did not reach its goal within it. With
-    repeat_stopped = false in FILE, it is not repeated with other seeds.
+    A run that has trained for the limit of FILE ends, and counts as one that did not reach its goal
+    within it. With repeat_stopped = false in FILE, it is not repeated with other seeds.
 
     The workers start in the folder of FILE, with the environment of this call.
     """

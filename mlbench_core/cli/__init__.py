@@ -15,6 +15,7 @@ __all__ = ["cli", "cli_group"]
 _subpackage = lazy_subpackages(__name__, "cli")
 
 
-# Not imported here, because click is an import of half a second on a slow disk, and scripts import all of mlbench_core.
+# Not imported here, because click is an import of half a second on a slow disk, and scripts import
+# all of mlbench_core.
 def __getattr__(name: str) -> Any:
     return _subpackage("cli").cli_group if name == "cli_group" else _subpackage(name)

@@ -1,7 +1,8 @@
 """Ask the master for runs, workers and metrics, and send metrics to it.
 
-The methods of :class:`ApiClient` return futures, so a caller waits for the network only if it asks for a result.
-Importing this module loads neither ``requests`` nor ``kubernetes``. Creating a client does not connect to the master.
+The methods of :class:`ApiClient` return futures, so a caller waits for the network only if it asks
+for a result. Importing this module loads neither ``requests`` nor ``kubernetes``. Creating a client
+does not connect to the master.
 
 Example:
     >>> with ApiClient(url="127.0.0.1:5080") as client:
@@ -67,36 +68,42 @@ _JSON = {"Content-Type": "application/json"}
 class ApiClient:
     """Ask one master for runs, workers and metrics, and send metrics to it.
 
-    Methods return at once, with a :class:`concurrent.futures.Future` of the ``requests`` response. ``result()`` raises
-    ``requests.RequestException`` if the request failed. An answer with an error status is a response, not an
-    exception. Every request has a time limit. A GET request is repeated with back-off if the connection fails.
+    Methods return at once, with a :class:`concurrent.futures.Future` of the ``requests`` response.
+    ``result()`` raises ``requests.RequestException`` if the request failed. An answer with an error
+    status is a response, not an exception. Every request has a time limit. A GET request is
+    repeated with back-off if the connection fails.
 
-    Metrics (:meth:`post_metric`, :meth:`post_metrics`) are delivered in order and in batches. If the master does not
-    answer, they are kept on disk in the user's folder and delivered later. If the process has ended by then, the next
-    client for the same address that posts or flushes delivers them. Each metric has an id, so the master stores it
-    once. A killed process loses only the metrics that wait for the answer to their first request, normally those of a
-    few milliseconds.
+    Metrics (:meth:`post_metric`, :meth:`post_metrics`) are delivered in order and in batches. If
+    the master does not answer, they are kept on disk in the user's folder and delivered later. If
+    the process has ended by then, the next client for the same address that posts or flushes
+    delivers them. Each metric has an id, so the master stores it once. A killed process loses only
+    the metrics that wait for the answer to their first request, normally those of a few
+    milliseconds.
 
-    The workers of a run that has the variable ``MLBENCH_SPOOL`` lose none: they write each metric into a file in that
-    folder before :meth:`post_metric` returns, and remove it when the master has it. The master of the run stores what
-    is left there when the run has ended. If the variable ``MLBENCH_SPOOL_ONLY`` is ``1``, because the workers cannot
-    reach the master, they send nothing, and do not wait for it at their end.
+    The workers of a run that has the variable ``MLBENCH_SPOOL`` lose none: they write each metric
+    into a file in that folder before :meth:`post_metric` returns, and remove it when the master has
+    it. The master of the run stores what is left there when the run has ended. If the variable
+    ``MLBENCH_SPOOL_ONLY`` is ``1``, because the workers cannot reach the master, they send nothing,
+    and do not wait for it at their end.
 
-    Use it as a context manager or call :meth:`close`. A client that is still open when the process exits is closed.
+    Use it as a context manager or call :meth:`close`. A client that is still open when the process
+    exits is closed.
 
     Args:
         max_workers: Number of threads for requests. Metrics are sent by an additional thread.
         in_cluster: True if this process runs in the master's Kubernetes cluster.
         label_selector: Labels of the master's pod and service in Kubernetes.
-        k8s_namespace: Namespace of the master in Kubernetes. Masters in other namespaces are used only if this one has
-            none. ``"default"`` means any namespace.
-        url: Address of the master (``"host:port"`` or ``"http://host:port"``). By default, Kubernetes is asked for it.
+        k8s_namespace: Namespace of the master in Kubernetes. Masters in other namespaces are used
+            only if this one has none. ``"default"`` means any namespace.
+        url: Address of the master (``"host:port"`` or ``"http://host:port"``). By default,
+            Kubernetes is asked for it.
         load_config: True to load the cluster's configuration; False if the caller has loaded it.
-        token: Token that the master requires, sent as ``Authorization: Bearer``. By default the value of
-            ``MLBENCH_TOKEN``, or else the token of a master that this user runs at this address.
+        token: Token that the master requires, sent as ``Authorization: Bearer``. By default the
+            value of ``MLBENCH_TOKEN``, or else the token of a master that this user runs at this
+            address.
         timeout_s: Time limit for connecting and for each wait for an answer, in seconds.
-        spill_dir: Folder for metrics that cannot be delivered; by default ``MLBENCH_SPOOL`` if ``url`` is the master of
-            this run, else ``spool`` in the user's folder.
+        spill_dir: Folder for metrics that cannot be delivered; by default ``MLBENCH_SPOOL`` if
+            ``url`` is the master of this run, else ``spool`` in the user's folder.
 
     Attributes:
         endpoint: ``http://HOST:PORT/api/``.
@@ -105,8 +112,10 @@ class ApiClient:
     Raises:
         ValueError: An argument is out of its range.
         MasterAddressError: ``url`` is not an address. The error is also a ``ValueError``.
-        MasterTokenError: ``token`` has characters that a request cannot carry. The error is also a ``ValueError``.
-        MasterNotFoundError: Kubernetes has no master, or several. The error is also a ``ValueError``.
+        MasterTokenError: ``token`` has characters that a request cannot carry. The error is also a
+            ``ValueError``.
+        MasterNotFoundError: Kubernetes has no master, or several. The error is also a
+            ``ValueError``.
         MissingDependencyError: ``url`` is missing and the package ``kubernetes`` is not installed.
     """
 
@@ -147,12 +156,14 @@ class ApiClient:
             timeout_s,
             only_keep=not outbox.is_shared and os.environ.get("MLBENCH_SPOOL_ONLY") == "1",
         )
-        # The class is looked up here and not at import, so that a test can replace it. Metrics have their own thread,
-        # so that a request that hangs delays no metrics, and metrics delay no requests.
+        # The class is looked up here and not at import, so that a test can replace it. Metrics have
+        # their own thread, so that a request that hangs delays no metrics, and metrics delay no
+        # requests.
         self.executor = concurrent.futures.ThreadPoolExecutor(max_workers=max_workers)
         self._metric_executor = concurrent.futures.ThreadPoolExecutor(max_workers=1)
         self._finalizer = weakref.finalize(self, _abandon, self._delivery, self._rest, rest)
-        # At exit, _close_open_clients tries to deliver first. _abandon alone would only keep the metrics on disk.
+        # At exit, _close_open_clients tries to deliver first. _abandon alone would only keep the
+        # metrics on disk.
         self._finalizer.atexit = False
         _register_at_exit()
         _open_clients.add(self)
@@ -163,7 +174,8 @@ class ApiClient:
         """Return all metrics of all pods and runs.
 
         Returns:
-            Future of ``{"pod_metrics": {pod: {metric: [...]}}, "run_metrics": {run: {metric: [...]}}}``.
+            Future of ``{"pod_metrics": {pod: {metric: [...]}}, "run_metrics": {run: {metric:
+            [...]}}}``.
         """
         return self._get("metrics/")
 
@@ -181,7 +193,8 @@ class ApiClient:
             run_id: Id of the run.
             since: Return nothing older than this date; a ``datetime`` or ISO 8601 text.
             summarize: Return at most this many entries of each metric, by averaging neighbors.
-            metric_filter: Return only the metric of exactly this name, for example ``"train_loss @ 0"``.
+            metric_filter: Return only the metric of exactly this name, for example ``"train_loss @
+                0"``.
             last_n: Return only the last N entries of each metric.
 
         Returns:
@@ -241,16 +254,18 @@ class ApiClient:
         Args:
             run_id: Id of the run.
             name: Name of the metric, for example ``"train_loss @ 0"``.
-            value: A number, a text, or a tensor or array of one element. Infinities and NaN are sent as text.
+            value: A number, a text, or a tensor or array of one element. Infinities and NaN are
+                sent as text.
             cumulative: True if the metric grows over time, like a counter.
             metadata: Text to keep with the metric, or a mapping, which is sent as JSON text.
-            date: Date of the measurement, a ``datetime`` or ISO 8601 text. A date without a zone is in UTC. Default:
-                now.
+            date: Date of the measurement, a ``datetime`` or ISO 8601 text. A date without a zone is
+                in UTC. Default: now.
 
         Returns:
             Future of the answer to the request that contained the metric. ``result()`` raises
-            :class:`~mlbench_core.errors.MasterNotFoundError` if the master does not answer; the metric is then kept
-            and delivered later. It raises :class:`~mlbench_core.errors.MasterRequestError` if the master refuses it.
+            :class:`~mlbench_core.errors.MasterNotFoundError` if the master does not answer; the
+            metric is then kept and delivered later. It raises
+            :class:`~mlbench_core.errors.MasterRequestError` if the master refuses it.
 
         Raises:
             ValueError: The name or the run is empty, or the value has several elements.
@@ -269,12 +284,13 @@ class ApiClient:
         """Send many metrics, in this order, in as few requests as possible.
 
         Args:
-            metrics: Mappings with the arguments of :meth:`post_metric`: ``name``, ``value``, ``run_id`` (or
-                ``pod_name``), and optionally ``cumulative``, ``metadata``, ``date``, ``id``. Of two metrics with the
-                same ``id``, the master stores the first.
+            metrics: Mappings with the arguments of :meth:`post_metric`: ``name``, ``value``,
+                ``run_id`` (or ``pod_name``), and optionally ``cumulative``, ``metadata``, ``date``,
+                ``id``. Of two metrics with the same ``id``, the master stores the first.
 
         Returns:
-            Future of the answer to the request that contained the last metric; see :meth:`post_metric`.
+            Future of the answer to the request that contained the last metric; see
+            :meth:`post_metric`.
 
         Raises:
             ValueError: ``metrics`` is empty, or one of them is invalid. None of them is sent.
@@ -330,31 +346,33 @@ class ApiClient:
         """Start a run of a task, of one of :data:`MLBENCH_IMAGES`, or of a custom image.
 
         Args:
-            name: Name of the run that no other run has: 1 to 63 lowercase letters, digits and hyphens, without a hyphen
-                at its ends (a DNS label).
+            name: Name of the run that no other run has: 1 to 63 lowercase letters, digits and
+                hyphens, without a hyphen at its ends (a DNS label).
             num_workers: Number of workers.
             num_cpus: Cores of each worker.
-            max_bandwidth: Bandwidth of each worker in Mbit/s. A master that cannot limit the bandwidth refuses values
-                below the default.
+            max_bandwidth: Bandwidth of each worker in Mbit/s. A master that cannot limit the
+                bandwidth refuses values below the default.
             image: A key of :data:`MLBENCH_IMAGES`, or the name of one of its images.
             backend: One of :data:`MLBENCH_BACKENDS` in any case; Gloo if left out.
-            custom_image_name: Name of a custom image, with ``custom_image_command``. A master without containers
-                refuses it with status 400. With ``"custom_image"``, the command runs on the master's machine.
+            custom_image_name: Name of a custom image, with ``custom_image_command``. A master
+                without containers refuses it with status 400. With ``"custom_image"``, the command
+                runs on the master's machine.
             custom_image_command: The command of a worker in the custom image.
             custom_backend: Name of a custom backend.
-            run_all_nodes: With ``custom_backend``: run the command in every worker. If False, only the first worker
-                runs it and has to start the others.
+            run_all_nodes: With ``custom_backend``: run the command in every worker. If False, only
+                the first worker runs it and has to start the others.
             gpu_enabled: Use GPUs: the command gets ``--gpu``.
             light_target: Train to the task's light goal: the command gets ``--light``.
             task: Key of a task, for example ``"1a"``, instead of an image.
             arguments: Further arguments of the task's script.
 
         Returns:
-            Future of the run with status 201. The status is 400 if the name is not a DNS label, and 409 if another run
-            has it.
+            Future of the run with status 201. The status is 400 if the name is not a DNS label, and
+            409 if another run has it.
 
         Raises:
-            ValueError: An image or backend is unknown, or an argument is missing or contradicts another one.
+            ValueError: An image or backend is unknown, or an argument is missing or contradicts
+                another one.
         """
         if num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, not {num_workers}")
@@ -391,8 +409,8 @@ class ApiClient:
             run_id: Id of the run.
 
         Returns:
-            Future of the run. ``result()`` raises :class:`~mlbench_core.errors.MasterRequestError` if the master is of
-            version 3.0, which can only delete a run.
+            Future of the run. ``result()`` raises :class:`~mlbench_core.errors.MasterRequestError`
+            if the master is of version 3.0, which can only delete a run.
         """
         advice = "cannot stop a run and keep its metrics; delete_run stops it and deletes them"
         return self.executor.submit(
@@ -408,11 +426,13 @@ class ApiClient:
 
         Args:
             run_id: Id of the run.
-            since_line: Number of the first line wanted, from 0. Pass the answer's ``next`` to continue.
+            since_line: Number of the first line wanted, from 0. Pass the answer's ``next`` to
+                continue.
 
         Returns:
             Future of ``{"lines": [...], "next": N}``. ``result()`` raises
-            :class:`~mlbench_core.errors.MasterRequestError` if the master is of version 3.0, which has no logs.
+            :class:`~mlbench_core.errors.MasterRequestError` if the master is of version 3.0, which
+            has no logs.
         """
         advice = "has no logs; the last lines are in job_metadata of get_run"
         path, params = f"runs/{_id(run_id, 'run_id')}/logs/", {"since_line": since_line}
@@ -436,7 +456,8 @@ class ApiClient:
             True if all metrics were delivered.
         """
         delivered = self._delivery.close(timeout_s)
-        # The request of an undelivered metric may hang for the whole time limit, so close() does not wait for it.
+        # The request of an undelivered metric may hang for the whole time limit, so close() does
+        # not wait for it.
         self._metric_executor.shutdown(wait=delivered)
         self.executor.shutdown(wait=True)
         self._finalizer()
@@ -460,7 +481,8 @@ class ApiClient:
         try:
             return self._metric_executor.submit(self._delivery.settle, receipts[-1])
         except RuntimeError:
-            # The interpreter is exiting, and executors accept no more work. _close_open_clients sends the metric.
+            # The interpreter is exiting, and executors accept no more work. _close_open_clients
+            # sends the metric.
             answer: Answer = concurrent.futures.Future()
             answer.set_exception(
                 MasterNotFoundError("the process is exiting: the metric is sent at its end")
@@ -500,7 +522,8 @@ def _request_unknown_to_3_0(
 ) -> requests.Response:
     """Send a request that masters of version 3.0 do not know; if the master is one, raise an error with advice."""
     response = rest.request(method, path, **options)
-    # This version's master says in "message" that the run is missing; another 404 means that the path is unknown.
+    # This version's master says in "message" that the run is missing; another 404 means that the
+    # path is unknown.
     if response.status_code == HTTPStatus.NOT_FOUND and message_of(response) is None:
         raise MasterRequestError(
             f"the master at {rest.url} {advice}: it does not know /api/{path}, like version 3.0",
@@ -539,7 +562,8 @@ def _outbox(url: str, endpoint: str, folder: str | os.PathLike[str] | None) -> O
     if folder is not None:
         return Outbox(Path(folder).absolute(), endpoint)
     own = os.environ.get("MLBENCH_SPOOL")
-    # The master that started this run reads the folder. Metrics for another master would be lost there.
+    # The master that started this run reads the folder. Metrics for another master would be lost
+    # there.
     with contextlib.suppress(MasterAddressError):
         if own and base_url(os.environ.get("MLBENCH_MASTER_URL", "")) == url:
             return Outbox(Path(own).absolute(), endpoint, is_shared=False)
@@ -582,8 +606,8 @@ def _plain_value(value: Any) -> str | int | float:
 def new_metric_id() -> str:
     """Return a new id of a metric, 32 hexadecimal digits.
 
-    It begins with the time, so that new ids lie together in the index of the database. Random ones would change pages
-    all over the index, which halves the rate at which the master stores metrics.
+    It begins with the time, so that new ids lie together in the index of the database. Random ones
+    would change pages all over the index, which halves the rate at which the master stores metrics.
     """
     return f"{time.time_ns():016x}{uuid.uuid4().hex[:16]}"
 

@@ -1,6 +1,7 @@
 """Remember the clusters that ``mlbench create-cluster`` made, and which of them the commands use.
 
-One file in the user's folder holds all of them, with the tokens of their masters, so only its owner can read it.
+One file in the user's folder holds all of them, with the tokens of their masters, so only its owner
+can read it.
 """
 
 from __future__ import annotations

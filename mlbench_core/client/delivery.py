@@ -11,26 +11,30 @@ The states of a metric and its transitions::
      |                                                        +-------- no answer -------+
      +-----> LOST with an error: the disk fails, and the memory is full
 
-Metrics stay in the queue only until the request before them is answered. If the master is slow, batches become larger,
-not more numerous. If the master does not answer, all queued metrics become rows, and later metrics follow them. A
-background thread then tries again with growing pauses. Rows are sent before the queue, oldest first, by whichever
-process is first, even if the process that inserted them has ended. With a shared outbox, a killed process loses its
-queued metrics, and only those.
+Metrics stay in the queue only until the request before them is answered. If the master is slow,
+batches become larger, not more numerous. If the master does not answer, all queued metrics become
+rows, and later metrics follow them. A background thread then tries again with growing pauses. Rows
+are sent before the queue, oldest first, by whichever process is first, even if the process that
+inserted them has ended. With a shared outbox, a killed process loses its queued metrics, and only
+those.
 
-If the outbox is not shared, as in the workers of a run, a queued metric is also a row from the beginning: ``put``
-inserts it before anything can send it, and the row is deleted after the master's answer. A process that is killed at
-any instant after ``put`` loses nothing. While this fails, because the disk is full, metrics are only in memory. ::
+If the outbox is not shared, as in the workers of a run, a queued metric is also a row from the
+beginning: ``put`` inserts it before anything can send it, and the row is deleted after the master's
+answer. A process that is killed at any instant after ``put`` loses nothing. While this fails,
+because the disk is full, metrics are only in memory. ::
 
     put ---> QUEUED, in memory and a row ----- the master answers: the row is deleted ----> DONE
                         |                                                                    ^
                         +------ no answer: not in memory any more ------> KEPT, a row -------+
 
-Each metric has an id from the client. If an answer is lost, the request is sent again, and the master ignores the ids
-that it has. So its records have the same content and order as without the outage.
+Each metric has an id from the client. If an answer is lost, the request is sent again, and the
+master ignores the ids that it has. So its records have the same content and order as without the
+outage.
 
-Locks, in the order in which they are acquired: ``_sending`` while batches are sent, ``_moving`` while metrics change
-their state, and ``_state`` while attributes change. :meth:`MetricDelivery.put` never acquires the first one, so
-training does not wait for the network. It acquires the second one, and waits for the disk, only to insert rows.
+Locks, in the order in which they are acquired: ``_sending`` while batches are sent, ``_moving``
+while metrics change their state, and ``_state`` while attributes change. :meth:`MetricDelivery.put`
+never acquires the first one, so training does not wait for the network. It acquires the second one,
+and waits for the disk, only to insert rows.
 """
 
 from __future__ import annotations
@@ -83,8 +87,8 @@ class Receipt:
         is_row: True if the outbox has it.
 
     Attributes:
-        result: The master's answer to the request that contained the metric, or an error if the metric is kept for
-            later, refused or lost. None before the first attempt.
+        result: The master's answer to the request that contained the metric, or an error if the
+            metric is kept for later, refused or lost. None before the first attempt.
     """
 
     key: str
@@ -104,7 +108,8 @@ class MetricDelivery:
         endpoint: The master's address, for messages.
         outbox: Keeps undelivered metrics on disk.
         timeout_s: Time limit of one request, in seconds.
-        only_keep: True to send nothing: the metrics stay in the outbox, from which somebody else reads them.
+        only_keep: True to send nothing: the metrics stay in the outbox, from which somebody else
+            reads them.
     """
 
     def __init__(
@@ -266,7 +271,8 @@ class MetricDelivery:
         Returns:
             True if none is left. Those on disk can be delivered by any client of this endpoint.
         """
-        # In a forked child this object is a copy. The metrics belong to the parent, which delivers them.
+        # In a forked child this object is a copy. The metrics belong to the parent, which delivers
+        # them.
         if self._pid != os.getpid():
             return True
         with self._state:
@@ -295,7 +301,8 @@ class MetricDelivery:
             self._keep()
             return self.pending == 0
         while time.monotonic() <= deadline:
-            # Without a deadline, keep the queue on disk now instead of waiting for another client's turn to end.
+            # Without a deadline, keep the queue on disk now instead of waiting for another client's
+            # turn to end.
             wait_s = max(deadline - time.monotonic(), 0) if deadline < math.inf else 0
             turn = (
                 self._outbox.delivering(wait_s)
@@ -355,7 +362,8 @@ class MetricDelivery:
             for index, result in results.items():
                 batch[index].result = result
             with self._state:
-                # If the client was closed during the request, close has made the batch rows already.
+                # If the client was closed during the request, close has made the batch rows
+                # already.
                 if self._in_flight and not self._stop.is_set():
                     self._queue.extendleft(
                         batch[i] for i in reversed(range(len(batch))) if i not in results
@@ -428,7 +436,8 @@ class MetricDelivery:
         while not self._stop.wait(_FIRST_PAUSE_S):
             is_done = self.flush(math.inf)
             with self._state:
-                # _keep starts no second thread, so metrics that it kept since the flush are this thread's.
+                # _keep starts no second thread, so metrics that it kept since the flush are this
+                # thread's.
                 if is_done and not self._has_rows and not self._queue:
                     self._retrier = None
                     return

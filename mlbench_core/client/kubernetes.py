@@ -20,22 +20,24 @@ _OWN_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namesp
 def find_master(label_selector: str, namespace: str, in_cluster: bool, load_config: bool) -> str:
     """Find the master's address.
 
-    Inside the cluster, the address is that of the master's pod, with port 80. Outside, it is the address that the
-    master's service offers: a port of a node (``NodePort``), an address of the cluster (``ClusterIP``), or a load
-    balancer (``LoadBalancer``). All namespaces are searched, and a master in ``namespace`` takes precedence.
+    Inside the cluster, the address is that of the master's pod, with port 80. Outside, it is the
+    address that the master's service offers: a port of a node (``NodePort``), an address of the
+    cluster (``ClusterIP``), or a load balancer (``LoadBalancer``). All namespaces are searched, and
+    a master in ``namespace`` takes precedence.
 
     Args:
         label_selector: Labels of the master's pod and service.
         namespace: Namespace in which the master runs. ``"default"`` means any namespace.
         in_cluster: True if this process runs in the cluster.
-        load_config: True to load the cluster's configuration first; False if the caller has loaded it.
+        load_config: True to load the cluster's configuration first; False if the caller has loaded
+            it.
 
     Returns:
         ``"HOST:PORT"``.
 
     Raises:
-        MasterNotFoundError: No pod or service has the labels, several services have them, or the cluster does not
-            answer. The error is also a ``ValueError``.
+        MasterNotFoundError: No pod or service has the labels, several services have them, or the
+            cluster does not answer. The error is also a ``ValueError``.
         MissingDependencyError: The package ``kubernetes`` is not installed.
     """
     client: Any = require("kubernetes.client", "kubernetes")
@@ -53,7 +55,8 @@ def find_master(label_selector: str, namespace: str, in_cluster: bool, load_conf
         raise MasterNotFoundError(
             f"no master found through Kubernetes ({where}): {error}; start one, correct the labels, or give its url"
         ) from None
-    # All errors, because kubernetes raises its own, those of urllib3, and those of a missing or damaged configuration.
+    # All errors, because kubernetes raises its own, those of urllib3, and those of a missing or
+    # damaged configuration.
     except Exception as error:
         raise MasterNotFoundError(
             f"no master found through Kubernetes ({where}): {type(error).__name__}: {str(error)[:300]}; "
@@ -62,7 +65,8 @@ def find_master(label_selector: str, namespace: str, in_cluster: bool, load_conf
 
 
 def _in_cluster(core: Any, namespace: str, label_selector: str) -> str:
-    # The workers of a run are in the namespace of their master, so this process's own namespace is searched too.
+    # The workers of a run are in the namespace of their master, so this process's own namespace is
+    # searched too.
     own = _own_namespace()
     pod = _master_pod(
         core, (own, namespace) if namespace == _ANY_NAMESPACE else (namespace, own), label_selector
@@ -151,7 +155,8 @@ def _first_allowed(*queries: Callable[[], Any], until_found: bool = False) -> li
         queries: The functions that query the cluster.
         until_found: True to continue until a query has a result that is not empty.
     """
-    # Many users may query only their own namespace, so the other queries are tried after a refusal (HTTP 403).
+    # Many users may query only their own namespace, so the other queries are tried after a refusal
+    # (HTTP 403).
     refusal: Exception | None = None
     answered = False
     for query in queries:
@@ -198,8 +203,9 @@ def _load_balancer_address(service: Any) -> str:
 
 def _node_address(core: Any, pod: Any) -> str:
     """Return an address of the node on which a pod runs, preferably an external one."""
-    # Users have different permissions: a user who may not list nodes may be allowed to read one. The pod itself, which
-    # every user of this function can read, has only the node's internal address.
+    # Users have different permissions: a user who may not list nodes may be allowed to read one.
+    # The pod itself, which every user of this function can read, has only the node's internal
+    # address.
     name = pod.spec.node_name
     sources: tuple[Callable[[], Any], ...] = (
         lambda: _address_of(

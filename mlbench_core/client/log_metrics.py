@@ -1,7 +1,7 @@
 """Send metrics of a worker to the master that the environment names.
 
-A training script or :class:`~mlbench_core.tracking.tracker.Tracker` calls :meth:`LogMetrics.log`. The client is created
-on first use. Training neither waits for it nor fails because of it.
+A training script or :class:`~mlbench_core.tracking.tracker.Tracker` calls :meth:`LogMetrics.log`.
+The client is created on first use. Training neither waits for it nor fails because of it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _Key = tuple[int, "str | None", "str | None"]
 class _SharedClient:
     """The client of this process, for the master that the environment names at the moment.
 
-    A forked child gets a new client, because threads do not survive a fork. A new client is also created if
-    ``MLBENCH_MASTER_URL`` or ``MLBENCH_TOKEN`` changes, because a metric goes to the master that the environment named
-    when the metric was logged.
+    A forked child gets a new client, because threads do not survive a fork. A new client is also
+    created if ``MLBENCH_MASTER_URL`` or ``MLBENCH_TOKEN`` changes, because a metric goes to the
+    master that the environment named when the metric was logged.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,8 @@ class _SharedClient:
 
     def _forget(self) -> None:
         """Drop the parent's client in a forked child. It is not closed, because the parent delivers its metrics."""
-        # Another thread of the parent may have held the lock during the fork. In the child, nobody would release it.
+        # Another thread of the parent may have held the lock during the fork. In the child, nobody
+        # would release it.
         self._lock = threading.Lock()
         self._client = None
         self._key = None
@@ -66,7 +67,8 @@ class _SharedClient:
             if key != self._key:
                 if self._client is not None:
                     self._client.close()
-                # A failure is remembered, too, because a search of the cluster for each metric would slow training.
+                # A failure is remembered, too, because a search of the cluster for each metric
+                # would slow training.
                 self._client, self._key = self._make(url), key
             self._lost += counts_lost and self._client is None
             return self._client
@@ -118,9 +120,10 @@ _shared = _SharedClient()
 class LogMetrics:
     """Send metrics of this worker to the master that the environment names.
 
-    ``MLBENCH_MASTER_URL`` names the master. If it is not set and the process runs in a Kubernetes cluster
-    (``KUBERNETES_SERVICE_HOST`` is set), the master is found through Kubernetes. Otherwise metrics are ignored. Metrics
-    are delivered in order in the background, see :class:`~mlbench_core.client.api.ApiClient`.
+    ``MLBENCH_MASTER_URL`` names the master. If it is not set and the process runs in a Kubernetes
+    cluster (``KUBERNETES_SERVICE_HOST`` is set), the master is found through Kubernetes. Otherwise
+    metrics are ignored. Metrics are delivered in order in the background, see
+    :class:`~mlbench_core.client.api.ApiClient`.
     """
 
     @staticmethod
@@ -148,7 +151,8 @@ class LogMetrics:
                 cumulative=False,
                 metadata=json.dumps({"rank": rank, "epoch": epoch}),
             )
-        # For example a tensor of several elements. Training must not end because a metric cannot be sent.
+        # For example a tensor of several elements. Training must not end because a metric cannot be
+        # sent.
         except Exception as error:
             logger.warning(
                 "metric %r = %r of run %r could not be sent: %s", metric_name, value, run_id, error
@@ -158,7 +162,8 @@ class LogMetrics:
     def connect() -> None:
         """Create the client now, without a request; otherwise the first :meth:`log` does.
 
-        Call it before the interpreter exits in order to log metrics while it does: then no client can be created.
+        Call it before the interpreter exits in order to log metrics while it does: then no client
+        can be created.
         """
         _shared.get(counts_lost=False)
 

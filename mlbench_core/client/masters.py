@@ -1,19 +1,22 @@
 """Find the masters that this user runs on this machine, with the secrets that their clients need.
 
-A running master keeps a record in the user's folder: its address, its process, its token and its key. Only the user can
-read it. A client that finds the record of its address sends the token from there, so a user need not copy it.
+A running master keeps a record in the user's folder: its address, its process, its token and its
+key. Only the user can read it. A client that finds the record of its address sends the token from
+there, so a user need not copy it.
 
-A record can be stale: the master was killed, and a program of another user has its port or its process id. Two checks
-keep the token away from such a program. A process is the one of the record only if it also started at the recorded
-time. And a server must prove on each new connection that it knows the key, before the client sends anything else::
+A record can be stale: the master was killed, and a program of another user has its port or its
+process id. Two checks keep the token away from such a program. A process is the one of the record
+only if it also started at the recorded time. And a server must prove on each new connection that it
+knows the key, before the client sends anything else::
 
     client --- GET /api/health/, header X-MLBench-Nonce: NONCE -------------------> server
     client <-- header X-MLBench-Proof: HMAC(key, NONCE, the server's address) ----- server
     client --- requests with the token -------------------------------------------> server
 
-The address in the proof is the one at which the connection arrived. A server at another address, which passes the nonce
-on to the real master, therefore gets a proof that its own client refuses. The key is not the token: with the proof of a
-short token that a user chose, anybody could try all short tokens without asking the master.
+The address in the proof is the one at which the connection arrived. A server at another address,
+which passes the nonce on to the real master, therefore gets a proof that its own client refuses.
+The key is not the token: with the proof of a short token that a user chose, anybody could try all
+short tokens without asking the master.
 """
 
 from __future__ import annotations
@@ -93,7 +96,8 @@ class Credentials(NamedTuple):
 
     Attributes:
         token: The token to send, or None.
-        key: The key that the server must know before the token is sent, or None if the server need not prove anything.
+        key: The key that the server must know before the token is sent, or None if the server need
+            not prove anything.
     """
 
     token: str | None
@@ -121,7 +125,8 @@ def find_credentials(url: str, token: str | None = None) -> Credentials:
         chosen = settings.read(settings.SETTINGS)
         if chosen.get("master_url") and _place(str(chosen["master_url"])) == place:
             token = chosen.get("token") or None
-    # A worker outlives its master's record: the master may have ended, and another program may have its port.
+    # A worker outlives its master's record: the master may have ended, and another program may have
+    # its port.
     is_own = _place(os.environ.get("MLBENCH_MASTER_URL") or "") == place
     return Credentials(token, (os.environ.get(KEY_VARIABLE) or None) if is_own else None)
 
@@ -152,7 +157,8 @@ def remember_master(
     engine: str = "local",
 ) -> None:
     """Write the record of a master that has started."""
-    # The first running master is the one that the command uses. Others are found by their addresses.
+    # The first running master is the one that the command uses. Others are found by their
+    # addresses.
     first = read_record()
     is_first = first is None or not first.is_alive() or first.pid == pid
     name = settings.MASTER if is_first else f"master-{_place(url)[2]}.json"
@@ -181,7 +187,8 @@ def make_proof(key: str, nonce: str, address: str, port: int) -> str:
         >>> make_proof("key", "0a", "127.0.0.1", 80) == make_proof("key", "0a", "::ffff:127.0.0.1", 80)
         True
     """
-    # The two ends of a connection may write one address differently: a zone after "%", IPv4 within IPv6.
+    # The two ends of a connection may write one address differently: a zone after "%", IPv4 within
+    # IPv6.
     with contextlib.suppress(ValueError):
         parsed = ipaddress.ip_address(address.partition("%")[0])
         address = str(getattr(parsed, "ipv4_mapped", None) or parsed)
@@ -206,8 +213,8 @@ def check_token(token: str) -> str:
 def start_mark(pid: int) -> str | None:
     """Return a text that no other process with this id has, before or after; None if the process has ended.
 
-    It does not change when the clock is set. A start time in seconds would: Linux has only the time since boot, and
-    the time of the boot moves with the clock.
+    It does not change when the clock is set. A start time in seconds would: Linux has only the time
+    since boot, and the time of the boot moves with the clock.
 
     Args:
         pid: The process id.
@@ -216,7 +223,8 @@ def start_mark(pid: int) -> str | None:
 
     try:
         if sys.platform.startswith("linux"):
-            # The name in parentheses may contain blanks and parentheses. Field 3 is the state, 22 the start in ticks.
+            # The name in parentheses may contain blanks and parentheses. Field 3 is the state, 22
+            # the start in ticks.
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             return None if fields[0] in (b"Z", b"X") else f"{boot_id()}-{int(fields[19])}"
         process = psutil.Process(pid)

@@ -1,18 +1,18 @@
 """Keep undelivered metrics in a SQLite database until the master has them.
 
-Each metric is a row, and rows are sorted by the time at which they were logged. All clients of a user for one master
-share one database in the user's folder. A process inserts rows if the master does not answer. Any process can then read
-the oldest rows, post them and delete them; one process does so at a time. So no metric depends on the process that
-logged it.
+Each metric is a row, and rows are sorted by the time at which they were logged. All clients of a
+user for one master share one database in the user's folder. A process inserts rows if the master
+does not answer. Any process can then read the oldest rows, post them and delete them; one process
+does so at a time. So no metric depends on the process that logged it.
 
 Each client of a worker has its own database in the folder of the run, where the master finds it. It
 inserts each metric before sending it, so a killed worker leaves all undelivered metrics there. As
 this happens while training waits, the file is not synchronized with the disk: a killed process
 loses nothing that it has written, only a machine that stops does.
 
-SQLite protects the database with a rollback journal. Its write-ahead log does not work on network file systems, on
-which home folders often are. Each operation opens its own connection, because neither threads nor a forked process may
-share one. This takes about 0.1 ms on a local disk.
+SQLite protects the database with a rollback journal. Its write-ahead log does not work on network
+file systems, on which home folders often are. Each operation opens its own connection, because
+neither threads nor a forked process may share one. This takes about 0.1 ms on a local disk.
 """
 
 from __future__ import annotations
@@ -47,17 +47,19 @@ _MAX_PAGES = 2**18
 class Outbox:
     """The undelivered metrics for one master; used by any number of processes and threads.
 
-    A row is a key and the metric's JSON text. Keys sort rows by the time at which the metrics were logged, and end with
-    the id of the client.
+    A row is a key and the metric's JSON text. Keys sort rows by the time at which the metrics were
+    logged, and end with the id of the client.
 
-    Every method raises ``OSError`` or ``sqlite3.Error`` if the disk is full, not readable or not writable. The same
-    happens if the database has reached 1 GiB, or if other processes occupy it for several seconds. The database is
-    then unchanged. A damaged database is renamed with a warning, and the method continues with a new one.
+    Every method raises ``OSError`` or ``sqlite3.Error`` if the disk is full, not readable or not
+    writable. The same happens if the database has reached 1 GiB, or if other processes occupy it
+    for several seconds. The database is then unchanged. A damaged database is renamed with a
+    warning, and the method continues with a new one.
 
     Args:
         folder: The folder of all outboxes, created when the first row is inserted.
         endpoint: Address of the master's REST interface.
-        is_shared: False for a new database of one client, in which each metric is inserted before it is sent.
+        is_shared: False for a new database of one client, in which each metric is inserted before
+            it is sent.
 
     Attributes:
         path: The database.
@@ -70,7 +72,8 @@ class Outbox:
 
     def __init__(self, folder: Path, endpoint: str, is_shared: bool = True) -> None:
         name = re.sub(r"[^A-Za-z0-9.-]+", "_", endpoint).strip("_")
-        # The master reads databases by name: those of an earlier client of the same worker must come first.
+        # The master reads databases by name: those of an earlier client of the same worker must
+        # come first.
         own = "" if is_shared else f"-{time.time_ns():020d}-{uuid.uuid4().hex}"
         self.path = folder / f"{name}{own}.sqlite3"
         self.is_shared = is_shared
@@ -162,7 +165,8 @@ class Outbox:
         Yields:
             True if it was acquired.
         """
-        # The lock of an empty second database: the system releases it when its holder ends, even by a kill.
+        # The lock of an empty second database: the system releases it when its holder ends, even by
+        # a kill.
         path = self.path.with_suffix(".lock")
         _create_private(path)
         with contextlib.closing(
@@ -192,14 +196,16 @@ class Outbox:
     def _attempt(self, work: Callable[[sqlite3.Connection], T]) -> T:
         connection = sqlite3.connect(self.path, isolation_level="IMMEDIATE")
         with contextlib.closing(connection), connection:
-            # The master refuses a line with damaged text; an exception here would block all lines after it.
+            # The master refuses a line with damaged text; an exception here would block all lines
+            # after it.
             connection.text_factory = lambda data: data.decode(errors="replace")
             if self.is_shared:
                 # Without auto_vacuum the file would keep its largest size.
                 connection.execute("PRAGMA auto_vacuum = FULL")
             else:
-                # Such a file is removed at the end. ext4 writes a file that was shortened to the disk when it is
-                # closed, which takes six times as long as the whole transaction without it.
+                # Such a file is removed at the end. ext4 writes a file that was shortened to the
+                # disk when it is closed, which takes six times as long as the whole transaction
+                # without it.
                 connection.execute("PRAGMA synchronous = OFF")
             connection.execute(f"PRAGMA max_page_count = {_MAX_PAGES}")
             connection.execute(
@@ -225,7 +231,8 @@ class Outbox:
 def _create_private(path: Path) -> None:
     """Create a file that other users cannot read, which SQLite would not do.
 
-    An existing file must not be opened: closing it would drop the locks of this process's connections to it.
+    An existing file must not be opened: closing it would drop the locks of this process's
+    connections to it.
     """
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))

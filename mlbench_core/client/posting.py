@@ -1,7 +1,7 @@
 """Post metrics to one master, and find the metrics that it will never accept.
 
-A list of lines goes out as one request. A list that is not accepted is divided until the cause is found, so that one
-bad metric delays no other. The states of a list and of a line::
+A list of lines goes out as one request. A list that is not accepted is divided until the cause is
+found, so that one bad metric delays no other. The states of a list and of a line::
 
     list  -- accepted --------> delivered
           -- refused, or 500 -> each half is a list
@@ -16,9 +16,9 @@ bad metric delays no other. The states of a list and of a line::
             -- three times 500, then the master accepts another line -> dropped with a warning
             -- three times 500, and the master accepts no other line -> the master is away
 
-The suspects exist because a status 500 does not show the cause. The master of version 3.0 answers 500 to a metric of a
-deleted run, and a master whose database is broken answers 500 to everything. If such a master recovers between two
-attempts, suspects arrive after later lines, each once.
+The suspects exist because a status 500 does not show the cause. The master of version 3.0 answers
+500 to a metric of a deleted run, and a master whose database is broken answers 500 to everything.
+If such a master recovers between two attempts, suspects arrive after later lines, each once.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Poster:
     Attributes:
         unknown_runs: Ids of runs that the master does not have; their metrics are dropped.
         early_answers: Answers to lines that were posted before their turn, by the id of the metric.
-        pairs_accepted_singly: Number of pairs of lines that the master refused together and then accepted one by one.
+        pairs_accepted_singly: Number of pairs of lines that the master refused together and then
+            accepted one by one.
     """
 
     post: Post
@@ -107,9 +108,10 @@ class Poster:
 
         Args:
             lines: JSON texts, each with an ``id``.
-            settle: Called with the index of each line and the answer to it, or the reason why it is dropped. A line
-                for which it was not called must be delivered again.
-            peek_waiting: Returns a line that waits behind these ones, or None. It may be posted before its turn.
+            settle: Called with the index of each line and the answer to it, or the reason why it is
+                dropped. A line for which it was not called must be delivered again.
+            peek_waiting: Returns a line that waits behind these ones, or None. It may be posted
+                before its turn.
             deadline: End of the time limit on the monotonic clock, or None.
 
         Raises:
@@ -144,7 +146,8 @@ class _Delivery:
         self.todo = [self.without_early(list(range(len(self.lines))))]
         while self.todo:
             part = self.without_unknown_runs(self.todo.pop())
-            # The master of version 3.0 takes one metric in a request: do not try lists again and again.
+            # The master of version 3.0 takes one metric in a request: do not try lists again and
+            # again.
             if len(part) > 1 and self.poster.pairs_accepted_singly >= _PAIRS_THAT_SHOW_NO_LISTS:
                 self.todo += [[index] for index in reversed(part)]
             elif part:
@@ -165,7 +168,8 @@ class _Delivery:
         elif len(part) > 1:
             if len(part) == 2:
                 self.refused_pair = set(part)
-            # A broken master shows it on the first line, so dividing the whole list would waste requests.
+            # A broken master shows it on the first line, so dividing the whole list would waste
+            # requests.
             cut = 1 if is_doubtful and not self.any_accepted else len(part) // 2
             self.todo += [part[cut:], part[:cut]]
         elif is_doubtful:
@@ -177,7 +181,8 @@ class _Delivery:
                 f"{line[:300]} (answer: {response.text[:300]})",
                 response.status_code,
             )
-            # The master refuses the id itself, such as a text, and will refuse it with the run's other metrics too.
+            # The master refuses the id itself, such as a text, and will refuse it with the run's
+            # other metrics too.
             refuses_id = (message_of(response) or "").startswith("run_id: ")
             run = (
                 _run_of(line)
@@ -262,7 +267,8 @@ class _Delivery:
         response = None if line is None else self.ask(line)
         if line is None or response is None or not response.ok:
             raise NoAnswer(_INTERNAL_ERROR)
-        # The master of version 3.0 knows no ids and would store the line twice if it were sent again in its turn.
+        # The master of version 3.0 knows no ids and would store the line twice if it were sent
+        # again in its turn.
         self.poster.early_answers[_id_of(line)] = response
         self.in_a_row = 0
 

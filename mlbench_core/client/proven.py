@@ -25,7 +25,8 @@ _LONGEST_ANSWER_BYTES = 65_536
 class ProvenAdapter(HTTPAdapter):
     """A transport of ``requests`` that demands the proof on each new connection.
 
-    A server that does not give it looks like one that does not answer: ``requests.ConnectionError``.
+    A server that does not give it looks like one that does not answer:
+    ``requests.ConnectionError``.
 
     Args:
         key: The key that the server must know.
@@ -56,8 +57,8 @@ class ProvenAdapter(HTTPAdapter):
         class PoolTLS(HTTPSConnectionPool):
             ConnectionCls = ProvenTLS
 
-        # Within connect, because a pool connects again whenever the server has closed an idle connection. By then
-        # another program may have the port.
+        # Within connect, because a pool connects again whenever the server has closed an idle
+        # connection. By then another program may have the port.
         self.poolmanager.pool_classes_by_scheme = {"http": Pool, "https": PoolTLS}
 
 
@@ -77,7 +78,8 @@ def _demand_proof(connection: HTTPConnection, key: str) -> None:
         # The connection's own methods cannot be used: it is in the middle of the caller's request.
         with HTTPResponse(connection.sock, method="GET") as response:
             response.begin()
-            # The caller's answer follows on the same connection, so this one must be read to its end.
+            # The caller's answer follows on the same connection, so this one must be read to its
+            # end.
             is_whole = len(response.read(_LONGEST_ANSWER_BYTES)) < _LONGEST_ANSWER_BYTES
             proof = response.headers.get(PROOF_HEADER, "").encode("latin-1", "replace")
         problem = (

@@ -1,8 +1,8 @@
 """HTTP requests to a master: addresses, authentication, time limits, retries and errors.
 
-No other module speaks HTTP to the master, except the transport in :mod:`mlbench_core.client.proven`:
-:class:`~mlbench_core.client.api.ApiClient` and the ``mlbench`` command send through :class:`RestClient`. Importing this
-module does not load ``requests``.
+No other module speaks HTTP to the master, except the transport in
+:mod:`mlbench_core.client.proven`: :class:`~mlbench_core.client.api.ApiClient` and the ``mlbench``
+command send through :class:`RestClient`. Importing this module does not load ``requests``.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ _Json = TypeVar("_Json", dict[str, Any], list[Any])
 class RestClient:
     """Send requests to one master, from any number of threads.
 
-    The token travels in a header and never in a URL. Proxies of the environment are not used for a master on this
-    machine. Only GET requests follow redirects. A redirected POST or DELETE would become a GET, which changes nothing
-    but succeeds.
+    The token travels in a header and never in a URL. Proxies of the environment are not used for a
+    master on this machine. Only GET requests follow redirects. A redirected POST or DELETE would
+    become a GET, which changes nothing but succeeds.
 
     Args:
         url: Address of the master, see :func:`base_url`.
-        token: Sent as ``Authorization: Bearer``. By default the token of a master that this user runs at this address;
-            the server must then prove first that it is this master, see :mod:`mlbench_core.client.masters`.
+        token: Sent as ``Authorization: Bearer``. By default the token of a master that this user
+            runs at this address; the server must then prove first that it is this master, see
+            :mod:`mlbench_core.client.masters`.
         timeout_s: Time limit for connecting and for each wait for an answer, in seconds.
-        retries: Number of times that a GET request is repeated, with back-off, after a failed connection or a
-            temporary error of a proxy (status 502, 503 or 504).
+        retries: Number of times that a GET request is repeated, with back-off, after a failed
+            connection or a temporary error of a proxy (status 502, 503 or 504).
 
     Attributes:
         url: The address, with a scheme and without a final slash.
@@ -65,8 +66,8 @@ class RestClient:
         self._given = check_token(token) if token else None
         self._credentials = find_credentials(self.url, self._given)
         self._retries = retries
-        # The sessions of requests are not documented as thread-safe, so each thread has its own. A weak reference lets
-        # the session of a thread that has ended be closed with it.
+        # The sessions of requests are not documented as thread-safe, so each thread has its own. A
+        # weak reference lets the session of a thread that has ended be closed with it.
         self._local = threading.local()
         self._sessions: weakref.WeakSet[requests.Session] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -107,7 +108,8 @@ class RestClient:
             The response, with a status below 300.
 
         Raises:
-            MasterRequestError: The request failed or was refused. The message is one line for the user.
+            MasterRequestError: The request failed or was refused. The message is one line for the
+                user.
         """
         import requests
 
@@ -126,7 +128,8 @@ class RestClient:
                 f"the request to the master at {self.url} failed: {error}"
             ) from error
         if response.status_code >= 300:
-            # The body of a streamed response is not read yet; leaving the block frees its connection.
+            # The body of a streamed response is not read yet; leaving the block frees its
+            # connection.
             with response:
                 raise MasterRequestError(self._refusal(response), response.status_code)
         return response
@@ -144,7 +147,8 @@ class RestClient:
             The decoded answer.
 
         Raises:
-            MasterRequestError: The request failed or was refused, or the server that answered is not a master.
+            MasterRequestError: The request failed or was refused, or the server that answered is
+                not a master.
         """
         answer = _decoded(self.send(method, path, **options))
         if not isinstance(answer, kind):

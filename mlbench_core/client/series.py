@@ -108,8 +108,10 @@ class RunSeries:
         num_workers: The numbers of workers, each one once.
         request: The body of ``POST /api/runs/`` without ``name`` and ``num_workers``.
         task: The task that the request starts, also by an image; None for a command of the user.
-        repeats: Number of runs for each number of workers, with different seeds; None for one without a seed.
-        seed: Seed of the first repeat of each number of workers; each further repeat gets the next one. None is 42.
+        repeats: Number of runs for each number of workers, with different seeds; None for one
+            without a seed.
+        seed: Seed of the first repeat of each number of workers; each further repeat gets the next
+            one. None is 42.
 
     Example:
         >>> series = RunSeries("demo", (1, 2), {"command": "train.py --seed {seed}"}, repeats=2)
@@ -134,7 +136,8 @@ class RunSeries:
         ends = (
             [""] if self.repeats is None else [f"-r{repeat + 1}" for repeat in range(self.repeats)]
         )
-        # Seed by seed, so that a slow drift of the machine changes the runs of all numbers of workers alike.
+        # Seed by seed, so that a slow drift of the machine changes the runs of all numbers of
+        # workers alike.
         return [
             (f"{self.name}-{workers}{end}", workers) for end in ends for workers in self.num_workers
         ]
@@ -171,7 +174,8 @@ class RunSeries:
         is_seeded = self.seed_option is not None or self._has_place_for_seed()
         first = FIRST_SEED if self.seed is None else self.seed
         return [
-            # The same seeds for all numbers of workers, so that their times can be compared in pairs.
+            # The same seeds for all numbers of workers, so that their times can be compared in
+            # pairs.
             {
                 **self._request(first + place // len(self.num_workers) if is_seeded else None),
                 "name": name,

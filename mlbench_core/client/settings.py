@@ -1,7 +1,8 @@
 """Store the state of this user: settings, the last answers to the command, the running masters.
 
-Each file is JSON in :func:`mlbench_core.paths.user_folder`, written atomically and readable by its owner only. A file
-or folder that other users may write is refused: they could send a user's token to their own server.
+Each file is JSON in :func:`mlbench_core.paths.user_folder`, written atomically and readable by its
+owner only. A file or folder that other users may write is refused: they could send a user's token
+to their own server.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def remember(name: str, value: dict[str, Any]) -> None:
     """
     folder = user_folder()
     folder.mkdir(parents=True, mode=0o700, exist_ok=True)
-    # Data sets or a lock came first, and the umask allows others to write. Nothing in the folder was trusted so far.
-    # The setgid bit marks a folder that is shared on purpose.
+    # Data sets or a lock came first, and the umask allows others to write. Nothing in the folder
+    # was trusted so far. The setgid bit marks a folder that is shared on purpose.
     if (
         os.name == "posix"
         and not any(folder.glob("*.json"))

@@ -1,22 +1,24 @@
 r"""Check that runs converge as fast as the reference of their task, by the rule of MLPerf.
 
-A submission that reaches the goal in suspiciously few epochs has often changed the training problem. MLPerf therefore
-publishes reference convergence points and refuses submissions that are faster than chance allows. The rule is that of
-the package ``mlperf-logging`` (``rcp_checker``). The reference has :math:`n` seeds with the olympic mean :math:`m` and
-the standard deviation :math:`s` (divisor :math:`n`). The olympic mean of :math:`k` runs must then be at least
+A submission that reaches the goal in suspiciously few epochs has often changed the training
+problem. MLPerf therefore publishes reference convergence points and refuses submissions that are
+faster than chance allows. The rule is that of the package ``mlperf-logging`` (``rcp_checker``). The
+reference has :math:`n` seeds with the olympic mean :math:`m` and the standard deviation :math:`s`
+(divisor :math:`n`). The olympic mean of :math:`k` runs must then be at least
 
 .. math::
 
     m - t_{0.95, \nu} \; s \sqrt{\frac{1}{n - 2} + \frac{1}{k - 2}}, \qquad \nu = (n - 2) + (k - 2) - 2
 
-This is Student's one-sided test at 5 % under equal variances. The two values that each olympic mean leaves out do not
-count in the sizes. The same distance above :math:`m` is the limit for "suspiciously slow", which MLPerf does not check.
+This is Student's one-sided test at 5 % under equal variances. The two values that each olympic mean
+leaves out do not count in the sizes. The same distance above :math:`m` is the limit for
+"suspiciously slow", which MLPerf does not check.
 
-Most tasks validate once an epoch, so the quantity is discrete: the goal was reached at some moment of the last epoch.
-If all seeds need the same number of epochs, :math:`s` is 0, and MLPerf's rule refuses every smaller mean. Here
-:math:`s` is at least the standard deviation of a rounding error, :math:`r / \sqrt{12}` for the resolution :math:`r`
-(1 epoch). Two of five runs may then be one epoch faster, and three may not. A resolution of 0 gives MLPerf's rule
-without this change.
+Most tasks validate once an epoch, so the quantity is discrete: the goal was reached at some moment
+of the last epoch. If all seeds need the same number of epochs, :math:`s` is 0, and MLPerf's rule
+refuses every smaller mean. Here :math:`s` is at least the standard deviation of a rounding error,
+:math:`r / \sqrt{12}` for the resolution :math:`r` (1 epoch). Two of five runs may then be one epoch
+faster, and three may not. A resolution of 0 gives MLPerf's rule without this change.
 """
 
 from __future__ import annotations
@@ -97,7 +99,8 @@ class Reference:
         options: Other options that decide the convergence, by name.
         preset: The task's preset, or None.
         unit: ``"epochs"`` or ``"steps"``.
-        resolution: Difference between possible values, in the unit: 1 if the goal is checked at the end of each epoch.
+        resolution: Difference between possible values, in the unit: 1 if the goal is checked at the
+            end of each epoch.
         version: Version of MLBench.
         date: Day of the runs, as ``2026-11-22``.
         machine: Description of the machine; it does not decide the convergence.
@@ -220,7 +223,8 @@ class Reference:
             path: A file that :meth:`save` wrote.
 
         Raises:
-            ConfigurationError: The file cannot be read, has another schema version, or is not a valid reference.
+            ConfigurationError: The file cannot be read, has another schema version, or is not a
+                valid reference.
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -243,8 +247,8 @@ class ConvergenceCheck:
     """The result of :func:`check_convergence`. A number that the verdict does not have is None.
 
     Attributes:
-        verdict: ``"consistent"``, ``"fast"`` (suspiciously), ``"slow"`` (suspiciously, or two runs did not reach the
-            goal), ``"no reference"`` or ``"too few runs"``.
+        verdict: ``"consistent"``, ``"fast"`` (suspiciously), ``"slow"`` (suspiciously, or two runs
+            did not reach the goal), ``"no reference"`` or ``"too few runs"``.
         runs: Number of runs.
         not_reached: How many of them did not reach the goal.
         unit: Unit of the means and limits, ``"epochs"`` or ``"steps"``.
@@ -253,10 +257,11 @@ class ConvergenceCheck:
         standard_deviation: Standard deviation of the reference.
         smallest: Smallest mean that agrees with the reference.
         largest: Largest mean that agrees with the reference.
-        p_fast: Probability of a mean this small or smaller if the runs converge as the reference does.
+        p_fast: Probability of a mean this small or smaller if the runs converge as the reference
+            does.
         p_slow: Probability of a mean this large or larger.
-        score_factor: The reference's mean divided by the mean, at least 1. MLPerf multiplies the time to the goal by
-            this factor, so that lucky seeds give no advantage.
+        score_factor: The reference's mean divided by the mean, at least 1. MLPerf multiplies the
+            time to the goal by this factor, so that lucky seeds give no advantage.
     """
 
     verdict: str
@@ -279,8 +284,9 @@ def check_convergence(
     """Check repeats of one configuration against the reference of their task.
 
     Args:
-        values: Epochs or steps to the goal of each run, in the unit of the reference. None is a goal that was not
-            reached. As in MLPerf, one such run counts as the slowest one, which the olympic mean leaves out.
+        values: Epochs or steps to the goal of each run, in the unit of the reference. None is a
+            goal that was not reached. As in MLPerf, one such run counts as the slowest one, which
+            the olympic mean leaves out.
         reference: The reference, or None if there is none.
 
     Returns:
@@ -361,8 +367,9 @@ def find_reference(
 ) -> Reference | None:
     """Return the reference of a run's configuration.
 
-    The task, the data set, the preset, the goal, the algorithm, the number of workers and all options except
-    :data:`NEUTRAL_OPTIONS` must be the same. The global batch size follows from the number of workers and the options.
+    The task, the data set, the preset, the goal, the algorithm, the number of workers and all
+    options except :data:`NEUTRAL_OPTIONS` must be the same. The global batch size follows from the
+    number of workers and the options.
 
     Args:
         configuration: The ``configuration`` of a result.
@@ -393,7 +400,8 @@ def deciding_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that can decide how many epochs a run needs, with underscores in their names.
 
     Args:
-        options: Options of the command line that differ from their defaults, by name with or without hyphens.
+        options: Options of the command line that differ from their defaults, by name with or
+            without hyphens.
 
     Example:
         >>> deciding_options({"--batch-size": 32, "seed": 7, "channels-last": True})

@@ -27,12 +27,13 @@ __all__ = ["load", "save", "unpack"]
 _MOST_JSON_BYTES = 256 << 20
 # Raw lines of a long run with many workers have some hundred megabytes.
 _MOST_UNPACKED_BYTES = 4 << 30
-# What a zip file raises that is damaged, encrypted, or compressed in a way that Python does not know.
+# What a zip file raises that is damaged, encrypted, or compressed in a way that Python does not
+# know.
 _BAD_ZIP = (zipfile.BadZipFile, ValueError, zlib.error, EOFError, RuntimeError, NotImplementedError)
 
 _NAME_IN_ZIP = re.compile(r"(?:^|/)result_(.+)\.json$")
-# A file with metrics of one worker, as this master, its earlier versions and version 3.0 name it. In a name of
-# Kubernetes, words may follow "worker", but no underscore.
+# A file with metrics of one worker, as this master, its earlier versions and version 3.0 name it.
+# In a name of Kubernetes, words may follow "worker", but no underscore.
 _WORKER_IN_ZIP = re.compile(r"(?:pod_)?([^_/]+-worker(?:-[^_/]+)?-\d+)(?:_.*)?\.json$")
 
 
@@ -45,18 +46,19 @@ def load(
     """Read all results at some paths.
 
     Args:
-        paths: Each is a result folder, a folder with results at any depth, a zip file of the master, or a JSON file of
-            ``mlbench run --wait``.
+        paths: Each is a result folder, a folder with results at any depth, a zip file of the
+            master, or a JSON file of ``mlbench run --wait``.
         empty_is_error: False to accept a path that has no result.
-        unreadable: Called with the problem of each result that cannot be read, which is then left out; None to raise
-            it.
+        unreadable: Called with the problem of each result that cannot be read, which is then left
+            out; None to raise it.
 
     Returns:
-        One record for each run, fewest workers first, then by name. A run that is found twice counts once, and its
-        result folder takes precedence. Other files in folders are skipped.
+        One record for each run, fewest workers first, then by name. A run that is found twice
+        counts once, and its result folder takes precedence. Other files in folders are skipped.
 
     Raises:
-        ConfigurationError: A path has no result, a file is damaged, or a result has an unknown version.
+        ConfigurationError: A path has no result, a file is damaged, or a result has an unknown
+            version.
     """
     records: dict[str, RunRecord] = {}
     for path in map(Path, paths):
@@ -189,7 +191,8 @@ def _load_zip(path: Path) -> RunRecord | None:
         run.setdefault("num_workers", len(workers))
     record = RunRecord.from_metrics(metrics, run, str(path))
     if record.workers is None and count_ranks(metrics):
-        # Some archives of version 3.0 lack these files. All workers sent metrics, so one rank is one worker.
+        # Some archives of version 3.0 lack these files. All workers sent metrics, so one rank is
+        # one worker.
         record = RunRecord.from_metrics(metrics, {**run, "num_workers": 1}, str(path))
         remark = "the archive has no number of workers, and one worker sent metrics: it counts as a run of one worker"
         record = dataclasses.replace(record, remarks=(*record.remarks, remark))
@@ -226,12 +229,14 @@ def save(path: Path, run: Mapping[str, Any], metrics: Metrics) -> None:
 def unpack(archive: Path, folder: Path, *, unfinished: bool = False) -> bool:
     """Unpack the result folder of a run from a zip file of the master.
 
-    Only :data:`FILES` are written, whatever names the archive has. An older result folder is replaced.
+    Only :data:`FILES` are written, whatever names the archive has. An older result folder is
+    replaced.
 
     Args:
         archive: The zip file.
         folder: The folder to create.
-        unfinished: True to also unpack the raw lines of a run without ``result.json``, for example of a stopped one.
+        unfinished: True to also unpack the raw lines of a run without ``result.json``, for example
+            of a stopped one.
 
     Returns:
         False, and nothing is written, if the archive has no ``result.json`` with raw lines.

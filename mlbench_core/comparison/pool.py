@@ -1,7 +1,7 @@
 """Group runs that are repeats of each other, and name the differences between groups.
 
-Two runs are repeats if their configurations, machines and software are equal except for the seed. Groups that
-differ only in the number of workers are a series: it shows how a configuration scales.
+Two runs are repeats if their configurations, machines and software are equal except for the seed.
+Groups that differ only in the number of workers are a series: it shows how a configuration scales.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Group:
     """Runs that are repeats of each other.
 
     Attributes:
-        label: The settings that distinguish the group from the others, except the number of workers.
+        label: The settings that distinguish the group from the others, except the number of
+            workers.
         workers: Number of workers.
         configuration: The configuration of the runs, without the seed.
         records: The runs.
@@ -83,7 +84,8 @@ class Group:
         A mean over the other runs would make the group look better for its misses.
 
         Args:
-            name: Attribute of :class:`~mlbench_core.comparison.record.RunRecord`, for example ``"total_s"``.
+            name: Attribute of :class:`~mlbench_core.comparison.record.RunRecord`, for example
+                ``"total_s"``.
         """
         return [
             value
@@ -108,9 +110,9 @@ class Series:
 def usable(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
     """Select the runs that can be compared: those that finished, or reached their goal before they were killed.
 
-    A run that failed is a repeat that missed if another run has its configuration: a failure must not make the others
-    look better. A run that neither finished nor failed may still go on, so it is left out. Runs that sent no times are
-    left out, too.
+    A run that failed is a repeat that missed if another run has its configuration: a failure must
+    not make the others look better. A run that neither finished nor failed may still go on, so it
+    is left out. Runs that sent no times are left out, too.
 
     Returns:
         The runs, and a sentence with the reason for each run that is left out.
@@ -172,7 +174,8 @@ def workload(record: RunRecord | Group) -> tuple[str, str]:
     known = record.configuration
     name = known.get("task") or known.get("program")
     if not name and known.get("goal"):
-        # Archives of version 3.0 may name neither. Those of one goal have different names for each backend.
+        # Archives of version 3.0 may name neither. Those of one goal have different names for each
+        # backend.
         name = goal_text(known["goal"])
     return str(name or known.get("series")), str(known.get("dataset"))
 
@@ -199,13 +202,15 @@ def check_comparable(records: Sequence[RunRecord]) -> None:
 def pool(records: Sequence[RunRecord]) -> list[Group]:
     """Group the runs that are repeats of each other.
 
-    A seed that occurs twice in a group counts once, because the second run is not an independent repeat.
+    A seed that occurs twice in a group counts once, because the second run is not an independent
+    repeat.
 
     Args:
         records: Runs whose number of workers is known, see :func:`usable`.
 
     Returns:
-        Groups, series by series and fewest workers first. Their labels name the differences between the series.
+        Groups, series by series and fewest workers first. Their labels name the differences between
+        the series.
     """
     found: dict[str, list[RunRecord]] = {}
     for record in records:
@@ -251,8 +256,8 @@ def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
     """Name the differences between groups.
 
     Returns:
-        Properties, for example ``"algorithm"``, ``"options.rank"`` or ``"machine.cpu"``, and their different values.
-        The value is None for a group that does not have the property.
+        Properties, for example ``"algorithm"``, ``"options.rank"`` or ``"machine.cpu"``, and their
+        different values. The value is None for a group that does not have the property.
     """
     rows = [_properties(group.records[0]) for group in groups]
     found: dict[str, list[Any]] = {}
@@ -305,9 +310,9 @@ def _text(value: Any) -> str:
 def _labels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a short label for each row: the values of the properties in which rows differ.
 
-    Every part of the configuration that differs is in the label. Goal, machine and software are added only if two
-    labels would be equal without them. The goal follows from the task, and many properties of a machine differ
-    together.
+    Every part of the configuration that differs is in the label. Goal, machine and software are
+    added only if two labels would be equal without them. The goal follows from the task, and many
+    properties of a machine differ together.
     """
     differing = [name for name in _names(rows) if len({_text(row.get(name)) for row in rows}) > 1]
     chosen = [name for name in differing if not name.startswith(("goal", "machine.", "software."))]

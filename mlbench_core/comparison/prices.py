@@ -1,7 +1,7 @@
 """Compute the price of a run from an editable table of machine prices.
 
-The table that ships with MLBench is ``prices.toml`` beside this module. Prices change: copy the file, correct it, and
-give its path.
+The table that ships with MLBench is ``prices.toml`` beside this module. Prices change: copy the
+file, correct it, and give its path.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ class Machine:
         gpu: The GPU, or empty.
         gpus: Number of GPUs.
         price_per_hour: Regular price of the whole machine for an hour, or None if it is not known.
-        spot_per_hour: Price for an hour if the provider may interrupt the machine, or None if it is not known.
+        spot_per_hour: Price for an hour if the provider may interrupt the machine, or None if it is
+            not known.
         currency: Currency of both prices, for example ``"USD"``.
         date: Day of the prices, as ``2024-06-01``.
         source: Address of the page that publishes them.
 
     Raises:
         TypeError: A field has the wrong type.
-        ValueError: A number is not allowed, or a row with a price lacks the currency, the date or the source.
+        ValueError: A number is not allowed, or a row with a price lacks the currency, the date or
+            the source.
     """
 
     name: str
@@ -122,14 +124,15 @@ def load_prices(path: Path | None = None) -> dict[str, Machine]:
     """Read a table of machine prices.
 
     Args:
-        path: TOML file with one table ``[[machine]]`` per machine, with the fields of :class:`Machine`; by default,
-            the table that ships with MLBench.
+        path: TOML file with one table ``[[machine]]`` per machine, with the fields of
+            :class:`Machine`; by default, the table that ships with MLBench.
 
     Returns:
         The machines by name, in the order of the file.
 
     Raises:
-        ConfigurationError: The file cannot be read or is not TOML, or a row is wrong; the message names the row.
+        ConfigurationError: The file cannot be read or is not TOML, or a row is wrong; the message
+            names the row.
 
     Example:
         >>> load_prices()["gcp-n1-standard-4"].cores
@@ -190,8 +193,8 @@ def price_index(train_s: float, workers: int, base_train_s: float, base_workers:
 
         I_k = \frac{k T_k}{k_0 T_{k_0}} \Big/ \frac{T_{k_0}}{T_k}
 
-    The price of an hour cancels out, so the index is known without any price. If it is below 1, the additional workers
-    pay for themselves: the speed-up is larger than the increase in price.
+    The price of an hour cancels out, so the index is known without any price. If it is below 1, the
+    additional workers pay for themselves: the speed-up is larger than the increase in price.
 
     Args:
         train_s: Seconds of the run.

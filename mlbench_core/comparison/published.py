@@ -31,7 +31,8 @@ UNKNOWN = "unknown"
 """State of a run whose record is missing, as in a zip file of an earlier version."""
 
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
-# "80% Top 1 Validation Accuracy reached in 407.123 seconds, Compute: 300.000 seconds, Communication: 80.500 seconds"
+# "80% Top 1 Validation Accuracy reached in 407.123 seconds, Compute: 300.000 seconds,
+# Communication: 80.500 seconds"
 _TIME_IN_RESULT = re.compile(rf"\b(?:in|after) {_NUMBER} seconds", re.IGNORECASE)
 _PHASE_IN_RESULT = re.compile(rf"\b(compute|communication|metrics|preprocess): {_NUMBER} seconds")
 # The goal in such a text, of which version 3.0 and this one have several forms.
@@ -45,7 +46,8 @@ _GOAL_IN_RESULT = (
         re.IGNORECASE,
     ),
 )
-# The script of task 0 of version 3.0 sends these, with one entry for each all-reduce that it measures.
+# The script of task 0 of version 3.0 sends these, with one entry for each all-reduce that it
+# measures.
 _ALL_REDUCE_TIMES, _ALL_REDUCE_SIZES = (
     ("avg_time", "val_avg_time"),
     ("tensor_size", "val_tensor_size"),
@@ -60,7 +62,8 @@ _CUSTOM_IMAGE = "custom_image"
 def state_of_run(run: Mapping[str, Any]) -> str:
     """Return the state of a run as the master describes it: ``"stopped"`` if a user stopped it.
 
-    The master calls it ``"failed"``, as in version 3.0. Its field ``stopped`` or, in older files, its reason tells.
+    The master calls it ``"failed"``, as in version 3.0. Its field ``stopped`` or, in older files,
+    its reason tells.
 
     Example:
         >>> state_of_run({"state": "failed", "stopped": True}), state_of_run({"state": "finished"}), state_of_run({})
@@ -78,12 +81,15 @@ def describe_run(run: Mapping[str, Any], workers: int | None = None) -> dict[str
     """Return the configuration of a run without a result folder, as far as the master's description has it.
 
     Args:
-        run: The run as the master describes it. Its command line has the task, the options and the seed.
-        workers: Its number of workers. It is removed from the name to get ``series`` if the command is unknown.
+        run: The run as the master describes it. Its command line has the task, the options and the
+            seed.
+        workers: Its number of workers. It is removed from the name to get ``series`` if the command
+            is unknown.
 
     Returns:
-        Entries as in the ``configuration`` of a result file; one that is unknown is missing. ``image``,
-        ``max_bandwidth`` (in Mbit/s) and ``series`` are further entries, because two runs may differ in them only.
+        Entries as in the ``configuration`` of a result file; one that is unknown is missing.
+        ``image``, ``max_bandwidth`` (in Mbit/s) and ``series`` are further entries, because two
+        runs may differ in them only.
     """
     job = run.get("job_metadata")
     command = run.get("command") or (job.get("command") if isinstance(job, Mapping) else None)
@@ -144,15 +150,16 @@ def _goal_of(task: Task, found: Mapping[str, Any], after_s: float | None) -> dic
 def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
     """Split a command line into task, program and options, without placeholders.
 
-    A flag has the value True. An option that is given several times has all its values in one text, and ``arguments``
-    has the words before the first option.
+    A flag has the value True. An option that is given several times has all its values in one text,
+    and ``arguments`` has the words before the first option.
     """
     try:
         words = shlex.split(command)
     except ValueError:
         # A quote is not closed, which a custom command may have.
         words = command.split()
-    # The program ends at the script, as in "python -u main.py"; without a script, it is the first word.
+    # The program ends at the script, as in "python -u main.py"; without a script, it is the first
+    # word.
     start = next((i for i, word in enumerate(words[:4]) if word.endswith(".py")), 0)
     items: list[tuple[str, str]] = []
     for word in words[start + 1 :]:
@@ -195,9 +202,10 @@ def latest_json(metrics: Metrics, name: str) -> dict[str, Any]:
 def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a :class:`~mlbench_core.comparison.record.RunRecord` that the metrics of a run contain.
 
-    The metric ``summary @ 0``, which a training script sends at its end, and ``goal @ 0``, which its tracker sends,
-    take precedence. A run without them has reached its goal if it has the metric ``TaskResult @ 0``. Times then come
-    from the text of this metric, and times that it lacks from the cumulative times of the steps.
+    The metric ``summary @ 0``, which a training script sends at its end, and ``goal @ 0``, which
+    its tracker sends, take precedence. A run without them has reached its goal if it has the metric
+    ``TaskResult @ 0``. Times then come from the text of this metric, and times that it lacks from
+    the cumulative times of the steps.
 
     Args:
         metrics: Entries of every metric, oldest first: ``{name: [{"date", "value", ...}, ...]}``.
@@ -270,7 +278,8 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         "samples_per_s": number(summary.get("samples_per_s")),
         "tokens_per_s": number(summary.get("tokens_per_s")),
         "best": number(summary.get("best"), summary.get("best_metric_value")),
-        # The summary has the bytes of rank 0. All workers send the same number, because their parts have equal size.
+        # The summary has the bytes of rank 0. All workers send the same number, because their parts
+        # have equal size.
         "bytes_sent": None if sent is None or workers is None else sent * workers,
         "bytes_on_wire": None if on_wire is None or workers is None else on_wire * workers,
         "exchanges": None if exchanges is None else int(exchanges),
@@ -297,7 +306,8 @@ def _task_of(
 ) -> str | None:
     """Return the key of the task of a run of version 3.0 whose command is not recorded, or None if it is not clear.
 
-    Archives of several backends of one task have different names, but their metrics and the goal are those of one task.
+    Archives of several backends of one task have different names, but their metrics and the goal
+    are those of one task.
     """
     sent = {name.partition(" @ ")[0] for name in metrics}
     if sent & set(_ALL_REDUCE_TIMES):
@@ -317,7 +327,8 @@ def _task_of(
         if words & ({*task.folder.split("_"), task.key} - {"small"}):
             return task.key
     if len(fitting) == 2 and {task.metric for task in fitting} == {"Prec@1"}:
-        # Of the two, only the images have a fifth class, and only the logistic regression an F1 score.
+        # Of the two, only the images have a fifth class, and only the logistic regression an F1
+        # score.
         kinds = {"1a": "Prec@5", "2a": "F1-Score"}
         shown = [key for key, kind in kinds.items() if any(name.endswith(kind) for name in sent)]
         return shown[0] if len(shown) == 1 else None
@@ -408,7 +419,8 @@ def _workers(run: Mapping[str, Any], summary: Mapping[str, Any], metrics: Metric
     for value in (run.get("num_workers"), summary.get("workers")):
         if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1:
             return int(value)
-    # If there is only one rank, the number of workers stays unknown, because rank 0 may be the only one that sends.
+    # If there is only one rank, the number of workers stays unknown, because rank 0 may be the only
+    # one that sends.
     ranks = count_ranks(metrics)
     return ranks if ranks > 1 else None
 

@@ -37,10 +37,11 @@ class CurvePoint:
         epoch: Epoch in which the value was recorded.
         step: Training batches finished by then.
         time_s: Seconds since the start of the run.
-        bytes: Bytes that all workers had put on the wire by then, interpolated between the ends of epochs; None if
-            unknown.
+        bytes: Bytes that all workers had put on the wire by then, interpolated between the ends of
+            epochs; None if unknown.
         value: The recorded value.
-        train_s: Training seconds of rank 0 by then, interpolated between the ends of epochs; None if unknown.
+        train_s: Training seconds of rank 0 by then, interpolated between the ends of epochs; None
+            if unknown.
     """
 
     epoch: int
@@ -58,10 +59,10 @@ class RunRecord:
     Attributes:
         name: The run's name.
         source: Path of the folder or file that it was read from, or ``"master"``.
-        state: ``"finished"``, ``"failed"``, ``"unfinished"``, or another state of the master; ``"unknown"`` without the
-            run's record.
-        configuration: Task, program, options, backend, workers, goal, seed and so on, as in a result file. An entry
-            that is unknown is missing.
+        state: ``"finished"``, ``"failed"``, ``"unfinished"``, or another state of the master;
+            ``"unknown"`` without the run's record.
+        configuration: Task, program, options, backend, workers, goal, seed and so on, as in a
+            result file. An entry that is unknown is missing.
         started_at: Date and time of the start (ISO 8601, UTC).
         machine: The machine, as in a result file; empty if unknown.
         software: Versions of the software, as in a result file; empty if unknown.
@@ -71,12 +72,13 @@ class RunRecord:
         train_s: All training time, without validation.
         validation_s: Time spent in validation.
         wall_s: Time since the start of the run, validation and pauses included.
-        phases_s: Training time by phase, see :data:`PHASES`: until the goal if it was reached, else of the whole run.
-        communication_exposed_s: The part of the communication time that training waited for; None if it was not
-            measured, as with torch's own DistributedDataParallel.
+        phases_s: Training time by phase, see :data:`PHASES`: until the goal if it was reached, else
+            of the whole run.
+        communication_exposed_s: The part of the communication time that training waited for; None
+            if it was not measured, as with torch's own DistributedDataParallel.
         communication_hidden_s: The part of the communication time during which training continued.
-        communication_cpu_s: Processor time that the training thread of a worker used while training waited; None if it
-            was not measured.
+        communication_cpu_s: Processor time that the training thread of a worker used while training
+            waited; None if it was not measured.
         steps_s: Training time by step, see :data:`STEPS`.
         epochs_to_goal: Number of epochs until the goal was reached.
         steps_to_goal: Number of training batches until the goal was reached.
@@ -87,9 +89,11 @@ class RunRecord:
         bytes_sent: Bytes that all workers handed to collectives.
         bytes_on_wire: Bytes that all workers put on the wire, see
             :func:`~mlbench_core.wire_bytes.wire_bytes`.
-        exchanges: Exchanges of gradients or weights in which a worker took part, averages for validations included.
+        exchanges: Exchanges of gradients or weights in which a worker took part, averages for
+            validations included.
         batches: Number of training batches of one worker.
-        collectives: The collectives of one worker in these batches, as in ``result.json``; None if they are not known.
+        collectives: The collectives of one worker in these batches, as in ``result.json``; None if
+            they are not known.
         folder: The result folder with the raw lines, if there is one.
         remarks: Notes for people, for example that the run was killed.
     """
@@ -254,7 +258,8 @@ class RunRecord:
             # An optimizer that does not report when it communicates leaves zeros.
             if at.get("communication_s"):
                 exposed_s = hidden_s = None
-            # So does a script with torch's own DistributedDataParallel in a result of an earlier version.
+            # So does a script with torch's own DistributedDataParallel in a result of an earlier
+            # version.
             elif (
                 configuration.get("workers") != 1
                 and not bytes_sent
@@ -309,22 +314,26 @@ class RunRecord:
     ) -> RunRecord:
         """Read the record from the metrics that a run sent to the master.
 
-        The metric ``result @ 0`` is the run's whole result file and takes precedence. Without it, ``summary @ 0`` and
-        ``goal @ 0`` count, and then the metrics of version 3.0.
+        The metric ``result @ 0`` is the run's whole result file and takes precedence. Without it,
+        ``summary @ 0`` and ``goal @ 0`` count, and then the metrics of version 3.0.
 
         Args:
-            metrics: Entries of every metric, oldest first: ``{name: [{"date", "value", ...}, ...]}``.
-            run: The run as the master describes it: ``name``, ``num_workers``, ``state``, ``command`` and so on.
+            metrics: Entries of every metric, oldest first: ``{name: [{"date", "value", ...},
+                ...]}``.
+            run: The run as the master describes it: ``name``, ``num_workers``, ``state``,
+                ``command`` and so on.
             source: Path of the file, or ``"master"``.
 
         Raises:
-            ConfigurationError: The metric ``result @ 0`` does not follow its schema, or has an unknown version.
+            ConfigurationError: The metric ``result @ 0`` does not follow its schema, or has an
+                unknown version.
         """
         result = latest_json(metrics, "result @ 0")
         if result:
             check_result(result, f"the result of run {run.get('name')}")
             found = cls.from_result(result, source=source)
-            # The master knows the name under which the run was started, and if one of its workers failed.
+            # The master knows the name under which the run was started, and if one of its workers
+            # failed.
             state = state_of_run(run) if run.get("state") else found.state
             return dataclasses.replace(found, name=str(run.get("name") or found.name), state=state)
         return cls(source=source, **read_fields(metrics, run))

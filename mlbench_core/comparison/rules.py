@@ -60,7 +60,8 @@ def _check_run(record: RunRecord) -> Iterable[Finding]:
         yield Finding("cannot be checked", record.name, "it has no result folder")
         return
     if record.state != "finished":
-        # A repeat that failed is part of the result, so it breaks no rule. It counts for nothing below.
+        # A repeat that failed is part of the result, so it breaks no rule. It counts for nothing
+        # below.
         yield Finding(
             "ok", record.name, f"the run has the state '{record.state}' and is reported with it"
         )

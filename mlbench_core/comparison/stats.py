@@ -1,14 +1,15 @@
 r"""Compare repeated measurements: intervals, tests and profiles, in plain Python.
 
-The base installation has no scipy, and the commands that print results must start quickly. So this module computes
-Student's t distribution itself, by the regularized incomplete beta function :math:`I_x(a, b)`:
+The base installation has no scipy, and the commands that print results must start quickly. So this
+module computes Student's t distribution itself, by the regularized incomplete beta function
+:math:`I_x(a, b)`:
 
 .. math::
 
     P(T > t) = \tfrac{1}{2} I_x(\nu / 2, 1 / 2), \qquad x = \frac{\nu}{\nu + t^2}, \quad t \ge 0
 
-for :math:`\nu` degrees of freedom. All measurements must be finite: a run that did not reach its goal has no time, and
-must be left out or counted separately.
+for :math:`\nu` degrees of freedom. All measurements must be finite: a run that did not reach its
+goal has no time, and must be left out or counted separately.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ __all__ = [
 
 # Above this many degrees of freedom, a normal approximation is exact to 1e-13.
 _ALMOST_NORMAL = 1e6
-# From here on, the series for the beta function is exact to 1e-12, while the difference of two lgamma loses digits.
+# From here on, the series for the beta function is exact to 1e-12, while the difference of two
+# lgamma loses digits.
 _LARGE_SHAPE = 20.0
 _SMALLEST = 1e-300
 
@@ -174,8 +176,8 @@ def log_interval(values: Iterable[float], level: float = 0.95) -> tuple[float, f
 def holm(values: Sequence[float]) -> list[float]:
     """Adjust the p values of several tests by Holm's method.
 
-    With adjusted values, the probability that any of the tests shows a difference that does not exist is at most the
-    level, whatever the tests have in common.
+    With adjusted values, the probability that any of the tests shows a difference that does not
+    exist is at most the level, whatever the tests have in common.
 
     Args:
         values: The p values, each from 0 to 1.
@@ -192,7 +194,8 @@ def holm(values: Sequence[float]) -> list[float]:
         [0.03, 0.06, 0.06]
 
     References:
-        Holm: A simple sequentially rejective multiple test procedure. Scandinavian Journal of Statistics 6, 1979.
+        Holm: A simple sequentially rejective multiple test procedure. Scandinavian Journal of
+        Statistics 6, 1979.
     """
     for value in values:
         check_number("values", value)
@@ -234,10 +237,12 @@ class Description:
     Attributes:
         n: Number of values.
         mean: Their mean, or None without any.
-        standard_deviation: Standard deviation of the sample (divisor ``n - 1``), or None for fewer than two values.
+        standard_deviation: Standard deviation of the sample (divisor ``n - 1``), or None for fewer
+            than two values.
         median: Their median, or None without any.
         interval: 95 % confidence interval of the mean, or None for fewer than two values.
-        olympic_mean: Mean without the smallest and the largest value, or None for fewer than three values.
+        olympic_mean: Mean without the smallest and the largest value, or None for fewer than three
+            values.
     """
 
     n: int
@@ -280,12 +285,15 @@ class WelchTest:
     Attributes:
         difference: Mean of ``a`` minus mean of ``b``, in the unit of the values.
         interval: Confidence interval of the difference, in the same unit.
-        effect: The difference in standard deviations, Hedges' g. It is infinite if neither sample varies and the means
-            differ. As a rule of thumb, 0.2 is small, 0.5 is medium and 0.8 is large.
+        effect: The difference in standard deviations, Hedges' g. It is infinite if neither sample
+            varies and the means differ. As a rule of thumb, 0.2 is small, 0.5 is medium and 0.8 is
+            large.
         t: The test statistic; infinite if neither sample varies and the means differ.
         df: Degrees of freedom; those of Welch's test are after Welch and Satterthwaite.
-        p: Two-sided p value: the probability of a difference at least this large if the true means are equal.
-        p_less: One-sided p value; small values speak for a smaller true mean of ``a``. For times: "``a`` is faster".
+        p: Two-sided p value: the probability of a difference at least this large if the true means
+            are equal.
+        p_less: One-sided p value; small values speak for a smaller true mean of ``a``. For times:
+            "``a`` is faster".
         p_greater: One-sided p value; small values speak for a larger true mean of ``a``.
     """
 
@@ -309,12 +317,13 @@ def welch_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> W
         t = \frac{m_a - m_b}{\sqrt{e_a^2 + e_b^2}}, \quad e = \frac{s}{\sqrt{n}}, \quad
         \nu = \frac{(e_a^2 + e_b^2)^2}{e_a^4 / (n_a - 1) + e_b^4 / (n_b - 1)}
 
-    The effect size is Hedges' g: :math:`m_a - m_b` divided by the pooled standard deviation, times the correction
-    :math:`1 - 3 / (4 (n_a + n_b) - 9)` for small samples.
+    The effect size is Hedges' g: :math:`m_a - m_b` divided by the pooled standard deviation, times
+    the correction :math:`1 - 3 / (4 (n_a + n_b) - 9)` for small samples.
 
-    If neither sample varies, the test is decided by the means alone: equal means give t = 0 and p = 1, others give an
-    infinite t and p = 0. The degrees of freedom are then :math:`n_a + n_b - 2`, and the interval is a single point.
-    Such a sample often means that the same run was measured twice, or that the quantity is too coarse.
+    If neither sample varies, the test is decided by the means alone: equal means give t = 0 and p =
+    1, others give an infinite t and p = 0. The degrees of freedom are then :math:`n_a + n_b - 2`,
+    and the interval is a single point. Such a sample often means that the same run was measured
+    twice, or that the quantity is too coarse.
 
     Args:
         a: At least two independent measurements.
@@ -326,7 +335,8 @@ def welch_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> W
 
     Raises:
         TypeError: A value is not a number.
-        ValueError: A sample has fewer than two values, a value is not finite, or ``level`` is not between 0 and 1.
+        ValueError: A sample has fewer than two values, a value is not finite, or ``level`` is not
+            between 0 and 1.
 
     Example:
         >>> test = welch_test([9.8, 10.1, 10.0], [11.9, 12.3, 12.1])
@@ -334,11 +344,11 @@ def welch_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> W
         (-2.13, True)
 
     References:
-        Welch: The generalization of "Student's" problem when several different population variances are involved.
-        Biometrika 34, 1947.
+        Welch: The generalization of "Student's" problem when several different population variances
+        are involved. Biometrika 34, 1947.
 
-        Hedges: Distribution theory for Glass's estimator of effect size and related estimators. Journal of Educational
-        Statistics 6, 1981.
+        Hedges: Distribution theory for Glass's estimator of effect size and related estimators.
+        Journal of Educational Statistics 6, 1981.
     """
     first, second = _sample("a", a), _sample("b", b)
     _check_level(level)
@@ -355,7 +365,8 @@ def welch_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> W
         t = effect = math.copysign(math.inf, difference) if difference else 0.0
         half = 0.0
     else:
-        # Each error divided by the total error: fourth powers of very small errors would otherwise become 0.
+        # Each error divided by the total error: fourth powers of very small errors would otherwise
+        # become 0.
         shares = [
             (each / error) ** 4 / (size - 1) for each, size in zip(errors, sizes, strict=True)
         ]
@@ -382,8 +393,9 @@ def welch_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> W
 def paired_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> WelchTest:
     r"""Test whether two samples that belong together in pairs have different means, by Student's t distribution.
 
-    With the mean :math:`m` and the standard deviation :math:`s` of the :math:`n` differences :math:`a_i - b_i`,
-    :math:`t = m \sqrt{n} / s` with :math:`n - 1` degrees of freedom. The effect size is that of :func:`welch_test`.
+    With the mean :math:`m` and the standard deviation :math:`s` of the :math:`n` differences
+    :math:`a_i - b_i`, :math:`t = m \sqrt{n} / s` with :math:`n - 1` degrees of freedom. The effect
+    size is that of :func:`welch_test`.
 
     Args:
         a: At least two measurements.
@@ -395,8 +407,8 @@ def paired_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> 
 
     Raises:
         TypeError: A value is not a number.
-        ValueError: The samples have fewer than two values or different lengths, a value is not finite, or ``level`` is
-            not between 0 and 1.
+        ValueError: The samples have fewer than two values or different lengths, a value is not
+            finite, or ``level`` is not between 0 and 1.
 
     Example:
         >>> test = paired_test([10.0, 20.0, 30.0], [11.0, 21.2, 31.1])
@@ -438,11 +450,12 @@ def performance_profile(
 
         \rho_a(\tau) = \frac{1}{|S|} \left|\left\{ s : t_{as} \le \tau \min_b t_{bs} \right\}\right|
 
-    A goal that was not reached counts as an infinite time. A task that nobody solved still counts in :math:`|S|`.
+    A goal that was not reached counts as an infinite time. A task that nobody solved still counts
+    in :math:`|S|`.
 
     Args:
-        times: Time to the goal, in any unit, by algorithm and task. None or a missing task means that the
-            goal was not reached.
+        times: Time to the goal, in any unit, by algorithm and task. None or a missing task means
+            that the goal was not reached.
         ratios: The factors :math:`\tau`, each at least 1.
 
     Returns:
@@ -450,7 +463,8 @@ def performance_profile(
 
     Raises:
         TypeError: A time or ratio is not a number.
-        ValueError: ``times`` has no algorithm or no task, a time is not positive and finite, or a ratio is below 1.
+        ValueError: ``times`` has no algorithm or no task, a time is not positive and finite, or a
+            ratio is below 1.
 
     Example:
         >>> times = {"sgd": {"1a": 10.0, "2a": 40.0}, "adam": {"1a": 15.0, "2a": None}}
@@ -496,8 +510,8 @@ def performance_score(
 
     Raises:
         TypeError: A time or ``tau_max`` is not a number.
-        ValueError: ``times`` has no algorithm or no task, a time is not positive and finite, or ``tau_max`` is not
-            finite and above 1.
+        ValueError: ``times`` has no algorithm or no task, a time is not positive and finite, or
+            ``tau_max`` is not finite and above 1.
 
     Example:
         >>> performance_score({"sgd": {"1a": 10.0, "2a": 40.0}, "adam": {"1a": 25.0, "2a": None}})
@@ -585,7 +599,8 @@ def _upper_tail(t: float, df: float) -> float:
     x, a, b = math.exp(-log_sum), df / 2, 0.5
     # The logarithm of x^a (1 - x)^b / B(a, b).
     log_front = -a * log_sum + b * (2 * log_ratio - log_sum) - _log_beta_half(a)
-    # Each continued fraction converges quickly on one side of the mean of the beta distribution only.
+    # Each continued fraction converges quickly on one side of the mean of the beta distribution
+    # only.
     if x < (a + 1) / (a + b + 2):
         return math.exp(log_front) * _beta_fraction(x, a, b) / a / 2
     return (1 - math.exp(log_front) * _beta_fraction(-math.expm1(-log_sum), b, a) / b) / 2

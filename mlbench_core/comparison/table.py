@@ -3,8 +3,8 @@
 A group with a run that missed its goal has a median and a cost per success, and no mean: see
 :mod:`mlbench_core.comparison.times`. Times of a program without a goal are its training times.
 
-Runs whose goal is the best value after a fixed training time are compared by this value. Their times are equal by
-definition, so they have no speed-up, no test and no performance profile.
+Runs whose goal is the best value after a fixed training time are compared by this value. Their
+times are equal by definition, so they have no speed-up, no test and no performance profile.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ RATIOS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Factors of the best time at which performance profiles are given."""
 
 _MEGA = 1e6
-# All except tab and line feed: a name with such characters could change the reader's terminal. Marks that turn the
-# direction of text, and characters without width, make it look like another name.
+# All except tab and line feed: a name with such characters could change the reader's terminal.
+# Marks that turn the direction of text, and characters without width, make it look like another
+# name.
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
 )
@@ -150,12 +151,14 @@ class Comparison:
     """The table of some groups, with the tests between them.
 
     Attributes:
-        rows: One for each group, with an entry for each of :data:`COLUMNS` and ``names``, the names of its runs.
-        tests: One for each pair of groups: ``a``, ``b``, ``workers``, ``test``, ``ratio``, ``ratio_low``,
-            ``ratio_high``, ``effect``, ``p``, ``p_holm`` and ``verdict``.
-        profile: Share of the tasks that each algorithm solves within each of :data:`RATIOS` of the best time, and
-            ``score``; empty with one task.
-        differences: Differences between the groups, see :func:`~mlbench_core.comparison.pool.differences`.
+        rows: One for each group, with an entry for each of :data:`COLUMNS` and ``names``, the names
+            of its runs.
+        tests: One for each pair of groups: ``a``, ``b``, ``workers``, ``test``, ``ratio``,
+            ``ratio_low``, ``ratio_high``, ``effect``, ``p``, ``p_holm`` and ``verdict``.
+        profile: Share of the tasks that each algorithm solves within each of :data:`RATIOS` of the
+            best time, and ``score``; empty with one task.
+        differences: Differences between the groups, see
+            :func:`~mlbench_core.comparison.pool.differences`.
         remarks: Sentences for people.
     """
 
@@ -168,7 +171,8 @@ class Comparison:
     def tables(self) -> list[tuple[Sequence[Column], Sequence[Mapping[str, Any]]]]:
         """Return the tables for people: columns and rows.
 
-        A column without any value is left out, unless it says of a row with several workers that it was not measured.
+        A column without any value is left out, unless it says of a row with several workers that it
+        was not measured.
         """
         found: list[tuple[Sequence[Column], Sequence[Mapping[str, Any]]]] = []
         for title in ("time", "scaling"):
@@ -271,8 +275,8 @@ def compare_runs(
         baseline: See :func:`compare_groups`.
 
     Returns:
-        The groups, and their comparison, in which a remark names each run that is left out. Both are empty if no run
-        can be compared.
+        The groups, and their comparison, in which a remark names each run that is left out. Both
+        are empty if no run can be compared.
 
     Raises:
         ConfigurationError: Runs had different goals, or no group has the label ``baseline``.
@@ -301,8 +305,8 @@ def compare_groups(
     Args:
         groups: The groups, see :func:`~mlbench_core.comparison.pool.pool`.
         price: Price of a run; None if it is unknown.
-        baseline: Label of the groups against which all others are tested. By default, every pair is tested that has the
-            same number of workers.
+        baseline: Label of the groups against which all others are tested. By default, every pair is
+            tested that has the same number of workers.
         remarks: Further sentences for people.
 
     Raises:
@@ -340,7 +344,8 @@ def _rows(of: Series, price: Price | None) -> list[dict[str, Any]]:
     groups = of.groups
     timed = [group for group in groups if not group.records[0].has_fixed_time]
     seconds = {group.workers: mean for group in timed if (mean := _mean(group.values("total_s")))}
-    # Without the time of the fewest workers there is no reference: that of more workers would look like a better one.
+    # Without the time of the fewest workers there is no reference: that of more workers would look
+    # like a better one.
     base = groups[0].workers
     scale: dict[int, dict[str, float | None]] = {}
     for group in groups:
@@ -436,7 +441,8 @@ def _tests(groups: Sequence[Group], baseline: str | None) -> list[dict[str, Any]
     for a, b in itertools.combinations(groups, 2):
         if workload(a.records[0]) != workload(b.records[0]) or a.records[0].has_fixed_time:
             continue
-        # Groups of one series are compared only if there is nothing else to compare: their speed-ups are in the table.
+        # Groups of one series are compared only if there is nothing else to compare: their
+        # speed-ups are in the table.
         if (a.workers != b.workers) if several else (a.label != b.label):
             continue
         if baseline is not None and several:
@@ -483,14 +489,16 @@ def _test(a: Group, b: Group) -> dict[str, Any]:
 def times_to_goal(groups: Sequence[Group]) -> dict[str, dict[str, float | None]]:
     """Return the median time to the goal of each algorithm on each workload, for performance profiles.
 
-    In the median, a miss is longer than every time, so a setting solves the workload if more than half of its runs
-    reach the goal. Of several settings of one algorithm, the fastest counts, as after tuning.
+    In the median, a miss is longer than every time, so a setting solves the workload if more than
+    half of its runs reach the goal. Of several settings of one algorithm, the fastest counts, as
+    after tuning.
 
     Args:
         groups: Groups of runs. Those whose goal has a fixed training time are left out.
 
     Returns:
-        Algorithm with its number of workers to workload to seconds; None if the workload is not solved.
+        Algorithm with its number of workers to workload to seconds; None if the workload is not
+        solved.
     """
     times: dict[str, dict[str, float | None]] = {}
     for group in groups:

@@ -1,14 +1,17 @@
 """Judge the times of repeated runs: the one rule for misses, the cost of a success, and the test of two groups.
 
-A run *missed* if it did not reach its goal, or if it failed. Its time to the goal is only known to be longer than the
-training time that it took. So a group with misses
+A run *missed* if it did not reach its goal, or if it failed. Its time to the goal is only known to
+be longer than the training time that it took. So a group with misses
 
-* has no mean, deviation, interval or olympic mean, and nothing that is made of a mean: speed-up, efficiency, price
-  index, ratio, and "yes" in a test;
-* has a median in which each miss is longer than every time; it is unknown if half of the runs or more missed;
-* has a cost per success: the training time of all runs, successes and misses, divided by the number of successes.
+* has no mean, deviation, interval or olympic mean, and nothing that is made of a mean: speed-up,
+  efficiency, price index, ratio, and "yes" in a test;
+* has a median in which each miss is longer than every time; it is unknown if half of the runs or
+  more missed;
+* has a cost per success: the training time of all runs, successes and misses, divided by the number
+  of successes.
 
-A further miss therefore never makes a group look better. Tables, sweeps, figures and the dashboard all use this module.
+A further miss therefore never makes a group look better. Tables, sweeps, figures and the dashboard
+all use this module.
 """
 
 from __future__ import annotations
@@ -99,9 +102,10 @@ class TimesTest:
 def compare_times(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> TimesTest | None:
     """Test whether the times of two groups differ, by Student's t on the logarithms of the times.
 
-    Runs with equal seeds have equal data orders and initial weights, so their times vary together. If the two groups
-    have the same seeds, each once, the test is the paired one, on the ratios of the times of each seed. Otherwise, it
-    is Welch's test for independent samples; no run is left out to make pairs.
+    Runs with equal seeds have equal data orders and initial weights, so their times vary together.
+    If the two groups have the same seeds, each once, the test is the paired one, on the ratios of
+    the times of each seed. Otherwise, it is Welch's test for independent samples; no run is left
+    out to make pairs.
 
     Args:
         a: The runs of one group.

@@ -7,11 +7,11 @@ result. Workers on hosts that do not share the folder with rank 0 send their lin
                                 ... training ...
     all: write the last line; ranks that did not see the mark send their file; rank 0 joins the files
 
-A resumed run changes nothing in the folder before its training starts. So if its checkpoint is refused, the result of
-the earlier run stays.
+A resumed run changes nothing in the folder before its training starts. So if its checkpoint is
+refused, the result of the earlier run stays.
 
-After an error, rank 0 does not wait for the others. A worker that ends later finds the lock of the folder free, and
-computes the result again with its own lines.
+After an error, rank 0 does not wait for the others. A worker that ends later finds the lock of the
+folder free, and computes the result again with its own lines.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ _NOT_OPTIONS = frozenset(
         "sink",
     )
 )
-# Options that the closed division leaves free. They decide how numbers are computed and sent, when a run ends, and on
-# which further data it is evaluated.
+# Options that the closed division leaves free. They decide how numbers are computed and sent, when
+# a run ends, and on which further data it is evaluated.
 _FREE_OPTIONS = frozenset(
     (
         *(
@@ -124,29 +124,33 @@ class Workers:
 class RunFolder:
     """The result folder of a run; every worker makes one at the same time, after the workers are connected.
 
-    Pass :attr:`sink` to the tracker. Use it as a context manager around the tracker: at its end the result is written,
-    also after an exception. For workers of PyTorch, use
+    Pass :attr:`sink` to the tracker. Use it as a context manager around the tracker: at its end the
+    result is written, also after an exception. For workers of PyTorch, use
     :class:`mlbench_core.controlflow.pytorch.run_results.RunResults`, which needs no ``workers``.
 
     Args:
-        folder: The result folder. Files of an earlier run in it are moved to ``earlier-1`` and so on.
+        folder: The result folder. Files of an earlier run in it are moved to ``earlier-1`` and so
+            on.
         configuration: The program of the run and its settings.
         run_id: Id of the run.
         rank: Rank of this worker.
         environment: Content of ``environment.json``, see
             :func:`~mlbench_core.results.environment.describe_environment`; used on rank 0.
-        resume: True to continue the run in this folder. Its files stay as they are until the training starts.
+        resume: True to continue the run in this folder. Its files stay as they are until the
+            training starts.
         workers: Messages between the workers; None for a worker alone.
 
     Raises:
-        ConfigurationError: Another run writes to this folder at the moment, or it cannot be written to. Or a resumed
-            run has other settings than its first part: another algorithm, data set, seed or number of workers, or
-            another option that the closed division fixes.
-        MLBenchError: At the end of the block, the training has finished, but its result could not be written whole.
+        ConfigurationError: Another run writes to this folder at the moment, or it cannot be written
+            to. Or a resumed run has other settings than its first part: another algorithm, data
+            set, seed or number of workers, or another option that the closed division fixes.
+        MLBenchError: At the end of the block, the training has finished, but its result could not
+            be written whole.
 
     Attributes:
         sink: Writes the raw lines of this worker.
-        result: On rank 0, the content of ``result.json`` after the end; None before and on other ranks.
+        result: On rank 0, the content of ``result.json`` after the end; None before and on other
+            ranks.
     """
 
     def __init__(
@@ -190,7 +194,8 @@ class RunFolder:
         self._sharing = self._who_shares_the_folder()
         path = lines_path(folder, rank)
         if not self._sharing[rank] and not resume and path.exists():
-            # Left by a killed run. Only this worker's file is moved, because others of this host write now, too.
+            # Left by a killed run. Only this worker's file is moved, because others of this host
+            # write now, too.
             path.replace(path.with_name(f"earlier-{path.name}"))
         before_start = prepare if resume and rank == 0 else None
         self.sink = LinesSink(path, rank, run_id, configuration.to_dict(), before_start)
@@ -226,7 +231,8 @@ class RunFolder:
         if self.result is not None:
             log = (self._run_id, 0, self.result["epochs"])
             if self.result["goal"] is not None:
-                # The tracker sent the goal with the times of rank 0; this one has those of the slowest worker.
+                # The tracker sent the goal with the times of rank 0; this one has those of the
+                # slowest worker.
                 LogMetrics.log(*log, "goal", json.dumps(goal_message(self.result)))
             LogMetrics.log(*log, "result", json.dumps(self.result))
             LogMetrics.flush(_FLUSH_TIMEOUT_S)
@@ -251,7 +257,8 @@ class RunFolder:
     def _join_late_lines(self) -> None:
         """Compute the result again while the folder has lines that it does not contain; call it after an error.
 
-        Whoever has the lock looks again after releasing it. So a worker that finds it taken may leave.
+        Whoever has the lock looks again after releasing it. So a worker that finds it taken may
+        leave.
         """
         try:
             while (self.folder / RESULT).exists() and any(self.folder.glob("metrics.rank-*.jsonl")):
@@ -302,8 +309,9 @@ class RunFolder:
             kept, content = path.with_name(f"sent-{path.name}"), b""
             if self._rank == sender:
                 content = zlib.compress(path.read_bytes())
-                # Out of the way before rank 0 writes its copy: if the folders are the same after all, because a network
-                # file system showed the mark too late, the copy must not be removed below.
+                # Out of the way before rank 0 writes its copy: if the folders are the same after
+                # all, because a network file system showed the mark too late, the copy must not be
+                # removed below.
                 path.replace(kept)
             content = self._workers.broadcast(content, sender)
             if self._rank == 0:
@@ -357,7 +365,8 @@ def task_environment(args: argparse.Namespace, dataset_dir: str) -> dict[str, An
     """Return the content of ``environment.json`` for a task with this command line.
 
     Args:
-        args: The command line, as :func:`~mlbench_core.controlflow.task_arguments.task_main` read it.
+        args: The command line, as :func:`~mlbench_core.controlflow.task_arguments.task_main` read
+            it.
         dataset_dir: Folder of the data, unless the command line names another one.
     """
     seed = getattr(args, "seed", None)
@@ -373,7 +382,8 @@ def task_configuration(
     """Return the configuration of a task with this command line.
 
     Args:
-        args: The command line, as :func:`~mlbench_core.controlflow.task_arguments.task_main` read it.
+        args: The command line, as :func:`~mlbench_core.controlflow.task_arguments.task_main` read
+            it.
         uid: The task's name in paths, such as ``"task1a"``.
         workers: Number of workers.
         backend: Communication backend.

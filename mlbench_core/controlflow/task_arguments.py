@@ -40,29 +40,32 @@ def task_main(
 ) -> None:
     """Read a task's command line, create its folders, and run it.
 
-    The call is ``main_func(run_id=..., dataset_dir=..., ckpt_run_dir=..., output_dir=..., rank=..., backend=...,
-    hosts=..., validation_only=..., gpu=..., light_target=...)``. All arguments are keyword arguments, so a task may
-    declare its parameters in any order.
+    The call is ``main_func(run_id=..., dataset_dir=..., ckpt_run_dir=..., output_dir=..., rank=...,
+    backend=..., hosts=..., validation_only=..., gpu=..., light_target=...)``. All arguments are
+    keyword arguments, so a task may declare its parameters in any order.
 
-    Under torchrun, rank, hosts and world size come from the environment. The rank is then ``RANK``. The hosts are None,
-    so ``initialize_backends`` reads them from the environment.
+    Under torchrun, rank, hosts and world size come from the environment. The rank is then ``RANK``.
+    The hosts are None, so ``initialize_backends`` reads them from the environment.
 
-    The default of ``--backend`` is ``"nccl"`` with ``--gpu``, ``"mpi"`` under an mpirun if mpi4py is installed, and
-    ``"gloo"`` otherwise.
+    The default of ``--backend`` is ``"nccl"`` with ``--gpu``, ``"mpi"`` under an mpirun if mpi4py
+    is installed, and ``"gloo"`` otherwise.
 
-    An option may be shortened as long as it stays unambiguous: ``--root-data`` is ``--root-dataset``.
+    An option may be shortened as long as it stays unambiguous: ``--root-data`` is
+    ``--root-dataset``.
 
-    Errors in the arguments end the process with status 2, and an :class:`MLBenchError` of the task with status 1. Both
-    print one line on standard error. If another worker was lost, the traceback of the backend's error comes before it.
+    Errors in the arguments end the process with status 2, and an :class:`MLBenchError` of the task
+    with status 1. Both print one line on standard error. If another worker was lost, the traceback
+    of the backend's error comes before it.
 
     Args:
         main_func: The task. It accepts the ten names above as keyword arguments.
-        uid: The task's name in paths: ``<root-dataset>/torch/<uid>``, ``<root-checkpoint>/<uid>/<run_id>`` and
-            ``<root-output>/<uid>/<run_id>``.
+        uid: The task's name in paths: ``<root-dataset>/torch/<uid>``,
+            ``<root-checkpoint>/<uid>/<run_id>`` and ``<root-output>/<uid>/<run_id>``.
         argv: Arguments to read instead of those of the process.
-        add_arguments: Function that adds the task's own arguments to the parser. ``main_func`` is then also called with
-            ``args=``, the namespace of all arguments; pass its ``timeout`` to ``initialize_backends(timeout_s=...)``.
-            Its attribute ``options`` is a dictionary of the options that differ from their defaults.
+        add_arguments: Function that adds the task's own arguments to the parser. ``main_func`` is
+            then also called with ``args=``, the namespace of all arguments; pass its ``timeout`` to
+            ``initialize_backends(timeout_s=...)``. Its attribute ``options`` is a dictionary of the
+            options that differ from their defaults.
 
     Raises:
         TypeError: ``main_func`` cannot be called.
@@ -104,7 +107,8 @@ def task_main(
         parser.error(str(error))
     args.options = _options(parser, args)
     extra = {} if add_arguments is None else {"args": args}
-    # The last garbage collection of the process looks at every object of torch, which takes a second.
+    # The last garbage collection of the process looks at every object of torch, which takes a
+    # second.
     atexit.register(gc.freeze)
     try:
         main_func(
@@ -139,8 +143,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None
     """Add the arguments of every task that trains: epochs, resuming, checkpoints and the seed.
 
     Args:
-        parser: Receives ``--epochs``, ``--goal-after``, ``--past-goal``, ``--resume``, ``--checkpoint``, ``--seed`` and
-            ``--sink``.
+        parser: Receives ``--epochs``, ``--goal-after``, ``--past-goal``, ``--resume``,
+            ``--checkpoint``, ``--seed`` and ``--sink``.
         epochs: The task's budget; None if it depends on other arguments.
 
     Example:

@@ -61,18 +61,21 @@ def progress_download(
 ) -> Path:
     """Download a file, with a progress bar if standard error is a terminal.
 
-    The bytes go to ``dest`` + ``.part``. The function renames this file once it is complete and its checksum is
-    correct, so ``dest`` is never incomplete. An interrupted transfer resumes at the last byte. A later call also
-    resumes it, if the server still has the same file. An existing ``dest`` with the correct checksum is kept; without a
-    checksum, the file is downloaded again.
+    The bytes go to ``dest`` + ``.part``. The function renames this file once it is complete and its
+    checksum is correct, so ``dest`` is never incomplete. An interrupted transfer resumes at the
+    last byte. A later call also resumes it, if the server still has the same file. An existing
+    ``dest`` with the correct checksum is kept; without a checksum, the file is downloaded again.
 
     Args:
         url: Address, http or https.
         dest: The file to create; missing folders above it are created too.
         sha256: SHA-256 that the file must have, in hexadecimal digits.
-        md5: MD5 that the file must have, in hexadecimal digits; for data sets that do not publish a stronger checksum.
-        attempts: Number of consecutive transfers that may fail without a byte of progress, at least 1.
-        timeout_s: Maximum time in seconds to wait for a connection, and for each piece of the response.
+        md5: MD5 that the file must have, in hexadecimal digits; for data sets that do not publish a
+            stronger checksum.
+        attempts: Number of consecutive transfers that may fail without a byte of progress, at least
+            1.
+        timeout_s: Maximum time in seconds to wait for a connection, and for each piece of the
+            response.
 
     Returns:
         The path of the file.
@@ -91,7 +94,8 @@ def progress_download(
         with _session() as session:
             resumed = _fetch(session, url, part, attempts, timeout_s)
             wrong = _wrong_digest(part, sha256, md5)
-            # The bytes of an earlier call may belong to another file, so try one transfer from the start.
+            # The bytes of an earlier call may belong to another file, so try one transfer from the
+            # start.
             if wrong and resumed:
                 _discard(part)
                 _fetch(session, url, part, attempts, timeout_s)
@@ -118,7 +122,8 @@ def _session() -> requests.Session:
     from requests.adapters import HTTPAdapter
     from urllib3.util import Retry
 
-    # Reads are not retried here: urllib3 would start an interrupted transfer over, but `_fetch` resumes it.
+    # Reads are not retried here: urllib3 would start an interrupted transfer over, but `_fetch`
+    # resumes it.
     retry = Retry(
         total=None, connect=3, read=0, status=3, backoff_factor=0.3, status_forcelist=_RETRY_STATUS
     )
@@ -135,7 +140,8 @@ def _fetch(
     """Complete ``part``, and return whether it contains bytes from an earlier call."""
     import requests
 
-    # Without the server's version mark, nothing shows that the existing bytes belong to the same file.
+    # Without the server's version mark, nothing shows that the existing bytes belong to the same
+    # file.
     resumed = part.exists() and _mark_file(part).exists()
     if not resumed:
         _discard(part)
@@ -146,7 +152,8 @@ def _fetch(
             _transfer(session, url, part, timeout_s)
             return resumed
         except requests.RequestException as error:
-            # Any progress restores the full number of attempts, so that a long download over a bad line completes.
+            # Any progress restores the full number of attempts, so that a long download over a bad
+            # line completes.
             left = attempts if _size(part) > before else left - 1
             if left <= 0:
                 raise DownloadError(
@@ -171,7 +178,8 @@ def _transfer(session: requests.Session, url: str, part: Path, timeout_s: float)
             headers["If-Range"] = mark
     with session.get(url, headers=headers, stream=True, timeout=timeout_s) as answer:
         content_range = answer.headers.get("Content-Range", "")
-        # 416: the server has no byte after these. Either the partial file is complete, or the server's is shorter.
+        # 416: the server has no byte after these. Either the partial file is complete, or the
+        # server's is shorter.
         if answer.status_code == 416:
             if content_range.endswith(f"/{have}"):
                 return
@@ -332,8 +340,8 @@ def maybe_download_and_extract_tar_gz(
 ) -> Path:
     """Download a ``.tar.gz`` (or otherwise compressed tar) if it does not exist yet, and unpack it into ``root``.
 
-    The function writes only plain files and folders below ``root``. It refuses an archive with an absolute path,
-    ``..``, a link or a device as a whole, before it unpacks anything.
+    The function writes only plain files and folders below ``root``. It refuses an archive with an
+    absolute path, ``..``, a link or a device as a whole, before it unpacks anything.
 
     Args:
         root: Folder; it is created if it does not exist.
@@ -351,7 +359,8 @@ def maybe_download_and_extract_tar_gz(
         DatasetError: The archive is damaged or tries to leave the folder.
     """
     folder = Path(root)
-    # Python before 3.10.12 and 3.11.4 has no filters. There, ignore the owners and permissions in the archive.
+    # Python before 3.10.12 and 3.11.4 has no filters. There, ignore the owners and permissions in
+    # the archive.
     how: dict[str, Any] = (
         {"filter": "data"} if hasattr(tarfile, "data_filter") else {"set_attrs": False}
     )
@@ -403,7 +412,8 @@ def maybe_download_and_extract_zip(
         zipfile.ZipFile(archive) as zipped,
     ):
         for entry in zipped.infolist():
-            # Unix stores the type of a file in the upper 16 bits; archives of other systems have 0 there.
+            # Unix stores the type of a file in the upper 16 bits; archives of other systems have 0
+            # there.
             kind = stat.S_IFMT(entry.external_attr >> 16)
             _check_member(
                 folder, archive, entry.filename, plain=kind in (0, stat.S_IFREG, stat.S_IFDIR)
@@ -432,7 +442,8 @@ def _archive(
         try:
             yield path
         except _DAMAGED as error:
-            # Errors of the system have a number. For damaged data, the decompressors raise OSErrors without one.
+            # Errors of the system have a number. For damaged data, the decompressors raise OSErrors
+            # without one.
             if isinstance(error, OSError) and error.errno is not None:
                 raise DatasetError(f"{path} could not be unpacked: {error}") from error
             raise DatasetError(f"{path} is damaged: {error}; delete it and get it again") from error
@@ -442,9 +453,11 @@ def _archive(
 def _unpacking(archive: Path, folder: Path) -> Iterator[Path]:
     """Yield an empty folder to unpack into. When the block ends, move its files to their places below ``folder``.
 
-    So a full disk or a killed process never leaves an incomplete file that looks like a complete one.
+    So a full disk or a killed process never leaves an incomplete file that looks like a complete
+    one.
     """
-    # The caller holds the lock of the archive, so a folder of this name is that of a killed process.
+    # The caller holds the lock of the archive, so a folder of this name is that of a killed
+    # process.
     scratch = archive.with_name(f".{archive.name}.unpacking")
     shutil.rmtree(scratch, ignore_errors=True)
     try:

@@ -32,9 +32,10 @@ class TextFile:
 
     Attributes:
         url: Address of the file.
-        n_rows: Expected number of rows, which is compared with the number of rows of the converted text.
-        sha256: Checksum of the downloaded file. None if no published checksum could be verified; the number of rows,
-            the number of features and the labels are then checked instead.
+        n_rows: Expected number of rows, which is compared with the number of rows of the converted
+            text.
+        sha256: Checksum of the downloaded file. None if no published checksum could be verified;
+            the number of rows, the number of features and the labels are then checked instead.
     """
 
     url: str
@@ -147,7 +148,8 @@ def text_names(name: str, part: str) -> list[str]:
         part: ``"train"`` or ``"test"``.
 
     Returns:
-        The published name, if the data set is known, and then ``NAME`` for training or ``NAME.t`` for test.
+        The published name, if the data set is known, and then ``NAME`` for training or ``NAME.t``
+        for test.
 
     Example:
         >>> text_names("epsilon", "test"), text_names("mine", "train")

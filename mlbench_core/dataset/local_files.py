@@ -73,14 +73,15 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
         The open file.
 
     Raises:
-        DatasetError: The file cannot be read or decompressed. Damage in the middle of a file is found only when it is
-            read.
+        DatasetError: The file cannot be read or decompressed. Damage in the middle of a file is
+            found only when it is read.
     """
     try:
         with _OPENERS.get(path.suffix, open)(path, "rb") as file:
             yield file
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        # Errors of the system have a number. For damaged data, the decompressors raise OSErrors without one.
+        # Errors of the system have a number. For damaged data, the decompressors raise OSErrors
+        # without one.
         if isinstance(error, OSError) and error.errno is not None:
             raise DatasetError(f"{path} cannot be read: {error}") from error
         raise DatasetError(f"{path} is damaged: {error}; delete it and get it again") from error
@@ -89,9 +90,10 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
 def read_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a text without their ends; for an ``.sgm`` file, its segments.
 
-    Only a line feed ends a line, with or without one carriage return before it. Texts from the web contain other
-    characters that Python treats as line ends. If they ended a line, all following lines would no longer match those
-    of the other language. A byte order mark at the start of the file is ignored.
+    Only a line feed ends a line, with or without one carriage return before it. Texts from the web
+    contain other characters that Python treats as line ends. If they ended a line, all following
+    lines would no longer match those of the other language. A byte order mark at the start of the
+    file is ignored.
 
     Args:
         path: The file, plain or compressed.
@@ -145,7 +147,8 @@ def load_array(path: Path, *, mapped: bool) -> np.ndarray:
         return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except OSError as error:
         raise DatasetError(f"{path} cannot be read: {error}") from error
-    # The header is parsed as Python text, and its shape may promise any size. The messages of NumPy do not help.
+    # The header is parsed as Python text, and its shape may promise any size. The messages of NumPy
+    # do not help.
     except MemoryError as error:
         raise DatasetError(
             f"{path} is damaged, or too large for the memory of this machine"

@@ -1,7 +1,7 @@
 """Assign samples to workers and to the validation set, by position.
 
-Every worker computes the whole assignment from the seed alone, and no global generator is read. This module imports no
-framework, so the parts of a data set are the same in all of them.
+Every worker computes the whole assignment from the seed alone, and no global generator is read.
+This module imports no framework, so the parts of a data set are the same in all of them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ __all__ = ["divide_batch", "part_sizes", "sample_order", "stratified_split", "un
 def divide_batch(total: int, most: int, world_size: int) -> tuple[int, int]:
     """Divide the samples of an update among workers that may hold fewer at a time than their share.
 
-    A worker accumulates the gradients of as few batches as possible. Their size is the one with which
-    ``world_size * size * frequency`` is nearest to ``total``; it is equal if ``world_size * frequency`` divides it.
+    A worker accumulates the gradients of as few batches as possible. Their size is the one with
+    which ``world_size * size * frequency`` is nearest to ``total``; it is equal if ``world_size *
+    frequency`` divides it.
 
     Args:
         total: Samples, or tokens, of all workers in an update, at least 1.
@@ -31,7 +32,8 @@ def divide_batch(total: int, most: int, world_size: int) -> tuple[int, int]:
         world_size: Number of workers, at least 1.
 
     Returns:
-        ``(size, frequency)``: the size of a worker's batch, at least 1, and its batches before an update.
+        ``(size, frequency)``: the size of a worker's batch, at least 1, and its batches before an
+        update.
 
     Example:
         >>> [divide_batch(2048, 128, world_size) for world_size in (1, 3, 12, 16, 32)]
@@ -75,7 +77,8 @@ def uniform_part(
         count: Number of samples.
         rank: Rank of the worker, from 0 to ``world_size - 1``.
         world_size: Number of workers, at least 1.
-        shuffle: If True, the samples are drawn at random and in random order; otherwise the parts are contiguous.
+        shuffle: If True, the samples are drawn at random and in random order; otherwise the parts
+            are contiguous.
         seed: Seed of the draw, at least 0; the same on all workers.
 
     Returns:

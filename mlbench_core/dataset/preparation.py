@@ -1,7 +1,8 @@
 """Download a data set, and prepare it so that a task can start at once.
 
 The classes that read the data do both when a task starts. Here, both are done before, for machines
-without a network or for large data. The results are those of the tasks, so a task with the same folder uses them.
+without a network or for large data. The results are those of the tasks, so a task with the same
+folder uses them.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ class Prepared:
 def fetch(record: DatasetRecord, folder: Path | None = None) -> list[Path]:
     """Download the files of a data set that a folder does not have.
 
-    An interrupted download is resumed by the next call, and a file gets its name only when it is complete.
+    An interrupted download is resumed by the next call, and a file gets its name only when it is
+    complete.
 
     Args:
         record: The data set.
         folder: Destination folder; None is the default folder of the data set.
 
     Returns:
-        The published files that are in the folder now, plain or compressed; none if the data set needs no download.
+        The published files that are in the folder now, plain or compressed; none if the data set
+        needs no download.
 
     Raises:
         DownloadError: A download failed, the disk is full, or only a person can get the data.
@@ -79,15 +82,16 @@ def prepare(
 ) -> Prepared | None:
     """Prepare a data set whose files are on this machine; nothing is downloaded.
 
-    Text is split into words and sub-words, and the text of linear models becomes stores. The preparation consists of
-    steps. Each step leaves its complete result or nothing, and a later call continues after the last complete step.
+    Text is split into words and sub-words, and the text of linear models becomes stores. The
+    preparation consists of steps. Each step leaves its complete result or nothing, and a later call
+    continues after the last complete step.
 
     Args:
         record: The data set.
-        folder: Folder of its files, the one that a task gets by ``--data``; None is the default folder, which a task
-            without ``--data`` reads.
-        vocabulary: File with the sub-tokens of MLPerf's reference, for ``wmt17`` only, as a task gets it by
-            ``--vocabulary``; None for a vocabulary of the task's own.
+        folder: Folder of its files, the one that a task gets by ``--data``; None is the default
+            folder, which a task without ``--data`` reads.
+        vocabulary: File with the sub-tokens of MLPerf's reference, for ``wmt17`` only, as a task
+            gets it by ``--vocabulary``; None for a vocabulary of the task's own.
 
     Returns:
         The result; None if the data set is read as it is.

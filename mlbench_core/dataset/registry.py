@@ -1,8 +1,8 @@
 """The data sets that the library knows: their licenses, sources, sizes, checksums and folders.
 
-Each value is one that its publisher states, or that was measured on a verified copy. A value that nobody has verified
-is "unknown" or None. The classes that read a data set take their addresses and checksums from here. This module imports
-no framework.
+Each value is one that its publisher states, or that was measured on a verified copy. A value that
+nobody has verified is "unknown" or None. The classes that read a data set take their addresses and
+checksums from here. This module imports no framework.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ CIFAR10_ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 CIFAR10_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 # The folders into which the two archives unpack.
 CIFAR10_FOLDERS = ("", "cifar-10-batches-bin", "cifar-10-batches-py")
-# The published checksums. No verifiable checksum of the other binary batches is published, so their number of records
-# is checked instead.
+# The published checksums. No verifiable checksum of the other binary batches is published, so their
+# number of records is checked instead.
 CIFAR10_MD5 = {
     "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
     "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
@@ -52,8 +52,8 @@ _CIFAR10_BATCH_BYTES = 10_000 * (
 
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 MNIST_FOLDERS = ("", "raw", "MNIST/raw")
-# Each file has two checksums. That of the decompressed content is valid for any compression. That of the archive
-# detects a damaged download before the file gets its final name.
+# Each file has two checksums. That of the decompressed content is valid for any compression. That
+# of the archive detects a damaged download before the file gets its final name.
 MNIST_MD5 = {
     "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
     "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
@@ -105,9 +105,10 @@ class Archive:
 
     Attributes:
         url: Address of a tar archive.
-        member: Path of the text in the archive, with ``{lang}`` for ``en`` or ``de`` and ``{side}`` for ``src`` or
-            ``ref``.
-        lines: Number of lines in each language, which is checked because no checksums are published.
+        member: Path of the text in the archive, with ``{lang}`` for ``en`` or ``de`` and ``{side}``
+            for ``src`` or ``ref``.
+        lines: Number of lines in each language, which is checked because no checksums are
+            published.
     """
 
     url: str
@@ -119,7 +120,8 @@ class Archive:
         return self.member.format(lang=lang, side={"en": "src", "de": "ref"}.get(lang, ""))
 
 
-# The publishers give no checksums; the last number of each archive is its number of lines, which is checked instead.
+# The publishers give no checksums; the last number of each archive is its number of lines, which is
+# checked instead.
 EUROPARL = Archive(
     "https://www.statmt.org/europarl/v7/de-en.tgz", "europarl-v7.de-en.{lang}", 1_920_209
 )
@@ -146,7 +148,8 @@ _NEWS_12 = Archive(
     "training/news-commentary-v12.de-en.{lang}",
     270_769,
 )
-# Europarl, Common Crawl and newstest2014 are in both data sets, so both can share a folder and a download.
+# Europarl, Common Crawl and newstest2014 are in both data sets, so both can share a folder and a
+# download.
 WMT16_ARCHIVES = {"train": (EUROPARL, COMMON_CRAWL, _NEWS_11), "validation": (NEWSTEST2014,)}
 WMT17_ARCHIVES = {
     "train": (EUROPARL, COMMON_CRAWL, _NEWS_12),
@@ -163,8 +166,9 @@ class FileForm:
 
     Attributes:
         path: Path below the folder of the data set, without the ending of a compression.
-        check: ``"sha256"`` or ``"md5"`` if a checksum is published, otherwise ``"bytes"``, ``"lines"`` or ``"tokens"``:
-            the number of these. Tokens are words, plus one end for each line.
+        check: ``"sha256"`` or ``"md5"`` if a checksum is published, otherwise ``"bytes"``,
+            ``"lines"`` or ``"tokens"``: the number of these. Tokens are words, plus one end for
+            each line.
         expected: The checksum in hexadecimal digits, or the number.
     """
 
@@ -206,10 +210,11 @@ class DatasetRecord:
         title: Short description.
         license: License as the sources of the data state it; "unknown" if nobody has checked it.
         sources: Addresses of the data; or one text that says where it comes from.
-        download_bytes: Size of the download, rounded if its publisher rounds it; 0 without a download, None if unknown.
+        download_bytes: Size of the download, rounded if its publisher rounds it; 0 without a
+            download, None if unknown.
         files: The published files that training and validation need.
-        origin: ``"download"``; ``"installed"`` with a package; ``"generated"``; or ``"by hand"`` if only a person can
-            get it.
+        origin: ``"download"``; ``"installed"`` with a package; ``"generated"``; or ``"by hand"`` if
+            only a person can get it.
     """
 
     name: str
@@ -314,7 +319,8 @@ def _linear(name: str) -> DatasetRecord:
     for part, text in known.files.items():
         published, *others = text_names(name, part)
         check: tuple[str, str | int] = ("lines", text.n_rows)
-        # A checksum is that of the published file, so it is that of the content only if the file is not compressed.
+        # A checksum is that of the published file, so it is that of the content only if the file is
+        # not compressed.
         if text.sha256 is not None and published == text.file_name:
             check = ("sha256", text.sha256)
         files.append(DataFile(part, tuple(FileForm(each, *check) for each in (published, *others))))

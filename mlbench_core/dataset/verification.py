@@ -38,8 +38,8 @@ class FileStatus:
 def verify(record: DatasetRecord, folder: Path | None = None) -> list[FileStatus]:
     """Check the files of a data set.
 
-    The content is checked after decompression, so a file may be plain or compressed. For a linear model's data, the
-    text, the stores that were made from it, or both may exist.
+    The content is checked after decompression, so a file may be plain or compressed. For a linear
+    model's data, the text, the stores that were made from it, or both may exist.
 
     Args:
         record: The data set.
@@ -49,7 +49,8 @@ def verify(record: DatasetRecord, folder: Path | None = None) -> list[FileStatus
         The result for each file, at least one.
 
     Raises:
-        MissingDependencyError: The folder has stores of a linear model's data, and a package to read them is missing.
+        MissingDependencyError: The folder has stores of a linear model's data, and a package to
+            read them is missing.
 
     Example:
         >>> import tempfile

@@ -92,7 +92,8 @@ class ClusterEnvironment(ABC):
         """Return this worker's place.
 
         Raises:
-            ConfigurationError: A variable is missing or not a number, or the numbers contradict each other.
+            ConfigurationError: A variable is missing or not a number, or the numbers contradict
+                each other.
         """
 
     def read_rank(self) -> int:
@@ -152,7 +153,8 @@ class HostsEnvironment(ClusterEnvironment):
     The first host is the rendezvous.
 
     Args:
-        hosts: Host names or addresses by rank. A host that runs several workers is named several times.
+        hosts: Host names or addresses by rank. A host that runs several workers is named several
+            times.
         rank: This worker's number in ``hosts``; may be left at -1 if ``hosts`` has one entry.
         environment: As in :class:`ClusterEnvironment`; ``MASTER_PORT`` is the rendezvous' port.
 
@@ -245,7 +247,8 @@ class _MPIEnvironment(ClusterEnvironment):
         rank, size = self._integer(self.rank_name), self._integer(self.size_name)
         address = self.environment.get("MASTER_ADDR")
         if not address and size > 1:
-            # An mpirun does not name the host of rank 0. It is this host only if all workers run here.
+            # An mpirun does not name the host of rank 0. It is this host only if all workers run
+            # here.
             if self._integer(self.local_size_name, 0) != size:
                 raise ConfigurationError(
                     f"{self.name} started {size} workers on more than one host, and none knows where rank 0 is: "
@@ -284,10 +287,12 @@ class MPICHEnvironment(_MPIEnvironment):
 class MPIWorldEnvironment(ClusterEnvironment):
     """Workers of the backend ``mpi``, started in any way: MPI itself gives the rank and the world size.
 
-    The workers send each other their hosts, so ``MASTER_ADDR`` need not be set. :meth:`place` starts MPI.
+    The workers send each other their hosts, so ``MASTER_ADDR`` need not be set. :meth:`place`
+    starts MPI.
 
     Args:
-        expected: The environment given by hand (``--hosts`` and ``--rank``) or by torchrun, if any; MPI must agree.
+        expected: The environment given by hand (``--hosts`` and ``--rank``) or by torchrun, if any;
+            MPI must agree.
         hosts: The hosts that were given by hand, if any: one for each of MPI's workers.
         environment: As in :class:`ClusterEnvironment`.
     """
@@ -321,7 +326,8 @@ class MPIWorldEnvironment(ClusterEnvironment):
             mpi.check_launch(world, given.rank, given.world_size, self.expected.name)
         if world.size == 1:
             return Place(rank=0, world_size=1)
-        # Each worker knows only its own host; the list of all gives the local rank and the rendezvous.
+        # Each worker knows only its own host; the list of all gives the local rank and the
+        # rendezvous.
         hosts = world.hosts()
         local_rank = hosts[: world.rank].count(hosts[world.rank])
         address = self.environment.get("MASTER_ADDR") or (
@@ -333,11 +339,13 @@ class MPIWorldEnvironment(ClusterEnvironment):
 class SlurmEnvironment(ClusterEnvironment):
     """Workers started by SLURM's ``srun``, one for each task; the first node of the step is the rendezvous.
 
-    Its address is ``MASTER_ADDR`` if that is set. Otherwise it is the node's name if the name resolves here. If not, it
-    is the address by which SLURM reaches the node (``NodeAddr`` of ``scontrol show node``).
+    Its address is ``MASTER_ADDR`` if that is set. Otherwise it is the node's name if the name
+    resolves here. If not, it is the address by which SLURM reaches the node (``NodeAddr`` of
+    ``scontrol show node``).
 
-    Without ``MASTER_PORT`` the port comes from the job's number, so that jobs that share a node use different ports.
-    The shell of ``sbatch`` or ``salloc`` itself is not a worker, although it sees the same variables as task 0.
+    Without ``MASTER_PORT`` the port comes from the job's number, so that jobs that share a node use
+    different ports. The shell of ``sbatch`` or ``salloc`` itself is not a worker, although it sees
+    the same variables as task 0.
 
     Example:
         >>> variables = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "71234",
@@ -349,7 +357,8 @@ class SlurmEnvironment(ClusterEnvironment):
     name = "SLURM's srun"
 
     def is_active(self) -> bool:
-        # Only srun makes a step. Without one this is the shell of sbatch or salloc, which has the same variables.
+        # Only srun makes a step. Without one this is the shell of sbatch or salloc, which has the
+        # same variables.
         in_step = self._has("SLURM_STEP_ID")
         batch_shell = self.environment.get("ENVIRONMENT") == "BATCH" and not in_step
         interactive_shell = (
@@ -409,14 +418,16 @@ def first_slurm_host(nodes: str) -> str:
         >>> first_slurm_host("gpu-[003-005,9]-ib,login1"), first_slurm_host("r[1-2]n[07-08]")
         ('gpu-003-ib', 'r1n07')
     """
-    # A comma inside brackets separates numbers, not nodes; so the first entry ends at a comma outside brackets.
+    # A comma inside brackets separates numbers, not nodes; so the first entry ends at a comma
+    # outside brackets.
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes.strip())
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group()) if match else ""
 
 
 def _slurm_address(nodes: str) -> str:
     """Return the name of the first node, or the address that SLURM has for it if the name does not resolve."""
-    # scontrol knows the short form completely; first_slurm_host() is for hosts without it, such as containers.
+    # scontrol knows the short form completely; first_slurm_host() is for hosts without it, such as
+    # containers.
     listed = _scontrol("show", "hostnames", nodes).split() if "[" in nodes else []
     name = listed[0] if listed else first_slurm_host(nodes)
     if not name or resolves(name):
@@ -447,11 +458,13 @@ def detect_environment(
 ) -> ClusterEnvironment:
     """Find out how this worker was started.
 
-    torchrun comes first if its agent runs, because the agent already provides the rendezvous. Then come ``hosts`` with
-    ``rank``, and then the variables of the other launchers. A process that none of them started is alone.
+    torchrun comes first if its agent runs, because the agent already provides the rendezvous. Then
+    come ``hosts`` with ``rank``, and then the variables of the other launchers. A process that none
+    of them started is alone.
 
     Args:
-        hosts: Hosts of the workers by rank, as in :class:`HostsEnvironment`; None or empty if not given by hand.
+        hosts: Hosts of the workers by rank, as in :class:`HostsEnvironment`; None or empty if not
+            given by hand.
         rank: This worker's rank in ``hosts``; -1 if not given by hand.
         environment: The environment variables; by default those of this process.
 
@@ -459,15 +472,16 @@ def detect_environment(
         The environment; nothing has been contacted yet.
 
     Raises:
-        ValueError: ``rank`` lies outside ``hosts``, or is given without hosts and without a launcher.
+        ValueError: ``rank`` lies outside ``hosts``, or is given without hosts and without a
+            launcher.
 
     Example:
         >>> detect_environment("a,b", 0, {}).name
         '--hosts'
     """
     environment = os.environ if environment is None else environment
-    # TORCHELASTIC_RUN_ID shows that torchrun's agent runs. RANK and WORLD_SIZE alone may come from elsewhere: hosts
-    # given by hand take precedence over them.
+    # TORCHELASTIC_RUN_ID shows that torchrun's agent runs. RANK and WORLD_SIZE alone may come from
+    # elsewhere: hosts given by hand take precedence over them.
     torchrun = TorchrunEnvironment(environment)
     if torchrun.is_active() and (environment.get("TORCHELASTIC_RUN_ID") or not hosts):
         return torchrun

@@ -1,8 +1,8 @@
 """Find the network interface that leads to the other workers.
 
-Gloo listens on the address to which the machine's own name resolves. On many machines that is 127.0.1.1, or an address
-in the wrong one of several networks, and workers of other machines cannot connect. The interface that leads to rank 0's
-address is the right one.
+Gloo listens on the address to which the machine's own name resolves. On many machines that is
+127.0.1.1, or an address in the wrong one of several networks, and workers of other machines cannot
+connect. The interface that leads to rank 0's address is the right one.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ def interface_variables(
 
     Args:
         address: Host or address of rank 0; None for a worker alone.
-        environment: The environment variables; by default those of this process. Variables set there stay.
+        environment: The environment variables; by default those of this process. Variables set
+            there stay.
 
     Returns:
-        The variables to set. There are none if the interface is unknown. Workers of one machine that meet on the
-        loopback interface stay on it, so no other machine can connect to them.
+        The variables to set. There are none if the interface is unknown. Workers of one machine
+        that meet on the loopback interface stay on it, so no other machine can connect to them.
 
     Example:
         >>> interface_variables(None)
@@ -55,7 +56,8 @@ def interface_towards(address: str) -> str | None:
     Nothing is sent: connecting a datagram socket only asks the system for the route.
 
     Args:
-        address: Host name or IP address; one of this machine's own is reached through the interface that has it.
+        address: Host name or IP address; one of this machine's own is reached through the interface
+            that has it.
 
     Returns:
         The interface's name, for example ``"eth0"``; None for an unknown host.

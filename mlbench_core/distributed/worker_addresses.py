@@ -7,8 +7,8 @@ A launcher gives every worker the address of rank 0 only. The workers meet there
     wait for one line of each rank     <---  {"rank": r, "port": p}
     send the list to all               --->  ["host0:port0", "host1:port1", ...]
 
-Rank 0 takes the host of a worker from its connection. Lines that are not of this form are ignored, because another
-program may connect to the port. This module imports no framework.
+Rank 0 takes the host of a worker from its connection. Lines that are not of this form are ignored,
+because another program may connect to the port. This module imports no framework.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def worker_addresses(place: environment.Place, timeout_s: float) -> Iterator[lis
         timeout_s: Seconds to wait for the other workers.
 
     Yields:
-        ``host:port`` of each worker by rank. Its own port is reserved for this process until the end of the block. A
-        server that reuses addresses, such as that of TensorFlow, can listen on it.
+        ``host:port`` of each worker by rank. Its own port is reserved for this process until the
+        end of the block. A server that reuses addresses, such as that of TensorFlow, can listen on
+        it.
 
     Raises:
         WorkerError: A worker did not arrive in time, or two workers have the same rank.

@@ -1,11 +1,12 @@
 """Define goals, which decide when a training run is done and return its result.
 
-A goal is a callable object that holds a metric, a threshold and a direction. The tracker calls it with every statistic
-that it records. The goal returns None until it is reached, and then the text of the result. The times in this text are
-the tracker's training times, without validation.
+A goal is a callable object that holds a metric, a threshold and a direction. The tracker calls it
+with every statistic that it records. The goal returns None until it is reached, and then the text
+of the result. The times in this text are the tracker's training times, without validation.
 
-The functions of this module create the goals of the benchmark tasks. A script may pass the function itself as a goal:
-``task1_time_to_accuracy_goal`` and ``task1_time_to_accuracy_goal()`` give the same goal.
+The functions of this module create the goals of the benchmark tasks. A script may pass the function
+itself as a goal: ``task1_time_to_accuracy_goal`` and ``task1_time_to_accuracy_goal()`` give the
+same goal.
 
 This module imports no framework.
 
@@ -96,7 +97,8 @@ class TimeToGoal:
         metric: Name of the statistic that the goal watches, for example ``"val_global_Prec@1"``.
         threshold: The value to reach; reaching it exactly counts.
         minimize: True if smaller values of the metric are better.
-        description: Beginning of the result's text, in which ``{threshold}`` is replaced by the number. ``reached in
+        description: Beginning of the result's text, in which ``{threshold}`` is replaced by the
+            number. ``reached in
             ... seconds`` follows.
 
     Raises:
@@ -144,8 +146,9 @@ class TimeToGoal:
             tracker: The tracker, which knows the times of the run.
 
         Returns:
-            ``metric``, ``threshold`` and ``minimize``, and in seconds ``train_time_s``, ``compute_time_s``,
-            ``communication_time_s``, ``metrics_time_s`` and ``preprocess_time_s``. All values can be written as JSON.
+            ``metric``, ``threshold`` and ``minimize``, and in seconds ``train_time_s``,
+            ``compute_time_s``, ``communication_time_s``, ``metrics_time_s`` and
+            ``preprocess_time_s``. All values can be written as JSON.
         """
         goal = {"metric": self.metric, "threshold": self.threshold, "minimize": self.minimize}
         return {**goal, **_times(tracker)}
@@ -155,18 +158,20 @@ class TimeToGoal:
 class AccuracyAfterTime:
     """The best value of a metric after a fixed time of training; by default, of the accuracy.
 
-    It is reached at the first validation at or after ``budget_s`` seconds of training. Its value is the best one up to
-    and including that validation. The text gives the training seconds at that validation.
+    It is reached at the first validation at or after ``budget_s`` seconds of training. Its value is
+    the best one up to and including that validation. The text gives the training seconds at that
+    validation.
 
-    The clocks of workers differ, but all of them must stop after the same validation. The tasks' option
-    ``--goal-after`` makes them agree. In a script of your own with several workers, override :meth:`is_over`.
+    The clocks of workers differ, but all of them must stop after the same validation. The tasks'
+    option ``--goal-after`` makes them agree. In a script of your own with several workers, override
+    :meth:`is_over`.
 
     Attributes:
         budget_s: Training time in seconds, without validation.
         metric: Name of the statistic that it reports.
         minimize: True if smaller values of the metric are better.
-        description: Beginning of the result's text, in which ``{value}`` is replaced by the value. ``after ...
-            seconds`` follows.
+        description: Beginning of the result's text, in which ``{value}`` is replaced by the value.
+            ``after ... seconds`` follows.
 
     Raises:
         TypeError: ``budget_s`` is not a number.
@@ -199,8 +204,8 @@ class AccuracyAfterTime:
 
         Args:
             value: The latest value.
-            tracker: The tracker. It knows the best value of its primary metric only, so for another metric the result
-                is ``value``.
+            tracker: The tracker. It knows the best value of its primary metric only, so for another
+                metric the result is ``value``.
         """
         primary = getattr(getattr(tracker, "primary_metric", None), "name", None)
         if self.metric != f"val_global_{primary}" or tracker.minimize != self.minimize:
@@ -259,11 +264,12 @@ def _check_finite(name: str, value: object) -> None:
 def _stands_for_its_goal(factory: Callable[_P, TimeToGoal]) -> Callable[_P, TimeToGoal]:
     """Let a function that creates a goal also be called as the goal that it creates by default."""
 
-    # Scripts for version 3.0 may pass the function itself to the tracker, which then calls it with a statistic.
+    # Scripts for version 3.0 may pass the function itself to the tracker, which then calls it with
+    # a statistic.
     @functools.wraps(factory)
     def factory_or_goal(*args: Any, **kwargs: Any) -> Any:
-        # A goal is called (metric_name, value, tracker). None of these functions has three parameters, so this call
-        # means the goal.
+        # A goal is called (metric_name, value, tracker). None of these functions has three
+        # parameters, so this call means the goal.
         if len(args) == 3 and isinstance(args[0], str) and not kwargs:
             return factory()(*args)  # type: ignore[call-arg]
         return factory(*args, **kwargs)
@@ -282,7 +288,8 @@ def time_to_accuracy_goal(threshold: float) -> TimeToGoal:
 
     Raises:
         TypeError: ``threshold`` is not a number.
-        ValueError: ``threshold`` is not from 0 to 100. Such a goal would be reached at once or never.
+        ValueError: ``threshold`` is not from 0 to 100. Such a goal would be reached at once or
+            never.
     """
     _check_finite("threshold", threshold)
     if not 0 <= threshold <= 100:
@@ -334,7 +341,8 @@ def task4_time_to_bleu_goal(threshold: float = _BLEU_GOAL) -> TimeToGoal:
     """Create the goal of task 4, translation: corpus BLEU of at least ``threshold``.
 
     Args:
-        threshold: BLEU from 0 to 100; 24 is the goal of task 4a, 25 of task 4b, 20 the light one of both.
+        threshold: BLEU from 0 to 100; 24 is the goal of task 4a, 25 of task 4b, 20 the light one of
+            both.
 
     Returns:
         A goal that watches ``val_global_BLEU-Score``.
@@ -349,7 +357,8 @@ def accuracy_after_time_goal(seconds: float = 7200.0) -> AccuracyAfterTime:
         seconds: Training time in seconds, without validation; the default is 2 hours.
 
     Returns:
-        A goal that watches ``val_global_Prec@1`` and is reached at the first validation after the time is over.
+        A goal that watches ``val_global_Prec@1`` and is reached at the first validation after the
+        time is over.
 
     Raises:
         TypeError: ``seconds`` is not a number.

@@ -30,7 +30,8 @@ class Link:
 
     Attributes:
         bandwidth: Bits per second in each direction; None for no limit.
-        round_trip_s: Time from one host to another and back, in seconds, in addition to that of this machine.
+        round_trip_s: Time from one host to another and back, in seconds, in addition to that of
+            this machine.
         jitter_s: Largest deviation of a round trip from ``round_trip_s``, in seconds.
         loss: Probability from 0 to 0.5 that a frame is lost on its way from one host to another.
 
@@ -98,8 +99,10 @@ class HostSettings:
     """The differences of one host from the others.
 
     Attributes:
-        bandwidth: Bits per second of its link in each direction; None for the bandwidth of the other links.
-        cpu: Share of the processor time of its workers, from 0.01 to 1; a straggler has less than 1.
+        bandwidth: Bits per second of its link in each direction; None for the bandwidth of the
+            other links.
+        cpu: Share of the processor time of its workers, from 0.01 to 1; a straggler has less than
+            1.
         cuts: Times at which its link is cut.
     """
 
@@ -125,9 +128,10 @@ class Network:
     """A network: equal links to one switch, or racks of hosts that are connected by other links.
 
     Attributes:
-        link: The link from each host to its switch. Its round trip is that of two hosts of one switch.
-        between: The link from the switch of each rack to the core; None for one switch. Its round trip is that of two
-            hosts of different racks.
+        link: The link from each host to its switch. Its round trip is that of two hosts of one
+            switch.
+        between: The link from the switch of each rack to the core; None for one switch. Its round
+            trip is that of two hosts of different racks.
         racks: Number of racks; 1 for one switch.
         hosts_per_rack: Hosts of each rack; None for any number of hosts at one switch.
         hosts: Hosts that differ from the others, by their numbers from 0.
@@ -182,7 +186,8 @@ class Network:
         """Check that the network can have a number of hosts.
 
         Raises:
-            ValueError: The network has another number of hosts, or describes hosts that would not exist.
+            ValueError: The network has another number of hosts, or describes hosts that would not
+                exist.
         """
         if self.num_hosts is not None and hosts != self.num_hosts:
             raise ValueError(
@@ -236,15 +241,15 @@ def bits_per_second(bandwidth: str | float) -> int:
     """Convert a bandwidth to bits per second.
 
     Args:
-        bandwidth: Bits per second as a number, or a number with the unit ``bit``, ``kbit``, ``mbit`` or ``gbit``
-            (powers of 1000, as in ``tc``).
+        bandwidth: Bits per second as a number, or a number with the unit ``bit``, ``kbit``,
+            ``mbit`` or ``gbit`` (powers of 1000, as in ``tc``).
 
     Returns:
         Bits per second.
 
     Raises:
-        ValueError: ``bandwidth`` has another form, or is not from 8 kbit/s (less than one packet per second) to 1000
-            Gbit/s.
+        ValueError: ``bandwidth`` has another form, or is not from 8 kbit/s (less than one packet
+            per second) to 1000 Gbit/s.
 
     Example:
         >>> bits_per_second("100mbit")

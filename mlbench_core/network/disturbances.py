@@ -5,8 +5,8 @@ A straggler is a host whose workers run only for a part of each period::
     |<------- period ------->|
     run ......| stopped .....| run ......| stopped ...
 
-The workers are stopped and continued by the signals SIGSTOP and SIGCONT, which need no rights. (The control groups of
-Linux would need root, and are left over if their owner is killed.)
+The workers are stopped and continued by the signals SIGSTOP and SIGCONT, which need no rights. (The
+control groups of Linux would need root, and are left over if their owner is killed.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from mlbench_core.network.description import HostSettings
 
 __all__ = ["Disturbances"]
 
-# Short in comparison with a training step, and long in comparison with the time slices of the scheduler.
+# Short in comparison with a training step, and long in comparison with the time slices of the
+# scheduler.
 _PERIOD_S = 0.05
 # Workers may start further processes, and to look for them takes a millisecond.
 _SEARCH_S = 0.5

@@ -1,8 +1,9 @@
 """Emulate several hosts on one machine: network namespaces behind a switch, with links of chosen properties.
 
-Slow links show how much time a compressed optimizer saves. A link that is cut shows how a run reacts to a broken cable.
-Emulation needs Linux and the programs ``ip`` and ``tc`` (package iproute2). It also needs root, or a kernel that lets
-users create user namespaces. Only the namespaces created here are changed.
+Slow links show how much time a compressed optimizer saves. A link that is cut shows how a run
+reacts to a broken cable. Emulation needs Linux and the programs ``ip`` and ``tc`` (package
+iproute2). It also needs root, or a kernel that lets users create user namespaces. Only the
+namespaces created here are changed.
 
 The devices of a network with two hosts::
 
@@ -10,14 +11,15 @@ The devices of a network with two hosts::
     eth0 10.77.0.1 <------ veth pair ----> p0  junction  p1 <---- veth pair ----> eth0 10.77.0.2
     token bucket                          token buckets                            token bucket
 
-In a network of racks, every rack has a junction. A veth pair connects it to the junction of the core::
+In a network of racks, every rack has a junction. A veth pair connects it to the junction of the
+core::
 
     p0, p1 -- junction of rack 0 -- u0 <-- veth pair --> c0 -- core -- c1 <-- veth pair --> u1 -- junction of rack 1
                                  token bucket      token bucket     token bucket      token bucket
 
-A junction without delay and loss is a bridge of the kernel. Another one is a part of the process ``switch.py``, which
-holds the frames. It does not use the kernel's ``netem``, which many kernels lack, so that a network is the same on all
-machines.
+A junction without delay and loss is a bridge of the kernel. Another one is a part of the process
+``switch.py``, which holds the frames. It does not use the kernel's ``netem``, which many kernels
+lack, so that a network is the same on all machines.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ SUBNET = "10.77.0"
 BURST_S = 0.005
 # A bucket that is smaller than a packet would let no packet through.
 SMALLEST_BURST_BYTES = 4096
-# A connection over a long link has a window of bandwidth times round trip, for which Linux's defaults are too small.
+# A connection over a long link has a window of bandwidth times round trip, for which Linux's
+# defaults are too small.
 WINDOW_BYTES = 256 * 2**20
 
 _numbers = itertools.count()
@@ -60,28 +63,33 @@ _numbers = itertools.count()
 class EmulatedNetwork:
     """Hosts on this machine, each connected to a switch by a link of limited bandwidth.
 
-    Every host is a network namespace with one interface, ``eth0``. The switches are in another namespace. Each link is
-    limited in both directions by a token bucket filter. A transfer of :math:`b` bits over a link of rate :math:`r`
-    takes 6 to 7 percent longer than :math:`b / r`; the headers of the packets cause 5 percent. All hosts share the
-    memory, disks and processors of this machine.
+    Every host is a network namespace with one interface, ``eth0``. The switches are in another
+    namespace. Each link is limited in both directions by a token bucket filter. A transfer of
+    :math:`b` bits over a link of rate :math:`r` takes 6 to 7 percent longer than :math:`b / r`; the
+    headers of the packets cause 5 percent. All hosts share the memory, disks and processors of this
+    machine.
 
-    The namespaces exist inside the ``with`` block. Leaving it, also by an exception, ends the processes that still run
-    in them and removes them. If root's process is killed inside the block, its namespaces are left behind;
-    :meth:`cleanup` removes them. The namespaces of other users end with their process.
+    The namespaces exist inside the ``with`` block. Leaving it, also by an exception, ends the
+    processes that still run in them and removes them. If root's process is killed inside the block,
+    its namespaces are left behind; :meth:`cleanup` removes them. The namespaces of other users end
+    with their process.
 
     Args:
         hosts: Number of hosts, from 1 to 250.
         bandwidth: Bandwidth of every link in each direction; see
             :func:`~mlbench_core.network.description.bits_per_second`.
-        burst: Size of the token bucket in bytes: the amount of data that an idle link sends without delay. By default,
-            the amount that the link sends in 5 ms.
-        queue_ms: Longest time that a packet may wait in the queue of a link, in milliseconds. The link drops packets
-            that would wait longer. In a network with a longer round trip, it is the round trip.
-        network: Description of the network, in place of ``bandwidth``: delay, jitter, loss, racks, slow hosts, cuts.
+        burst: Size of the token bucket in bytes: the amount of data that an idle link sends without
+            delay. By default, the amount that the link sends in 5 ms.
+        queue_ms: Longest time that a packet may wait in the queue of a link, in milliseconds. The
+            link drops packets that would wait longer. In a network with a longer round trip, it is
+            the round trip.
+        network: Description of the network, in place of ``bandwidth``: delay, jitter, loss, racks,
+            slow hosts, cuts.
 
     Raises:
         ValueError: An argument is out of range.
-        ConfigurationError: On entering, this machine cannot emulate a network (see :meth:`why_not`).
+        ConfigurationError: On entering, this machine cannot emulate a network (see
+            :meth:`why_not`).
 
     Example:
         >>> network = EmulatedNetwork(hosts=2, network="100mbit,20ms")
@@ -125,7 +133,8 @@ class EmulatedNetwork:
             link.round_trip_s for link in (self.network.link, self.network.between) if link
         )
         self._queue_ms = max(queue_ms, longest_s * 1e3)
-        # The name holds the id and start time of this process, so that cleanup() can check if the process has ended.
+        # The name holds the id and start time of this process, so that cleanup() can check if the
+        # process has ended.
         self._name = f"{PREFIX}-{os.getpid()}-{start_time(os.getpid())}-{next(_numbers)}"
         self._switch = f"{self._name}-switch"
         self._namespaces = Namespaces()
@@ -138,7 +147,8 @@ class EmulatedNetwork:
     def why_not() -> str | None:
         """Return the reason why this machine cannot emulate a network, or None if it can.
 
-        The answer comes from a trial: two namespaces, a pair of interfaces and a filter are created and removed.
+        The answer comes from a trial: two namespaces, a pair of interfaces and a filter are created
+        and removed.
         """
         trial = EmulatedNetwork(hosts=1)
         try:
@@ -153,8 +163,8 @@ class EmulatedNetwork:
     def cleanup() -> list[str]:
         """Remove the networks of processes that have ended, and end the processes that still run in them.
 
-        Networks of living processes stay, even those of other users. Networks that users other than root created end
-        with their processes.
+        Networks of living processes stay, even those of other users. Networks that users other than
+        root created end with their processes.
 
         Returns:
             The names of the namespaces removed.
@@ -235,12 +245,12 @@ class EmulatedNetwork:
 
         Args:
             host: The host; the rank of its worker is the same number.
-            port: The port on which worker 0 listens. Every host has its own ports, so none is taken by a program
-                outside the network.
+            port: The port on which worker 0 listens. Every host has its own ports, so none is taken
+                by a program outside the network.
 
         Returns:
-            The variables that torch, Gloo and NCCL read: the master's address and port, rank, world size, local rank
-            and local world size, and the interface.
+            The variables that torch, Gloo and NCCL read: the master's address and port, rank, world
+            size, local rank and local world size, and the interface.
         """
         return {
             "MASTER_ADDR": self.address(0),
@@ -268,8 +278,8 @@ class EmulatedNetwork:
             host: The host.
             argv: Program and arguments.
             env: Variables in addition to those of this process and of :meth:`environment`.
-            as_worker: True to set the variables of :meth:`environment`. Use False for programs that get their rank in
-                another way, such as torchrun and scripts with ``--hosts``.
+            as_worker: True to set the variables of :meth:`environment`. Use False for programs that
+                get their rank in another way, such as torchrun and scripts with ``--hosts``.
             **options: Further arguments of :class:`subprocess.Popen`.
 
         Returns:
@@ -289,8 +299,8 @@ class EmulatedNetwork:
     def cut(self, host: int) -> None:
         """Cut the link of a host: its packets are lost, and its connections stay open until they time out."""
         self._up(host)
-        # Only the switch's end goes down. Packets are lost in both directions, but the host keeps its address, so its
-        # programs see a silent network and no error.
+        # Only the switch's end goes down. Packets are lost in both directions, but the host keeps
+        # its address, so its programs see a silent network and no error.
         self._ip(self._switch, "link", "set", f"p{host}", "down")
 
     def restore(self, host: int) -> None:
@@ -325,8 +335,8 @@ class EmulatedNetwork:
 
     def _set_up(self) -> None:
         self._namespaces.open()
-        # The switches have their own namespace, so that nothing else changes and one command removes them with their
-        # ports.
+        # The switches have their own namespace, so that nothing else changes and one command
+        # removes them with their ports.
         self._namespaces.run("ip", "netns", "add", self._switch)
         junctions: list[dict[str, Any]] = []
         across = self.network.between
@@ -353,9 +363,11 @@ class EmulatedNetwork:
         name = self.namespace(host)
         self._namespaces.run("ip", "netns", "add", name)
         self._pair((name, INTERFACE), (self._switch, f"p{host}"), None)
-        # Programs on a host also connect to 127.0.0.1, and a new namespace's loopback interface is down.
+        # Programs on a host also connect to 127.0.0.1, and a new namespace's loopback interface is
+        # down.
         self._ip(name, "link", "set", "lo", "up")
-        # All hosts are in one /24 network, so they reach one another through eth0 without further routes.
+        # All hosts are in one /24 network, so they reach one another through eth0 without further
+        # routes.
         self._ip(name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
         ways = [link for link in (self.network.link, self.network.between) if link is not None]
         if any(link.loss for link in ways):
@@ -369,7 +381,8 @@ class EmulatedNetwork:
 
     def _pair(self, first: tuple[str, str], second: tuple[str, str], rate: int | None) -> None:
         """Create a cable, a veth pair, from a device in a namespace to another one, with a bandwidth."""
-        # Both ends are created inside their namespaces, so their names cannot collide with interfaces of this machine.
+        # Both ends are created inside their namespaces, so their names cannot collide with
+        # interfaces of this machine.
         pair = ("type", "veth", "peer", "name", second[1], "netns", second[0])
         self._namespaces.run("ip", "link", "add", first[1], "netns", first[0], *pair)
         for namespace, device in (first, second):

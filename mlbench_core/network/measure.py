@@ -41,7 +41,8 @@ class PathReport:
         source: The host that sends.
         target: The host that receives.
         asked: The described properties.
-        bandwidth: Payload of one TCP connection in bits per second; at most about 96 percent of a link's bandwidth.
+        bandwidth: Payload of one TCP connection in bits per second; at most about 96 percent of a
+            link's bandwidth.
         round_trip_s: Median of the round trips of one byte, in seconds.
         round_trips_s: The shortest and the longest of these round trips.
         loss: Share of the lost packets; None if no loss is described.
@@ -63,7 +64,8 @@ class AllReduceTime:
     Attributes:
         num_bytes: Size of the tensor of each worker.
         seconds: Time of the slowest worker.
-        bus_bandwidth: Bits per second over the link of each host: :math:`2 (n - 1) / n` times the size, per time.
+        bus_bandwidth: Bits per second over the link of each host: :math:`2 (n - 1) / n` times the
+            size, per time.
     """
 
     num_bytes: int
@@ -79,8 +81,10 @@ class NetworkReport:
         network: The text of the network.
         hosts: Number of hosts.
         paths: One report for each kind of path from host 0.
-        all_reduce: A small and a large all-reduce; empty if torch is not installed or there is one host.
-        machine: What else the figures depend on: number of cores, load at the start, TCP's congestion control, rights.
+        all_reduce: A small and a large all-reduce; empty if torch is not installed or there is one
+            host.
+        machine: What else the figures depend on: number of cores, load at the start, TCP's
+            congestion control, rights.
     """
 
     network: str
@@ -99,7 +103,8 @@ def measure_network(
 
     Args:
         network: The network.
-        hosts: Number of hosts; by default that of the network, or else the smallest number with all described hosts.
+        hosts: Number of hosts; by default that of the network, or else the smallest number with all
+            described hosts.
         duration_s: Seconds of each measurement of a bandwidth.
 
     Returns:

@@ -114,8 +114,8 @@ def get_network(text: str) -> Network:
     """Return a network by its name, its TOML file or its text.
 
     Args:
-        text: A name of :data:`NETWORKS`, the path of a file that ends with ``.toml``, or a description for
-            :func:`~mlbench_core.network.parsing.parse_network`.
+        text: A name of :data:`NETWORKS`, the path of a file that ends with ``.toml``, or a
+            description for :func:`~mlbench_core.network.parsing.parse_network`.
 
     Returns:
         The network.

@@ -6,8 +6,9 @@ namespace with its own table of namespaces and process ids, which ends with its 
     this process -- pipe --> unshare -- forks --> sh, process 1 of the user namespace: reads the pipe
                                                    ip netns exec ... (workers and the switch, through nsenter)
 
-When this process ends, the pipe ends, and then ``sh``. The kernel kills the other processes in the user namespace, and
-removes it with its network namespaces. So nothing of it is left even after SIGKILL.
+When this process ends, the pipe ends, and then ``sh``. The kernel kills the other processes in the
+user namespace, and removes it with its network namespaces. So nothing of it is left even after
+SIGKILL.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Namespaces:
         """Create a user namespace, unless this process is root's.
 
         Raises:
-            ConfigurationError: This machine has no network namespaces for this user; the message says what is missing.
+            ConfigurationError: This machine has no network namespaces for this user; the message
+                says what is missing.
         """
         if os.name != "posix" or not hasattr(os, "geteuid"):
             raise ConfigurationError("network namespaces need Linux")
@@ -98,7 +100,8 @@ class Namespaces:
                 f"network namespaces need root, or a kernel that lets users create user namespaces: {problem.strip()}"
             )
         place = f"/proc/{self._holder.pid}/ns"
-        # The holder itself stays outside of the namespace of process ids that it creates for its children.
+        # The holder itself stays outside of the namespace of process ids that it creates for its
+        # children.
         spaces = [f"--{name}={place}/{file}" for name, file in _SPACES.items()]
         self._prefix = [_program("nsenter"), "--preserve-credentials", *spaces]
 
@@ -142,7 +145,8 @@ class Namespaces:
 
     def remove(self, name: str) -> None:
         """Kill the processes in a namespace and remove it; do nothing if it does not exist."""
-        # "ip netns del" removes only the name. The namespace and its devices exist as long as a process is in it.
+        # "ip netns del" removes only the name. The namespace and its devices exist as long as a
+        # process is in it.
         try:
             pids = self.run("ip", "netns", "pids", name).split()
             if self._prefix:
@@ -175,8 +179,8 @@ def start_time(pid: int) -> int:
     Process ids are reused, but id and start time together identify a process.
     """
     try:
-        # The start time is field 22 of proc(5). It is counted from the last parenthesis, because field 2, the name of
-        # the command in parentheses, may contain spaces and parentheses.
+        # The start time is field 22 of proc(5). It is counted from the last parenthesis, because
+        # field 2, the name of the command in parentheses, may contain spaces and parentheses.
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
         return 0

@@ -1,7 +1,7 @@
 """Read the description of a network: a short text, or a TOML file.
 
-Both give a :class:`~mlbench_core.network.description.Network`. The page "Train on an emulated network" of the
-documentation has the grammar.
+Both give a :class:`~mlbench_core.network.description.Network`. The page "Train on an emulated
+network" of the documentation has the grammar.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def parse_network(text: str) -> Network:
     """Read the text of a network.
 
     Args:
-        text: For example ``"100mbit,20ms"``, ``"100mbit,20ms,2ms-jitter,0.1%-loss"``, ``"2x2:10gbit/100mbit,40ms"`` or
-            ``"1gbit; host1: 10mbit; host2: 50%-cpu; host0: cut@10s-15s"``.
+        text: For example ``"100mbit,20ms"``, ``"100mbit,20ms,2ms-jitter,0.1%-loss"``,
+            ``"2x2:10gbit/100mbit,40ms"`` or ``"1gbit; host1: 10mbit; host2: 50%-cpu; host0:
+            cut@10s-15s"``.
 
     Returns:
         The network.
@@ -97,7 +98,8 @@ def load_network(path: Path) -> Network:
         The network.
 
     Raises:
-        ConfigurationError: The file cannot be read, or a table or key is unknown or has a wrong value.
+        ConfigurationError: The file cannot be read, or a table or key is unknown or has a wrong
+            value.
     """
     if sys.version_info >= (3, 11):
         import tomllib
@@ -198,7 +200,8 @@ def _seconds(text: object, subject: str) -> float:
     seconds = float(match[1]) * _TIME_UNITS[match[2]]
     if seconds > _LONGEST_TIME_S:
         raise ValueError(f"{subject} must be at most {_LONGEST_TIME_S:.0f}s, not {text!r}")
-    # To a tenth of a microsecond, so that a text, its network and the text of the network are the same.
+    # To a tenth of a microsecond, so that a text, its network and the text of the network are the
+    # same.
     return round(seconds, 7)
 
 

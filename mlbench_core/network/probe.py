@@ -1,7 +1,8 @@
 """Measure a link between two hosts: ``python probe.py receive|send|echo|ping|count|shoot ADDRESS VALUES...``.
 
-The first program of a pair runs on the host with ADDRESS, the second one on the other host. They import only the
-standard library, so they start quickly. Results are one line of JSON on standard output.
+The first program of a pair runs on the host with ADDRESS, the second one on the other host. They
+import only the standard library, so they start quickly. Results are one line of JSON on standard
+output.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def _shoot(address: str, count: str, interval_s: str) -> None:
         for _ in range(int(count)):
             client.sendto(_DATAGRAM, (address, _PORT))
             time.sleep(float(interval_s))
-        # Several, because the link loses some. The first one must not overtake a datagram: frames stay in order.
+        # Several, because the link loses some. The first one must not overtake a datagram: frames
+        # stay in order.
         for _ in range(50):
             client.sendto(_END, (address, _PORT))
             time.sleep(float(interval_s))

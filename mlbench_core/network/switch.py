@@ -1,7 +1,7 @@
 """A switch in user space, which holds each frame for a time: ``python switch.py CONFIGURATION``.
 
-It runs in the namespace of the ports and imports only the standard library, so it starts quickly. CONFIGURATION is a
-list of junctions as JSON::
+It runs in the namespace of the ports and imports only the standard library, so it starts quickly.
+CONFIGURATION is a list of junctions as JSON::
 
     {"ports": ["p0", "p1"], "uplink": "", "delay_s": 0.01, "jitter_s": 0.001, "loss": 0.001}
 
@@ -11,11 +11,12 @@ A frame takes this way::
          -> held for a uniform random time from delay_s - jitter_s to delay_s + jitter_s
          -> sent to the port of its destination, which limits the bandwidth, or drops it if its queue is full
 
-Frames of one port stay in order. Frames to and from the uplink are neither lost nor held: their way goes on at another
-junction, which holds them.
+Frames of one port stay in order. Frames to and from the uplink are neither lost nor held: their way
+goes on at another junction, which holds them.
 
-The sockets pass on frames as the kernel has them before it cuts them into packets, of up to 64 KiB. So one frame of
-Python's time carries up to 45 packets. The process ends when standard input ends, that is, with its owner.
+The sockets pass on frames as the kernel has them before it cuts them into packets, of up to 64 KiB.
+So one frame of Python's time carries up to 45 packets. The process ends when standard input ends,
+that is, with its owner.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _SO_RCVBUFFORCE = 33
 _ETH_P_ALL = 3
 _ETH_P_ARP = b"\x08\x06"
 _BUFFER_BYTES = 64 * 2**20
-# Before each frame, the kernel puts a struct virtio_net_hdr with the work that it has put off: checksum and segments.
+# Before each frame, the kernel puts a struct virtio_net_hdr with the work that it has put off:
+# checksum and segments.
 _HEADER_BYTES = 10
 _FRAME_BYTES = _HEADER_BYTES + 14 + 65_536
 # Other ports and due frames wait at most for this number of frames.

@@ -1,8 +1,8 @@
 r"""The cost of collectives over Gloo: a latency and a bandwidth term for each, and the pace of TCP.
 
-A message of :math:`S` bytes over a link of round trip :math:`R` and payload bandwidth :math:`B` takes
-:math:`R + e` with :math:`e = S / B` (Hockney). Gloo sends a message only after the receiver has said that it is ready,
-so the latency of a message is a whole round trip and not half of one.
+A message of :math:`S` bytes over a link of round trip :math:`R` and payload bandwidth :math:`B`
+takes :math:`R + e` with :math:`e = S / B` (Hockney). Gloo sends a message only after the receiver
+has said that it is ready, so the latency of a message is a whole round trip and not half of one.
 
 Gloo sums in a ring of two phases with :math:`k - 1` messages of :math:`S = n / k` bytes each, in
 two segments that are on their way together:
@@ -14,8 +14,8 @@ two segments that are on their way together:
 References:
     Hockney: The communication challenge for MPP. Parallel Computing 20, 1994.
 
-    Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH. International Journal of
-    High Performance Computing Applications 19, 2005.
+    Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH.
+    International Journal of High Performance Computing Applications 19, 2005.
 
     Cardwell et al.: BBR: congestion-based congestion control. ACM Queue 14, 2016.
 """
@@ -36,10 +36,11 @@ _PAYLOAD = 1448 / 1514
 _LEAST_ROUND_TRIP_S = 1e-4
 _SEGMENT_BYTES = 1 << 20
 _NUMBER_BYTES = 4
-# TCP paces a connection that is idle between messages at 2 / ln 2 times the rate of its last round trips (BBR's gain
-# at the start), so sending a message takes at least this share of a round trip. It sends the initial window of 10
-# segments at once. Between two workers, whose connection has messages in both directions, it sends more: the number
-# was observed in the network lab on 2026-11-23, and no script of the repository repeats the observation.
+# TCP paces a connection that is idle between messages at 2 / ln 2 times the rate of its last round
+# trips (BBR's gain at the start), so sending a message takes at least this share of a round trip.
+# It sends the initial window of 10 segments at once. Between two workers, whose connection has
+# messages in both directions, it sends more: the number was observed in the network lab on
+# 2026-11-23, and no script of the repository repeats the observation.
 _PACED_SHARE = math.log(2) / 2
 _UNPACED_BYTES = 10 * 1448
 _UNPACED_BYTES_OF_A_PAIR = 1 << 16
@@ -69,8 +70,9 @@ class Collective:
     def scaled(self, measured: int, workers: int) -> Collective:
         """Return the collective in a run with another number of workers.
 
-        Payloads stay the same. An exchange with neighbors is one on a ring, or on a complete graph if a run of more
-        than three workers had that. Other groups smaller than the run keep their size.
+        Payloads stay the same. An exchange with neighbors is one on a ring, or on a complete graph
+        if a run of more than three workers had that. Other groups smaller than the run keep their
+        size.
 
         Args:
             measured: Number of workers of the run with this collective.
@@ -90,10 +92,12 @@ def collective_s(op: str, size_bytes: float, workers: int, network: Network) -> 
 
     Args:
         op: One of :data:`OPS`.
-        size_bytes: Payload of one worker: of ``all_gather`` its own part, of ``neighbors`` all its messages together.
-        workers: Number of workers that take part, which are the first hosts of the network; of ``neighbors``, all.
-        network: The network. Hosts beyond its racks are in further racks of the same size. Its jitter, loss and cuts
-            do not count.
+        size_bytes: Payload of one worker: of ``all_gather`` its own part, of ``neighbors`` all its
+            messages together.
+        workers: Number of workers that take part, which are the first hosts of the network; of
+            ``neighbors``, all.
+        network: The network. Hosts beyond its racks are in further racks of the same size. Its
+            jitter, loss and cuts do not count.
 
     Raises:
         ValueError: ``op`` is not known, or a number is out of range.
@@ -120,9 +124,9 @@ def collective_s(op: str, size_bytes: float, workers: int, network: Network) -> 
         return _phase_s(links, workers, size_bytes, segments=2)
     part = size_bytes / workers
     segments = max(2, math.ceil(part / _SEGMENT_BYTES))
-    # With fewer numbers than segments, most workers have nothing to send and are ready early, which saves up to half of
-    # the latency: all of it up to a quarter of the segments, and less for more. This was chosen from steps that
-    # benchmarks/micro/prediction.py measured on 2026-11-23.
+    # With fewer numbers than segments, most workers have nothing to send and are ready early, which
+    # saves up to half of the latency: all of it up to a quarter of the segments, and less for more.
+    # This was chosen from steps that benchmarks/micro/prediction.py measured on 2026-11-23.
     filled = min(1.0, size_bytes / _NUMBER_BYTES / (2 * workers))
     phases = 1 if op == "reduce_scatter" else 1 + max(0.0, (4 * filled - 1) / 3)
     return phases * _phase_s(links, workers, part, segments)
@@ -137,7 +141,8 @@ def _phase_s(links: set[Link], workers: int, message_bytes: float, segments: int
     """Return the seconds in which each worker passes a message on ``workers - 1`` times, in segments."""
 
     def of_link(link: Link) -> float:
-        # Two segments are in flight: while one travels, the receiver says that it is ready for the next.
+        # Two segments are in flight: while one travels, the receiver says that it is ready for the
+        # next.
         pair_s, round_trip_s = (
             _sending_s(link, message_bytes * 2 / segments, workers),
             _round_trip_s(link),

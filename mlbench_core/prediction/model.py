@@ -15,8 +15,9 @@ __all__ = ["Prediction", "predict", "predict_time_to_goal"]
 
 # Without a described network, the workers talked inside of one machine.
 _ONE_MACHINE = Network(Link(None))
-# What benchmarks/micro/prediction.py measured on 2026-11-23: 60 steps, see docs/howto/prediction.md. Mean error of a
-# step's time as a share of the measured one, by network and largest number of workers.
+# What benchmarks/micro/prediction.py measured on 2026-11-23: 60 steps, see
+# docs/howto/prediction.md. Mean error of a step's time as a share of the measured one, by network
+# and largest number of workers.
 _ERRORS = {
     "datacenter": {2: 0.055, 4: 0.135, 8: 0.276},
     "home-fibre": {8: 0.024},
@@ -25,7 +26,8 @@ _ERRORS = {
 }
 _LARGEST_ERROR = 0.353
 _CALIBRATED_WORKERS = (2, 8)
-# Below this share of a step, waiting without an explanation does not change what a prediction means.
+# Below this share of a step, waiting without an explanation does not change what a prediction
+# means.
 _UNEXPLAINED_SHARE = 0.1
 
 
@@ -44,10 +46,12 @@ class Prediction:
         bytes_sent: Bytes that all workers send until the goal; None likewise.
         assumption: The assumption behind ``steps``, one sentence.
         caveats: What makes the times less certain, a sentence each.
-        step_range_s: The least and the most seconds of a step, from the mean error that was measured for this network
-            and number of workers, else from the largest error. It is not a confidence interval. None for one worker,
-            whose step was not a part of that measurement.
-        time_to_goal_range_s: The same of ``time_to_goal_s``. It has no error of ``steps``, which is not known.
+        step_range_s: The least and the most seconds of a step, from the mean error that was
+            measured for this network and number of workers, else from the largest error. It is not
+            a confidence interval. None for one worker, whose step was not a part of that
+            measurement.
+        time_to_goal_range_s: The same of ``time_to_goal_s``. It has no error of ``steps``, which is
+            not known.
     """
 
     workers: int
@@ -72,8 +76,8 @@ class _Measured:
         workers: Number of workers.
         compute_s: Seconds without communication, as they are with a core for each worker.
         backward_s: Seconds of the backward pass, likewise.
-        local_s: Seconds of work in the waiting that the network does not explain, such as compression. All of that
-            waiting if the processor time was not measured.
+        local_s: Seconds of work in the waiting that the network does not explain, such as
+            compression. All of that waiting if the processor time was not measured.
         other_s: Seconds of waiting that are neither; None if the processor time was not measured.
         collectives: The collectives.
     """
@@ -100,7 +104,8 @@ def predict(
         network: The network.
         workers: Number of workers. Each has the batch size of the measured run.
         alone: A run of one worker. Its compute time counts in place of that of ``record``.
-        critical_workers: Number of workers from which on more workers do not save steps; None if there is none.
+        critical_workers: Number of workers from which on more workers do not save steps; None if
+            there is none.
 
     Returns:
         The prediction.
@@ -122,7 +127,8 @@ def predict(
     step_s = measured.compute_s / slowest_cpu + exposed_s
     steps, assumption = _steps(record, workers, critical_workers)
     error = _error(network, workers) if workers > 1 else None
-    # The error is a share of the measured time m: the prediction p is between m (1 - error) and m (1 + error).
+    # The error is a share of the measured time m: the prediction p is between m (1 - error) and m
+    # (1 + error).
     step_range_s = None if error is None else (step_s / (1 + error), step_s / (1 - error))
     each = (
         [entry.scaled(measured.workers, workers) for entry in measured.collectives]
@@ -237,7 +243,8 @@ def _read(record: RunRecord, alone: RunRecord | None) -> _Measured:
     there = _network_of(record)
     exposed_s = record.communication_exposed_s
     if exposed_s is None:
-        # Nothing was hidden, or the version of that run did not tell: compute has been reduced by this time, too.
+        # Nothing was hidden, or the version of that run did not tell: compute has been reduced by
+        # this time, too.
         exposed_s = record.phases_s.get("communication") or 0.0
     waited_s = exposed_s / _steps_of(record)
     explained_s, _ = _communication_s(

@@ -16,7 +16,8 @@ __all__ = ["describe_checkout"]
 _TIMEOUT_S = 10.0
 # To hash more than this would delay the run.
 _MOST_CHANGED_BYTES = 256 << 20
-# Other new files may be data, or the results of earlier runs: with them, no two runs would have the same difference.
+# Other new files may be data, or the results of earlier runs: with them, no two runs would have the
+# same difference.
 _CODE = (
     ".c",
     ".cc",
@@ -34,7 +35,8 @@ _CODE = (
     ".yaml",
     ".yml",
 )
-# Git sets these for its hooks. A run that such a hook starts would otherwise describe the hook's repository.
+# Git sets these for its hooks. A run that such a hook starts would otherwise describe the hook's
+# repository.
 _GIT_VARIABLES = (
     "GIT_DIR",
     "GIT_WORK_TREE",
@@ -48,23 +50,26 @@ _GIT_VARIABLES = (
 def describe_checkout(path: Path, *, accept_new: bool = False) -> dict[str, Any] | None:
     """Describe the checkout to which a file or folder belongs.
 
-    The local difference consists of the files that differ from the commit. These are changed and removed files, and new
-    files of code or settings (such as ``.py``, ``.cu`` or ``.yaml``) that Git does not ignore. The hash depends only on
-    their names and contents, and not on the version or the settings of Git. Of a submodule, only the name counts.
+    The local difference consists of the files that differ from the commit. These are changed and
+    removed files, and new files of code or settings (such as ``.py``, ``.cu`` or ``.yaml``) that
+    Git does not ignore. The hash depends only on their names and contents, and not on the version
+    or the settings of Git. Of a submodule, only the name counts.
 
-    Git runs neither a hook nor a file system monitor, and writes nothing to the repository. Each of four commands may
-    take 10 seconds.
+    Git runs neither a hook nor a file system monitor, and writes nothing to the repository. Each of
+    four commands may take 10 seconds.
 
     Args:
         path: A file or folder.
-        accept_new: True to accept a path that Git does not track yet, unless it ignores it. False suits an installed
-            package, whose folder may happen to lie inside the checkout of another project.
+        accept_new: True to accept a path that Git does not track yet, unless it ignores it. False
+            suits an installed package, whose folder may happen to lie inside the checkout of
+            another project.
 
     Returns:
         ``commit`` in hexadecimal digits; ``changed_files``, the number of files that differ; and
-        ``difference_sha256``, None without a difference. If the difference cannot be read or has more than 256 MiB,
-        ``difference_sha256`` and possibly ``changed_files`` are None. The whole result is None if the path is not in a
-        repository, Git is not installed, or Git refuses the repository because another user owns it.
+        ``difference_sha256``, None without a difference. If the difference cannot be read or has
+        more than 256 MiB, ``difference_sha256`` and possibly ``changed_files`` are None. The whole
+        result is None if the path is not in a repository, Git is not installed, or Git refuses the
+        repository because another user owns it.
 
     Example:
         >>> import tempfile
@@ -86,8 +91,8 @@ def describe_checkout(path: Path, *, accept_new: bool = False) -> dict[str, Any]
         return None
     found: dict[str, Any] = {"commit": commit, "changed_files": None, "difference_sha256": None}
     try:
-        # Not `git diff`, which may rewrite the index. A submodule with changes would be inspected by a Git process of
-        # its own, with the settings of the submodule.
+        # Not `git diff`, which may rewrite the index. A submodule with changes would be inspected
+        # by a Git process of its own, with the settings of the submodule.
         options = ("-z", "--no-renames", "--untracked-files=no", "--ignore-submodules=dirty")
         # Two letters and a space precede each name.
         changed = [
@@ -134,7 +139,8 @@ def _git(folder: Path, command: str, *arguments: str) -> bytes:
         subprocess.SubprocessError: The command failed or took too long.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES}
-    # Without optional locks, Git does not store the refreshed index, which another process may be changing.
+    # Without optional locks, Git does not store the refreshed index, which another process may be
+    # changing.
     environment.update(GIT_OPTIONAL_LOCKS="0", GIT_TERMINAL_PROMPT="0", LC_ALL="C")
     safe = ("-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}")
     return subprocess.run(

@@ -55,8 +55,8 @@ class Configuration:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and the ``division`` as plain containers that can be written as JSON.
 
-        The division is ``"closed"`` for a task with its own hyper-parameters, and ``"open"`` otherwise. A script of the
-        user is always in the open division.
+        The division is ``"closed"`` for a task with its own hyper-parameters, and ``"open"``
+        otherwise. A script of the user is always in the open division.
         """
         division = "closed" if self.task is not None and not self.changed else "open"
         return {

@@ -1,7 +1,8 @@
 """Describe the machine, the software and the settings of a run, for ``environment.json`` and ``mlbench env``.
 
-Nothing here raises an exception because something cannot be read: the value is then None. Secrets are left out or
-replaced by ``***``. torch and TensorFlow are described only if the process has imported them; this module does not.
+Nothing here raises an exception because something cannot be read: the value is then None. Secrets
+are left out or replaced by ``***``. torch and TensorFlow are described only if the process has
+imported them; this module does not.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ _SYS = Path("/sys")
 
 # Besides those that a run takes from the call that starts it.
 _VARIABLE_PREFIXES = ("MLBENCH_", "OMPI_COMM_WORLD_")
-# Of SLURM, only the place of the process and its resources: other variables name users and accounts.
+# Of SLURM, only the place of the process and its resources: other variables name users and
+# accounts.
 _VARIABLES = {
     *(
         "RANK",
@@ -83,7 +85,8 @@ _SECRET_VARIABLE = re.compile(
     r"TOKEN(?!IZER)|KEY|SECRET|(?<!BY)PASS|PWD|CREDENTIAL|AUTH|COOKIE|(?:^|_)(?:PAT|DSN|SAS|(?<!MPI_)PIN)$",
     re.IGNORECASE,
 )
-# One of these must be the end of a word in the name: --api-key and --apikey match, --max-tokens and --tokenizer do not.
+# One of these must be the end of a word in the name: --api-key and --apikey match, --max-tokens and
+# --tokenizer do not.
 _SECRET_NAME = r"[\w.+-]*(?:token|key|secret|password|passwd|passphrase|(?<!by)pass|pwd|credentials?|auth)(?![a-z0-9])[\w.-]*"
 # A flag such as --no-token has no value.
 _SECRET_OPTION = re.compile(f"(?!--no-)-{_SECRET_NAME}", re.IGNORECASE)
@@ -119,9 +122,10 @@ def describe_environment(
 
     Args:
         seeds: Seeds of the run by name, for example ``{"global": 42}``.
-        data_files: Files of the data set. At most 1,000 of them are described; folders are left out. Each file has its
-            size and its SHA-256. Files beyond the first GiB in total are not read as a whole. Instead, they have the
-            time of their last change, and ``sha256_of_parts``, the SHA-256 of their first, middle and last MiB.
+        data_files: Files of the data set. At most 1,000 of them are described; folders are left
+            out. Each file has its size and its SHA-256. Files beyond the first GiB in total are not
+            read as a whole. Instead, they have the time of their last change, and
+            ``sha256_of_parts``, the SHA-256 of their first, middle and last MiB.
         program: The script or program of the run; None for that of this process.
 
     Returns:
@@ -136,11 +140,13 @@ def describe_environment(
         * ``packages``: All installed distributions with their versions.
         * ``checkouts``: Commit and local changes of ``program`` and of ``mlbench_core``, see
           :func:`~mlbench_core.results.checkout.describe_checkout`.
-        * ``variables``: Environment variables that libraries and launchers read, and those that the user gave to the
-          run. The values of secrets are ``***``.
-        * ``command_line``: The arguments of this process, beginning with those of Python, without secrets.
+        * ``variables``: Environment variables that libraries and launchers read, and those that the
+          user gave to the run. The values of secrets are ``***``.
+        * ``command_line``: The arguments of this process, beginning with those of Python, without
+          secrets.
         * ``seeds``: As given.
-        * ``data_files``: As described above, and ``data_files_left_out``: the number of further paths.
+        * ``data_files``: As described above, and ``data_files_left_out``: the number of further
+          paths.
 
     Example:
         >>> environment = describe_environment(seeds={"global": 42})
@@ -178,15 +184,18 @@ def describe_system() -> dict[str, Any]:
     """Describe processor, memory, operating system and Python.
 
     Returns:
-        ``platform``, ``os``, ``kernel``, ``libc``, ``python``, ``executable``, ``cpu`` (the model), ``sockets``, and
+        ``platform``, ``os``, ``kernel``, ``libc``, ``python``, ``executable``, ``cpu`` (the model),
+        ``sockets``, and
 
         * ``cores``: Logical cores of the machine.
         * ``cores_physical``: Cores without those of simultaneous multithreading.
-        * ``cores_usable``: Logical cores on which this process may run. A launcher may bind each worker to a few.
-        * ``cores_limit``: Cores that the control groups of a container or a batch system allow, possibly a fraction;
-          None without a limit.
+        * ``cores_usable``: Logical cores on which this process may run. A launcher may bind each
+          worker to a few.
+        * ``cores_limit``: Cores that the control groups of a container or a batch system allow,
+          possibly a fraction; None without a limit.
         * ``frequency_mhz``: ``current``, ``min`` and ``max`` frequency in MHz.
-        * ``memory_bytes``: Memory of the machine, and ``memory_limit_bytes``: the limit of the control groups.
+        * ``memory_bytes``: Memory of the machine, and ``memory_limit_bytes``: the limit of the
+          control groups.
 
         A value that cannot be read is None.
     """
@@ -239,8 +248,8 @@ def describe_torch() -> dict[str, Any] | None:
     """Describe the torch that this process has imported; None if it has not.
 
     Returns:
-        ``version``, ``cuda``, ``cudnn``, ``nccl`` (their versions) and ``threads``, the threads of an operator. The
-        versions of cuDNN and NCCL are None if no GPU can be used.
+        ``version``, ``cuda``, ``cudnn``, ``nccl`` (their versions) and ``threads``, the threads of
+        an operator. The versions of cuDNN and NCCL are None if no GPU can be used.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -260,7 +269,8 @@ def describe_tensorflow() -> dict[str, Any] | None:
     """Describe the TensorFlow that this process has imported; None if it has not.
 
     Returns:
-        ``version`` and ``threads``, the threads of an operator; 0 means as many as the machine has cores.
+        ``version`` and ``threads``, the threads of an operator; 0 means as many as the machine has
+        cores.
     """
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is None:
@@ -276,10 +286,12 @@ def describe_tensorflow() -> dict[str, Any] | None:
 def describe_gpus() -> list[dict[str, Any]]:
     """Describe the GPUs that this process can use.
 
-    Without torch in the process, they are all GPUs of the machine as NVML (the package ``nvidia-ml-py``) lists them.
+    Without torch in the process, they are all GPUs of the machine as NVML (the package
+    ``nvidia-ml-py``) lists them.
 
     Returns:
-        ``name``, ``memory_bytes`` and ``capability`` (for example ``"9.0"``) of each GPU; empty if none is found.
+        ``name``, ``memory_bytes`` and ``capability`` (for example ``"9.0"``) of each GPU; empty if
+        none is found.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -318,8 +330,8 @@ def machine_of(environment: Mapping[str, Any]) -> dict[str, Any]:
         environment: The result of :func:`describe_environment`, or of reading ``environment.json``.
 
     Returns:
-        ``cpu``, ``cores`` and ``memory_bytes`` within the limits of the container, ``gpu`` (the models, or None) and
-        ``gpus``, their number.
+        ``cpu``, ``cores`` and ``memory_bytes`` within the limits of the container, ``gpu`` (the
+        models, or None) and ``gpus``, their number.
 
     Example:
         >>> machine_of({"system": {"cpu": "A", "cores": 8, "cores_limit": 1.5, "memory_bytes": 100}, "gpus": []})
@@ -345,10 +357,11 @@ def software_of(environment: Mapping[str, Any]) -> dict[str, Any]:
         environment: The result of :func:`describe_environment`, or of reading ``environment.json``.
 
     Returns:
-        ``mlbench_core``, ``python``, ``torch``, ``tensorflow`` (only if the run used it), ``os``, ``nccl`` and
-        ``driver``, then ``commit`` and ``difference_sha256``. These two are those of the program's checkout, or of the
-        checkout of ``mlbench_core`` if the program has none. If the checkouts differ, the version of ``mlbench_core``
-        ends with its own commit and difference: ``4.0+g0123.d4567``.
+        ``mlbench_core``, ``python``, ``torch``, ``tensorflow`` (only if the run used it), ``os``,
+        ``nccl`` and ``driver``, then ``commit`` and ``difference_sha256``. These two are those of
+        the program's checkout, or of the checkout of ``mlbench_core`` if the program has none. If
+        the checkouts differ, the version of ``mlbench_core`` ends with its own commit and
+        difference: ``4.0+g0123.d4567``.
     """
     system, torch = environment.get("system") or {}, environment.get("torch") or {}
     tensorflow = environment.get("tensorflow")
@@ -376,8 +389,9 @@ def software_of(environment: Mapping[str, Any]) -> dict[str, Any]:
 def mask_command_line(arguments: Sequence[str]) -> list[str]:
     """Replace the secrets in a command line by ``***``.
 
-    Secrets are the values of options and assignments such as ``--token``, ``--api-key`` or ``MLBENCH_TOKEN=``, user
-    names and passwords in URLs, parameters of URLs with such names, and bearer tokens.
+    Secrets are the values of options and assignments such as ``--token``, ``--api-key`` or
+    ``MLBENCH_TOKEN=``, user names and passwords in URLs, parameters of URLs with such names, and
+    bearer tokens.
 
     Args:
         arguments: The command line.
@@ -529,8 +543,8 @@ def _memory_limit() -> int | None:
 def _control_groups(controller: str) -> Iterator[Path]:
     """Yield the folders of this process's control groups (Linux) for a resource, of both versions.
 
-    Each of them may have a limit. Inside a container, the folder of a group may be missing, and the root is the group
-    of the container.
+    Each of them may have a limit. Inside a container, the folder of a group may be missing, and the
+    root is the group of the container.
     """
     for line in (_read_file(_PROC / "self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -565,7 +579,8 @@ def _nvml_gpus() -> list[dict[str, Any]]:
 def _read(reader: Callable[[], _T]) -> _T | None:
     """Return the result of a function, or None if it raises an exception.
 
-    All exceptions count: a description of the machine must not end a run, whatever a library or a driver raises.
+    All exceptions count: a description of the machine must not end a run, whatever a library or a
+    driver raises.
     """
     try:
         return reader()

@@ -55,7 +55,8 @@ _LATER_NUMBERS = ("bytes_on_wire", "exchanges")
 # A result has about 5 KB and an environment 20 KB. A larger file is not one of ours.
 _MOST_BYTES = 16 << 20
 
-# What a computation raises if a changed file lacks a field, or has one of another type or an absurd size.
+# What a computation raises if a changed file lacks a field, or has one of another type or an absurd
+# size.
 _DAMAGE = (
     *(
         ConfigurationError,
@@ -80,8 +81,8 @@ def prepare_folder(folder: Path, *, resume: bool = False) -> None:
 
     Args:
         folder: The result folder.
-        resume: True to continue an earlier run, whose lines stay. Otherwise the files of an earlier run in this folder
-            are moved to ``earlier-1``, ``earlier-2`` and so on below it.
+        resume: True to continue an earlier run, whose lines stay. Otherwise the files of an earlier
+            run in this folder are moved to ``earlier-1``, ``earlier-2`` and so on below it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = [
@@ -90,7 +91,8 @@ def prepare_folder(folder: Path, *, resume: bool = False) -> None:
         if path.name in FILES or path.match("metrics.rank-*.jsonl")
     ]
     if resume:
-        # The result is written again at the end. Until then, no result is better than an outdated one.
+        # The result is written again at the end. Until then, no result is better than an outdated
+        # one.
         for name in (RESULT, OFFICIAL, MLPERF):
             (folder / name).unlink(missing_ok=True)
     elif found:
@@ -129,7 +131,8 @@ def finish_folder(folder: Path) -> dict[str, Any]:
         The content of ``result.json``.
 
     Raises:
-        ConfigurationError: The result does not follow its schema, for example because a raw line was changed.
+        ConfigurationError: The result does not follow its schema, for example because a raw line
+            was changed.
         ValueError: The folder has no raw lines.
     """
     _join(folder)
@@ -180,12 +183,12 @@ def read_result(folder: Path) -> dict[str, Any]:
     """Return the result of a run, also of one that was killed.
 
     Args:
-        folder: The result folder. Without ``result.json``, the result is computed from the raw lines, and its state is
-            ``"unfinished"``.
+        folder: The result folder. Without ``result.json``, the result is computed from the raw
+            lines, and its state is ``"unfinished"``.
 
     Raises:
-        ConfigurationError: The folder has neither a result nor raw lines, or its files are damaged or have an unknown
-            version.
+        ConfigurationError: The folder has neither a result nor raw lines, or its files are damaged
+            or have an unknown version.
     """
     path = folder / RESULT
     if path.exists():
@@ -365,7 +368,8 @@ def _check_goal(result: Mapping[str, Any], lines: RawLines) -> list[str]:
 def _check_budget(goal: Mapping[str, Any], lines: RawLines) -> list[str]:
     """Check the goal of a fixed training time: its moment, and that its value is the best one until then."""
     budget_s, stats = goal["budget_s"], statistics(lines, goal["metric"])
-    # Another worker may be slower than rank 0 and end the run before. None may end it after rank 0's time was over.
+    # Another worker may be slower than rank 0 and end the run before. None may end it after rank
+    # 0's time was over.
     is_over = (
         line["step"]
         for line in _ends_of_epochs(lines)
@@ -430,8 +434,8 @@ def _check_times(lines: RawLines) -> list[str]:
         train_s, steps_s = totals.get("train_s", 0.0), sum(totals.get("steps_s", {}).values())
         if train_s < last.get(rank, 0.0):
             problems[f"the training time of rank {rank} becomes smaller"] = None
-        # A failure inside a batch: its steps count, but the batch does not, because it never ended. 1 % and 1 ms allow
-        # for the rounding of CUDA events.
+        # A failure inside a batch: its steps count, but the batch does not, because it never ended.
+        # 1 % and 1 ms allow for the rounding of CUDA events.
         is_interrupted = line["kind"] == "end" and line.get("state") == "failed"
         if not is_interrupted and steps_s > train_s * 1.01 + 0.001:
             problems[

@@ -1,7 +1,7 @@
 r"""Write and read the raw lines of a run: the records of each worker, one JSON object per line.
 
-Every line has the fields ``rank``, ``kind`` and ``time`` (ISO 8601, UTC). The kinds, in the order in which a worker
-writes them::
+Every line has the fields ``rank``, ``kind`` and ``time`` (ISO 8601, UTC). The kinds, in the order
+in which a worker writes them::
 
     start   the run begins or is resumed: run_id, host, resumed, epoch, step, configuration, schema_version
     stat    a recorded statistic: epoch, step, time_s, name, value (null if it is not finite)
@@ -9,10 +9,11 @@ writes them::
     goal    the goal is reached: metric, threshold, minimize, value, text, time_to_goal_s, totals, epoch, step, time_s
     end     the run ends: state, reason, totals, epochs, best_metric_value, best_epoch, batch_times, ...
 
-``step`` is the number of finished training batches, and ``time_s`` the seconds since the start of the run's clock.
-``totals`` holds times (seconds) and counts since the start of the run.
+``step`` is the number of finished training batches, and ``time_s`` the seconds since the start of
+the run's clock. ``totals`` holds times (seconds) and counts since the start of the run.
 
-A killed worker can leave half a line at the end of its file. :class:`RawLines` skips and lists such a line.
+A killed worker can leave half a line at the end of its file. :class:`RawLines` skips and lists such
+a line.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ SCHEMA_VERSION = 1
 # Lines are written when this number of records waits, or when the last write is this long ago.
 _MOST_PENDING = 5000
 _WRITE_EVERY_S = 10.0
-# The longest line of a run, its end, has some kilobytes. A longer one is not ours, and may not fit into memory.
+# The longest line of a run, its end, has some kilobytes. A longer one is not ours, and may not fit
+# into memory.
 _MOST_LINE_BYTES = 4 << 20
 # Larger integers are not exact as floats.
 _MOST_STEPS = 1 << 53
@@ -47,14 +49,16 @@ _MOST_STEPS = 1 << 53
 class LinesSink:
     """A sink that writes the raw lines of one worker; see :mod:`mlbench_core.tracking.sinks`.
 
-    Records are kept in memory and written at the end of an epoch, after 10 seconds, or when 5,000 of them wait. So a
-    record in a training batch costs less than a microsecond in most cases, and a killed worker loses little.
+    Records are kept in memory and written at the end of an epoch, after 10 seconds, or when 5,000
+    of them wait. So a record in a training batch costs less than a microsecond in most cases, and a
+    killed worker loses little.
 
     Args:
         path: The file to append to; its folder is created.
         rank: Rank of this worker.
         run_id: Id of the run.
-        configuration: The program of the run and its settings, see :mod:`mlbench_core.results.configuration`.
+        configuration: The program of the run and its settings, see
+            :mod:`mlbench_core.results.configuration`.
         before_start: Called before the first line is written; None for nothing.
 
     Attributes:
@@ -118,8 +122,8 @@ class LinesSink:
         The tracker is closed before it is known how the run ended, so the line waits for this call.
 
         Args:
-            state: ``"finished"`` or ``"failed"``. A run whose lines could not all be written is written as failed: the
-                goal may be among the lost ones.
+            state: ``"finished"`` or ``"failed"``. A run whose lines could not all be written is
+                written as failed: the goal may be among the lost ones.
             reason: The reason of a failure, in one line.
         """
         if self._lost is not None and state == "finished":
@@ -142,7 +146,8 @@ class LinesSink:
     def _write(self, lines: Iterable[Mapping[str, Any]]) -> None:
         pending, self._pending = self._pending, []
         self._last_write_s = time.monotonic()
-        # Not json.dumps: it takes ten times as long, and some of these writes happen inside training batches.
+        # Not json.dumps: it takes ten times as long, and some of these writes happen inside
+        # training batches.
         records = "".join(
             f'{{"rank":{self._rank},"kind":"stat","time":"{_text(now)}","epoch":{epoch},"step":{step},'
             f'"time_s":{time_s!r},"name":{_quoted(name)},"value":{_json_value(value)}}}\n'
@@ -246,7 +251,8 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     return line if isinstance(line, dict) and _is_sound(line) else None
 
 
-# Unknown in a run that continues from a checkpoint of an earlier version; the processor time also on a GPU.
+# Unknown in a run that continues from a checkpoint of an earlier version; the processor time also
+# on a GPU.
 _MAY_BE_UNKNOWN = ("communication_cpu_s", "communication_wire_bytes", "exchanges")
 
 
@@ -297,7 +303,8 @@ def _is_number(value: Any) -> bool:
 def read_lines(folder: Path) -> RawLines:
     """Return the raw lines of all workers in a result folder.
 
-    A run that ended has them in ``metrics.jsonl``. A run that was killed has one file for each worker.
+    A run that ended has them in ``metrics.jsonl``. A run that was killed has one file for each
+    worker.
 
     Args:
         folder: The result folder.
@@ -316,7 +323,8 @@ def statistics(
 ) -> list[dict[str, Any]]:
     """Return the lines of one statistic of one worker, in the order of the training.
 
-    A run that is resumed from a checkpoint repeats the batches after it. Their first lines are left out.
+    A run that is resumed from a checkpoint repeats the batches after it. Their first lines are left
+    out.
 
     Args:
         lines: Raw lines.

@@ -1,35 +1,37 @@
 """Write the log of a run with the keys of MLPerf, as the package ``mlperf-logging`` reads it.
 
-The log is a view of the raw lines of rank 0. A value that the run does not know is left out, even if MLPerf requires
-it. A submitter adds ``submission_org`` and ``submission_status``.
+The log is a view of the raw lines of rank 0. A value that the run does not know is left out, even
+if MLPerf requires it. A submitter adds ``submission_org`` and ``submission_status``.
 
-===============================  ============================================================================
-key                              value
-===============================  ============================================================================
-``submission_benchmark``         ``mlbench_task1a`` and so on, with ``_digits`` if these replace its data set,
-                                 ``_light`` with the light goal, ``_after_60s`` with the goal of a fixed
-                                 training time; or ``mlbench_`` and the program's name
+===============================
+============================================================================ key
+value ===============================
+============================================================================
+``submission_benchmark``         ``mlbench_task1a`` and so on, with ``_digits`` if these replace its
+data set,
+                                 ``_light`` with the light goal, ``_after_60s`` with the goal of a
+                                 fixed training time; or ``mlbench_`` and the program's name
 ``submission_division``          ``closed`` or ``open``, by the rules of MLBench
-``submission_platform``          Hosts, processor and GPUs
-``cache_clear``                  False: MLBench clears no cache
-``seed``, ``opt_name``           Seed and algorithm
-``global_batch_size``, ...       Hyper-parameters, see :func:`mlperf_lines`
-``init_start``                   The run begins to record
-``init_stop``, ``run_start``     The wall clock of the run starts
-``block_start``, ``block_stop``  Training between two validations
-``epoch_start``, ``epoch_stop``  Training of an epoch, without its last validation; epochs count from 1
-``eval_start``, ``eval_stop``    A validation
-``eval_accuracy``                The metric of the goal, in its own unit: accuracies are in percent
-``tracked_stats``                ``throughput``: samples per second of all workers, over the whole run
-``run_stop``                     ``success``: the goal is reached or, without a goal, the run has finished;
+``submission_platform``          Hosts, processor and GPUs ``cache_clear``                  False:
+MLBench clears no cache ``seed``, ``opt_name``           Seed and algorithm ``global_batch_size``,
+...       Hyper-parameters, see :func:`mlperf_lines` ``init_start``                   The run begins
+to record ``init_stop``, ``run_start``     The wall clock of the run starts ``block_start``,
+``block_stop``  Training between two validations ``epoch_start``, ``epoch_stop``  Training of an
+epoch, without its last validation; epochs count from 1 ``eval_start``, ``eval_stop``    A
+validation ``eval_accuracy``                The metric of the goal, in its own unit: accuracies are
+in percent ``tracked_stats``                ``throughput``: samples per second of all workers, over
+the whole run ``run_stop``                     ``success``: the goal is reached or, without a goal,
+the run has finished;
                                  else ``aborted``. Nothing follows.
-===============================  ============================================================================
+===============================
+============================================================================
 
-The end of a validation is the time of its last record. It began earlier by the time of validation that the run counted,
-or, if that is not known, with the last record of training.
+The end of a validation is the time of its last record. It began earlier by the time of validation
+that the run counted, or, if that is not known, with the last record of training.
 
-The names of MLPerf's own benchmarks are not used, because its current suite has none of the tasks. Tasks 1b, 4a and 4b
-have the model, the data and the target of its former ``resnet``, ``gnmt`` and ``transformer``, but not their rules.
+The names of MLPerf's own benchmarks are not used, because its current suite has none of the tasks.
+Tasks 1b, 4a and 4b have the model, the data and the target of its former ``resnet``, ``gnmt`` and
+``transformer``, but not their rules.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ _OPTIONS = {
     "train_samples": ("train_samples",),
     "eval_samples": ("eval_samples",),
 }
-# In these tasks every batch of a worker has --batch-size samples, and every batch is an update. In others it is an
-# upper bound, or several batches are one update.
+# In these tasks every batch of a worker has --batch-size samples, and every batch is an update. In
+# others it is an upper bound, or several batches are one update.
 _FIXED_BATCH_TASKS = ("1a", "1b", "3a")
 
 
@@ -68,18 +70,21 @@ def mlperf_lines(
     """Return the lines of ``mlperf.log``.
 
     The option ``--lr`` of a program gives ``opt_base_learning_rate``, ``--global-batch-size`` gives
-    ``global_batch_size``, ``--gradient-accumulation-steps``, ``--train-samples`` and ``--eval-samples`` give the keys
-    of their names. The result names only options that differ from their default, so other keys are left out.
+    ``global_batch_size``, ``--gradient-accumulation-steps``, ``--train-samples`` and
+    ``--eval-samples`` give the keys of their names. The result names only options that differ from
+    their default, so other keys are left out.
 
     If the wall clock was set back during the run, an event has the time of the event before it.
 
     Args:
         result: The content of ``result.json``.
         environment: The content of ``environment.json``.
-        lines: The raw lines, in the order of ``metrics.jsonl``. Those of other ranks than 0 are ignored.
+        lines: The raw lines, in the order of ``metrics.jsonl``. Those of other ranks than 0 are
+            ignored.
 
     Returns:
-        Lines without a line break, each ``:::MLLOG`` and a JSON object. Empty if rank 0 has written no line.
+        Lines without a line break, each ``:::MLLOG`` and a JSON object. Empty if rank 0 has written
+        no line.
 
     Raises:
         KeyError: A line lacks a field that all lines of its kind have.
@@ -116,9 +121,10 @@ def mlperf_lines(
 class _Log:
     """The log of a run, written while its raw lines are read one after the other.
 
-    A block begins with the first line that has more batches than the line before, and ends with the next validation. A
-    validation consists of all records named ``val_...`` before the next batch or the end of the epoch. They are kept
-    until then, because only the line after them shows if the epoch ends with this validation.
+    A block begins with the first line that has more batches than the line before, and ends with the
+    next validation. A validation consists of all records named ``val_...`` before the next batch or
+    the end of the epoch. They are kept until then, because only the line after them shows if the
+    epoch ends with this validation.
     """
 
     def __init__(self, result: Mapping[str, Any]) -> None:
@@ -200,13 +206,14 @@ class _Log:
 
     def start(self, lines: list[Mapping[str, Any]]) -> None:
         """Write the start of the run's wall clock, if a line shows when it was."""
-        # A part of the run that failed before its clock started may have left nothing but its start.
+        # A part of the run that failed before its clock started may have left nothing but its
+        # start.
         first = takewhile(
             lambda line: line["kind"] != "start",
             dropwhile(lambda line: line["kind"] == "start", lines),
         )
-        # A line may be written later than at its own time on the clock, but never earlier. The line "end" after a
-        # failure has no time on the clock.
+        # A line may be written later than at its own time on the clock, but never earlier. The line
+        # "end" after a failure has no time on the clock.
         times_ms = (
             _milliseconds(line) - line["time_s"] * 1e3 for line in first if "time_s" in line
         )
@@ -244,7 +251,8 @@ class _Log:
             self._end_block(time_ms, ends_epoch=True)
             self._validation_s = line["totals"]["validation_s"]
         elif kind == "start":
-            # The run was interrupted, and continues from the batch of a checkpoint, or begins again.
+            # The run was interrupted, and continues from the batch of a checkpoint, or begins
+            # again.
             self._end_block(before_ms, ends_epoch=True, metadata={"status": "aborted"})
             self._step, self._validation_s = step, None if step else 0.0
         elif kind == "end":
@@ -263,7 +271,8 @@ class _Log:
         last, stop_ms = self._validation[-1], _milliseconds(self._validation[-1])
         start_ms = self._trained_ms
         if line is not None and "totals" in line and self._validation_s is not None:
-            # With several validations in an epoch, this is the time of all of them. So the last batch is a limit, too.
+            # With several validations in an epoch, this is the time of all of them. So the last
+            # batch is a limit, too.
             validation_ms = (line["totals"]["validation_s"] - self._validation_s) * 1e3
             start_ms = max(start_ms, round(stop_ms - validation_ms))
         continues = line is not None and line["kind"] == "stat" and line["epoch"] == self._epoch

@@ -43,7 +43,8 @@ def check_result(result: Any, name: str = "result.json") -> Mapping[str, Any]:
         name: Name of the file, for the message of an error.
 
     Raises:
-        ConfigurationError: The version of the schema is unknown, or a field is missing or wrong; the message names it.
+        ConfigurationError: The version of the schema is unknown, or a field is missing or wrong;
+            the message names it.
 
     Example:
         >>> check_result({"schema_version": 9})  # doctest: +ELLIPSIS

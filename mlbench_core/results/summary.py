@@ -1,7 +1,7 @@
 """Compute the result of a run from its raw lines, to write ``result.json`` and to verify it later.
 
-The times of a run are those of its slowest worker, phase by phase: the maximum over all workers of the time of each
-phase. The times of rank 0 stand beside them.
+The times of a run are those of its slowest worker, phase by phase: the maximum over all workers of
+the time of each phase. The times of rank 0 stand beside them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _Worker:
             self.start = line
             self.first_start = self.first_start or line
             self.resumed += bool(line.get("resumed"))
-            # The end of an earlier part of the run is not the end of the run. A goal that was reached after the
-            # checkpoint is reached again.
+            # The end of an earlier part of the run is not the end of the run. A goal that was
+            # reached after the checkpoint is reached again.
             self.end = None
             if self.goal is not None and (self.goal.get("step") or 0) > line.get("step", 0):
                 self.goal = None
@@ -59,8 +59,8 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
     """Compute the content of ``result.json``, except the checksums of the other files.
 
     Args:
-        lines: The raw lines of all workers, see :mod:`mlbench_core.results.lines`. A run that has not ended has the
-            state ``"unfinished"``, and the totals of its last finished epoch.
+        lines: The raw lines of all workers, see :mod:`mlbench_core.results.lines`. A run that has
+            not ended has the state ``"unfinished"``, and the totals of its last finished epoch.
         environment: The content of ``environment.json``.
 
     Returns:
@@ -145,7 +145,8 @@ def _state(ranks: list[_Worker], number: int) -> dict[str, Any]:
 def _is_communication_measured(ranks: list[_Worker], number: int) -> bool:
     """Return True if the numbers of communication are known: of one worker they are 0, of several somebody counts.
 
-    torch's own DistributedDataParallel reports nothing. Its time is then a part of the backward pass.
+    torch's own DistributedDataParallel reports nothing. Its time is then a part of the backward
+    pass.
     """
     if number == 1:
         return True
@@ -196,7 +197,8 @@ def _times(totals: Mapping[str, Any], is_measured: bool) -> dict[str, Any]:
         "communication_total_s": total_s if is_measured else None,
         "communication_exposed_s": exposed_s if is_measured else None,
         "communication_hidden_s": max(0.0, total_s - exposed_s) if is_measured else None,
-        # Lines of earlier versions lack it, and then so does the result that verification computes again.
+        # Lines of earlier versions lack it, and then so does the result that verification computes
+        # again.
         **(
             {"communication_cpu_s": totals["communication_cpu_s"]}
             if "communication_cpu_s" in totals
@@ -285,7 +287,8 @@ def _batch_quantiles(ends: list[dict[str, Any]]) -> dict[str, float | None]:
 def _collectives(ends: list[dict[str, Any]], workers: int) -> dict[str, Any]:
     """Return the collectives of the worker that sent the most in them; nothing if they were not counted.
 
-    torch's own DistributedDataParallel reports nothing, so a run of several workers without a collective is unknown.
+    torch's own DistributedDataParallel reports nothing, so a run of several workers without a
+    collective is unknown.
     """
     counted = [end["collectives"] for end in ends if end.get("collectives") is not None]
     if len(counted) < len(ends) or not (workers == 1 or any(counted)):

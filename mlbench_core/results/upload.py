@@ -29,8 +29,8 @@ def run_record(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
         result: From :func:`~mlbench_core.results.folder.read_result`.
 
     Returns:
-        The record. Its ``fingerprint`` depends on the run's id, its start and its raw lines. So it is the same for
-        every copy of the folder.
+        The record. Its ``fingerprint`` depends on the run's id, its start and its raw lines. So it
+        is the same for every copy of the folder.
     """
     run, configuration = result["run"], result["configuration"]
     lines = read_lines(folder)
@@ -81,10 +81,12 @@ def metrics_of(
         folder: The result folder.
         result: From :func:`~mlbench_core.results.folder.read_result`.
         run_id: The run's id at the master.
-        prefix: Beginning of the id of each metric. With the same one, the master ignores a repeated delivery.
+        prefix: Beginning of the id of each metric. With the same one, the master ignores a repeated
+            delivery.
 
     Yields:
-        The statistics of every worker. The goal and the result follow; ``result @ 0`` is the last one.
+        The statistics of every worker. The goal and the result follow; ``result @ 0`` is the last
+        one.
     """
     ended = reached = result["run"]["ended_at"] or result["run"]["started_at"]
 

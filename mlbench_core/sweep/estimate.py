@@ -21,8 +21,8 @@ class Estimate:
 
     Attributes:
         runs: Number of runs.
-        expected_s: The time by runs that have ended; None if there are none. A run without a similar one counts with
-            the mean of the others.
+        expected_s: The time by runs that have ended; None if there are none. A run without a
+            similar one counts with the mean of the others.
         longest_s: The time if every run reaches the limit; None without a limit.
     """
 
@@ -39,9 +39,9 @@ def estimate(
 ) -> Estimate:
     """Estimate the time of the runs that are left.
 
-    The time of a run is the mean over the ended runs that are most like it: those of the same algorithm, network and
-    number of workers, else those of the same network and number of workers, else those of the same number of workers,
-    else all.
+    The time of a run is the mean over the ended runs that are most like it: those of the same
+    algorithm, network and number of workers, else those of the same network and number of workers,
+    else those of the same number of workers, else all.
 
     Args:
         pending: The runs that are left.

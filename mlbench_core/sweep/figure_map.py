@@ -98,7 +98,8 @@ def _draw_cells(axes: Axes, found: Map, colors: Mapping[str, canvas.Look]) -> No
         ]
         areas.setdefault((cell.winner, _shade(cell.ratio)), []).append(Path(corners, closed=True))
     for (winner, shade), paths in areas.items():
-        # One shape for each area and without antialiasing: the background would shine through between two cells.
+        # One shape for each area and without antialiasing: the background would shine through
+        # between two cells.
         shape = Path.make_compound_path(*paths)
         look: canvas.Look = {"linewidth": 0, "antialiased": False}
         axes.add_patch(
@@ -141,7 +142,8 @@ def _draw_points(axes: Axes, found: Map, colors: Mapping[str, canvas.Look]) -> N
             clip_on=False,
             **look,
         )
-        # Right of the point, or else left of it, higher or lower: the first place without another label.
+        # Right of the point, or else left of it, higher or lower: the first place without another
+        # label.
         sides = [(side, up) for up in (0, 9, -9, 18, -18) for side in ("left", "right")]
         boxes = [
             _box(point.bandwidth, point.round_trip_s, up, point.network, side) for side, up in sides

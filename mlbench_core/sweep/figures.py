@@ -1,6 +1,7 @@
 """Draw a sweep: time to goal, bytes, accuracy and price of each algorithm, one panel for each network.
 
-A figure with one network has the width of a column, for a page; the figure with all networks has that of two columns.
+A figure with one network has the width of a column, for a page; the figure with all networks has
+that of two columns.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _LABEL_IN = 1.0
 _ROW_IN = 0.155
 _SMALL_PT = 5.5
 _MEGA = 1e6
-# The room to the right of the largest mark, as a factor on a logarithmic axis: for the number or the text of a row.
+# The room to the right of the largest mark, as a factor on a logarithmic axis: for the number or
+# the text of a row.
 _ROOM = 2.2
 
 
@@ -45,7 +47,8 @@ class Quantity:
         value: Function that returns the value of a run; None if it has none.
         missed: Function that returns the value of a run that missed its goal; None to draw no mark.
         log: True for a logarithmic axis.
-        to_goal: True if it is measured until the goal, so that a run that missed the goal has more than any other.
+        to_goal: True if it is measured until the goal, so that a run that missed the goal has more
+            than any other.
         largest_first: True if a larger value is better.
         sentence: Sentence of the caption on the mark of a run that missed its goal.
     """

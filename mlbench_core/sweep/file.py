@@ -1,8 +1,8 @@
 """Read the TOML file that describes a sweep, and make its list of runs.
 
-Every point of a sweep is one run: an algorithm, a number of workers, a network and a seed. One worker has no network,
-so its runs belong to every network. The order is seed by seed, so that an unfinished sweep is a whole picture with
-fewer seeds.
+Every point of a sweep is one run: an algorithm, a number of workers, a network and a seed. One
+worker has no network, so its runs belong to every network. The order is seed by seed, so that an
+unfinished sweep is a whole picture with fewer seeds.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class Sweep:
         light: True to stop at the light goal.
         limit_s: Seconds of training after which a run ends without its goal; None for no limit.
         budget_s: Seconds after which no run starts; None for no budget.
-        repeat_stopped: False if a run that was stopped at the limit with the first seed is not repeated with others.
+        repeat_stopped: False if a run that was stopped at the limit with the first seed is not
+            repeated with others.
         price: Price of the machines.
         files: The files that it names, by their names in it.
     """
@@ -228,7 +229,8 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
 
     Args:
         content: The tables of the file.
-        folder: The folder to which names of files are relative. A copy of a file in :data:`FILES` there comes first.
+        folder: The folder to which names of files are relative. A copy of a file in :data:`FILES`
+            there comes first.
         title: The title without the key ``title``.
 
     Raises:

@@ -9,8 +9,9 @@ Its content::
     current.json         the run that was requested last; missing if no run goes on
     unfinished/          where the result folder of a run is put together before it is moved to runs/
 
-A folder in ``runs`` is moved there whole, so it is complete. A run that exceeded the limit has the outcome ``limit``.
-Its folder has the raw lines that the workers had written until then, if there are any, but no ``result.json``.
+A folder in ``runs`` is moved there whole, so it is complete. A run that exceeded the limit has the
+outcome ``limit``. Its folder has the raw lines that the workers had written until then, if there
+are any, but no ``result.json``.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ class SweepFolder:
     def planned(self, sweep: Sweep) -> list[Point]:
         """Return the runs of a sweep, without those that are left out because ``repeat_stopped`` is false.
 
-        A run is left out if the run of the same algorithm, workers and network with the first seed was stopped at the
-        limit. Runs that have a folder stay.
+        A run is left out if the run of the same algorithm, workers and network with the first seed
+        was stopped at the limit. Runs that have a folder stay.
 
         Args:
             sweep: The sweep.
@@ -149,7 +150,8 @@ class SweepFolder:
         """Return the runs that have a folder, by name, after a check that they were asked the same as now.
 
         Raises:
-            ConfigurationError: A run was asked something else than the file asks now, or its folder is damaged.
+            ConfigurationError: A run was asked something else than the file asks now, or its folder
+                is damaged.
         """
         found = {}
         for point in points:

@@ -63,7 +63,8 @@ def inline_svg(drawing: Drawing, label: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, count=1, flags=re.DOTALL)
     width, height = (72 * inches for inches in figure.get_size_inches())
-    # The sizes are those of print; on the page, the figure is as wide as its place, and ends above the caption.
+    # The sizes are those of print; on the page, the figure is as wide as its place, and ends above
+    # the caption.
     view = (
         f'<svg viewBox="0 0 {width:g} {height - top_pt:g}" role="img" aria-label="{escape(label)}"'
     )

@@ -1,8 +1,9 @@
 """Gather the runs of a sweep by algorithm, network and number of workers.
 
-The rule for runs that missed their goal is that of :mod:`mlbench_core.comparison.times`. All runs with the same network
-and the same number of workers are judged up to the same training time: the least one at which one of them was stopped.
-A run that reached its goal later missed it by this rule, as the stopped run might have reached it then, too.
+The rule for runs that missed their goal is that of :mod:`mlbench_core.comparison.times`. All runs
+with the same network and the same number of workers are judged up to the same training time: the
+least one at which one of them was stopped. A run that reached its goal later missed it by this
+rule, as the stopped run might have reached it then, too.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Cell:
     Attributes:
         network: Name of the network; None for one worker.
         group: The runs that ended; at least one.
-        failed: Number of runs that ended with an error. They are not in the group, and count as misses.
+        failed: Number of runs that ended with an error. They are not in the group, and count as
+            misses.
         planned: Number of runs that the sweep has for this cell.
     """
 
@@ -141,8 +143,8 @@ class Outcome:
         cells: The cells with at least one ended run.
         limit_s: Seconds of training after which a run ended; None without a limit.
         planned: Number of runs of the sweep.
-        judged_s: Training time up to which all runs of a network and a number of workers are judged, see
-            :func:`gather`. Places where no run was stopped are missing.
+        judged_s: Training time up to which all runs of a network and a number of workers are
+            judged, see :func:`gather`. Places where no run was stopped are missing.
     """
 
     title: str
@@ -225,8 +227,8 @@ def order(cell: Cell) -> tuple[float, int]:
 def differ(a: Cell, b: Cell, row: Sequence[Cell] | None = None) -> bool | None:
     """Return True if the test of :func:`~mlbench_core.comparison.times.compare_times` shows that two cells differ.
 
-    The level is 5 %, after Holm's correction for all tests of ``a`` against a cell of its row: ``a`` was selected from
-    them because it is the fastest.
+    The level is 5 %, after Holm's correction for all tests of ``a`` against a cell of its row:
+    ``a`` was selected from them because it is the fastest.
 
     Args:
         a: The fastest cell.
@@ -255,7 +257,8 @@ def speed_ratio(slower: Cell, faster: Cell) -> Estimate | None:
         faster: The cell in the denominator.
 
     Returns:
-        The ratio of the medians; its interval is missing if a run missed its goal. None without both medians.
+        The ratio of the medians; its interval is missing if a run missed its goal. None without
+        both medians.
     """
     if slower.median_s is None or faster.median_s is None:
         return None
@@ -299,9 +302,9 @@ def gather(
 ) -> Outcome:
     """Gather the runs of a sweep.
 
-    A run that reached its goal after the limit missed it. If an earlier version stopped a run, all runs of its network
-    and number of workers are judged by what they had reached at the least training time at which one of them was
-    stopped. So no method is stopped earlier than another.
+    A run that reached its goal after the limit missed it. If an earlier version stopped a run, all
+    runs of its network and number of workers are judged by what they had reached at the least
+    training time at which one of them was stopped. So no method is stopped earlier than another.
 
     Args:
         places: The planned runs.
@@ -339,7 +342,8 @@ def gather(
     for (algorithm, network, workers), of_cell in found.items():
         ended = tuple(records[place.name] for place in of_cell if place.name in records)
         lost = sum(place.name in failed for place in of_cell)
-        # The settings of a run are those of the first one that has them: a run that was stopped may have none.
+        # The settings of a run are those of the first one that has them: a run that was stopped may
+        # have none.
         settings = next(
             (record.configuration for record in ended if record.configuration.get("goal")), {}
         )

@@ -44,7 +44,8 @@ def write_page(
 ) -> list[Path]:
     """Write the page of a sweep into its folder: ``index.html``, ``index.md``, tables and figures.
 
-    A sweep that has not ended has a page of the runs so far. Without matplotlib, the page has no figures.
+    A sweep that has not ended has a page of the runs so far. Without matplotlib, the page has no
+    figures.
 
     Args:
         folder: The folder of the sweep, with ``sweep.toml`` and the result folders in ``runs``.

@@ -8,9 +8,9 @@ The steps of one run, each of which can be the last one of a killed process::
     4. put its folder together in unfinished/, and move it to runs/
     5. remove current.json
 
-The next start continues: a run with that name is the run of step 2. The name ends with random digits, so that no run of
-another sweep has it. A master that does not answer any more is looked for again, and started again if it is the
-embedded one.
+The next start continues: a run with that name is the run of step 2. The name ends with random
+digits, so that no run of another sweep has it. A master that does not answer any more is looked for
+again, and started again if it is the embedded one.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Runner:
         folder: Its folder, which must be open.
         connect: Function that finds the master, or starts it.
         observer: The display of the progress.
-        call: Fields of each request that come from the call of the command. They are not part of a point, which may be
-            continued by a call from another folder.
+        call: Fields of each request that come from the call of the command. They are not part of a
+            point, which may be continued by a call from another folder.
     """
 
     def __init__(
@@ -148,7 +148,8 @@ class Runner:
     def _run_point(self, point: Point) -> Done | Failure:
         try:
             item = self._watch(point)
-            # Killed together with the machine or with all of its processes: the run itself did nothing wrong.
+            # Killed together with the machine or with all of its processes: the run itself did
+            # nothing wrong.
             if _reason(item).startswith("lost"):
                 item = self._watch(point)
         except KeyboardInterrupt:
@@ -267,7 +268,8 @@ class Runner:
         folder = self._folder.prepare(point)
         found = self._call(lambda master: master.fetch_result(item["id"], folder, unfinished=True))
         if not found:
-            # A script of the user need not leave a result folder, and a stopped run may not have begun.
+            # A script of the user need not leave a result folder, and a stopped run may not have
+            # begun.
             save(
                 folder / "metrics.json", item, self._call(lambda master: master.metrics(item["id"]))
             )

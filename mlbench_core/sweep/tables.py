@@ -46,8 +46,9 @@ _ONLY_CSV = ("planned", "missed", "times_low", "times_high")
 def table_rows(outcome: Outcome, pricing: Pricing) -> list[dict[str, Any]]:
     """Return one row for each cell, with an entry for each of :data:`COLUMNS`; None if a value is unknown.
 
-    Rows are in the order of the networks and the numbers of workers, fastest algorithm first. One worker has no
-    network. ``times_as_fast`` is relative to the sweep's first algorithm with the same network and number of workers.
+    Rows are in the order of the networks and the numbers of workers, fastest algorithm first. One
+    worker has no network. ``times_as_fast`` is relative to the sweep's first algorithm with the
+    same network and number of workers.
 
     Args:
         outcome: The runs.

@@ -58,10 +58,11 @@ class MapPoint:
         bandwidth: Bits per second, within the range of the map.
         round_trip_s: Round trip in seconds, within the range of the map.
         measured: The algorithm that was fastest; None if none reached the goal.
-        second: The second, if it is within 10 %, or if all its runs reached the goal and no difference between the two
-            is shown; else None.
+        second: The second, if it is within 10 %, or if all its runs reached the goal and no
+            difference between the two is shown; else None.
         predicted: The algorithm with the least predicted time.
-        error: Predicted time of the measured algorithm, divided by its measured time; None if it is not predicted.
+        error: Predicted time of the measured algorithm, divided by its measured time; None if it is
+            not predicted.
     """
 
     network: str
@@ -113,9 +114,9 @@ class Map:
 def predict_map(outcome: Outcome, workers: int, predict: Predict) -> Map | None:
     """Predict the time to the goal of every algorithm over the map.
 
-    The prediction starts from the algorithm's runs on the measured network with the highest bandwidth. Their median
-    counts. If half of them or more missed the goal, the algorithm is not on the map: from the runs on another network,
-    its prediction could be a shorter time.
+    The prediction starts from the algorithm's runs on the measured network with the highest
+    bandwidth. Their median counts. If half of them or more missed the goal, the algorithm is not on
+    the map: from the runs on another network, its prediction could be a shorter time.
 
     Args:
         outcome: The runs.

@@ -1,7 +1,7 @@
 """Say in words what the figures of a sweep show: which method was fastest where, and what was not reached.
 
-Every sentence is made from numbers of the sweep. A difference is only called shown if the test shows it at 5 % after
-Holm's correction, see :func:`~mlbench_core.sweep.outcome.differ`.
+Every sentence is made from numbers of the sweep. A difference is only called shown if the test
+shows it at 5 % after Holm's correction, see :func:`~mlbench_core.sweep.outcome.differ`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def _times(ratio: Estimate) -> str:
     text = f"{ratio.value:.2f} times"
     if ratio.low is None or ratio.high is None:
         return text
-    # The ratio is that of the medians, and an interval is only known for that of the geometric means.
+    # The ratio is that of the medians, and an interval is only known for that of the geometric
+    # means.
     return f"{text} (ratio of the geometric means: {ratio.low:.2f} to {ratio.high:.2f})"
 
 

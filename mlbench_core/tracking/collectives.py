@@ -26,7 +26,8 @@ class CollectiveCounts(Counter[tuple[str, int, int, bool]]):
         """Return one entry for each size as JSON-ready values.
 
         Args:
-            merged_if_many: True for one entry for each power of two if there are more than 20 sizes.
+            merged_if_many: True for one entry for each power of two if there are more than 20
+                sizes.
         """
         merges = merged_if_many and len(self) > _MOST_ENTRIES
         merged: dict[tuple[str, int, int, bool], list[int]] = {}

@@ -1,9 +1,9 @@
 """Describe the goal of a run as data, and report it at the end of a process.
 
-A :class:`~mlbench_core.tracking.tracker.Tracker` sends the metric ``goal`` at the goal and when it is closed. A script
-of version 3.0 does not close its tracker, and its tracker often lives in a function that returns before the end. So
-:func:`end_at_exit` ends the trackers that are alive when the interpreter exits, and :func:`send_at_exit` keeps the last
-message of the others.
+A :class:`~mlbench_core.tracking.tracker.Tracker` sends the metric ``goal`` at the goal and when it
+is closed. A script of version 3.0 does not close its tracker, and its tracker often lives in a
+function that returns before the end. So :func:`end_at_exit` ends the trackers that are alive when
+the interpreter exits, and :func:`send_at_exit` keeps the last message of the others.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
         tracker: The tracker.
 
     Returns:
-        The aim of the goal, see :class:`~mlbench_core.run_terms.GoalAim`, with ``reached``, ``value``,
-        ``time_to_goal_s``, ``epochs`` and ``phases_s``. If it was reached, these belong to that moment, and ``epochs``
-        counts the epoch that ran then. Otherwise ``epochs`` and ``phases_s`` are those of the run so far. None without
-        a goal.
+        The aim of the goal, see :class:`~mlbench_core.run_terms.GoalAim`, with ``reached``,
+        ``value``, ``time_to_goal_s``, ``epochs`` and ``phases_s``. If it was reached, these belong
+        to that moment, and ``epochs`` counts the epoch that ran then. Otherwise ``epochs`` and
+        ``phases_s`` are those of the run so far. None without a goal.
     """
     if tracker.goal is None and not tracker.goal_reached:
         return None
@@ -140,8 +140,8 @@ _last_metrics: dict[object, tuple[Any, ...]] = {}
 def end_at_exit(tracker: TrackedRun) -> None:
     """Close a tracker when the interpreter exits, if it is alive and open then."""
     _open_trackers.add(tracker)
-    # Handlers run in the reverse order of their registration. The client of the master registers one when it is
-    # created, and delivers nothing after that has run.
+    # Handlers run in the reverse order of their registration. The client of the master registers
+    # one when it is created, and delivers nothing after that has run.
     LogMetrics.connect()
     atexit.unregister(_end_all)
     atexit.register(_end_all)

@@ -15,8 +15,9 @@ __all__ = ["PhaseTimes"]
 class PhaseTimes:
     """Times by phase, a part of :class:`~mlbench_core.tracking.tracker.Tracker`.
 
-    A phase is a group of steps: compute, communication, metrics and preprocess. All times are in seconds, include the
-    parts before a run was resumed, and on CUDA exclude the batches that the device has not finished.
+    A phase is a group of steps: compute, communication, metrics and preprocess. All times are in
+    seconds, include the parts before a run was resumed, and on CUDA exclude the batches that the
+    device has not finished.
 
     Attributes:
         communication_steps: Names of the steps that count as communication.
@@ -56,8 +57,8 @@ class PhaseTimes:
     def epoch_metrics(self) -> dict[str, list[float]]:
         """Return the seconds of each step in each epoch. The current epoch is last if it has any time.
 
-        In a long run each of the last ``history_size`` epochs has an entry. The first entry then also includes all
-        epochs before it.
+        In a long run each of the last ``history_size`` epochs has an entry. The first entry then
+        also includes all epochs before it.
         """
         return {name: self._by_epoch(partial(Totals.of, steps=[name])) for name in self._step_s}
 

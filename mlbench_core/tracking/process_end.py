@@ -1,7 +1,7 @@
 """Tell services how this process ends: normally, by an exception, or because it is stopped.
 
-A service keeps a run until somebody says that it has ended. A script may not close its sinks, and SIGTERM, with which
-launchers and job queues stop a process, ends Python without any handler.
+A service keeps a run until somebody says that it has ended. A script may not close its sinks, and
+SIGTERM, with which launchers and job queues stop a process, ends Python without any handler.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def uncaught_error() -> BaseException | None:
 def call_at_end(function: Callable[[str], None]) -> None:
     """Call a function with the state of the run when the interpreter exits or SIGTERM arrives.
 
-    A handler that the program has for SIGTERM stays. Only the process that calls this counts, not its forks.
+    A handler that the program has for SIGTERM stays. Only the process that calls this counts, not
+    its forks.
 
     Args:
         function: Called ``(state)``, see :func:`state_after`. Its exceptions are logged.
@@ -111,8 +112,9 @@ def _after_fork_in_child() -> None:
     _release_sigterm()
 
 
-# A loader process that is forked, and ended with SIGTERM, is not the end of the run. The handler is removed before the
-# fork: Python forgets a signal that reaches the child before it has finished its fork.
+# A loader process that is forked, and ended with SIGTERM, is not the end of the run. The handler is
+# removed before the fork: Python forgets a signal that reaches the child before it has finished its
+# fork.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_release_sigterm, after_in_parent=_watch_sigterm, after_in_child=_after_fork_in_child

@@ -64,13 +64,14 @@ class ProgressBar:
         )
         self._task: TaskID | None = None
         self._drawn_at = -_REFRESH_S
-        # rich hides the cursor, and an epoch that ends with an exception never reaches clear(). The finalizer shows the
-        # cursor again.
+        # rich hides the cursor, and an epoch that ends with an exception never reaches clear(). The
+        # finalizer shows the cursor again.
         self._finalizer = weakref.finalize(self, self._bar.stop)
 
     def due(self) -> bool:
         """Return True if the line on the terminal is older than a tenth of a second."""
-        # A test that freezes time can move the clock backward. With a negative age, the line is due, too.
+        # A test that freezes time can move the clock backward. With a negative age, the line is
+        # due, too.
         return not 0 <= time.perf_counter() - self._drawn_at < _REFRESH_S
 
     def draw(self, epoch: int, batch: int, total: int | None, status: str) -> None:

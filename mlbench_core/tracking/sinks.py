@@ -2,19 +2,21 @@
 
 A sink is called ``sink(name, value, epoch, step)``. It may also have these methods:
 
-* ``record(name, value, epoch, step, time_s)`` receives the statistics instead of the sink itself. ``time_s`` is the
-  time that the number belongs to, in seconds since ``Tracker.start()``. The sink itself is then called only for numbers
-  that the events contain, too: the times of the steps, and the result of the goal.
-* ``event(kind, content)`` receives the events of the run, see :meth:`SinkList.event`. The event ``"end"`` says how the
-  run ended.
+* ``record(name, value, epoch, step, time_s)`` receives the statistics instead of the sink itself.
+  ``time_s`` is the time that the number belongs to, in seconds since ``Tracker.start()``. The sink
+  itself is then called only for numbers that the events contain, too: the times of the steps, and
+  the result of the goal.
+* ``event(kind, content)`` receives the events of the run, see :meth:`SinkList.event`. The event
+  ``"end"`` says how the run ended.
 * ``flush()`` is called after each epoch and at the end.
 * ``write_summary(summary)`` and ``close()`` are called at the end.
 
-A sink that raises an exception receives nothing more. The tracker names it once in a warning, and the run continues.
+A sink that raises an exception receives nothing more. The tracker names it once in a warning, and
+the run continues.
 
-:func:`make_sink` makes a sink from a text, for example from an option of a command. A package adds sinks with the
-entry point group ``mlbench.sinks``: a name, and a function or class that returns a sink. It takes no argument, or one
-text.
+:func:`make_sink` makes a sink from a text, for example from an option of a command. A package adds
+sinks with the entry point group ``mlbench.sinks``: a name, and a function or class that returns a
+sink. It takes no argument, or one text.
 
 Example:
     >>> from mlbench_core.tracking.tracker import Tracker
@@ -80,8 +82,8 @@ class SinkList(list[Sink]):
     """The sinks of a tracker. A sink that raises an exception (a full disk) is removed, and the run continues.
 
     Attributes:
-        latest: The numbers of the latest step: name to [value, epoch]. A checkpoint of the tracker keeps them, because
-            a resumed run begins at this step.
+        latest: The numbers of the latest step: name to [value, epoch]. A checkpoint of the tracker
+            keeps them, because a resumed run begins at this step.
 
     Raises:
         TypeError: A sink is not callable.
@@ -127,11 +129,13 @@ class SinkList(list[Sink]):
         """Pass an event of the run to every sink that has a method ``event``.
 
         Args:
-            kind: ``"start"`` when the run starts, ``"epoch"`` at the end of an epoch, ``"goal"`` when the goal is
-                reached, or ``"end"`` when the tracker is closed. ``"start"`` has ``resumed``, ``epoch``, ``step``, and
-                in a resumed run ``latest``, the numbers of that step: name to [value, epoch]. ``"end"`` has ``state``:
-                ``"finished"``, ``"failed"`` or ``"stopped"``.
-            content: Return the content of the event as plain containers. It is called only if a sink wants it.
+            kind: ``"start"`` when the run starts, ``"epoch"`` at the end of an epoch, ``"goal"``
+                when the goal is reached, or ``"end"`` when the tracker is closed. ``"start"`` has
+                ``resumed``, ``epoch``, ``step``, and in a resumed run ``latest``, the numbers of
+                that step: name to [value, epoch]. ``"end"`` has ``state``: ``"finished"``,
+                ``"failed"`` or ``"stopped"``.
+            content: Return the content of the event as plain containers. It is called only if a
+                sink wants it.
         """
         receivers = [sink for sink in self if hasattr(sink, "event")]
         if receivers:
@@ -191,7 +195,8 @@ class _FileSink:
 class JSONLSink(_FileSink):
     """A sink that writes one JSON object per line: time, epoch, step, name and value.
 
-    The last line is the summary of the run. JSON has no infinities, so a value that is not finite is written as null.
+    The last line is the summary of the run. JSON has no infinities, so a value that is not finite
+    is written as null.
 
     Args:
         path: The file to append to; its folder is created.
@@ -239,10 +244,12 @@ class CSVSink(_FileSink):
 class TensorBoardSink:
     """A sink that writes scalars and texts for TensorBoard, by the number of finished batches.
 
-    A resumed run repeats the batches after its checkpoint. TensorBoard then hides their first values (``purge_step``).
+    A resumed run repeats the batches after its checkpoint. TensorBoard then hides their first
+    values (``purge_step``).
 
     Args:
-        folder: Folder of the event files, which should belong to one run: TensorBoard draws a curve for each folder.
+        folder: Folder of the event files, which should belong to one run: TensorBoard draws a curve
+            for each folder.
 
     Raises:
         MissingDependencyError: TensorBoard or torch is not installed.
@@ -268,7 +275,8 @@ class TensorBoardSink:
                 self._writer.add_text(_utf8(name), _utf8(value), step)
             else:
                 self._writer.add_scalar(_utf8(name), value, step)
-        # Of the value, for example an integer that is too large. A full disk raises OSError, which ends the sink.
+        # Of the value, for example an integer that is too large. A full disk raises OSError, which
+        # ends the sink.
         except (TypeError, ValueError, OverflowError) as error:
             self._refused.add(name)
             _warn_of_refused(type(self).__name__, name, error)
@@ -279,7 +287,8 @@ class TensorBoardSink:
             return
         self._writer.close()
         self._writer = self._open(purge_step=content["step"])
-        # TensorBoard hides this step, too, and with it what was validated before the checkpoint was saved.
+        # TensorBoard hides this step, too, and with it what was validated before the checkpoint was
+        # saved.
         for name, (value, epoch) in content.get("latest", {}).items():
             self(name, value, epoch, content["step"])
 
@@ -327,15 +336,18 @@ class _ServiceSink:
 class WandbSink(_ServiceSink):
     """A sink that writes to a run of Weights & Biases, by the number of finished batches.
 
-    Numbers are rows of the run's history. Texts and the summary of the tracker are entries of the run's summary. The
-    run ends with the exit code 0, or 1 after an exception, or 255 if it was stopped.
+    Numbers are rows of the run's history. Texts and the summary of the tracker are entries of the
+    run's summary. The run ends with the exit code 0, or 1 after an exception, or 255 if it was
+    stopped.
 
-    A resumed training is a new run, unless ``options`` or ``WANDB_RUN_ID`` and ``WANDB_RESUME=allow`` name the earlier
-    one. That run then gets only batches that it does not have.
+    A resumed training is a new run, unless ``options`` or ``WANDB_RUN_ID`` and
+    ``WANDB_RESUME=allow`` name the earlier one. That run then gets only batches that it does not
+    have.
 
     Args:
         project: Name of the project; None for the default of ``wandb``.
-        options: Other arguments of ``wandb.init``, for example ``mode="offline"`` or ``name="run 7"``.
+        options: Other arguments of ``wandb.init``, for example ``mode="offline"`` or ``name="run
+            7"``.
 
     Raises:
         MissingDependencyError: The package ``wandb`` is not installed.
@@ -346,7 +358,8 @@ class WandbSink(_ServiceSink):
     def __init__(self, project: str | None = None, **options: Any) -> None:
         wandb: Any = require("wandb", "wandb")
         self._run = wandb.init(project=project, **options)
-        # Not the step of wandb: it must not decrease, but numbers that are read later belong to earlier batches.
+        # Not the step of wandb: it must not decrease, but numbers that are read later belong to
+        # earlier batches.
         self._run.define_metric("*", step_metric="batch")
         resumed = getattr(self._run, "resumed", False) is True
         self._first_batch = int(self._run.summary.get("batch", 0)) if resumed else 0
@@ -375,15 +388,15 @@ class WandbSink(_ServiceSink):
 class MLflowSink(_ServiceSink):
     """A sink that writes to a run of MLflow, by the number of finished batches.
 
-    Numbers are metrics. Texts are tags. The summary is the artifact ``summary.json``. ``MLFLOW_TRACKING_URI`` names the
-    server, file or folder of the runs. The run ends as ``FINISHED``, as ``FAILED`` after an exception, or as ``KILLED``
-    if it was stopped.
+    Numbers are metrics. Texts are tags. The summary is the artifact ``summary.json``.
+    ``MLFLOW_TRACKING_URI`` names the server, file or folder of the runs. The run ends as
+    ``FINISHED``, as ``FAILED`` after an exception, or as ``KILLED`` if it was stopped.
 
-    Characters and paths that MLflow does not allow in the name of a metric become ``_``, and a long name is cut. A
-    metric that MLflow refuses all the same is left out with one warning.
+    Characters and paths that MLflow does not allow in the name of a metric become ``_``, and a long
+    name is cut. A metric that MLflow refuses all the same is left out with one warning.
 
-    A resumed training is a new run, unless ``MLFLOW_RUN_ID`` names the earlier one. That run then gets only steps that
-    it does not have.
+    A resumed training is a new run, unless ``MLFLOW_RUN_ID`` names the earlier one. That run then
+    gets only steps that it does not have.
 
     Args:
         experiment: Name of the experiment, which is created if it does not exist.
@@ -396,7 +409,8 @@ class MLflowSink(_ServiceSink):
     # The largest number of metrics that a server accepts in one request.
     _MOST = 1000
     _LONGEST_NAME = 250
-    # Errors of the server or of the way to it. A request for each metric would only wait as long as the first one.
+    # Errors of the server or of the way to it. A request for each metric would only wait as long as
+    # the first one.
     _NOT_OF_A_METRIC = (
         "INTERNAL_ERROR",
         "TEMPORARILY_UNAVAILABLE",
@@ -558,10 +572,10 @@ def make_sink(text: str, run_id: str | None = None, resume: bool = False) -> Sin
     Args:
         text: The name is one of
 
-            * ``jsonl:PATH``, ``csv:PATH``, ``tensorboard:FOLDER``: see :class:`JSONLSink`, :class:`CSVSink` and
-              :class:`TensorBoardSink`;
-            * ``wandb`` or ``wandb:PROJECT``, ``mlflow`` or ``mlflow:EXPERIMENT``: see :class:`WandbSink` and
-              :class:`MLflowSink`;
+            * ``jsonl:PATH``, ``csv:PATH``, ``tensorboard:FOLDER``: see :class:`JSONLSink`,
+              :class:`CSVSink` and :class:`TensorBoardSink`;
+            * ``wandb`` or ``wandb:PROJECT``, ``mlflow`` or ``mlflow:EXPERIMENT``: see
+              :class:`WandbSink` and :class:`MLflowSink`;
             * the name of an entry point of the group ``mlbench.sinks``.
         run_id: Id of the run; None to use paths exactly as they are.
         resume: True to continue the file or folder of this run.
@@ -570,8 +584,8 @@ def make_sink(text: str, run_id: str | None = None, resume: bool = False) -> Sin
         The sink, for the argument ``sinks`` of a tracker.
 
     Raises:
-        ConfigurationError: The name is unknown, the argument is missing or not expected, its file cannot be created,
-            or the code of an entry point cannot be imported.
+        ConfigurationError: The name is unknown, the argument is missing or not expected, its file
+            cannot be created, or the code of an entry point cannot be imported.
         MissingDependencyError: The sink needs a package that is not installed.
 
     Example:
@@ -616,8 +630,9 @@ def make_sink(text: str, run_id: str | None = None, resume: bool = False) -> Sin
 def _own_path(argument: str, run_id: str, resume: bool, is_folder: bool) -> str:
     """Create the file or folder to which only this run writes, and return its path.
 
-    The candidates are PATH, PATH with the id, and PATH with the id and a number; in a folder for several runs the id,
-    and the id with a number. A new run takes the first that it can create. A resumed run takes its last one.
+    The candidates are PATH, PATH with the id, and PATH with the id and a number; in a folder for
+    several runs the id, and the id with a number. A new run takes the first that it can create. A
+    resumed run takes its last one.
     """
     path = Path(argument.replace("{run_id}", run_id))
     in_shared_folder = is_folder and "{run_id}" not in argument

@@ -65,20 +65,24 @@ class TrackerSummary:
         steps_s: Seconds of every step.
         samples: Training samples counted.
         tokens: Training tokens counted.
-        batch_p50_s: Median seconds of a batch, with an error of at most 1 %, or None before any batch.
+        batch_p50_s: Median seconds of a batch, with an error of at most 1 %, or None before any
+            batch.
         batch_p90_s: 90th percentile of the seconds of a batch, likewise.
         batch_p99_s: 99th percentile of the seconds of a batch, likewise.
         communication_total_s: Seconds during which communication ran, as optimizers reported it.
         communication_exposed_s: Seconds of it that training waited for (exposed communication).
-        communication_cpu_s: Seconds of processor time that this worker's thread used while training waited for
-            communication: packing, compressing, summing. None if it was not measured, as on a GPU.
-        communication_size_bytes: Bytes that this worker handed to collectives, as optimizers reported it.
+        communication_cpu_s: Seconds of processor time that this worker's thread used while training
+            waited for communication: packing, compressing, summing. None if it was not measured, as
+            on a GPU.
+        communication_size_bytes: Bytes that this worker handed to collectives, as optimizers
+            reported it.
         communication_wire_bytes: Bytes that this worker put on the wire, see
             :func:`~mlbench_core.wire_bytes.wire_bytes`; None if unknown.
-        exchanges: Exchanges of gradients or weights in which this worker took part: one for each batch in which it
-            sent something, and one for each average that a validation needed. None if unknown.
-        communication_measured: True if an optimizer reported its communication. Otherwise, the numbers of communication
-            are 0 because nothing was measured.
+        exchanges: Exchanges of gradients or weights in which this worker took part: one for each
+            batch in which it sent something, and one for each average that a validation needed.
+            None if unknown.
+        communication_measured: True if an optimizer reported its communication. Otherwise, the
+            numbers of communication are 0 because nothing was measured.
         memory_peak_bytes: Peak of the GPU memory in bytes, or None without a GPU.
         energy_j: Joules used by the GPU, or None if NVML does not count them.
         best_metric_value: Best value of the primary metric, or None.
@@ -127,7 +131,8 @@ class TrackerSummary:
             return {}
         phases = tuple(TRACKER_PHASES.values())
         shares = {phase: getattr(self, f"{phase}_s") / self.train_s for phase in phases}
-        # A step may belong to two groups. The sum of the shares can then exceed 1, but "other" is never negative.
+        # A step may belong to two groups. The sum of the shares can then exceed 1, but "other" is
+        # never negative.
         return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}
 
     @property
@@ -177,14 +182,16 @@ class TrackerSummary:
         """Return the numbers of a whole run, as :meth:`Tracker.publish_summary` sends them in the metric ``summary``.
 
         Args:
-            world_size: Number of workers. All have parts of equal size and wait for one another in every step, so the
-                throughput of the run is this worker's throughput times this number.
+            world_size: Number of workers. All have parts of equal size and wait for one another in
+                every step, so the throughput of the run is this worker's throughput times this
+                number.
 
         Returns:
             Plain containers that can be written as JSON. Times are in seconds.
         """
         rate = self.samples_per_s
-        # One worker sends nothing. Of several, zeros that nobody measured would look like free communication.
+        # One worker sends nothing. Of several, zeros that nobody measured would look like free
+        # communication.
         is_known = self.communication_measured or world_size == 1
         return {
             "workers": world_size,

@@ -65,8 +65,9 @@ _STEP_GROUPS = ("communication_steps", "compute_steps", "metrics_steps", "prepro
 class _Validation:
     """The primary metric in one validation: the mean of the values that ``record_metric`` receives.
 
-    A batch may lower this mean. So the best value from before the validation is kept, to compare each new mean with it.
-    ``best_before`` is that value with its epoch, and True if it was the latest value.
+    A batch may lower this mean. So the best value from before the validation is kept, to compare
+    each new mean with it. ``best_before`` is that value with its epoch, and True if it was the
+    latest value.
     """
 
     mean: AverageMeter = field(default_factory=AverageMeter)
@@ -77,8 +78,8 @@ class _Validation:
 def _step_method(name: str) -> Callable[[Tracker], None]:
     """Return a method that does the same as ``record_batch_step(name)``, in the usual case without calling it."""
 
-    # These methods run several times per batch. The usual case (host clock, known step) is written out here, because
-    # a delegated call would add to the time that is measured.
+    # These methods run several times per batch. The usual case (host clock, known step) is written
+    # out here, because a delegated call would add to the time that is measured.
     def record(self: Tracker) -> None:
         mark = self._mark
         if mark is not None and self._device is None and name in self._step_s:
@@ -94,66 +95,76 @@ def _step_method(name: str) -> Callable[[Tracker], None]:
 class Tracker(PhaseTimes):
     """A tracker of times, statistics and metrics of one worker.
 
-    A batch runs from :meth:`batch_start` to :meth:`batch_end`. Within it, each ``record_batch_...`` call sets a mark:
-    the end of a step. The time of a step runs from the previous mark to its own. Marks outside a batch are ignored.
-    Training time is the time inside batches, without validation that ran inside one.
+    A batch runs from :meth:`batch_start` to :meth:`batch_end`. Within it, each ``record_batch_...``
+    call sets a mark: the end of a step. The time of a step runs from the previous mark to its own.
+    Marks outside a batch are ignored. Training time is the time inside batches, without validation
+    that ran inside one.
 
-    The clock is :func:`time.perf_counter`, or CUDA events if ``use_cuda`` is True. Events are read after the device has
-    passed them, so the host never waits for the device. Memory does not grow with the number of batches.
+    The clock is :func:`time.perf_counter`, or CUDA events if ``use_cuda`` is True. Events are read
+    after the device has passed them, so the host never waits for the device. Memory does not grow
+    with the number of batches.
 
-    Statistics are named ``train_<name>`` or ``val_<name>``. The goal receives each of them until it is reached.
-    Numbers for the master go through ``LogMetrics.log``, which adds the rank to the name.
+    Statistics are named ``train_<name>`` or ``val_<name>``. The goal receives each of them until it
+    is reached. Numbers for the master go through ``LogMetrics.log``, which adds the rank to the
+    name.
 
     A tracker is not thread-safe.
 
     Args:
-        metrics: The metrics of the run: objects with a ``name``. The first one is the primary metric, which decides
-            the best epoch. May be empty.
+        metrics: The metrics of the run: objects with a ``name``. The first one is the primary
+            metric, which decides the best epoch. May be empty.
         run_id: Id of the run, as the master assigned it.
         rank: Rank of this worker.
-        goal: Called ``(metric_name, value, tracker)``. It returns None until the goal is reached, and then the text of
-            the result. A function without required arguments is called once to create the goal.
+        goal: Called ``(metric_name, value, tracker)``. It returns None until the goal is reached,
+            and then the text of the result. A function without required arguments is called once to
+            create the goal.
         communication_steps: Names of the steps that count as communication. Default ``["agg"]``.
-        compute_steps: Names of the steps that count as computation. Default ``["fwd_pass", "comp_loss", "backprop",
-            "opt_step"]``.
-        metrics_steps: Names of the steps that count as computing metrics. Default ``["comp_metrics"]``.
+        compute_steps: Names of the steps that count as computation. Default ``["fwd_pass",
+            "comp_loss", "backprop", "opt_step"]``.
+        metrics_steps: Names of the steps that count as computing metrics. Default
+            ``["comp_metrics"]``.
         preprocess_steps: Names of the steps that count as loading data. Default ``["batch_load"]``.
         minimize: True if smaller values of the primary metric are better.
-        sinks: Additional receivers of every recorded number, see :mod:`mlbench_core.tracking.sinks`.
-        progress: True to draw a progress bar. None draws one on rank 0 if standard error is a terminal.
-        use_cuda: True to time steps on the CUDA device. None does so if CUDA is in use at the first batch.
-        history_size: Number of recent batches and statistics in ``history``, and of epochs in each entry of
-            ``records``.
-        check_times: True to compare times at the end of the run: the sum of the steps with the time inside batches,
-            and training and validation with the wall clock. A difference of more than 1 % is logged as a warning. The
-            summary has both differences in any case, as ``other_s`` and ``outside_s``.
+        sinks: Additional receivers of every recorded number, see
+            :mod:`mlbench_core.tracking.sinks`.
+        progress: True to draw a progress bar. None draws one on rank 0 if standard error is a
+            terminal.
+        use_cuda: True to time steps on the CUDA device. None does so if CUDA is in use at the first
+            batch.
+        history_size: Number of recent batches and statistics in ``history``, and of epochs in each
+            entry of ``records``.
+        check_times: True to compare times at the end of the run: the sum of the steps with the time
+            inside batches, and training and validation with the wall clock. A difference of more
+            than 1 % is logged as a warning. The summary has both differences in any case, as
+            ``other_s`` and ``outside_s``.
 
     Attributes:
         current_epoch: Current epoch, from 0.
         best_epoch: Epoch of the best value of the primary metric.
-        best_metric_value: Best value of the primary metric. Before the first value it is the worst possible one: -inf,
-            or inf with ``minimize``.
-        start_time: Wall-clock time of :meth:`start`, seconds since 1970; None before. Durations are not taken from it.
+        best_metric_value: Best value of the primary metric. Before the first value it is the worst
+            possible one: -inf, or inf with ``minimize``.
+        start_time: Wall-clock time of :meth:`start`, seconds since 1970; None before. Durations are
+            not taken from it.
         train_prefix: Prefix of the names of training statistics, ``"train_"``.
         val_prefix: Prefix of the names of validation statistics, ``"val_"``.
         primary_metric: The first metric, or None.
         goal_reached: True after the goal was reached.
         goal_text: The text that the goal returned, or None before the goal is reached.
         time_to_goal_s: Training seconds until the goal was reached, or None before.
-        goal_result: The content of the sinks' event ``"goal"``: the goal, the value that reached it, and the position
-            and the :meth:`totals` at that moment. None before, and if a checkpoint that lacks it resumes a run after
-            its goal.
-        epoch_stats: Prefixed name to :class:`AverageMeter`, of the current epoch. The meters of the loss and the
-            metrics exist before the first value.
+        goal_result: The content of the sinks' event ``"goal"``: the goal, the value that reached
+            it, and the position and the :meth:`totals` at that moment. None before, and if a
+            checkpoint that lacks it resumes a run after its goal.
+        epoch_stats: Prefixed name to :class:`AverageMeter`, of the current epoch. The meters of the
+            loss and the metrics exist before the first value.
         is_training: True if statistics are recorded as training statistics.
         records: Prefixed name to {epoch: mean of the epoch}.
-        history: The most recent records ``(epoch, name, value, batch, time_s)``: one for each statistic, and one with
-            the name ``"batch_time_s"`` for each batch. ``batch`` is the number of batches finished by then, ``time_s``
-            the seconds since :meth:`start`.
-        learning_rate: Learning rate at the start of the latest training round, or None. The rounds of
-            :mod:`mlbench_core.controlflow.pytorch` set it.
-        batches_per_epoch: Number of batches in an epoch, for the progress bar. It may be set before the first epoch.
-            The end of each epoch sets it to the number of batches in that epoch.
+        history: The most recent records ``(epoch, name, value, batch, time_s)``: one for each
+            statistic, and one with the name ``"batch_time_s"`` for each batch. ``batch`` is the
+            number of batches finished by then, ``time_s`` the seconds since :meth:`start`.
+        learning_rate: Learning rate at the start of the latest training round, or None. The rounds
+            of :mod:`mlbench_core.controlflow.pytorch` set it.
+        batches_per_epoch: Number of batches in an epoch, for the progress bar. It may be set before
+            the first epoch. The end of each epoch sets it to the number of batches in that epoch.
 
     Raises:
         TypeError: ``goal``, the name of a step or a sink has the wrong type.
@@ -228,13 +239,14 @@ class Tracker(PhaseTimes):
 
         self._validation = _Validation()
 
-        # The start of each interval that is open now, on time.perf_counter(); None if the interval is closed.
+        # The start of each interval that is open now, on time.perf_counter(); None if the interval
+        # is closed.
         self._start_s: float | None = None
         self._batch_start: float | None = None
         self._mark: float | None = None
         self._validation_start: float | None = None
-        # Wall time of the runs that this one resumes. It is kept as a duration, because perf_counter() of another
-        # process has another zero.
+        # Wall time of the runs that this one resumes. It is kept as a duration, because
+        # perf_counter() of another process has another zero.
         self._earlier_wall_s = 0.0
         self._step_s: dict[str, float] = {}
         self._epoch_ends: deque[Totals] = deque(maxlen=history_size)
@@ -275,8 +287,9 @@ class Tracker(PhaseTimes):
     def goal_watches_training(self) -> bool:
         """Return True if a training statistic may reach the goal.
 
-        It is False without a goal, after it was reached, and for a goal whose attribute ``metric`` names a validation
-        statistic, as that of each goal of the tasks does. Of another function it is not known, so it is True.
+        It is False without a goal, after it was reached, and for a goal whose attribute ``metric``
+        names a validation statistic, as that of each goal of the tasks does. Of another function it
+        is not known, so it is True.
         """
         if self._goal is None or self.goal_reached:
             return False
@@ -321,7 +334,8 @@ class Tracker(PhaseTimes):
         self._validation_start = None
         self._counters.validation_s += elapsed_s
         if self._batch_start is not None and self._mark is not None:
-            # Both marks move forward by the validation's time, so neither the batch nor the open step includes it.
+            # Both marks move forward by the validation's time, so neither the batch nor the open
+            # step includes it.
             self._batch_start += elapsed_s
             self._mark += elapsed_s
             if self._device is not None:
@@ -330,14 +344,17 @@ class Tracker(PhaseTimes):
     def epoch_end(self) -> None:
         """End the epoch: send the times of the steps and start new means.
 
-        Each worker sends its own times. ``<step>`` and ``CumulativeTrainTimeEpoch`` are seconds of the epoch, and
-        ``cum_<step>`` are seconds of the run so far, as are ``cum_validation`` and ``cum_hidden_communication`` (that
-        ran while training went on). Rank 0 also sends ``samples_per_s``, ``tokens_per_s`` (both of this worker in this
-        epoch) and ``lr`` if they are known. Nothing is sent after an epoch without batches.
+        Each worker sends its own times. ``<step>`` and ``CumulativeTrainTimeEpoch`` are seconds of
+        the epoch, and ``cum_<step>`` are seconds of the run so far, as are ``cum_validation`` and
+        ``cum_hidden_communication`` (that ran while training went on). Rank 0 also sends
+        ``samples_per_s``, ``tokens_per_s`` (both of this worker in this epoch) and ``lr`` if they
+        are known. Nothing is sent after an epoch without batches.
 
-        After its first epoch, rank 0 sends the metric ``plan``: JSON of the goal and the budget of epochs.
+        After its first epoch, rank 0 sends the metric ``plan``: JSON of the goal and the budget of
+        epochs.
         """
-        # Times are kept only as totals since the start, so the times of one epoch are the difference of two totals.
+        # Times are kept only as totals since the start, so the times of one epoch are the
+        # difference of two totals.
         before, now = self._epoch_ends[-1] if self._epoch_ends else Totals(), self._totals()
         self._epoch_ends.append(now)
         if self._batches_in_epoch:
@@ -363,7 +380,8 @@ class Tracker(PhaseTimes):
     def epochs(self, most: int, past_goal: bool = False) -> Iterator[int]:
         """Yield the epochs to train: from the current one until the goal is reached or the budget is spent.
 
-        A run that continues from a checkpoint yields only the remaining epochs, and none after its goal.
+        A run that continues from a checkpoint yields only the remaining epochs, and none after its
+        goal.
 
         Args:
             most: The budget in epochs.
@@ -452,8 +470,8 @@ class Tracker(PhaseTimes):
             steps[name] += now - mark
         else:
             self._device.mark(name)
-        # The clock was read before the bookkeeping above. So the bookkeeping counts towards the next step, and the
-        # times of the steps add up to the time of the batch.
+        # The clock was read before the bookkeeping above. So the bookkeeping counts towards the
+        # next step, and the times of the steps add up to the time of the batch.
         self._mark = now
 
     record_batch_init = _step_method("init")
@@ -472,10 +490,12 @@ class Tracker(PhaseTimes):
 
         Args:
             total_s: Seconds during which communication ran.
-            exposed_s: Seconds of exposed communication, for which training waited; limited to ``total_s``.
-            size_bytes: Bytes that this worker handed to collectives. With more than 0, the batch counts as an exchange.
-            cpu_s: Seconds of processor time that the training thread used in ``exposed_s``, limited to it; None if
-                they were not measured. Those of the whole run are then unknown.
+            exposed_s: Seconds of exposed communication, for which training waited; limited to
+                ``total_s``.
+            size_bytes: Bytes that this worker handed to collectives. With more than 0, the batch
+                counts as an exchange.
+            cpu_s: Seconds of processor time that the training thread used in ``exposed_s``, limited
+                to it; None if they were not measured. Those of the whole run are then unknown.
 
         Raises:
             ValueError: An argument is negative or not a number.
@@ -502,8 +522,8 @@ class Tracker(PhaseTimes):
     ) -> None:
         """Add an average of weights that a validation needed to the training time, as exposed communication.
 
-        Without it, a method whose workers differ would get the average for nothing, just before its goal is checked.
-        Call it outside of a batch and of a validation.
+        Without it, a method whose workers differ would get the average for nothing, just before its
+        goal is checked. Call it outside of a batch and of a validation.
 
         Args:
             seconds: Seconds that the average took.
@@ -549,7 +569,8 @@ class Tracker(PhaseTimes):
         """Count collectives of training, from which :mod:`mlbench_core.prediction` predicts times on other networks.
 
         Args:
-            op: The kind, for example ``"all_reduce"``; ``"neighbors"`` is an exchange with all neighbors at once.
+            op: The kind, for example ``"all_reduce"``; ``"neighbors"`` is an exchange with all
+                neighbors at once.
             group: Number of workers that take part, this one included.
             size_bytes: Payload of this worker in one call.
             calls: Number of calls.
@@ -563,8 +584,8 @@ class Tracker(PhaseTimes):
         """Move exposed communication time from another step to the first communication step.
 
         Args:
-            step: The step in which training waited, for example ``"backprop"`` if gradients are averaged during the
-                backward pass.
+            step: The step in which training waited, for example ``"backprop"`` if gradients are
+                averaged during the backward pass.
             seconds: Seconds that training waited. At most the recorded time of the step is moved.
 
         Raises:
@@ -609,9 +630,10 @@ class Tracker(PhaseTimes):
     ) -> None:
         """Record the value of a metric, see :meth:`record_stat`.
 
-        In validation, the weighted mean of the primary metric may become the best value, see :meth:`is_best`. The mean
-        starts at :meth:`validation_start`, or when :meth:`validation` ends training. A value that
-        :meth:`update_primary_metric` receives in the same validation replaces this mean.
+        In validation, the weighted mean of the primary metric may become the best value, see
+        :meth:`is_best`. The mean starts at :meth:`validation_start`, or when :meth:`validation`
+        ends training. A value that :meth:`update_primary_metric` receives in the same validation
+        replaces this mean.
 
         Args:
             metric: The metric, or its name.
@@ -646,12 +668,13 @@ class Tracker(PhaseTimes):
         """Record a statistic and pass it to the goal.
 
         Args:
-            name: Its name, to which the prefix ``train_`` or ``val_`` is added. A statistic of all workers is named
-                ``global_<name>``.
+            name: Its name, to which the prefix ``train_`` or ``val_`` is added. A statistic of all
+                workers is named ``global_<name>``.
             value: A number, or a tensor of one element: the mean over ``n`` samples.
             n: Number of samples, the weight in the mean of the epoch.
             log_to_api: True to send it to the master.
-            at: The :meth:`position` that the value belongs to, if it was read from the device later; None for now.
+            at: The :meth:`position` that the value belongs to, if it was read from the device
+                later; None for now.
 
         Raises:
             TypeError: ``value`` is not a number.
@@ -680,8 +703,8 @@ class Tracker(PhaseTimes):
     def update_primary_metric(self, new_metric_value: float) -> None:
         """Set the value of the primary metric after a validation.
 
-        The first value is always the best so far. A later value must be strictly better than the best. A value that
-        is not a number (nan) is never the best.
+        The first value is always the best so far. A later value must be strictly better than the
+        best. A value that is not a number (nan) is never the best.
 
         Args:
             new_metric_value: A number, or a tensor of one element.
@@ -722,7 +745,8 @@ class Tracker(PhaseTimes):
             self.best_metric_value, self.best_epoch, self._is_latest_best = (
                 self._validation.best_before
             )
-        # The first value is compared directly: a mean of one value (v * n / n) may differ from it by rounding.
+        # The first value is compared directly: a mean of one value (v * n / n) may differ from it
+        # by rounding.
         self._compare_with_best(value if is_first else mean.avg)
 
     def is_best(self) -> bool:
@@ -750,10 +774,11 @@ class Tracker(PhaseTimes):
         """Return seconds and counts since the start of the run; on CUDA without the batches that are not finished.
 
         Returns:
-            ``wall_s``, ``train_s``, ``validation_s``, ``compute_s``, ``communication_s``, ``metrics_s``,
-            ``preprocess_s``, ``steps_s`` (by name), ``batches``, ``samples``, ``tokens``, ``communication_total_s``,
-            ``communication_exposed_s``, ``communication_cpu_s``, ``communication_size_bytes``,
-            ``communication_wire_bytes``, ``exchanges`` and ``communication_measured``, see
+            ``wall_s``, ``train_s``, ``validation_s``, ``compute_s``, ``communication_s``,
+            ``metrics_s``, ``preprocess_s``, ``steps_s`` (by name), ``batches``, ``samples``,
+            ``tokens``, ``communication_total_s``, ``communication_exposed_s``,
+            ``communication_cpu_s``, ``communication_size_bytes``, ``communication_wire_bytes``,
+            ``exchanges`` and ``communication_measured``, see
             :class:`~mlbench_core.tracking.summary.TrackerSummary`. Parts before a resumption count.
         """
         now, counts = self._totals(), self._collectives
@@ -793,12 +818,13 @@ class Tracker(PhaseTimes):
     def publish_summary(self, world_size: int = 1) -> None:
         """Send the totals of the run to the master as one metric ``summary``, a JSON text. Only rank 0 sends.
 
-        ``mlbench run --wait`` and ``mlbench charts`` draw their tables and charts from it. The metric ``goal`` is sent
-        again, see :meth:`close`.
+        ``mlbench run --wait`` and ``mlbench charts`` draw their tables and charts from it. The
+        metric ``goal`` is sent again, see :meth:`close`.
 
         Args:
-            world_size: Number of workers. The throughput of the run is this worker's throughput times this number,
-                since all workers have parts of equal size and wait for one another in every step.
+            world_size: Number of workers. The throughput of the run is this worker's throughput
+                times this number, since all workers have parts of equal size and wait for one
+                another in every step.
         """
         if self.rank == 0:
             self._send("summary", json.dumps(self.summary().report(world_size)))
@@ -809,7 +835,8 @@ class Tracker(PhaseTimes):
     def __str__(self) -> str:
         """Return one line: the epoch, the means of its statistics, the best value and the training time.
 
-        Epochs count from 0, as in the log. Between two epochs, the line has the number of finished epochs instead.
+        Epochs count from 0, as in the log. Between two epochs, the line has the number of finished
+        epochs instead.
         """
         count, meters = self.current_epoch, self.epoch_stats.values()
         has_begun = self._batches_in_epoch > 0 or any(meter.count for meter in meters)
@@ -836,9 +863,9 @@ class Tracker(PhaseTimes):
     def close(self) -> None:
         """End the run: remove the progress bar, flush and close the sinks, send the remaining numbers to the master.
 
-        Rank 0 sends the metric ``goal`` again, also if the goal was missed. The call waits for the device, and at most
-        5 seconds for the master. A second call does nothing. A tracker that is not closed is ended when the interpreter
-        exits.
+        Rank 0 sends the metric ``goal`` again, also if the goal was missed. The call waits for the
+        device, and at most 5 seconds for the master. A second call does nothing. A tracker that is
+        not closed is ended when the interpreter exits.
         """
         self.end()
 
@@ -846,8 +873,9 @@ class Tracker(PhaseTimes):
         """Do the work of :meth:`close`.
 
         Args:
-            at_exit: True to wait neither for the device nor for the master. A device that has failed may never finish
-                its last batch, and the client of the master delivers its numbers at the exit itself.
+            at_exit: True to wait neither for the device nor for the master. A device that has
+                failed may never finish its last batch, and the client of the master delivers its
+                numbers at the exit itself.
             error: The exception that ended the run, for the sinks.
         """
         if self._closed:
@@ -887,8 +915,8 @@ class Tracker(PhaseTimes):
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as plain containers.
 
-        It can be written as JSON and read by ``torch.load(weights_only=True)``. It does not include an open batch,
-        the sinks, the goal and the progress bar.
+        It can be written as JSON and read by ``torch.load(weights_only=True)``. It does not include
+        an open batch, the sinks, the goal and the progress bar.
         """
         self._drain()
         state: dict[str, Any] = {"version": _STATE_VERSION}
@@ -921,14 +949,15 @@ class Tracker(PhaseTimes):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the :meth:`state_dict` of another tracker. Times continue to accumulate.
 
-        Step lists and ``minimize`` are restored. Metrics are restored only if this tracker was made without any; only
-        their names are then known.
+        Step lists and ``minimize`` are restored. Metrics are restored only if this tracker was made
+        without any; only their names are then known.
 
         Args:
             state: The result of :meth:`state_dict`, also after a round trip through JSON.
 
         Raises:
-            CheckpointError: ``state`` is not the state of a tracker. This tracker is then unchanged.
+            CheckpointError: ``state`` is not the state of a tracker. This tracker is then
+                unchanged.
         """
         # All attributes are computed before the first is set, so a damaged state changes nothing.
         try:
@@ -1022,7 +1051,8 @@ class Tracker(PhaseTimes):
             return
         self._prepared = True
         self._begin()
-        # Checked here and not in the constructor, because a script may initialize CUDA after it creates the tracker.
+        # Checked here and not in the constructor, because a script may initialize CUDA after it
+        # creates the tracker.
         if cuda_in_use() if self._use_cuda is None else self._use_cuda:
             self._device = DeviceClock(self._book_step, self._book_batch)
             self._joules = energy_counter()

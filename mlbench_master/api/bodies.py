@@ -1,9 +1,11 @@
 """Read the body of a request: JSON or a URL-encoded form.
 
-Multipart forms are refused: no client of the master sends files, and a crafted form is costly to parse.
+Multipart forms are refused: no client of the master sends files, and a crafted form is costly to
+parse.
 
-JSON is parsed in a thread, but in C, so no other thread runs meanwhile. Limits on bytes and values keep that time and
-the memory of the values small. Each path has its own limit on bytes: its longest useful request, with some room.
+JSON is parsed in a thread, but in C, so no other thread runs meanwhile. Limits on bytes and values
+keep that time and the memory of the values small. Each path has its own limit on bytes: its longest
+useful request, with some room.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ __all__ = ["MAX_METRICS_BYTES", "MAX_RUN_BYTES", "parse_body", "read_body", "rea
 MAX_METRICS_BYTES = 16 * 2**20
 # A run has at most 256 arguments of 4096 characters.
 MAX_RUN_BYTES = 2 * 2**20
-# A metric has at most two texts of 65,536 characters. URL encoding needs up to 12 bytes per character.
+# A metric has at most two texts of 65,536 characters. URL encoding needs up to 12 bytes per
+# character.
 _MAX_FORM_BYTES = 2 * 2**20
 _MAX_LOGIN_BYTES = 4096
 _MAX_FIELDS = 1000
-# A batch has 10,000 metrics of eight fields, and metadata. A million small values need about 100 MB.
+# A batch has 10,000 metrics of eight fields, and metadata. A million small values need about 100
+# MB.
 _MAX_VALUES = 1_000_000
 # Far more than metadata needs, and far less than the recursion that JSON's encoder can do.
 _MAX_DEPTH = 64
@@ -45,8 +49,8 @@ def read_body(max_bytes: int) -> Callable[[Request], Awaitable[Any]]:
         max_bytes: Largest body. A form has at most 2 MiB.
 
     Returns:
-        A function that returns the value of :func:`parse_body`. It raises an HTTPException: 400 if the body cannot be
-        parsed, 413 if it is too long, 415 if it is a multipart form.
+        A function that returns the value of :func:`parse_body`. It raises an HTTPException: 400 if
+        the body cannot be parsed, 413 if it is too long, 415 if it is a multipart form.
     """
 
     async def read(request: Request) -> Any:
@@ -72,8 +76,8 @@ async def read_login(request: Request) -> dict[str, str]:
         The fields of the form.
 
     Raises:
-        HTTPException: 400 if the body cannot be parsed, 413 if it has more than 4096 bytes, 415 if it is not
-            URL-encoded.
+        HTTPException: 400 if the body cannot be parsed, 413 if it has more than 4096 bytes, 415 if
+            it is not URL-encoded.
     """
     kind = _kind(request)
     if kind != _FORM:
@@ -87,8 +91,8 @@ def parse_body(body: bytes, kind: str) -> Any:
 
     Args:
         body: The bytes.
-        kind: The content type without parameters. A body of an unknown type is JSON if it begins like an object or a
-            list, and a form otherwise.
+        kind: The content type without parameters. A body of an unknown type is JSON if it begins
+            like an object or a list, and a form otherwise.
 
     Returns:
         The JSON value, or the fields of the form as a dictionary of texts.
@@ -120,7 +124,8 @@ def parse_body(body: bytes, kind: str) -> Any:
 
 
 def _check_number_of_values(body: bytes) -> None:
-    # Every value but the first one follows one of these characters, which may also be part of a string.
+    # Every value but the first one follows one of these characters, which may also be part of a
+    # string.
     if sum(map(body.count, (b",", b"[", b"{"))) > _MAX_VALUES:
         outside = _STRING.sub(b"", body)
         if sum(map(outside.count, (b",", b"[", b"{"))) > _MAX_VALUES:

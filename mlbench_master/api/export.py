@@ -82,7 +82,8 @@ class Selection:
                 else min(counts[owner, name], self.last_n)
             )
             if self.summarize is not None and count > self.summarize:
-                # The entries of a long metric have not been read yet, and its columns take a tenth of their time.
+                # The entries of a long metric have not been read yet, and its columns take a tenth
+                # of their time.
                 is_long = count > PAGE
                 points = (
                     summarize_long(store, owner, name, count, self.summarize)
@@ -95,12 +96,14 @@ class Selection:
 def summarize(points: Iterable[Point], count: int, most: int) -> Iterator[Point]:
     """Average neighbors, so that at most ``most`` entries remain.
 
-    Entry i of n goes to group floor(i * most / n). A group's value is the average of its numbers, or its last
-    text if it has none. Its date is the average of its dates. All other fields are those of its last entry.
+    Entry i of n goes to group floor(i * most / n). A group's value is the average of its numbers,
+    or its last text if it has none. Its date is the average of its dates. All other fields are
+    those of its last entry.
 
     Args:
         points: The entries, by date.
-        count: Number of entries. Further entries, which arrived in the meantime, join the last group.
+        count: Number of entries. Further entries, which arrived in the meantime, join the last
+            group.
         most: Maximum number of groups, at least 1.
 
     Yields:
@@ -209,8 +212,8 @@ def metrics_json(store: Store, owner: str, selection: Selection) -> Iterator[str
 def metrics_csv(store: Store, owner: str, selection: Selection) -> Iterator[str]:
     """Yield lines of CSV with a header in pieces: name, date, rank, epoch and value of each entry.
 
-    Rank and epoch are those of the metadata, or empty. A name or value that a spreadsheet would take for a formula gets
-    an apostrophe before it; numbers stay as they are.
+    Rank and epoch are those of the metadata, or empty. A name or value that a spreadsheet would
+    take for a formula gets an apostrophe before it; numbers stay as they are.
     """
     return _in_chunks(_csv_lines(store, owner, selection))
 
@@ -270,8 +273,8 @@ def result_json(store: Store, run: Run, results: Path | None) -> bytes | None:
     Args:
         store: The database.
         run: The run.
-        results: The folder for the results of its workers. If it has no ``result.json``, because the workers ran
-            elsewhere, the metric that the first worker sent takes its place.
+        results: The folder for the results of its workers. If it has no ``result.json``, because
+            the workers ran elsewhere, the metric that the first worker sent takes its place.
     """
     folder = ResultFolder.find(results)
     content = None
@@ -289,11 +292,13 @@ def metrics_zip(
     Args:
         store: The database.
         owner: Owner of the metrics.
-        run: The run, if the owner is one. Its record (state, number of workers, backend, command, ...) is the file
-            ``run.json``, as the API shows it. Each metric of one of its workers has a file ``<worker>_<metric>.json``.
-            The result files of its workers follow, see :data:`~mlbench_master.runs.results.FILES`. Without the file,
-            ``official_result.txt`` is the value of ``TaskResult @ 0``, which exists if the goal was reached, and
-            ``result.json`` is the value of ``result @ 0``. Files that were refused are named in ``left_out.txt``.
+        run: The run, if the owner is one. Its record (state, number of workers, backend, command,
+            ...) is the file ``run.json``, as the API shows it. Each metric of one of its workers
+            has a file ``<worker>_<metric>.json``. The result files of its workers follow, see
+            :data:`~mlbench_master.runs.results.FILES`. Without the file, ``official_result.txt`` is
+            the value of ``TaskResult @ 0``, which exists if the goal was reached, and
+            ``result.json`` is the value of ``result @ 0``. Files that were refused are named in
+            ``left_out.txt``.
         selection: The entries to include.
         results: The folder for the results of the run's workers, which may have any content.
 
@@ -308,7 +313,8 @@ def metrics_zip(
             archive.writestr("run.json", json.dumps(run.to_json(), indent=1))
         for source, name, points in selection.of(store, owner, *pods):
             prefix = "result" if source == owner else source.removeprefix("pod:")
-            # The size of an entry is unknown before its data, so it has to allow for more than 4 GiB.
+            # The size of an entry is unknown before its data, so it has to allow for more than 4
+            # GiB.
             with archive.open(
                 safe_file_name(f"{prefix}_{name}", names) + ".json", "w", force_zip64=True
             ) as file:
@@ -367,7 +373,8 @@ def safe_file_name(name: str, taken: set[str]) -> str:
         taken: Names in use (compared without case); the new one is added.
 
     Returns:
-        The name with everything but letters, digits, blanks and ``@._+-`` replaced by ``_``, numbered if taken.
+        The name with everything but letters, digits, blanks and ``@._+-`` replaced by ``_``,
+        numbered if taken.
 
     Example:
         >>> safe_file_name("result_../../etc/passwd @ 0", set())

@@ -19,7 +19,8 @@ __all__ = ["Intake", "read_metrics"]
 
 # Limits of the fields of MetricIn.
 _NAME, _TEXT, _ID = 255, 65_536, 128
-# A date as clients send it: 2026-01-31T12:00:00.500000Z. The first part is the same in many metrics.
+# A date as clients send it: 2026-01-31T12:00:00.500000Z. The first part is the same in many
+# metrics.
 _MINUTE = len("2026-01-31T12:00:")
 _USUAL_MINUTE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:", re.ASCII)
 _DATE = len("2026-01-31T12:00:00.500000Z")

@@ -1,6 +1,7 @@
 """Describe the REST API in OpenAPI as it is served: bodies, answers, errors and authentication.
 
-FastAPI derives only a part of it, because the routes read bodies and queries themselves: a body may be JSON or a form.
+FastAPI derives only a part of it, because the routes read bodies and queries themselves: a body may
+be JSON or a form.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ class RunOut(BaseModel):
     """A run. Dates are ISO 8601 in UTC, with microseconds.
 
     A run that a user stopped has the state ``failed``, as in version 3.0, and ``stopped`` is true.
-    ``goal`` is null until the workers have sent the result of the goal. ``goal_result`` is its text, as in version 3.0.
+    ``goal`` is null until the workers have sent the result of the goal. ``goal_result`` is its
+    text, as in version 3.0.
     """
 
     id: int
@@ -173,9 +175,9 @@ class MetricsOfAll(BaseModel):
 class Curve(BaseModel):
     """The entries of a metric for a chart, by date and thinned; only name and count if no metric was asked for.
 
-    ``count`` is the number of all entries. The lists have the same length: seconds since the start of the run, the
-    epoch of the metadata, the number of the entry within its metric (from 0), and the value. A
-    missing epoch is null, and so is a value that is not a finite number.
+    ``count`` is the number of all entries. The lists have the same length: seconds since the start
+    of the run, the epoch of the metadata, the number of the entry within its metric (from 0), and
+    the value. A missing epoch is null, and so is a value that is not a finite number.
     """
 
     name: str
@@ -206,8 +208,8 @@ class LogLine(BaseModel):
 class Logs(BaseModel):
     """The wanted lines of a range of a log, which goes from ``previous`` to the line before ``next``.
 
-    The range ends at the limit of lines, after 1 MiB of them, or after a second of search. ``matches`` is the number of
-    wanted lines in it.
+    The range ends at the limit of lines, after 1 MiB of them, or after a second of search.
+    ``matches`` is the number of wanted lines in it.
     """
 
     lines: list[LogLine]

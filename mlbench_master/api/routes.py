@@ -177,7 +177,8 @@ async def add_metrics(request: Request) -> Response:
             f"body: must have at most {MAX_BATCH} metrics, not {len(items)}: send them in several requests",
         )
     try:
-        # Metrics without a date share this one. For a few of them, a thread would cost more than the check.
+        # Metrics without a date share this one. For a few of them, a thread would cost more than
+        # the check.
         arguments = (items, now_us(), many)
         few = len(items) <= _FEW_METRICS
         metrics = (
@@ -247,7 +248,8 @@ def runs(request: Request, store: StorePart, scheduler: SchedulerPart) -> JSONRe
     query = read_query(RunsQuery, request, "state")
     found = store.runs(*query.state, **query.model_dump(exclude={"state"}))
     follows = query.limit is not None and len(found) == query.limit
-    # An id is still the right place when runs before it have been deleted. Other orders do not have such a mark.
+    # An id is still the right place when runs before it have been deleted. Other orders do not have
+    # such a mark.
     if query.sort == "id":
         headers = _link(request, follows, after=found[-1].id if found else 0, offset=None)
     else:
@@ -260,7 +262,8 @@ def _with_reason(run: Run, scheduler: Scheduler) -> dict[str, Any]:
     """Return a run as the API shows it; if it waits, with the reason."""
     shown = run.to_json()
     reason = scheduler.waits_for(run)
-    # The reason is not in the database, because the start of one run can change it for hundreds of others.
+    # The reason is not in the database, because the start of one run can change it for hundreds of
+    # others.
     if reason:
         shown["job_metadata"]["reason"] = reason
     return shown
@@ -470,7 +473,8 @@ def results_of(run: Run, launcher: Launcher) -> Path | None:
 
 
 def _pod_or_404(store: Store, name: str) -> None:
-    # PostgreSQL refuses NUL in a parameter. A worker that has not posted yet is a pod without metrics.
+    # PostgreSQL refuses NUL in a parameter. A worker that has not posted yet is a pod without
+    # metrics.
     if "\x00" not in name and len(name) <= 253:
         run = store.run_named(name.rpartition("-worker-")[0])
         if (run is not None and name in run.worker_names()) or store.metric_counts(
@@ -511,7 +515,8 @@ def _link(request: Request, follows: bool, **changes: object) -> dict[str, str]:
     Args:
         request: The request of this page.
         follows: False if this page is the last one.
-        **changes: The query parameters that the next page has in place of those of this page; None for none.
+        **changes: The query parameters that the next page has in place of those of this page; None
+            for none.
     """
     if not follows:
         return {}

@@ -1,14 +1,14 @@
 """Keep the numbers of long metrics in columns, which are read a hundred times as fast as rows.
 
-The entries of a metric by date are cut into pages of ``PAGE`` entries. A full page is stored a second time, packed, in
-the table ``metric_pages``. The rows stay the only source::
+The entries of a metric by date are cut into pages of ``PAGE`` entries. A full page is stored a
+second time, packed, in the table ``metric_pages``. The rows stay the only source::
 
     rows     0 ........ 4095 | 4096 ........ 8191 | 8192 .... 9000
     pages    page 0          | page 1             | (not full: read from the rows)
 
-An entry that arrives late, with a date before the end of the last page, belongs into a page. The transaction that adds
-it deletes this page and the following ones, and they are packed again later. So pages always agree with the rows, and
-losing them costs only time.
+An entry that arrives late, with a date before the end of the last page, belongs into a page. The
+transaction that adds it deletes this page and the following ones, and they are packed again later.
+So pages always agree with the rows, and losing them costs only time.
 """
 
 from __future__ import annotations

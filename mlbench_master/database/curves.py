@@ -25,8 +25,10 @@ def curves_json(
     Args:
         store: The database.
         owner: Owner of the metrics.
-        start_us: Time 0 of the curves, in microseconds since 1970. By default it is the first date of the owner.
-        names: The metrics to include; without one, the names and counts of all metrics, without their entries.
+        start_us: Time 0 of the curves, in microseconds since 1970. By default it is the first date
+            of the owner.
+        names: The metrics to include; without one, the names and counts of all metrics, without
+            their entries.
         most: Maximum number of points of a curve.
 
     Yields:
@@ -62,14 +64,16 @@ def curves_json(
 def thin(parts: Iterable[Columns], count: int, most: int) -> tuple[Integers, Columns]:
     """Choose entries of a metric such that a chart of them looks like a chart of all entries.
 
-    Without the first and the last place, ``most`` leaves room for b = floor((most - 2) / 2) groups. Entry i of n
-    belongs to group floor(i * b / n). Of each group, the entries with the smallest and the largest number are kept, the
-    earliest ones of equal numbers, or its first entry if it has no finite number. The first and the last entry are
-    always kept (of one point, only the last). If there are at most ``most`` entries, all are kept.
+    Without the first and the last place, ``most`` leaves room for b = floor((most - 2) / 2) groups.
+    Entry i of n belongs to group floor(i * b / n). Of each group, the entries with the smallest and
+    the largest number are kept, the earliest ones of equal numbers, or its first entry if it has no
+    finite number. The first and the last entry are always kept (of one point, only the last). If
+    there are at most ``most`` entries, all are kept.
 
     Args:
         parts: The entries, by date.
-        count: Number of entries. Further entries, which arrived in the meantime, join the last group.
+        count: Number of entries. Further entries, which arrived in the meantime, join the last
+            group.
         most: Maximum number of entries to keep, at least 1.
 
     Returns:
@@ -81,7 +85,8 @@ def thin(parts: Iterable[Columns], count: int, most: int) -> tuple[Integers, Col
     for part in parts:
         kept.append(_kept(np.arange(start, start + len(part)), part, groups, count))
         start += len(part)
-    # A group may be in several parts, and the extremes of a group are those of the extremes of its parts.
+    # A group may be in several parts, and the extremes of a group are those of the extremes of its
+    # parts.
     whole = Columns.join([part for _, part in kept])
     steps, chosen = _kept(np.concatenate([steps for steps, _ in kept]), whole, groups, count)
     return steps[-most:], chosen.at(slice(-most, None))

@@ -1,8 +1,9 @@
 """Create the tables of the database, or bring them from an older version to this one with Alembic.
 
-Each file in ``_alembic/versions`` is a revision: it leads from the tables of the revision before it to its own. The
-names of revisions are numbers, so a master recognizes the database of a newer one. A change of the tables needs a new
-file there and the new value of :data:`HEAD`. A change that SQLite's ALTER cannot do goes into ``batch_alter_table``.
+Each file in ``_alembic/versions`` is a revision: it leads from the tables of the revision before it
+to its own. The names of revisions are numbers, so a master recognizes the database of a newer one.
+A change of the tables needs a new file there and the new value of :data:`HEAD`. A change that
+SQLite's ALTER cannot do goes into ``batch_alter_table``.
 
 The master runs Alembic in the transaction that also holds the lock, and only on a database of an
 older version: an empty one gets the tables of the models and the number of the newest revision, so
@@ -45,8 +46,8 @@ def prepare_database(engine: sa.Engine, metadata: sa.MetaData) -> None:
 
     Args:
         engine: The database.
-        metadata: The tables of this version; two of them are ``alembic_version`` with the column ``version_num`` and
-            ``schema_version`` with the column ``version``.
+        metadata: The tables of this version; two of them are ``alembic_version`` with the column
+            ``version_num`` and ``schema_version`` with the column ``version``.
 
     Raises:
         ConfigurationError: The database is damaged, of a newer version, or of another program.
@@ -115,7 +116,8 @@ def _upgrade(connection: sa.Connection) -> None:
     from alembic import command
     from alembic.config import Config
 
-    # Python's own way to read the configuration gives a % a meaning, and a folder's name may have one.
+    # Python's own way to read the configuration gives a % a meaning, and a folder's name may have
+    # one.
     config = Config()
     config.set_main_option("script_location", str(_SCRIPTS).replace("%", "%%"))
     config.attributes["connection"] = connection

@@ -1,7 +1,8 @@
 """The database: runs and metrics, in SQLite (WAL) or PostgreSQL.
 
-Long answers are read page by page, and each page is a short query. So neither memory nor a transaction grows with the
-length of a run. All writers take one lock: SQLite allows one writer at a time anyway, and waiting for a lock is fair.
+Long answers are read page by page, and each page is a short query. So neither memory nor a
+transaction grows with the length of a run. All writers take one lock: SQLite allows one writer at a
+time anyway, and waiting for a lock is fair.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ _PAGE = 2000
 _MANY = 500
 _BUSY_MS = 30_000
 _NAME_CHARACTERS = 63
-# The largest INTEGER of PostgreSQL, which refuses to compare a column of that type with a larger number.
+# The largest INTEGER of PostgreSQL, which refuses to compare a column of that type with a larger
+# number.
 _MAX_RUN_ID = 2**31 - 1
 # The entry in the metadata of an imported run that identifies it.
 _FINGERPRINT = "fingerprint"
@@ -101,7 +103,8 @@ class Run(_Base):
     """One run of the benchmark."""
 
     __tablename__ = "runs"
-    # Without AUTOINCREMENT, SQLite gives a new run the id of a deleted one, and metrics would go to the wrong run.
+    # Without AUTOINCREMENT, SQLite gives a new run the id of a deleted one, and metrics would go to
+    # the wrong run.
     __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012 - SQLAlchemy's form
 
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -332,11 +335,12 @@ class Store:
     """The database of runs and metrics.
 
     Args:
-        database_url: SQLAlchemy URL, for example ``sqlite:////home/me/master.db``, ``sqlite://`` (in memory) or
-            ``postgresql+psycopg://user@host/db``.
+        database_url: SQLAlchemy URL, for example ``sqlite:////home/me/master.db``, ``sqlite://``
+            (in memory) or ``postgresql+psycopg://user@host/db``.
 
     Raises:
-        ConfigurationError: The database cannot be opened, is damaged, or is not one of this version of the master.
+        ConfigurationError: The database cannot be opened, is damaged, or is not one of this version
+            of the master.
     """
 
     def __init__(self, database_url: str) -> None:
@@ -491,14 +495,14 @@ class Store:
         """Return runs without the last lines of their output, which :meth:`run` returns.
 
         Args:
-            *states: Only runs in one of these states; by default all. ``"failed"`` includes runs that a user stopped,
-                which ``"stopped"`` and ``"failed itself"`` tell apart.
+            *states: Only runs in one of these states; by default all. ``"failed"`` includes runs
+                that a user stopped, which ``"stopped"`` and ``"failed itself"`` tell apart.
             after: Only runs with a larger id.
             limit: Maximum number of runs.
             name: Only runs with this text in their name; upper and lower case are the same.
             text: Only runs with each word of this text in their name, image, command or backend.
-            sort: One of :data:`RUN_SORTS`, with a ``-`` before it for the largest value first. Runs without a value
-                come last, and those with equal values are ordered by id.
+            sort: One of :data:`RUN_SORTS`, with a ``-`` before it for the largest value first. Runs
+                without a value come last, and those with equal values are ordered by id.
             offset: Number of first runs to leave out.
 
         Returns:
@@ -507,7 +511,8 @@ class Store:
         columns = {column.key: getattr(Run, column.key) for column in sa.inspect(Run).columns}
         is_sqlite = self._engine.dialect.name == "sqlite"
         if is_sqlite:
-            # The output is up to 32 KiB of each run, so a list of runs must not read it. A damaged record is left out.
+            # The output is up to 32 KiB of each run, so a list of runs must not read it. A damaged
+            # record is left out.
             slim = sa.func.json_remove(Run.job_metadata, "$.stdout", "$.stderr")
             columns["job_metadata"] = sa.case(
                 (sa.func.json_valid(Run.job_metadata) == 1, slim), else_="{}"
@@ -571,7 +576,8 @@ class Store:
         Args:
             run_id: Id of the run.
             job_metadata: Entries to add to its metadata.
-            only_in: Change nothing unless the run is in one of these states; by default it may be in any.
+            only_in: Change nothing unless the run is in one of these states; by default it may be
+                in any.
             values: New values by column.
 
         Returns:
@@ -593,7 +599,8 @@ class Store:
             run = session.get(Run, run_id)
             if run is None:
                 return
-            # Databases limit the number of parameters of a statement, so the owners are deleted in parts.
+            # Databases limit the number of parameters of a statement, so the owners are deleted in
+            # parts.
             owners = [run_owner(run_id), *map(pod_owner, run.worker_names())]
             for start in range(0, len(owners), _MANY):
                 part = owners[start : start + _MANY]
@@ -648,8 +655,8 @@ class Store:
         """Add metrics in one transaction: all of them or none.
 
         Args:
-            metrics: The metrics in the order in which they were measured. A metric is skipped if its owner has
-                delivered its ``client_id`` before.
+            metrics: The metrics in the order in which they were measured. A metric is skipped if
+                its owner has delivered its ``client_id`` before.
 
         Returns:
             The number of new metrics.
@@ -673,7 +680,8 @@ class Store:
             counts[key] += 1
             if key not in firsts or metric.date < firsts[key]:
                 firsts[key] = metric.date
-        # SQLAlchemy's own statements take three times as long for one row. Both databases understand this one.
+        # SQLAlchemy's own statements take three times as long for one row. Both databases
+        # understand this one.
         mark = _mark(self._engine)
         insert = f"INSERT INTO metrics ({_NEW_COLUMNS}) VALUES ({', '.join([mark] * 7)}) ON CONFLICT DO NOTHING"
         # An entry of the same date sorts behind the end of the page, because its id is larger.
@@ -704,7 +712,8 @@ class Store:
                             _record_goal(session, metric)
                     session.commit()
         if len(self._loose) > _MOST_LOOSE:
-            # Metrics of runs that ended long ago, too. Those that go on are counted again from now on.
+            # Metrics of runs that ended long ago, too. Those that go on are counted again from now
+            # on.
             self._loose.clear()
         self._loose.update(counts)
         for owner, name in counts:
@@ -787,8 +796,8 @@ class Store:
             )
             with self._reading() as session:
                 pages = session.execute(query).all()
-            # Pages that a late entry has deleted in the meantime are read from the rows. They may also have been packed
-            # again since then, and begin at another entry.
+            # Pages that a late entry has deleted in the meantime are read from the rows. They may
+            # also have been packed again since then, and begin at another entry.
             if end is not None and (not pages or end != (pages[0].end_date, pages[0].end_id)):
                 break
             pages = [
@@ -836,7 +845,8 @@ class Store:
             owner: From :func:`run_owner` or :func:`pod_owner`.
             names: The metrics.
             mark: Only entries whose ``client_id`` begins with this text.
-            since: Only entries from this date on (microseconds since 1970), a multiple of ``interval_us``.
+            since: Only entries from this date on (microseconds since 1970), a multiple of
+                ``interval_us``.
             until: Only entries before this date.
             interval_us: Length of an interval in microseconds.
         """
@@ -960,8 +970,8 @@ class Store:
     ) -> Iterator[tuple[str, str, Iterable[Point]]]:
         """Yield the entries of metrics: those of small metrics from one statement, those of large ones page by page.
 
-        The number of statements grows with the number of entries, but not with the number of metrics (up to 500), of
-        which a run has one for each value and rank.
+        The number of statements grows with the number of entries, but not with the number of
+        metrics (up to 500), of which a run has one for each value and rank.
 
         Args:
             counts: From :meth:`metric_counts`.
@@ -969,7 +979,8 @@ class Store:
             last_n: Only this number of latest entries of each metric.
 
         Yields:
-            Owner, name and entries of each metric, in the order of ``counts``; entries as :meth:`points` has them.
+            Owner, name and entries of each metric, in the order of ``counts``; entries as
+            :meth:`points` has them.
         """
         small: list[tuple[str, str]] = []
         size = 0
@@ -989,9 +1000,10 @@ class Store:
     def _read_together(
         self, metrics: Sequence[tuple[str, str]], since: int | None, last_n: int | None
     ) -> Iterator[tuple[str, str, list[Point]]]:
-        # One SELECT per metric, because each then reads only its own end of the index metrics_by_name. SQLite allows
-        # ORDER BY and LIMIT in a part of a UNION only inside a subquery. SQLAlchemy's own objects would take longer
-        # to compile than the database needs for the answer.
+        # One SELECT per metric, because each then reads only its own end of the index
+        # metrics_by_name. SQLite allows ORDER BY and LIMIT in a part of a UNION only inside a
+        # subquery. SQLAlchemy's own objects would take longer to compile than the database needs
+        # for the answer.
         parts = (
             f"SELECT * FROM (SELECT {index} AS part, id, date, value, cumulative, metadata AS extra FROM metrics "
             f"WHERE owner = :owner{index} AND name = :name{index} AND date >= :since "
@@ -1035,7 +1047,8 @@ class Store:
             yield from rows
             if len(rows) < _PAGE:
                 return
-            # Continue after the last row read: an offset would shift when entries arrive in the meantime.
+            # Continue after the last row read: an offset would shift when entries arrive in the
+            # meantime.
             query = page.where(
                 sa.tuple_(Metric.date, Metric.id) > sa.tuple_(rows[-1].date, rows[-1].id)
             )
@@ -1043,7 +1056,8 @@ class Store:
     def latest(self, owner: str) -> list[tuple[str, Point]]:
         """Return name and latest entry of each metric of an owner, by name, with one statement."""
         entry = aliased(Metric)
-        # DISTINCT would read all entries. Each step of this recursion finds the next name in the index metrics_by_name.
+        # DISTINCT would read all entries. Each step of this recursion finds the next name in the
+        # index metrics_by_name.
         names = (
             sa.select(sa.func.min(Metric.name).label("name"))
             .where(Metric.owner == owner)
@@ -1055,7 +1069,8 @@ class Store:
         names = names.union_all(
             sa.select(following.scalar_subquery()).where(names.c.name.is_not(None))
         )
-        # The index metrics_by_name ends with date and id, so the database reads one entry of each metric.
+        # The index metrics_by_name ends with date and id, so the database reads one entry of each
+        # metric.
         newest = sa.select(entry.id).where(entry.owner == owner, entry.name == names.c.name)
         newest = newest.order_by(entry.date.desc(), entry.id.desc()).limit(1)
         query = sa.select(Metric.name, *_POINT).join_from(
@@ -1150,7 +1165,8 @@ def _mark(connection: sa.Connection | sa.Engine) -> str:
 def _chosen(query: sa.Select[Any], states: Collection[str], text: str) -> sa.Select[Any]:
     """Limit a query to the runs in one of some states, all states if it is empty, with each word of a text."""
     if states:
-        # The text of the JSON, because PostgreSQL cannot parse what the output of a worker may hold.
+        # The text of the JSON, because PostgreSQL cannot parse what the output of a worker may
+        # hold.
         by_user = Run.job_metadata.contains(f'"reason": "{STOPPED.reason}', autoescape=True)
         failed = Run.state == STOPPED.state
         special = {
@@ -1196,7 +1212,8 @@ def new_run(**values: Any) -> Run:
 
 def _make_engine(database_url: str) -> sa.Engine:
     url = sa.make_url(database_url)
-    # Without the name of a driver, SQLAlchemy 2.0 looks for psycopg2, and it refuses the usual "postgres://".
+    # Without the name of a driver, SQLAlchemy 2.0 looks for psycopg2, and it refuses the usual
+    # "postgres://".
     if url.drivername in ("postgres", "postgresql"):
         url = url.set(drivername="postgresql+psycopg")
     # FastAPI answers requests in up to 40 threads.
@@ -1211,7 +1228,8 @@ def _make_engine(database_url: str) -> sa.Engine:
         engine = sa.create_engine(url, poolclass=StaticPool, connect_args=arguments)
     else:
         Path(url.database or "").expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
-        # The last connection returned is lent first. Each has a cache of 2 MB, and those of the others stay empty.
+        # The last connection returned is lent first. Each has a cache of 2 MB, and those of the
+        # others stay empty.
         engine = sa.create_engine(url, connect_args=arguments, pool_use_lifo=True, **pool)
     event.listen(engine, "connect", _prepare_sqlite)
     return engine

@@ -1,7 +1,7 @@
 """Write the metrics of requests that arrive at the same time in one transaction.
 
-A transaction costs more than a metric. While the thread writes one, further requests wait, and the next transaction
-takes all of them::
+A transaction costs more than a metric. While the thread writes one, further requests wait, and the
+next transaction takes all of them::
 
     requests   a | b c d | e f ...
     thread     [ a ][ b c d ][ e f ]
@@ -25,7 +25,8 @@ __all__ = ["MetricWriter", "UnknownRunError"]
 
 # The lock of the database is held for about a tenth of a second.
 _MOST_METRICS = 10_000
-# Errors of the database and not of a metric. Each attempt may last until a timeout of half a minute.
+# Errors of the database and not of a metric. Each attempt may last until a timeout of half a
+# minute.
 _NOT_OF_METRICS = (OperationalError, TimeoutError)
 _Waiting = tuple[Sequence[NewMetric], "asyncio.Future[int]"]
 
@@ -64,7 +65,8 @@ class MetricWriter:
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         with self._lock:
             if not self._is_busy:
-                # If the machine has no thread left, this request fails, and the next one tries again.
+                # If the machine has no thread left, this request fails, and the next one tries
+                # again.
                 self._thread.submit(self._write_all)
                 self._is_busy = True
             self._waiting.append((metrics, future))

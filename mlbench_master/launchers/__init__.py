@@ -37,9 +37,8 @@ LAUNCHERS = tuple(_CLASSES)
 ENTRY_POINTS = "mlbench.launchers"
 """The group of entry points for launchers of other packages.
 
-The name of an entry point is the name of the launcher. It leads to a function that gets the folder for the folders of
-runs and returns a :class:`Launcher`.
-"""
+The name of an entry point is the name of the launcher. It leads to a function that gets the folder
+for the folders of runs and returns a :class:`Launcher`. """
 
 
 def launcher_names() -> tuple[str, ...]:

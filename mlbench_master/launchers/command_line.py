@@ -29,8 +29,9 @@ __all__ = [
 def split_command(job: Job) -> list[str]:
     """Return the words of a worker's command, in which ``{rank}`` and ``{hosts}`` are still to be filled in.
 
-    A script gets a Python: that of the call, and the script of a task that of the master. In a run without a folder of
-    its call it also gets an absolute path, because workers run in their own folder.
+    A script gets a Python: that of the call, and the script of a task that of the master. In a run
+    without a folder of its call it also gets an absolute path, because workers run in their own
+    folder.
 
     Example:
         >>> split_command(Job(run_id=7, name="a", command="train --id {run_id} '{rank} of 2'", num_workers=2))
@@ -74,7 +75,8 @@ def fill(word: str, values: dict[str, str]) -> str:
 def check_program_in(words: Sequence[str], cwd: str, path: str) -> None:
     """Refuse a command whose program or script this machine does not have.
 
-    The arguments and errors are those of :meth:`~mlbench_master.launchers.interface.Launcher.check_program`.
+    The arguments and errors are those of
+    :meth:`~mlbench_master.launchers.interface.Launcher.check_program`.
     """
     first = words[0]
     if "{" in first:  # it is filled in later
@@ -112,7 +114,8 @@ def worker_environment(
 
     Args:
         job_env: Variables of the run.
-        caller_env: Variables of the call that started it, None if the run takes those of this process.
+        caller_env: Variables of the call that started it, None if the run takes those of this
+            process.
         own: Variables that the user cannot choose.
         threads: Threads of a worker, if the user did not choose them.
     """

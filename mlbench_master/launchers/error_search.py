@@ -9,20 +9,22 @@ __all__ = ["CONTAINER_STATUSES", "ErrorSearch", "is_consequence"]
 CONTAINER_STATUSES = (125, 126, 127, 255)
 """Statuses of ``docker run``, ``podman run`` or ``apptainer exec`` that could not start a container."""
 
-# Statuses of a Python program that an exception or argparse ends; another one belongs to a program that chose it.
+# Statuses of a Python program that an exception or argparse ends; another one belongs to a program
+# that chose it.
 _PYTHON_STATUSES = (1, 2)
 # The form of argparse, in which the tasks report errors of the user and of the network.
 _ERROR_LINE = re.compile(r"[\w.-]+: error: ")
 # "docker: Error response from daemon: ...", "Error: ...", and "FATAL:   ..." of Apptainer.
 _CONTAINER_ERROR = re.compile(r"(docker: )?(Error|FATAL)\b")
-# The last words of a process that a signal ends: of Python's faulthandler, of an exception of C++, of assert() in C.
+# The last words of a process that a signal ends: of Python's faulthandler, of an exception of C++,
+# of assert() in C.
 _FATAL = re.compile(r"Fatal Python error: |\s*what\(\): |.*: Assertion .* failed\.$")
 # torch writes the rank before each line of a traceback, once the process group is open.
 _TORCH_PREFIX = re.compile(r"\[rank(\d+)\]: ?")
 # The lines of an exception group.
 _GROUP_PREFIX = re.compile(r"\s*(\+ |\| ?)")
-# Lines that say nothing about the end: those of a logger below an error, warnings of Python and of torch (glog),
-# progress bars, and lines without letters.
+# Lines that say nothing about the end: those of a logger below an error, warnings of Python and of
+# torch (glog), progress bars, and lines without letters.
 _LEVEL = r"(DEBUG|INFO|WARN(ING)?)"
 _REMARK = re.compile(
     rf"{_LEVEL}\b|.*[\s:|\[]{_LEVEL}[\s:|\]]|.*Warning: |\[?[IW]\d+[ :]|\[[IW]\d|.*\d%\||[\W\d_]+$"
@@ -45,10 +47,13 @@ class ErrorSearch:
     """A search through the lines that a worker writes to its standard error.
 
     Attributes:
-        error: The exception or error message that ended the worker; empty if there is none. It is the latest one, but a
-            consequence and an exception of another rank do not replace a cause.
-        container_error: The latest error message of a program that starts containers; empty if there is none.
-        last: The last line, unless it belongs to a traceback, a warning or a remark; empty if there is none.
+        error: The exception or error message that ended the worker; empty if there is none. It is
+            the latest one, but a consequence and an exception of another rank do not replace a
+            cause.
+        container_error: The latest error message of a program that starts containers; empty if
+            there is none.
+        last: The last line, unless it belongs to a traceback, a warning or a remark; empty if there
+            is none.
 
     Example:
         >>> search = ErrorSearch()

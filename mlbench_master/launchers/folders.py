@@ -38,8 +38,8 @@ def read_interval(engine: str) -> float:
 class FolderLauncher(Launcher):
     """A launcher that keeps a run in ``<folder>/<run id>``.
 
-    The files that all of them have are ``log.jsonl`` (see the module ``logs``), ``load/`` (see the module
-    ``load_sampler``), ``spool/`` and ``output/``.
+    The files that all of them have are ``log.jsonl`` (see the module ``logs``), ``load/`` (see the
+    module ``load_sampler``), ``spool/`` and ``output/``.
 
     Args:
         folder: Folder for the folders of runs; it is created if missing.

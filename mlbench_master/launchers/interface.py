@@ -42,23 +42,29 @@ class Job:
     Attributes:
         run_id: The run's id.
         name: The run's name.
-        command: A worker's command line; the launcher fills in ``{run_id} {rank} {hosts} {backend}``. In a container,
-            its paths are those of the image.
+        command: A worker's command line; the launcher fills in ``{run_id} {rank} {hosts}
+            {backend}``. In a container, its paths are those of the image.
         num_workers: Number of workers.
         num_cpus: Cores of each worker.
         backend: Communication backend.
         gpu_enabled: True if workers use GPUs.
-        gpus: Entries of CUDA_VISIBLE_DEVICES, one for each worker by rank; empty if the launcher assigns no GPUs.
-        all_nodes: True if every worker runs the command; else only the first one does, and starts the others itself.
-        image: Full name of the container image, for a launcher that uses it (see :meth:`Launcher.uses_image`).
+        gpus: Entries of CUDA_VISIBLE_DEVICES, one for each worker by rank; empty if the launcher
+            assigns no GPUs.
+        all_nodes: True if every worker runs the command; else only the first one does, and starts
+            the others itself.
+        image: Full name of the container image, for a launcher that uses it (see
+            :meth:`Launcher.uses_image`).
         env: Environment variables of the workers, in addition to those of the master.
         notes: Lines for the beginning of the run's log.
         options: Options of the engine's own command, for launchers that have one.
         network: Text of the emulated network in which each worker has its own host; empty for none.
-        is_task: True if the command is the script of a task, which needs no file of the user's folder.
-        cwd: Absolute path of the folder in which the workers start; empty for the folder ``work`` of the run.
-        caller_env: The variables that the run takes from the call that started it, instead of those of the master; see
-            :func:`mlbench_core.caller.is_carried`. None for a run that takes those of the master.
+        is_task: True if the command is the script of a task, which needs no file of the user's
+            folder.
+        cwd: Absolute path of the folder in which the workers start; empty for the folder ``work``
+            of the run.
+        caller_env: The variables that the run takes from the call that started it, instead of those
+            of the master; see :func:`mlbench_core.caller.is_carried`. None for a run that takes
+            those of the master.
         oversubscribe: True if a host may get more workers than its cores can serve.
     """
 
@@ -87,10 +93,12 @@ class JobStatus:
     """The status of a job.
 
     Attributes:
-        state: ``"waiting"`` (in the queue of an engine that has one), ``"running"``, ``"finished"``, ``"failed"``,
-            ``"lost"`` (it is not running and left no status), or ``"unstarted"``: an earlier master ended before it
-            started a worker, so the job can be started again.
-        reason: The reason of a failure, of waiting, or a problem of a job that runs or has finished; in one line.
+        state: ``"waiting"`` (in the queue of an engine that has one), ``"running"``,
+            ``"finished"``, ``"failed"``, ``"lost"`` (it is not running and left no status), or
+            ``"unstarted"``: an earlier master ended before it started a worker, so the job can be
+            started again.
+        reason: The reason of a failure, of waiting, or a problem of a job that runs or has
+            finished; in one line.
         returncode: The exit status, negative for a signal.
         finished_at: The time at which the last worker ended, in seconds since 1970, if it is known.
     """
@@ -111,7 +119,8 @@ class LogLine(TypedDict):
     Attributes:
         rank: Rank of the worker that wrote it; None for the launcher itself.
         stream: ``"stdout"``, ``"stderr"``, or ``"system"`` for a line of the master.
-        text: The line, without escape sequences of terminals and without control characters except tabs.
+        text: The line, without escape sequences of terminals and without control characters except
+            tabs.
         date: The date of the line, as the API writes dates; empty if unknown.
     """
 
@@ -168,8 +177,8 @@ class LogRange(NamedTuple):
     Attributes:
         since_line: Number of the first line wanted, from 0.
         limit: Maximum number of lines. With 0, wanted lines are only counted.
-        before_line: Number of the line after the last one wanted; the end of the log if it is larger. The page then
-            has the last wanted lines before it. None to read forwards.
+        before_line: Number of the line after the last one wanted; the end of the log if it is
+            larger. The page then has the last wanted lines before it. None to read forwards.
         wanted: The lines that a reader wants among these.
     """
 
@@ -204,15 +213,17 @@ class Launcher(ABC):
 
     Attributes:
         name: Short name for messages.
-        place: The place of the state of its jobs, as text; another launcher of this place sees them.
+        place: The place of the state of its jobs, as text; another launcher of this place sees
+            them.
         limits_bandwidth: True if it can limit the bandwidth of a worker.
         emulates_networks: True if it can give each worker an emulated host.
-        starts_first_worker_alone: True if the command of a run may start in worker 0 only, and start the others itself.
+        starts_first_worker_alone: True if the command of a run may start in worker 0 only, and
+            start the others itself.
         starts_containers: True if workers always run in a container of the run's image.
         container_advice: How a user gets containers, if they do not always run in them.
         options_example: Options of the engine, as an example for people.
-        starts_processes: True if workers are processes that start in ``Job.cwd`` with ``Job.caller_env``, unless the
-            options of a run ask for containers.
+        starts_processes: True if workers are processes that start in ``Job.cwd`` with
+            ``Job.caller_env``, unless the options of a run ask for containers.
         sees_folders: True if these processes see the folders of the master's machine.
     """
 
@@ -247,7 +258,8 @@ class Launcher(ABC):
         """Return the GPUs for all workers together, of which a run gets one for each worker.
 
         Returns:
-            Entries of CUDA_VISIBLE_DEVICES; None if this launcher does not assign GPUs, as in a cluster that does.
+            Entries of CUDA_VISIBLE_DEVICES; None if this launcher does not assign GPUs, as in a
+            cluster that does.
         """
         return None
 
@@ -323,8 +335,9 @@ class Launcher(ABC):
     def logs(self, job_id: str, lines: LogRange = FROM_THE_START) -> LogPage:
         """Return lines of a job's log.
 
-        The log is read until enough lines are found, or until a limit on bytes or time is reached. A reader continues
-        with the page's ``next`` until it does not grow, or backwards with ``previous`` until it is the first line.
+        The log is read until enough lines are found, or until a limit on bytes or time is reached.
+        A reader continues with the page's ``next`` until it does not grow, or backwards with
+        ``previous`` until it is the first line.
 
         Args:
             job_id: The job.
@@ -371,7 +384,8 @@ class Launcher(ABC):
     def results(self, job_id: str) -> Path | None:
         """Return the folder for the results of a job's workers, if the master can read it.
 
-        Workers find it in the environment variable ``MLBENCH_OUTPUT``. A task writes into ``<folder>/<task>/<run>``.
+        Workers find it in the environment variable ``MLBENCH_OUTPUT``. A task writes into
+        ``<folder>/<task>/<run>``.
         """
         return None
 

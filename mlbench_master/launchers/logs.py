@@ -1,8 +1,9 @@
 """The log of a run: files of JSON lines of limited size, written by the supervisor and read by the master.
 
-The first file is ``log.jsonl``. When it is full, ``log.N.jsonl`` follows, where N is the number of its first line. Of
-all files, the first one and the latest ones are kept, so the log has the beginning and the end of the run, and line
-numbers stay valid. Its imports are light, because the supervisor has to start quickly.
+The first file is ``log.jsonl``. When it is full, ``log.N.jsonl`` follows, where N is the number of
+its first line. Of all files, the first one and the latest ones are kept, so the log has the
+beginning and the end of the run, and line numbers stay valid. Its imports are light, because the
+supervisor has to start quickly.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ _HEAD = re.compile(rb'\{"rank": (null|[0-9]{1,9}), "stream": "([a-z]+)", ')
 _USUAL_LINE = re.compile(
     _HEAD.pattern + rb'"text": "([^"\\\x00-\x1f]*)", "date": "([0-9T:.Z-]*)"\}'
 )
-# Colors and the like, titles of windows (the bell at their end is unreadable, see below), and short sequences.
+# Colors and the like, titles of windows (the bell at their end is unreadable, see below), and short
+# sequences.
 _ESCAPES = re.compile(
     "\x1b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b\ufffd]*(?:[\x07\ufffd]|\x1b\\\\)|[ -/]*[0-Z\\\\^-~])"
 )
@@ -93,8 +95,9 @@ def _at_once(path: str, flags: int) -> int:
 class LogWriter:
     """The writer of a run's log, which several threads may use.
 
-    An error of the disk does not reach the caller: workers must not die because their log cannot be written. Lines
-    are dropped until the disk accepts lines again; then a line says how many are missing.
+    An error of the disk does not reach the caller: workers must not die because their log cannot be
+    written. Lines are dropped until the disk accepts lines again; then a line says how many are
+    missing.
 
     Args:
         folder: Folder of the run. While lines are dropped, it has an empty file ``dropping``.
@@ -110,7 +113,8 @@ class LogWriter:
         self.problem = ""
         self._folder = folder
         self._file_bytes = max(limit_bytes // _FILES, 1)
-        # The number of the first line of the current file. The log of a run that goes on may have several files.
+        # The number of the first line of the current file. The log of a run that goes on may have
+        # several files.
         self._first, self._path = _files(folder)[-1]
         self._descriptor: int | None = None
         self._gap = 0  # lines dropped since the last line that was written
@@ -122,7 +126,8 @@ class LogWriter:
             try:
                 line = _line(rank, stream, text, date)
                 if self._gap:
-                    # In one piece: a short mark alone would fit again and again into the rest of a block.
+                    # In one piece: a short mark alone would fit again and again into the rest of a
+                    # block.
                     mark = _line(
                         None, "system", f"{self._gap} lines were dropped here: {self.problem}"
                     )
@@ -165,7 +170,8 @@ class LogWriter:
             for _, path in _files(self._folder)[1 : 1 - _FILES]:
                 path.unlink(missing_ok=True)
         if os.write(self._descriptor, content) < len(content):
-            # A disk that becomes full takes a part of the line, and the next line would follow on the same line.
+            # A disk that becomes full takes a part of the line, and the next line would follow on
+            # the same line.
             os.ftruncate(self._descriptor, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -191,7 +197,8 @@ class _Chunk(NamedTuple):
 class LogReader:
     """A reader of a growing log, which reads from any line in both directions without a scan of the whole log.
 
-    Lines are found through an index of chunks of 256 KiB. To build it, newlines are counted and no line is decoded.
+    Lines are found through an index of chunks of 256 KiB. To build it, newlines are counted and no
+    line is decoded.
 
     Args:
         folder: Folder of the run, which may not exist yet.
@@ -213,8 +220,8 @@ class LogReader:
     ) -> LogPage:
         """Read lines, without one that is still being written; see :class:`LogRange` for the arguments.
 
-        A page has at most about 1 MiB of lines, and the search for them ends after about a second. For lines whose
-        file was removed, one line of the master says so.
+        A page has at most about 1 MiB of lines, and the search for them ends after about a second.
+        For lines whose file was removed, one line of the master says so.
         """
         chunks = self._chunks()
         last = max(chunks[-1].end if chunks else 0, since_line)
@@ -289,7 +296,8 @@ class LogReader:
         wanted = max_bytes
         while True:
             content, is_whole = self._last_bytes(wanted)
-            # The last piece is empty or an unfinished line, and the first line may have lost its beginning.
+            # The last piece is empty or an unfinished line, and the first line may have lost its
+            # beginning.
             lines = content.split(b"\n")[0 if is_whole else 1 : -1]
             if not lines and not is_whole and wanted > _CHUNK_BYTES:
                 lines = [content[-max_bytes:]]
@@ -353,7 +361,8 @@ class _Selection:
         return line if self._wanted.matches(line) else None
 
     def _may_have(self, content: bytes) -> bool:
-        # An escape of JSON may stand for any character, or for an escape sequence in the middle of the text.
+        # An escape of JSON may stand for any character, or for an escape sequence in the middle of
+        # the text.
         return not self._search or self._search in content.lower() or b"\\u" in content
 
     def _may_pass(self, raw: bytes) -> bool:

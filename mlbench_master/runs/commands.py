@@ -43,7 +43,8 @@ def resolve_command(run: RunIn, in_container: bool = False) -> tuple[str, str]:
 
     Args:
         run: The requested run.
-        in_container: True if workers run in a container of the image; the script of a task is then the one in it.
+        in_container: True if workers run in a container of the image; the script of a task is then
+            the one in it.
 
     Returns:
         The image's name and a worker's command line.
@@ -76,10 +77,12 @@ def image_of_record(image: str) -> str:
     """Return the container image for a run, as a launcher that starts containers needs it.
 
     Args:
-        image: The image in the record of the run: the folder of a task, an image of version 3.0, or another image.
+        image: The image in the record of the run: the folder of a task, an image of version 3.0, or
+            another image.
 
     Returns:
-        The task's own image of this version, another image as it is, or an empty text if the run has none.
+        The task's own image of this version, another image as it is, or an empty text if the run
+        has none.
 
     Example:
         >>> image_of_record("task1a_resnet20_cifar10").partition(":")[0], image_of_record("me/mine:1")
@@ -129,7 +132,8 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
         launcher: The launcher that will start it.
 
     Returns:
-        True if every worker runs the command, False if only the first one does; and notes for the run's log and page.
+        True if every worker runs the command, False if only the first one does; and notes for the
+        run's log and page.
 
     Raises:
         ValueError: An option cannot be fulfilled; the message names the field and a remedy.
@@ -155,7 +159,8 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
             notes.append(
                 "note: the workers get the GPUs that the master lends, not CUDA_VISIBLE_DEVICES of the call"
             )
-    # As in version 3.0, only a custom backend may start a single worker; known backends start all of them.
+    # As in version 3.0, only a custom backend may start a single worker; known backends start all
+    # of them.
     all_nodes = run.run_all_nodes or run.backend.lower() != CUSTOM_BACKEND or run.num_workers == 1
     if not all_nodes:
         if run.command is None and run.custom_image_command is None:
@@ -190,11 +195,12 @@ def resolve_folder(run: RunIn, launcher: Launcher, command: str) -> tuple[str, l
         command: A worker's command line.
 
     Returns:
-        The absolute path, empty for a folder of the run's own; and notes for the run's log and page.
+        The absolute path, empty for a folder of the run's own; and notes for the run's log and
+        page.
 
     Raises:
-        ValueError: The folder is missing or cannot be chosen, or the command has no program there; the message names
-            the field.
+        ValueError: The folder is missing or cannot be chosen, or the command has no program there;
+            the message names the field.
     """
     if launcher.uses_image(run.engine_options) or not launcher.starts_processes:
         if run.cwd is not None:
@@ -379,7 +385,8 @@ def _task_command(
     arguments = [shlex.quote(argument) for argument in (*of_image, *run.arguments)]
     arguments += _flags(run, run.arguments)
     try:
-        # Found but not imported, because that takes seconds. Without it, each worker would end with a traceback.
+        # Found but not imported, because that takes seconds. Without it, each worker would end with
+        # a traceback.
         if not in_container and importlib.util.find_spec("torch") is None:
             raise MissingDependencyError(
                 f"task {task.key} needs the package 'torch', which is not installed: pip install 'mlbench-core[torch]'"
@@ -407,7 +414,8 @@ def _task_of_image(image: str) -> tuple[Task, tuple[str, ...]]:
         return task, known.arguments
     except ValueError:
         pass
-    # An image that is not in the list may be named after a task: "registry/pytorch-task1a-resnet20-cifar10:1".
+    # An image that is not in the list may be named after a task:
+    # "registry/pytorch-task1a-resnet20-cifar10:1".
     name = image.rsplit("/", 1)[-1].partition(":")[0].lower()
     try:
         return get_task(name.replace("-", "_").removeprefix("pytorch_")), ()

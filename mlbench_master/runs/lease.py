@@ -1,8 +1,9 @@
 """Let one master at a time look after the runs of a database.
 
-A lock of the data folder is not enough, because two masters can use one database from different folders or machines.
-The database has one row, the lease, with a counter that its holder increases every few seconds. Another master that
-sees the same count for longer takes the lease over. So no clock of a machine matters::
+A lock of the data folder is not enough, because two masters can use one database from different
+folders or machines. The database has one row, the lease, with a counter that its holder increases
+every few seconds. Another master that sees the same count for longer takes the lease over. So no
+clock of a machine matters::
 
     no lease, or its holder is dead -- acquire --> held -- release --> no lease
     held by another -- its counter grows ----> refused

@@ -1,8 +1,9 @@
 """Store the metrics that the workers of a run could not deliver before they ended.
 
-A worker keeps metrics in an outbox while the master does not answer, see :mod:`mlbench_core.client.outbox`. The workers
-of a run have their own folder for it. The master reads it at the end of the run, so no metric depends on the address,
-the port or the token that the workers knew.
+A worker keeps metrics in an outbox while the master does not answer, see
+:mod:`mlbench_core.client.outbox`. The workers of a run have their own folder for it. The master
+reads it at the end of the run, so no metric depends on the address, the port or the token that the
+workers knew.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def store_leftovers(spool: Path, store: Store) -> str:
     """Store all metrics of a folder of outboxes, and delete the files; ids keep a repetition harmless.
 
     Args:
-        spool: The folder. It belongs to workers, so every file may have any content. Only tables of an outbox are
-            read, and no longer than a minute.
+        spool: The folder. It belongs to workers, so every file may have any content. Only tables of
+            an outbox are read, and no longer than a minute.
         store: The database.
 
     Returns:
@@ -101,7 +102,8 @@ def _open(path: Path, deadline: float) -> sqlite3.Connection:
         connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
         if hasattr(connection, "setlimit"):  # from Python 3.11 on
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_LINE_BYTES)
-        # Statements of the file, such as those of a view or of a default value, may call no function.
+        # Statements of the file, such as those of a view or of a default value, may call no
+        # function.
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.text_factory = lambda data: data.decode(errors="replace")
         # One row more than allowed, because a file may have any number of them.

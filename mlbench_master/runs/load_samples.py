@@ -1,7 +1,8 @@
 """Store the load of workers as metrics of pods, and thin it as it gets older.
 
-A run of a week would have 120,960 samples of each figure. So the last hour is kept as it was measured, and of each five
-minutes before it only the mean: about 2,700 entries of each metric after a week, and 288 more per day.
+A run of a week would have 120,960 samples of each figure. So the last hour is kept as it was
+measured, and of each five minutes before it only the mean: about 2,700 entries of each metric after
+a week, and 288 more per day.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ LOAD_MARK = "load "
 _MINUTE_US = 60 * 1_000_000
 _KEPT_US = 60 * _MINUTE_US
 _MEAN_US = 5 * _MINUTE_US
-# The supervisor keeps about 18,000 lines, and a worker, which can write more, must not hold up the master.
+# The supervisor keeps about 18,000 lines, and a worker, which can write more, must not hold up the
+# master.
 _MOST_PAGES = 20
 _LARGEST = 1e18
 _date = TypeAdapter(Date)
@@ -151,7 +153,8 @@ def _metrics(pods: list[str], line: LogLine, after_us: int) -> Iterator[NewMetri
         or not after_us < date <= now_us()
     ):
         return
-    # The figures of a machine are not those of a worker, so every reader of the metric has to see it.
+    # The figures of a machine are not those of a worker, so every reader of the metric has to see
+    # it.
     extra = json.dumps({"network": "machine"}) if load.get("network") == "machine" else ""
     for name in LOAD_METRICS:
         value = load.get(name)

@@ -59,8 +59,8 @@ class MasterlessRuns:
         self._launcher = SlurmLauncher(folder)
         self.folder = folder.expanduser().absolute()
         self._runs: dict[int, Run] = {}
-        # Of each selection of metrics the sizes of the files when they were read, because they grow about once per
-        # epoch, and are asked for once per second.
+        # Of each selection of metrics the sizes of the files when they were read, because they grow
+        # about once per epoch, and are asked for once per second.
         self._read: dict[tuple[Any, ...], tuple[list[int], _Metrics]] = {}
 
     def __enter__(self) -> Self:

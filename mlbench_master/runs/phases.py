@@ -161,7 +161,8 @@ def is_measured(totals: Iterable[PhaseBar], result: Mapping[str, Any], workers: 
     """
     if workers == 1 or any({"communication", "hidden"} & bar.seconds.keys() for bar in totals):
         return True
-    # Results of earlier versions have zeros where nothing was measured. Counted collectives may take no time.
+    # Results of earlier versions have zeros where nothing was measured. Counted collectives may
+    # take no time.
     return bool(result.get("collectives")) or result.get("exchanges") is not None
 
 

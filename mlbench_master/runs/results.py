@@ -1,8 +1,9 @@
 """Read the result files of a run, which its workers wrote.
 
-The folder belongs to the workers, so the master trusts nothing in it. A name may be a link to a file of somebody else,
-a pipe that blocks its reader, or a device, and it may change at any moment. So every folder and file is opened by its
-name in the open folder above it, links are refused by the system itself, and the size is limited.
+The folder belongs to the workers, so the master trusts nothing in it. A name may be a link to a
+file of somebody else, a pipe that blocks its reader, or a device, and it may change at any moment.
+So every folder and file is opened by its name in the open folder above it, links are refused by the
+system itself, and the size is limited.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ FILES: dict[str, int] = {
 
 # During the run, and if it is stopped, each worker has its raw lines in a separate file.
 _LINES_OF_WORKER = re.compile(r"metrics\.rank-\d{1,5}\.jsonl", re.ASCII)
-# A job has one result folder unless its command starts several programs, and a worker can make any number of folders.
+# A job has one result folder unless its command starts several programs, and a worker can make any
+# number of folders.
 _MOST_FOLDERS = 100
-# Systems without these flags (Windows) cannot open a file by its name in an open folder either; see ResultFolder.find.
+# Systems without these flags (Windows) cannot open a file by its name in an open folder either; see
+# ResultFolder.find.
 _AS_IT_IS = (
     os.O_RDONLY
     | getattr(os, "O_NOFOLLOW", 0)
@@ -83,8 +86,8 @@ class ResultFolder:
             root: The folder of :meth:`~mlbench_master.launchers.Launcher.results`.
 
         Returns:
-            The folder with the newest ``result.json``. If no folder has one, that with the newest of :data:`FILES`.
-            None without any of these files.
+            The folder with the newest ``result.json``. If no folder has one, that with the newest
+            of :data:`FILES`. None without any of these files.
         """
         if root is None or os.open not in os.supports_dir_fd:
             return None
@@ -109,7 +112,8 @@ class ResultFolder:
 
         Raises:
             FileNotFoundError: It does not exist.
-            RefusedFileError: It is not a file of its own in this folder, is too large, or cannot be read.
+            RefusedFileError: It is not a file of its own in this folder, is too large, or cannot be
+                read.
         """
         try:
             descriptor = os.open(name, _AS_IT_IS, dir_fd=self._descriptor)

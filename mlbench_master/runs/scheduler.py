@@ -36,20 +36,21 @@ _OPEN = ("initialized", "started")
 class Scheduler:
     """A thread that starts waiting runs when enough cores and GPUs are free, and records how they end.
 
-    The run with the fewest cores starts first. A run with GPUs takes one for each worker until it ends. A run for which
-    too few are free lets others pass.
+    The run with the fewest cores starts first. A run with GPUs takes one for each worker until it
+    ends. A run for which too few are free lets others pass.
 
-    No run waits indefinitely if every run ends. After ``patience_s`` seconds, a run comes before all younger ones, and
-    none of them starts before it. So only runs that are already running, and older ones, can delay it. Their number is
-    finite. When they have ended, nothing else runs. Then the next run always starts, also one that is exclusive.
+    No run waits indefinitely if every run ends. After ``patience_s`` seconds, a run comes before
+    all younger ones, and none of them starts before it. So only runs that are already running, and
+    older ones, can delay it. Their number is finite. When they have ended, nothing else runs. Then
+    the next run always starts, also one that is exclusive.
 
-    A run that needs more cores than the machine has starts when nothing else runs, with a warning in its log.
-    Otherwise it would wait indefinitely. After a restart of the master, runs that continue are watched again. Runs that
-    disappeared without a status are marked as lost.
+    A run that needs more cores than the machine has starts when nothing else runs, with a warning
+    in its log. Otherwise it would wait indefinitely. After a restart of the master, runs that
+    continue are watched again. Runs that disappeared without a status are marked as lost.
 
-    An exception in the handling of a run ends only that run, with the exception as its reason. Errors of the operating
-    system and of the database (a full disk, too many open files) concern the machine and may pass, so the next poll
-    tries again.
+    An exception in the handling of a run ends only that run, with the exception as its reason.
+    Errors of the operating system and of the database (a full disk, too many open files) concern
+    the machine and may pass, so the next poll tries again.
 
     The states of a run and their transitions::
 
@@ -59,8 +60,8 @@ class Scheduler:
         started ------ exit status 0 ----------> finished
         started ------ failed, lost, stopped --> failed
 
-    The lock is held while runs start and while states change, which takes milliseconds. Stopping a run takes seconds
-    if its workers ignore SIGTERM, and other runs start and stop meanwhile.
+    The lock is held while runs start and while states change, which takes milliseconds. Stopping a
+    run takes seconds if its workers ignore SIGTERM, and other runs start and stop meanwhile.
 
     Args:
         store: The database of runs.
@@ -68,8 +69,8 @@ class Scheduler:
         events: The bus that notifies subscribers.
         worker_env: Environment variables for all workers, for example the URL of the master.
         poll_s: Seconds between two polls.
-        lease: The right to look after the runs of the database, which must be acquired; None if no other master can
-            use the database.
+        lease: The right to look after the runs of the database, which must be acquired; None if no
+            other master can use the database.
         patience_s: Seconds after which a waiting run comes before all younger ones.
     """
 
@@ -211,7 +212,8 @@ class Scheduler:
                     used += _cores(run)
                     lent.update(free or ())
                 if time.monotonic() >= until:
-                    # An engine may need a moment for each start. Requests that stop runs do not wait for all of them.
+                    # An engine may need a moment for each start. Requests that stop runs do not
+                    # wait for all of them.
                     self.wake()
                     break
             self._waits = waits
@@ -220,8 +222,8 @@ class Scheduler:
         """Return why a run cannot start beside the running ones, or an empty text if it can."""
         if not running:
             return ""
-        # Runs on one machine share its memory bandwidth and its network, so a run that is to be measured runs alone.
-        # While it waits its turn, the runs after it wait, too.
+        # Runs on one machine share its memory bandwidth and its network, so a run that is to be
+        # measured runs alone. While it waits its turn, the runs after it wait, too.
         alone = next((other for other in running if _is_exclusive(other)), None)
         if alone is not None:
             return f"waits for run {alone.name}, which is exclusive"
@@ -304,7 +306,8 @@ class Scheduler:
             self._show_problem(run, status)
             return True
         if status.state == "unstarted":
-            # A master with another folder sees no run of the earlier one, and a second start would mix their metrics.
+            # A master with another folder sees no run of the earlier one, and a second start would
+            # mix their metrics.
             place = run.metadata_dict().get("started_at_place")
             if place != self._launcher.place:
                 self._finish(run, JobStatus("lost", f"lost: another master started it in {place}"))
@@ -344,14 +347,16 @@ class Scheduler:
                 "state", {"id": run.id, "name": run.name, "state": run.state, "reason": reason}
             )
         if run.metadata_dict().get("reason", "") != reason:
-            # A disk that is full for the log is often full for the database, too; the next poll tries again.
+            # A disk that is full for the log is often full for the database, too; the next poll
+            # tries again.
             with contextlib.suppress(SQLAlchemyError):
                 self._store.update_run(run.id, {"reason": reason}, only_in=("started",))
 
     def _launch(self, run: Run, gpus: tuple[str, ...]) -> bool:
         """Start a run with the GPUs lent to it; return whether it continues."""
         job = make_job(run, self._launcher, self._worker_env, gpus)
-        # Record the job before it starts: if the master dies in between, the next master looks for it.
+        # Record the job before it starts: if the master dies in between, the next master looks for
+        # it.
         job_id = f"{self._launcher.name}-{run.id}"
         started = None
         if run.id not in self._stopping:
@@ -400,7 +405,8 @@ class Scheduler:
         self._log_lines.pop(run.id, None)
         self._problems.pop(run.id, None)
         finished_at = now_us()
-        # The workers may have ended long before, while no master ran. The clock may have been set since.
+        # The workers may have ended long before, while no master ran. The clock may have been set
+        # since.
         if status.finished_at is not None:
             finished_at = min(max(int(status.finished_at * 1e6), run.started_at or 0), finished_at)
         changed = self._store.update_run(
@@ -426,8 +432,8 @@ class Scheduler:
             run: The run.
 
         Returns:
-            ``stdout`` and ``stderr``, which includes the lines of the master itself. If the run continues with a
-            problem, also ``reason``.
+            ``stdout`` and ``stderr``, which includes the lines of the master itself. If the run
+            continues with a problem, also ``reason``.
         """
         lines = [] if run.job_id is None else self._launcher.log_tail(run.job_id)
         out = [line["text"] for line in lines if line["stream"] == "stdout"]

@@ -20,7 +20,8 @@ __all__ = ["FINAL_STATES", "Compared", "compare"]
 FINAL_STATES = ("finished", "failed")
 """States of a run that has ended."""
 
-# Results are those of programs of users, which may hold anything where a number or a text should be.
+# Results are those of programs of users, which may hold anything where a number or a text should
+# be.
 _BAD_RESULT = (
     ConfigurationError,
     ArithmeticError,
@@ -64,7 +65,8 @@ def compare(
         store: The database.
         runs: The runs. One that has not ended gets a note.
         pricing: Price of the machines.
-        baseline: Label of the groups against which all others are tested; None or an unknown label to test every pair.
+        baseline: Label of the groups against which all others are tested; None or an unknown label
+            to test every pair.
     """
     notes: dict[int, str] = {}
     records: dict[int, RunRecord] = {}

@@ -1,7 +1,8 @@
 """Draw the figures of a comparison, as ``mlbench compare --output`` does, and keep the latest ones in memory.
 
-matplotlib needs 90 MB and draws for seconds, during which other threads of its process hardly run. So figures are drawn
-in a separate process, with a low priority, because runs may be measured at the same time.
+matplotlib needs 90 MB and draws for seconds, during which other threads of its process hardly run.
+So figures are drawn in a separate process, with a low priority, because runs may be measured at the
+same time.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def draw(groups: Sequence[Group], price_per_hour: float | None = None) -> Figure
     if not _turns.acquire(blocking=False):
         return Figures(missing=[_BUSY])
     try:
-        # One process at a time: it needs a core, and the request before may be for the same figures.
+        # One process at a time: it needs a core, and the request before may be for the same
+        # figures.
         with _drawing:
             return _find(key) or _keep(key, _draw(_input(groups, price_per_hour)))
     finally:

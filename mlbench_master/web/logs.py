@@ -22,8 +22,8 @@ _LINES = 200
 # A longer list of workers would make every page of the run large; its rank is typed instead.
 _MOST_CHOICES = 64
 
-# A line that reports an error, for Python and JavaScript alike. The stream says nothing: loggers write to standard
-# error.
+# A line that reports an error, for Python and JavaScript alike. The stream says nothing: loggers
+# write to standard error.
 ERROR_LINE = re.compile(
     r"^(\[rank\d+\]: ?)?(Traceback \(most recent call last\)|[A-Za-z_.]*(Error|Exception|Interrupt)\b)"
     r"|^(Fatal |E\d{4} |\[E\d)"

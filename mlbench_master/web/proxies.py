@@ -1,9 +1,10 @@
 """Serve the master below a path, for proxies that give other programs the paths beside it.
 
-JupyterHub, Open OnDemand and an Ingress serve the master at an address such as ``https://HOST/user/me/proxy/5080/``.
-This path, the root path, comes from ``--root-path``, or from the header ``X-Forwarded-Prefix`` of the proxy. Every path
-that an answer contains then begins with it: those in pages, redirects, cookies, links to further entries and the
-description of the API. Scripts find it in their own address.
+JupyterHub, Open OnDemand and an Ingress serve the master at an address such as
+``https://HOST/user/me/proxy/5080/``. This path, the root path, comes from ``--root-path``, or from
+the header ``X-Forwarded-Prefix`` of the proxy. Every path that an answer contains then begins with
+it: those in pages, redirects, cookies, links to further entries and the description of the API.
+Scripts find it in their own address.
 
 A proxy may remove the root path from the requests that it passes on, or not.
 """
@@ -20,8 +21,8 @@ from mlbench_core.errors import ConfigurationError
 
 __all__ = ["RootPathMiddleware", "check_root_path", "root_path"]
 
-# The header reaches pages and headers of the answer, so characters with a meaning there are refused. So are two
-# slashes, after which a browser would look for the name of another server.
+# The header reaches pages and headers of the answer, so characters with a meaning there are
+# refused. So are two slashes, after which a browser would look for the name of another server.
 _ROOT_PATH = re.compile(r"(?:/(?:[A-Za-z0-9._~@+,:=-]|%[0-9A-Fa-f]{2})+)+")
 _LONGEST = 500
 _COOKIE_PATH = re.compile(rb"(?i)(;\s*path=)/(?=;|$)")

@@ -30,7 +30,8 @@ _SIZES = ("B", "KB", "MB", "GB", "TB", "PB")
 def ago(us: int | None) -> Markup:
     """Return a date as the time since then, with the exact date where the mouse points; empty for None.
 
-    A damaged record may hold another type, which counts as 1970, as in :func:`~mlbench_master.dates.format_date`.
+    A damaged record may hold another type, which counts as 1970, as in
+    :func:`~mlbench_master.dates.format_date`.
 
     Example:
         >>> ago(0)  # doctest: +ELLIPSIS
@@ -184,8 +185,8 @@ def error_page(
         )
     else:
         title, meaning = "Wrong request", "The master cannot show a page for this address."
-    # The name before the colon is that of a parameter, which a reader of pages does not know. Starlette has nothing to
-    # add for an address that does not exist.
+    # The name before the colon is that of a parameter, which a reader of pages does not know.
+    # Starlette has nothing to add for an address that does not exist.
     text = message.removeprefix("id: ").removeprefix("name: ")
     shown = "" if message == "Not Found" else f"{text[:1].upper()}{text[1:]}."
     return page(

@@ -56,8 +56,8 @@ class View:
     Attributes:
         q: Words in the name, image, command or backend of the runs.
         state: Their state; empty for all.
-        sort: One of :data:`~mlbench_master.database.store.RUN_SORTS`, with a ``-`` before it for the largest value
-            first.
+        sort: One of :data:`~mlbench_master.database.store.RUN_SORTS`, with a ``-`` before it for
+            the largest value first.
         page: The number of the page, from 1.
     """
 

@@ -1,7 +1,7 @@
 """The form that starts runs: a task, a command or an image, for one number of workers or several.
 
-It names and seeds its runs as ``mlbench run`` does, and starts all of them or none. After an error, the page shows the
-form again with everything that the user typed, and the error at its field.
+It names and seeds its runs as ``mlbench run`` does, and starts all of them or none. After an error,
+the page shows the form again with everything that the user typed, and the error at its field.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -72,7 +74,8 @@ def make(world_size: int, fused: bool | None = None, **exchange: Any) -> tuple[N
     return model, CentralizedSGD(world_size, model, lr=0.1, aggregation=aggregation, **options)
 
 
-# -- ways to get to a step: (model, optimizer, rank, step) -> None -----------------------------------------------
+# -- ways to get to a step: (model, optimizer, rank, step) -> None
+# -----------------------------------------------
 
 
 def plainly(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
@@ -246,7 +249,8 @@ def shared_ways(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-# -- single claims -------------------------------------------------------------------------------------------------
+# -- single claims
+# -------------------------------------------------------------------------------------------------
 
 
 def gradients_after_backward(rank: int, world_size: int) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """The error of a compression is never larger than its input: ||x - Q(x)|| <= ||x||, for every x.
 
-An error memory that grows in a step would come back in later ones. What is left out is measured in float64 between the
-input and the result. The error memory must be this difference.
-"""
+An error memory that grows in a step would come back in later ones. What is left out is measured in
+float64 between the input and the result. The error memory must be this difference."""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -46,7 +48,8 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-# -- what each worker runs -----------------------------------------------------------------------------------------
+# -- what each worker runs
+# -----------------------------------------------------------------------------------------
 
 
 def same_dtype(rank: int, world_size: int) -> dict[str, Any]:
@@ -264,7 +267,8 @@ def results() -> Results:
     return run_ranks(2, run_all)
 
 
-# -- several workers -----------------------------------------------------------------------------------------------
+# -- several workers
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_comm_dtype_that_changes_nothing_changes_no_bit() -> None:
@@ -338,7 +342,8 @@ def test_every_overlap_clips(results: Results) -> None:
                 torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-6)
 
 
-# -- one process ---------------------------------------------------------------------------------------------------
+# -- one process
+# ---------------------------------------------------------------------------------------------------
 
 
 class Slice(nn.Module):

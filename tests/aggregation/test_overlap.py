@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import nn
 
 from mlbench_core.aggregation.pytorch import AllReduceAggregation
@@ -188,7 +190,8 @@ def test_sparse_gradients_are_refused_by_name(results: Results) -> None:
         assert "gradient of '0.weight' has layout torch.sparse_coo" in result["sparse"]
 
 
-# -- in one process --------------------------------------------------------------------------------------------
+# -- in one process
+# --------------------------------------------------------------------------------------------
 
 
 def test_one_worker_has_no_hooks_and_sends_nothing() -> None:

@@ -71,7 +71,8 @@ def test_received_parts_need_no_more_room_than_allowed(monkeypatch: pytest.Monke
         [[part.tolist() for part in parts] for parts in batch]
         for batch in pairwise._batches(messages, 4)
     ]
-    # Parts have 26 and 6 elements, and pieces 10 of each part, of which a worker receives three versions.
+    # Parts have 26 and 6 elements, and pieces 10 of each part, of which a worker receives three
+    # versions.
     sizes = [[[len(part) for part in parts] for parts in batch] for batch in batches]
     assert sizes == [[[10] * 4, [10] * 4], [[6, 6, 6, 2], [6, 6, 6, 2]]]
     flat = [number for batch in batches for parts in batch for part in parts for number in part]

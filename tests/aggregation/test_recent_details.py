@@ -922,7 +922,8 @@ class TestStreaming:
                 x += 1
             aggregation.aggregate(weights, "avg_world")
             seen.append((weights["x"].item(), weights["y"].item()))
-        # y after steps 1 and 3, x after steps 2 and 4: the second change is 2, and half of the first is added.
+        # y after steps 1 and 3, x after steps 2 and 4: the second change is 2, and half of the
+        # first is added.
         assert seen == [(1, 1), (2, 2), (3, 3.5), (5, 4.5)]
 
 

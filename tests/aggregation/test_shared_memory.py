@@ -155,7 +155,8 @@ def test_an_emulated_network_is_not_bypassed(results: Results) -> None:
         assert "different network namespaces" in result["other_network"]
 
 
-# -- in one process --------------------------------------------------------------------------------------------
+# -- in one process
+# --------------------------------------------------------------------------------------------
 
 
 def test_memory_is_given_out_from_the_start() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD

@@ -80,7 +80,8 @@ def resume_from_best(rank: int, world_size: int, arguments: list[str]) -> tuple[
     """Two epochs, and two that are parted by a resume from the best one, which is the first.
 
     Returns:
-        Whether the parted run has the bits of the other, and the names of the files that it resumed from.
+        Whether the parted run has the bits of the other, and the names of the files that it resumed
+        from.
     """
     main = load_script()
     parser = argparse.ArgumentParser()

@@ -130,7 +130,8 @@ def test_one_and_two_workers_reach_the_optimum_and_two_are_one_on_joined_batches
 ) -> None:
     check_optimum = load_script("2a", "check_optimum")
     data = str(test_data("libsvm"))
-    # Rows of length 1: with longer ones the first steps amplify rounding, and no two orders of a sum stay together.
+    # Rows of length 1: with longer ones the first steps amplify rounding, and no two orders of a
+    # sum stay together.
     write_text(tmp_path / "epsilon_normalized", 1_001, 2_000, seed=0)
     write_text(tmp_path / "epsilon_normalized.t", 100, 2_000, seed=1)
     joined = ("--dataset", "epsilon", "--data", str(tmp_path), "--epochs", "3", "--checkpoint")

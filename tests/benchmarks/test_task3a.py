@@ -114,7 +114,8 @@ def test_two_workers_report_the_perplexity_of_the_whole_text(tmp_path: Path) -> 
     expected = plain_perplexity(text, results[0][1])
     for perplexity, weights, _, rate in results:
         assert_equal(weights, results[0][1])
-        # Half of the preset's 20 sequences: 30 sqrt(1/2), on the way to sqrt(2) times that after 6 epochs.
+        # Half of the preset's 20 sequences: 30 sqrt(1/2), on the way to sqrt(2) times that after 6
+        # epochs.
         assert rate == pytest.approx(30 * math.sqrt(0.5) * (1 + (math.sqrt(2) - 1) / 6))
         assert perplexity == pytest.approx(expected, rel=1e-4)
     assert not torch.equal(results[0][2], results[1][2])  # each worker has dropout masks of its own

@@ -126,12 +126,14 @@ def test_each_step_runs_and_trains_as_the_step_before(world_size: int, small_mni
         [sum(epoch) / world_size for epoch in zip(*of_step, strict=True)] for of_step in by_step
     ]
     assert by_step[1] == by_step[0]
-    # Step 2 assigns the images to batches in another way. Augmentation would change the last loss by 8 %.
+    # Step 2 assigns the images to batches in another way. Augmentation would change the last loss
+    # by 8 %.
     assert means[2] == pytest.approx(means[1], rel=0.01)
     # Step 3 adds gradients up in another order.
     assert means[3] == pytest.approx(means[2], rel=1e-5)
     assert by_step[4] == by_step[3]
-    # The validation of step 5 draws from the random generator that shuffles the batches of later epochs.
+    # The validation of step 5 draws from the random generator that shuffles the batches of later
+    # epochs.
     assert [worker[0] for worker in by_step[5]] == [worker[0] for worker in by_step[4]]
     assert means[5] == pytest.approx(means[4], rel=0.01)
 

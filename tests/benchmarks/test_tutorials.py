@@ -116,7 +116,8 @@ def test_reproduce(reader: Reader) -> None:
         for number in (1, 2, 3):
             runs = reader.folder / "mlbench-results" / "again"
             shutil.copytree(RESULTS / f"centralized-sgd-2-r{number}", runs / f"again-2-r{number}")
-        # The published runs stand in for the reader's, so the comparison has one row, and not the page's two.
+        # The published runs stand in for the reader's, so the comparison has one row, and not the
+        # page's two.
         is_table = [block.language == "text" and "IS A FASTER?" in block.text for block in page]
         page = [b for i, b in enumerate(page) if i not in (start, start + 1) and not is_table[i]]
     reader.follow("reproduce", only=page)

@@ -2,19 +2,20 @@
 
 The fenced blocks of a page are read like this:
 
-* ``python`` and ``toml``: a file. Its first line is a comment with its name: ``# median.py``. A block with another
-  first line is an example, and is left out.
-* ``bash``: commands, run in the order of the page. A folder that one of them changes to stays the folder of the next.
-* ``text`` after such a block: its output, loosely. Every line must occur in the output, in this order; each number
-  stands for any number, ``...`` for any text, and a line ``...`` for any lines.
+* ``python`` and ``toml``: a file. Its first line is a comment with its name: ``# median.py``. A
+  block with another first line is an example, and is left out.
+* ``bash``: commands, run in the order of the page. A folder that one of them changes to stays the
+  folder of the next.
+* ``text`` after such a block: its output, loosely. Every line must occur in the output, in this
+  order; each number stands for any number, ``...`` for any text, and a line ``...`` for any lines.
 
-A MyST comment before a block, which readers do not see, says what the test does with it: ``% test: not run, because
+A MyST comment before a block, which readers do not see, says what the test does with it: ``% test:
+not run, because
 ...``. The text of the page says so too.
 
-A command that begins with ``python`` or ``torchrun`` is a script that is forked from a process that has torch, and
-``mlbench`` is this version. With ``MLBENCH_TUTORIALS=complete``, all commands run as they are printed and in full size,
-with the programs on the PATH. This takes about 15 minutes.
-"""
+A command that begins with ``python`` or ``torchrun`` is a script that is forked from a process that
+has torch, and ``mlbench`` is this version. With ``MLBENCH_TUTORIALS=complete``, all commands run as
+they are printed and in full size, with the programs on the PATH. This takes about 15 minutes."""
 
 from __future__ import annotations
 
@@ -130,8 +131,8 @@ class Reader:
 
         Args:
             page: The page's name, without ``.md``.
-            changes: Pairs of a text and its replacement, which make commands and files small, and change the printed
-                output accordingly. Every one is used.
+            changes: Pairs of a text and its replacement, which make commands and files small, and
+                change the printed output accordingly. Every one is used.
             only: The blocks to follow; None for all of the page.
 
         Returns:

@@ -52,7 +52,8 @@ class Watched:
             self.page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
 
-# Not for the whole session: as long as it is open, other tests in this process cannot use asyncio.run.
+# Not for the whole session: as long as it is open, other tests in this process cannot use
+# asyncio.run.
 @pytest.fixture(scope="module")
 def playwright_browser() -> Iterator[Any]:
     api = pytest.importorskip(

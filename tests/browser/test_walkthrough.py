@@ -167,7 +167,8 @@ def test_a_user_starts_watches_compares_stops_and_deletes_runs(watched: Watched)
     page.wait_for_selector(
         "#charts canvas"
     )  # a reading of the curves would not find the deleted run
-    # The answer and an event tell of the deletion. While the next page is slow, a second navigation would abort it.
+    # The answer and an event tell of the deletion. While the next page is slow, a second navigation
+    # would abort it.
     navigations: list[str] = []
     page.route(f"{base}/runs/", answer_late, times=1)
     page.on(
@@ -181,7 +182,8 @@ def test_a_user_starts_watches_compares_stops_and_deletes_runs(watched: Watched)
     assert navigations == [f"{base}/runs/"]
     assert state_of(base, "walk-2") == ""
     assert page.locator("#runs a:text-is('walk-2')").count() == 0
-    # The deletion may overtake the page's last questions about the run, and htmx reports each with a second line.
+    # The deletion may overtake the page's last questions about the run, and htmx reports each with
+    # a second line.
     late = re.compile(rf"404.*{re.escape(base)}/(api/)?runs/{runs['walk-2']}/")
     assert [problem for problem in watched.problems if not late.search(problem)] == []
 

@@ -52,7 +52,8 @@ class FakeMaster:
         runs: Runs by id.
         metrics: Metrics of a run by id.
         lines: Log lines of a run by id.
-        result_folder: Function that returns the folder whose files are in the zip file of a run, from its description.
+        result_folder: Function that returns the folder whose files are in the zip file of a run,
+            from its description.
         states: States that a run goes through, one a question; the last one stays.
         requests: Bodies of ``POST /api/runs/``, without the field ``caller``.
         callers: This field of each of them.
@@ -209,7 +210,8 @@ class FakeMaster:
                     self.send_header(
                         PROOF_HEADER, make_proof(master.key, nonce, *self.server.server_address)
                     )
-                # Only the proof must leave the connection open: a thread would wait for the end of each one.
+                # Only the proof must leave the connection open: a thread would wait for the end of
+                # each one.
                 if not self.path.startswith("/api/health/"):
                     self.send_header("Connection", "close")
                 self.end_headers()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-# $0 is PATH/bin/NAME. Files of the folder PATH hold what programs answer: answer-NAME-FIRST_ARGUMENT. A file
-# fail-NAME-FIRST_ARGUMENT lets them fail with its text.
+# $0 is PATH/bin/NAME. Files of the folder PATH hold what programs answer:
+# answer-NAME-FIRST_ARGUMENT. A file fail-NAME-FIRST_ARGUMENT lets them fail with its text.
 SCRIPT = """#!/bin/sh
 PATH=/usr/bin:/bin
 name=${0##*/}

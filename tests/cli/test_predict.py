@@ -56,7 +56,8 @@ def test_measured_and_predicted_figures_are_marked(folder: Path, call: Call) -> 
     assert lines[1][4:] == ["1,503.33", "550.00", "30", "45.1", "0.1"]
     first, *more = shown.stderr.splitlines()
     assert first == "centralized_sgd: samples to the goal as measured with 2 workers"
-    # The runs waited far longer than an all-reduce of a kilobyte takes, and 1024 workers were never calibrated.
+    # The runs waited far longer than an all-reduce of a kilobyte takes, and 1024 workers were never
+    # calibrated.
     text = " ".join(more)
     assert f"{SLOW}, 1024 workers" in text
     assert "not within the range of calibration" in text

@@ -19,8 +19,8 @@ class StubMaster:
         deliveries: Ids in order of arrival, repeated ones too.
         batches: Number of metrics in each accepted request.
         requests: ``(method, path, headers, body)`` of every request.
-        respond: Called with method, path and body before anything else; an answer overrules the stub's own. That of a
-            redirect is the new address.
+        respond: Called with method, path and body before anything else; an answer overrules the
+            stub's own. That of a redirect is the new address.
     """
 
     def __init__(self) -> None:

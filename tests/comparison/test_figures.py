@@ -272,7 +272,8 @@ def test_the_communication_share_and_the_price_index() -> None:
     assert ends[1] == pytest.approx(confidence_interval([800 / 50, 800 / 54]))
     with pytest.raises(ConfigurationError, match="no run waited for communication"):
         drawing(figures.draw_communication_share, pool(repeats(1, (80.0,))))
-    # Task 4a as published: 4 workers are 2.56 times faster; at equal prices of a worker, the index is 4 / 2.56^2.
+    # Task 4a as published: 4 workers are 2.56 times faster; at equal prices of a worker, the index
+    # is 4 / 2.56^2.
     published = pool([record(1, 1, 254.0), record(4, 1, 98.0)])
     drawn = drawing(figures.draw_price_index, published, 3.6)
     assert lines(drawn.figure.axes[0])["sgd"][1] == [1.0, pytest.approx(4 / 2.56**2)]
@@ -636,7 +637,8 @@ def test_a_miss_never_makes_a_number_of_a_figure_better(
         return found
 
     before = table(times, misses)
-    # A further run that missed may have ended early; one that would have reached its goal trains for longer.
+    # A further run that missed may have ended early; one that would have reached its goal trains
+    # for longer.
     after = table(times[:-1], [*misses, 60.0]) if turned else table(times, [*misses, 1.0])
     neutral = {"setup", "workers", "runs", "missed", "ideal", "total_low_s", "price_index_low"}
     for key, value in before.items():

@@ -58,7 +58,8 @@ def test_a_sweep_is_complete_and_its_page_follows_from_its_runs(page: Path, tmp_
         point.name: tmp_path / "runs" / point.name for point in SweepFolder(tmp_path).planned(sweep)
     }
     assert {path.name for path in (tmp_path / "runs").iterdir()} == set(runs)
-    # A run without a result counts as one that missed the goal, so nothing but the limit may be its reason.
+    # A run without a result counts as one that missed the goal, so nothing but the limit may be its
+    # reason.
     without = {name for name, folder in runs.items() if not (folder / RESULT).exists()}
     assert all(stopped_at_limit(runs[name]) for name in without)
     assert [

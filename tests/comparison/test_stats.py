@@ -29,7 +29,8 @@ from mlbench_core.comparison.stats import (
 
 # The same examples in every run, and no database in the folder of the project.
 repeatable = settings(derandomize=True, database=None, deadline=None, max_examples=60)
-# Like seconds to a goal. Whole milliseconds: scipy gives up on samples that differ in the last bits only.
+# Like seconds to a goal. Whole milliseconds: scipy gives up on samples that differ in the last bits
+# only.
 seconds = st.integers(1, 10**7).map(lambda number: number / 1000)
 degrees = st.one_of(st.floats(0.3, 60), st.floats(1, 9).map(lambda exponent: 10**exponent))
 

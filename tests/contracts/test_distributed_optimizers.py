@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
@@ -107,8 +109,8 @@ class Member:
     Args:
         make: Makes it of (model, rank, world_size).
         period: Steps from one agreement to the next.
-        without: For workers that do not agree to the bit but stay close: the same optimizer without communication, to
-            compare with.
+        without: For workers that do not agree to the bit but stay close: the same optimizer without
+            communication, to compare with.
         dtype: Of the model.
         takes_world_size: Whether a wrong number of workers can be given to ``make``.
         needs_cpu: Whether it works on the host's memory only.
@@ -627,7 +629,8 @@ def assert_close_to_the_cpu(ranks: list[dict[str, Any]], name: str) -> None:
     """Up to the first agreement: later, a rounding can decide about a sign or about which values are the largest."""
     member = MEMBERS[name]
     rtol, atol = (0.01, 1e-3) if member.dtype == torch.float32 else (0.05, 0.02)
-    # Batch norm takes away what the bias before it adds: its gradient is zero but for roundings, which Adam enlarges.
+    # Batch norm takes away what the bias before it adds: its gradient is zero but for roundings,
+    # which Adam enlarges.
     compared = [n != "first.bias" for n, _ in member.model().named_parameters()]
     for on_gpu, on_cpu in zip(results(ranks, name), results(trained(2), name), strict=True):
         for step in range(member.period):

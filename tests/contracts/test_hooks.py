@@ -126,7 +126,8 @@ def test_both_halves_of_complex_gradients_are_averaged_or_the_hook_is_refused(ki
                     sum(complex_loss(model, rank, step) for rank in range(WORLD_SIZE)) / WORLD_SIZE
                 ).backward()
                 for name, parameter in model.named_parameters():
-                    # The real head is compressed by Dion and in half precision; complex numbers are not compressed.
+                    # The real head is compressed by Dion and in half precision; complex numbers are
+                    # not compressed.
                     if parameter.is_complex():
                         tolerance = 2e-2 if "bf16" in kind else 1e-5
                         torch.testing.assert_close(

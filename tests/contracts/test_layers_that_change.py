@@ -1,8 +1,7 @@
 """Rules for layers that are frozen, unfrozen or get gradients by hand, which every distributed optimizer obeys.
 
-They hold for each member of the table of :mod:`tests.contracts.test_distributed_optimizers`, so a new optimizer gets
-them by itself.
-"""
+They hold for each member of the table of :mod:`tests.contracts.test_distributed_optimizers`, so a
+new optimizer gets them by itself."""
 
 from __future__ import annotations
 
@@ -84,9 +83,10 @@ class Case:
 
     Args:
         change: Gets the model, the step and the worker's rank.
-        is_before: Whether it comes before the backward pass; otherwise between the backward pass and the step.
-        changes_gradients: Whether it changes gradients by hand. If the backward pass has averaged them (overlap), that
-            must be done on all workers alike, as with DistributedDataParallel.
+        is_before: Whether it comes before the backward pass; otherwise between the backward pass
+            and the step.
+        changes_gradients: Whether it changes gradients by hand. If the backward pass has averaged
+            them (overlap), that must be done on all workers alike, as with DistributedDataParallel.
     """
 
     change: Change
@@ -210,7 +210,8 @@ def test_workers_that_stay_close_agree_more_and_more_on_a_frozen_layer(name: str
 def test_a_frozen_layer_stays_after_the_next_average(name: str) -> None:
     """A layer that all workers have frozen does not move on, for example by an outer momentum."""
     member = MEMBERS[name]
-    # The error memory of SparseLoCo still has a part of its steps. Master weights in float32 get zeros as gradients.
+    # The error memory of SparseLoCo still has a part of its steps. Master weights in float32 get
+    # zeros as gradients.
     if member.without is None and name not in ("sparse loco", "fp16", "bf16"):
         for result in results(name, "frozen until the end"):
             settled = -(-(CHANGE + 1) // member.period) * member.period - 1

@@ -65,7 +65,8 @@ def train(member: Member, what: str, rank: int, world_size: int) -> str:
 
 
 def run_all(rank: int, world_size: int, what: str) -> dict[str, str]:
-    # Messages with a delay are on their way when the workers compare their models, and may have another size.
+    # Messages with a delay are on their way when the workers compare their models, and may have
+    # another size.
     return {
         name: train(member, what, rank, world_size)
         for name, member in MEMBERS.items()

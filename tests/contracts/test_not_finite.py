@@ -1,7 +1,7 @@
 """An infinity or nan of one worker is seen by all workers in the same step, or at the next average.
 
-"Seen" means that weights (or gradients, of hooks) are not finite. An overflow that all workers skip counts too.
-"""
+"Seen" means that weights (or gradients, of hooks) are not finite. An overflow that all workers skip
+counts too."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Every distributed optimizer resumes on another device than that of the checkpoint.
 
-The other device is ``meta``, whose tensors have no values. An operation with tensors of two devices is an error there,
-as on a GPU.
-"""
+The other device is ``meta``, whose tensors have no values. An operation with tensors of two devices
+is an error there, as on a GPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Every optimizer trains parameters without elements, without dimensions, of one element, and of any strides.
 
-The contract tests of distributed optimizers have a parameter without dimensions. Here a model has all of these kinds.
-Parameters without elements change nothing: the others move as in the same model without them, bit for bit.
-"""
+The contract tests of distributed optimizers have a parameter without dimensions. Here a model has
+all of these kinds. Parameters without elements change nothing: the others move as in the same model
+without them, bit for bit."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ ALL = {
     ),
     "qsgd by layer": Member(lambda m, r, k: QSGD(k, m, lr=0.05, by_layer=True)),
 }
-# Their fragments follow from the positions of all parameters, or their random numbers from the number of messages.
+# Their fragments follow from the positions of all parameters, or their random numbers from the
+# number of messages.
 COUNTS_ALL = {"streaming one by one", "streaming one by one in 4 bits", "qsgd by layer"}
 
 

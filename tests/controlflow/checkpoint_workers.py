@@ -12,7 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 

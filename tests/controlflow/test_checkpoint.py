@@ -52,8 +52,8 @@ def generators_and_variables_kept(no_leaks: None) -> Iterator[None]:
 class Run:
     """A small training run: dropout, momentum, a schedule, shuffled batches.
 
-    Every generator is seeded and the learning rate is low, so that no run diverges: NaN would equal no NaN.
-    """
+    Every generator is seeded and the learning rate is low, so that no run diverges: NaN would equal
+    no NaN."""
 
     def __init__(self, seed: int = 1) -> None:
         torch.manual_seed(seed)

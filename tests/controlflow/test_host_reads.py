@@ -64,7 +64,8 @@ class HostReads(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         to_host = torch.device(kwargs.get("device") or "cuda").type == "cpu"
-        # item(), float() and tolist(); bool(); and cpu(), which the round is to call on whole transfers only.
+        # item(), float() and tolist(); bool(); and cpu(), which the round is to call on whole
+        # transfers only.
         if name in ("_local_scalar_dense", "is_nonzero") or (name == "_to_copy" and to_host):
             self.counts[name] += 1
         return func(*args, **kwargs)

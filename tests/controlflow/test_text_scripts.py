@@ -1,8 +1,7 @@
 """Training loops of tasks 3a, 4a and 4b in the style of version 3.0: what they call, and in which shapes.
 
-The loops are written as scripts of 3.0 are: they broadcast the sequence lengths, take ``output[0]`` of the Transformer
-and flatten by hand, and read the constants of ``wmt16_config``.
-"""
+The loops are written as scripts of 3.0 are: they broadcast the sequence lengths, take ``output[0]``
+of the Transformer and flatten by hand, and read the constants of ``wmt16_config``."""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD

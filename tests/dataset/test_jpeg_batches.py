@@ -329,7 +329,8 @@ def test_batches_decoded_on_a_gpu_are_those_of_the_cpu(root: Path) -> None:
     for (images, labels), (gpu_images, gpu_labels) in zip(expected, found, strict=True):
         assert gpu_images.device.type == "cuda"
         assert torch.equal(labels, gpu_labels.cpu())
-        # The GPU's decoder interpolates the colors, which a JPEG stores at half the resolution, in another way.
+        # The GPU's decoder interpolates the colors, which a JPEG stores at half the resolution, in
+        # another way.
         assert (in_bytes(images) - in_bytes(gpu_images.cpu())).abs().mean() < 4
 
 

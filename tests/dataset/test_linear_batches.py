@@ -245,7 +245,8 @@ def test_order_follows_from_the_seed_and_is_one_of_windows_of_blocks(tmp_path: P
     assert [min(window) for window in windows] != sorted(min(window) for window in windows)
     firsts = [len({row // 10 for row in batch}) for batch in epochs[0]]
     assert min(firsts) >= 3  # a batch of 20 is a mixture of its window's 4 blocks
-    # With one window it is a plain shuffle: positions of rows in the epoch are uncorrelated with the rows.
+    # With one window it is a plain shuffle: positions of rows in the epoch are uncorrelated with
+    # the rows.
     order = BlockBatchSampler(dataset, 20, window_blocks=1000).rows(0)
     assert abs(np.corrcoef(order, np.arange(1000))[0, 1]) < 0.15
 

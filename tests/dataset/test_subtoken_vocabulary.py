@@ -22,8 +22,8 @@ from mlbench_core.errors import DatasetError, DatasetNotFoundError
 from tests.helpers.data import test_data
 from tests.helpers.subtokens import ESCAPES, write_subtokens
 
-# The numbers are 0 to 6 for these lines, \ 7, _ 8, u 9, ; 10, 11 to 20 for the digits, and t 21, h 22, e 23, n 24,
-# comma 25, space 26, dot 27.
+# The numbers are 0 to 6 for these lines, \ 7, _ 8, u 9, ; 10, 11 to 20 for the digits, and t 21, h
+# 22, e 23, n 24, comma 25, space 26, dot 27.
 LINES = ["'<pad>'", "'<EOS>'", "', _'", '"the_"', "'the'", "'n_'  ", "'''"]
 LINES += [f"'{c}'" for c in f"{ESCAPES}then, ."]
 

@@ -146,7 +146,8 @@ def test_no_other_machine_reaches_a_worker_of_one_machine(
         ports = [entry for worker in workers for entry in listening(int(worker["pid"]))]
         # Open MPI's own sockets come from Open MPI.
         if start is not _by_mpi:
-            # On another machine, the name of the host may lead Gloo to an address that others can reach.
+            # On another machine, the name of the host may lead Gloo to an address that others can
+            # reach.
             addresses = psutil.net_if_addrs()
             for worker in workers:
                 assert "127.0.0.1" in [

@@ -16,7 +16,8 @@ from tests.helpers.processes import free_port
 
 def exchange(rank: int, world_size: int, port: int, timeout_s: float = 30.0) -> list[str]:
     with worker_addresses(Place(rank, world_size, 0, "127.0.0.1", port), timeout_s) as addresses:
-        # The own port is kept for this process, and a server that reuses addresses can listen on it.
+        # The own port is kept for this process, and a server that reuses addresses can listen on
+        # it.
         own = int(addresses[rank].rpartition(":")[2])
         with pytest.raises(OSError, match="in use"), socket.socket() as other:
             other.bind(("", own))

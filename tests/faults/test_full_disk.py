@@ -121,7 +121,8 @@ def test_a_log_has_a_limit_and_keeps_its_beginning_and_its_end(tmp_path: Path) -
         ["line 4990", "line 4999"],
         5000,
     )
-    # A reader that follows the log meets each line that is left once, and one sentence for the others.
+    # A reader that follows the log meets each line that is left once, and one sentence for the
+    # others.
     texts: list[str] = []
     following = 0
     while page := reader.read(following, 700):

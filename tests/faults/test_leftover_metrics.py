@@ -44,7 +44,8 @@ with ApiClient(url=os.environ["MLBENCH_MASTER_URL"]) as client:
 """
 
 
-# Posts three metrics, and is killed at a step of the delivery of three more, which the master gets as one request.
+# Posts three metrics, and is killed at a step of the delivery of three more, which the master gets
+# as one request.
 KILLED_WORKER = """
 import os, signal, sys
 from mlbench_core.client.api import ApiClient
@@ -106,7 +107,8 @@ def test_a_run_that_ended_without_a_master_keeps_its_metrics(tmp_path: Path) -> 
         for rank in (0, 1):
             posted = int((tmp_path / f"posted-{rank}").read_text())
             assert values(base, run_id, f"loss @ {rank}") == [str(value) for value in range(posted)]
-        # The time at which the workers ended, not that of the restart, which takes longer than 0.1 s.
+        # The time at which the workers ended, not that of the restart, which takes longer than 0.1
+        # s.
         finished = datetime.fromisoformat(
             run(base)["finished_at"].replace("Z", "+00:00")
         ).timestamp()

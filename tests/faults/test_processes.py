@@ -49,7 +49,8 @@ def test_another_process_with_the_same_id_is_not_the_supervisor(tmp_path: Path) 
     (tmp_path / "1" / "supervisor.json").write_text(json.dumps(own))
     assert launcher.poll("local-1").state == "lost"
     launcher.stop("local-1")  # this process goes on
-    # A worker can write into the file, which only a later master reads: this one has the supervisor as its child.
+    # A worker can write into the file, which only a later master reads: this one has the supervisor
+    # as its child.
     for damaged in ("[]", "{", '{"pid": "own"}', f'{{"pid": {os.getpid()}, "started": null}}'):
         (tmp_path / "1" / "supervisor.json").write_text(damaged)
         assert launcher.poll("local-1").state == "lost"

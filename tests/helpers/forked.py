@@ -1,9 +1,9 @@
 """Scripts in processes of their own, forked from the server of tests/helpers/ranks.py that has torch imported.
 
-What ``python SCRIPT ARGUMENTS`` or ``python -m MODULE ARGUMENTS`` does, without the seconds in which a fresh
-interpreter imports torch. Exit status, output, signals, folder and environment are those of a process; only what
-``atexit`` was given does not run. A test whose claim is that a command line starts from nothing takes ``subprocess``.
-"""
+What ``python SCRIPT ARGUMENTS`` or ``python -m MODULE ARGUMENTS`` does, without the seconds in
+which a fresh interpreter imports torch. Exit status, output, signals, folder and environment are
+those of a process; only what ``atexit`` was given does not run. A test whose claim is that a
+command line starts from nothing takes ``subprocess``."""
 
 from __future__ import annotations
 

@@ -21,9 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def free_port() -> int:
     """A TCP port on the loopback address that no other program is given as long as this process lives.
 
-    The socket that holds it stays open and does not listen, so a server that reuses addresses (torch's store, the
-    master) can listen there.
-    """
+    The socket that holds it stays open and does not listen, so a server that reuses addresses
+    (torch's store, the master) can listen there."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))

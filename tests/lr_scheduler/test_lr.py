@@ -7,7 +7,9 @@ import math
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -200,7 +202,8 @@ def test_plateau_warms_up_by_epochs_and_then_halves(optimizer) -> None:
     for _ in range(16):
         rates.append(schedule.get_last_lr()[1])
         schedule.step(1.0)
-    # Two epochs of warm-up, one that is best, then each third epoch without improvement halves the rate.
+    # Two epochs of warm-up, one that is best, then each third epoch without improvement halves the
+    # rate.
     assert rates == pytest.approx(
         [0.02, 0.09, 0.16, *[0.16] * 3, *[0.08] * 3, *[0.04] * 3, *[0.02] * 4]
     )

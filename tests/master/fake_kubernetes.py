@@ -1,8 +1,7 @@
 """A small Kubernetes for tests: an API server over HTTP (kmock), with the Job controller's part that runs need.
 
-It keeps Jobs, pods, Services, Secrets and logs. A resumed Job gets its pods; tests then say what becomes of them. It
-checks neither rights nor fields, and knows only what the launcher uses.
-"""
+It keeps Jobs, pods, Services, Secrets and logs. A resumed Job gets its pods; tests then say what
+becomes of them. It checks neither rights nor fields, and knows only what the launcher uses."""
 
 from __future__ import annotations
 
@@ -38,7 +37,8 @@ class FakeKubernetes:
 
     Attributes:
         requests: (method, resource) of every request, in order.
-        broken: Gets each request, and returns an answer that comes instead of the right one, or None.
+        broken: Gets each request, and returns an answer that comes instead of the right one, or
+            None.
     """
 
     def __init__(self) -> None:

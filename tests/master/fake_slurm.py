@@ -1,6 +1,7 @@
 """A small Slurm for tests: each job runs on this machine at once, and files have the states.
 
-Called as ``fake_slurm.py PROGRAM ARGUMENTS``; :func:`install` makes the programs. The folder ``FAKE_SLURM`` has::
+Called as ``fake_slurm.py PROGRAM ARGUMENTS``; :func:`install` makes the programs. The folder
+``FAKE_SLURM`` has::
 
     calls      one line per call: the program and its arguments
     jobs/N     "STATE|reason|time limit|nodes|comment" of job N, in Slurm's order after its number

@@ -98,9 +98,9 @@ def server(
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A master in a process of its own; its URL and the process. It is asked to end at the end.
 
-    ``setup`` is Python that runs before it, for example to shorten its time limits. ``token`` are the options that say
-    who may use it: ``()`` for a random token; by default everybody here, unless the other options name a token.
-    """
+    ``setup`` is Python that runs before it, for example to shorten its time limits. ``token`` are
+    the options that say who may use it: ``()`` for a random token; by default everybody here,
+    unless the other options name a token."""
     start = (
         ["-c", f"{setup}\nfrom mlbench_cli import main\nmain()"] if setup else ["-m", "mlbench_cli"]
     )

@@ -20,7 +20,8 @@ from mlbench_master.launchers.local.launcher import LocalLauncher, worker_comman
 from tests.master.helpers import TestClient, processes_of, wait_for
 
 TOKEN = "secret-of-the-master"
-# Its containers are not its children for long, and do not have the variable by which the launcher finds processes.
+# Its containers are not its children for long, and do not have the variable by which the launcher
+# finds processes.
 FAKE = """\
 import contextlib, os, pathlib, signal, subprocess, sys
 state = pathlib.Path(__file__).parent / "state"

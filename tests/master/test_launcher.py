@@ -200,7 +200,8 @@ def test_a_worker_that_fails_ends_the_others(
         ("import faulthandler; faulthandler.enable(); os.abort()",
          "worker 1 died: signal 6 (SIGABRT): Fatal Python error: Aborted"),
         ("int('x')", "worker 1 failed: exit status 1: ValueError: invalid literal for int() with base 10: 'x'"),
-        # The later of two chained exceptions ended the worker; only the first line of its message is shown.
+        # The later of two chained exceptions ended the worker; only the first line of its message
+        # is shown.
         ("import argparse; argparse.ArgumentParser('a.py').error('no --x')",
          "worker 1 failed: exit status 2: a.py: error: no --x"),
         ("{}['a']", "worker 1 failed: exit status 1: KeyError: 'a'"),

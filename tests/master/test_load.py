@@ -81,14 +81,16 @@ def test_a_child_that_has_ended_counts_once(started: Any, monkeypatch: pytest.Mo
         "for _ in range(2): subprocess.run(child, stdout=subprocess.DEVNULL)\ntime.sleep(60)\n"
     )
     root = measuring.psutil.Process(started(sys.executable, "-c", parent).pid)
-    # One second between two samples, so that their sum is the time of the CPU, however busy the machine is.
+    # One second between two samples, so that their sum is the time of the CPU, however busy the
+    # machine is.
     monkeypatch.setattr(measuring, "time", SimpleNamespace(monotonic=iter(range(10_000)).__next__))
     sampler = LoadSampler(1, {root.pid: 0})
     seconds = []
     while root.cpu_times().children_user == 0:
         time.sleep(0.05)
         seconds.append(sampler.sample()[0]["cpu"] / 100)
-    # Each child counts its own time in its last loop, of which the system may count a part as its own.
+    # Each child counts its own time in its last loop, of which the system may count a part as its
+    # own.
     wait_for(lambda: not root.children() and sum(root.cpu_times()[2:4]) > 0.5)
     seconds.append(sampler.sample()[0]["cpu"] / 100)
     assert sum(seconds) == pytest.approx(sum(root.cpu_times()[:4]), abs=0.05)

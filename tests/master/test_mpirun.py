@@ -118,7 +118,8 @@ def test_a_failed_worker_fails_the_run(
 ) -> None:
     status = ended(launcher, start(launcher, f"{script} 3"))
     assert (status.state, status.returncode) == ("failed", 3)
-    # Open MPI 5 sometimes ends before it has said who failed, or before the worker's last line has arrived.
+    # Open MPI 5 sometimes ends before it has said who failed, or before the worker's last line has
+    # arrived.
     failed = ("worker 1 failed: exit status 3", "the launcher failed: exit status 3")
     assert status.reason.removesuffix(": to stderr") in failed
     wait_for(lambda: not processes_of(tmp_path), what="the last process to end")

@@ -50,8 +50,7 @@ from tests.master.test_curves import (
 )
 from tests.master.test_queries import (
     add_run,
-    test_the_page_of_a_run_has_the_latest_value_of_each_metric,
-)  # noqa: F401
+)
 from tests.master.test_runs_page import test_the_list_can_be_filtered_and_sorted_by_each_column  # noqa: F401
 
 _NUMBERS = itertools.count()

@@ -42,7 +42,8 @@ def test_runs_are_started_chosen_sorted_stopped_and_deleted(tmp_path: Path) -> N
             fill(page, name, value)
         assert page.text("#preview") == "2 runs: demo-1, demo-2"
         page("document.querySelector('#start button').click()")
-        # The list follows the events, and keeps the choice, the focus and the text that is being typed.
+        # The list follows the events, and keeps the choice, the focus and the text that is being
+        # typed.
         wait_for(lambda: page(NAMES) == "demo-2,demo-1", what="both runs")
         wait_for(
             lambda: page("document.querySelectorAll('#runs .state-started').length") == 2,

@@ -664,7 +664,8 @@ def test_a_thousand_jobs_take_one_call_per_interval(
         assert [queued.poll(job_id) for _ in range(3)] == [expected] * 3
     time.sleep(0.4)
     assert len(controller.called("sbatch")) == 1000
-    # About five calls per second while jobs are added, and none after the last of them, because nothing is expected.
+    # About five calls per second while jobs are added, and none after the last of them, because
+    # nothing is expected.
     assert before < 100
     assert len(controller.called("squeue")) <= before + 1
 

@@ -161,7 +161,8 @@ def test_the_master_is_killed_and_the_next_one_finds_its_job(
     with server(data, "--launcher", "slurm") as (base, master):
         run = create(httpx, f"sh {script}", workers=2, name="kept", base=base)
         wait_for(lambda: [x["text"] for x in lines(httpx, run["id"], base)].count("before") == 2)
-        # A master that is killed before it has saved the places up to which it has read repeats lines.
+        # A master that is killed before it has saved the places up to which it has read repeats
+        # lines.
         wait_for(lambda: any('"1.out"' in path.read_text() for path in data.rglob("merged.json")))
         master.kill()
         master.wait()

@@ -1,8 +1,8 @@
 """Every request that programs of version 3.0 make, byte for byte as they make it.
 
-``CLIENT`` are those of mlbench-core 3.0 (client, tracker and command), ``DASHBOARD`` those of the scripts of the
-original dashboard's pages: jQuery with a form, a token against forged requests, and empty parameters.
-"""
+``CLIENT`` are those of mlbench-core 3.0 (client, tracker and command), ``DASHBOARD`` those of the
+scripts of the original dashboard's pages: jQuery with a form, a token against forged requests, and
+empty parameters."""
 
 from __future__ import annotations
 

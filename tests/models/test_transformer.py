@@ -434,7 +434,8 @@ def test_caches_follow_the_rows_and_hypotheses_share_the_source() -> None:
         expected = model(source[sentence_of], None, target)[0]
         encoder_out, mask = model.encoder(source)
         state = IncrementalState()
-        # One row a sentence, then two rows of sentences 2 and 0, which began with tokens that are theirs only later.
+        # One row a sentence, then two rows of sentences 2 and 0, which began with tokens that are
+        # theirs only later.
         first = torch.stack((target[2], target[2], target[0]))[:, :1]
         model.decoder(first, encoder_out, mask, state, before=0)
         kept = torch.tensor([2, 0])

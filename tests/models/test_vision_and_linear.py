@@ -395,7 +395,8 @@ def test_the_blocks_have_the_names_of_version_3() -> None:
 
 def test_resnet18_of_the_paper_for_small_images() -> None:
     model = resnet18_32x32(10)
-    # stem, then per stage the first block (with a projection from the second stage on) and the second block
+    # stem, then per stage the first block (with a projection from the second stage on) and the
+    # second block
     blocks = 0
     width = 64
     for stage in (64, 128, 256, 512):

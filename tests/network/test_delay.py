@@ -164,7 +164,8 @@ def test_a_killed_owner_that_is_not_root_leaves_no_process(rights: str) -> None:
     with subprocess.Popen([sys.executable, "-c", code], **TEXT) as owner:
         assert line(owner) == "ready"
         family = psutil.Process(owner.pid).children(recursive=True)
-        # The holder of the user namespace and its shell, and nsenter with the switch and with the worker.
+        # The holder of the user namespace and its shell, and nsenter with the switch and with the
+        # worker.
         assert len(family) >= 5
         owner.kill()
     # An orphan may stay as a zombie until process 1 takes note of it.

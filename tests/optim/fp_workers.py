@@ -6,7 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -60,7 +62,8 @@ def step_exactly(
     assert optimizer.step()
 
 
-# -- scenarios: each runs in every worker and returns what the tests look at ---------------------------------------
+# -- scenarios: each runs in every worker and returns what the tests look at
+# ---------------------------------------
 
 
 def exact_shares(rank: int, world_size: int) -> Tensor:

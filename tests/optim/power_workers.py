@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
@@ -413,7 +415,8 @@ def run_all(rank: int, world_size: int) -> dict[str, Any]:
     return {scenario.__name__: scenario(rank, world_size) for scenario in SCENARIOS}
 
 
-# -- digits ----------------------------------------------------------------------------------------------------------
+# -- digits
+# ----------------------------------------------------------------------------------------------------------
 
 
 def digits_accuracy(rank: int, world_size: int, images: Tensor, labels: Tensor) -> dict[str, float]:

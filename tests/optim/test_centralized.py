@@ -92,7 +92,8 @@ def test_unusual_parameters(ranks: Ranks, by_layer: bool) -> None:
 def test_one_message_per_dtype_or_per_layer_and_its_bytes_are_counted(ranks: Ranks) -> None:
     for result in ranks:
         whole, layers = result["odd_gradients"][False], result["odd_gradients"][True]
-        # unused 3, only_on_rank_0 6, scalar 1, conv 108 + 4 in float32; fine 2 in float64; a flag for each
+        # unused 3, only_on_rank_0 6, scalar 1, conv 108 + 4 in float32; fine 2 in float64; a flag
+        # for each
         assert whole["sizes"] == [4 * (3 + 6 + 1 + 108 + 4 + 5), 8 * (2 + 1)]
         assert layers["sizes"] == [4 * 3, 4 * 6, 4 * 1, 4 * 108, 4 * 4, 4 * 5, 8 * 2, 8 * 1]
         for run in (whole, layers):

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -517,7 +519,8 @@ def test_the_largest_are_found_on_both_sides_of_the_least_size_that_is_sampled(
 def test_the_largest_are_found_if_as_many_values_as_are_dropped_are_below_the_largest_of_the_sample() -> (
     None
 ):
-    # The largest value of the sample is the last but one of all, so all values but one are below the high threshold.
+    # The largest value of the sample is the last but one of all, so all values but one are below
+    # the high threshold.
     m = torch.arange(400.0 * sparsified._STRIDE + 2)
     found, values = largest_entries(m.__getitem__, len(m), 1, KeptMemory())
     assert (found.tolist(), values.tolist()) == ([len(m) - 1], [len(m) - 1])

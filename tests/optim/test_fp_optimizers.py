@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
@@ -69,7 +71,8 @@ class TestSeveralWorkers:
             seen = result["overflow_on_one"][name]
             assert seen["updated"] == [False, True]
             assert seen["scales"] == [4.0, 4.0]
-            # the second gradient is 4 everywhere, the scale then 4 and the rate 0.5; without a sum nothing is averaged
+            # the second gradient is 4 everywhere, the scale then 4 and the rate 0.5; without a sum
+            # nothing is averaged
             torch.testing.assert_close(
                 seen["weight"], torch.tensor([[0.5, 1.5, 3.5]]).half(), rtol=0, atol=0
             )
@@ -91,7 +94,8 @@ class TestSeveralWorkers:
             torch.testing.assert_close(
                 seen["4a, world and multiplier"], ones / k * unit, rtol=1e-3, atol=0
             )
-            # losses are sums over 3 (r + 1) tokens with the gradient (r + 1) (1, 2, 4), to be divided by all tokens
+            # losses are sums over 3 (r + 1) tokens with the gradient (r + 1) (1, 2, 4), to be
+            # divided by all tokens
             for name in ("4b", "4b, tensor"):
                 torch.testing.assert_close(seen[name], squares / ones * unit, rtol=2e-3, atol=0)
 
@@ -129,7 +133,8 @@ class TestSeveralWorkers:
 
     def test_a_step_sends_one_message_a_dtype_and_four_bytes_to_agree(self, ranks: Ranks) -> None:
         for result in ranks:
-            # 16 float16 and 6 float32 numbers, and for each parameter a flag that says who has a gradient
+            # 16 float16 and 6 float32 numbers, and for each parameter a flag that says who has a
+            # gradient
             assert result["mixed"]["sizes"] == [2 * (16 + 4), 4 * (6 + 2), 4]
             assert result["mixed"]["bytes_sent"] == 76
 

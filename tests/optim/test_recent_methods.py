@@ -1,7 +1,7 @@
 """The methods of recent years: real processes over Gloo against the references, and the claims they are known for.
 
-The contract tests cover what all optimizers share: resuming, copies, the order of collectives, bytes, subgroups.
-"""
+The contract tests cover what all optimizers share: resuming, copies, the order of collectives,
+bytes, subgroups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch import (

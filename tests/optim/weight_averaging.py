@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -112,7 +114,8 @@ def counted() -> Iterator[dict[str, int]]:
         yield calls
 
 
-# -- scenarios: each runs in every worker and returns what the tests look at ---------------------------------------
+# -- scenarios: each runs in every worker and returns what the tests look at
+# ---------------------------------------
 
 
 def decentralized(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
@@ -288,7 +291,8 @@ def large_tensors(rank: int, world_size: int) -> dict[str, Any]:
     """Three rounds with large tensors in messages of their own, and packed.
 
     Returns:
-        The tensors at the start, and for each kind the tensors, all bytes and the messages of a round.
+        The tensors at the start, and for each kind the tensors, all bytes and the messages of a
+        round.
     """
     generator = torch.Generator().manual_seed(rank)
 

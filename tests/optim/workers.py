@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+
+# the first optimizer would import it inside a test, and it sets an environment variable
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -87,7 +89,8 @@ def counted_all_reduces() -> Iterator[list[int]]:
         yield sizes
 
 
-# -- scenarios: each runs in every worker and returns what the tests look at ---------------------------------------
+# -- scenarios: each runs in every worker and returns what the tests look at
+# ---------------------------------------
 
 
 def train_on_shares(rank: int, world_size: int) -> dict[tuple[str, bool], list[list[Tensor]]]:

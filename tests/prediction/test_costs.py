@@ -9,7 +9,8 @@ import pytest
 from mlbench_core.network import parse_network
 from mlbench_core.prediction import Collective, collective_s
 
-# A link that carries 12,500,000 bytes of frames, and thus this number of bytes of payload, in a second.
+# A link that carries 12,500,000 bytes of frames, and thus this number of bytes of payload, in a
+# second.
 RATE = 12_500_000 * 1448 / 1514
 LEAST_S = 1e-4
 
@@ -17,9 +18,8 @@ LEAST_S = 1e-4
 def simulate_phase(workers: int, segments: int, segment_s: float, delays_s: list[float]) -> float:
     """Play one phase of Gloo's ring, message by message, and return the time of the last arrival.
 
-    A worker issues a receive and a send when those of two iterations ago are done. A segment leaves when the
-    receiver's notification has come, the sender has issued it, and the link is free.
-    """
+    A worker issues a receive and a send when those of two iterations ago are done. A segment leaves
+    when the receiver's notification has come, the sender has issued it, and the link is free."""
     iterations = (workers - 1) * segments
     issued = [[0.0] * iterations for _ in range(workers)]
     done = [[0.0] * iterations for _ in range(workers)]

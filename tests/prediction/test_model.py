@@ -187,7 +187,8 @@ def test_waiting_for_other_load_is_not_added_to_other_networks() -> None:
 
 
 def test_work_is_at_most_the_waiting_that_the_network_does_not_explain() -> None:
-    # 10 ms of waiting, in which the worker worked for 20 ms: a part of its work was at the time of the messages.
+    # 10 ms of waiting, in which the worker worked for 20 ms: a part of its work was at the time of
+    # the messages.
     network = get_network("datacenter")
     found = predict(record(communication_cpu_s=2.0), network, 8)
     assert found.exposed_s == predict(record(), network, 8).exposed_s

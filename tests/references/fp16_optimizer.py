@@ -20,8 +20,8 @@ def train(
 ) -> tuple[Tensor, list[float]]:
     """Return the float32 master weights after SGD, and the loss scale after each step.
 
-    ``gradient(i, t, x16, s)`` is worker i's float16 gradient of s L_i at the half-precision weights x16 in step t.
-    """
+    ``gradient(i, t, x16, s)`` is worker i's float16 gradient of s L_i at the half-precision weights
+    x16 in step t."""
     scales, clean = [], 0
     for t in range(steps):
         x16 = x.half()  # the model computes with rounded weights

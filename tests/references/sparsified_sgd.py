@@ -14,8 +14,8 @@ def top_k(m, k):
 def sparsified_sgd(x, gradient, n, eta, steps, comp, a=1.0):
     """Run ``steps`` steps from x; gradient(i, x, t) is worker i's stochastic gradient, eta(t) the step size.
 
-    Returns the last iterate, the memories, and the average of the iterates with weights w_t = (a + t)^2.
-    """
+    Returns the last iterate, the memories, and the average of the iterates with weights w_t = (a +
+    t)^2."""
     m = [torch.zeros_like(x)] * n
     weighted, w = torch.zeros_like(x), []
     for t in range(steps):

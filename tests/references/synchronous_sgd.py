@@ -19,7 +19,8 @@ def synchronous_sgd(
     """Return the weights after some steps.
 
     Args:
-        gradient: ``gradient(w, t, i)`` is worker i's gradient in step t, the mean over its part of the batch.
+        gradient: ``gradient(w, t, i)`` is worker i's gradient in step t, the mean over its part of
+            the batch.
         w: Weights at the start, the same on all workers.
         k: Number of workers.
         steps: Number of steps.

@@ -49,9 +49,8 @@ def write_run(
 ) -> Path:  # fmt: skip
     """Write the folder of a run with 10 batches in each epoch; the accuracy is 80, 85, 90, ... percent.
 
-    With ``cpu_share``, it has the processor time of communication, this share of the training time. Earlier versions
-    did not write it.
-    """
+    With ``cpu_share``, it has the processor time of communication, this share of the training time.
+    Earlier versions did not write it."""
 
     def known(train_s: float) -> dict[str, float]:
         return {} if cpu_share is None else {"communication_cpu_s": train_s * cpu_share}

@@ -312,7 +312,8 @@ def test_data_files_have_checksums_within_a_budget(
     assert found["data_files_left_out"] == 2
 
 
-# ---------------------------------------------------------------------------------------------------- checkouts
+# ----------------------------------------------------------------------------------------------------
+# checkouts
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -353,7 +354,8 @@ def test_a_clean_checkout_has_no_difference(repository: Path) -> None:
         "difference_sha256": None,
     }
     assert describe_checkout(repository / "main.py") == expected
-    # Neither what Git ignores, nor the results of earlier runs, nor a new time of a file is a difference.
+    # Neither what Git ignores, nor the results of earlier runs, nor a new time of a file is a
+    # difference.
     (repository / "ignored.py").write_text("3")
     (repository / "result.json").write_text("3")
     os.utime(repository / "main.py", (0, 0))

@@ -188,7 +188,8 @@ def test_the_rules_of_mlperf_miss_only_values_that_a_run_does_not_know(parsed: A
     checker.configured_checks(
         parsed(REACHED), Path(mlp_compliance.__file__).parent / f"training_{RULES}/common.yaml"
     )
-    # These rules ask for the rules of the division, which in turn know only MLPerf's own benchmarks.
+    # These rules ask for the rules of the division, which in turn know only MLPerf's own
+    # benchmarks.
     assert mlp_compliance.enqueued_configs.pop() == f"training_{RULES}/open_common.yaml"
     assert set(checker.overwritable) == {"submission_org", "train_samples", "eval_samples"}
     assert checker.not_overwritable == []

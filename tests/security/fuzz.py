@@ -3,10 +3,10 @@
 python -m tests.security.fuzz --cases 20000 [--seed 0]
 python -m tests.security.fuzz --cases 20000 --schemathesis PROGRAM
 
-The master runs in this process with a launcher that starts nothing, since a random command must not run. The first form
-sends random dates, numbers, texts, encodings and sizes; the second one lets schemathesis derive requests from the
-description of the API (`pip install schemathesis`, in an environment of its own).
-"""
+The master runs in this process with a launcher that starts nothing, since a random command must not
+run. The first form sends random dates, numbers, texts, encodings and sizes; the second one lets
+schemathesis derive requests from the description of the API (`pip install schemathesis`, in an
+environment of its own)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ from urllib.parse import quote, urlencode
 from mlbench_master import create_app
 from tests.master.helpers import IdleLauncher, TestClient
 
-# Without the checks whether wrong data is always refused and right data never: as in version 3.0, an empty field counts
-# as left out and numbers may be text, and not every rule between two fields can be described.
+# Without the checks whether wrong data is always refused and right data never: as in version 3.0,
+# an empty field counts as left out and numbers may be text, and not every rule between two fields
+# can be described.
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
     "response_schema_conformance,unsupported_method,allow_header_conformance,ignored_auth,use_after_free"
@@ -285,7 +286,8 @@ def fuzz(folder: Path, cases: int, seed: int) -> Counter[int]:
         The number of answers by status.
 
     Raises:
-        AssertionError: An answer was an error of the master, or a row that was stored cannot be read.
+        AssertionError: An answer was an error of the master, or a row that was stored cannot be
+            read.
     """
     values = Values(seed)
     app = create_app(data_dir=folder, launcher=IdleLauncher(), token=TOKEN)
@@ -402,7 +404,8 @@ def schemathesis(program: str, folder: Path, cases: int, seed: int, phases: str)
         AssertionError: It found a failure, or a row that was stored cannot be read.
     """
     with serving(folder) as url:
-        # The number is for each operation, of which 13 have many inputs to vary; the stream of events has no end.
+        # The number is for each operation, of which 13 have many inputs to vary; the stream of
+        # events has no end.
         options = [
             "--max-examples",
             str(max(1, cases // 13)),

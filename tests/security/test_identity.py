@@ -43,7 +43,8 @@ def eve() -> Iterator[Listener]:
 def test_a_program_on_a_dead_masters_port_gets_no_token(
     eve: Listener, innocent: subprocess.Popen[bytes]
 ) -> None:
-    # The record of a living process, as if the process id had been given out again at the same tick.
+    # The record of a living process, as if the process id had been given out again at the same
+    # tick.
     remember_master(eve.url, innocent.pid, TOKEN, "key")
     assert mlbench("status").returncode == 1
     assert mlbench("status", "-u", eve.url).returncode == 1

@@ -79,7 +79,8 @@ def test_clients_and_workers_talk_over_tls(
             assert "Secure" in answer.headers["set-cookie"].split("; ")
             with pytest.raises(requests.ConnectionError):
                 requests.get(base.replace("https", "http"), timeout=5)
-            # The variables of requests count, too, and without one of them the certificate is unknown.
+            # The variables of requests count, too, and without one of them the certificate is
+            # unknown.
             patch.delenv("MLBENCH_CA_BUNDLE")
             assert mlbench("status", REQUESTS_CA_BUNDLE=str(certificate)).returncode == 0
             with ApiClient(url=base) as stranger, pytest.raises(requests.exceptions.SSLError):

@@ -74,7 +74,8 @@ def sweeps(draw: Callable[..., Any]) -> tuple[str, Place, Cells, Cells]:
     lost = draw(
         st.sampled_from([len(runs), *(at for at, run in enumerate(runs) if isinstance(run, float))])
     )
-    # A run that misses its goal trains for longer than if it had reached it. A further one may end at any time.
+    # A run that misses its goal trains for longer than if it had reached it. A further one may end
+    # at any time.
     kind = draw(
         st.sampled_from([kind for kind in MISSES if lost == len(runs) or kind != "ended early"])
     )

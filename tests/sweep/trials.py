@@ -15,7 +15,8 @@ from mlbench_core.network.description import Network
 from mlbench_core.sweep.file import Point, Sweep, load_sweep
 
 REAL = Path(__file__).parents[2] / "docs" / "results" / "digits" / "runs" / "centralized-sgd-2-r1"
-# Megabytes of a worker and messages in a step, and the number of steps with which an algorithm reaches the goal.
+# Megabytes of a worker and messages in a step, and the number of steps with which an algorithm
+# reaches the goal.
 KINDS = {
     "centralized_sgd": (1.1, 2, 70),
     "power_sgd": (0.09, 4, 95),
@@ -67,8 +68,8 @@ def make(
     Args:
         folder: The folder.
         text: The file of the sweep.
-        seconds: Returns the seconds to the goal of a run; None for a run without a folder. A run that is longer than
-            the limit is stopped.
+        seconds: Returns the seconds to the goal of a run; None for a run without a folder. A run
+            that is longer than the limit is stopped.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sweep.toml").write_text(text, encoding="utf-8")

@@ -88,7 +88,8 @@ def test_a_tree_that_was_counted_by_hand(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
 
     figures = found["figures"]
-    # The meter has 2 lines before its class, 11 in it and 53 of its long function; the rest can be seen at a glance.
+    # The meter has 2 lines before its class, 11 in it and 53 of its long function; the rest can be
+    # seen at a glance.
     assert found["packages"]["mlbench_core.tracking"] == {"files": 1, "code": 66, "comments": 2}
     assert figures["code lines: library"] == 1 + 66 + 7 + 2 + 1 + 1 + 2
     assert figures["code lines: master"] == 7

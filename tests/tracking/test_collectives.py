@@ -111,7 +111,8 @@ def test_a_result_has_the_collectives_or_says_nothing(tmp_path: Path) -> None:
 
 
 def test_the_bytes_on_the_wire_are_those_of_the_algorithms() -> None:
-    # Of 12 bytes, each of 4 workers sends parts of 3 bytes: 3 times to sum, and 3 times to pass on the sums.
+    # Of 12 bytes, each of 4 workers sends parts of 3 bytes: 3 times to sum, and 3 times to pass on
+    # the sums.
     assert wire_bytes("all_reduce", 4, 12) == 3 * 3 + 3 * 3
     assert wire_bytes("reduce_scatter", 4, 12) == 3 * 3
     # Each passes on the 12 bytes of every worker, except those of its neighbor.

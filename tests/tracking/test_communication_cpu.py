@@ -175,7 +175,8 @@ def test_a_worker_that_waits_for_a_slower_one_does_not_work(method: str) -> None
     (waited_s, cpu_s), (_, late_cpu_s) = run_ranks(2, train, method)
     assert waited_s > LATE_S
     assert cpu_s is not None and late_cpu_s is not None
-    # Packing or compressing is some work. A worker that polls without a pause would have a ratio near 1.
+    # Packing or compressing is some work. A worker that polls without a pause would have a ratio
+    # near 1.
     assert 0 < cpu_s < waited_s / 4
     assert late_cpu_s > 0
 

@@ -75,7 +75,8 @@ def test_with_real_sleeps_each_phase_is_within_2_percent_and_the_sum_within_1() 
         def sleep(phase: str, seconds: float) -> None:
             start = time.perf_counter()
             time.sleep(seconds / 16)
-            # A sleep takes longer than asked for, so the tracker is compared with the time that it took.
+            # A sleep takes longer than asked for, so the tracker is compared with the time that it
+            # took.
             slept[phase] = slept.get(phase, 0.0) + time.perf_counter() - start
 
         tracker = Tracker([], "7", 0, progress=False)
@@ -94,8 +95,8 @@ def test_with_real_sleeps_each_phase_is_within_2_percent_and_the_sum_within_1() 
             "sum": abs(summary.train_s + summary.validation_s - wall_s) / wall_s / 0.01,
         }
 
-    # In shares of what is allowed. Another process may take the core between a sleep and the reading of a clock, so
-    # the best of some attempts counts.
+    # In shares of what is allowed. Another process may take the core between a sleep and the
+    # reading of a clock, so the best of some attempts counts.
     attempts = []
     for _ in range(5):
         attempts.append(differences())

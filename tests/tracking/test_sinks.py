@@ -48,7 +48,8 @@ def run(sink: Any) -> None:
 
 def test_weights_and_biases_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="the package wandb is not installed")
-    # In a process of its own, because wandb starts a service, which completes the file when the process ends.
+    # In a process of its own, because wandb starts a service, which completes the file when the
+    # process ends.
     code = (
         "from mlbench_core.tracking.sinks import WandbSink\n"
         "from tests.tracking.test_sinks import run\n"

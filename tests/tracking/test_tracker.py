@@ -279,7 +279,8 @@ def test_quantiles_of_nothing_zero_and_giants() -> None:
         sketch.quantile(99)
 
 
-# ---------------------------------------------------------------------- statistics and the best value
+# ---------------------------------------------------------------------- statistics and the best
+# value
 
 
 def test_average_meter() -> None:
@@ -365,7 +366,8 @@ def test_statistics_of_loss_and_metrics_are_there_from_the_start() -> None:
     assert "train_loss" not in str(tracker)
 
 
-# Validation as scripts of version 3.0 write it: record_metric, then perhaps update_primary_metric, then is_best.
+# Validation as scripts of version 3.0 write it: record_metric, then perhaps update_primary_metric,
+# then is_best.
 
 
 @pytest.mark.parametrize(

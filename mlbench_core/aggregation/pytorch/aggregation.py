@@ -1,8 +1,9 @@
 """The interface for all communication of gradients and weights.
 
-An :class:`Aggregation` takes named tensors that every worker has. It replaces each tensor, in place, by a result of all
-workers, such as their average (:meth:`Aggregation.aggregate`). For every kind of aggregation this module selects the
-tensors of a model that take part, fixes their order, and handles parameters without a gradient.
+An :class:`Aggregation` takes named tensors that every worker has. It replaces each tensor, in
+place, by a result of all workers, such as their average (:meth:`Aggregation.aggregate`). For every
+kind of aggregation this module selects the tensors of a model that take part, fixes their order,
+and handles parameters without a gradient.
 """
 
 from __future__ import annotations
@@ -66,15 +67,16 @@ class Aggregation(ABC):
 
     A subclass implements :meth:`aggregate`; the rest is shared.
 
-    Every worker must call the same functions with models of the same layout: the collectives run in the order in
-    which the model registers its parameters, which is the same everywhere whatever the backward pass did. The first
-    aggregation compares names, shapes, dtypes, order and ``requires_grad`` of the parameters, by one message of 16
-    bytes, which is not counted. If they differ, all workers raise a ValueError that names the difference. Values are
-    not compared, because some algorithms allow them to differ.
+    Every worker must call the same functions with models of the same layout: the collectives run in
+    the order in which the model registers its parameters, which is the same everywhere whatever the
+    backward pass did. The first aggregation compares names, shapes, dtypes, order and
+    ``requires_grad`` of the parameters, by one message of 16 bytes, which is not counted. If they
+    differ, all workers raise a ValueError that names the difference. Values are not compared,
+    because some algorithms allow them to differ.
 
-    A parameter that is frozen at the first aggregation does not travel. If a worker trains it later, it travels from
-    then on. A parameter that is frozen later, on all workers or on some, keeps its place in the messages, so that the
-    workers' weights stay the same.
+    A parameter that is frozen at the first aggregation does not travel. If a worker trains it
+    later, it travels from then on. A parameter that is frozen later, on all workers or on some,
+    keeps its place in the messages, so that the workers' weights stay the same.
 
     Attributes:
         overlap: True if an optimizer sends gradients through it during the backward pass; see
@@ -84,16 +86,18 @@ class Aggregation(ABC):
         world_size: Number of workers that take part.
         bytes_sent: Bytes this worker handed to collectives since it was made.
         last_bytes: Bytes of the last call of an aggregation function.
-        compression_ratio: Bytes of the values in memory over bytes of the values as sent; 1 without compression.
+        compression_ratio: Bytes of the values in memory over bytes of the values as sent; 1 without
+            compression.
         layout: The parameters that travel.
-        averages_gradients: True if the result for gradients is their average, exact or compressed; False for another
-            direction, such as a vote of signs.
+        averages_gradients: True if the result for gradients is their average, exact or compressed;
+            False for another direction, such as a vote of signs.
         takes_complex: True if it combines complex numbers; False if it compresses real ones only.
 
     Args:
-        use_cuda: True if training runs on GPUs. Tensors are sent from the device that they and the backend need
-            whatever this says; it is kept for scripts that give it.
-        process_group: The workers that take part, from ``torch.distributed.new_group``; None for all.
+        use_cuda: True if training runs on GPUs. Tensors are sent from the device that they and the
+            backend need whatever this says; it is kept for scripts that give it.
+        process_group: The workers that take part, from ``torch.distributed.new_group``; None for
+            all.
     """
 
     world_size: int
@@ -102,7 +106,8 @@ class Aggregation(ABC):
     takes_complex: bool = True
     averages_gradients: bool = True
 
-    # True if not every call sends: then `aggregate` gets all weights, and calls `_traveling` before it sends.
+    # True if not every call sends: then `aggregate` gets all weights, and calls `_traveling` before
+    # it sends.
     _selects_late: ClassVar[bool] = False
     _named_state: ClassVar[
         tuple[str, ...]
@@ -133,9 +138,9 @@ class Aggregation(ABC):
         """Replace every tensor by the workers' common result, in place.
 
         Args:
-            tensors: By name, in the same order with the same shapes and dtypes on every worker. Dense, of any
-                strides. An aggregation remembers values of a tensor under its name. Aggregations of weights must not
-                compress, remember or extrapolate a buffer; see
+            tensors: By name, in the same order with the same shapes and dtypes on every worker.
+                Dense, of any strides. An aggregation remembers values of a tensor under its name.
+                Aggregations of weights must not compress, remember or extrapolate a buffer; see
                 :func:`~mlbench_core.aggregation.pytorch.transport.names.is_buffer`.
             op: The operation, for example ``"avg_world"``.
             denom: Divisor for the operations that take one.
@@ -150,15 +155,15 @@ class Aggregation(ABC):
     ) -> None:
         """Call :meth:`aggregate`, and average extra tensors over the workers as they are, in place.
 
-        If the method :meth:`aggregate` of a subclass has a fourth parameter ``extra``, it averages them itself, in its
-        own messages. Otherwise each of them is a message of its own.
+        If the method :meth:`aggregate` of a subclass has a fourth parameter ``extra``, it averages
+        them itself, in its own messages. Otherwise each of them is a message of its own.
 
         Args:
             tensors: See :meth:`aggregate`.
             op: See :meth:`aggregate`.
             denom: See :meth:`aggregate`.
-            extra: A few numbers, such as a loss. Their sum over the workers is divided by ``denom`` if ``op`` is
-                ``"avg_custom"``, and otherwise by the number of workers.
+            extra: A few numbers, such as a loss. Their sum over the workers is divided by ``denom``
+                if ``op`` is ``"avg_custom"``, and otherwise by the number of workers.
         """
         if self._takes_extra:
             self.aggregate(tensors, op, denom, extra)  # type: ignore[call-arg]
@@ -171,40 +176,45 @@ class Aggregation(ABC):
     def agg_grad(self, by_layer: bool = False) -> AggregationFunction:
         """Make the function that aggregates a model's gradients.
 
-        It covers every parameter that required a gradient, or had one, in this or an earlier call, so the messages
-        have one layout on all workers. A parameter whose gradient is None on this worker counts as zeros. Flags in the
-        same message show whether another worker had a gradient. If so, the gradient is created, also for a parameter
-        that is frozen on this worker alone. If no worker had one, it stays None, and the parameter's update is skipped
-        as without communication.
+        It covers every parameter that required a gradient, or had one, in this or an earlier call,
+        so the messages have one layout on all workers. A parameter whose gradient is None on this
+        worker counts as zeros. Flags in the same message show whether another worker had a
+        gradient. If so, the gradient is created, also for a parameter that is frozen on this worker
+        alone. If no worker had one, it stays None, and the parameter's update is skipped as without
+        communication.
 
-        If some parameters have always been frozen, a mark in these flags shows whether a worker has begun to train one
-        of them. Then the workers agree on these parameters and aggregate their gradients, too.
+        If some parameters have always been frozen, a mark in these flags shows whether a worker has
+        begun to train one of them. Then the workers agree on these parameters and aggregate their
+        gradients, too.
 
-        On a GPU, a worker on which a gradient is None, or with a parameter that has always been frozen, waits for the
-        message to read those flags; the others wait for nothing.
+        On a GPU, a worker on which a gradient is None, or with a parameter that has always been
+        frozen, waits for the message to read those flags; the others wait for nothing.
 
         Args:
             by_layer: Send each parameter in messages of its own instead of all together.
 
         Returns:
-            A function ``(model, op, denom=None)``. ``model`` may also be a mapping from names to parameters.
+            A function ``(model, op, denom=None)``. ``model`` may also be a mapping from names to
+            parameters.
         """
         return functools.partial(self._aggregate_gradients, by_layer=by_layer)
 
     def agg_model(self, by_layer: bool = False) -> AggregationFunction:
         """Make the function that aggregates a model's weights.
 
-        It covers every parameter that required a gradient, or had one, in this or an earlier call on some worker, and
-        every floating-point buffer, such as the running mean and variance of a BatchNorm layer. Other buffers
-        (counters) and parameters that have always been frozen are left alone. If there are such parameters, the
-        workers first ask each other whether one of them has trained one, by a message of 4 bytes for each. Values are
-        written into the tensors' own memory.
+        It covers every parameter that required a gradient, or had one, in this or an earlier call
+        on some worker, and every floating-point buffer, such as the running mean and variance of a
+        BatchNorm layer. Other buffers (counters) and parameters that have always been frozen are
+        left alone. If there are such parameters, the workers first ask each other whether one of
+        them has trained one, by a message of 4 bytes for each. Values are written into the tensors'
+        own memory.
 
         Args:
             by_layer: Send each tensor in messages of its own instead of all together.
 
         Returns:
-            A function ``(model, op, denom=None)``. ``model`` may also be a mapping from names to parameters.
+            A function ``(model, op, denom=None)``. ``model`` may also be a mapping from names to
+            parameters.
         """
         return functools.partial(self._aggregate_weights, by_layer=by_layer)
 
@@ -213,12 +223,13 @@ class Aggregation(ABC):
     def any_worker(self, flag: Tensor) -> None:
         """Raise a flag on every worker if one worker raised it, in place.
 
-        It makes decisions that must be the same on all workers, such as skipping an update after an overflow. A worker
-        that skips alone would leave the others waiting. It costs one message of ``flag``'s size, and none in a world
-        of one worker.
+        It makes decisions that must be the same on all workers, such as skipping an update after an
+        overflow. A worker that skips alone would leave the others waiting. It costs one message of
+        ``flag``'s size, and none in a world of one worker.
 
         Args:
-            flag: Zero for no, positive for yes; any shape, floating point or integer. Every worker gives one.
+            flag: Zero for no, positive for yes; any shape, floating point or integer. Every worker
+                gives one.
         """
         self._reduce(flag, process_groups.dist.ReduceOp.MAX)
 
@@ -263,8 +274,9 @@ class Aggregation(ABC):
     def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state without the entries that differ between workers, such as the error memory.
 
-        The other entries, such as the state of a random generator, are the same on all workers and must stay so. A
-        worker starts from this state if it has only that of another worker, or of a run with another number of workers.
+        The other entries, such as the state of a random generator, are the same on all workers and
+        must stay so. A worker starts from this state if it has only that of another worker, or of a
+        run with another number of workers.
 
         Args:
             state_dict: The result of :meth:`state_dict`, on any worker.
@@ -356,7 +368,8 @@ class Aggregation(ABC):
     def mark(self, flags: Tensor, frozen: Collection[str]) -> None:
         """Write into the first flag of a message that this worker has trained a parameter that was frozen until now.
 
-        The mark is infinite, so it stays in a sum over any number of workers in any dtype, and needs no room.
+        The mark is infinite, so it stays in a sum over any number of workers in any dtype, and
+        needs no room.
 
         Args:
             flags: The flags, one for each parameter in the message.
@@ -412,7 +425,8 @@ class Aggregation(ABC):
 
         Args:
             parameters: Parameters to note in the layout before, by name.
-            pending: Gets the function that waits for the comparison, if the caller does not wait here.
+            pending: Gets the function that waits for the comparison, if the caller does not wait
+                here.
 
         Raises:
             ValueError: They differ. All workers raise it.
@@ -480,7 +494,8 @@ class Aggregation(ABC):
             first = next(iter(parameters))
             self.read_mark(flags[0], frozen, parameters[first].grad is not None)
         for names, flag in zip(names_by_kind.values(), flags, strict=True):
-            # Only a worker without a gradient reads the flags, because reading them waits for a GPU.
+            # Only a worker without a gradient reads the flags, because reading them waits for a
+            # GPU.
             if all(parameters[name].grad is not None for name in names):
                 continue
             for name, is_present in zip(names, flag.abs().tolist(), strict=True):
@@ -512,7 +527,8 @@ class Aggregation(ABC):
     ) -> None:
         self.last_bytes = 0
         named = model.named_buffers() if isinstance(model, nn.Module) else ()
-        # Counters, such as BatchNorm's num_batches_tracked, are integers, of which an average makes no sense.
+        # Counters, such as BatchNorm's num_batches_tracked, are integers, of which an average makes
+        # no sense.
         buffers = (
             (name_of_buffer(name), buffer)
             for name, buffer in named

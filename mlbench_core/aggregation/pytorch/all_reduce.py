@@ -44,8 +44,8 @@ __all__ = [
 ]
 
 COMM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# From this size on, a message of its own costs less time than the copies into a common one and back. It is not smaller,
-# because each message also waits for the round trips of the network.
+# From this size on, a message of its own costs less time than the copies into a common one and
+# back. It is not smaller, because each message also waits for the round trips of the network.
 LARGE_BYTES = 8 << 20
 
 
@@ -74,7 +74,8 @@ class Flight:
     """Messages that travel while the workers go on training.
 
     Attributes:
-        pending: Functions that each wait for one message and write its result; empty once all have arrived.
+        pending: Functions that each wait for one message and write its result; empty once all have
+            arrived.
     """
 
     pending: list[Callable[[], None]] = field(default_factory=list, kw_only=True)
@@ -96,39 +97,46 @@ class AllReduceAggregation(Aggregation):
 
     where :math:`d = k` for ``"avg_world"`` and :math:`d` is ``denom`` for ``"avg_custom"``.
 
-    A tensor of at least 8 MiB travels alone, out of its own memory and back into it, without a copy. The smaller ones
-    of the same dtype and device travel in one flat message, in their own dtype, and are written back into their own
-    memory, whatever their strides. With ``by_layer=True``, every tensor travels alone. One worker alone sends nothing.
-    If all workers run on one machine and use Gloo, averages of CPU tensors travel by sends and receives instead of
-    Gloo's all-reduce, unless ``overlap`` or ``shared_memory`` is True. The result is the same bit for bit. Received
-    parts need up to 64 MiB during the call; see :mod:`mlbench_core.aggregation.pytorch.transport.pairwise`. Tensors
-    must be on a CPU on all workers, or on a GPU on all workers.
-    After an error in an aggregation, such as a lost worker, the values of its tensors are undefined.
+    A tensor of at least 8 MiB travels alone, out of its own memory and back into it, without a
+    copy. The smaller ones of the same dtype and device travel in one flat message, in their own
+    dtype, and are written back into their own memory, whatever their strides. With
+    ``by_layer=True``, every tensor travels alone. One worker alone sends nothing. If all workers
+    run on one machine and use Gloo, averages of CPU tensors travel by sends and receives instead of
+    Gloo's all-reduce, unless ``overlap`` or ``shared_memory`` is True. The result is the same bit
+    for bit. Received parts need up to 64 MiB during the call; see
+    :mod:`mlbench_core.aggregation.pytorch.transport.pairwise`. Tensors must be on a CPU on all
+    workers, or on a GPU on all workers. After an error in an aggregation, such as a lost worker,
+    the values of its tensors are undefined.
 
     Args:
         world_size: Number of workers; None takes that of the process group.
-        divide_before: Divide before the sum instead of after it, so that sums of half-precision numbers stay in range.
+        divide_before: Divide before the sum instead of after it, so that sums of half-precision
+            numbers stay in range.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
-        overlap: Let an optimizer send gradients in buckets while the backward pass still computes others.
-            ``backward()`` returns when all of them are averages. Calls of the functions that :meth:`agg_grad` and
-            :meth:`agg_model` return do not change. See :mod:`mlbench_core.aggregation.pytorch.transport.overlap`.
-        comm_dtype: The dtype in which tensors travel, for example ``torch.bfloat16``; None for each tensor's own. A
-            message that is converted is divided before it is sent, so that its sum stays in range. If workers send
-            half precision, all get the same values, rounded to it.
-        bucket_size_bytes: With ``overlap``, a bucket is sent when it holds this number of bytes; 0 sends each gradient
-            in its own message.
-        shared_memory: Sum through memory that the workers share instead of the backend's all-reduce. All workers must
-            run on one machine, with their tensors in its memory. The sums of two workers equal the backend's to the
-            last bit, those of more workers to rounding. Every worker must make its aggregations in the same order. See
+        overlap: Let an optimizer send gradients in buckets while the backward pass still computes
+            others. ``backward()`` returns when all of them are averages. Calls of the functions
+            that :meth:`agg_grad` and :meth:`agg_model` return do not change. See
+            :mod:`mlbench_core.aggregation.pytorch.transport.overlap`.
+        comm_dtype: The dtype in which tensors travel, for example ``torch.bfloat16``; None for each
+            tensor's own. A message that is converted is divided before it is sent, so that its sum
+            stays in range. If workers send half precision, all get the same values, rounded to it.
+        bucket_size_bytes: With ``overlap``, a bucket is sent when it holds this number of bytes; 0
+            sends each gradient in its own message.
+        shared_memory: Sum through memory that the workers share instead of the backend's
+            all-reduce. All workers must run on one machine, with their tensors in its memory. The
+            sums of two workers equal the backend's to the last bit, those of more workers to
+            rounding. Every worker must make its aggregations in the same order. See
             :mod:`mlbench_core.aggregation.pytorch.transport.shared_memory`.
-        process_group: Average over the workers of a subgroup, from ``torch.distributed.new_group``; None for all.
-            ``world_size`` is then their number. Each group is a world of its own: its result is that of a run of
-            its workers alone.
+        process_group: Average over the workers of a subgroup, from ``torch.distributed.new_group``;
+            None for all. ``world_size`` is then their number. Each group is a world of its own: its
+            result is that of a run of its workers alone.
 
     Raises:
-        TypeError: ``overlap`` or ``shared_memory`` is not a bool, or ``world_size`` is not an integer.
-        ValueError: ``world_size`` is not the number of workers in the process group, this process does not belong to
-            it, ``comm_dtype`` is not a floating-point type that travels, or ``bucket_size_bytes`` is negative.
+        TypeError: ``overlap`` or ``shared_memory`` is not a bool, or ``world_size`` is not an
+            integer.
+        ValueError: ``world_size`` is not the number of workers in the process group, this process
+            does not belong to it, ``comm_dtype`` is not a floating-point type that travels, or
+            ``bucket_size_bytes`` is negative.
         BackendError: ``shared_memory`` is asked for, but the workers share none.
 
     Example:
@@ -168,7 +176,8 @@ class AllReduceAggregation(Aggregation):
         self._is_by_layer = False
         self._shared: SharedMemorySum | None = None
         if shared_memory and self.world_size > 1:
-            # Workers meet here and not at the first message, so that a machine without shared memory fails early.
+            # Workers meet here and not at the first message, so that a machine without shared
+            # memory fails early.
             self._shared = SharedMemorySum(self.group)
 
     def agg_grad(self, by_layer: bool = False) -> AggregationFunction:
@@ -207,8 +216,8 @@ class AllReduceAggregation(Aggregation):
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
             op: ``"avg_world"`` or ``"avg_custom"``.
-            denom: Divisor for ``"avg_custom"``: a positive number or a tensor with one element, the same on every
-                worker.
+            denom: Divisor for ``"avg_custom"``: a positive number or a tensor with one element, the
+                same on every worker.
             extra: More tensors to average, after the others.
 
         Raises:
@@ -245,7 +254,8 @@ class AllReduceAggregation(Aggregation):
 
         Args:
             message: The message.
-            overlapped: True if training goes on before :meth:`finish`; for the record of collectives only.
+            overlapped: True if training goes on before :meth:`finish`; for the record of
+                collectives only.
         """
         sent = process_groups.get_backend_tensor(self._converted(message), self.group)
         if self.shared_memory:
@@ -291,7 +301,8 @@ class AllReduceAggregation(Aggregation):
 
         Args:
             tensors: Of any shapes and strides. Their values are copied before this returns.
-            write: Gets a tensor and its average, of the same shape and dtype, once the average has arrived.
+            write: Gets a tensor and its average, of the same shape and dtype, once the average has
+                arrived.
             overlapped: See :meth:`start`.
 
         Returns:
@@ -331,7 +342,8 @@ class AllReduceAggregation(Aggregation):
         groups = messages_of(tensors, 1 if self._is_by_layer else None)
         # All messages are packed before one is sent, because two tensors may share memory.
         messages = [pack(group) if own is None else own for group, own in groups]
-        # Complex numbers are divided as pairs of real ones. A complex division would turn infinite numbers into nan.
+        # Complex numbers are divided as pairs of real ones. A complex division would turn infinite
+        # numbers into nan.
         numbers = [as_real(message) for message in messages]
         if early:
             for flat in numbers:
@@ -352,8 +364,8 @@ class AllReduceAggregation(Aggregation):
             and (tensor.is_floating_point() or tensor.is_complex())
             and not self.shared_memory
             and process_groups.backend(self.group) == dist.Backend.GLOO
-            # At this level, torch checks that all workers call the same collective operation with the same shapes.
-            # Sends and receives would bypass this check.
+            # At this level, torch checks that all workers call the same collective operation with
+            # the same shapes. Sends and receives would bypass this check.
             and dist.get_debug_level() != dist.DebugLevel.DETAIL
             and process_groups.is_on_one_machine(self.group)
         )
@@ -367,8 +379,8 @@ class AllReduceAggregation(Aggregation):
             self._write_back(tensor, message)
 
     def _average_by_backend(self, messages: Sequence[Tensor], divisor: Denominator | None) -> None:
-        # The backend gets all of them at once, and need not wait for this thread between two. Memory is shared only for
-        # two, so that it does not grow to the size of the model.
+        # The backend gets all of them at once, and need not wait for this thread between two.
+        # Memory is shared only for two, so that it does not grow to the size of the model.
         ahead = 2 if self.shared_memory else len(messages)
         transfers = [self.start(message) for message in messages[:ahead]]
         for i, message in enumerate(messages):
@@ -391,8 +403,8 @@ def messages_of(
         large_bytes: From this size on, a tensor is large; None for ``LARGE_BYTES``.
 
     Returns:
-        The large tensors one by one, then the small ones together. Each group comes with the flat view of its memory
-        that can be sent as it is. This view is None if the group must be packed.
+        The large tensors one by one, then the small ones together. Each group comes with the flat
+        view of its memory that can be sent as it is. This view is None if the group must be packed.
 
     Example:
         >>> tensors = [torch.zeros(3), torch.zeros(20, 10), torch.zeros(20, 30).t(), torch.zeros(2)]
@@ -408,9 +420,9 @@ def messages_of(
         if tensor.numel() * tensor.element_size() < large_bytes:
             small.append(tensor)
             continue
-        # Messages have the logical order of the elements, which is that of the memory only if it is contiguous. A sum
-        # in place would change the values of another tensor in the same memory. Torch conjugates and negates lazily,
-        # so the memory of such a tensor has other numbers.
+        # Messages have the logical order of the elements, which is that of the memory only if it is
+        # contiguous. A sum in place would change the values of another tensor in the same memory.
+        # Torch conjugates and negates lazily, so the memory of such a tensor has other numbers.
         is_lazy = tensor.is_conj() or tensor.is_neg()
         is_own = (
             tensor.is_contiguous()

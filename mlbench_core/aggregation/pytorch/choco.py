@@ -1,7 +1,8 @@
 """Average with neighbors, sending only compressed differences (CHOCO-Gossip).
 
-:class:`ChocoAggregation` explains the public copies and sums. Those of all workers must come from the same run, graph
-and call, so the workers compare them in the first call, and again after each restored state::
+:class:`ChocoAggregation` explains the public copies and sums. Those of all workers must come from
+the same run, graph and call, so the workers compare them in the first call, and again after each
+restored state::
 
     __init__, load_state_dict(state)
         |       copies of another rank or number of workers are dropped, with a warning
@@ -83,8 +84,10 @@ class Compressed:
     """A compressed flat tensor.
 
     Attributes:
-        sent: The tensors to send; their shapes and dtypes follow from those of the tensor that was compressed.
-        agreed: Data that the receiver knows without a message, such as indices drawn alike on all workers.
+        sent: The tensors to send; their shapes and dtypes follow from those of the tensor that was
+            compressed.
+        agreed: Data that the receiver knows without a message, such as indices drawn alike on all
+            workers.
     """
 
     sent: tuple[Tensor, ...]
@@ -214,14 +217,15 @@ class RandomK(Compression):
 class ScaledSign(Compression):
     r"""One bit per entry and the mean magnitude: :math:`Q(x) = \frac{\|x\|_1}{n} \operatorname{sign}(x)`.
 
-    :math:`\delta = \|x\|_1^2 / (n \|x\|^2)`, at least 1/n. The sign of zero is taken as positive. A complex number
-    counts as two real ones.
+    :math:`\delta = \|x\|_1^2 / (n \|x\|^2)`, at least 1/n. The sign of zero is taken as positive. A
+    complex number counts as two real ones.
     """
 
     def compress(self, x: Tensor) -> Compressed:
         """Keep the signs of a tensor of shape (n,), eight per byte, and the mean magnitude."""
         x = as_real(x)
-        # A sum of many half-precision magnitudes would be too coarse, so only the mean has the dtype of the message.
+        # A sum of many half-precision magnitudes would be too coarse, so only the mean has the
+        # dtype of the message.
         scale = mean_in_range(x.abs().to(torch.promote_types(x.dtype, torch.float32)).mean(), x).to(
             x.dtype
         )
@@ -240,9 +244,9 @@ class ScaledSign(Compression):
 class ChocoAggregation(DecentralizedAggregation):
     r"""Average with the neighbors, sending compressed differences (CHOCO-Gossip).
 
-    Every worker keeps a public copy :math:`\hat x_i` of its tensor, zero at first. Its neighbors know this copy from
-    the messages they receive. With a compression :math:`Q`, the mixing matrix :math:`W` and a consensus step size
-    :math:`\gamma`, a call does
+    Every worker keeps a public copy :math:`\hat x_i` of its tensor, zero at first. Its neighbors
+    know this copy from the messages they receive. With a compression :math:`Q`, the mixing matrix
+    :math:`W` and a consensus step size :math:`\gamma`, a call does
 
     .. math::
 
@@ -250,26 +254,27 @@ class ChocoAggregation(DecentralizedAggregation):
         \hat x_j &\leftarrow \hat x_j + q_j && \text{(for itself and the neighbors)} \\
         x_i &\leftarrow x_i + \gamma \sum_j W_{ij} (\hat x_j - \hat x_i).
 
-    The average of all workers does not change. As the copies come closer to the tensors, the differences and with them
-    the errors of compression become smaller. The workers approach a common value at a linear rate for every
-    contraction :math:`Q` if :math:`\gamma` is small enough. Instead of the neighbors' copies, a worker keeps only the
-    sum :math:`s_i = \sum_j W_{ij} (\hat x_j - \hat x_i)`. So the extra memory is twice that of the weights, for any
-    number of neighbors.
+    The average of all workers does not change. As the copies come closer to the tensors, the
+    differences and with them the errors of compression become smaller. The workers approach a
+    common value at a linear rate for every contraction :math:`Q` if :math:`\gamma` is small enough.
+    Instead of the neighbors' copies, a worker keeps only the sum :math:`s_i = \sum_j W_{ij} (\hat
+    x_j - \hat x_i)`. So the extra memory is twice that of the weights, for any number of neighbors.
 
-    Each tensor is compressed by itself. A call sends one message to each neighbor. In it, a tensor of n numbers of b
-    bytes takes, with k = max(1, round(ratio n)): for ``top_k`` k (b + 4) bytes, for ``random_k`` k b, for ``sign`` b
-    plus n / 8 rounded up, and for ``identity`` n b. Half-precision tensors are sent in half precision; copies and sums
-    are kept in float32. Buffers are not compressed. They are averaged as in
+    Each tensor is compressed by itself. A call sends one message to each neighbor. In it, a tensor
+    of n numbers of b bytes takes, with k = max(1, round(ratio n)): for ``top_k`` k (b + 4) bytes,
+    for ``random_k`` k b, for ``sign`` b plus n / 8 rounded up, and for ``identity`` n b.
+    Half-precision tensors are sent in half precision; copies and sums are kept in float32. Buffers
+    are not compressed. They are averaged as in
     :class:`~mlbench_core.aggregation.pytorch.decentralized.DecentralizedAggregation`.
 
-    If a number of a worker is infinite or nan, its message is not finite either. So all neighbors see it in the same
-    call, and every other worker after as many calls as it is edges away.
+    If a number of a worker is infinite or nan, its message is not finite either. So all neighbors
+    see it in the same call, and every other worker after as many calls as it is edges away.
 
-    The sums are correct only together with the copies of all neighbors. An error in them would move the weights in
-    every call, indefinitely. So a saved state names its worker, graph and call, and the workers compare these in the
-    first call. If the states do not belong together, copies and sums start from zero on all workers. This happens, for
-    example, if a run continues with another number of workers. It costs only a few calls until the copies are close to
-    the weights again.
+    The sums are correct only together with the copies of all neighbors. An error in them would move
+    the weights in every call, indefinitely. So a saved state names its worker, graph and call, and
+    the workers compare these in the first call. If the states do not belong together, copies and
+    sums start from zero on all workers. This happens, for example, if a run continues with another
+    number of workers. It costs only a few calls until the copies are close to the weights again.
 
     Attributes:
         compression: The compression Q.
@@ -280,12 +285,14 @@ class ChocoAggregation(DecentralizedAggregation):
         neighbors: Ranks of this worker's neighbors, or None; see :class:`DecentralizedAggregation`.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         topology: The whole graph, instead of ``neighbors``.
-        compression: ``"top_k"``, ``"random_k"``, ``"sign"``, ``"identity"`` or a :class:`Compression`.
+        compression: ``"top_k"``, ``"random_k"``, ``"sign"``, ``"identity"`` or a
+            :class:`Compression`.
         ratio: Share of the entries that ``top_k`` and ``random_k`` keep, in (0, 1].
-        gamma: Consensus step size in (0, 1]. A stronger compression needs a smaller one. With ``identity`` and 1, a
-            call is the uncompressed average with the neighbors.
+        gamma: Consensus step size in (0, 1]. A stronger compression needs a smaller one. With
+            ``identity`` and 1, a call is the uncompressed average with the neighbors.
         seed: Seed of the generator of ``random_k``; the same on every worker.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         ValueError: ``compression`` is unknown, ``ratio`` or ``gamma`` is out of range, or as in
@@ -297,13 +304,14 @@ class ChocoAggregation(DecentralizedAggregation):
         1.0
 
     References:
-        A. Koloskova, S. Stich, M. Jaggi: Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
-        Communication. arXiv:1902.00340
-        A. Koloskova, T. Lin, S. Stich, M. Jaggi: Decentralized Deep Learning with Arbitrary Communication Compression.
+        A. Koloskova, S. Stich, M. Jaggi: Decentralized Stochastic Optimization and Gossip
+        Algorithms with Compressed Communication. arXiv:1902.00340 A. Koloskova, T. Lin, S. Stich,
+        M. Jaggi: Decentralized Deep Learning with Arbitrary Communication Compression.
         arXiv:1907.09356
     """
 
-    # Copies and sums are valid only for the worker that saved them. A worker without its own state starts from zero.
+    # Copies and sums are valid only for the worker that saved them. A worker without its own state
+    # starts from zero.
     _named_state = _own_state = ("copies", "sums")
 
     def __init__(
@@ -339,8 +347,8 @@ class ChocoAggregation(DecentralizedAggregation):
         """Return the bytes of the tensors over those of their compressed differences; 1 before anything was sent."""
         return self._raw_bytes / self._compressed_bytes if self._compressed_bytes else 1.0
 
-    # Weights change little from step to step, so a compressed difference brings the copies closer. Gradients change too
-    # much for that.
+    # Weights change little from step to step, so a compressed difference brings the copies closer.
+    # Gradients change too much for that.
     agg_grad = refuse_gradients
 
     def aggregate(
@@ -360,8 +368,9 @@ class ChocoAggregation(DecentralizedAggregation):
 
         Raises:
             UnknownOperationError: ``op`` is another one.
-            ValueError: A tensor does not have the size of its restored copy, a tensor has 2**31 numbers or more with
-                ``top_k``, or the workers' lists of neighbors do not fit together.
+            ValueError: A tensor does not have the size of its restored copy, a tensor has 2**31
+                numbers or more with ``top_k``, or the workers' lists of neighbors do not fit
+                together.
         """
         check_average(op)
         compressed = {
@@ -382,12 +391,13 @@ class ChocoAggregation(DecentralizedAggregation):
         for name, x_i in tensors.items():
             flat = x_i.reshape(-1)
             recall(self._sums, name, flat)
-            # q_i = Q(x_i - x_hat_i), in the dtype of x_i. A later difference includes the rounding, as it includes
-            # every error of the compression.
+            # q_i = Q(x_i - x_hat_i), in the dtype of x_i. A later difference includes the rounding,
+            # as it includes every error of the compression.
             own[name] = self.compression.compress_difference(
                 flat, recall(self._copies, name, flat), self._kept
             )
-        # All tensors travel in one message of bytes, because values, indices and bits have different dtypes.
+        # All tensors travel in one message of bytes, because values, indices and bits have
+        # different dtypes.
         parts = [part for q_i in own.values() for part in q_i.sent]
         # Parameters on several devices share the message too.
         message = as_bytes(*(part.to(parts[0].device) for part in parts))
@@ -395,15 +405,16 @@ class ChocoAggregation(DecentralizedAggregation):
         self._calls += 1
         self._raw_bytes += sum(x_i.numel() * x_i.element_size() for x_i in tensors.values())
         self._compressed_bytes += message.numel()
-        # s_i gains sum_j W_ij (q_j - q_i), so the neighbors' copies themselves need not be stored. The part
-        # with q_i is added while the messages travel.
+        # s_i gains sum_j W_ij (q_j - q_i), so the neighbors' copies themselves need not be stored.
+        # The part with q_i is added while the messages travel.
         for name, q_i in own.items():
             self.compression.add_to(self._copies[name], q_i, 1.0)
             self.compression.add_to(self._sums[name], q_i, -sum(self._weights))
         try:
             received = [_unpack_like(own, theirs) for theirs in arrive()]
         except BaseException:
-            # The sums have this worker's part without that of the neighbors, so they must not be saved.
+            # The sums have this worker's part without that of the neighbors, so they must not be
+            # saved.
             self.load_state_dict({})
             raise
         for name, x_i in tensors.items():
@@ -413,7 +424,8 @@ class ChocoAggregation(DecentralizedAggregation):
             if x_i.dtype == s_i.dtype:
                 x_i.add_(s_i.view(x_i.shape), alpha=self.gamma)
             else:
-                # s_i has at least float32, so a half-precision x_i is rounded only once, when the result is copied.
+                # s_i has at least float32, so a half-precision x_i is rounded only once, when the
+                # result is copied.
                 fill(x_i, partial(self._moved, x_i.reshape(-1), s_i))
 
     def _moved(self, x_i: Tensor, s_i: Tensor, start: int, stop: int) -> Tensor:
@@ -423,7 +435,8 @@ class ChocoAggregation(DecentralizedAggregation):
     def _agree_on_state(self) -> None:
         """Keep copies and sums if those of all workers belong together, or else start from zero on all workers."""
         sizes = {name: len(x_hat) for name, x_hat in self._copies.items()}
-        # Not Python's hash(), which differs between processes. repr() of these values is the same on every worker.
+        # Not Python's hash(), which differs between processes. repr() of these values is the same
+        # on every worker.
         values = repr((self._calls, self._edges_of_state, sizes)).encode()
         fits = self._compare_neighbors(hashlib.blake2b(values, digest_size=TAG_BYTES).digest())
         if not fits or self._edges_of_state not in (None, self._edges()):
@@ -434,7 +447,8 @@ class ChocoAggregation(DecentralizedAggregation):
                 )
             self._copies.clear()
             self._sums.clear()
-            # random_k draws the same indices on all workers only if their generators have the same state.
+            # random_k draws the same indices on all workers only if their generators have the same
+            # state.
             self.compression.load_state_dict(self._first_compression)
             self._calls = 0
         self._edges_of_state = None
@@ -448,8 +462,9 @@ class ChocoAggregation(DecentralizedAggregation):
         """Return the state that a resumed run needs.
 
         Returns:
-            The public copies and the sums by parameter name under ``"copies"`` and ``"sums"``, the compression's state
-            under ``"compression"``, and their worker, graph and number of calls under ``"origin"``.
+            The public copies and the sums by parameter name under ``"copies"`` and ``"sums"``, the
+            compression's state under ``"compression"``, and their worker, graph and number of calls
+            under ``"origin"``.
         """
         return {
             "copies": dict(self._copies),
@@ -467,8 +482,9 @@ class ChocoAggregation(DecentralizedAggregation):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.
 
-        Every worker must load its own state. Copies and sums of another worker, or of another number of workers, are
-        dropped with a warning. All workers then start from zero, as the class describes.
+        Every worker must load its own state. Copies and sums of another worker, or of another
+        number of workers, are dropped with a warning. All workers then start from zero, as the
+        class describes.
 
         Raises:
             ValueError: ``state_dict`` is the state of another aggregation or another compression.
@@ -505,7 +521,8 @@ class ChocoAggregation(DecentralizedAggregation):
         }
         self.compression.load_state_dict(state["compression"])
         self._calls = int(origin["calls"])
-        # Workers may load at different times, so they compare their states in the next call, which is a collective.
+        # Workers may load at different times, so they compare their states in the next call, which
+        # is a collective.
         self._edges_of_state = (
             [list(edge) for edge in origin["edges"] or ()] if self._copies else None
         )

@@ -27,9 +27,10 @@ __all__ = ["CompressedAggregation", "LossyAggregation"]
 class LossyAggregation(Aggregation):
     r"""Base class of aggregations that send less than the whole gradients and may remember the rest.
 
-    The error memory :math:`e` of a tensor is the part that this worker has not sent yet, kept at least in float32. If
-    no worker has a gradient of a parameter, the parameter is skipped, and its memory stays. Only gradients (or steps)
-    can be sent in this way. Weights would lose the part that is not sent.
+    The error memory :math:`e` of a tensor is the part that this worker has not sent yet, kept at
+    least in float32. If no worker has a gradient of a parameter, the parameter is skipped, and its
+    memory stays. Only gradients (or steps) can be sent in this way. Weights would lose the part
+    that is not sent.
 
     Args:
         uncompressed: Averages the tensors that are not compressed over the same workers.
@@ -76,7 +77,8 @@ class LossyAggregation(Aggregation):
     ) -> None:
         """Aggregate the gradients of a single worker.
 
-        Missing gradients take part as they do with several workers, so that the random generator draws as often.
+        Missing gradients take part as they do with several workers, so that the random generator
+        draws as often.
         """
         if any(parameter.grad is None for parameter in parameters.values()):
             self._aggregate_some_gradients(parameters, op, denom)
@@ -100,14 +102,16 @@ class LossyAggregation(Aggregation):
 class CompressedAggregation(LossyAggregation):
     r"""Base class of lossy aggregations that compress every tensor.
 
-    It passes all tensors to :meth:`_aggregate_kind`, in groups of one dtype and device. Each group is one message.
-    Extra tensors travel uncompressed at the end of the first message of their device, because on a slow network a
-    message of a few bytes costs as much time as a longer one. An error memory has the shape of its tensor.
+    It passes all tensors to :meth:`_aggregate_kind`, in groups of one dtype and device. Each group
+    is one message. Extra tensors travel uncompressed at the end of the first message of their
+    device, because on a slow network a message of a few bytes costs as much time as a longer one.
+    An error memory has the shape of its tensor.
 
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         world_size: Number of workers; None takes that of the process group.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         ValueError: ``world_size`` is not the number of workers in the process group.
@@ -138,13 +142,14 @@ class CompressedAggregation(LossyAggregation):
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
             op: ``"avg_world"`` or ``"avg_custom"``.
-            denom: For ``"avg_custom"``, the divisor of sums over workers: a positive number or a tensor with one
-                element, the same on every worker.
+            denom: For ``"avg_custom"``, the divisor of sums over workers: a positive number or a
+                tensor with one element, the same on every worker.
             extra: Tensors to average as they are.
 
         Raises:
             UnknownOperationError: ``op`` is neither.
-            ValueError: ``denom`` is missing or not positive, or a tensor does not fit its error memory.
+            ValueError: ``denom`` is missing or not positive, or a tensor does not fit its error
+                memory.
             TypeError: A tensor holds no real floating-point numbers.
         """
         divisor = self._divisor(op, denom)
@@ -201,15 +206,16 @@ class CompressedAggregation(LossyAggregation):
     def _gather(self, message: Tensor, divisor: Denominator, extra: Sequence[Tensor]) -> Tensor:
         """Return every worker's message, shape (k, length), in the order of ranks; one worker sends nothing.
 
-        Extra tensors travel at the end of the message. They are replaced by their sum over the workers, divided by the
-        divisor.
+        Extra tensors travel at the end of the message. They are replaced by their sum over the
+        workers, divided by the divisor.
         """
         if self.world_size == 1:
             return message[None]
         whole = as_bytes(message, *extra) if extra else message
         is_gloo = process_groups.backend(self.group) == "gloo"
         sent = whole.cpu() if is_gloo else process_groups.get_backend_tensor(whole, self.group)
-        # The messages arrive in the rows of one tensor, so they need not be copied together afterward.
+        # The messages arrive in the rows of one tensor, so they need not be copied together
+        # afterward.
         gathered = sent.new_empty(self.world_size, sent.numel())
         process_groups.dist.all_gather(list(gathered), sent, group=self.group)
         self._count("all_gather", self.world_size, sent.nbytes)
@@ -226,7 +232,8 @@ def recall(memory: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
     """Return the tensor that a memory has under a name; create it with zeros at first.
 
     Args:
-        memory: The memory. The result is the tensor in it, so in-place changes of the result are remembered.
+        memory: The memory. The result is the tensor in it, so in-place changes of the result are
+            remembered.
         name: The name.
         like: A tensor with the shape and the device of the result.
 
@@ -245,6 +252,7 @@ def recall(memory: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
             f"the memory of {name!r} has shape {tuple(remembered.shape)}, its gradient {tuple(like.shape)}: the state "
             "was loaded from a run with another model"
         )
-    # The model may have moved to another device or dtype since the last call or since the checkpoint.
+    # The model may have moved to another device or dtype since the last call or since the
+    # checkpoint.
     memory[name] = remembered = remembered.to(device=like.device, dtype=dtype)
     return remembered

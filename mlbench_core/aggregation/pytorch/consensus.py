@@ -31,13 +31,15 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: Any = None) -> float:
     r"""Measure how far the workers' weights are from their average.
 
-    .. math:: \sqrt{\frac{1}{k} \sum_{i=1}^{k} \|x_i - \bar x\|^2}, \qquad \bar x = \frac{1}{k} \sum_{i=1}^{k} x_i.
+    .. math:: \sqrt{\frac{1}{k} \sum_{i=1}^{k} \|x_i - \bar x\|^2}, \qquad \bar x = \frac{1}{k}
+      \sum_{i=1}^{k} x_i.
 
-    Every worker must call it. The weights do not change. It sends as many numbers as one average of the weights, in
-    float64.
+    Every worker must call it. The weights do not change. It sends as many numbers as one average of
+    the weights, in float64.
 
     Args:
-        model: The model, or a mapping from names to parameters. All parameters count, also frozen ones.
+        model: The model, or a mapping from names to parameters. All parameters count, also frozen
+            ones.
         process_group: The workers that take part; None for all.
 
     Returns:
@@ -47,17 +49,19 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: A
         >>> consensus_distance(nn.Linear(2, 1))
         0.0
     """
-    # In float64, because in float32 the rounding of an average of nearly equal weights may be as large as their
-    # difference.
+    # In float64, because in float32 the rounding of an average of nearly equal weights may be as
+    # large as their difference.
     weights = {
         name: weight.detach().to(torch.promote_types(weight.dtype, torch.float64))
         for name, weight in parameters_of(model)
     }
     average = {name: weight.clone() for name, weight in weights.items()}
-    # Neither this nor the average below is a part of a training step, whose collectives the tracker counts.
+    # Neither this nor the average below is a part of a training step, whose collectives the tracker
+    # counts.
     with uncounted():
         AllReduceAggregation(None, process_group=process_group).aggregate(average, AVG_WORLD)
-    # Each worker knows only its own distance, so the mean of the squares needs one more number from every worker.
+    # Each worker knows only its own distance, so the mean of the squares needs one more number from
+    # every worker.
     squared = sum(float((weights[name] - average[name]).abs().square().sum()) for name in weights)
     return float(process_groups.global_average(squared, 1, process_group).sqrt())
 
@@ -65,14 +69,14 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: A
 def average_weights(model: nn.Module, process_group: Any = None, tracker: Any = None) -> None:
     """Replace all weights and floating-point buffers of every worker by their average, for example to evaluate.
 
-    Frozen parameters are averaged too, because workers may have frozen them at different values. Every worker must call
-    it.
+    Frozen parameters are averaged too, because workers may have frozen them at different values.
+    Every worker must call it.
 
     Args:
         model: The model.
         process_group: The workers that take part; None for all.
-        tracker: A tracker, to whose training time the average is charged if the parameters of the workers differ; None
-            to charge nobody. See :func:`averaged_weights`.
+        tracker: A tracker, to whose training time the average is charged if the parameters of the
+            workers differ; None to charge nobody. See :func:`averaged_weights`.
 
     Example:
         >>> average_weights(nn.Linear(2, 1))
@@ -83,7 +87,8 @@ def average_weights(model: nn.Module, process_group: Any = None, tracker: Any = 
         if tensor.is_floating_point() or tensor.is_complex()
     }
     aggregation = AllReduceAggregation(None, process_group=process_group)
-    # All workers leave this comparison at the same time, so the clock below does not measure who came late.
+    # All workers leave this comparison at the same time, so the clock below does not measure who
+    # came late.
     is_charged = tracker is not None and _workers_differ(model, process_group)
     with torch.no_grad(), naming_lost_workers():
         if not is_charged:
@@ -131,22 +136,25 @@ def averaged_weights(
 ) -> Iterator[nn.Module]:
     """Give every worker the average of all workers' weights and floating-point buffers during a validation.
 
-    After the block, even if it raises an exception, each worker has its own values again, bit for bit: all parameters,
-    all buffers (persistent or not) and the values of ``get_extra_state``. So training continues as without the
-    validation. Every worker must enter the block.
+    After the block, even if it raises an exception, each worker has its own values again, bit for
+    bit: all parameters, all buffers (persistent or not) and the values of ``get_extra_state``. So
+    training continues as without the validation. Every worker must enter the block.
 
-    The average changes equal values only by rounding. If training averages gradients, the weights are equal on all
-    workers. The running statistics of BatchNorm are not, because each worker computes them from its own batches.
+    The average changes equal values only by rounding. If training averages gradients, the weights
+    are equal on all workers. The running statistics of BatchNorm are not, because each worker
+    computes them from its own batches.
 
-    With a tracker, an average that the validation needs is a part of training: if the parameters of the workers differ,
-    its time, its bytes and its collectives count as exposed communication. Otherwise, a method that exchanges nothing
-    would get the average of its workers for nothing. If the parameters have the same bits on all workers, nothing is
-    charged; averaging the buffers then belongs to the validation.
+    With a tracker, an average that the validation needs is a part of training: if the parameters of
+    the workers differ, its time, its bytes and its collectives count as exposed communication.
+    Otherwise, a method that exchanges nothing would get the average of its workers for nothing. If
+    the parameters have the same bits on all workers, nothing is charged; averaging the buffers then
+    belongs to the validation.
 
     Args:
         model: The model.
         process_group: The workers that take part; None for all.
-        tracker: The tracker of this worker, or None to charge nobody. Either all workers give one, or none does.
+        tracker: The tracker of this worker, or None to charge nobody. Either all workers give one,
+            or none does.
 
     Yields:
         The model.

@@ -38,20 +38,23 @@ class DecentralizedAggregation(Aggregation):
     .. math:: x_i \leftarrow \sum_j W_{ij} x_j = x_i + \sum_{j \ne i} W_{ij} (x_j - x_i).
 
     :math:`W` has Metropolis-Hastings weights, see
-    :class:`~mlbench_core.aggregation.pytorch.transport.topology.Topology`. It is doubly stochastic for every graph, so
-    the average of all workers does not change (up to rounding). If all workers have the same number of neighbors, the
-    weights are :math:`1 / (1 + \deg)`. Values that are equal on all workers do not change, bit for bit.
+    :class:`~mlbench_core.aggregation.pytorch.transport.topology.Topology`. It is doubly stochastic
+    for every graph, so the average of all workers does not change (up to rounding). If all workers
+    have the same number of neighbors, the weights are :math:`1 / (1 + \deg)`. Values that are equal
+    on all workers do not change, bit for bit.
 
-    Each worker knows only its own neighbors. In the first aggregation, the workers exchange their lists once. If only
-    one of two workers lists the other, it would wait for messages indefinitely, so all workers raise an error.
+    Each worker knows only its own neighbors. In the first aggregation, the workers exchange their
+    lists once. If only one of two workers lists the other, it would wait for messages indefinitely,
+    so all workers raise an error.
 
-    To every neighbor, a call sends a tensor of at least 8 MiB in a message of its own, without a copy, and the smaller
-    ones of the same dtype and device in one message. All travel in their own dtype: ``degree`` times the bytes of the
-    tensors. After an error in an aggregation, such as a lost worker, their values are undefined. Half-precision numbers
-    are mixed in float32. Buffers are mixed like weights. A single worker sends nothing.
+    To every neighbor, a call sends a tensor of at least 8 MiB in a message of its own, without a
+    copy, and the smaller ones of the same dtype and device in one message. All travel in their own
+    dtype: ``degree`` times the bytes of the tensors. After an error in an aggregation, such as a
+    lost worker, their values are undefined. Half-precision numbers are mixed in float32. Buffers
+    are mixed like weights. A single worker sends nothing.
 
-    An infinity or nan of a worker reaches its neighbors in the same call, and every other worker after as many calls as
-    it is edges away.
+    An infinity or nan of a worker reaches its neighbors in the same call, and every other worker
+    after as many calls as it is edges away.
 
     Attributes:
         rank: This worker's number in the process group.
@@ -60,15 +63,16 @@ class DecentralizedAggregation(Aggregation):
 
     Args:
         rank: This worker's number in the process group; None takes it from there.
-        neighbors: Ranks in the process group of this worker's neighbors; order and repetition do not matter. None
-            if ``topology`` is given or the worker is alone.
+        neighbors: Ranks in the process group of this worker's neighbors; order and repetition do
+            not matter. None if ``topology`` is given or the worker is alone.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         topology: The whole graph, instead of ``neighbors``.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
-        ValueError: ``rank`` is not the rank of this process, ``neighbors`` is missing or names a rank that does not
-            exist, or ``topology`` is for another number of workers.
+        ValueError: ``rank`` is not the rank of this process, ``neighbors`` is missing or names a
+            rank that does not exist, or ``topology`` is for another number of workers.
 
     Example:
         >>> from mlbench_core.aggregation.pytorch.transport.topology import ring
@@ -77,8 +81,9 @@ class DecentralizedAggregation(Aggregation):
         1.0
 
     References:
-        X. Lian, C. Zhang, H. Zhang, C. Hsieh, W. Zhang, J. Liu: Can Decentralized Algorithms Outperform Centralized
-        Algorithms? A Case Study for Decentralized Parallel Stochastic Gradient Descent. arXiv:1705.09056
+        X. Lian, C. Zhang, H. Zhang, C. Hsieh, W. Zhang, J. Liu: Can Decentralized Algorithms
+        Outperform Centralized Algorithms? A Case Study for Decentralized Parallel Stochastic
+        Gradient Descent. arXiv:1705.09056
     """
 
     def __init__(
@@ -103,8 +108,8 @@ class DecentralizedAggregation(Aggregation):
             )
         self.neighbors = _check_neighbors(neighbors, topology, self.rank, self.world_size)
         self.topology = topology if self.world_size > 1 else from_edges(1, ())
-        # W_ij of each neighbor. It is empty only before the exchange of the lists, because every worker in a connected
-        # graph has a neighbor.
+        # W_ij of each neighbor. It is empty only before the exchange of the lists, because every
+        # worker in a connected graph has a neighbor.
         self._weights: tuple[float, ...] = ()
 
     def aggregate(
@@ -123,7 +128,8 @@ class DecentralizedAggregation(Aggregation):
             extra: Tensors to average over all workers.
 
         Raises:
-            UnknownOperationError: ``op`` is another one. It is a ValueError and a NotImplementedError.
+            UnknownOperationError: ``op`` is another one. It is a ValueError and a
+                NotImplementedError.
             ValueError: The workers' lists of neighbors do not fit together.
         """
         check_average(op)
@@ -163,12 +169,13 @@ class DecentralizedAggregation(Aggregation):
 
     def _average(self, x_i: Tensor, received: Sequence[Tensor]) -> None:
         """Replace a flat tensor by its weighted average with those of the neighbors, in place."""
-        # At least in float32: in half precision each addition would be rounded, and not only the result.
+        # At least in float32: in half precision each addition would be rounded, and not only the
+        # result.
         dtype = torch.promote_types(x_i.dtype, torch.float32)
         for block, *others in zip(in_blocks(x_i), *map(in_blocks, received), strict=True):
             own = block.to(dtype)
-            # A sum of products W_ij x_j would round equal values. Their differences are exactly 0. They take the place
-            # of the received values.
+            # A sum of products W_ij x_j would round equal values. Their differences are exactly 0.
+            # They take the place of the received values.
             differences = [x_j.to(dtype).sub_(own) for x_j in others]
             for w_ij, difference in zip(self._weights, differences, strict=True):
                 own.add_(difference, alpha=w_ij)
@@ -178,11 +185,13 @@ class DecentralizedAggregation(Aggregation):
     def _start_exchange(self, message: Tensor, slot: int = 0) -> Callable[[], list[Tensor]]:
         """Begin to send a flat tensor to the neighbors and to receive theirs.
 
-        The tensors of all workers have the same length and dtype, and all workers exchange them in the same order.
+        The tensors of all workers have the same length and dtype, and all workers exchange them in
+        the same order.
 
         Args:
             message: The tensor; it must not be changed before the returned function was called.
-            slot: Number of the memory for the neighbors' tensors. The next exchange with this number overwrites them.
+            slot: Number of the memory for the neighbors' tensors. The next exchange with this
+                number overwrites them.
 
         Returns:
             A function that waits, and returns the neighbors' tensors in the order of ``neighbors``.
@@ -202,7 +211,8 @@ class DecentralizedAggregation(Aggregation):
             dist.P2POp(dist.irecv, buffer, peer, self.group)
             for buffer, peer in zip(received, peers, strict=True)
         ]
-        # Sends and receives start together. In a blocking order, two neighbors could wait for each other.
+        # Sends and receives start together. In a blocking order, two neighbors could wait for each
+        # other.
         works = dist.batch_isend_irecv(transfers)
         # All neighbors at once: their messages share this worker's link but not their delays.
         self._count("neighbors", len(peers) + 1, sent.nbytes * len(peers))
@@ -218,13 +228,15 @@ class DecentralizedAggregation(Aggregation):
         """Exchange the lists of neighbors, build the graph from them, and set the mixing weights.
 
         Args:
-            tag: TAG_BYTES bytes that are sent with the list, for example a hash of this worker's state.
+            tag: TAG_BYTES bytes that are sent with the list, for example a hash of this worker's
+                state.
 
         Returns:
             True if all workers gave the same tag. The result is the same on every worker.
 
         Raises:
-            ValueError: Only one of two workers lists the other, or the graph is not connected. All workers raise it.
+            ValueError: Only one of two workers lists the other, or the graph is not connected. All
+                workers raise it.
         """
         size = self.world_size
         flags = [int(rank in self.neighbors) for rank in range(size)]

@@ -23,10 +23,11 @@ __all__ = ["DeMoAggregation", "dct_matrix"]
 class DeMoAggregation(CompressedAggregation):
     r"""Add gradients to a momentum of each worker, and share its fast-moving components.
 
-    A tensor is viewed as a matrix with its first dimension as rows (a vector as one row), and the matrix is cut into
-    blocks. The sides of a block are the largest divisors of the sides of the matrix up to ``block_size``. For each
-    block of its momentum :math:`m_i`, worker :math:`i` of :math:`k` selects the largest coefficients of the orthonormal
-    cosine transform (DCT-II) along both sides, and takes them out:
+    A tensor is viewed as a matrix with its first dimension as rows (a vector as one row), and the
+    matrix is cut into blocks. The sides of a block are the largest divisors of the sides of the
+    matrix up to ``block_size``. For each block of its momentum :math:`m_i`, worker :math:`i` of
+    :math:`k` selects the largest coefficients of the orthonormal cosine transform (DCT-II) along
+    both sides, and takes them out:
 
     .. math::
 
@@ -34,28 +35,31 @@ class DeMoAggregation(CompressedAggregation):
         q_i &= \operatorname{top-k}(\operatorname{DCT}(m_i)) \\
         m_i &\leftarrow m_i - \operatorname{DCT}^{-1}(q_i)
 
-    Every worker's tensor becomes :math:`\operatorname{DCT}^{-1}(\frac{1}{k} \sum_i q_i)` (or with the sum over
-    ``denom``), summed in the order of ranks, so that all workers get the same bits. If a value is infinite or nan on
-    one worker, its block is not finite on all workers. Such values are not remembered.
+    Every worker's tensor becomes :math:`\operatorname{DCT}^{-1}(\frac{1}{k} \sum_i q_i)` (or with
+    the sum over ``denom``), summed in the order of ranks, so that all workers get the same bits. If
+    a value is infinite or nan on one worker, its block is not finite on all workers. Such values
+    are not remembered.
 
-    Implementations differ. The authors' code divides each coefficient by the number of workers that sent it, not by
-    :math:`k`; ``mean_of_senders`` does the same.
+    Implementations differ. The authors' code divides each coefficient by the number of workers that
+    sent it, not by :math:`k`; ``mean_of_senders`` does the same.
 
-    In each step, a worker sends for each coefficient 2 bytes of its position and 4 bytes of its value (8 for float64),
-    in one all-gather for the tensors of one dtype.
+    In each step, a worker sends for each coefficient 2 bytes of its position and 4 bytes of its
+    value (8 for float64), in one all-gather for the tensors of one dtype.
 
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         decay: :math:`\beta`, below 1.
         top_k: Coefficients sent per block; a block with fewer is sent whole.
         block_size: Largest side of a block, at most 181, so that a position fits into 2 bytes.
-        mean_of_senders: Divide each coefficient by the number of workers that sent it, whatever the divisor of the
-            operation is.
+        mean_of_senders: Divide each coefficient by the number of workers that sent it, whatever the
+            divisor of the operation is.
         world_size: Number of workers; None takes that of the process group.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
-        ValueError: A number is out of range, or ``world_size`` is not the number of workers in the process group.
+        ValueError: A number is out of range, or ``world_size`` is not the number of workers in the
+            process group.
         TypeError: ``top_k`` or ``block_size`` is not an integer, or ``decay`` is not a number.
 
     Example:

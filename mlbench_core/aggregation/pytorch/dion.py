@@ -22,10 +22,11 @@ __all__ = ["DionAggregation"]
 class DionAggregation(LossyAggregation):
     r"""Replace gradients of matrices by an orthonormal matrix of low rank, and average all others.
 
-    A tensor of two or more dimensions is viewed as a matrix with :math:`n` rows (its first dimension) and :math:`m`
-    columns (all others). Worker :math:`i` of :math:`k` has a momentum :math:`M_i` of it, zeros at first. With the rank
-    :math:`r = \min(n, m, \text{rank})` and a matrix :math:`Q \in \mathbb{R}^{m \times r}`, the same on all workers and
-    random at first, a call computes
+    A tensor of two or more dimensions is viewed as a matrix with :math:`n` rows (its first
+    dimension) and :math:`m` columns (all others). Worker :math:`i` of :math:`k` has a momentum
+    :math:`M_i` of it, zeros at first. With the rank :math:`r = \min(n, m, \text{rank})` and a
+    matrix :math:`Q \in \mathbb{R}^{m \times r}`, the same on all workers and random at first, a
+    call computes
 
     .. math::
 
@@ -35,17 +36,18 @@ class DionAggregation(LossyAggregation):
         M_i &\leftarrow B_i - (1 - \mu) P R^\top \\
         Q &\leftarrow R \text{ with columns of length 1}
 
-    and the tensor becomes :math:`P Q^\top`, whatever the divisor of the operation is: it does not depend on the length
-    of the gradients. The average of the :math:`M_i`, :math:`Q` and the result are those of one worker with the average
-    gradient, for any number of workers. All other tensors are averaged as they are.
+    and the tensor becomes :math:`P Q^\top`, whatever the divisor of the operation is: it does not
+    depend on the length of the gradients. The average of the :math:`M_i`, :math:`Q` and the result
+    are those of one worker with the average gradient, for any number of workers. All other tensors
+    are averaged as they are.
 
-    A call sends two messages: all :math:`P` together with the other tensors, then all :math:`R`. A worker sends
-    :math:`r (n + m)` numbers per matrix, in float32 (float64 for gradients in float64), and the bytes of the other
-    tensors. If a gradient is infinite or nan on one worker, the result is nan on all workers, and the momentum of that
-    matrix starts again from zero.
+    A call sends two messages: all :math:`P` together with the other tensors, then all :math:`R`. A
+    worker sends :math:`r (n + m)` numbers per matrix, in float32 (float64 for gradients in
+    float64), and the bytes of the other tensors. If a gradient is infinite or nan on one worker,
+    the result is nan on all workers, and the momentum of that matrix starts again from zero.
 
-    Implementations differ in the orthonormalization (QR with or without random projection in some, Gram-Schmidt here),
-    which changes :math:`P` by signs only, and the result not at all.
+    Implementations differ in the orthonormalization (QR with or without random projection in some,
+    Gram-Schmidt here), which changes :math:`P` by signs only, and the result not at all.
 
     Attributes:
         rank: As given.
@@ -54,13 +56,16 @@ class DionAggregation(LossyAggregation):
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         rank: Largest rank of an update, 1 or more. It is not the worker's number.
-        momentum: :math:`\mu`, from 0 to 1: the share that stays of the part of the momentum that was used.
+        momentum: :math:`\mu`, from 0 to 1: the share that stays of the part of the momentum that
+            was used.
         seed: Seed of the first :math:`Q`; the same on all workers.
         world_size: Number of workers; None takes that of the process group.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
-        ValueError: A number is out of range, or ``world_size`` is not the number of workers in the process group.
+        ValueError: A number is out of range, or ``world_size`` is not the number of workers in the
+            process group.
         TypeError: ``rank`` or ``seed`` is not an integer, or ``momentum`` is not a number.
 
     Example:
@@ -71,7 +76,8 @@ class DionAggregation(LossyAggregation):
                 [-0.4000, -0.4000, -0.4000, -0.4000]])
 
     References:
-        K. Ahn, B. Xu, N. Abreu, J. Langford: Dion: Distributed Orthonormalized Updates. arXiv:2504.05295
+        K. Ahn, B. Xu, N. Abreu, J. Langford: Dion: Distributed Orthonormalized Updates.
+        arXiv:2504.05295
     """
 
     averages_gradients = False
@@ -117,12 +123,14 @@ class DionAggregation(LossyAggregation):
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
             op: ``"avg_world"``, or ``"avg_custom"`` to divide sums over workers by ``denom``.
-            denom: For ``"avg_custom"``, a positive number or a tensor with one element, the same on every worker.
+            denom: For ``"avg_custom"``, a positive number or a tensor with one element, the same on
+                every worker.
             extra: Tensors to average as they are.
 
         Raises:
             UnknownOperationError: ``op`` is neither. It is a ValueError and a NotImplementedError.
-            ValueError: ``denom`` is missing or not positive, or a restored state does not fit a tensor.
+            ValueError: ``denom`` is missing or not positive, or a restored state does not fit a
+                tensor.
         """
         divisor = self._divisor(op, denom)
         bytes_before = self.bytes_sent
@@ -131,7 +139,8 @@ class DionAggregation(LossyAggregation):
             if is_matrix(tensor):
                 b[name] = recall(self._memory, name, tensor).add_(tensor).view(len(tensor), -1)
         others = [tensor for name, tensor in tensors.items() if name not in b]
-        # Rows stand for the columns of P, Q and R, because a row is contiguous in memory. Their scale does not matter.
+        # Rows stand for the columns of P, Q and R, because a row is contiguous in memory. Their
+        # scale does not matter.
         p = {name: self._query(name, b_n) @ b_n.t() for name, b_n in b.items()}
         self._average_uncompressed([*others, *extra, *p.values()], divisor)
         p = {name: orthonormal_rows(p_n) for name, p_n in p.items()}
@@ -139,7 +148,8 @@ class DionAggregation(LossyAggregation):
         self._average_uncompressed(r.values(), self.world_size)
         for name, b_n in b.items():
             length = torch.linalg.vector_norm(r[name], dim=1, keepdim=True)
-            # A direction that the momentum does not have has length 0. It takes no part in this update.
+            # A direction that the momentum does not have has length 0. It takes no part in this
+            # update.
             q = torch.where(length == 0, 0, r[name] / length)
             tensors[name].copy_((p[name].t() @ q).view(tensors[name].shape))
             b_n.addmm_(p[name].t(), flush_tiny_(r[name]), alpha=self.momentum - 1)

@@ -19,11 +19,11 @@ __all__ = ["OneBitAggregation"]
 class OneBitAggregation(EFSignAggregation):
     r"""Turn gradients into a common momentum that is averaged with one bit per coordinate.
 
-    In its first steps (the warm-up), a tensor becomes the plain average :math:`g` of the workers' gradients
-    :math:`g_i`, and the momentum :math:`m` follows it: :math:`m \leftarrow \beta m + (1 - \beta) g`. In all later
-    steps, with the scaled signs :math:`C(p) = \frac{\lVert p \rVert_1}{d} \operatorname{sign}(p)` of a tensor of
-    :math:`d` coordinates, and the error memories :math:`e_i` of worker :math:`i` of :math:`k` and :math:`\delta` of the
-    average,
+    In its first steps (the warm-up), a tensor becomes the plain average :math:`g` of the workers'
+    gradients :math:`g_i`, and the momentum :math:`m` follows it: :math:`m \leftarrow \beta m + (1 -
+    \beta) g`. In all later steps, with the scaled signs :math:`C(p) = \frac{\lVert p \rVert_1}{d}
+    \operatorname{sign}(p)` of a tensor of :math:`d` coordinates, and the error memories :math:`e_i`
+    of worker :math:`i` of :math:`k` and :math:`\delta` of the average,
 
     .. math::
 
@@ -31,14 +31,16 @@ class OneBitAggregation(EFSignAggregation):
         p &= \frac{1}{k} \sum_i C(p_i) + \delta, & \delta &\leftarrow p - C(p) \\
         m &\leftarrow C(p)
 
-    and the tensor becomes :math:`m`. With ``denom`` instead of :math:`k`, the sum of gradients is divided by it. The
-    sign of zero is 1. If a value is infinite or nan on one worker, the tensor has values that are not finite on all
-    workers. They are not remembered, neither in the errors nor in :math:`m`.
+    and the tensor becomes :math:`m`. With ``denom`` instead of :math:`k`, the sum of gradients is
+    divided by it. The sign of zero is 1. If a value is infinite or nan on one worker, the tensor
+    has values that are not finite on all workers. They are not remembered, neither in the errors
+    nor in :math:`m`.
 
-    Implementations differ. Some give each worker a part of the coordinates to average, and send :math:`C(p)` in a
-    second message. Here every worker computes :math:`p`, :math:`\delta` and :math:`C(p)` itself, in the same bits, from
-    one all-gather. So a worker sends :math:`\lceil d / 8 \rceil` bytes for the :math:`d` coordinates of one dtype and 4
-    bytes for each tensor (8 for float64) in each step after the warm-up, and the bytes of the tensors before.
+    Implementations differ. Some give each worker a part of the coordinates to average, and send
+    :math:`C(p)` in a second message. Here every worker computes :math:`p`, :math:`\delta` and
+    :math:`C(p)` itself, in the same bits, from one all-gather. So a worker sends :math:`\lceil d /
+    8 \rceil` bytes for the :math:`d` coordinates of one dtype and 4 bytes for each tensor (8 for
+    float64) in each step after the warm-up, and the bytes of the tensors before.
 
     Attributes:
         beta: As given.
@@ -49,10 +51,12 @@ class OneBitAggregation(EFSignAggregation):
         beta: :math:`\beta`, from 0 to less than 1.
         warmup_steps: Number of first steps of each tensor in which it is averaged uncompressed.
         world_size: Number of workers; None takes that of the process group.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
-        ValueError: A number is out of range, or ``world_size`` is not the number of workers in the process group.
+        ValueError: A number is out of range, or ``world_size`` is not the number of workers in the
+            process group.
         TypeError: ``warmup_steps`` is not an integer, or ``beta`` is not a number.
 
     Example:
@@ -63,14 +67,15 @@ class OneBitAggregation(EFSignAggregation):
         (tensor([ 2., -2.]), tensor([1., 1.]))
 
     References:
-        Tang et al.: 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed.
-        arXiv:2102.02888
+        Tang et al.: 1-bit Adam: Communication Efficient Large-Scale Training with Adam's
+        Convergence Speed. arXiv:2102.02888
     """
 
     averages_gradients = False
 
     _named_state = ("errors", "average_errors", "momentum", "steps")
-    # Only the errors of the workers differ. All compute the same average, and so the same error of it.
+    # Only the errors of the workers differ. All compute the same average, and so the same error of
+    # it.
     _own_state = ("errors",)
 
     def __init__(
@@ -127,7 +132,8 @@ class OneBitAggregation(EFSignAggregation):
         candidates = {}
         for name in tensors.keys() - warming.keys():
             m = recall(self._momentum, name, tensors[name])
-            # The sum over workers is divided by the divisor, but each of the k workers has the whole m.
+            # The sum over workers is divided by the divisor, but each of the k workers has the
+            # whole m.
             shared = (
                 m * (divisor.to(m) if isinstance(divisor, Tensor) else divisor) / self.world_size
             )

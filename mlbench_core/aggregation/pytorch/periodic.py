@@ -17,7 +17,8 @@ With a delay of tau steps, A is an average that does not block::
 
 A worker waits for a message only in the step that adds it, or when its state is saved or copied.
 
-:class:`DiLoCoAggregation`, which DiLoCo wraps as A, keeps the weights theta that all workers share::
+:class:`DiLoCoAggregation`, which DiLoCo wraps as A, keeps the weights theta that all workers
+share::
 
     NOT SHARED --- start(model): theta = weights of the model ------------+
         |                                                                 v
@@ -55,7 +56,8 @@ class _Correction(Flight):
     """Averages on their way.
 
     Attributes:
-        values: By name: copies of this worker's tensors, and once the averages have arrived, average minus copy.
+        values: By name: copies of this worker's tensors, and once the averages have arrived,
+            average minus copy.
     """
 
     values: dict[str, Tensor]
@@ -64,27 +66,30 @@ class _Correction(Flight):
 class PeriodicAggregation(Aggregation):
     r"""Aggregate every H-th time only, and send nothing in between.
 
-    Let :math:`t = 1, 2, \ldots` count the steps, and let :math:`A` be the wrapped aggregation, for example the average
-    over all workers. Then
+    Let :math:`t = 1, 2, \ldots` count the steps, and let :math:`A` be the wrapped aggregation, for
+    example the average over all workers. Then
 
     .. math:: x_i \leftarrow A(x_1, \ldots, x_k) \text{ if } H \mid t, \text{ else } x_i.
 
-    Every tensor has its own counter, by name, so calls with one layer at a time and buffers need no special case. A
-    tensor that comes into a call later counts from the counters of the others in it, so all are sent in the same step.
-    This holds for layers that are frozen or unfrozen, too. Parameters outside the model, which are aggregated in calls
-    of their own, count from their first step. Every H-th step sends the bytes of the wrapped aggregation, and the
-    others send nothing.
+    Every tensor has its own counter, by name, so calls with one layer at a time and buffers need no
+    special case. A tensor that comes into a call later counts from the counters of the others in
+    it, so all are sent in the same step. This holds for layers that are frozen or unfrozen, too.
+    Parameters outside the model, which are aggregated in calls of their own, count from their first
+    step. Every H-th step sends the bytes of the wrapped aggregation, and the others send nothing.
 
-    With a delay :math:`\tau > 0`, the workers do not wait for the average. At a step :math:`t` with :math:`H \mid t`,
-    they start to average copies of their tensors. They take :math:`\tau` more steps, and then
+    With a delay :math:`\tau > 0`, the workers do not wait for the average. At a step :math:`t` with
+    :math:`H \mid t`, they start to average copies of their tensors. They take :math:`\tau` more
+    steps, and then
 
-    .. math:: x_i \leftarrow x_i(t + \tau) + \left( \frac{1}{k} \sum_{j=1}^{k} x_j(t) - x_i(t) \right).
+    .. math:: x_i \leftarrow x_i(t + \tau) + \left( \frac{1}{k} \sum_{j=1}^{k} x_j(t) - x_i(t)
+      \right).
 
-    So the progress since step :math:`t` is kept. The corrections of all workers add up to zero, so they do not change
-    the average of the workers. The workers' weights are never all equal: average them before you evaluate, with
-    :func:`~mlbench_core.aggregation.pytorch.consensus.averaged_weights`. This holds for floating-point buffers, too: a
-    running variance of one worker alone may even become negative. A copy and a message of all tensors need twice their
-    memory.
+    So the progress since step :math:`t` is kept. The corrections of all workers add up to zero, so
+    they do not change the average of the workers. The workers' weights are never all equal: average
+    them before you evaluate, with
+    :func:`~mlbench_core.aggregation.pytorch.consensus.averaged_weights`. This holds for
+    floating-point buffers, too: a running variance of one worker alone may even become negative. A
+    copy and a message of all tensors need twice their memory.
 
     Attributes:
         inside: The wrapped aggregation.
@@ -98,11 +103,12 @@ class PeriodicAggregation(Aggregation):
         delay: :math:`\tau`, the number of steps during which an average travels; less than H.
 
     Raises:
-        TypeError: ``period`` or ``delay`` is not an integer, or ``aggregation`` is not an aggregation. Or there is a
-            delay, and ``aggregation`` is not an ``AllReduceAggregation``.
-        ValueError: ``period`` is not positive, ``delay`` is negative or not less than ``period``, or the aggregation
-            overlaps with the backward pass or takes gradients only. Or there is a delay, and the aggregation sums
-            through shared memory.
+        TypeError: ``period`` or ``delay`` is not an integer, or ``aggregation`` is not an
+            aggregation. Or there is a delay, and ``aggregation`` is not an
+            ``AllReduceAggregation``.
+        ValueError: ``period`` is not positive, ``delay`` is negative or not less than ``period``,
+            or the aggregation overlaps with the backward pass or takes gradients only. Or there is
+            a delay, and the aggregation sums through shared memory.
 
     Example:
         >>> aggregation = PeriodicAggregation(AllReduceAggregation(world_size=1), period=8)
@@ -111,8 +117,8 @@ class PeriodicAggregation(Aggregation):
         {'counts': {'weight': 1, 'bias': 1}}
 
     References:
-        S. Stich: Local SGD Converges Fast and Communicates Little. arXiv:1805.09767
-        Q. Zhou et al.: DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed
+        S. Stich: Local SGD Converges Fast and Communicates Little. arXiv:1805.09767 Q. Zhou et al.:
+        DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed
         Averaging. arXiv:2006.00441
     """
 
@@ -128,7 +134,8 @@ class PeriodicAggregation(Aggregation):
                 "overlap must be False for a periodic aggregation, which averages weights after the step instead of "
                 f"gradients: leave it out of {type(aggregation).__name__}(...)"
             )
-        # Raises an error for aggregations that compress gradients, because they would destroy weights.
+        # Raises an error for aggregations that compress gradients, because they would destroy
+        # weights.
         aggregation.agg_model()
         super().__init__(use_cuda=aggregation.use_cuda, process_group=aggregation.group)
         self.world_size = aggregation.world_size
@@ -169,7 +176,8 @@ class PeriodicAggregation(Aggregation):
             check_average(op)
         count_step(self._counts, tensors)
         phases = {name: self._counts[name] % self.period for name in tensors}
-        # A state may come from a run with a longer delay. Its corrections are added as soon as possible.
+        # A state may come from a run with a longer delay. Its corrections are added as soon as
+        # possible.
         self._land(
             {
                 name: tensors[name]
@@ -220,8 +228,8 @@ class PeriodicAggregation(Aggregation):
     def state_dict(self) -> dict[str, Any]:
         """Return the counters by name, and the state of the wrapped aggregation if it has one.
 
-        With a delay, return also the corrections by name that are not added yet, after their arrival. They differ
-        between workers.
+        With a delay, return also the corrections by name that are not added yet, after their
+        arrival. They differ between workers.
         """
         own = {"corrections": self._corrections(), "inside": self.inside.state_dict()}
         return {
@@ -264,30 +272,34 @@ class PeriodicAggregation(Aggregation):
 class DiLoCoAggregation(Aggregation):
     r"""Update weights that all workers share by the average of the workers' changes.
 
-    With :math:`\theta` the shared weights and :math:`\theta_i` the current weights of worker :math:`i` of :math:`k`, a
-    call computes the outer gradient
+    With :math:`\theta` the shared weights and :math:`\theta_i` the current weights of worker
+    :math:`i` of :math:`k`, a call computes the outer gradient
 
-    .. math:: \Delta = \theta - \frac{1}{k} \sum_i \theta_i = \frac{1}{k} \sum_i (\theta - \theta_i).
+    .. math:: \Delta = \theta - \frac{1}{k} \sum_i \theta_i = \frac{1}{k} \sum_i (\theta -
+      \theta_i).
 
-    The outer optimizer updates :math:`\theta` with this gradient. Then every :math:`\theta_i` is set to
-    :math:`\theta`. If the outer optimizer is SGD with learning rate 1 and no momentum, the result is the average of the
-    :math:`\theta_i`.
+    The outer optimizer updates :math:`\theta` with this gradient. Then every :math:`\theta_i` is
+    set to :math:`\theta`. If the outer optimizer is SGD with learning rate 1 and no momentum, the
+    result is the average of the :math:`\theta_i`.
 
-    If no worker has moved a tensor since the last call, as for a frozen layer, it takes no outer step.
+    If no worker has moved a tensor since the last call, as for a frozen layer, it takes no outer
+    step.
 
-    The differences are averaged in the dtype of the tensors. For half-precision weights, :math:`\theta` is kept in
-    float32. Buffers are only averaged. A single worker takes outer steps too, and sends nothing. A call sends the bytes
-    of the tensors.
+    The differences are averaged in the dtype of the tensors. For half-precision weights,
+    :math:`\theta` is kept in float32. Buffers are only averaged. A single worker takes outer steps
+    too, and sends nothing. A call sends the bytes of the tensors.
 
     Attributes:
-        outer_optimizer: The outer optimizer; a change of its learning rate takes effect at the next call.
+        outer_optimizer: The outer optimizer; a change of its learning rate takes effect at the next
+            call.
 
     Args:
-        outer_optimizer: A function that creates a torch optimizer from an iterable of parameters. The default is SGD
-            with learning rate 0.7 and Nesterov momentum 0.9.
+        outer_optimizer: A function that creates a torch optimizer from an iterable of parameters.
+            The default is SGD with learning rate 0.7 and Nesterov momentum 0.9.
         world_size: Number of workers; None takes that of the process group.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         TypeError: ``outer_optimizer`` does not create a torch optimizer.
@@ -304,7 +316,8 @@ class DiLoCoAggregation(Aggregation):
         0.5
 
     References:
-        A. Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models. arXiv:2311.08105
+        A. Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models.
+        arXiv:2311.08105
     """
 
     _named_state: ClassVar[tuple[str, ...]] = ("shared", "outer_state")
@@ -324,14 +337,16 @@ class DiLoCoAggregation(Aggregation):
         self._shared: dict[str, nn.Parameter] = {}  # theta by name
         self.outer_optimizer = _make_outer(outer_optimizer)
 
-    # Only weights can move the shared weights, so aggregating gradients would leave them as they are.
+    # Only weights can move the shared weights, so aggregating gradients would leave them as they
+    # are.
     agg_grad = refuse_gradients
 
     def start(self, model: nn.Module | Mapping[str, Tensor]) -> None:
         """Use the weights of a model, which are equal on all workers, as shared weights. A second call does nothing.
 
-        Parameters that are added later are averaged without an outer step at their first aggregation, and take outer
-        steps from then on. Without this call, this holds for all parameters.
+        Parameters that are added later are averaged without an outer step at their first
+        aggregation, and take outer steps from then on. Without this call, this holds for all
+        parameters.
 
         Args:
             model: The model before its first step, or a mapping from names to parameters.
@@ -376,7 +391,8 @@ class DiLoCoAggregation(Aggregation):
     def _take_outer_step(self, outer_gradients: Mapping[str, Tensor]) -> None:
         """Update the shared weights that a worker has moved."""
         for name, gradient in outer_gradients.items():
-            # The outer momentum would go on moving a layer that all workers have frozen. On meta there are no values.
+            # The outer momentum would go on moving a layer that all workers have frozen. On meta
+            # there are no values.
             if gradient.is_meta or gradient.any():
                 self._shared[name].grad = gradient.to(self._shared[name])
         self.outer_optimizer.step()
@@ -395,7 +411,8 @@ class DiLoCoAggregation(Aggregation):
     def _moved(self, name: str, theta_i: Tensor) -> nn.Parameter:
         """Return shared weights on the device of a tensor, and at least in its dtype.
 
-        The model may have moved since the last call or since the checkpoint. The outer optimizer's state moves, too.
+        The model may have moved since the last call or since the checkpoint. The outer optimizer's
+        state moves, too.
         """
         theta, dtype = self._shared[name], torch.promote_types(theta_i.dtype, torch.float32)
         if (theta.device, theta.dtype) == (theta_i.device, dtype):
@@ -421,7 +438,8 @@ class DiLoCoAggregation(Aggregation):
             weights.detach().to(torch.promote_types(weights.dtype, torch.float32), copy=True)
         )
         self._shared[name] = theta
-        # All weights are in one group, so that its options, such as the learning rate, hold for all of them.
+        # All weights are in one group, so that its options, such as the learning rate, hold for all
+        # of them.
         self.outer_optimizer.param_groups[0]["params"].append(theta)
 
     def state_dict(self) -> dict[str, Any]:
@@ -451,7 +469,8 @@ class DiLoCoAggregation(Aggregation):
         """
         if state_dict:
             check_keys(self, state_dict, ("shared", "outer_state", "outer_options"))
-        # The outer optimizer stays the same object, so that references to it and its schedulers remain valid.
+        # The outer optimizer stays the same object, so that references to it and its schedulers
+        # remain valid.
         self._shared.clear()
         self.outer_optimizer.state.clear()
         self.outer_optimizer.param_groups[0]["params"].clear()
@@ -459,8 +478,8 @@ class DiLoCoAggregation(Aggregation):
         outer_state = by_plain_name(state_dict.get("outer_state", {}))
         for name, theta in by_plain_name(state_dict.get("shared", {})).items():
             self._share(name, theta)
-            # A copy, because the outer optimizer changes its state in place and the caller may still use the
-            # checkpoint.
+            # A copy, because the outer optimizer changes its state in place and the caller may
+            # still use the checkpoint.
             self.outer_optimizer.state[self._shared[name]] = copy.deepcopy(outer_state[name])
 
 

@@ -36,10 +36,10 @@ _OUTSIDE_MODEL = re.compile(
 class PowerAggregation(LossyAggregation):
     r"""Average gradients over all workers, compressed to low rank by one step of power iteration (PowerSGD).
 
-    A gradient :math:`g_i` of worker :math:`i` of :math:`k` is viewed as a matrix with :math:`n` rows (its first
-    dimension) and :math:`m` columns (all others). It is sent as two factors of rank
-    :math:`r = \min(n, m, \text{rank})`. With the error memory :math:`e_i` and a matrix
-    :math:`Q \in \mathbb{R}^{m \times r}`, the same on all workers,
+    A gradient :math:`g_i` of worker :math:`i` of :math:`k` is viewed as a matrix with :math:`n`
+    rows (its first dimension) and :math:`m` columns (all others). It is sent as two factors of rank
+    :math:`r = \min(n, m, \text{rank})`. With the error memory :math:`e_i` and a matrix :math:`Q \in
+    \mathbb{R}^{m \times r}`, the same on all workers,
 
     .. math::
         \Delta_i &= g_i + e_i \\
@@ -48,40 +48,46 @@ class PowerAggregation(LossyAggregation):
         g_i &\leftarrow P Q^\top \\
         e_i &\leftarrow \Delta_i - P Q^\top.
 
-    Up to rounding, nothing is lost: :math:`\frac{1}{k} \sum_i \Delta_i = P Q^\top + \frac{1}{k} \sum_i e_i` after every
-    step. If the average of the :math:`\Delta_i` has rank :math:`r` or less, :math:`P Q^\top` is that average.
+    Up to rounding, nothing is lost: :math:`\frac{1}{k} \sum_i \Delta_i = P Q^\top + \frac{1}{k}
+    \sum_i e_i` after every step. If the average of the :math:`\Delta_i` has rank :math:`r` or less,
+    :math:`P Q^\top` is that average.
 
-    A tensor is compressed if that makes it smaller, :math:`r (n + m) < n m`. All others (vectors, numbers, small
-    matrices) are averaged as they are. A call sends two messages for any number of tensors: all :math:`P` together
-    with the uncompressed tensors, then all :math:`Q`. Each is split if tensors differ in dtype or device.
+    A tensor is compressed if that makes it smaller, :math:`r (n + m) < n m`. All others (vectors,
+    numbers, small matrices) are averaged as they are. A call sends two messages for any number of
+    tensors: all :math:`P` together with the uncompressed tensors, then all :math:`Q`. Each is split
+    if tensors differ in dtype or device.
 
-    The factors are computed at least in float32, also for models in half precision. In each call, a worker sends the
-    bytes of the uncompressed tensors plus :math:`r (n + m)` numbers of ``comm_dtype`` per matrix.
+    The factors are computed at least in float32, also for models in half precision. In each call, a
+    worker sends the bytes of the uncompressed tensors plus :math:`r (n + m)` numbers of
+    ``comm_dtype`` per matrix.
 
-    If ``denom`` changes from step to step, the error of one step is divided by the denominator of a later step. Then
-    only the sum of all :math:`g_i + e_i` has a meaning, not their average.
+    If ``denom`` changes from step to step, the error of one step is divided by the denominator of a
+    later step. Then only the sum of all :math:`g_i + e_i` has a meaning, not their average.
 
-    If a gradient is infinite or nan on one worker, the result is nan on all workers, so every worker sees the overflow.
-    The error memory of that matrix starts again from zero.
+    If a gradient is infinite or nan on one worker, the result is nan on all workers, so every
+    worker sees the overflow. The error memory of that matrix starts again from zero.
 
     Attributes:
         model: As given.
         rank: As given.
-        compression_ratio: Bytes of the gradients over bytes sent for them so far; 1 before anything was sent.
+        compression_ratio: Bytes of the gradients over bytes sent for them so far; 1 before anything
+            was sent.
 
     Args:
         model: The model whose gradients will be aggregated.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
-        reuse_query: True to start from the :math:`Q` of the last step (the paper's warm start). With False, every step
-            draws a new one from a normal distribution.
+        reuse_query: True to start from the :math:`Q` of the last step (the paper's warm start).
+            With False, every step draws a new one from a normal distribution.
         world_size: Number of workers; None takes that of the process group.
         rank: Largest rank of the approximation, 1 or more. It is not the worker's number.
         error_feedback: True to keep :math:`e_i`. With False, the error of the compression is lost.
-        comm_dtype: Type in which :math:`P` and :math:`Q` are sent, for example ``torch.bfloat16``. None is the type in
-            which they are computed: float32, or float64 for gradients in float64.
+        comm_dtype: Type in which :math:`P` and :math:`Q` are sent, for example ``torch.bfloat16``.
+            None is the type in which they are computed: float32, or float64 for gradients in
+            float64.
         start_after_steps: Number of first steps in which every tensor is averaged uncompressed.
         seed: Seed of the random generator of this object; the same on all workers.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         ValueError: An argument is out of range, or ``world_size`` is not that of the process group.
@@ -96,12 +102,13 @@ class PowerAggregation(LossyAggregation):
         True
 
     References:
-        Vogels, Karimireddy and Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization.
-        arXiv:1905.13727
+        Vogels, Karimireddy and Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for
+        Distributed Optimization. arXiv:1905.13727
     """
 
     _named_state = ("errors", "queries", "uncompressed_steps")
-    # Warm starts and the generator determine Q, which must be the same on all workers. Only the errors differ.
+    # Warm starts and the generator determine Q, which must be the same on all workers. Only the
+    # errors differ.
     _own_state = ("errors",)
 
     def __init__(
@@ -153,16 +160,20 @@ class PowerAggregation(LossyAggregation):
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
-            op: ``"avg_world"``, or ``"avg_custom"`` to divide the sum over workers by ``denom`` instead of by k.
-            denom: For ``"avg_custom"``, a positive number or a tensor with one element, the same on every worker.
+            op: ``"avg_world"``, or ``"avg_custom"`` to divide the sum over workers by ``denom``
+                instead of by k.
+            denom: For ``"avg_custom"``, a positive number or a tensor with one element, the same on
+                every worker.
             extra: Tensors to average as they are.
 
         Raises:
             UnknownOperationError: ``op`` is neither. It is a ValueError and a NotImplementedError.
-            ValueError: ``denom`` is missing or not positive, or a restored state does not fit a tensor.
+            ValueError: ``denom`` is missing or not positive, or a restored state does not fit a
+                tensor.
         """
         divisor = self._divisor(op, denom)
-        # P Q^T is an average over workers. A divisor in half precision would round its scale, so it becomes float64.
+        # P Q^T is an average over workers. A divisor in half precision would round its scale, so it
+        # becomes float64.
         scale = self.world_size / (divisor.double() if isinstance(divisor, Tensor) else divisor)
         bytes_before = self.bytes_sent
         matrices = [
@@ -171,8 +182,8 @@ class PowerAggregation(LossyAggregation):
             if self._compresses(name, tensor)
         ]
 
-        # P is made orthonormal, so its scale does not matter. It is sent with the uncompressed tensors and may be
-        # divided like them.
+        # P is made orthonormal, so its scale does not matter. It is sent with the uncompressed
+        # tensors and may be divided like them.
         left = {
             matrix.name: self._to_send(matrix.accumulate(self._query(matrix)))
             for matrix in matrices
@@ -201,8 +212,9 @@ class PowerAggregation(LossyAggregation):
         r"""Return the values kept between steps.
 
         Returns:
-            By parameter name, ``"errors"`` (shape (n, m)), ``"queries"`` (the rows of the last :math:`Q^\top`, shape
-            (r, m)) and ``"uncompressed_steps"``; and ``"generator"``, the state of the random generator.
+            By parameter name, ``"errors"`` (shape (n, m)), ``"queries"`` (the rows of the last
+            :math:`Q^\top`, shape (r, m)) and ``"uncompressed_steps"``; and ``"generator"``, the
+            state of the random generator.
         """
         return {
             "errors": dict(self._memory),
@@ -215,8 +227,8 @@ class PowerAggregation(LossyAggregation):
         """Restore the result of :meth:`state_dict`; an empty dictionary leaves everything as it is.
 
         Raises:
-            ValueError: ``state_dict`` belongs to another aggregation, another model, or another rank of the
-                approximation.
+            ValueError: ``state_dict`` belongs to another aggregation, another model, or another
+                rank of the approximation.
         """
         if not state_dict:
             return
@@ -225,7 +237,8 @@ class PowerAggregation(LossyAggregation):
             plain_name(name): p for name, p in self.model.named_parameters(remove_duplicate=False)
         }
         errors, queries = by_plain_name(state_dict["errors"]), by_plain_name(state_dict["queries"])
-        # An optimizer's parameters outside the model have names such as group0.1, which only the optimizer can check.
+        # An optimizer's parameters outside the model have names such as group0.1, which only the
+        # optimizer can check.
         outside = {
             name for name in self.remembered_names(state_dict) if _OUTSIDE_MODEL.fullmatch(name)
         }
@@ -268,13 +281,14 @@ class PowerAggregation(LossyAggregation):
     def _query(self, matrix: _Matrix) -> Tensor:
         r"""Return the rows of :math:`Q^\top` to start from, the same on all workers.
 
-        Rows that became zero or nan are drawn again. A warm start would otherwise lose these directions permanently.
-        Every step uses the generator, even if the draw is not needed, so that its state stays the same on all workers.
+        Rows that became zero or nan are drawn again. A warm start would otherwise lose these
+        directions permanently. Every step uses the generator, even if the draw is not needed, so
+        that its state stays the same on all workers.
         """
         rows, columns = matrix.delta.shape
         shape = (min(rows, columns, self.rank), columns)
-        # Divided by sqrt(m), a row of Q^T has a length of about 1. So an entry of P is at most about as large as the
-        # norm of a row of the gradient.
+        # Divided by sqrt(m), a row of Q^T has a length of about 1. So an entry of P is at most
+        # about as large as the norm of a row of the gradient.
         drawn = torch.randn(shape, generator=self._generator, dtype=matrix.delta.dtype) / math.sqrt(
             columns
         )
@@ -306,15 +320,16 @@ class PowerAggregation(LossyAggregation):
 class _Matrix:
     r"""A gradient as a matrix, with its error memory.
 
-    The factors are kept transposed, P as (r, n) and Q as (r, m), because products with matrices of few columns are
-    several times slower than with matrices of few rows.
+    The factors are kept transposed, P as (r, n) and Q as (r, m), because products with matrices of
+    few columns are several times slower than with matrices of few rows.
 
     Attributes:
         name: The tensor's name.
         tensor: The tensor, of any shape and strides.
-        gradient: The tensor as a matrix, shape (n, m): a view of ``tensor`` if that is contiguous, else a copy.
-        delta: :math:`\Delta`, shape (n, m), at least float32. Before :meth:`accumulate` and after :meth:`replace` it
-            holds the error memory. Without an error memory it is the gradient.
+        gradient: The tensor as a matrix, shape (n, m): a view of ``tensor`` if that is contiguous,
+            else a copy.
+        delta: :math:`\Delta`, shape (n, m), at least float32. Before :meth:`accumulate` and after
+            :meth:`replace` it holds the error memory. Without an error memory it is the gradient.
         has_memory: True if there is an error memory.
     """
 
@@ -370,7 +385,8 @@ class _Matrix:
     def _blocks(self, left: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Split gradient and delta into blocks of rows, and ``left`` into the columns that belong to these rows."""
         rows, columns = self.delta.shape
-        # On a CPU a block stays in the cache between the operations. A GPU gets whole matrices, in fewer launches.
+        # On a CPU a block stays in the cache between the operations. A GPU gets whole matrices, in
+        # fewer launches.
         if self.delta.device.type == "cpu":
             rows = max(1, BLOCK_ELEMENTS // columns)
         return zip(
@@ -380,9 +396,9 @@ class _Matrix:
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     """Write the product of the transpose of ``left``, shape (r, n), and ``right``, shape (r, m), into ``out``."""
-    # A product of a column and a row is fast on every CPU, and has the same bits for any number of threads. On an AMD
-    # EPYC, the sum of two or four of them takes less than half as long as MKL's product of matrices (2048 rows and
-    # columns).
+    # A product of a column and a row is fast on every CPU, and has the same bits for any number of
+    # threads. On an AMD EPYC, the sum of two or four of them takes less than half as long as MKL's
+    # product of matrices (2048 rows and columns).
     if len(left) > 4 or out.device.type != "cpu":
         torch.mm(left.t(), right, out=out)
         return

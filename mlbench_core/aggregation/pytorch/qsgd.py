@@ -30,27 +30,30 @@ __all__ = ["QSGDAggregation"]
 class QSGDAggregation(CompressedAggregation):
     r"""Average gradients that each worker rounded at random to a few levels.
 
-    Each tensor is cut into buckets of consecutive coordinates, in its logical order; the last bucket of a tensor may be
-    shorter. For a bucket :math:`v` and :math:`s` levels, a worker sends
+    Each tensor is cut into buckets of consecutive coordinates, in its logical order; the last
+    bucket of a tensor may be shorter. For a bucket :math:`v` and :math:`s` levels, a worker sends
 
     .. math::
 
         Q(v)_j = \lVert v \rVert \operatorname{sign}(v_j) \, \xi_j, \qquad
         \xi_j = \frac{1}{s} \Bigl\lfloor \frac{s |v_j|}{\lVert v \rVert} + u_j \Bigr\rfloor,
 
-    with :math:`u_j` uniform in :math:`[0, 1)`, drawn by each worker for itself. So :math:`Q(v)` is :math:`v` on
-    average, on a CPU up to :math:`2^{-17}` of a level. With the Euclidean norm, its variance is at most
-    :math:`\min(d / s^2, \sqrt{d} / s) \lVert v \rVert^2` for a bucket of :math:`d` coordinates. Every worker's tensor
-    becomes :math:`\frac{1}{k} \sum_i Q(v_i)` (or the sum over ``denom``), summed in the order of ranks, so that all
-    workers get the same bits. The error is zero on average, so QSGD needs no error feedback. A worker that trains
-    alone rounds too, and sends nothing. If a value is infinite or nan on one worker, its bucket becomes nan on all.
+    with :math:`u_j` uniform in :math:`[0, 1)`, drawn by each worker for itself. So :math:`Q(v)` is
+    :math:`v` on average, on a CPU up to :math:`2^{-17}` of a level. With the Euclidean norm, its
+    variance is at most :math:`\min(d / s^2, \sqrt{d} / s) \lVert v \rVert^2` for a bucket of
+    :math:`d` coordinates. Every worker's tensor becomes :math:`\frac{1}{k} \sum_i Q(v_i)` (or the
+    sum over ``denom``), summed in the order of ranks, so that all workers get the same bits. The
+    error is zero on average, so QSGD needs no error feedback. A worker that trains alone rounds
+    too, and sends nothing. If a value is infinite or nan on one worker, its bucket becomes nan on
+    all.
 
-    In each step, a worker sends, in one all-gather for the tensors of one dtype, 4 bytes for each bucket (8 for
-    float64) and :math:`\lceil \log_2(2 s + 1) \rceil` bits for each coordinate.
+    In each step, a worker sends, in one all-gather for the tensors of one dtype, 4 bytes for each
+    bucket (8 for float64) and :math:`\lceil \log_2(2 s + 1) \rceil` bits for each coordinate.
 
-    Implementations differ. The analysis of the paper has the Euclidean norm, and its experiments the largest absolute
-    value (``norm=math.inf``), which has less variance for equal ``levels``. The paper also has a variable-length code
-    (Elias) for few levels, where most values are zero. Here every value has the same number of bits.
+    Implementations differ. The analysis of the paper has the Euclidean norm, and its experiments
+    the largest absolute value (``norm=math.inf``), which has less variance for equal ``levels``.
+    The paper also has a variable-length code (Elias) for few levels, where most values are zero.
+    Here every value has the same number of bits.
 
     Attributes:
         levels: As given.
@@ -59,16 +62,19 @@ class QSGDAggregation(CompressedAggregation):
 
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
-        levels: :math:`s`, the number of levels above zero, from 1 to 127. The values 1, 3, 7, 15, ..., 127 use all
-            codes of 2, 3, 4, 5, ..., 8 bits but one.
+        levels: :math:`s`, the number of levels above zero, from 1 to 127. The values 1, 3, 7, 15,
+            ..., 127 use all codes of 2, 3, 4, 5, ..., 8 bits but one.
         bucket_size: Coordinates that share a norm.
         norm: 2 for the Euclidean norm, ``math.inf`` for the largest absolute value.
-        seed: Seed of the random numbers; the same on all workers, each of which derives numbers of its own from it.
+        seed: Seed of the random numbers; the same on all workers, each of which derives numbers of
+            its own from it.
         world_size: Number of workers; None takes that of the process group.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
-        ValueError: A number is out of range, or ``world_size`` is not the number of workers in the process group.
+        ValueError: A number is out of range, or ``world_size`` is not the number of workers in the
+            process group.
         TypeError: ``levels``, ``bucket_size`` or ``seed`` is not an integer.
 
     Example:
@@ -78,8 +84,8 @@ class QSGDAggregation(CompressedAggregation):
         tensor([ 0.,  2.,  4., -4.])
 
     References:
-        Alistarh, Grubic, Li, Tomioka, Vojnovic: QSGD: Communication-Efficient SGD via Gradient Quantization and
-        Encoding. arXiv:1610.02132
+        Alistarh, Grubic, Li, Tomioka, Vojnovic: QSGD: Communication-Efficient SGD via Gradient
+        Quantization and Encoding. arXiv:1610.02132
     """
 
     _named_state = ()
@@ -132,7 +138,8 @@ class QSGDAggregation(CompressedAggregation):
         ]
         for block, start, first in self._in_blocks(flats):
             total = torch.zeros(self._buckets(block), self.bucket_size, dtype=dtype, device=device)
-            # Added in the order of ranks, because sums in different orders differ in their last bits.
+            # Added in the order of ranks, because sums in different orders differ in their last
+            # bits.
             for their_norms, packed in received:
                 level = unpack_codes(packed, len(block), bits, start).to(dtype).sub_(self.levels)
                 scale = their_norms[first : first + len(total), None]
@@ -177,7 +184,8 @@ class QSGDAggregation(CompressedAggregation):
             peak = v.abs().amax(1)
             scaled = torch.linalg.vector_norm(v / peak[:, None], ord=self.norm, dim=1)
             norms = torch.where(norms.isfinite(), norms, peak * scaled)
-        # A bucket of zeros has the norm 0, and 0 / 0 is nan. After an overflow the norm itself makes the result nan.
+        # A bucket of zeros has the norm 0, and 0 / 0 is nan. After an overflow the norm itself
+        # makes the result nan.
         level = (v * self.levels).div_(norms[:, None]).abs_().nan_to_num_(nan=0, posinf=self.levels)
         # The sum may round up to the next integer, beyond the highest level.
         level.add_(draw(v)).floor_().clamp_(max=self.levels)
@@ -186,8 +194,9 @@ class QSGDAggregation(CompressedAggregation):
     def _source(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return a function that draws a uniform number for each element of a tensor.
 
-        The numbers depend on the seed, the rank and the number of calls of this method. A count is enough to resume,
-        and it is the same on all workers. CPUs and other devices have different numbers.
+        The numbers depend on the seed, the rank and the number of calls of this method. A count is
+        enough to resume, and it is the same on all workers. CPUs and other devices have different
+        numbers.
         """
         entropy = np.random.SeedSequence((self._seed, process_groups.rank(self.group), self._draws))
         self._draws += 1
@@ -199,8 +208,8 @@ class QSGDAggregation(CompressedAggregation):
         bits = np.random.Generator(np.random.SFC64(entropy))
 
         def draw(like: Tensor) -> Tensor:
-            # Middles of 65,536 intervals: their means differ by at most 2**-17 of a level from those of real numbers,
-            # and they take a tenth of the time of torch.rand.
+            # Middles of 65,536 intervals: their means differ by at most 2**-17 of a level from
+            # those of real numbers, and they take a tenth of the time of torch.rand.
             words = bits.integers(0, 2**64, -(-like.numel() // 4), dtype=np.uint64)
             drawn = torch.from_numpy(words.view(np.uint16))[: like.numel()].to(like.dtype)
             return drawn.add_(0.5).mul_(2**-16).view(like.shape)

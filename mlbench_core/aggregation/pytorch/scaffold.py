@@ -19,10 +19,11 @@ __all__ = ["ScaffoldAggregation"]
 class ScaffoldAggregation(Aggregation):
     r"""Average weights, and learn for each worker how its gradients differ from those of all workers.
 
-    Worker :math:`i` of :math:`k` has a control variate :math:`c_i` for each tensor, an estimate of its mean gradient.
-    All workers share their average :math:`c`. All are zero at first. From the common weights :math:`x`, the worker
-    takes :math:`K` local steps with the gradient :math:`g_i(y_i) - c_i + c` (:meth:`correction`) and the learning rates
-    :math:`\eta_1, \ldots, \eta_K` (:meth:`count`) to :math:`y_i`. With :math:`S = \sum_t \eta_t`, a call computes
+    Worker :math:`i` of :math:`k` has a control variate :math:`c_i` for each tensor, an estimate of
+    its mean gradient. All workers share their average :math:`c`. All are zero at first. From the
+    common weights :math:`x`, the worker takes :math:`K` local steps with the gradient
+    :math:`g_i(y_i) - c_i + c` (:meth:`correction`) and the learning rates :math:`\eta_1, \ldots,
+    \eta_K` (:meth:`count`) to :math:`y_i`. With :math:`S = \sum_t \eta_t`, a call computes
 
     .. math::
 
@@ -30,20 +31,22 @@ class ScaffoldAggregation(Aggregation):
         c &\leftarrow \frac{1}{S} \Bigl(x - \frac{1}{k} \sum_i y_i\Bigr) \\
         x &\leftarrow \frac{1}{k} \sum_i y_i, \qquad y_i \leftarrow x.
 
-    The first line is the paper's option II, in which :math:`S = K \eta`; the new :math:`c_i` is the average of the
-    local gradients. The second line is the paper's :math:`c + \frac{1}{k} \sum_i (c_i' - c_i)` if all workers take
-    part: both are equal, but this one needs no message. So a call sends the bytes of the tensors, half of what
-    implementations that also send the control variates do. The paper's global step size is 1 here. Its option I (a pass
-    over the data for :math:`c_i`) and its sampling of workers are left out. A single worker takes the steps of SGD.
+    The first line is the paper's option II, in which :math:`S = K \eta`; the new :math:`c_i` is the
+    average of the local gradients. The second line is the paper's :math:`c + \frac{1}{k} \sum_i
+    (c_i' - c_i)` if all workers take part: both are equal, but this one needs no message. So a call
+    sends the bytes of the tensors, half of what implementations that also send the control variates
+    do. The paper's global step size is 1 here. Its option I (a pass over the data for :math:`c_i`)
+    and its sampling of workers are left out. A single worker takes the steps of SGD.
 
-    A parameter takes no local step while this worker has no gradient of it, but the rates count. Parameters that are
-    added later are averaged at their first aggregation and have control variates from then on. The control variates
-    and :math:`x` are kept at least in float32.
+    A parameter takes no local step while this worker has no gradient of it, but the rates count.
+    Parameters that are added later are averaged at their first aggregation and have control
+    variates from then on. The control variates and :math:`x` are kept at least in float32.
 
     Args:
         world_size: Number of workers; None takes that of the process group.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         ValueError: ``world_size`` is not the number of workers in the process group.
@@ -58,8 +61,8 @@ class ScaffoldAggregation(Aggregation):
         tensor([3.])
 
     References:
-        Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: SCAFFOLD: Stochastic Controlled Averaging for Federated
-        Learning. arXiv:1910.06378
+        Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: SCAFFOLD: Stochastic Controlled Averaging
+        for Federated Learning. arXiv:1910.06378
     """
 
     _named_state = ("shared", "common", "own", "rates")
@@ -77,7 +80,8 @@ class ScaffoldAggregation(Aggregation):
         self._own: dict[str, Tensor] = {}  # c_i
         self._rates: dict[str, float] = {}  # S since the last call
 
-    # Control variates are computed from weights, so aggregating gradients would leave them as they are.
+    # Control variates are computed from weights, so aggregating gradients would leave them as they
+    # are.
     agg_grad = refuse_gradients
 
     def start(self, model: nn.Module | Mapping[str, Tensor]) -> None:
@@ -148,7 +152,8 @@ class ScaffoldAggregation(Aggregation):
                 f"{name!r} must have the shape {tuple(x.shape)} of its shared weights, not {tuple(y_i.shape)}: load a "
                 "state of this model"
             )
-        # The model may have moved to another device or dtype since the last call or since the checkpoint.
+        # The model may have moved to another device or dtype since the last call or since the
+        # checkpoint.
         dtype = torch.promote_types(y_i.dtype, torch.float32)
         for kept in (self._shared, self._common, self._own):
             if name in kept:
@@ -166,7 +171,8 @@ class ScaffoldAggregation(Aggregation):
     def state_dict(self) -> dict[str, Any]:
         """Return by parameter name the shared weights, the control variates, and the sums of rates.
 
-        The keys are ``"shared"``, ``"common"``, ``"own"`` and ``"rates"``; an empty dictionary before the start.
+        The keys are ``"shared"``, ``"common"``, ``"own"`` and ``"rates"``; an empty dictionary
+        before the start.
         """
         if not self._shared:
             return {}
@@ -180,8 +186,8 @@ class ScaffoldAggregation(Aggregation):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts again from the weights at the next step.
 
-        A worker without control variates of its own takes the common ones, so that its first gradients are not
-        corrected.
+        A worker without control variates of its own takes the common ones, so that its first
+        gradients are not corrected.
 
         Raises:
             ValueError: It is another aggregation's state.

@@ -47,25 +47,29 @@ class SignAggregation(CompressedAggregation):
 
     With :math:`g_i` the gradient of worker :math:`i` of :math:`k`, every worker's tensor becomes
 
-    .. math:: \operatorname{sign}\Bigl(\sum_{i=1}^{k} \operatorname{sign}(g_i)\Bigr) \in \{-1, 0, 1\},
+    .. math:: \operatorname{sign}\Bigl(\sum_{i=1}^{k} \operatorname{sign}(g_i)\Bigr) \in \{-1, 0,
+      1\},
 
-    whatever the divisor of the operation is. A tie, which an even number of workers can have, gives 0.
+    whatever the divisor of the operation is. A tie, which an even number of workers can have, gives
+    0.
 
-    One bit cannot represent a zero, so worker :math:`i` sends a zero in step :math:`t` as :math:`(-1)^{t + i}`. If all
-    of an even number of workers have a zero, their votes cancel and give 0. Otherwise the votes for the zeros of one
-    worker cancel from step to step. A missing gradient of this worker counts as zeros. A single worker sends nothing
-    and keeps its zeros.
+    One bit cannot represent a zero, so worker :math:`i` sends a zero in step :math:`t` as
+    :math:`(-1)^{t + i}`. If all of an even number of workers have a zero, their votes cancel and
+    give 0. Otherwise the votes for the zeros of one worker cancel from step to step. A missing
+    gradient of this worker counts as zeros. A single worker sends nothing and keeps its zeros.
 
-    A sign cannot represent an infinity or nan, so one more bit says if all numbers of the message are finite. If they
-    are not on one worker, all tensors of the message become nan on all workers.
+    A sign cannot represent an infinity or nan, so one more bit says if all numbers of the message
+    are finite. If they are not on one worker, all tensors of the message become nan on all workers.
 
-    In each step, a worker sends :math:`\lceil (d + 1) / 8 \rceil` bytes for the :math:`d` coordinates of one dtype, in
-    one all-gather. With ``by_layer=True`` this holds for each parameter.
+    In each step, a worker sends :math:`\lceil (d + 1) / 8 \rceil` bytes for the :math:`d`
+    coordinates of one dtype, in one all-gather. With ``by_layer=True`` this holds for each
+    parameter.
 
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         world_size: Number of workers; None takes that of the process group.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         ValueError: ``world_size`` is not the number of workers in the process group.
@@ -77,16 +81,16 @@ class SignAggregation(CompressedAggregation):
         tensor([ 1., -1.,  0.])
 
     References:
-        Bernstein, Wang, Azizzadenesheli, Anandkumar: signSGD: Compressed Optimisation for Non-Convex Problems.
-        arXiv:1802.04434
-        Bernstein, Zhao, Azizzadenesheli, Anandkumar: signSGD with Majority Vote is Communication Efficient and Fault
-        Tolerant. arXiv:1810.05291
+        Bernstein, Wang, Azizzadenesheli, Anandkumar: signSGD: Compressed Optimisation for
+        Non-Convex Problems. arXiv:1802.04434 Bernstein, Zhao, Azizzadenesheli, Anandkumar: signSGD
+        with Majority Vote is Communication Efficient and Fault Tolerant. arXiv:1810.05291
     """
 
     averages_gradients = False
 
     _named_state = ("votes_held",)
-    # No state differs between workers: the votes for zeros cancel only if all workers have the same counts.
+    # No state differs between workers: the votes for zeros cancel only if all workers have the same
+    # counts.
     _own_state = ()
 
     def __init__(
@@ -102,13 +106,13 @@ class SignAggregation(CompressedAggregation):
             for tensor in tensors.values():
                 tensor.copy_(signs_or_nan(tensor))
             return
-        # With by_layer=True or several dtypes, a step has several votes. Each has its own counter, under the name of
-        # its first tensor.
+        # With by_layer=True or several dtypes, a step has several votes. Each has its own counter,
+        # under the name of its first tensor.
         first_name = next(iter(tensors))
         step = self._votes_held.get(first_name, 0)
         self._votes_held[first_name] = step + 1
-        # Zeros count as positive in one step and as negative in the next. Even ranks begin with positive, odd ranks
-        # with negative.
+        # Zeros count as positive in one step and as negative in the next. Even ranks begin with
+        # positive, odd ranks with negative.
         zero_is_positive = (step + process_groups.rank(self.group)) % 2 == 0
         flags: list[Tensor] = []
 
@@ -124,14 +128,16 @@ class SignAggregation(CompressedAggregation):
         is_finite = torch.cat([unpack_part(ballot, end, end + 1) for ballot in ballots]).all()
 
         def majority(first: int, start: int, stop: int) -> Tensor:
-            # int16 takes a quarter of the memory of int64. The counts are doubled, which fits for 16,383 workers.
+            # int16 takes a quarter of the memory of int64. The counts are doubled, which fits for
+            # 16,383 workers.
             votes_for = torch.zeros(stop - start, dtype=torch.int16, device=ballots.device)
             for ballot in ballots:
                 votes_for += unpack_part(ballot, first + start, first + stop)
             return votes_for.mul_(2).sub_(self.world_size).sign_()  # votes for minus those against
 
         if ballots.is_cuda:
-            # A GPU counts the votes for all tensors at once, because counting takes several kernels.
+            # A GPU counts the votes for all tensors at once, because counting takes several
+            # kernels.
             result = majority(0, 0, end).float().masked_fill_(~is_finite, torch.nan)
             unpack(result, tensors.values())
             return
@@ -160,9 +166,9 @@ class SignAggregation(CompressedAggregation):
 class EFSignAggregation(CompressedAggregation):
     r"""Scaled signs with error feedback.
 
-    Worker :math:`i` adds its error memory :math:`e_i` to its gradient :math:`g_i`. (Instead of the gradient it may be a
-    step; the memory is then in units of steps.) For each tensor with :math:`d` coordinates it sends the signs and the
-    mean absolute value, and remembers the rest:
+    Worker :math:`i` adds its error memory :math:`e_i` to its gradient :math:`g_i`. (Instead of the
+    gradient it may be a step; the memory is then in units of steps.) For each tensor with :math:`d`
+    coordinates it sends the signs and the mean absolute value, and remembers the rest:
 
     .. math::
 
@@ -170,18 +176,19 @@ class EFSignAggregation(CompressedAggregation):
         \Delta_i &= \frac{\lVert p_i \rVert_1}{d} \operatorname{sign}(p_i) \\
         e_i &\leftarrow p_i - \Delta_i
 
-    Every worker's tensor becomes :math:`\frac{1}{k} \sum_i \Delta_i` (or the sum over ``denom``), summed in the order
-    of ranks, so that all workers get the same bits. The sign of zero is 1. If a value is infinite or nan on one worker,
-    its scale is too, and the whole tensor on all workers. Values that are not finite are not remembered, so that a step
-    that overflowed can be skipped.
+    Every worker's tensor becomes :math:`\frac{1}{k} \sum_i \Delta_i` (or the sum over ``denom``),
+    summed in the order of ranks, so that all workers get the same bits. The sign of zero is 1. If a
+    value is infinite or nan on one worker, its scale is too, and the whole tensor on all workers.
+    Values that are not finite are not remembered, so that a step that overflowed can be skipped.
 
-    In each step, a worker sends :math:`\lceil d / 8 \rceil` bytes for the :math:`d` coordinates of one dtype, and 4
-    bytes for each tensor (8 for float64), in one all-gather.
+    In each step, a worker sends :math:`\lceil d / 8 \rceil` bytes for the :math:`d` coordinates of
+    one dtype, and 4 bytes for each tensor (8 for float64), in one all-gather.
 
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         world_size: Number of workers; None takes that of the process group.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         ValueError: ``world_size`` is not the number of workers in the process group.
@@ -193,8 +200,8 @@ class EFSignAggregation(CompressedAggregation):
         (tensor([ 2., -2.]), tensor([1., 1.]))
 
     References:
-        Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD and other Gradient Compression Schemes.
-        arXiv:1901.09847
+        Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD and other Gradient
+        Compression Schemes. arXiv:1901.09847
     """
 
     def _aggregate_kind(
@@ -232,7 +239,8 @@ class EFSignAggregation(CompressedAggregation):
                 part -= torch.copysign(
                     scale, part, out=kept.flat("size", len(part), part.dtype, part.device)
                 )  # now e
-        # On a GPU, reading the flag would make the host wait, so there the values are always replaced.
+        # On a GPU, reading the flag would make the host wait, so there the values are always
+        # replaced.
         if scales.is_cuda or not scales.isfinite().all():
             torch_private.foreach_copy_(p, [p_n.nan_to_num(nan=0, posinf=0, neginf=0) for p_n in p])
         messages = self._gather(message, divisor, extra)
@@ -255,11 +263,13 @@ class EFSignAggregation(CompressedAggregation):
             total, other = (
                 kept.flat(key, size, scales.dtype, scales.device) for key in ("total", "other")
             )
-            # All workers add in the same order, because sums in different orders differ in their last bits.
+            # All workers add in the same order, because sums in different orders differ in their
+            # last bits.
             for i, (table, message) in enumerate(zip(tables, messages, strict=True)):
                 packed = message[scales.nbytes + first_byte : scales.nbytes + end]
                 rows = (other if i else total).view(-1, 8)
-                # NumPy finds rows in a table twice as fast as torch. "clip" lets it write them without a buffer.
+                # NumPy finds rows in a table twice as fast as torch. "clip" lets it write them
+                # without a buffer.
                 np.take(table.numpy(), packed.numpy(), axis=0, out=rows.numpy(), mode="clip")
                 if i:
                     total += other
@@ -267,8 +277,8 @@ class EFSignAggregation(CompressedAggregation):
 
         first = 0
         for tensor, scales_n in zip(tensors.values(), their_scales, strict=True):
-            # For each worker, the eight scaled signs that each value of a byte represents. If a scale underflows to 0,
-            # its negative signs give -0. Adding 0 makes them +0.
+            # For each worker, the eight scaled signs that each value of a byte represents. If a
+            # scale underflows to 0, its negative signs give -0. Adding 0 makes them +0.
             fill(tensor, partial(average, first, scales_n[:, None, None] * signs_of_bytes + 0))
             first += tensor.numel()
 
@@ -281,8 +291,8 @@ def _all_bytes(device: torch.device) -> Tensor:
 def sum_scaled_signs(packed: Tensor, scales: Tensor, sizes: Sequence[int]) -> Tensor:
     """Sum the workers' scaled signs of all tensors; for GPUs.
 
-    The signs of a worker are unpacked at once, and then each tensor takes one kernel. On an NVIDIA H200, finding a
-    byte's eight values in a table, as CPUs do, took 1.1 ms for each million bytes.
+    The signs of a worker are unpacked at once, and then each tensor takes one kernel. On an NVIDIA
+    H200, finding a byte's eight values in a table, as CPUs do, took 1.1 ms for each million bytes.
 
     Args:
         packed: One row per worker: the packed signs of all tensors, shape (k, bytes), uint8.
@@ -290,7 +300,8 @@ def sum_scaled_signs(packed: Tensor, scales: Tensor, sizes: Sequence[int]) -> Te
         sizes: Number of elements of each tensor, n in all.
 
     Returns:
-        Shape (n,), in the dtype of the scales: for each worker in turn, its scales times its signs are added.
+        Shape (n,), in the dtype of the scales: for each worker in turn, its scales times its signs
+        are added.
     """
     total = scales.new_zeros(sum(sizes))
     for row, column in zip(packed, scales.unbind(1), strict=True):
@@ -344,7 +355,8 @@ def pack_bits(bits: Tensor) -> Tensor:
         tensor([131, 128], dtype=torch.uint8)
     """
     if bits.device.type == "cpu":
-        # NumPy packs 37 times faster than pack_with_torch, and unpacks 12 times faster (a million bits, one core).
+        # NumPy packs 37 times faster than pack_with_torch, and unpacks 12 times faster (a million
+        # bits, one core).
         return torch.from_numpy(np.packbits(bits.numpy()))
     return pack_with_torch(bits)
 
@@ -371,12 +383,13 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
 def pack_signs(tensors: Iterable[Tensor], zero_is_positive: bool = True) -> Tensor:
     """Return the result of :func:`pack_bits` for the signs of tensors, one after another.
 
-    On a CPU, the booleans, one byte each, stay in the cache. A GPU packs all tensors at once, because packing takes
-    several kernels.
+    On a CPU, the booleans, one byte each, stay in the cache. A GPU packs all tensors at once,
+    because packing takes several kernels.
 
     Args:
         tensors: At least one; each is read in its logical order.
-        zero_is_positive: If True, a zero counts as positive, otherwise as negative. nan is negative.
+        zero_is_positive: If True, a zero counts as positive, otherwise as negative. nan is
+            negative.
 
     Returns:
         Shape (ceil(n / 8),) for n elements in all, uint8, on the same device.

@@ -30,9 +30,9 @@ __all__ = ["ChunkedTopKAggregation", "SparseLoCoAggregation"]
 class ChunkedTopKAggregation(CompressedAggregation):
     r"""Send the largest coordinates of each chunk with a few bits each, and remember the rest.
 
-    Worker :math:`i` adds its tensor :math:`\Delta_i` to its error memory :math:`e_i`, which decays by :math:`\beta`.
-    From each chunk of consecutive coordinates it selects the largest in absolute value (top-k), and quantizes them
-    (:math:`Q`):
+    Worker :math:`i` adds its tensor :math:`\Delta_i` to its error memory :math:`e_i`, which decays
+    by :math:`\beta`. From each chunk of consecutive coordinates it selects the largest in absolute
+    value (top-k), and quantizes them (:math:`Q`):
 
     .. math::
 
@@ -40,22 +40,25 @@ class ChunkedTopKAggregation(CompressedAggregation):
         s_i &= Q(\operatorname{top-k}(e_i)) \\
         e_i &\leftarrow e_i - s_i.
 
-    Every worker's tensor becomes :math:`\frac{1}{k} \sum_i s_i` (or the sum over ``denom``), summed in the order of
-    ranks, so that all workers get the same bits. A tensor's last chunk may be shorter. Values that are not finite are
-    not remembered.
+    Every worker's tensor becomes :math:`\frac{1}{k} \sum_i s_i` (or the sum over ``denom``), summed
+    in the order of ranks, so that all workers get the same bits. A tensor's last chunk may be
+    shorter. Values that are not finite are not remembered.
 
-    With :math:`b` bits, :math:`Q` keeps the sign of a value and puts its size into one of :math:`2^{b - 1}` equal
-    intervals between the smallest and the largest size that the chunk sends. There are at most :math:`k` intervals. The
-    mean of the sizes in an interval stands for each of them, so :math:`\lVert e - Q(e) \rVert \le \lVert e \rVert` for
-    every :math:`e`. Zeros are not sent: if a chunk has fewer than :math:`k` other values, all of its zeros stay zero.
+    With :math:`b` bits, :math:`Q` keeps the sign of a value and puts its size into one of
+    :math:`2^{b - 1}` equal intervals between the smallest and the largest size that the chunk
+    sends. There are at most :math:`k` intervals. The mean of the sizes in an interval stands for
+    each of them, so :math:`\lVert e - Q(e) \rVert \le \lVert e \rVert` for every :math:`e`. Zeros
+    are not sent: if a chunk has fewer than :math:`k` other values, all of its zeros stay zero.
 
     For :math:`n` chunks of :math:`c` coordinates of which :math:`k` are sent, a worker sends
-    :math:`n k \lceil \log_2 c \rceil` bits of positions, :math:`n k b` bits of values, and for each chunk
-    :math:`\min(2^{b - 1}, k)` means of 4 bytes (8 for float64). Without quantization it sends the positions, and the
-    values in the dtype of the tensor, at least in float32. Positions and values of a tensor's equal chunks are each
-    filled up to whole bytes. Tensors of one dtype share one all-gather.
+    :math:`n k \lceil \log_2 c \rceil` bits of positions, :math:`n k b` bits of values, and for each
+    chunk :math:`\min(2^{b - 1}, k)` means of 4 bytes (8 for float64). Without quantization it sends
+    the positions, and the values in the dtype of the tensor, at least in float32. Positions and
+    values of a tensor's equal chunks are each filled up to whole bytes. Tensors of one dtype share
+    one all-gather.
 
-    If a value is infinite or nan on one worker, the values of its interval are infinite or nan on all workers.
+    If a value is infinite or nan on one worker, the values of its interval are infinite or nan on
+    all workers.
 
     Attributes:
         density: As given.
@@ -65,16 +68,18 @@ class ChunkedTopKAggregation(CompressedAggregation):
 
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
-        density: Share of each chunk that is sent (a float, at most 1.0; at least one coordinate is sent), or the
-            number of coordinates (an integer).
+        density: Share of each chunk that is sent (a float, at most 1.0; at least one coordinate is
+            sent), or the number of coordinates (an integer).
         bits: Bits of a value, from 1 to 8; None for no quantization.
         decay: :math:`\beta`, from 0 (no error feedback) to 1 (nothing is lost).
         chunk_size: Coordinates of a chunk, at most 2^24.
         world_size: Number of workers; None takes that of the process group.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
-        ValueError: A number is out of range, or ``world_size`` is not the number of workers in the process group.
+        ValueError: A number is out of range, or ``world_size`` is not the number of workers in the
+            process group.
         TypeError: A number has the wrong type.
 
     Example:
@@ -84,8 +89,8 @@ class ChunkedTopKAggregation(CompressedAggregation):
         (tensor([ 8.,  0., -4.,  0.]), tensor([0., 1., 0., 2.]))
 
     References:
-        A. Sarfi, B. Thérien, J. Lidin, E. Belilovsky: Communication Efficient LLM Pre-training with SparseLoCo.
-        arXiv:2508.15706
+        A. Sarfi, B. Thérien, J. Lidin, E. Belilovsky: Communication Efficient LLM Pre-training with
+        SparseLoCo. arXiv:2508.15706
     """
 
     def __init__(
@@ -208,7 +213,8 @@ def _dequantize(codes: Tensor, means: Tensor, picked: Tensor) -> Tensor:
     """Return the values that codes stand for; 0 for a position that repeats the first of its row.
 
     Args:
-        codes: Shape (n, k): the number of the interval, plus the number of intervals for negative values.
+        codes: Shape (n, k): the number of the interval, plus the number of intervals for negative
+            values.
         means: Shape (n, intervals): the mean size in each interval of a row.
         picked: Shape (n, k): the positions.
     """
@@ -222,19 +228,22 @@ def _dequantize(codes: Tensor, means: Tensor, picked: Tensor) -> Tensor:
 class SparseLoCoAggregation(DiLoCoAggregation):
     r"""Update weights that all workers share by the largest parts of the workers' changes.
 
-    With :math:`\theta` the shared weights and :math:`\theta_i` the current weights of worker :math:`i` of :math:`k`, a
-    call computes the change :math:`\Delta_i = \theta - \theta_i`, compresses it to :math:`s_i` with error feedback as
-    :class:`ChunkedTopKAggregation` does, and updates
+    With :math:`\theta` the shared weights and :math:`\theta_i` the current weights of worker
+    :math:`i` of :math:`k`, a call computes the change :math:`\Delta_i = \theta - \theta_i`,
+    compresses it to :math:`s_i` with error feedback as :class:`ChunkedTopKAggregation` does, and
+    updates
 
-    .. math:: \theta \leftarrow \theta - \frac{\alpha}{k} \sum_i s_i, \qquad \theta_i \leftarrow \theta.
+    .. math:: \theta \leftarrow \theta - \frac{\alpha}{k} \sum_i s_i, \qquad \theta_i \leftarrow
+      \theta.
 
-    The error memory takes the place of an outer momentum. If all coordinates are sent without quantization and
-    decay, and :math:`\alpha = 1`, the result is the average of the :math:`\theta_i`.
+    The error memory takes the place of an outer momentum. If all coordinates are sent without
+    quantization and decay, and :math:`\alpha = 1`, the result is the average of the
+    :math:`\theta_i`.
 
-    Implementations differ. Some cut matrices into blocks of 64 x 64; here a chunk is 4,096 consecutive coordinates.
-    Some cut the values of a whole tensor, with their signs, into intervals around their mean; here the intervals are
-    those of the sizes in a chunk, and the sign is a bit of its own. Either way, the mean of the values in an interval
-    stands for them.
+    Implementations differ. Some cut matrices into blocks of 64 x 64; here a chunk is 4,096
+    consecutive coordinates. Some cut the values of a whole tensor, with their signs, into intervals
+    around their mean; here the intervals are those of the sizes in a chunk, and the sign is a bit
+    of its own. Either way, the mean of the values in an interval stands for them.
 
     Attributes:
         compressed: The compression; it holds the error memory.
@@ -246,7 +255,8 @@ class SparseLoCoAggregation(DiLoCoAggregation):
         outer_lr: :math:`\alpha`.
 
     Raises:
-        TypeError: ``compressed`` is not a :class:`ChunkedTopKAggregation`, or ``outer_lr`` is not a number.
+        TypeError: ``compressed`` is not a :class:`ChunkedTopKAggregation`, or ``outer_lr`` is not a
+            number.
         ValueError: ``outer_lr`` is negative or not finite.
 
     Example:
@@ -259,8 +269,8 @@ class SparseLoCoAggregation(DiLoCoAggregation):
         (tensor([3., 0., 0., 0.]), tensor([ 0., -2., -1.,  0.]))
 
     References:
-        A. Sarfi, B. Thérien, J. Lidin, E. Belilovsky: Communication Efficient LLM Pre-training with SparseLoCo.
-        arXiv:2508.15706
+        A. Sarfi, B. Thérien, J. Lidin, E. Belilovsky: Communication Efficient LLM Pre-training with
+        SparseLoCo. arXiv:2508.15706
     """
 
     def __init__(

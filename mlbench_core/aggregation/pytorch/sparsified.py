@@ -35,16 +35,17 @@ __all__ = ["SparsifiedAggregation", "coordinates_sent", "draw_coordinates", "lar
 # On a CPU, reading and writing a value by its index takes about as long as a pass over 16 values.
 _FEW = 16
 
-# A prime: a divisor of the width of a matrix would sample a few of its columns, whose values may be larger than others.
+# A prime: a divisor of the width of a matrix would sample a few of its columns, whose values may be
+# larger than others.
 _STRIDE = 127
 
 
 class SparsifiedAggregation(CompressedAggregation):
     r"""Send a few coordinates of each tensor and remember the rest.
 
-    Worker :math:`i` adds its gradient :math:`g_i` to its error memory :math:`m_i`. (Instead of the gradient it may be a
-    step; the memory is then in units of steps.) The worker sends the :math:`k` coordinates that
-    :math:`\operatorname{comp}_k` selects, and remembers the others:
+    Worker :math:`i` adds its gradient :math:`g_i` to its error memory :math:`m_i`. (Instead of the
+    gradient it may be a step; the memory is then in units of steps.) The worker sends the :math:`k`
+    coordinates that :math:`\operatorname{comp}_k` selects, and remembers the others:
 
     .. math::
 
@@ -52,32 +53,35 @@ class SparsifiedAggregation(CompressedAggregation):
         c_i &= \operatorname{comp}_k(m_i) \\
         m_i &\leftarrow m_i - c_i
 
-    Every worker's tensor becomes :math:`\frac{1}{n} \sum_i c_i` over the :math:`n` workers (or the sum over
-    ``denom``). :math:`\operatorname{comp}_k` keeps the :math:`k` coordinates that are largest in absolute value on that
-    worker (top-k). With ``random=True``, it keeps :math:`k` uniformly drawn ones, the same on all workers (random-k).
-    The kept values are not scaled. A tensor with fewer than :math:`k` coordinates is sent whole.
+    Every worker's tensor becomes :math:`\frac{1}{n} \sum_i c_i` over the :math:`n` workers (or the
+    sum over ``denom``). :math:`\operatorname{comp}_k` keeps the :math:`k` coordinates that are
+    largest in absolute value on that worker (top-k). With ``random=True``, it keeps :math:`k`
+    uniformly drawn ones, the same on all workers (random-k). The kept values are not scaled. A
+    tensor with fewer than :math:`k` coordinates is sent whole.
 
-    If a value is infinite or nan on one worker, all workers see it in the same step: it is among the largest, and with
-    ``random=True``, all values that are sent become nan. Values that are not finite are not remembered, so that a step
-    that overflowed can be skipped.
+    If a value is infinite or nan on one worker, all workers see it in the same step: it is among
+    the largest, and with ``random=True``, all values that are sent become nan. Values that are not
+    finite are not remembered, so that a step that overflowed can be skipped.
 
-    Let :math:`K` be the sum of :math:`k` over the tensors of one dtype of :math:`b` bytes. In each step, a worker sends
-    :math:`(b + 4) K` bytes for top-k: the values and their int32 positions, in one all-gather. For random-k it sends
-    :math:`b K` bytes, only the values, in one all-reduce.
+    Let :math:`K` be the sum of :math:`k` over the tensors of one dtype of :math:`b` bytes. In each
+    step, a worker sends :math:`(b + 4) K` bytes for top-k: the values and their int32 positions, in
+    one all-gather. For random-k it sends :math:`b K` bytes, only the values, in one all-reduce.
 
     Args:
         model: The model, to check that a loaded state belongs to it; None for no check.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
-        size: Number of coordinates sent per tensor (an integer), or their share of it (a float, at most 1.0; at
-            least one coordinate is sent).
+        size: Number of coordinates sent per tensor (an integer), or their share of it (a float, at
+            most 1.0; at least one coordinate is sent).
         random: True to send random coordinates instead of the largest.
         error_feedback: True to remember the values that were not sent; with False they are lost.
         seed: Seed of the generator that draws random coordinates; the same on all workers.
         world_size: Number of workers; None takes that of the process group.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
-        ValueError: ``size`` is out of range, or ``world_size`` is not the number of workers in the process group.
+        ValueError: ``size`` is out of range, or ``world_size`` is not the number of workers in the
+            process group.
         TypeError: ``size`` is not a number.
 
     Example:
@@ -121,8 +125,9 @@ class SparsifiedAggregation(CompressedAggregation):
             name: The tensor's name.
 
         Returns:
-            Shape (n,), int64, positions in the flat tensor. One that several workers sent occurs several times. None
-            before the first aggregation, or if an update of the whole tensor is faster.
+            Shape (n,), int64, positions in the flat tensor. One that several workers sent occurs
+            several times. None before the first aggregation, or if an update of the whole tensor is
+            faster.
         """
         return self._changed.get(name)
 
@@ -160,8 +165,8 @@ class SparsifiedAggregation(CompressedAggregation):
                 raise ValueError(
                     f"{name!r} must have fewer than 2**31 coordinates, not {tensor.numel()}: split it"
                 )
-            # With error feedback, m is the memory itself. _take() subtracts the values to send, and the rest stays in
-            # it.
+            # With error feedback, m is the memory itself. _take() subtracts the values to send, and
+            # the rest stays in it.
             m.append(
                 recall(self._memory, name, tensor).add_(tensor).view(-1)
                 if self.error_feedback
@@ -216,14 +221,16 @@ class SparsifiedAggregation(CompressedAggregation):
             coordinates = torch.cat([theirs for _, theirs in of_workers])
             if _FEW * len(coordinates) <= len(total):
                 self._changed[name] = coordinates
-                # A coordinate of several workers is written several times, each time with the same result.
+                # A coordinate of several workers is written several times, each time with the same
+                # result.
                 total.index_copy_(
                     0, coordinates, divide(total.index_select(0, coordinates), divisor)
                 )
             else:
                 self._changed.pop(name, None)
                 divide(total, divisor)
-            # The flat tensor is a copy only if the numbers are not in their logical order in memory.
+            # The flat tensor is a copy only if the numbers are not in their logical order in
+            # memory.
             if not tensor.is_contiguous():
                 tensor.copy_(total.view(tensor.shape))
 
@@ -247,7 +254,8 @@ def check_size(size: int | float, name: str) -> int | float:
     """Check a number of coordinates, or their share, and return it as an ``int`` or a ``float``.
 
     Args:
-        size: A number of coordinates (an integer of at least 1), or a share (a float above 0 and at most 1.0).
+        size: A number of coordinates (an integer of at least 1), or a share (a float above 0 and at
+            most 1.0).
         name: Name of the argument, for the message.
 
     Raises:
@@ -286,14 +294,16 @@ def largest_entries(
 ) -> tuple[Tensor, Tensor]:
     """Find the entries of a flat tensor with the largest absolute values; nan counts as largest.
 
-    On the CPU, :func:`torch.topk` on all values takes most of the time of a step. If ``k`` is small, a sample of every
-    127th value gives two thresholds: a few more than ``k`` values reach the low one, and a few less than ``k`` exceed
-    the high one. The latter belong to the result. The others of the result are searched for between the thresholds. If
-    the sample misleads, all values that reach the low one are searched, or all values. So the result is always exact.
+    On the CPU, :func:`torch.topk` on all values takes most of the time of a step. If ``k`` is
+    small, a sample of every 127th value gives two thresholds: a few more than ``k`` values reach
+    the low one, and a few less than ``k`` exceed the high one. The latter belong to the result. The
+    others of the result are searched for between the thresholds. If the sample misleads, all values
+    that reach the low one are searched, or all values. So the result is always exact.
 
     Args:
-        m: Returns a part of the tensor, for example ``tensor.__getitem__``. Parts are read in the CPU's cache, so a sum
-            or a difference need not be written to memory. The next call may overwrite a part.
+        m: Returns a part of the tensor, for example ``tensor.__getitem__``. Parts are read in the
+            CPU's cache, so a sum or a difference need not be written to memory. The next call may
+            overwrite a part.
         numel: Size of the tensor.
         k: Number of entries, from 1 to ``numel``.
         kept: Memory for intermediate results.
@@ -312,7 +322,8 @@ def largest_entries(
     ):
         return _topk(m(slice(numel)), k)
     sample = m(slice(0, numel, _STRIDE)).abs()
-    # About one in _STRIDE of the k largest values is in the sample, with a deviation of the square root of it.
+    # About one in _STRIDE of the k largest values is in the sample, with a deviation of the square
+    # root of it.
     rank = k / _STRIDE
     margin = 4 * math.sqrt(rank) + 8
     more, fewer = int(rank + margin), max(1, int(rank - margin))
@@ -330,7 +341,8 @@ def largest_entries(
     coordinates, values = candidates
     size = values.abs()
     surplus = len(size) - k
-    # A value that equals the high threshold may or may not belong to the result. nan is above every threshold.
+    # A value that equals the high threshold may or may not belong to the result. nan is above every
+    # threshold.
     between = _positions(compare(size, "less_equal", _largest(sample, fewer)))
     if len(between) <= surplus:
         # At least k values are above the high threshold, as for a very small k.
@@ -367,7 +379,8 @@ def _not_below(
     """Write the coordinates, ascending, and the values of all entries whose absolute value is not below a limit.
 
     Returns:
-        The parts of ``coordinates`` and ``values`` that were written; None if there is not room for all entries.
+        The parts of ``coordinates`` and ``values`` that were written; None if there is not room for
+        all entries.
     """
     count = 0
     for start in range(0, numel, BLOCK_ELEMENTS):
@@ -387,9 +400,9 @@ def _positions(flags: Tensor) -> Tensor:
     """Return the positions of True on the CPU, ascending. NumPy finds them many times faster than torch."""
     searched = flags.numpy()
     n, count = len(searched), np.count_nonzero(searched)
-    # NumPy searches without branches if more than a tenth are True, and otherwise with branches. The latter is faster
-    # below a fiftieth, and takes up to three times as long above it. So the code appends True until more than a tenth
-    # of the flags are True.
+    # NumPy searches without branches if more than a tenth are True, and otherwise with branches.
+    # The latter is faster below a fiftieth, and takes up to three times as long above it. So the
+    # code appends True until more than a tenth of the flags are True.
     if n < 50 * count and 10 * count <= n:
         searched = np.append(searched, np.ones((n - 10 * count) // 9 + 1, dtype=bool))
     return torch.from_numpy(np.flatnonzero(searched)[:count])
@@ -398,8 +411,8 @@ def _positions(flags: Tensor) -> Tensor:
 def draw_coordinates(numel: int, count: int, generator: torch.Generator) -> Tensor:
     """Draw coordinates without repetition, every set of them with the same probability.
 
-    For a small ``count``, the time does not depend on ``numel``: coordinates are drawn with replacement, and
-    repetitions are dropped.
+    For a small ``count``, the time does not depend on ``numel``: coordinates are drawn with
+    replacement, and repetitions are dropped.
 
     Args:
         numel: Number of coordinates to draw from: 0 to ``numel - 1``.
@@ -416,8 +429,8 @@ def draw_coordinates(numel: int, count: int, generator: torch.Generator) -> Tens
     # If a large part of the tensor is drawn, draws with replacement would repeat too often.
     if 4 * count >= numel:
         return torch.randperm(numel, generator=generator)[:count]
-    # Each coordinate keeps the place of its first draw. np.unique sorts, and a sorted list that is cut to ``count``
-    # would favor small coordinates.
+    # Each coordinate keeps the place of its first draw. np.unique sorts, and a sorted list that is
+    # cut to ``count`` would favor small coordinates.
     drawn = torch.empty(0, dtype=torch.int64)
     while len(drawn) < count:
         drawn = torch.cat([drawn, torch.randint(numel, (2 * count,), generator=generator)])

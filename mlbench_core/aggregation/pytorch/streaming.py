@@ -6,8 +6,9 @@ Each fragment of the parameters goes around this circle once in H steps, each at
          ^                                                                    |
          +--- outer step on theta; theta_i = mix of theta_i and theta <-------+  step t + delay: wait, merge
 
-All workers start messages in the same order, because the offsets depend only on the names and the number of calls. A
-worker waits for a message only in the step that merges it, or when its state is saved or copied.
+All workers start messages in the same order, because the offsets depend only on the names and the
+number of calls. A worker waits for a message only in the step that merges it, or when its state is
+saved or copied.
 """
 
 from __future__ import annotations
@@ -62,23 +63,26 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
     r"""Update weights that all workers share fragment by fragment, each some steps after its message was started.
 
     Parameter :math:`j` belongs to fragment :math:`p = j \bmod P`. Let :math:`t` count the calls. If
-    :math:`t \equiv \lfloor p H / P \rfloor \pmod H`, the workers start to average the outer gradient of the fragment,
-    with :math:`\theta` its shared weights and :math:`\theta_i` those of worker :math:`i` of :math:`k`:
+    :math:`t \equiv \lfloor p H / P \rfloor \pmod H`, the workers start to average the outer
+    gradient of the fragment, with :math:`\theta` its shared weights and :math:`\theta_i` those of
+    worker :math:`i` of :math:`k`:
 
     .. math:: \Delta = \frac{1}{k} \sum_i (\theta - \theta_i).
 
-    After :math:`\tau` more calls, the outer optimizer updates :math:`\theta` with :math:`\Delta`, and
+    After :math:`\tau` more calls, the outer optimizer updates :math:`\theta` with :math:`\Delta`,
+    and
 
     .. math:: \theta_i \leftarrow \alpha \theta_i + (1 - \alpha) \theta.
 
     With one fragment, :math:`\tau = 0` and :math:`\alpha = 0`, this is
-    :class:`~mlbench_core.aggregation.pytorch.periodic.DiLoCoAggregation` every H-th call. It needs no
-    :class:`~mlbench_core.aggregation.pytorch.periodic.PeriodicAggregation`: call it after every step.
+    :class:`~mlbench_core.aggregation.pytorch.periodic.DiLoCoAggregation` every H-th call. It needs
+    no :class:`~mlbench_core.aggregation.pytorch.periodic.PeriodicAggregation`: call it after every
+    step.
 
-    Buffers, and parameters that were not given to :meth:`start`, are averaged and mixed with the first fragment,
-    without an outer step. Such parameters take outer steps from then on. With ``quantize``, outer gradients travel as
-    :func:`to_float4` makes them, in an all-gather, and every worker adds them up in the dtype of :math:`\theta`, at
-    least float32.
+    Buffers, and parameters that were not given to :meth:`start`, are averaged and mixed with the
+    first fragment, without an outer step. Such parameters take outer steps from then on. With
+    ``quantize``, outer gradients travel as :func:`to_float4` makes them, in an all-gather, and
+    every worker adds them up in the dtype of :math:`\theta`, at least float32.
 
     Attributes:
         period: As given.
@@ -86,21 +90,26 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
         delay: As given.
         mixing: As given.
         quantize: As given.
-        outer_optimizer: The outer optimizer; a change of its learning rate takes effect at the next merge.
+        outer_optimizer: The outer optimizer; a change of its learning rate takes effect at the next
+            merge.
 
     Args:
-        outer_optimizer: As in :class:`~mlbench_core.aggregation.pytorch.periodic.DiLoCoAggregation`.
+        outer_optimizer: As in
+            :class:`~mlbench_core.aggregation.pytorch.periodic.DiLoCoAggregation`.
         world_size: Number of workers; None takes that of the process group.
         period: H, the number of steps from one message of a fragment to the next.
         fragments: P, at most H, so that no step starts messages of two fragments.
         delay: :math:`\tau`, the number of steps during which a message travels; less than H.
         mixing: :math:`\alpha`, the share of a worker's own weights, from 0 to 1.
         quantize: Send outer gradients with 4 bits per weight: a sign and an exponent of 3 bits.
-        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
+        process_group: See
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
-        TypeError: A number has the wrong type, or ``outer_optimizer`` does not create a torch optimizer.
-        ValueError: A number is out of range, or ``world_size`` is not the number of workers in the process group.
+        TypeError: A number has the wrong type, or ``outer_optimizer`` does not create a torch
+            optimizer.
+        ValueError: A number is out of range, or ``world_size`` is not the number of workers in the
+            process group.
 
     Example:
         >>> from functools import partial
@@ -202,7 +211,8 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
 
     def _due(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Count a step of every tensor, and return those whose fragment is sent in this step."""
-        # The order of the shared weights is saved with them, and freezing a layer does not change it.
+        # The order of the shared weights is saved with them, and freezing a layer does not change
+        # it.
         offsets = {
             name: position % self.fragments * self.period // self.fragments
             for position, name in enumerate(self._shared)
@@ -266,7 +276,8 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
                 wide = torch.promote_types(tensor.dtype, torch.float32)
                 end = start + wide.itemsize + packed_bytes(tensor.numel(), 4)
                 rows = gathered[:, start:end].to(tensor.device)
-                # Added in the order of ranks, because sums in different orders differ in their last bits.
+                # Added in the order of ranks, because sums in different orders differ in their last
+                # bits.
                 total = torch.zeros(tensor.numel(), dtype=wide, device=tensor.device)
                 for row in rows:
                     total += from_float4(row, tensor.numel(), wide)
@@ -341,7 +352,8 @@ class StreamingDiLoCoAggregation(DiLoCoAggregation):
 def to_float4(values: Tensor) -> Tensor:
     r"""Return values as 4-bit numbers with a sign and an exponent of 3 bits.
 
-    With :math:`s` the largest size, a number is :math:`\pm s \{0, 2^{-6}, 2^{-5}, \ldots, 1\}`, the nearest one.
+    With :math:`s` the largest size, a number is :math:`\pm s \{0, 2^{-6}, 2^{-5}, \ldots, 1\}`, the
+    nearest one.
 
     Args:
         values: Any shape, not empty.

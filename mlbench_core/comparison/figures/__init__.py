@@ -1,7 +1,8 @@
 """Draw figures of results, as PNG, SVG and CSV.
 
-Every figure is for a column of 8 cm, safe for color-blind readers, and readable in gray print. Its caption, in small
-print below the axes, names the task, the goal, the machine, the number of runs and the kind of its error bars.
+Every figure is for a column of 8 cm, safe for color-blind readers, and readable in gray print. Its
+caption, in small print below the axes, names the task, the goal, the machine, the number of runs
+and the kind of its error bars.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ def drawings(
     Args:
         groups: Groups of runs, see :func:`mlbench_core.comparison.pool.pool`.
         price_per_hour: Price of one worker for an hour; None if it is unknown.
-        report: Called with one sentence for each figure that is not drawn, with the reason. By default, the sentence is
-            logged.
+        report: Called with one sentence for each figure that is not drawn, with the reason. By
+            default, the sentence is logged.
         leave_out: Names of figures that are not drawn, and not reported.
 
     Yields:
@@ -126,7 +127,8 @@ def drawings(
         "communication_share": lambda: draw_communication_share(groups),
         **{f"learning_curves_{x}": lambda x=x: draw_learning_curves(groups, x) for x in AGAINST},  # type: ignore[misc]
     }
-    # Without a price, or with a single task, a report that these two are not drawn would only be noise.
+    # Without a price, or with a single task, a report that these two are not drawn would only be
+    # noise.
     if price_per_hour is not None:
         makers["time_to_goal_against_price"] = lambda: draw_time_against_price(
             groups, price_per_hour

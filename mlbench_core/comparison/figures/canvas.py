@@ -1,8 +1,8 @@
 """Set up, finish and save a figure: one style, a legend and a caption below the axes, files that can be reproduced.
 
 Figures are made without pyplot, so they need no display and leave no global state. The style is
-``mlbench_core/comparison/mlbench.mplstyle``. Settings of the user do not change a figure. With the same version of
-matplotlib, the same input therefore gives the same bytes.
+``mlbench_core/comparison/mlbench.mplstyle``. Settings of the user do not change a figure. With the
+same version of matplotlib, the same input therefore gives the same bytes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ GRAY = "#555555"
 _STYLE = Path(__file__).resolve().parents[1] / "mlbench.mplstyle"
 _NOTE_PT = 5.5
 _MARGIN_IN = 0.05
-# Seven colors, six markers and five dashes: the first repetition of a combination is far beyond any legend.
+# Seven colors, six markers and five dashes: the first repetition of a combination is far beyond any
+# legend.
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _DASHES: tuple[Any, ...] = (
     "-",
@@ -110,7 +111,8 @@ def style() -> Iterator[None]:
 def load_matplotlib() -> None:
     """Import matplotlib also with a ``MPLBACKEND`` that it does not know, such as that of a notebook.
 
-    Figures are drawn without pyplot, so they need no such backend. It stays the choice of the process for pyplot.
+    Figures are drawn without pyplot, so they need no such backend. It stays the choice of the
+    process for pyplot.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -133,7 +135,8 @@ def new_figure(width: float, height: float) -> Figure:
 
     Args:
         width: Width in inches.
-        height: Height in inches of the axes with their title and labels, without legend and caption.
+        height: Height in inches of the axes with their title and labels, without legend and
+            caption.
     """
     from matplotlib.figure import Figure
 

@@ -54,19 +54,20 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 def draw_learning_curves(groups: Sequence[Group], against: str = "epochs") -> canvas.Drawing:
     """Draw the goal's metric of every group: the mean over the runs, and a band from their minimum to their maximum.
 
-    The mean and the band end with the shortest run. Longer runs continue as thin lines, and a narrow panel below counts
-    them.
+    The mean and the band end with the shortest run. Longer runs continue as thin lines, and a
+    narrow panel below counts them.
 
     Args:
         groups: Groups of runs with result folders.
         against: ``"epochs"``, ``"time"`` or ``"bytes"``.
 
     Returns:
-        The figure ``learning_curves_epochs``, ``learning_curves_time`` or ``learning_curves_bytes``. There is one panel
-        for each number of workers.
+        The figure ``learning_curves_epochs``, ``learning_curves_time`` or
+        ``learning_curves_bytes``. There is one panel for each number of workers.
 
     Raises:
-        ConfigurationError: The groups have no task and goal in common, or no run recorded its metric.
+        ConfigurationError: The groups have no task and goal in common, or no run recorded its
+            metric.
     """
     if against not in AGAINST:
         raise ConfigurationError(
@@ -98,7 +99,8 @@ def _band(group: Group, metric: str, axis: Axis) -> Band | None:
     curves = []
     for record in group.records:
         points = [(axis.place(point), point.value) for point in record.curve(metric)]
-        # A metric that is recorded several times in an epoch has several values at one place: the last one counts.
+        # A metric that is recorded several times in an epoch has several values at one place: the
+        # last one counts.
         curves.append(list({float(x): value for x, value in points if x is not None}.items()))
     # All points are at 0 bytes if a single worker sends nothing.
     return band([curve for curve in curves if curve and curve[-1][0] > 0])

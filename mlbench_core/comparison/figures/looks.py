@@ -1,7 +1,7 @@
 """Give each method one fixed look in all figures: color, marker, dash and hatch depend on its name alone.
 
-The methods of the library have a place in a table. The name of another method is spelled as a number, which gives its
-place behind the table, so that it has the same look on every page, too.
+The methods of the library have a place in a table. The name of another method is spelled as a
+number, which gives its place behind the table, so that it has the same look on every page, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ METHODS = (
 )
 """Methods with a fixed look, those that stand on one page most often first. Append new ones at the end."""
 
-# Seven colors with three hatches distinguish 21 methods on a map; markers and dashes repeat at other lengths.
+# Seven colors with three hatches distinguish 21 methods on a map; markers and dashes repeat at
+# other lengths.
 _HATCHES = ("", "....", "xxxx")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _DASHES: tuple[Any, ...] = (
@@ -44,7 +45,8 @@ def method_look(label: str) -> dict[str, Any]:
     """Return the look of a method: ``color``, ``marker``, ``linestyle`` and ``hatch``.
 
     Args:
-        label: Label of a group; its first part that is a known method gives the color and the hatch.
+        label: Label of a group; its first part that is a known method gives the color and the
+            hatch.
     """
     import matplotlib
 

@@ -6,9 +6,9 @@ With T_k the time of k workers and k_0 the smallest number of workers of a serie
     price index           I_k = (price_k / price_{k_0}) / S_k       price_k proportional to k T_k
     communication share   exposed communication / training time
 
-If the price index is below 1, the additional workers pay for themselves. Every number comes with a 95 % confidence
-interval if it has at least two runs. A group with a run that missed its goal has none of them. This module does not
-import matplotlib.
+If the price index is below 1, the additional workers pay for themselves. Every number comes with a
+95 % confidence interval if it has at least two runs. A group with a run that missed its goal has
+none of them. This module does not import matplotlib.
 """
 
 from __future__ import annotations
@@ -97,9 +97,10 @@ def mean_time(values: Sequence[float]) -> Estimate | None:
 def ratio(above: Sequence[float], below: Sequence[float], power: int = 1) -> Estimate | None:
     """Divide one mean by another, with a 95 % confidence interval by the delta method.
 
-    The logarithm of a mean has a standard error of about s / (sqrt(n) mean). The standard errors of the two independent
-    means add up in squares. The quantile is that of Student's t distribution with the degrees of freedom of Welch and
-    Satterthwaite. Back from the logarithm, the interval is never negative, and it is not symmetric.
+    The logarithm of a mean has a standard error of about s / (sqrt(n) mean). The standard errors of
+    the two independent means add up in squares. The quantile is that of Student's t distribution
+    with the degrees of freedom of Welch and Satterthwaite. Back from the logarithm, the interval is
+    never negative, and it is not symmetric.
 
     Args:
         above: Values of the numerator's runs, all positive.
@@ -107,7 +108,8 @@ def ratio(above: Sequence[float], below: Sequence[float], power: int = 1) -> Est
         power: The ratio is raised to this power.
 
     Returns:
-        The ratio, or None if a mean is missing or not positive. The interval is missing if a side has a single run.
+        The ratio, or None if a mean is missing or not positive. The interval is missing if a side
+        has a single run.
 
     Example:
         >>> ratio([10.0], [4.0]).value
@@ -139,12 +141,12 @@ def speed_up(groups: Sequence[Group], without_communication: bool = False) -> li
 
     Args:
         groups: Groups of one series, fewest workers first.
-        without_communication: True to subtract the exposed communication from the time of every group. The first group,
-            as measured, is the reference in both cases.
+        without_communication: True to subtract the exposed communication from the time of every
+            group. The first group, as measured, is the reference in both cases.
 
     Returns:
-        One estimate for each group; None if a time is missing. As measured, the first is exactly 1, without an
-        interval.
+        One estimate for each group; None if a time is missing. As measured, the first is exactly 1,
+        without an interval.
     """
     reference = groups[0].values("total_s") if groups else []
     found: list[Estimate | None] = []
@@ -153,7 +155,8 @@ def speed_up(groups: Sequence[Group], without_communication: bool = False) -> li
         if index == 0 and not without_communication and times:
             found.append(Estimate(1.0, runs=len(times)))
         elif index == 0 and len(times) == len(reference) and times:
-            # Both times are of the same runs, which the interval for independent groups does not describe.
+            # Both times are of the same runs, which the interval for independent groups does not
+            # describe.
             value = ratio(reference, times)
             found.append(value and Estimate(value.value, runs=value.runs))
         else:
@@ -164,8 +167,8 @@ def speed_up(groups: Sequence[Group], without_communication: bool = False) -> li
 def price_index(groups: Sequence[Group]) -> list[Estimate | None]:
     """Return price increase divided by performance increase since the first group.
 
-    The price of an hour of a worker cancels out if all groups use the same machines. The module's docstring has the
-    formula.
+    The price of an hour of a worker cancels out if all groups use the same machines. The module's
+    docstring has the formula.
 
     Args:
         groups: Groups of one series, fewest workers first.
@@ -220,15 +223,17 @@ class Band:
 def band(curves: Sequence[Sequence[tuple[float, float]]], places: int = 60) -> Band | None:
     """Average curves over the range that all of them cover.
 
-    A mean over the runs that remain would jump whenever a run ends, so it stops at the end of the shortest run.
+    A mean over the runs that remain would jump whenever a run ends, so it stops at the end of the
+    shortest run.
 
     Args:
         curves: For each run its points (x, y), x ascending. An empty curve is left out.
-        places: Number of places of the grid. If all curves share the same x, these are the grid instead, and no value
-            is interpolated.
+        places: Number of places of the grid. If all curves share the same x, these are the grid
+            instead, and no value is interpolated.
 
     Returns:
-        The band, or None if no curve has points. Between the points of a run, its value is interpolated linearly.
+        The band, or None if no curve has points. Between the points of a run, its value is
+        interpolated linearly.
 
     Example:
         >>> both = band([[(1, 10.0), (2, 20.0)], [(1, 30.0), (2, 40.0), (3, 60.0)]])
@@ -275,7 +280,8 @@ def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
     """Return the points that no other point beats in both coordinates, in ascending order of the first.
 
     Args:
-        points: Pairs of which both numbers are better if they are smaller, for example price and time.
+        points: Pairs of which both numbers are better if they are smaller, for example price and
+            time.
 
     Example:
         >>> pareto_front([(1, 9), (2, 5), (3, 6), (4, 1)])

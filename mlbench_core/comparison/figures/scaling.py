@@ -113,8 +113,8 @@ def draw_price_index(
 
     Args:
         groups: Groups of runs.
-        price_per_hour: Price of one worker for an hour; None if it is unknown. The index does not depend on it. It only
-            gives the column ``price`` of the CSV file.
+        price_per_hour: Price of one worker for an hour; None if it is unknown. The index does not
+            depend on it. It only gives the column ``price`` of the CSV file.
 
     Returns:
         The figure ``price_index``.

@@ -67,7 +67,8 @@ def convert_dtype(dtype: str | None, obj: _TensorOrModule) -> _TensorOrModule:
         The converted tensor, or the module itself.
 
     Raises:
-        UnknownDtypeError: ``dtype`` has another value. It is a ``ValueError`` and a ``NotImplementedError``.
+        UnknownDtypeError: ``dtype`` has another value. It is a ``ValueError`` and a
+            ``NotImplementedError``.
 
     Example:
         >>> convert_dtype("fp64", torch.tensor([1, 2]))
@@ -95,15 +96,17 @@ def prepare_batch(
 ) -> tuple[Any, Any]:
     """Convert a batch to the type of the model and move it to its device.
 
-    Floating-point data is converted, and so are 8-, 16- and 32-bit integers such as images of bytes. 64-bit integers
-    are not converted, because they are token ids, and float32 is exact only below :math:`2^{24}`. Booleans and all
-    integers in a list, tuple or dict (lengths) are not converted either.
+    Floating-point data is converted, and so are 8-, 16- and 32-bit integers such as images of
+    bytes. 64-bit integers are not converted, because they are token ids, and float32 is exact only
+    below :math:`2^{24}`. Booleans and all integers in a list, tuple or dict (lengths) are not
+    converted either.
 
     Args:
         data: A tensor, or lists, tuples and dicts of tensors. Other values are passed through.
         target: The same kinds of values.
         dtype: Type for the data, as in :func:`convert_dtype`.
-        transform_target_dtype: True to convert the target too, integers included; losses on probabilities need it.
+        transform_target_dtype: True to convert the target too, integers included; losses on
+            probabilities need it.
         use_cuda: True to move both to the current GPU.
 
     Returns:
@@ -133,14 +136,16 @@ def prepare_batch(
     # An unknown name raises here, even if the batch has nothing to convert.
     if dtype is not None:
         _torch_dtype(dtype)
-    # Data is moved before it is converted, because bytes travel faster than the floats made from them.
+    # Data is moved before it is converted, because bytes travel faster than the floats made from
+    # them.
     if use_cuda:
         data, target = _map_tensors(_to_gpu, data), _map_tensors(_to_gpu, target)
     return _map_tensors(prepare_data, data), _map_tensors(prepare_target, target)
 
 
 def _to_gpu(tensor: Tensor) -> Tensor:
-    # From pinned memory the host does not wait for the copy; from other memory the argument has no effect.
+    # From pinned memory the host does not wait for the copy; from other memory the argument has no
+    # effect.
     return tensor.cuda(non_blocking=True)
 
 

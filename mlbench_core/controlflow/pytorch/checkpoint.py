@@ -1,8 +1,9 @@
 """Save and load checkpoints that survive a kill at any moment and hold no code.
 
-A checkpoint is written to a temporary file in the same folder, synchronized to the disk and then renamed. So the file
-under the name of a checkpoint is always complete. It holds tensors and plain Python values only:
-``torch.load(path, weights_only=True)`` reads it. Its checksums are verified on reading (torch itself does not).
+A checkpoint is written to a temporary file in the same folder, synchronized to the disk and then
+renamed. So the file under the name of a checkpoint is always complete. It holds tensors and plain
+Python values only: ``torch.load(path, weights_only=True)`` reads it. Its checksums are verified on
+reading (torch itself does not).
 """
 
 from __future__ import annotations
@@ -83,20 +84,24 @@ class Checkpointer:
     ``model_best.pth.tar``.
 
     With ``CheckpointFreq.BEST``, rank 0 writes ``model_best.pth.tar``. Each other worker writes
-    ``model_best.{id}.{rank}of{k}.pth.tar`` with the part of its state that differs from rank 0. The part has its random
-    generators, its tracker, BatchNorm statistics and the memory of its optimizer's aggregation, such as an error
-    memory. If an optimizer averages weights instead of gradients, the part is the whole state. All workers need the
-    same folder. The state of an optimizer from outside this library counts as equal on all workers.
+    ``model_best.{id}.{rank}of{k}.pth.tar`` with the part of its state that differs from rank 0. The
+    part has its random generators, its tracker, BatchNorm statistics and the memory of its
+    optimizer's aggregation, such as an error memory. If an optimizer averages weights instead of
+    gradients, the part is the whole state. All workers need the same folder. The state of an
+    optimizer from outside this library counts as equal on all workers.
 
-    A checkpoint has the states of model, optimizer, scheduler and tracker, and of other objects that are given to it.
-    It also has the global random generators of torch (CPU, and the current GPU if one is used), NumPy and ``random``.
-    On a CPU, a run that continues from it gives bit by bit the results of an uninterrupted run.
+    A checkpoint has the states of model, optimizer, scheduler and tracker, and of other objects
+    that are given to it. It also has the global random generators of torch (CPU, and the current
+    GPU if one is used), NumPy and ``random``. On a CPU, a run that continues from it gives bit by
+    bit the results of an uninterrupted run.
 
-    A run that was killed while it saved continues from the previous save. Each worker takes its own file, or rank 0's
-    if it has none, in two cases: parts are missing without a previous save, or the number of workers differs.
-    The memory of its optimizer's aggregation is then reset, with one warning.
+    A run that was killed while it saved continues from the previous save. Each worker takes its own
+    file, or rank 0's if it has none, in two cases: parts are missing without a previous save, or
+    the number of workers differs. The memory of its optimizer's aggregation is then reset, with one
+    warning.
 
-    With ``save_stats``, each worker also writes the records of its tracker to ``{epoch}_{rank}.json`` at every save.
+    With ``save_stats``, each worker also writes the records of its tracker to
+    ``{epoch}_{rank}.json`` at every save.
 
     Args:
         ckpt_run_dir: Folder of the checkpoints; created at the first save.
@@ -155,19 +160,23 @@ class Checkpointer:
         """Save the state at the end of an epoch. Every worker must call it; no worker waits for another.
 
         With ``CheckpointFreq.ALL``, every worker writes its file of the epoch. Rank 0 also writes
-        ``model_best.pth.tar`` if ``is_best``. With ``BEST``, files are written only if ``is_best``: rank 0 writes
-        ``model_best.pth.tar``, and the others write their parts. With ``NONE``, nothing is written.
+        ``model_best.pth.tar`` if ``is_best``. With ``BEST``, files are written only if ``is_best``:
+        rank 0 writes ``model_best.pth.tar``, and the others write their parts. With ``NONE``,
+        nothing is written.
 
-        As in version 3.0.0, ``save(tracker, model, optimizer, scheduler, epoch, is_best)`` works too.
+        As in version 3.0.0, ``save(tracker, model, optimizer, scheduler, epoch, is_best)`` works
+        too.
 
         Args:
-            tracker: Has ``current_epoch``; its ``state_dict()`` is saved if it has one and ``save_stats`` is set.
+            tracker: Has ``current_epoch``; its ``state_dict()`` is saved if it has one and
+                ``save_stats`` is set.
             model: The model.
             optimizer: Anything with ``state_dict()``, or None.
             scheduler: Anything with ``state_dict()``, or None.
             is_best: True if this is the best epoch so far; the same on every worker.
-            sampler: Source of the order of the samples: an object with ``state_dict()``, a ``torch.Generator``, or
-                a sampler with ``set_epoch``. Not needed if the order comes from torch's global generator.
+            sampler: Source of the order of the samples: an object with ``state_dict()``, a
+                ``torch.Generator``, or a sampler with ``set_epoch``. Not needed if the order comes
+                from torch's global generator.
             extra: More such objects by name, for example a gradient scaler.
             epoch: The epoch; None takes ``tracker.current_epoch``.
 
@@ -180,7 +189,8 @@ class Checkpointer:
         epoch = int(tracker.current_epoch if epoch is None else epoch)
         folder, world_size = Path(self.dirname), process_groups.world_size()
         keeps_best = self.freq is CheckpointFreq.BEST
-        # With Horovod torch does not know the other workers, so nobody could find the part of a higher rank.
+        # With Horovod torch does not know the other workers, so nobody could find the part of a
+        # higher rank.
         is_unknown = keeps_best and self.rank >= world_size
         if (is_best or not keeps_best) and not is_unknown:
             state = {
@@ -255,9 +265,10 @@ class Checkpointer:
     ) -> tuple[Checkpointer, torch.nn.Module, Any, Any, Any]:
         """Restore the state of the newest epoch that was saved. Every worker must call it.
 
-        If a file is damaged, or a kill interrupted a save, the previous save is loaded, with a warning.
-        ``model_best.pth.tar`` is loaded last, or if it is the only file. The random generators are restored only if the
-        file comes from this rank. The class describes the parts that differ by worker.
+        If a file is damaged, or a kill interrupted a save, the previous save is loaded, with a
+        warning. ``model_best.pth.tar`` is loaded last, or if it is the only file. The random
+        generators are restored only if the file comes from this rank. The class describes the parts
+        that differ by worker.
 
         Args:
             ckpt_run_dir: Folder of the checkpoints.
@@ -267,18 +278,20 @@ class Checkpointer:
             scheduler: Receives the saved state; None to leave it out.
             sampler: As in :meth:`save`; receives the saved state.
             extra: As in :meth:`save`; each object receives its saved state.
-            tracker: A tracker with ``load_state_dict`` to restore, so that it keeps its metrics and goal. By default a
-                new :class:`~mlbench_core.tracking.tracker.Tracker` is made from the saved state. It has the names of
-                its metrics, and its goal if that is one of :mod:`mlbench_core.evaluation.goals`.
+            tracker: A tracker with ``load_state_dict`` to restore, so that it keeps its metrics and
+                goal. By default a new :class:`~mlbench_core.tracking.tracker.Tracker` is made from
+                the saved state. It has the names of its metrics, and its goal if that is one of
+                :mod:`mlbench_core.evaluation.goals`.
             epoch: Load only this epoch; None for the newest.
 
         Returns:
-            ``(checkpointer, model, optimizer, scheduler, tracker)``: a checkpointer with the frequency of the saved
-            one, the objects given, and the tracker. If no tracker was saved, it is the given ``tracker`` with its
-            ``current_epoch`` set.
+            ``(checkpointer, model, optimizer, scheduler, tracker)``: a checkpointer with the
+            frequency of the saved one, the objects given, and the tracker. If no tracker was saved,
+            it is the given ``tracker`` with its ``current_epoch`` set.
 
         Raises:
-            CheckpointNotFoundError: The folder has no checkpoint. It is a CheckpointError and a FileNotFoundError.
+            CheckpointNotFoundError: The folder has no checkpoint. It is a CheckpointError and a
+                FileNotFoundError.
             CheckpointError: No checkpoint can be read, or it does not fit the objects given.
         """
         save, state = files.read_newest(Path(ckpt_run_dir), rank, epoch)
@@ -301,7 +314,8 @@ class Checkpointer:
             )
         except MLBenchError:
             raise
-        # The checksums are right, but an entry is missing or has another type than any version writes.
+        # The checksums are right, but an entry is missing or has another type than any version
+        # writes.
         except (
             KeyError,
             TypeError,
@@ -332,7 +346,8 @@ class Checkpointer:
             ``model``.
 
         Raises:
-            CheckpointNotFoundError: The file does not exist. It is a CheckpointError and a FileNotFoundError.
+            CheckpointNotFoundError: The file does not exist. It is a CheckpointError and a
+                FileNotFoundError.
             CheckpointError: The file is damaged, or it does not fit the model.
         """
         path = Path(ckpt_run_dir, names.epoch_name(epoch, rank))
@@ -356,14 +371,17 @@ def determine_restore_ckpt_path(rank: int, checkpoint_root: _Path, run_id: str |
 
     Args:
         rank: The worker's rank.
-        checkpoint_root: Folder of the checkpoints, or a folder that has a folder ``run_id`` with them.
+        checkpoint_root: Folder of the checkpoints, or a folder that has a folder ``run_id`` with
+            them.
         run_id: The run's id.
 
     Returns:
-        The path of the newest whole checkpoint: the worker's own, or rank 0's if the worker has none or only a part.
+        The path of the newest whole checkpoint: the worker's own, or rank 0's if the worker has
+        none or only a part.
 
     Raises:
-        CheckpointNotFoundError: The folder has no checkpoint. It is a CheckpointError and a FileNotFoundError.
+        CheckpointNotFoundError: The folder has no checkpoint. It is a CheckpointError and a
+            FileNotFoundError.
     """
     folder = Path(checkpoint_root, str(run_id))
     folder = folder if folder.is_dir() else Path(checkpoint_root)

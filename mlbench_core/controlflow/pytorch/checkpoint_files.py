@@ -1,20 +1,25 @@
 """Write and read the files of checkpoints, and find the files that belong together.
 
-A *save* consists of the files that all k workers wrote at the same point of training. Its files have one id, so that
-files of different saves are never mixed:
+A *save* consists of the files that all k workers wrote at the same point of training. Its files
+have one id, so that files of different saves are never mixed:
 
-=======================================  ==================================================================
-``{epoch}_{rank}.pth.tar``               the state of worker ``rank`` after an epoch; the id is inside
-``model_best.pth.tar``                   the state of rank 0 after the best epoch; the id is inside
-``model_best.{id}.{rank}of{k}.pth.tar``  the part of worker ``rank`` of the best epoch. The part of rank 0 is
-                                         ``model_best.pth.tar`` itself under a second name (a hard link).
-=======================================  ==================================================================
+=======================================
+================================================================== ``{epoch}_{rank}.pth.tar``
+the state of worker ``rank`` after an epoch; the id is inside ``model_best.pth.tar``
+the state of rank 0 after the best epoch; the id is inside ``model_best.{id}.{rank}of{k}.pth.tar``
+the part of worker ``rank`` of the best epoch. The part of rank 0 is
+                                         ``model_best.pth.tar`` itself under a second name (a hard
+                                         link).
+=======================================
+==================================================================
 
-The workers do not wait for one another while they save. So a save of the best epoch passes through these states:
+The workers do not wait for one another while they save. So a save of the best epoch passes through
+these states:
 
-1. *partial*: some workers have written their file of the save. ``model_best.pth.tar`` may already be the new one. The
-   previous save still exists, under the names that have its id.
-2. *whole*: all workers have written their file. The worker that finds all files deletes those of previous saves.
+1. *partial*: some workers have written their file of the save. ``model_best.pth.tar`` may already
+   be the new one. The previous save still exists, under the names that have its id.
+2. *whole*: all workers have written their file. The worker that finds all files deletes those of
+  previous saves.
 
 If a run is killed, the last save may be partial, but the one before it is whole.
 """
@@ -78,7 +83,8 @@ def name_run() -> str:
     try:
         shared: bytes = process_groups.store().compare_set("mlbench/checkpoint", "", mine)
     except RuntimeError:
-        # The MPI of torch itself has no store, so all runs have this id: saves of different runs look alike.
+        # The MPI of torch itself has no store, so all runs have this id: saves of different runs
+        # look alike.
         return "0"
     return shared.decode()
 
@@ -122,14 +128,14 @@ def write_part(
 ) -> None:
     """Write this worker's file of a save of the best epoch, and delete files that are no longer needed.
 
-    If the save is whole, all files of previous saves are deleted. Otherwise a worker deletes its own files except those
-    of this save and of the last whole save.
+    If the save is whole, all files of previous saves are deleted. Otherwise a worker deletes its
+    own files except those of this save and of the last whole save.
 
     Args:
         folder: The folder.
         save: Id of the save.
-        part: The part of this worker's state that differs from the state of rank 0. None on rank 0, whose
-            ``model_best.pth.tar`` is written already and gets its second name.
+        part: The part of this worker's state that differs from the state of rank 0. None on rank 0,
+            whose ``model_best.pth.tar`` is written already and gets its second name.
         rank: This worker's rank.
         world_size: Number of workers.
     """
@@ -259,7 +265,8 @@ def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, 
         epoch: The epoch; None for the newest save.
 
     Returns:
-        The save and the state. The state is that of rank 0, with its ``"rank"``, if the save has none of this worker.
+        The save and the state. The state is that of rank 0, with its ``"rank"``, if the save has
+        none of this worker.
 
     Raises:
         CheckpointError: No save exists, or none can be read.
@@ -293,7 +300,8 @@ class Candidate:
     """The files of a save that one worker may read.
 
     Attributes:
-        first: Rank 0's file; None if this folder has only files of other workers because it is not shared.
+        first: Rank 0's file; None if this folder has only files of other workers because it is not
+            shared.
         own: This worker's file; None if it is missing or is rank 0's.
         lacks_parts: True for a save of the best epoch that lacks parts of some workers.
     """
@@ -329,8 +337,9 @@ class Candidate:
 def find(folder: Path, rank: int, epoch: int | None = None) -> Iterator[Candidate]:
     """Find the saves that a worker may continue from, the best choice first.
 
-    The epochs come first, from the newest to the oldest, and then the best epoch. A save that is not whole comes after
-    all others of its kind. So a run that was killed while it saved continues from the previous save.
+    The epochs come first, from the newest to the oldest, and then the best epoch. A save that is
+    not whole comes after all others of its kind. So a run that was killed while it saved continues
+    from the previous save.
 
     Args:
         folder: The folder.
@@ -443,7 +452,8 @@ class _Header:
 
 def _header(path: Path) -> _Header | None:
     """Return the header of a checkpoint without reading its tensors; None if it cannot be read."""
-    # Every worker looks into the files of all workers, so reading whole files would take k times the time.
+    # Every worker looks into the files of all workers, so reading whole files would take k times
+    # the time.
     try:
         _check_regular(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

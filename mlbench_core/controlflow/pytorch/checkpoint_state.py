@@ -81,7 +81,8 @@ def restore(path: Path, name: str, target: Any, state: Any) -> None:
 def _check_settings(target: Any, state: Any) -> None:
     """Refuse the state of another kind of optimizer, which torch takes, and fails in the first step.
 
-    A newer torch may have settings that an older state lacks. So only those count that each side has alone.
+    A newer torch may have settings that an older state lacks. So only those count that each side
+    has alone.
 
     Raises:
         ValueError: Both have settings that the other one lacks.
@@ -106,9 +107,10 @@ def _check_settings(target: Any, state: Any) -> None:
 def own_part(state: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
     """Return the part of a worker's state that differs from the state of rank 0.
 
-    If gradients are averaged, the part has the buffers of the model (such as BatchNorm's statistics) and the entries
-    that the optimizer lists as its ``own_state``. If weights are averaged, with neighbors or periodically, or the
-    workers train in subgroups, the part is the whole state.
+    If gradients are averaged, the part has the buffers of the model (such as BatchNorm's
+    statistics) and the entries that the optimizer lists as its ``own_state``. If weights are
+    averaged, with neighbors or periodically, or the workers train in subgroups, the part is the
+    whole state.
     """
     world_size = process_groups.world_size()
     if (
@@ -157,7 +159,8 @@ def restore_optimizer(
     then = state.get("world_size", 1 if path.name == BEST_NAME else here)
     is_own = state["rank"] == rank and then == here and not lacks_parts
     if of is not None and not is_own and hasattr(optimizer, "shared_state_dict"):
-        # An error memory belongs to one worker's gradients; with those of another it would correct the wrong error.
+        # An error memory belongs to one worker's gradients; with those of another it would correct
+        # the wrong error.
         shared = optimizer.shared_state_dict(of)
         if _count_tensors(shared) < _count_tensors(of):
             _log.warning(
@@ -261,7 +264,8 @@ def _plain(value: Any, name: str) -> Any:
         return value.as_subclass(torch.Tensor)
     if isinstance(value, str):
         return str.__str__(value)
-    # A subclass of a number, such as a member of an enumeration, would need its class when it is read.
+    # A subclass of a number, such as a member of an enumeration, would need its class when it is
+    # read.
     for scalar in (int, float):
         if isinstance(value, scalar):
             return scalar(value)

@@ -46,8 +46,9 @@ def compute_train_batch_metrics(
 ) -> dict[MLBenchMetric, float]:
     """Compute the metrics of one training batch on this worker.
 
-    The call waits for the device. :func:`~mlbench_core.controlflow.pytorch.train_validation.train_round` reads the
-    metrics of several batches together instead.
+    The call waits for the device.
+    :func:`~mlbench_core.controlflow.pytorch.train_validation.train_round` reads the metrics of
+    several batches together instead.
 
     Args:
         output: Output of the model.
@@ -86,10 +87,12 @@ def record_train_batch_stats(
     Args:
         batch_idx: Number of the batch in the epoch, from 0.
         loss: Mean loss of the batch.
-        output: Output of the model; its length is the weight of the values in the means of the epoch.
+        output: Output of the model; its length is the weight of the values in the means of the
+            epoch.
         metric_results: The result of :func:`compute_train_batch_metrics`; may be empty or None.
         tracker: The tracker to record with; None records nothing.
-        num_batches_per_device_train: Number of this worker's batches in an epoch; None if it is not known.
+        num_batches_per_device_train: Number of this worker's batches in an epoch; None if it is not
+            known.
     """
     records = BatchRecords(tracker, num_batches_per_device_train)
     records.add(
@@ -111,13 +114,15 @@ class _Record(NamedTuple):
 class BatchRecords:
     """The losses and metrics of a round's training batches, which are read from the device once per interval.
 
-    Reading a number makes the host wait for the device, and the device then waits for the next batch. So the values
-    stay on the device up to batch 25, 50 and so on, and to the end of the round. One transfer then brings them all.
+    Reading a number makes the host wait for the device, and the device then waits for the next
+    batch. So the values stay on the device up to batch 25, 50 and so on, and to the end of the
+    round. One transfer then brings them all.
 
-    The tracker records each value with the batch and the time that it belongs to. Its goal and its sinks receive the
-    values when they are read. A goal that a training statistic may reach needs them after every batch, so that its
-    time is that of the batch; see :meth:`~mlbench_core.tracking.tracker.Tracker.goal_watches_training`. As a context
-    manager, it also reads the remaining values after an exception.
+    The tracker records each value with the batch and the time that it belongs to. Its goal and its
+    sinks receive the values when they are read. A goal that a training statistic may reach needs
+    them after every batch, so that its time is that of the batch; see
+    :meth:`~mlbench_core.tracking.tracker.Tracker.goal_watches_training`. As a context manager, it
+    also reads the remaining values after an exception.
 
     Args:
         tracker: The tracker; None records nothing.
@@ -141,7 +146,8 @@ class BatchRecords:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # A device that has failed cannot be read; the error that ended the round says more than that.
+        # A device that has failed cannot be read; the error that ended the round says more than
+        # that.
         with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
             self.read()
 
@@ -195,7 +201,8 @@ class BatchRecords:
             return
         is_last = self.total is not None and batch_idx >= self.total - 1
         is_logged = batch_idx % LOG_EVERY_N_BATCHES == 0
-        # Batch 0 is read with batch 25: the read at the end of the round would otherwise make it one more per interval.
+        # Batch 0 is read with batch 25: the read at the end of the round would otherwise make it
+        # one more per interval.
         ends_interval = is_logged and batch_idx > 0
         values = [
             ("loss", loss),
@@ -264,7 +271,8 @@ def _accepts_older_call(function: Callable[..., _Result]) -> Callable[..., _Resu
 
     @functools.wraps(function)
     def dispatch(*args: Any, **kwargs: Any) -> _Result:
-        # The older call has its dtype as the seventh positional argument, the current call as the fifth.
+        # The older call has its dtype as the seventh positional argument, the current call as the
+        # fifth.
         dtypes = tuple(DTYPES)
         has_dtype_seventh = len(args) >= 7 and args[6] in dtypes and args[4] not in dtypes
         if has_dtype_seventh or not _OLDER_KEYWORDS.isdisjoint(kwargs):
@@ -307,23 +315,26 @@ def validation_round(
 ) -> _Result:
     """Evaluate a model on all workers' validation data.
 
-    The model is set to evaluation mode and afterwards back to its previous mode. Every worker must call this function,
-    since averages are taken over all of them. A worker may have fewer batches than another.
+    The model is set to evaluation mode and afterwards back to its previous mode. Every worker must
+    call this function, since averages are taken over all of them. A worker may have fewer batches
+    than another.
 
     Args:
         dataloader: Iterable over this worker's pairs (data, target).
         model: The model.
         loss_function: Called ``(output, target)``; returns the mean loss of a batch.
         metrics: The metrics; they are reset first.
-        dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``; type of floating-point data. None keeps it.
-        tracker: Receives the time of the round, and records the following statistics as ``val_...``.
+        dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``; type of floating-point data. None
+            keeps it.
+        tracker: Receives the time of the round, and records the following statistics as
+            ``val_...``.
         transform_target_type: True to convert targets to ``dtype`` too.
         use_cuda: True to move batches to the current GPU.
         max_batches: Largest number of batches; None for all.
 
     Returns:
-        ``({metric: average}, loss)``: plain numbers over all batches and workers. The loss of each batch is weighted
-        by the size of the batch. Pass both to :func:`record_validation_stats`.
+        ``({metric: average}, loss)``: plain numbers over all batches and workers. The loss of each
+        batch is weighted by the size of the batch. Pass both to :func:`record_validation_stats`.
     """
     loss_sum: float | Tensor = 0.0
     samples = 0
@@ -333,8 +344,9 @@ def validation_round(
         ):
             output = model(data)
             size = batch_size(data, output)
-            # The sum stays on the device, because reading the loss of every batch would wait for the device every
-            # time. It is in float64, because a float32 sum over many batches loses digits.
+            # The sum stays on the device, because reading the loss of every batch would wait for
+            # the device every time. It is in float64, because a float32 sum over many batches loses
+            # digits.
             loss = torch.as_tensor(loss_function(output, target)).detach()
             loss_sum = loss_sum + loss.to(torch.float64) * size
             samples += size

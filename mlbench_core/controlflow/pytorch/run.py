@@ -41,8 +41,9 @@ Validate = Callable[[], tuple[Mapping[MLBenchMetric, float], float]]
 class Run:
     """The arguments of a task on one worker, and the work around epochs that all tasks share.
 
-    A task makes its data, model, optimizer and scheduler, calls :meth:`track` with its metrics and its goal, and trains
-    one epoch in the body of ``for epoch in run.epochs(...)``. Start it with :func:`run_task`.
+    A task makes its data, model, optimizer and scheduler, calls :meth:`track` with its metrics and
+    its goal, and trains one epoch in the body of ``for epoch in run.epochs(...)``. Start it with
+    :func:`run_task`.
 
     Use it as a context manager: the tracker is closed at the end, also after an exception.
 
@@ -59,14 +60,17 @@ class Run:
         tracker: The tracker that :meth:`track` made.
 
     Args:
-        args: As above. It has ``run_id``, ``gpu``, ``light_target`` and ``validation_only``, which every command line
-            of a task has, and the arguments of :func:`~mlbench_core.controlflow.task_arguments.add_run_arguments`.
+        args: As above. It has ``run_id``, ``gpu``, ``light_target`` and ``validation_only``, which
+            every command line of a task has, and the arguments of
+            :func:`~mlbench_core.controlflow.task_arguments.add_run_arguments`.
         rank: As above.
         world_size: As above.
         dataset_dir: As above.
         ckpt_run_dir: As above.
-        open_results: Return the result folder of a run with the given goal; None for a run that leaves none.
-        output_dir: The result folder, to which a run that only validates writes its statistics; None for no file.
+        open_results: Return the result folder of a run with the given goal; None for a run that
+            leaves none.
+        output_dir: The result folder, to which a run that only validates writes its statistics;
+            None for no file.
 
     Example:
         >>> import tempfile
@@ -136,22 +140,26 @@ class Run:
     ) -> Tracker:
         """Make the run's tracker and its result folder; every worker calls it once, before :meth:`epochs`.
 
-        Rank 0 also writes to the sinks of ``--sink``, see :func:`~mlbench_core.tracking.sinks.make_sink`.
+        Rank 0 also writes to the sinks of ``--sink``, see
+        :func:`~mlbench_core.tracking.sinks.make_sink`.
 
         Args:
-            metrics: The run's metrics; the first is the primary one, which decides about the best checkpoint.
-            goal: The goal that ends the run; None for a run that trains all epochs. With ``--goal-after``, the goal is
-                the best value of its metric after that time, and all workers stop after the same validation.
-            options: Other arguments of :class:`~mlbench_core.tracking.tracker.Tracker`, such as ``sinks`` and
-                ``minimize``. For a goal on the primary metric, ``minimize`` is by default that of the goal.
+            metrics: The run's metrics; the first is the primary one, which decides about the best
+                checkpoint.
+            goal: The goal that ends the run; None for a run that trains all epochs. With
+                ``--goal-after``, the goal is the best value of its metric after that time, and all
+                workers stop after the same validation.
+            options: Other arguments of :class:`~mlbench_core.tracking.tracker.Tracker`, such as
+                ``sinks`` and ``minimize``. For a goal on the primary metric, ``minimize`` is by
+                default that of the goal.
 
         Returns:
             The tracker, which is ``run.tracker`` from now on.
 
         Raises:
             ConfigurationError: ``--goal-after`` is given, and ``goal`` is not a
-                :class:`~mlbench_core.evaluation.goals.TimeToGoal`. Or ``minimize`` contradicts a goal on the primary
-                metric.
+                :class:`~mlbench_core.evaluation.goals.TimeToGoal`. Or ``minimize`` contradicts a
+                goal on the primary metric.
         """
         sinks, metrics, goal = list(options.pop("sinks", ())), list(metrics), as_goal(goal)
         primary = f"val_global_{metrics[0].name}" if metrics else None
@@ -167,7 +175,8 @@ class Run:
             continues = self.args.resume or self.validation_only
             sinks += [make_sink(text, self.run_id, continues) for text in self.args.sink]
         if self._open_results is not None and not self.validation_only:
-            # Entered before the tracker, so that it ends after the tracker has written its last numbers.
+            # Entered before the tracker, so that it ends after the tracker has written its last
+            # numbers.
             results = self._open.enter_context(self._open_results(goal))
             sinks.append(results.sink)
         self.tracker = Tracker(metrics, self.run_id, self.rank, goal, sinks=sinks, **options)
@@ -185,36 +194,42 @@ class Run:
     ) -> Iterator[int]:
         """Yield the numbers of the epochs to train; validate and save a checkpoint after each.
 
-        The epochs end when the goal is reached (not with ``--past-goal``) or the budget is spent. Every worker must
-        iterate over them. The command line decides about the rest:
+        The epochs end when the goal is reached (not with ``--past-goal``) or the budget is spent.
+        Every worker must iterate over them. The command line decides about the rest:
 
-        * ``--resume`` continues from the last checkpoint of the run, ``--checkpoint`` saves one after every epoch
-          instead of the best only.
-        * ``--validation_only`` loads every checkpoint of the run, validates it, and yields no epoch. Rank 0 writes
-          ``val_stats.json`` and ``train_stats.json`` to the result folder. Both are lists with an entry for each
-          checkpoint: ``epoch`` (the number of finished epochs), ``loss`` and each metric by its name. The first has the
-          results of the validation. The second has the means of rank 0's training batches in the last epoch, as they
-          were recorded in training.
+        * ``--resume`` continues from the last checkpoint of the run, ``--checkpoint`` saves one
+          after every epoch instead of the best only.
+        * ``--validation_only`` loads every checkpoint of the run, validates it, and yields no
+          epoch. Rank 0 writes ``val_stats.json`` and ``train_stats.json`` to the result folder.
+          Both are lists with an entry for each checkpoint: ``epoch`` (the number of finished
+          epochs), ``loss`` and each metric by its name. The first has the results of the
+          validation. The second has the means of rank 0's training batches in the last epoch, as
+          they were recorded in training.
 
-        A scheduler that waits for a plateau steps with the loss of each validation. Other schedulers step if the task
-        steps them. At the end rank 0 sends the summary of the run to the master.
+        A scheduler that waits for a plateau steps with the loss of each validation. Other
+        schedulers step if the task steps them. At the end rank 0 sends the summary of the run to
+        the master.
 
         Args:
             model: The model.
             optimizer: Its optimizer.
             scheduler: Its learning rate schedule; None for a constant rate.
-            validate: Return the metrics' values and the loss of the validation data of all workers. The result is
-                recorded here.
+            validate: Return the metrics' values and the loss of the validation data of all workers.
+                The result is recorded here.
             extra: More objects with a state to save and restore, by name.
             budget: Largest number of epochs; None for ``--epochs``.
 
         Yields:
-            The epoch's number, from 0. A resumed run continues after the last epoch of its checkpoint.
+            The epoch's number, from 0. A resumed run continues after the last epoch of its
+            checkpoint.
 
         Raises:
-            CheckpointNotFoundError: The run is to resume or to validate only, and no checkpoint exists.
-            CheckpointError: A checkpoint cannot be read or written, or does not fit the objects given.
-            ConfigurationError: Nothing has recorded the statistic of the goal until the end of the first validation.
+            CheckpointNotFoundError: The run is to resume or to validate only, and no checkpoint
+                exists.
+            CheckpointError: A checkpoint cannot be read or written, or does not fit the objects
+                given.
+            ConfigurationError: Nothing has recorded the statistic of the goal until the end of the
+                first validation.
         """
         args, tracker = self.args, self.tracker
         frequency = CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST
@@ -254,7 +269,8 @@ class Run:
             return
         # The wall clock starts after the data, the model and a checkpoint are loaded.
         tracker.start()
-        # Within an epoch only the best model is saved, also with --checkpoint: its files are those of whole epochs.
+        # Within an epoch only the best model is saved, also with --checkpoint: its files are those
+        # of whole epochs.
         within_epochs = Checkpointer(self.ckpt_run_dir, self.rank, CheckpointFreq.BEST)
         self._validate = validate_in_training
         self._save_part = partial(
@@ -277,9 +293,9 @@ class Run:
     ) -> Iterator[EpochPart]:
         """Cut an epoch of :meth:`epochs` into parts and validate after each of them.
 
-        The best checkpoint is saved after a part, too. A goal that is reached after a part ends the epoch, and so does
-        the limit of the training time that a sweep sets.
-        The arguments are those of :func:`~mlbench_core.controlflow.pytorch.translation.epoch_parts`.
+        The best checkpoint is saved after a part, too. A goal that is reached after a part ends the
+        epoch, and so does the limit of the training time that a sweep sets. The arguments are those
+        of :func:`~mlbench_core.controlflow.pytorch.translation.epoch_parts`.
 
         Yields:
             The parts. Read each of them before you ask for the next one.
@@ -371,9 +387,10 @@ def run_task(
 ) -> None:
     """Read a task's command line, connect the workers and train.
 
-    The global random generators are seeded with ``--seed``, the same on every worker. The run leaves a result folder,
-    ``<root-output>/<uid>/<run_id>``, see :mod:`mlbench_core.results.folder`. A run that only validates leaves none.
-    After the training, rank 0 logs if the goal was reached. For folders, launchers and errors see
+    The global random generators are seeded with ``--seed``, the same on every worker. The run
+    leaves a result folder, ``<root-output>/<uid>/<run_id>``, see
+    :mod:`mlbench_core.results.folder`. A run that only validates leaves none. After the training,
+    rank 0 logs if the goal was reached. For folders, launchers and errors see
     :func:`~mlbench_core.controlflow.task_arguments.task_main`, for an example see :class:`Run`.
 
     Args:

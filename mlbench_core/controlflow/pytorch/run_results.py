@@ -54,26 +54,31 @@ class _ProcessGroup(run_results.Workers):
 class RunResults(run_results.RunFolder):
     """The result folder of a run; every worker makes one at the same time, after the process group exists.
 
-    Pass :attr:`sink` to the tracker. Use it as a context manager around the tracker: at its end the result is written,
-    also after an exception. The tasks do this through :class:`~mlbench_core.controlflow.pytorch.run.Run`.
+    Pass :attr:`sink` to the tracker. Use it as a context manager around the tracker: at its end the
+    result is written, also after an exception. The tasks do this through
+    :class:`~mlbench_core.controlflow.pytorch.run.Run`.
 
     Args:
-        folder: The result folder. Files of an earlier run in it are moved to ``earlier-1`` and so on.
+        folder: The result folder. Files of an earlier run in it are moved to ``earlier-1`` and so
+            on.
         configuration: The program of the run and its settings.
         run_id: Id of the run.
         rank: Rank of this worker.
         environment: Content of ``environment.json``, see
             :func:`~mlbench_core.results.environment.describe_environment`; used on rank 0.
-        resume: True to continue the run in this folder. Its files stay as they are until the training starts.
+        resume: True to continue the run in this folder. Its files stay as they are until the
+            training starts.
 
     Raises:
-        ConfigurationError: Another run writes to this folder at the moment, or it cannot be written to. Or a resumed
-            run has other settings than its first part.
-        MLBenchError: At the end of the block, the training has finished, but its result could not be written whole.
+        ConfigurationError: Another run writes to this folder at the moment, or it cannot be written
+            to. Or a resumed run has other settings than its first part.
+        MLBenchError: At the end of the block, the training has finished, but its result could not
+            be written whole.
 
     Attributes:
         sink: Writes the raw lines of this worker.
-        result: On rank 0, the content of ``result.json`` after the end; None before and on other ranks.
+        result: On rank 0, the content of ``result.json`` after the end; None before and on other
+            ranks.
 
     Example:
         >>> import pathlib, tempfile
@@ -123,7 +128,8 @@ def task_results(
     """Open the result folder of a task from its command line; every worker calls it at the same time.
 
     Args:
-        args: The command line, as :func:`~mlbench_core.controlflow.task_arguments.task_main` read it.
+        args: The command line, as :func:`~mlbench_core.controlflow.task_arguments.task_main` read
+            it.
         uid: The task's name in paths, such as ``"task1a"``.
         rank: Rank of this worker.
         world_size: Number of workers.

@@ -52,30 +52,33 @@ def train_round(
 ) -> float:
     r"""Train for one epoch.
 
-    The tracker records the steps of each batch: load (including the loader), init (gradients to zero), forward pass,
-    loss, backward pass, aggregation, update and metrics. The optimizer records aggregation and update if its ``step``
-    takes a tracker.
+    The tracker records the steps of each batch: load (including the loader), init (gradients to
+    zero), forward pass, loss, backward pass, aggregation, update and metrics. The optimizer records
+    aggregation and update if its ``step`` takes a tracker.
 
-    Losses and metrics stay on the device. They are read every 25 batches and after the last one, in one transfer each
-    time, so the host does not wait for the device in between. The tracker's goal and its sinks receive them then. If
-    the goal does not name a validation statistic, they are read after every batch, for the exact time to the goal.
+    Losses and metrics stay on the device. They are read every 25 batches and after the last one, in
+    one transfer each time, so the host does not wait for the device in between. The tracker's goal
+    and its sinks receive them then. If the goal does not name a validation statistic, they are read
+    after every batch, for the exact time to the goal.
 
-    All workers train on the same number of batches, that of the worker with the fewest. Parts of a data set that differ
-    by one sample can differ by one batch, and the worker with an extra batch would wait indefinitely. The workers agree
-    on the number in one small message before the first batch. So either every worker's loader knows its length, or no
-    worker's does.
+    All workers train on the same number of batches, that of the worker with the fewest. Parts of a
+    data set that differ by one sample can differ by one batch, and the worker with an extra batch
+    would wait indefinitely. The workers agree on the number in one small message before the first
+    batch. So either every worker's loader knows its length, or no worker's does.
 
-    With ``update_freq`` :math:`u > 1` the gradients of u batches are accumulated before an update. Nothing is sent in
-    between, through the ``no_sync`` of the optimizer if it has one. With the losses :math:`L_1, \dots, L_n` of the
-    batches, the gradient is
+    With ``update_freq`` :math:`u > 1` the gradients of u batches are accumulated before an update.
+    Nothing is sent in between, through the ``no_sync`` of the optimizer if it has one. With the
+    losses :math:`L_1, \dots, L_n` of the batches, the gradient is
 
     .. math:: g = \nabla \frac{1}{n} \sum_{j=1}^{n} L_j,
 
-    with n = u, or the number of remaining batches for the last update of the epoch. With ``step_arguments`` it is the
-    gradient of the sum, and the result of that function gives the optimizer its divisor.
+    with n = u, or the number of remaining batches for the last update of the epoch. With
+    ``step_arguments`` it is the gradient of the sum, and the result of that function gives the
+    optimizer its divisor.
 
-    A scheduler that waits for a plateau needs a validation result, so the caller must step it once per epoch. With
-    ``schedule_per="batch"``, its ``batch_step()`` is called for the warm-up, if it has one.
+    A scheduler that waits for a plateau needs a validation result, so the caller must step it once
+    per epoch. With ``schedule_per="batch"``, its ``batch_step()`` is called for the warm-up, if it
+    has one.
 
     Args:
         dataloader: Iterable over this worker's pairs (data, target).
@@ -85,23 +88,26 @@ def train_round(
         loss_function: Called ``(output, target)``; returns a loss without dimensions.
         metrics: Metrics to compute on each batch; may be empty.
         scheduler: Learning rate schedule, or None.
-        dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``; type of floating-point data. None keeps it.
-        schedule_per: ``"batch"`` to step the scheduler after each batch (with ``update_freq``, after each update);
-            ``"epoch"`` to step it at the end of the epoch.
+        dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``; type of floating-point data. None
+            keeps it.
+        schedule_per: ``"batch"`` to step the scheduler after each batch (with ``update_freq``,
+            after each update); ``"epoch"`` to step it at the end of the epoch.
         transform_target_type: True to convert targets to ``dtype`` too.
         use_cuda: True to move batches to the current GPU.
         max_batch_per_epoch: Largest number of batches; None for all.
         tracker: Receives times, loss and metrics.
-        update_freq: Number u of batches before an update. A value above 1 needs a loader that knows its length.
-        step_arguments: Called before each update with its batches, pairs (data, target). It returns keyword arguments
-            of the optimizer's ``step``, such as ``denom``.
+        update_freq: Number u of batches before an update. A value above 1 needs a loader that knows
+            its length.
+        step_arguments: Called before each update with its batches, pairs (data, target). It returns
+            keyword arguments of the optimizer's ``step``, such as ``denom``.
 
     Returns:
-        This worker's mean loss over the epoch, with each batch weighted by its size; 0 without a batch.
+        This worker's mean loss over the epoch, with each batch weighted by its size; 0 without a
+        batch.
 
     Raises:
-        ValueError: ``schedule_per`` has another value, ``update_freq`` is below 1, or it is above 1 and the loader has
-            no length.
+        ValueError: ``schedule_per`` has another value, ``update_freq`` is below 1, or it is above 1
+            and the loader has no length.
     """
     if schedule_per not in ("epoch", "batch"):
         raise ValueError(f"schedule_per must be 'epoch' or 'batch', not {schedule_per!r}")
@@ -112,7 +118,8 @@ def train_round(
     total = _number_of_batches(dataloader, max_batch_per_epoch, update_freq)
     records = BatchRecords(tracker, total)
     updates = Updates(model, optimizer, loss_function, records, update_freq, step_arguments)
-    # An iterator, and not a loop over the loader: the clock of a batch starts before its data is drawn.
+    # An iterator, and not a loop over the loader: the clock of a batch starts before its data is
+    # drawn.
     iterator = iter(dataloader)
     loss_sum: float | Tensor = 0.0
     samples = 0
@@ -168,7 +175,8 @@ class Updates:
         model: Called with the data of a batch, for example a module.
         optimizer: The optimizer.
         loss_function: Called ``(output, target)``.
-        records: Marks every step. It knows the number of batches of the epoch, unless ``frequency`` is 1.
+        records: Marks every step. It knows the number of batches of the epoch, unless ``frequency``
+            is 1.
         frequency: Number of batches before an update.
         step_arguments: See :func:`train_round`.
     """
@@ -204,7 +212,8 @@ class Updates:
         count = self.frequency if total is None else min(self.frequency, total - first)
         self.batches.append((data, target))
         is_last = len(self.batches) == count
-        # The last backward pass of an update may send gradients while it runs; the ones before it must not.
+        # The last backward pass of an update may send gradients while it runs; the ones before it
+        # must not.
         waits = not is_last and hasattr(self.optimizer, "no_sync")
         with self.optimizer.no_sync() if waits else contextlib.nullcontext():
             # step_arguments gives the optimizer the divisor; otherwise the loss is divided here.
@@ -254,7 +263,8 @@ class TrainValidation:
         optimizer: The optimizer.
         loss_function: Called ``(output, target)``; returns the mean loss of a batch.
         metrics: The metrics; the first decides which epoch is the best.
-        scheduler: Learning rate schedule, or None. A scheduler that waits for a plateau receives the validation loss.
+        scheduler: Learning rate schedule, or None. A scheduler that waits for a plateau receives
+            the validation loss.
         batch_size: Samples in a batch of one worker.
         train_epochs: Largest number of epochs.
         rank: This worker's rank.
@@ -263,8 +273,8 @@ class TrainValidation:
         dtype: Type of floating-point data, as in :func:`train_round`.
         validate: True to validate after each epoch.
         schedule_per: ``"batch"`` or ``"epoch"``: the scheduler steps after each of these.
-        checkpoint: The checkpointer that saves after each epoch, and from which ``resume`` loads; None for no
-            checkpoints.
+        checkpoint: The checkpointer that saves after each epoch, and from which ``resume`` loads;
+            None for no checkpoints.
         transform_target_type: True to convert targets to ``dtype`` too.
         average_models: True to average the weights over the workers after each epoch.
         use_cuda: True to move batches to the current GPU.
@@ -331,11 +341,12 @@ class TrainValidation:
             dataloader_train_fn: Makes the training batches; instead of ``dataloader_train``.
             dataloader_val_fn: Makes the validation batches; instead of ``dataloader_val``.
             resume: True to continue from the newest checkpoint.
-            repartition_per_epoch: True to call ``dataloader_train_fn`` and ``dataloader_val_fn`` again before each
-                epoch, to repartition the data.
+            repartition_per_epoch: True to call ``dataloader_train_fn`` and ``dataloader_val_fn``
+                again before each epoch, to repartition the data.
 
         Raises:
-            ValueError: Batches are missing or given twice, or ``resume`` is True without a checkpointer.
+            ValueError: Batches are missing or given twice, or ``resume`` is True without a
+                checkpointer.
         """
         make_train = _maker("dataloader_train", dataloader_train, dataloader_train_fn)
         make_val = (
@@ -378,7 +389,8 @@ class TrainValidation:
             self.tracker,
         )
         if self.average_models:
-            # The result lists the collectives of training steps only, and averaging the models is not one of them.
+            # The result lists the collectives of training steps only, and averaging the models is
+            # not one of them.
             with uncounted():
                 AllReduceAggregation(self.world_size).agg_model()(self.model, "avg_world")
         is_best = False

@@ -57,12 +57,15 @@ def epoch_parts(
 ) -> Iterator[EpochPart]:
     """Split the batches of an epoch into parts, to validate after each part.
 
-    Every worker must call it, because all workers use the same parts: those of the worker with the fewest batches.
+    Every worker must call it, because all workers use the same parts: those of the worker with the
+    fewest batches.
 
     Args:
         batches: Batches of this worker, with a length.
-        share: Share of the epoch in one part, above 0 and at most 1. The last part has the remaining batches.
-        update_freq: Number of batches of each worker before an update. Every part except the last ends with an update.
+        share: Share of the epoch in one part, above 0 and at most 1. The last part has the
+            remaining batches.
+        update_freq: Number of batches of each worker before an update. Every part except the last
+            ends with an update.
         most: Largest number of batches in the epoch; None for all.
 
     Yields:
@@ -104,22 +107,27 @@ def train_round_by_tokens(
 ) -> float:
     r"""Train for one epoch with updates along the mean gradient of all tokens that all workers read for them.
 
-    With k workers, u = ``update_freq`` batches of each before an update, the summed loss :math:`L_{ij}` of worker i's
-    j-th batch and :math:`n_{ij}` tokens in it, an update follows
+    With k workers, u = ``update_freq`` batches of each before an update, the summed loss
+    :math:`L_{ij}` of worker i's j-th batch and :math:`n_{ij}` tokens in it, an update follows
 
-    .. math:: g = \frac{\sum_{i=1}^{k} \sum_{j=1}^{u} \nabla L_{ij}}{\sum_{i=1}^{k} \sum_{j=1}^{u} n_{ij}},
+    .. math:: g = \frac{\sum_{i=1}^{k} \sum_{j=1}^{u} \nabla L_{ij}}{\sum_{i=1}^{k} \sum_{j=1}^{u}
+      n_{ij}},
 
-    the gradient of one batch of all these tokens, however they are distributed. It costs a message of 8 bytes for the
-    denominator n. An optimizer with a loss scale divides by k u in half precision, which keeps the sum in range, and
-    by n / (k u) in float32. The last update of an epoch may have fewer batches than u.
+    the gradient of one batch of all these tokens, however they are distributed. It costs a message
+    of 8 bytes for the denominator n. An optimizer with a loss scale divides by k u in half
+    precision, which keeps the sum in range, and by n / (k u) in float32. The last update of an
+    epoch may have fewer batches than u.
 
     All workers train on the same number of batches, that of the worker with the fewest.
 
     Args:
-        dataloader: This worker's batches; it has a length. Each has ``net_input``, the model's arguments by name,
-            ``target`` and ``ntokens``, the number of tokens of the target that the loss counts.
-        model: The model. It returns scores, or a tuple that begins with them, and is set to training mode.
-        optimizer: An optimizer that divides by the ``denom`` of its ``step`` (``average_custom=True``): a
+        dataloader: This worker's batches; it has a length. Each has ``net_input``, the model's
+            arguments by name, ``target`` and ``ntokens``, the number of tokens of the target that
+            the loss counts.
+        model: The model. It returns scores, or a tuple that begins with them, and is set to
+            training mode.
+        optimizer: An optimizer that divides by the ``denom`` of its ``step``
+            (``average_custom=True``): a
             :class:`~mlbench_core.optim.pytorch.all_reduce.CustomCentralizedOptimizer` or a
             :class:`~mlbench_core.optim.pytorch.fp_optimizers.FP16Optimizer`.
         loss_function: Called ``(scores, target)``; returns the sum of the losses of all tokens.
@@ -203,7 +211,8 @@ def _divisor(
     tokens = process_groups.sum_over_workers(process_groups.get_backend_tensor(count))
     if not hasattr(optimizer, "backward_loss"):
         return {"denom": tokens}
-    # Half precision overflows above 65,504. So it is divided by k u only; the rest of the division is in float32.
+    # Half precision overflows above 65,504. So it is divided by k u only; the rest of the division
+    # is in float32.
     batches_of_all = process_groups.world_size() * update_freq
     return {"denom": batches_of_all, "multiplier": tokens / batches_of_all}
 
@@ -220,16 +229,21 @@ def translation_round(
 ) -> tuple[dict[MLBenchMetric, float], float]:
     """Compute the loss of all workers' validation data, translate it, and score the translations.
 
-    Metrics may score the same translations as different text, for example raw tokens and detokenized sentences.
+    Metrics may score the same translations as different text, for example raw tokens and
+    detokenized sentences.
 
-    Every worker must call it with its share. A share may have fewer batches than another, or empty ones. The score of
-    all shares comes from statistics that are summed over the workers, not from the scores of the shares.
+    Every worker must call it with its share. A share may have fewer batches than another, or empty
+    ones. The score of all shares comes from statistics that are summed over the workers, not from
+    the scores of the shares.
 
     Args:
-        dataloader: This worker's batches, as in :func:`train_round_by_tokens`; an empty dictionary is skipped.
-        model: The model, as in :func:`train_round_by_tokens`; it is in evaluation mode during the round.
+        dataloader: This worker's batches, as in :func:`train_round_by_tokens`; an empty dictionary
+            is skipped.
+        model: The model, as in :func:`train_round_by_tokens`; it is in evaluation mode during the
+            round.
         loss_function: Called ``(scores, target)``; returns the sum of the losses of all tokens.
-        translate: Function of a batch; returns a pair of translations and references for each metric, as text.
+        translate: Function of a batch; returns a pair of translations and references for each
+            metric, as text.
         metrics: Metrics of these texts, in the same order, such as
             :class:`~mlbench_core.evaluation.pytorch.metrics.BLEUScore`; they are reset first.
         use_cuda: True to move batches to the current GPU.

@@ -1,7 +1,8 @@
 """Train and validate a graph in a session (``tf.compat.v1``).
 
-A session runs a batch as a whole: loading, forward pass, backward pass and update. Therefore the tracker records each
-batch as the one step ``opt_step``. ``benchmarks/task1a_tensorflow`` shows a loop that measures the steps one by one.
+A session runs a batch as a whole: loading, forward pass, backward pass and update. Therefore the
+tracker records each batch as the one step ``opt_step``. ``benchmarks/task1a_tensorflow`` shows a
+loop that measures the steps one by one.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ def train_round(
         loss_op: The mean loss of a batch, a tensor.
         metrics: Objects with ``name`` and ``metric_op``, see
             :class:`~mlbench_core.evaluation.tensorflow.metrics.TopKAccuracy`.
-        batch_size: Samples in a batch. If a metric has a ``size``, the size of each batch is read from it.
+        batch_size: Samples in a batch. If a metric has a ``size``, the size of each batch is read
+            from it.
         num_batches_per_epoch: Largest number of batches. The epoch also ends with the training set.
         tracker: Records the times, the loss and the metrics.
         lr_tensor: The learning rate, a tensor; None if it is not to be recorded.
-        lr_scheduler_level: ``"batch"`` records the rate as the statistic ``lr`` after each batch, ``"epoch"`` before
-            the first one.
+        lr_scheduler_level: ``"batch"`` records the rate as the statistic ``lr`` after each batch,
+            ``"epoch"`` before the first one.
 
     Returns:
         The mean loss.
@@ -107,8 +109,10 @@ def validation_round(
         loss_op: As in :func:`train_round`.
         metrics: As in :func:`train_round`.
         batch_size: As in :func:`train_round`.
-        num_batches_per_epoch: Largest number of batches. The round also ends with the validation set.
-        tracker: Records the time, the loss and the metrics, and compares the first metric with its best value.
+        num_batches_per_epoch: Largest number of batches. The round also ends with the validation
+            set.
+        tracker: Records the time, the loss and the metrics, and compares the first metric with its
+            best value.
 
     Returns:
         ``({metric: mean}, mean loss)``. Batches are weighted by their sizes.
@@ -203,7 +207,8 @@ class TrainValidation:
         """Train until the training set or the number of batches ends, and return the mean loss.
 
         Args:
-            lr_tensor_name: Name of the learning rate's tensor, for example ``"rate:0"``; None to record no rate.
+            lr_tensor_name: Name of the learning rate's tensor, for example ``"rate:0"``; None to
+                record no rate.
         """
         rate = (
             None if lr_tensor_name is None else self.sess.graph.get_tensor_by_name(lr_tensor_name)

@@ -1,10 +1,12 @@
 """Batches of small images as NumPy arrays, for a framework that has no loader here.
 
-Images, parts of the workers, augmentation and normalization are those of the ``pytorch`` package. Only the random
-numbers of order and augmentation come from another generator. This module imports no framework.
+Images, parts of the workers, augmentation and normalization are those of the ``pytorch`` package.
+Only the random numbers of order and augmentation come from another generator. This module imports
+no framework.
 
 References:
-    He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 4.2.
+    He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, arXiv:1512.03385, section
+    4.2.
 """
 
 from __future__ import annotations
@@ -99,7 +101,8 @@ class ImageArrays:
         count, height, width, _ = images.shape
         margin = (self.padding, self.padding)
         padded = np.pad(images, ((0, 0), margin, margin, (0, 0)))
-        # windows[n, i, j] is the crop of image n whose first pixel is (i, j), with the channels first. It is a view.
+        # windows[n, i, j] is the crop of image n whose first pixel is (i, j), with the channels
+        # first. It is a view.
         windows: np.ndarray = np.lib.stride_tricks.sliding_window_view(
             padded, (height, width), axis=(1, 2)
         )
@@ -113,10 +116,11 @@ class ImageArrays:
 class ArrayBatches:
     """The batches of one worker.
 
-    Training batches are augmented. Their order depends only on (seed, rank, epoch), and their augmentation on (seed,
-    rank, epoch, batch). A worker keeps its part of the images for the whole run: for training a part that is drawn at
-    random, the same for every seed, and otherwise a contiguous part. Every worker has the same number of batches, so
-    no collective waits indefinitely.
+    Training batches are augmented. Their order depends only on (seed, rank, epoch), and their
+    augmentation on (seed, rank, epoch, batch). A worker keeps its part of the images for the whole
+    run: for training a part that is drawn at random, the same for every seed, and otherwise a
+    contiguous part. Every worker has the same number of batches, so no collective waits
+    indefinitely.
 
     Args:
         arrays: The whole data set.
@@ -165,7 +169,8 @@ class ArrayBatches:
             number: Number of the epoch, from 0.
 
         Yields:
-            Images, float32 of shape (batch, height, width, channels), and their classes, int64 of shape (batch,).
+            Images, float32 of shape (batch, height, width, channels), and their classes, int64 of
+            shape (batch,).
         """
         order = self.positions
         if self.train:

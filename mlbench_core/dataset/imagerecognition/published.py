@@ -1,6 +1,7 @@
 """Read the published image data sets from their files, as arrays of bytes.
 
-The ``pytorch`` and the ``tensorflow`` package make their data sets of these arrays. This module imports no framework.
+The ``pytorch`` and the ``tensorflow`` package make their data sets of these arrays. This module
+imports no framework.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def read_cifar10(
         root: Folder with the files.
         train: If True, the 50,000 training images, otherwise the 10,000 test images.
         download: If True, download missing files (162 MB) into ``root``.
-        partial: If True, accept some of the files, and for the test set a file of its first 1,000 records.
+        partial: If True, accept some of the files, and for the test set a file of its first 1,000
+            records.
 
     Returns:
         Images, uint8 of shape (N, 3, 32, 32), and classes, int64 of shape (N,).
@@ -166,7 +168,8 @@ def read_digits(extra: str = "vision") -> tuple[np.ndarray, np.ndarray]:
         extra: The extra that installs scikit-learn, for the error message.
 
     Returns:
-        1,797 images of 8x8 pixels with gray levels from 0 to 16, float64, and classes, int64 of shape (1797,).
+        1,797 images of 8x8 pixels with gray levels from 0 to 16, float64, and classes, int64 of
+        shape (1797,).
 
     Raises:
         MissingDependencyError: scikit-learn is not installed.

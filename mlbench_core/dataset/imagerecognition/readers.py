@@ -72,8 +72,8 @@ def parse_cifar_binary(path: Path, content: bytes) -> tuple[np.ndarray, np.ndarr
 def parse_cifar_python(path: Path, content: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Parse CIFAR-10's "python version": a pickle of a dictionary with an array and a list.
 
-    An unpickler reads the pickle that allows only plain containers, numbers, text and numpy arrays. It refuses every
-    other class or function before it looks it up, so no code of the file runs.
+    An unpickler reads the pickle that allows only plain containers, numbers, text and numpy arrays.
+    It refuses every other class or function before it looks it up, so no code of the file runs.
 
     Args:
         path: Path of the file, for messages.
@@ -119,7 +119,8 @@ def _images(path: Path, rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarra
     if labels.min() < 0 or labels.max() > 9:
         wrong = labels[(labels < 0) | (labels > 9)][0]
         raise DatasetError(f"{path} is damaged: a label is {wrong}, but classes go from 0 to 9")
-    # Copy the rows, because a framework must not write to memory that belongs to an immutable bytes object.
+    # Copy the rows, because a framework must not write to memory that belongs to an immutable bytes
+    # object.
     images = np.ascontiguousarray(rows).reshape(-1, 3, 32, 32).copy()
     return images, labels.astype(np.int64)
 
@@ -137,7 +138,8 @@ class _ArrayUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return one of the names that arrays need, and refuse everything else."""
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            # Return this numpy's function that rebuilds arrays, because its module depends on the version.
+            # Return this numpy's function that rebuilds arrays, because its module depends on the
+            # version.
             return np.zeros(1).__reduce__()[0]  # type: ignore[index]
         # These names rebuild arrays and can run nothing else.
         allowed = {

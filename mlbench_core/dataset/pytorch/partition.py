@@ -1,8 +1,8 @@
 """Parts of a data set, one for each worker.
 
-Every worker computes the whole assignment from the seed alone and keeps its own part. Therefore all workers agree
-without communication, and no global generator is read. The parts are disjoint and cover every sample. Their sizes
-differ by at most 1.
+Every worker computes the whole assignment from the seed alone and keeps its own part. Therefore all
+workers agree without communication, and no global generator is read. The parts are disjoint and
+cover every sample. Their sizes differ by at most 1.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Partition(Dataset):
     Args:
         data: The whole data set.
         indices: Positions in ``data`` of the samples of this part.
-        smallest_part: Number of samples of the smallest of all parts; if None, of this part. A loader that stops at
-            this number has the same number of batches on every worker, so no collective waits indefinitely.
+        smallest_part: Number of samples of the smallest of all parts; if None, of this part. A
+            loader that stops at this number has the same number of batches on every worker, so no
+            collective waits indefinitely.
 
     Attributes:
         data: The whole data set.
@@ -85,8 +86,9 @@ class Partition(Dataset):
         )
 
     def __getattr__(self, name: str) -> Any:
-        # Python calls this only for names that are missing here. Special names must stay missing, and so must `data` of
-        # an object that pickle or copy has not filled yet: looking it up in `self.data` would recurse indefinitely.
+        # Python calls this only for names that are missing here. Special names must stay missing,
+        # and so must `data` of an object that pickle or copy has not filled yet: looking it up in
+        # `self.data` would recurse indefinitely.
         if name == "data" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.data, name)
@@ -113,15 +115,16 @@ class Partitioner(ABC):
 class DataPartitioner(Partitioner):
     """Divide a data set into parts of given fractions.
 
-    The bounds of the parts are the cumulative fractions, rounded to whole samples. Therefore equal fractions give sizes
-    that differ by at most 1, and fractions that add up to 1 cover every sample.
+    The bounds of the parts are the cumulative fractions, rounded to whole samples. Therefore equal
+    fractions give sizes that differ by at most 1, and fractions that add up to 1 cover every
+    sample.
 
     Args:
         data: The data set.
         rank: Rank of this worker. It has no effect: every rank computes the same parts.
         shuffle: If True, draw the samples of each part at random; otherwise parts are contiguous.
-        sizes: Fraction of each part, at least 0; the sum is at most 1. If it is below 1, the remaining samples belong
-            to no part.
+        sizes: Fraction of each part, at least 0; the sum is at most 1. If it is below 1, the
+            remaining samples belong to no part.
         seed: Seed of the shuffle, at least 0.
 
     Raises:
@@ -150,7 +153,8 @@ class DataPartitioner(Partitioner):
         self.data = data
         self.rank = rank
         count = len(data)
-        # Fractions such as 0.7, 0.2 and 0.1 do not add up to exactly 1 in floating point, but must cover every sample.
+        # Fractions such as 0.7, 0.2 and 0.1 do not add up to exactly 1 in floating point, but must
+        # cover every sample.
         whole = abs(total - 1) <= 1e-6
         ends = np.cumsum(np.asarray(sizes, dtype=np.float64)) / (total if whole else 1.0)
         bounds = [0, *(round(float(end) * count) for end in ends)]
@@ -193,26 +197,28 @@ def partition_dataset_by_rank(
     r"""Return the part of a data set that belongs to one worker.
 
     * ``"uniform"``: every sample is equally likely on every worker.
-    * ``"dirichlet"``: for each worker, the proportions of the classes are drawn from
-      :math:`q \sim \mathrm{Dir}(\alpha p)`, with p the proportions in the data set. The samples of its part are drawn
-      from the classes with probabilities q. If a class has no samples left, q is renormalized without it (Hsu et al.
-      2019). Workers get their parts in an order drawn from the seed; the last ones get the samples that are left. With
-      a small alpha, a worker has nearly one class; a large alpha approaches the uniform distribution.
-    * ``"label_skew"``: the samples are sorted by class and cut into ``world_size * classes_per_worker`` shards; each
-      worker gets ``classes_per_worker`` of them (McMahan et al. 2017). A shard may contain the end of one class and the
-      beginning of the next.
+    * ``"dirichlet"``: for each worker, the proportions of the classes are drawn from :math:`q \sim
+      \mathrm{Dir}(\alpha p)`, with p the proportions in the data set. The samples of its part are
+      drawn from the classes with probabilities q. If a class has no samples left, q is renormalized
+      without it (Hsu et al. 2019). Workers get their parts in an order drawn from the seed; the
+      last ones get the samples that are left. With a small alpha, a worker has nearly one class; a
+      large alpha approaches the uniform distribution.
+    * ``"label_skew"``: the samples are sorted by class and cut into ``world_size *
+      classes_per_worker`` shards; each worker gets ``classes_per_worker`` of them (McMahan et al.
+      2017). A shard may contain the end of one class and the beginning of the next.
 
-    In all three the parts are disjoint, cover every sample, and their sizes differ by at most 1: the first
-    ``len(dataset) % world_size`` workers have one sample more. All random numbers depend on ``seed`` alone; global
-    generators are neither read nor changed. Another seed, such as the number of the epoch, gives other parts.
+    In all three the parts are disjoint, cover every sample, and their sizes differ by at most 1:
+    the first ``len(dataset) % world_size`` workers have one sample more. All random numbers depend
+    on ``seed`` alone; global generators are neither read nor changed. Another seed, such as the
+    number of the epoch, gives other parts.
 
     Args:
         dataset: A data set with a length.
         rank: Rank of this worker, from 0 to ``world_size - 1``.
         world_size: Number of workers, at least 1.
         distribution: ``"uniform"``, ``"dirichlet"`` or ``"label_skew"``.
-        shuffle: If True, the samples of a part are drawn at random and in random order. Otherwise a uniform part is
-            contiguous, and the samples of any part come in the data set's order.
+        shuffle: If True, the samples of a part are drawn at random and in random order. Otherwise a
+            uniform part is contiguous, and the samples of any part come in the data set's order.
         seed: Seed of every draw, at least 0; the same on all workers.
         alpha: Concentration of the Dirichlet distribution, above 0.
         classes_per_worker: Shards of each worker with ``"label_skew"``, at least 1.
@@ -222,16 +228,19 @@ def partition_dataset_by_rank(
         The part of worker ``rank``.
 
     Raises:
-        ValueError: An argument is outside the values listed above, or a distribution by class has no labels.
+        ValueError: An argument is outside the values listed above, or a distribution by class has
+            no labels.
 
     Example:
         >>> [partition_dataset_by_rank(range(5), rank, 2, shuffle=False).indices for rank in range(2)]
         [[0, 1, 2], [3, 4]]
 
     References:
-        McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, arXiv:1602.05629.
+        McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data,
+        arXiv:1602.05629.
 
-        Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution, arXiv:1909.06335.
+        Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution,
+        arXiv:1909.06335.
     """
     check_rank(rank, world_size)
     if distribution not in ("uniform", "dirichlet", "label_skew"):
@@ -254,7 +263,8 @@ def partition_dataset_by_rank(
         else:
             parts = _label_skew(classes, sizes, classes_per_worker, shuffle, generator)
         mine = parts[rank]
-        # The samples are grouped by class here. Permute them, so that batches mix the classes of this worker.
+        # The samples are grouped by class here. Permute them, so that batches mix the classes of
+        # this worker.
         mine = generator.permutation(mine) if shuffle else np.sort(mine)
     # The first workers get the remainder of the division, so the last part is the smallest.
     return Partition(dataset, mine.tolist(), smallest_part=sizes[-1])
@@ -264,8 +274,8 @@ def parse_partition(text: str) -> dict[str, Any]:
     """Return the arguments of :func:`partition_dataset_by_rank` for a text of a command line.
 
     Args:
-        text: ``"uniform"``, ``"dirichlet:ALPHA"`` with a finite ALPHA above 0, or ``"label_skew:N"`` with N classes per
-            worker.
+        text: ``"uniform"``, ``"dirichlet:ALPHA"`` with a finite ALPHA above 0, or
+            ``"label_skew:N"`` with N classes per worker.
 
     Returns:
         ``distribution``, and ``alpha`` or ``classes_per_worker`` if the distribution needs it.
@@ -331,7 +341,8 @@ def _dirichlet(
     for worker in generator.permutation(len(sizes)):
         mixture = _draw_mixture(alpha * prior, generator)
         taken = _draw_counts(sizes[worker], mixture, left, generator)
-        # Samples are taken from the front of a class, so the `have` samples that are left are its last ones.
+        # Samples are taken from the front of a class, so the `have` samples that are left are its
+        # last ones.
         chosen = [
             member[len(member) - have : len(member) - have + take]
             for member, have, take in zip(members, left, taken, strict=True)
@@ -362,7 +373,8 @@ def _draw_counts(
         # If no class of the mixture has samples left, draw from all remaining samples.
         if weights.sum() <= 0:
             weights = (left - taken).astype(np.float64)
-        # A multinomial draw may exceed the remaining samples of a class; the next round replaces the excess.
+        # A multinomial draw may exceed the remaining samples of a class; the next round replaces
+        # the excess.
         draw = np.minimum(generator.multinomial(need, weights / weights.sum()), left - taken)
         taken += draw
         need -= int(draw.sum())
@@ -379,7 +391,8 @@ def _label_skew(
     """Cut the samples, sorted by class, into shards, and assign the shards at random."""
     # The empty array keeps the concatenation valid for a data set without samples.
     in_order = np.concatenate([*_members(classes, shuffle, generator), np.empty(0, dtype=np.int64)])
-    # The sizes of a worker's shards differ by at most one sample and add up to the size of its part.
+    # The sizes of a worker's shards differ by at most one sample and add up to the size of its
+    # part.
     shards = [
         (worker, size // per_worker + (s < size % per_worker))
         for worker, size in enumerate(sizes)

@@ -18,8 +18,8 @@ class FCGraph:
     Args:
         rank: This worker's number, 0 to ``world_size - 1``.
         world_size: Number of workers.
-        use_cuda: True to compute on a GPU. Workers of one machine take its GPUs in turn by their local rank
-            (``LOCAL_RANK``, else the rank).
+        use_cuda: True to compute on a GPU. Workers of one machine take its GPUs in turn by their
+            local rank (``LOCAL_RANK``, else the rank).
 
     Raises:
         ValueError: ``world_size`` is not positive, or ``rank`` lies outside.
@@ -84,5 +84,6 @@ def _gpu_index(rank: int) -> int:
             "use_cuda=True, but torch sees no GPU on this machine: leave out use_cuda (and --gpu) to compute on the "
             "CPU, or install a torch build with CUDA and check nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
-    # The global rank may exceed the number of GPUs, and several workers may share a GPU: hence the remainder.
+    # The global rank may exceed the number of GPUs, and several workers may share a GPU: hence the
+    # remainder.
     return int(os.environ.get("LOCAL_RANK") or rank) % count

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The functions of this module keep the default process group of the moment of the import, as an argument's default.
-# torch imports the module with the first optimizer. If a group exists by then, it is never freed, and its threads can
-# abort the process at the end.
+# The functions of this module keep the default process group of the moment of the import, as an
+# argument's default. torch imports the module with the first optimizer. If a group exists by then,
+# it is never freed, and its threads can abort the process at the end.
 import torch.distributed.nn.functional
 
 from mlbench_core.arguments import check_positive
@@ -47,7 +47,8 @@ __all__ = ["initialize_backends"]
 
 _log = logging.getLogger(__name__)
 
-# Time to wait for the name of rank 0's host: the name of a container resolves only shortly after its start.
+# Time to wait for the name of rank 0's host: the name of a container resolves only shortly after
+# its start.
 _RESOLVE_S = 20.0
 _LOOPBACK = "127.0.0.1"
 # Workers that start together meet sooner.
@@ -72,26 +73,32 @@ def initialize_backends(
 ) -> Iterator[tuple[int, int, FCGraph]]:
     """Join the other workers for the length of a ``with`` block.
 
-    The workers are found through torchrun's environment, ``hosts`` and ``rank``, or the environment of ``mpirun`` or
-    SLURM. A process started by none of them is a world of size 1 (see :mod:`mlbench_core.distributed.environment`).
-    With the backend ``mpi`` the workers have to be started by ``mpirun`` (or another starter of MPI programs), which
-    gives rank and world size. If ``hosts`` and ``rank`` or torchrun's environment are given too, they must agree.
+    The workers are found through torchrun's environment, ``hosts`` and ``rank``, or the environment
+    of ``mpirun`` or SLURM. A process started by none of them is a world of size 1 (see
+    :mod:`mlbench_core.distributed.environment`). With the backend ``mpi`` the workers have to be
+    started by ``mpirun`` (or another starter of MPI programs), which gives rank and world size. If
+    ``hosts`` and ``rank`` or torchrun's environment are given too, they must agree.
 
-    Within the block, the process keeps the memory of freed CPU tensors for the next step, so it stays at its peak size
-    (:func:`~mlbench_core.distributed.pytorch.memory.keep_freed_memory`). Results stay the same.
+    Within the block, the process keeps the memory of freed CPU tensors for the next step, so it
+    stays at its peak size (:func:`~mlbench_core.distributed.pytorch.memory.keep_freed_memory`).
+    Results stay the same.
 
-    A worker that waits for others for more than 5 seconds logs a warning, and Ctrl-C then ends the process at once.
+    A worker that waits for others for more than 5 seconds logs a warning, and Ctrl-C then ends the
+    process at once.
 
-    At the end of the block, also after an exception, the process group is destroyed. Environment variables, loggers and
-    cuDNN's settings are restored, and freed memory is returned. Random generators and the current CUDA device stay as
-    they are. Over ``mpi`` the other workers would wait indefinitely for one that failed. So if an exception leaves the
-    block, the end of the process also ends the other workers.
+    At the end of the block, also after an exception, the process group is destroyed. Environment
+    variables, loggers and cuDNN's settings are restored, and freed memory is returned. Random
+    generators and the current CUDA device stay as they are. Over ``mpi`` the other workers would
+    wait indefinitely for one that failed. So if an exception leaves the block, the end of the
+    process also ends the other workers.
 
     Args:
-        comm_backend: ``"gloo"`` (CPU), ``"nccl"`` (GPU), ``"mpi"`` (CPU, and GPU by way of the host) or another backend
-            that is registered with torch. ``"mpi"`` is that of torch if it was built with MPI, otherwise
-            :mod:`mlbench_core.distributed.pytorch.mpi`, which needs mpi4py.
-        hosts: Host of each worker, separated by commas; the first one is the rendezvous, at port ``MASTER_PORT`` or
+        comm_backend: ``"gloo"`` (CPU), ``"nccl"`` (GPU), ``"mpi"`` (CPU, and GPU by way of the
+            host) or another backend that is registered with torch. ``"mpi"`` is that of torch if it
+            was built with MPI, otherwise :mod:`mlbench_core.distributed.pytorch.mpi`, which needs
+            mpi4py.
+        hosts: Host of each worker, separated by commas; the first one is the rendezvous, at port
+            ``MASTER_PORT`` or
             29500. A host that runs several workers is named several times.
         rank: This worker's number in ``hosts``.
         logging_level: Least severe level of messages shown.
@@ -99,9 +106,11 @@ def initialize_backends(
         use_cuda: True to compute on the GPU.
         seed: Seed of the random generators of torch, NumPy and ``random``; None leaves them alone.
         cudnn_deterministic: True to let cuDNN use deterministic algorithms only.
-        ckpt_run_dir: Folder of the checkpoints, which is made; None is ``checkpoints`` in the user's data folder.
+        ckpt_run_dir: Folder of the checkpoints, which is made; None is ``checkpoints`` in the
+            user's data folder.
         delete_existing_ckpts: True to delete checkpoints that lie there.
-        timeout_s: Seconds to wait for the other workers, here and in every later collective operation.
+        timeout_s: Seconds to wait for the other workers, here and in every later collective
+            operation.
         keep_memory: False leaves the settings of the C library's ``malloc`` as they are.
 
     Yields:
@@ -109,12 +118,14 @@ def initialize_backends(
 
     Raises:
         BackendError: The backend is unknown or cannot be used here.
-        MissingDependencyError: The backend is ``mpi``, torch has none built in, and mpi4py is not installed.
-        ConfigurationError: The port is taken, the host of rank 0 has no address, or ``use_cuda`` is set without a GPU.
-            It is also raised if variables contradict each other or MPI's world, or a process group exists already.
-        WorkerError: The others did not come within ``timeout_s``, or a collective operation in the block failed. The
-            message names the workers that are gone or silent, and the backend's own error is its cause. Every other
-            error of the block passes as it is.
+        MissingDependencyError: The backend is ``mpi``, torch has none built in, and mpi4py is not
+            installed.
+        ConfigurationError: The port is taken, the host of rank 0 has no address, or ``use_cuda`` is
+            set without a GPU. It is also raised if variables contradict each other or MPI's world,
+            or a process group exists already.
+        WorkerError: The others did not come within ``timeout_s``, or a collective operation in the
+            block failed. The message names the workers that are gone or silent, and the backend's
+            own error is its cause. Every other error of the block passes as it is.
         ValueError: ``rank`` lies outside ``hosts``, or another argument is wrong.
 
     Example:
@@ -140,7 +151,8 @@ def initialize_backends(
     # Workers of MPI know each other from mpirun, so they do not look for rank 0's host.
     if comm_backend != "mpi":
         _await_address(environment, place, min(timeout_s, _RESOLVE_S))
-    # The stack unwinds in reverse: the process group is destroyed before loggers and variables are restored.
+    # The stack unwinds in reverse: the process group is destroyed before loggers and variables are
+    # restored.
     with contextlib.ExitStack() as stack:
         if keep_memory and keep_freed_memory():
             stack.callback(return_freed_memory)
@@ -163,7 +175,8 @@ def initialize_backends(
         stack.enter_context(naming_lost_workers())
         world = config_pytorch(use_cuda, seed, cudnn_deterministic)
         config_path(ckpt_run_dir, delete_existing_ckpts)
-        # After the barrier all workers have joined and have written their records, which the end of the block reads.
+        # After the barrier all workers have joined and have written their records, which the end of
+        # the block reads.
         with naming_lost_workers():
             process_groups.barrier()
         if isinstance(environment, HostsEnvironment) and not use_cuda:
@@ -244,7 +257,8 @@ def _join(
     timeout = datetime.timedelta(seconds=timeout_s)
     options: dict[str, Any] = {}
     if backend == "nccl":
-        # Otherwise NCCL guesses the GPU from the rank, which is wrong if machines have different numbers of GPUs.
+        # Otherwise NCCL guesses the GPU from the rank, which is wrong if machines have different
+        # numbers of GPUs.
         options["device_id"] = torch.device("cuda", torch.cuda.current_device())
     try:
         if backend != "mpi":  # MPI needs no store
@@ -258,7 +272,8 @@ def _join(
         with contextlib.nullcontext() if backend == "mpi" else _waiting(place, timeout_s):
             dist.init_process_group(backend, timeout=timeout, **options)
     except RuntimeError as error:
-        # torch raises a plain RuntimeError for all of these causes; only the text distinguishes them.
+        # torch raises a plain RuntimeError for all of these causes; only the text distinguishes
+        # them.
         text = str(error)
         reason = text.splitlines()[0] if text else type(error).__name__
         if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE).lower() in text.lower():

@@ -1,14 +1,14 @@
 """Find out which worker was lost if a collective operation fails.
 
-The error of a backend says that a connection was closed or that time is up, but does not name the worker. So the
-workers do three things:
+The error of a backend says that a connection was closed or that time is up, but does not name the
+worker. So the workers do three things:
 
 1. At the start each writes a record of itself into the process group's store (:func:`introduce`).
 2. Once the first collective has gone through, each reads the records of all.
 3. If a later collective fails, each writes a notice and looks for the workers that did not.
 
-On its own machine, a worker can see that another one's process has ended. A worker on another machine, or one that
-hangs, is recognized only because it does not answer.
+On its own machine, a worker can see that another one's process has ended. A worker on another
+machine, or one that hangs, is recognized only because it does not answer.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ __all__ = ["explained", "forget", "introduce", "is_failed_communication", "namin
 SILENCE_S = 5.0
 """Seconds to wait for the notices of workers whose processes are not known to have ended."""
 
-# Modules whose errors may be those of a collective operation, raised by a statement or by compiled code.
+# Modules whose errors may be those of a collective operation, raised by a statement or by compiled
+# code.
 _LIBRARIES = ("mlbench_core.aggregation.", "mlbench_core.distributed.", "torch.distributed.")
 
-# Words of failed collective operations; only errors that come out of one of these libraries are compared with them.
+# Words of failed collective operations; only errors that come out of one of these libraries are
+# compared with them.
 _COMMUNICATION = re.compile(
     r"\b(gloo|nccl|mpi|connection|socket|timed out|timeout|peer|broken pipe)\b", re.IGNORECASE
 )
 
-# Gloo's texts for callers that wait for their work themselves, as autograd and a user's ``work.wait()`` do.
+# Gloo's texts for callers that wait for their work themselves, as autograd and a user's
+# ``work.wait()`` do.
 _GLOO = re.compile(r"\bgloo/|^Application timeout caused pair closure")
 
 # Bytecodes of raise statements: an error that left another instruction comes out of compiled code.
@@ -66,8 +69,8 @@ class _Record:
 class _KnownWorkers:
     """The records of the workers of one process group.
 
-    ``processes`` has the processes of this machine. They are looked up when the records are read, because a process id
-    may be reused later. An entry is None if the process has ended by then.
+    ``processes`` has the processes of this machine. They are looked up when the records are read,
+    because a process id may be reused later. An entry is None if the process has ended by then.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -100,8 +103,8 @@ _known = _KnownWorkers()
 def introduce() -> None:
     """Write this worker's record into the process group's store, once; without a collective.
 
-    A worker alone writes nothing. A process group without a store (that of an MPI built into torch) has no records, and
-    lost workers are then not named.
+    A worker alone writes nothing. A process group without a store (that of an MPI built into torch)
+    has no records, and lost workers are then not named.
     """
     global _known
     if process_groups.world_size() == 1 or _known.of_this_group():
@@ -124,11 +127,12 @@ def forget() -> None:
 def naming_lost_workers() -> Iterator[None]:
     """Turn the failure of a collective operation in the block into an error that names the lost workers.
 
-    Any other error passes as it is, whatever its text: a data loader of the user's may time out as well.
+    Any other error passes as it is, whatever its text: a data loader of the user's may time out as
+    well.
 
     Raises:
-        WorkerError: Communication failed. The message names the workers that are gone or do not answer; the backend's
-            own error is its cause.
+        WorkerError: Communication failed. The message names the workers that are gone or do not
+            answer; the backend's own error is its cause.
     """
     try:
         yield
@@ -146,9 +150,9 @@ def naming_lost_workers() -> Iterator[None]:
 def is_failed_communication(error: RuntimeError) -> bool:
     """Return True if an error was raised by a collective operation, or by the process group's store for one.
 
-    torch has types for some of these errors. Gloo's are plain RuntimeErrors, which come out of compiled code. So the
-    place that raised an error decides first, and then its text. A ``raise`` statement outside of torch.distributed and
-    of this library does not belong to a collective.
+    torch has types for some of these errors. Gloo's are plain RuntimeErrors, which come out of
+    compiled code. So the place that raised an error decides first, and then its text. A ``raise``
+    statement outside of torch.distributed and of this library does not belong to a collective.
 
     Args:
         error: The error, as it was caught.
@@ -179,7 +183,8 @@ def explained(error: Exception) -> WorkerError:
     Args:
         error: The backend's error.
     """
-    # A request to the store over a cut cable never returns. So a thread makes the request, and may be left behind.
+    # A request to the store over a cut cable never returns. So a thread makes the request, and may
+    # be left behind.
     answer: list[str] = []
     asking = threading.Thread(
         target=lambda: answer.append(_who_is_lost()), name="who-is-lost", daemon=True
@@ -197,8 +202,8 @@ def explained(error: Exception) -> WorkerError:
 def _who_is_lost() -> str:
     """Return one clause that names the workers that are gone, else those that do not answer.
 
-    A worker that notices the loss writes a notice before it ends. It may have ended when another one looks, but it is
-    not the cause.
+    A worker that notices the loss writes a notice before it ends. It may have ended when another
+    one looks, but it is not the cause.
     """
     try:
         store = process_groups.store()
@@ -214,13 +219,14 @@ def _who_is_lost() -> str:
     while True:
         try:
             store.set(_key("noticed", process_groups.rank()), "1")
-            # Before the look at the notices: a worker that writes one and ends in between must not count as lost.
+            # Before the look at the notices: a worker that writes one and ends in between must not
+            # count as lost.
             ended = [rank for rank in sorted(silent) if _known.has_ended(rank)]
             silent -= {rank for rank in silent if store.check([_key("noticed", rank)])}
         except RuntimeError:
             return f"lost {_name(0)}: the process group's store, which it holds, does not answer"
-        # A process of this machine that has ended without a notice is the cause for certain; the rest need not be
-        # waited for.
+        # A process of this machine that has ended without a notice is the cause for certain; the
+        # rest need not be waited for.
         gone = [rank for rank in ended if rank in silent]
         if gone:
             return "lost " + ", ".join(_name(rank) for rank in gone)
@@ -262,7 +268,8 @@ def _key(kind: str, rank: int) -> str:
 
 def _machine() -> str:
     """Return a name of the running kernel and its namespace of process ids; empty if the system gives none."""
-    # Containers of one host have one kernel, but do not see each other's process ids: hence the namespace.
+    # Containers of one host have one kernel, but do not see each other's process ids: hence the
+    # namespace.
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip() + os.readlink("/proc/self/ns/pid")

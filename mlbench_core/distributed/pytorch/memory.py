@@ -24,17 +24,17 @@ _SETTINGS = ("mmap_max", "mmap_threshold", "top_pad", "trim_threshold")
 def keep_freed_memory() -> bool:
     """Let glibc keep the memory of freed CPU tensors for the next step, in the whole process.
 
-    By default, glibc takes memory from the system for a large tensor, and returns it when the tensor is freed. A
-    training step then has thousands of page faults for memory that it had a step before. Results stay the same,
-    and the process stays at its peak size. Blocks of 1 GiB and more (with some versions of glibc, of more than 32 MiB)
-    are returned as before.
+    By default, glibc takes memory from the system for a large tensor, and returns it when the
+    tensor is freed. A training step then has thousands of page faults for memory that it had a step
+    before. Results stay the same, and the process stays at its peak size. Blocks of 1 GiB and more
+    (with some versions of glibc, of more than 32 MiB) are returned as before.
 
-    :func:`~mlbench_core.distributed.pytorch.initialize_backends` calls this at the start of its block, and
-    :func:`return_freed_memory` at the end.
+    :func:`~mlbench_core.distributed.pytorch.initialize_backends` calls this at the start of its
+    block, and :func:`return_freed_memory` at the end.
 
     Returns:
-        True if glibc accepted the setting. False if the process has another C library, or if the environment already
-        has such settings, for example ``MALLOC_TRIM_THRESHOLD_``.
+        True if glibc accepted the setting. False if the process has another C library, or if the
+        environment already has such settings, for example ``MALLOC_TRIM_THRESHOLD_``.
 
     Example:
         >>> if keep_freed_memory():
@@ -43,7 +43,8 @@ def keep_freed_memory() -> bool:
     library = _glibc()
     if library is None or _is_set_by_environment():
         return False
-    # mallopt refuses a threshold above the largest that the library was built for, so the smaller one is tried next.
+    # mallopt refuses a threshold above the largest that the library was built for, so the smaller
+    # one is tried next.
     is_mapping_off = any(
         library.mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in _LARGEST_THRESHOLDS_BYTES
     )
@@ -53,8 +54,8 @@ def keep_freed_memory() -> bool:
 def return_freed_memory() -> None:
     """Return the memory that is free now to the system, and let glibc return more of it later.
 
-    By itself, glibc raises its thresholds to at most 32 and 64 MiB. :func:`keep_freed_memory` ends this, so these
-    values are set here. Settings that were made before are not restored.
+    By itself, glibc raises its thresholds to at most 32 and 64 MiB. :func:`keep_freed_memory` ends
+    this, so these values are set here. Settings that were made before are not restored.
 
     Example:
         >>> return_freed_memory()

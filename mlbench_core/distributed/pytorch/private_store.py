@@ -1,7 +1,8 @@
 """Let the workers of one machine meet in a file that only their user can read.
 
-torch's store for workers listens on a port, without authentication: whoever reaches the port can read and write its
-keys, among them the addresses at which workers connect to one another. So workers of one machine use a file instead::
+torch's store for workers listens on a port, without authentication: whoever reaches the port can
+read and write its keys, among them the addresses at which workers connect to one another. So
+workers of one machine use a file instead::
 
     rank 0                                       rank r
     listen on 127.0.0.1:MASTER_PORT              connect there
@@ -10,8 +11,8 @@ keys, among them the addresses at which workers connect to one another. So worke
     wait for all in the file               <---  write a notice into the file
     close the port                               use only the file from here on
 
-Another user of the machine can disturb the first step, and the run then ends with an error. It cannot read or change
-anything that the workers exchange after that.
+Another user of the machine can disturb the first step, and the run then ends with an error. It
+cannot read or change anything that the workers exchange after that.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def meet(
         store, path = create(world_size, timeout)
         port_store.set(_KEY, str(path))
         store.wait([f"{_KEY}/{other}" for other in range(1, world_size)], timeout)
-        # An agent of torchrun keeps its store: workers that meet there again must not find this path.
+        # An agent of torchrun keeps its store: workers that meet there again must not find this
+        # path.
         port_store.delete_key(_KEY)
     else:
         path = Path(os.fsdecode(port_store.get(_KEY)))
@@ -71,7 +73,8 @@ def create(world_size: int, timeout: datetime.timedelta) -> tuple[dist.Store, Pa
     """Create a store in a new folder that only this user can read.
 
     Args:
-        world_size: Number of workers that will open it. The last one that lets go of it removes the file.
+        world_size: Number of workers that will open it. The last one that lets go of it removes the
+            file.
         timeout: Time that a worker waits for a key.
     """
     # Workers in containers share the run's folder, but not the folder of temporary files.

@@ -1,7 +1,7 @@
 """Query the world of workers, and reduce over it, with or without a process group.
 
-This module alone covers the case without a process group: one process is then a world of size 1. Its rank is 0, and its
-collectives do nothing.
+This module alone covers the case without a process group: one process is then a world of size 1.
+Its rank is 0, and its collectives do nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def is_distributed() -> bool:
     """Return True if this process belongs to a process group.
 
     Returns:
-        True after ``init_process_group`` (also in a group of one process), False before it and after its end.
+        True after ``init_process_group`` (also in a group of one process), False before it and
+        after its end.
 
     Example:
         >>> is_distributed()
@@ -84,7 +85,8 @@ def world_size(group: Any = None) -> int:
     """Return the number of workers; 1 without a process group.
 
     Args:
-        group: Count the workers of this subgroup alone. It has the same meaning in all functions here.
+        group: Count the workers of this subgroup alone. It has the same meaning in all functions
+            here.
 
     Example:
         >>> world_size()
@@ -126,8 +128,8 @@ def backend(group: Any = None) -> str | None:
 def machine() -> str:
     """Return a name of the running kernel, network namespace and user; empty if the system does not show them.
 
-    Two hosts that are emulated on one machine have their own network namespaces. Messages between them must cross the
-    emulated network, so they do not count as one machine.
+    Two hosts that are emulated on one machine have their own network namespaces. Messages between
+    them must cross the emulated network, so they do not count as one machine.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -136,7 +138,8 @@ def machine() -> str:
         return ""
 
 
-# By group. A weak reference, because a process group keeps its store and the port of its rendezvous.
+# By group. A weak reference, because a process group keeps its store and the port of its
+# rendezvous.
 _is_on_one_machine: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
@@ -166,8 +169,8 @@ def is_on_one_machine(group: Any = None) -> bool:
 def start_comparing(text: bytes, group: Any = None) -> Callable[[], bool]:
     """Begin to compare bytes of all workers of a group; a collective operation with a message of 16 bytes.
 
-    It belongs to the preparation of training. So it calls the group itself and not ``torch.distributed.all_reduce``,
-    where tools record the messages of training steps.
+    It belongs to the preparation of training. So it calls the group itself and not
+    ``torch.distributed.all_reduce``, where tools record the messages of training steps.
 
     Returns:
         A function that waits and returns True if the bytes of all workers are the same.
@@ -197,7 +200,8 @@ def store() -> Any:
     """Return the process group's store, through which workers exchange a few bytes by key.
 
     Raises:
-        RuntimeError: This process has no process group, or the group has no store, as with an MPI built into torch.
+        RuntimeError: This process has no process group, or the group has no store, as with an MPI
+            built into torch.
     """
     if not is_distributed():
         raise RuntimeError("this process has no process group")
@@ -264,7 +268,8 @@ def get_backend_tensor(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
         group: The group whose backend sends it; None for all workers.
 
     Returns:
-        ``tensor`` on the current GPU if the backend is NCCL, which sends nothing else; otherwise ``tensor`` itself.
+        ``tensor`` on the current GPU if the backend is NCCL, which sends nothing else; otherwise
+        ``tensor`` itself.
 
     Example:
         >>> x = torch.ones(2)
@@ -283,18 +288,18 @@ def global_average(
 
     .. math:: \frac{\sum_{k} \text{sum}_k}{\sum_{k} \text{count}_k}
 
-    Both sums run in float64, so that counts stay exact up to :math:`2^{53}` (float32 loses single counts from
-    :math:`2^{24}`).
+    Both sums run in float64, so that counts stay exact up to :math:`2^{53}` (float32 loses single
+    counts from :math:`2^{24}`).
 
     Args:
-        sum: This worker's sum: a number, or a tensor of any shape (then the average is taken element by element).
-            Every worker gives the same shape.
+        sum: This worker's sum: a number, or a tensor of any shape (then the average is taken
+            element by element). Every worker gives the same shape.
         count: Number of values that went into ``sum``: a number or a tensor with one element.
         group: Average over the workers of this subgroup alone.
 
     Returns:
-        The average, float64, in the shape of ``sum`` (no dimensions for a number). If all counts are 0 it is 0 instead
-        of nan, so that it can be logged.
+        The average, float64, in the shape of ``sum`` (no dimensions for a number). If all counts
+        are 0 it is 0 instead of nan, so that it can be logged.
 
     Raises:
         ValueError: ``count`` has more than one element.
@@ -323,11 +328,13 @@ def global_average(
 def sum_over_workers(tensor: Tensor) -> Tensor:
     r"""Sum over all workers so that gradients flow through the sum.
 
-    With :math:`y = \sum_j x_j` on every worker and the loss :math:`L = \sum_i L_i` of all of them together,
+    With :math:`y = \sum_j x_j` on every worker and the loss :math:`L = \sum_i L_i` of all of them
+    together,
 
     .. math:: \frac{\partial L}{\partial x_i} = \sum_j \frac{\partial L_j}{\partial y},
 
-    so the backward pass sums over the workers too. Every worker must call it, and run the backward pass.
+    so the backward pass sums over the workers too. Every worker must call it, and run the backward
+    pass.
 
     Args:
         tensor: This worker's summand, of the same shape and dtype on every worker.

@@ -36,11 +36,12 @@ def config_logging(
 ) -> Callable[[], None]:
     """Send the messages of this library and of task scripts to standard error and, if wanted, to a file.
 
-    Only the loggers ``mlbench`` (for scripts) and ``mlbench_core`` are touched, never the root logger. Each line has
-    the worker's rank. A second call replaces the settings of the first one.
+    Only the loggers ``mlbench`` (for scripts) and ``mlbench_core`` are touched, never the root
+    logger. Each line has the worker's rank. A second call replaces the settings of the first one.
 
     Args:
-        logging_level: Name or number of the least severe level that is shown, for example ``"DEBUG"``.
+        logging_level: Name or number of the least severe level that is shown, for example
+            ``"DEBUG"``.
         logging_file: File to which lines are appended; its folder is created. None writes no file.
 
     Returns:
@@ -112,10 +113,11 @@ def config_pytorch(
     """Choose this worker's device and seed the random generators.
 
     Args:
-        use_cuda: True to compute on a GPU, which becomes the current CUDA device. cuDNN may then try out its algorithms
-            (``torch.backends.cudnn.benchmark``) unless ``cudnn_deterministic``.
-        seed: Seed of the global generators of torch (all devices), NumPy and ``random``, the same on every worker; 0 is
-            a seed like any other. None leaves them alone.
+        use_cuda: True to compute on a GPU, which becomes the current CUDA device. cuDNN may then
+            try out its algorithms (``torch.backends.cudnn.benchmark``) unless
+            ``cudnn_deterministic``.
+        seed: Seed of the global generators of torch (all devices), NumPy and ``random``, the same
+            on every worker; 0 is a seed like any other. None leaves them alone.
         cudnn_deterministic: True to let cuDNN use deterministic algorithms only (slower).
 
     Returns:
@@ -160,8 +162,8 @@ def config_path(
 
     Args:
         ckpt_run_dir: The folder; None is ``checkpoints`` in the user's data folder.
-        delete_existing_ckpts: True to let rank 0 delete the checkpoints that lie there, while the other workers wait.
-            Only files with a checkpoint's name are deleted.
+        delete_existing_ckpts: True to let rank 0 delete the checkpoints that lie there, while the
+            other workers wait. Only files with a checkpoint's name are deleted.
 
     Raises:
         ConfigurationError: The folder cannot be created.

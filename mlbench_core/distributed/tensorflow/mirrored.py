@@ -21,12 +21,13 @@ _CHUNK_BYTES = 1 << 20
 class MirroredWorkers:
     """The workers of a run, each with one replica of the variables, connected by a strategy of TensorFlow.
 
-    Variables that are created in ``strategy.scope()`` are equal on all workers: their first values are those of rank 0,
-    and an update must be the same everywhere. The messages of this class average gradients and combine numbers. Every
-    worker must send the same messages in the same order.
+    Variables that are created in ``strategy.scope()`` are equal on all workers: their first values
+    are those of rank 0, and an update must be the same everywhere. The messages of this class
+    average gradients and combine numbers. Every worker must send the same messages in the same
+    order.
 
-    The list of the workers is not read from ``TF_CONFIG``. The workers exchange it at the address of rank 0, which
-    every launcher gives them.
+    The list of the workers is not read from ``TF_CONFIG``. The workers exchange it at the address
+    of rank 0, which every launcher gives them.
 
     Args:
         place: This worker's place.
@@ -38,7 +39,8 @@ class MirroredWorkers:
         size: Number of workers.
 
     Raises:
-        WorkerError: A worker did not arrive in time. Each message raises it too if a worker was lost.
+        WorkerError: A worker did not arrive in time. Each message raises it too if a worker was
+            lost.
 
     Example:
         >>> workers = MirroredWorkers(environment.Place(rank=0, world_size=1), timeout_s=10)
@@ -59,13 +61,15 @@ class MirroredWorkers:
                     cluster, task_type="worker", task_id=self.rank, rpc_layer="grpc"
                 )
                 self.strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
-        # One function for each dtype and shape: a single one for all would warn that it is traced again.
+        # One function for each dtype and shape: a single one for all would warn that it is traced
+        # again.
         self._all_reduces: dict[tuple[Any, ...], Any] = {}
 
     def _all_reduce(self, tensor: Any) -> Any:
         def add(value: Any) -> Any:
             context = tf.distribute.get_replica_context()
-            # The argument of a function has no device, and the strategy needs one. The copy is on that of the replica.
+            # The argument of a function has no device, and the strategy needs one. The copy is on
+            # that of the replica.
             return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(value))
 
         return self.strategy.run(add, args=(tensor,))
@@ -99,7 +103,8 @@ class MirroredWorkers:
         content = content if self.rank == sender else b""
         (size,) = self.sum([len(content)])
         received = bytearray()
-        # A sum in which all others add zeros. Each chunk has the same shape, because each new shape costs a trace.
+        # A sum in which all others add zeros. Each chunk has the same shape, because each new shape
+        # costs a trace.
         for start in range(0, size, _CHUNK_BYTES):
             chunk = np.zeros(_CHUNK_BYTES, dtype=np.uint8)
             part = np.frombuffer(content[start : start + _CHUNK_BYTES], dtype=np.uint8)

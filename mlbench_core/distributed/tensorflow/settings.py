@@ -19,7 +19,8 @@ def default_session_config(
     Args:
         tf_allow_growth: True to take the memory of a GPU as it is needed, and not at once.
         tf_log_device_placement: True to log the device of each operation.
-        tf_allow_soft_placement: True to run an operation on the CPU if it cannot run on the requested device.
+        tf_allow_soft_placement: True to run an operation on the CPU if it cannot run on the
+            requested device.
 
     Returns:
         A ``tf.compat.v1.ConfigProto``.
@@ -38,8 +39,8 @@ def default_session_config(
 def set_threads(threads: int) -> None:
     """Set the number of threads in which this process computes. Call it before the first operation.
 
-    TensorFlow does not read ``OMP_NUM_THREADS``. Without this call, each of several workers on a machine would compute
-    in as many threads as the machine has cores.
+    TensorFlow does not read ``OMP_NUM_THREADS``. Without this call, each of several workers on a
+    machine would compute in as many threads as the machine has cores.
 
     Args:
         threads: Number of threads, at least 1.

@@ -31,7 +31,8 @@ class _Penalized(nn.Module):
             check_at_least(name, value, 0)
             if value > 0 and self.model is None:
                 raise ValueError(f"model must be given with {name}={value}, not None: pass model=")
-        # nn.Module would register the model as a submodule, and loss.parameters() would return its parameters.
+        # nn.Module would register the model as a submodule, and loss.parameters() would return its
+        # parameters.
         setter = object.__setattr__ if name == "model" else nn.Module.__setattr__
         setter(self, name, value)
 
@@ -49,8 +50,8 @@ class _Penalized(nn.Module):
 def _as_output(output: Tensor, target: Tensor) -> Tensor:
     """Return the target in the shape and dtype of the output.
 
-    Otherwise, cross-entropy would refuse targets of shape (batch,) with outputs of shape (batch, 1). A squared error
-    would broadcast them to an unintended (batch, batch) matrix.
+    Otherwise, cross-entropy would refuse targets of shape (batch,) with outputs of shape (batch,
+    1). A squared error would broadcast them to an unintended (batch, batch) matrix.
 
     Raises:
         ValueError: The shapes differ by more than a last dimension of 1.
@@ -72,8 +73,8 @@ class ActivationRegularization(nn.Module):
         \alpha \operatorname{mean}_{tbf} (m \odot h)_{tbf}^2 +
         \beta \operatorname{mean}_{tbf} (h_{t+1} - h_t)_{bf}^2
 
-    with the outputs :math:`h` of the last layer before dropout and :math:`m \odot h` after it: activation
-    regularization (AR) and temporal activation regularization (TAR).
+    with the outputs :math:`h` of the last layer before dropout and :math:`m \odot h` after it:
+    activation regularization (AR) and temporal activation regularization (TAR).
 
     Args:
         alpha: :math:`\alpha`, weight of AR, at least 0.
@@ -89,7 +90,8 @@ class ActivationRegularization(nn.Module):
         26.0
 
     References:
-        Merity, McCann and Socher 2017, Revisiting Activation Regularization for Language RNNs, arXiv 1708.01009.
+        Merity, McCann and Socher 2017, Revisiting Activation Regularization for Language RNNs,
+        arXiv 1708.01009.
     """
 
     def __init__(self, *, alpha: float = 2.0, beta: float = 1.0) -> None:
@@ -129,17 +131,19 @@ class BCELossRegularized(_Penalized, nn.BCELoss):
 
     Here :math:`w` are all parameters of the model, including the bias.
 
-    In float32, a probability is exactly 1 from a logit of about 17 on. For a wrong prediction beyond it, torch returns
-    100 instead of the true loss, and the gradient is 0, so training never corrects the mistake. If logits grow large (a
-    high learning rate, features that are not scaled), let the model return logits :math:`z` with
-    :math:`p = \sigma(z)`, and set ``logits=True``. The loss is then computed as
+    In float32, a probability is exactly 1 from a logit of about 17 on. For a wrong prediction
+    beyond it, torch returns 100 instead of the true loss, and the gradient is 0, so training never
+    corrects the mistake. If logits grow large (a high learning rate, features that are not scaled),
+    let the model return logits :math:`z` with :math:`p = \sigma(z)`, and set ``logits=True``. The
+    loss is then computed as
 
     .. math:: \max(z, 0) - y z + \log (1 + e^{-\lvert z \rvert})
 
     which is exact for every :math:`z`, and so is its gradient :math:`\sigma(z) - y`.
 
-    scikit-learn's ``LogisticRegression(C=1 / (n * l2), fit_intercept=False)`` has the same minimum on data with a
-    column of ones appended. The column makes its intercept a penalized weight, as the bias is here.
+    scikit-learn's ``LogisticRegression(C=1 / (n * l2), fit_intercept=False)`` has the same minimum
+    on data with a column of ones appended. The column makes its intercept a penalized weight, as
+    the bias is here.
 
     Args:
         weight: Weight of each element of a batch, as in :class:`torch.nn.BCELoss`.
@@ -148,8 +152,8 @@ class BCELossRegularized(_Penalized, nn.BCELoss):
         l1: :math:`\lambda_1`, at least 0.
         l2: :math:`\lambda_2`, at least 0.
         model: The model. It may be left out if both penalties are 0.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``. The penalty is added once to a mean or a sum, and to each
-            element with ``"none"``.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``. The penalty is added once to a mean or a
+            sum, and to each element with ``"none"``.
         logits: True if the input is logits instead of probabilities.
 
     Raises:
@@ -207,19 +211,21 @@ class BCELossRegularized(_Penalized, nn.BCELoss):
 class MSELossRegularized(_Penalized, nn.MSELoss):
     r"""Mean squared error with a penalty on the model's weights.
 
-    .. math:: \mathrm{MSE}(x, y) + \lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w \rVert_2^2
+    .. math:: \mathrm{MSE}(x, y) + \lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w
+      \rVert_2^2
 
     Here :math:`w` are all parameters of the model.
 
     Args:
-        weight: Weight of each element, the shape of the input; a mean is then divided by the sum of the weights.
+        weight: Weight of each element, the shape of the input; a mean is then divided by the sum of
+            the weights.
         size_average: Deprecated by torch, see ``reduction``.
         reduce: Deprecated by torch, see ``reduction``.
         l1: :math:`\lambda_1`, at least 0.
         l2: :math:`\lambda_2`, at least 0.
         model: The model. It may be left out if both penalties are 0.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``. The penalty is added once to a mean or a sum, and to each
-            element with ``"none"``.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``. The penalty is added once to a mean or a
+            sum, and to each element with ``"none"``.
 
     Raises:
         ValueError: A penalty is negative, or has no model.
@@ -281,14 +287,15 @@ class LabelSmoothing(nn.Module):
     Args:
         padding_idx: Target id that is left out.
         smoothing: :math:`\varepsilon`, from 0 to 1.
-        fast_xentropy: True to use torch's fused cross-entropy, which needs no (tokens, classes) matrix of
-            log-probabilities in memory. False computes the formula above step by step.
+        fast_xentropy: True to use torch's fused cross-entropy, which needs no (tokens, classes)
+            matrix of log-probabilities in memory. False computes the formula above step by step.
 
     Raises:
         ValueError: ``smoothing`` is outside of 0 to 1.
 
     References:
-        Szegedy et al. 2015, Rethinking the Inception Architecture for Computer Vision, arXiv 1512.00567.
+        Szegedy et al. 2015, Rethinking the Inception Architecture for Computer Vision, arXiv
+        1512.00567.
 
     Example:
         >>> loss = LabelSmoothing(padding_idx=0, smoothing=0.1)
@@ -311,8 +318,8 @@ class LabelSmoothing(nn.Module):
         """Compute the summed loss of one batch.
 
         Args:
-            x: Scores of shape (..., classes), or log-probabilities, which the softmax leaves as they are. Half
-                precision is computed in float32.
+            x: Scores of shape (..., classes), or log-probabilities, which the softmax leaves as
+                they are. Half precision is computed in float32.
             target: Token ids of shape (...).
 
         Returns:
@@ -333,8 +340,8 @@ class LabelSmoothing(nn.Module):
     def _plain(self, x: Tensor, target: Tensor) -> Tensor:
         log_p = F.log_softmax(x, dim=-1)
         counted = target != self.padding_idx
-        # A padding id may lie outside of the classes (for example -100), where gather() fails. So padding reads class 0
-        # here, and its row is left out below.
+        # A padding id may lie outside of the classes (for example -100), where gather() fails. So
+        # padding reads class 0 here, and its row is left out below.
         nll = -log_p.gather(1, target.where(counted, 0).unsqueeze(1)).squeeze(1)
         uniform = -log_p.mean(dim=-1)
         losses = (1.0 - self.smoothing) * nll + self.smoothing * uniform

@@ -1,7 +1,8 @@
 r"""Compute metrics over batches and workers.
 
-A metric is called with one batch and returns the batch's value. :meth:`~MLBenchMetric.update` adds the batch to the
-average, and :meth:`~MLBenchMetric.average` returns the value over all batches added, on all workers::
+A metric is called with one batch and returns the batch's value. :meth:`~MLBenchMetric.update` adds
+the batch to the average, and :meth:`~MLBenchMetric.average` returns the value over all batches
+added, on all workers::
 
     metric.reset()
     for data, target in batches:
@@ -9,10 +10,11 @@ average, and :meth:`~MLBenchMetric.average` returns the value over all batches a
         metric.update(metric(output, target), len(output))
     value = metric.average()          # a collective: every worker calls it
 
-The value over all data is usually not the mean of the values of the batches. For example, the perplexity of two
-batches is not the mean of two perplexities. Each metric here therefore sums *statistics*, a few numbers that add up
-over batches and workers. It computes its value from the sums, so the value depends neither on the split into batches
-nor on the number of workers. All sums are float64.
+The value over all data is usually not the mean of the values of the batches. For example, the
+perplexity of two batches is not the mean of two perplexities. Each metric here therefore sums
+*statistics*, a few numbers that add up over batches and workers. It computes its value from the
+sums, so the value depends neither on the split into batches nor on the number of workers. All sums
+are float64.
 """
 
 from __future__ import annotations
@@ -50,8 +52,9 @@ class MLBenchMetric:
 
     .. math:: \frac{\sum_k \sum_b n_{kb} v_{kb}}{\sum_k \sum_b n_{kb}}
 
-    over the batches :math:`b` of the workers :math:`k`, with values :math:`v` and sizes :math:`n`. A subclass may
-    override :meth:`update`: the values that it puts into ``average_meter`` are averaged over the workers.
+    over the batches :math:`b` of the workers :math:`k`, with values :math:`v` and sizes :math:`n`.
+    A subclass may override :meth:`update`: the values that it puts into ``average_meter`` are
+    averaged over the workers.
 
     Attributes:
         average_meter: Mean of the values of this worker's batches, weighted by their sizes.
@@ -113,7 +116,8 @@ class MLBenchMetric:
         Returns:
             The value, float32, no dimensions; 0 if no worker added a batch.
         """
-        # With a count of 1 per worker, global_average divides the sums by the world size, which is undone here.
+        # With a count of 1 per worker, global_average divides the sums by the world size, which is
+        # undone here.
         totals = (
             process_groups.global_average(self._local_totals(), 1) * process_groups.world_size()
         )
@@ -133,8 +137,8 @@ class MLBenchMetric:
         return _ratio(totals[0], totals[1])
 
 
-# Number of calls without an update whose statistics are kept. It is bounded, because training calls metrics and never
-# updates them.
+# Number of calls without an update whose statistics are kept. It is bounded, because training calls
+# metrics and never updates them.
 _REMEMBERED_CALLS = 256
 
 
@@ -159,19 +163,21 @@ class _Call:
 class _StatisticsMetric(MLBenchMetric):
     """A metric whose batches add statistics instead of a weighted value.
 
-    A call stores the statistics from which it computed its value. An update with this value adds the stored statistics
-    to the sums. Calls and updates may come in any order. ``average_meter`` has the mean of the batches' values, which
-    is not the metric's value.
+    A call stores the statistics from which it computed its value. An update with this value adds
+    the stored statistics to the sums. Calls and updates may come in any order. ``average_meter``
+    has the mean of the batches' values, which is not the metric's value.
 
-    :meth:`average` returns this mean only if no statistics were added. Then no update had a value that a call returned,
-    or a subclass puts its own values into ``average_meter`` instead of calling :meth:`update` of this class.
+    :meth:`average` returns this mean only if no statistics were added. Then no update had a value
+    that a call returned, or a subclass puts its own values into ``average_meter`` instead of
+    calling :meth:`update` of this class.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._totals = self._no_statistics()
         self._calls: deque[_Call] = deque(maxlen=_REMEMBERED_CALLS)
-        # True if the updates had values that calls returned, False if they had other values, None before any update.
+        # True if the updates had values that calls returned, False if they had other values, None
+        # before any update.
         self._has_statistics: bool | None = None
 
     def _no_statistics(self) -> Tensor:
@@ -216,13 +222,14 @@ class _StatisticsMetric(MLBenchMetric):
         """Add the batch of a call to the average.
 
         Args:
-            perc: The value that a call returned, as the tensor or its number. Only the last 256 calls that were not
-                added yet are known. If no update has a value that a call returned, the average is the weighted mean of
-                the values.
+            perc: The value that a call returned, as the tensor or its number. Only the last 256
+                calls that were not added yet are known. If no update has a value that a call
+                returned, the average is the weighted mean of the values.
             size: Number of samples in the batch.
 
         Raises:
-            ValueError: ``size`` is negative, or some updates have values that calls returned and others do not.
+            ValueError: ``size`` is negative, or some updates have values that calls returned and
+                others do not.
         """
         check_at_least("size", size, 0)
         statistics = self._pop_statistics(perc, size)
@@ -258,8 +265,8 @@ class TopKAccuracy(MLBenchMetric):
 
     Args:
         topk: Number of most likely classes among which the target may be, at least 1.
-        threshold: Used only for two classes with a single score per sample: the smallest score that predicts the
-            positive class. It is 0.5 for probabilities, 0 for logits.
+        threshold: Used only for two classes with a single score per sample: the smallest score that
+            predicts the positive class. It is 0.5 for probabilities, 0 for logits.
 
     Raises:
         ValueError: ``topk`` is below 1.
@@ -286,8 +293,8 @@ class TopKAccuracy(MLBenchMetric):
         """Compute the accuracy of one batch.
 
         Args:
-            output: Scores of shape (batch, classes). For two classes also the scores of the positive class alone, of
-                shape (batch, 1) or (batch,).
+            output: Scores of shape (batch, classes). For two classes also the scores of the
+                positive class alone, of shape (batch, 1) or (batch,).
             target: Class numbers, shape (batch,) or (batch, 1).
 
         Returns:
@@ -316,7 +323,8 @@ class TopKAccuracy(MLBenchMetric):
         else:
             predicted = output.topk(self.topk, dim=1).indices
         correct = (predicted == target).sum().reshape(1).to(torch.float32)
-        # new_full() fills on the device; new_tensor() would copy a number there, for which the host waits.
+        # new_full() fills on the device; new_tensor() would copy a number there, for which the host
+        # waits.
         return _ratio(100.0 * correct, correct.new_full((1,), len(output)))
 
     @property
@@ -344,15 +352,17 @@ class Perplexity(_StatisticsMetric):
         """Compute the perplexity of one batch.
 
         Args:
-            output: Scores or log-probabilities of shape (..., classes), or (batch, classes, ...) as torch's
-                cross-entropy takes them. Or the mean loss of the batch, of shape () or (1,).
-            target: Token ids of shape (...) or (batch, ...). It is not used with a mean loss. If one of output and
-                target has all tokens in one dimension, the other may have any number of dimensions. Ids of -100 are
-                left out.
+            output: Scores or log-probabilities of shape (..., classes), or (batch, classes, ...) as
+                torch's cross-entropy takes them. Or the mean loss of the batch, of shape () or
+                (1,).
+            target: Token ids of shape (...) or (batch, ...). It is not used with a mean loss. If
+                one of output and target has all tokens in one dimension, the other may have any
+                number of dimensions. Ids of -100 are left out.
 
         Returns:
-            The perplexity, float32, no dimensions; infinite for a mean loss above 88.7. For scores, a following
-            :meth:`update` weighs the batch by its number of tokens. For a mean loss, it weighs the loss by ``size``.
+            The perplexity, float32, no dimensions; infinite for a mean loss above 88.7. For scores,
+            a following :meth:`update` weighs the batch by its number of tokens. For a mean loss, it
+            weighs the loss by ``size``.
 
         Raises:
             ValueError: The shapes do not fit, or fit in two ways.
@@ -394,8 +404,8 @@ class DiceCoefficient(_StatisticsMetric):
 
     .. math:: \frac{2 \sum_i o_i t_i}{\sum_i o_i + \sum_i t_i}
 
-    with the sums over all elements of all batches and workers. If both masks are empty everywhere, it is 1. With
-    predictions of 0 and 1, it is the F1 score.
+    with the sums over all elements of all batches and workers. If both masks are empty everywhere,
+    it is 1. With predictions of 0 and 1, it is the F1 score.
 
     Args:
         logits: True if the outputs are logits, whose sigmoids are the probabilities.
@@ -415,7 +425,8 @@ class DiceCoefficient(_StatisticsMetric):
         """Compute the Dice coefficient of one batch.
 
         Args:
-            output: Mask or probabilities between 0 and 1, or with ``logits`` any numbers; any shape.
+            output: Mask or probabilities between 0 and 1, or with ``logits`` any numbers; any
+                shape.
             target: The true mask, the same number of elements.
 
         Returns:
@@ -456,7 +467,8 @@ class F1Score(_StatisticsMetric):
 
     Args:
         threshold: Smallest output that is predicted positive.
-        eps: Added to the denominator, so that the score is 0 if neither outputs nor targets are positive.
+        eps: Added to the denominator, so that the score is 0 if neither outputs nor targets are
+            positive.
 
     Example:
         >>> F1Score()(torch.tensor([0.9, 0.6, 0.4, 0.1]), torch.tensor([1, 0, 1, 0])).item()
@@ -499,19 +511,23 @@ class F1Score(_StatisticsMetric):
 class BLEUScore(_StatisticsMetric):
     """Corpus BLEU of translations, from 0 to 100, as sacrebleu computes it.
 
-    The matches and counts of n-grams (n = 1 to 4) and both lengths are summed over all batches and workers. The score
-    is computed from the sums; a mean of the batches' scores would be another number.
+    The matches and counts of n-grams (n = 1 to 4) and both lengths are summed over all batches and
+    workers. The score is computed from the sums; a mean of the batches' scores would be another
+    number.
 
-    By default, texts are compared in lower case, with sacrebleu's international tokenizer, as the goals of the
-    translation tasks require. Papers mostly report ``BLEUScore(tokenize="13a", lowercase=False)``. Scores with
-    different settings cannot be compared, see :attr:`signature`.
+    By default, texts are compared in lower case, with sacrebleu's international tokenizer, as the
+    goals of the translation tasks require. Papers mostly report ``BLEUScore(tokenize="13a",
+    lowercase=False)``. Scores with different settings cannot be compared, see :attr:`signature`.
 
     Args:
-        use_raw: True if the text is tokenized already. Then no tokenizer is used, and the case counts unless
-            ``lowercase`` is True. The smoothing is ``floor`` with 0.1 and effective order, as in
-            ``sacrebleu.raw_corpus_bleu``. Otherwise it is ``exp``, as in ``sacrebleu.corpus_bleu``.
-        tokenize: Name of sacrebleu's tokenizer, such as ``"intl"`` or ``"13a"``. None means ``"intl"``.
-        lowercase: True to compare both texts in lower case. None means True, but False with ``use_raw``.
+        use_raw: True if the text is tokenized already. Then no tokenizer is used, and the case
+            counts unless ``lowercase`` is True. The smoothing is ``floor`` with 0.1 and effective
+            order, as in ``sacrebleu.raw_corpus_bleu``. Otherwise it is ``exp``, as in
+            ``sacrebleu.corpus_bleu``.
+        tokenize: Name of sacrebleu's tokenizer, such as ``"intl"`` or ``"13a"``. None means
+            ``"intl"``.
+        lowercase: True to compare both texts in lower case. None means True, but False with
+            ``use_raw``.
 
     Raises:
         MissingDependencyError: sacrebleu is not installed.
@@ -549,8 +565,8 @@ class BLEUScore(_StatisticsMetric):
             }
         else:
             self._smoothing = {"smooth_method": "exp", "effective_order": False}
-        # force=True suppresses sacrebleu's warning about " ." at line ends (tokenized text), which every batch would
-        # repeat.
+        # force=True suppresses sacrebleu's warning about " ." at line ends (tokenized text), which
+        # every batch would repeat.
         self._bleu = bleu(
             tokenize=self.tokenize,
             lowercase=self.lowercase,
@@ -605,7 +621,8 @@ class BLEUScore(_StatisticsMetric):
             >>> BLEUScore(tokenize="13a", lowercase=False).signature.split("|version")[0]
             'nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp'
         """
-        # sacrebleu sets the number of references only when it computes a score, and the signature contains it.
+        # sacrebleu sets the number of references only when it computes a score, and the signature
+        # contains it.
         self._bleu.num_refs = 1
         return str(self._bleu.get_signature())
 
@@ -613,7 +630,8 @@ class BLEUScore(_StatisticsMetric):
         return torch.zeros(2 + 2 * self._MAX_ORDER, dtype=torch.float64)
 
     def _score_of(self, statistics: Tensor) -> Tensor:
-        # The sums come from averages times the number of workers, so they are whole numbers only up to rounding.
+        # The sums come from averages times the number of workers, so they are whole numbers only up
+        # to rounding.
         sys_len, ref_len, *counts = (round(number) for number in statistics.tolist())
         matches, possible = counts[: self._MAX_ORDER], counts[self._MAX_ORDER :]
         if sys_len == 0:
@@ -627,8 +645,8 @@ class BLEUScore(_StatisticsMetric):
 class CasedBLEUScore(BLEUScore):
     """BLEU as papers report it: sacrebleu's tokenizer 13a, case-sensitive.
 
-    It computes ``BLEUScore(tokenize="13a", lowercase=False)``. Its name is different, so that a tracker can record it
-    in addition to a :class:`BLEUScore`.
+    It computes ``BLEUScore(tokenize="13a", lowercase=False)``. Its name is different, so that a
+    tracker can record it in addition to a :class:`BLEUScore`.
     """
 
     def __init__(self) -> None:
@@ -658,7 +676,8 @@ def _flat_pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def _classes_last(output: Tensor, target: Tensor) -> Tensor:
     """Return scores as a matrix (tokens, classes) in the order of ``target.reshape(-1)``."""
-    # torch's cross-entropy has the classes in the second dimension, language models in the last. Some shapes fit both.
+    # torch's cross-entropy has the classes in the second dimension, language models in the last.
+    # Some shapes fit both.
     is_second = output.dim() > 2 and output.shape[:1] + output.shape[2:] == target.shape
     is_last = output.shape[:-1] == target.shape
     if is_second and is_last:

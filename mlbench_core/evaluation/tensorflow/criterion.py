@@ -23,15 +23,16 @@ def softmax_cross_entropy_with_logits_v2_l2_regularized(
         logits: Scores before the softmax, float of shape (batch, classes).
         labels: One-hot classes or probabilities, shape (batch, classes).
         l2: Factor of the penalty, at least 0.
-        loss_filter_fn: Called with the name of each trainable variable of the graph. Variables for which it returns
-            True are penalized. In the models of this library, those of batch norm have ``batch_normalization`` in their
-            names.
+        loss_filter_fn: Called with the name of each trainable variable of the graph. Variables for
+            which it returns True are penalized. In the models of this library, those of batch norm
+            have ``batch_normalization`` in their names.
 
     Returns:
         The loss, a tensor without dimensions.
 
     Raises:
-        ValueError: ``l2`` is negative, or above 0 without variables in the default graph, as in eager mode.
+        ValueError: ``l2`` is negative, or above 0 without variables in the default graph, as in
+            eager mode.
     """
     check_finite_at_least_0("l2", l2)
     loss = tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(labels=labels, logits=logits))

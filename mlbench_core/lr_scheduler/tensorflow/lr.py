@@ -18,8 +18,8 @@ def manual_stepping(
 ) -> Any:
     r"""Return a learning rate that changes at given steps.
 
-    It is the rate number i if ``boundaries`` has i numbers up to the current step. With ``warmup``, the rate rises
-    linearly from ``rates[0]`` at step 0 to ``rates[1]`` at step ``boundaries[0]``.
+    It is the rate number i if ``boundaries`` has i numbers up to the current step. With ``warmup``,
+    the rate rises linearly from ``rates[0]`` at step 0 to ``rates[1]`` at step ``boundaries[0]``.
 
     Args:
         global_step: The current step, an integer or an integer tensor without dimensions.
@@ -58,9 +58,9 @@ def manual_stepping(
 class PlateauWithWarmup:
     """Linear warm-up by batches, then a smaller rate whenever the loss stops improving.
 
-    The rules are those of
-    :class:`mlbench_core.lr_scheduler.pytorch.lr.ReduceLROnPlateauWithWarmup` with ``mode="min"`` and
-    ``threshold_mode="abs"``. The schedule is plain Python: pass :attr:`rate` to the update.
+    The rules are those of :class:`mlbench_core.lr_scheduler.pytorch.lr.ReduceLROnPlateauWithWarmup`
+    with ``mode="min"`` and ``threshold_mode="abs"``. The schedule is plain Python: pass
+    :attr:`rate` to the update.
 
     Args:
         warmup_init_lr: Rate at the start.
@@ -68,7 +68,8 @@ class PlateauWithWarmup:
         warmup_epochs: Duration of the warm-up in epochs; 0 starts at ``scaled_lr``.
         batches_per_epoch: Number of batches in an epoch.
         factor: The rate is multiplied by it.
-        patience: Number of epochs without an improvement after which the next such epoch changes the rate.
+        patience: Number of epochs without an improvement after which the next such epoch changes
+            the rate.
         threshold: Smallest improvement of the loss that counts.
         min_lr: The rate does not become smaller.
 

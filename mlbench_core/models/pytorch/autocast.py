@@ -51,10 +51,11 @@ class Float32Output(nn.Module):
 class AutocastLSTM(nn.LSTM):
     """An LSTM that :func:`torch.autocast` can run on every CPU.
 
-    Within autocast, torch hands the LSTM to oneDNN in the dtype of autocast. oneDNN raises an error if the processor
-    lacks the instructions for it: it has no LSTM in bfloat16 without AVX-512. This class then computes in float32,
-    and logs that once. Its outputs and its state are float32 in this case. Without autocast, on a GPU, and on a CPU
-    with the instructions, it is :class:`torch.nn.LSTM`, with the same arguments.
+    Within autocast, torch hands the LSTM to oneDNN in the dtype of autocast. oneDNN raises an error
+    if the processor lacks the instructions for it: it has no LSTM in bfloat16 without AVX-512. This
+    class then computes in float32, and logs that once. Its outputs and its state are float32 in
+    this case. Without autocast, on a GPU, and on a CPU with the instructions, it is
+    :class:`torch.nn.LSTM`, with the same arguments.
 
     Example:
         >>> lstm = AutocastLSTM(3, 4)
@@ -92,7 +93,8 @@ class AutocastLSTM(nn.LSTM):
 @functools.cache
 def _autocast_has_lstm(dtype: torch.dtype, training: bool, with_gradients: bool) -> bool:
     """Try a tiny LSTM, because torch has no function that tells which ones oneDNN supports."""
-    # Weights that are drawn on the CPU would change the random numbers of the run. Their values do not matter here.
+    # Weights that are drawn on the CPU would change the random numbers of the run. Their values do
+    # not matter here.
     lstm = nn.LSTM(1, 1, device="meta").to_empty(device="cpu").train(training)
     try:
         with torch.autocast("cpu", dtype), torch.set_grad_enabled(with_gradients):

@@ -20,11 +20,12 @@ class DistributedBatchNorm2d(nn.BatchNorm2d):
         \mu = \frac{1}{n} \sum x, \qquad \sigma^2 = \frac{1}{n} \sum (x - \mu)^2, \qquad
         y = \gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta.
 
-    Workers with batches of :math:`b` images then compute the same as one worker with all of them, up to rounding. With
-    :class:`torch.nn.BatchNorm2d` each worker normalizes by its own batch, so :math:`k` workers train a different
-    network than one worker. The cost is two small messages in the forward pass and two in the backward pass. All
-    workers wait for each of them. The plain tensor operations show the computation and also run on CPUs.
-    :class:`torch.nn.SyncBatchNorm` is faster on GPUs but does not support CPUs.
+    Workers with batches of :math:`b` images then compute the same as one worker with all of them,
+    up to rounding. With :class:`torch.nn.BatchNorm2d` each worker normalizes by its own batch, so
+    :math:`k` workers train a different network than one worker. The cost is two small messages in
+    the forward pass and two in the backward pass. All workers wait for each of them. The plain
+    tensor operations show the computation and also run on CPUs. :class:`torch.nn.SyncBatchNorm` is
+    faster on GPUs but does not support CPUs.
 
     Arguments, parameters, buffers and evaluation mode are those of :class:`torch.nn.BatchNorm2d`.
 
@@ -56,7 +57,8 @@ class DistributedBatchNorm2d(nn.BatchNorm2d):
         sums = process_groups.sum_over_workers(torch.cat([x.sum(dim=(0, 2, 3)), count]))
         n = sums[-1].detach()
         mean = sums[:-1] / n
-        # A second message for the variance, because E[x^2] - mean^2 loses digits if the mean is large.
+        # A second message for the variance, because E[x^2] - mean^2 loses digits if the mean is
+        # large.
         centered = x - mean[:, None, None]
         variance = process_groups.sum_over_workers(centered.square().sum(dim=(0, 2, 3))) / n
         # The running variance is the unbiased one, as in torch.
@@ -91,7 +93,8 @@ class DistributedBatchNorm2d(nn.BatchNorm2d):
 def convert_batch_norm(model: nn.Module) -> nn.Module:
     """Replace every :class:`torch.nn.BatchNorm2d` of a model by a :class:`DistributedBatchNorm2d`.
 
-    The new layers have the parameters and buffers of the old ones, so an existing optimizer remains valid.
+    The new layers have the parameters and buffers of the old ones, so an existing optimizer remains
+    valid.
 
     Args:
         model: The model, which is changed in place.

@@ -25,10 +25,11 @@ class LogisticRegression(nn.Module):
     r"""Logistic regression: :math:`p(y = 1 \mid x) = \sigma(z)` with the logit :math:`z = w^\top x + b`.
 
     The model returns probabilities, so its loss is a binary cross-entropy on probabilities
-    (:class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized`). In float32 a probability is exactly 1 from
-    a logit of about 17 on, and the cross-entropy loses its gradient there. If training can reach such logits, let the
-    model and the loss use logits: ``LogisticRegression(n, logits=True)`` with ``BCELossRegularized(..., logits=True)``.
-    The parameters are the same.
+    (:class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized`). In float32 a
+    probability is exactly 1 from a logit of about 17 on, and the cross-entropy loses its gradient
+    there. If training can reach such logits, let the model and the loss use logits:
+    ``LogisticRegression(n, logits=True)`` with ``BCELossRegularized(..., logits=True)``. The
+    parameters are the same.
 
     Args:
         n_features: Number of features of a sample, at least 1.
@@ -104,10 +105,10 @@ class LinearRegression(nn.Module):
 class Standardization(nn.Module):
     r"""A layer that gives features mean 0 and standard deviation 1: :math:`x'_j = (x_j - \mu_j) / \sigma_j`.
 
-    Put it before a linear model whose features have different units, because gradient descent uses one learning rate
-    for all of them. Mean and deviation are those of a training set. They are buffers, so they are saved with the model
-    but get neither a gradient nor a penalty. A feature that is the same in the whole training set
-    (:math:`\sigma_j = 0`) becomes 0 in every sample.
+    Put it before a linear model whose features have different units, because gradient descent uses
+    one learning rate for all of them. Mean and deviation are those of a training set. They are
+    buffers, so they are saved with the model but get neither a gradient nor a penalty. A feature
+    that is the same in the whole training set (:math:`\sigma_j = 0`) becomes 0 in every sample.
 
     Args:
         mean: :math:`\mu`, shape (n_features,).
@@ -148,12 +149,13 @@ class Standardization(nn.Module):
         r"""Compute the statistics of a training set that is divided over all workers; every worker must call it.
 
         It takes two passes in float64: first :math:`\mu = \frac{1}{n} \sum_i x_i`, then
-        :math:`\sigma^2 = \frac{1}{n} \sum_i (x_i - \mu)^2`. One pass, with the mean of the squares, would lose digits.
-        The result is the same on every worker.
+        :math:`\sigma^2 = \frac{1}{n} \sum_i (x_i - \mu)^2`. One pass, with the mean of the squares,
+        would lose digits. The result is the same on every worker.
 
         Args:
-            batches: This worker's pairs (samples, anything), samples dense of shape (batch, n_features). They are
-                read twice and must be the same samples both times, in any order.
+            batches: This worker's pairs (samples, anything), samples dense of shape (batch,
+                n_features). They are read twice and must be the same samples both times, in any
+                order.
             dtype: Dtype of the result.
 
         Returns:
@@ -165,7 +167,8 @@ class Standardization(nn.Module):
         mean = _mean_over_workers(x.to(torch.float64) for x, *_ in batches)
         variance = _mean_over_workers((x.to(torch.float64) - mean).square() for x, *_ in batches)
         deviation = variance.sqrt()
-        # The mean of a constant feature is rounded, so its deviation is that rounding error instead of 0.
+        # The mean of a constant feature is rounded, so its deviation is that rounding error instead
+        # of 0.
         is_constant = deviation <= torch.finfo(dtype).eps * mean.abs()
         return cls(mean.to(dtype), deviation.masked_fill(is_constant, 0).to(dtype))
 
@@ -173,7 +176,8 @@ class Standardization(nn.Module):
         """Standardize samples.
 
         Args:
-            x: Samples, shape (batch, n_features), dense, because zeros of sparse samples would not stay zeros.
+            x: Samples, shape (batch, n_features), dense, because zeros of sparse samples would not
+                stay zeros.
 
         Returns:
             Samples of the same shape.
@@ -191,9 +195,9 @@ class Standardization(nn.Module):
 def _affine(linear: nn.Linear, x: Tensor) -> Tensor:
     r"""Compute :math:`X w + b`, shape (batch, 1), for samples in the rows of a dense or sparse :math:`X`.
 
-    A sparse row is a bag of columns: the product gathers the weights :math:`w_j` of its entries and sums
-    :math:`x_{ij} w_j`. Time and memory therefore grow with the entries, not with the number of features. The gradient
-    of the weights is dense, so that an all-reduce can average it.
+    A sparse row is a bag of columns: the product gathers the weights :math:`w_j` of its entries and
+    sums :math:`x_{ij} w_j`. Time and memory therefore grow with the entries, not with the number of
+    features. The gradient of the weights is dense, so that an all-reduce can average it.
     """
     if x.layout == torch.strided:
         return linear(x)

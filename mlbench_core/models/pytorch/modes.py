@@ -26,7 +26,8 @@ def evaluation_mode(model: nn.Module, wanted: bool = True) -> Iterator[None]:
         >>> [module.training for module in model]
         [True, False]
     """
-    # One flag per module: ``model.train()`` would also switch modules that were in evaluation mode before.
+    # One flag per module: ``model.train()`` would also switch modules that were in evaluation mode
+    # before.
     training = [module for module in model.modules() if module.training] if wanted else []
     if wanted:
         model.eval()

@@ -1,8 +1,8 @@
 """Residual networks for images of 32x32 pixels, and ResNets for ImageNet by name.
 
-Version 1 is the network of He et al. 2015: batch norm and ReLU after each convolution, ReLU after the addition.
-Version 2 is that of He et al. 2016: batch norm and ReLU before each convolution, nothing after the addition, and one
-last batch norm and ReLU before the classifier.
+Version 1 is the network of He et al. 2015: batch norm and ReLU after each convolution, ReLU after
+the addition. Version 2 is that of He et al. 2016: batch norm and ReLU before each convolution,
+nothing after the addition, and one last batch norm and ReLU before the classifier.
 
 References:
     He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, arXiv:1512.03385.
@@ -96,7 +96,8 @@ class BlockV1(nn.Module):
         width_in: Input channels.
         width: Channels of the 3x3 convolutions.
         stride: Stride of the first 3x3 convolution.
-        bottleneck: If True, use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead of two 3x3 ones.
+        bottleneck: If True, use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead
+            of two 3x3 ones.
         shortcut: ``"A"`` or ``"B"``.
     """
 
@@ -128,14 +129,16 @@ class BlockV1(nn.Module):
 class BlockV2(nn.Module):
     r"""A residual block of version 2: :math:`y = x + F(x)`, with batch norm and ReLU before each convolution.
 
-    In most blocks only the residual path has the first batch norm and ReLU. If the block changes the shape, or is the
-    first block of the network, the shortcut also reads the activated input (the paper's appendix).
+    In most blocks only the residual path has the first batch norm and ReLU. If the block changes
+    the shape, or is the first block of the network, the shortcut also reads the activated input
+    (the paper's appendix).
 
     Args:
         width_in: Input channels.
         width: Channels of the 3x3 convolutions.
         stride: Stride of the first 3x3 convolution.
-        bottleneck: If True, use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead of two 3x3 ones.
+        bottleneck: If True, use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead
+            of two 3x3 ones.
         shortcut: ``"A"`` or ``"B"``.
         first: True for the first block of the network.
     """
@@ -190,7 +193,8 @@ class _ResNet32(nn.Module):
     """A residual network for 32x32 images: a 3x3 convolution, stages of blocks, average pooling, a linear layer.
 
     Args:
-        widths: Width of each stage. From the second stage on, the first block halves the size of the image.
+        widths: Width of each stage. From the second stage on, the first block halves the size of
+            the image.
         blocks: Number of blocks in each stage.
         bottleneck: If True, the blocks are bottlenecks.
         num_classes: Number of classes.
@@ -254,12 +258,13 @@ class ResNetCIFAR(_ResNet32):
     ResNet-20 with 10 classes has 272,474 parameters, with ``shortcut="A"`` 269,722.
 
     Args:
-        resnet_size: Number of layers with weights: 6n + 2, or 9n + 2 with bottlenecks; for example 20, 32, 44, 56, 110.
+        resnet_size: Number of layers with weights: 6n + 2, or 9n + 2 with bottlenecks; for example
+            20, 32, 44, 56, 110.
         bottleneck: If True, each block is a bottleneck of three convolutions instead of two.
         num_classes: Number of classes, at least 1.
         version: 1 (post-activation, He et al. 2015) or 2 (pre-activation, He et al. 2016).
-        shortcut: Shortcut of a block that changes the shape: ``"B"``, a 1x1 convolution, or ``"A"``, the identity
-            padded with zeros, as in the paper's CIFAR networks.
+        shortcut: Shortcut of a block that changes the shape: ``"B"``, a 1x1 convolution, or
+            ``"A"``, the identity padded with zeros, as in the paper's CIFAR networks.
 
     Raises:
         ValueError: An argument is not one of the values listed above.
@@ -301,9 +306,9 @@ class ResNetCIFAR(_ResNet32):
 class ResNet18CIFAR10(nn.Module):
     """The pre-activation ResNet-18 of a DAWNBench entry of 2017 for CIFAR-10, with 256 channels in the last stage.
 
-    It has a 3x3 convolution, four stages of two :class:`BlockV2` each with widths 64, 128, 256 and 256, and a linear
-    layer on the average and the maximum of each channel. No batch norm follows the last block. With 10 classes the
-    network has 5,205,962 parameters.
+    It has a 3x3 convolution, four stages of two :class:`BlockV2` each with widths 64, 128, 256 and
+    256, and a linear layer on the average and the maximum of each channel. No batch norm follows
+    the last block. With 10 classes the network has 5,205,962 parameters.
 
     Args:
         num_classes: Number of classes, at least 1.
@@ -312,8 +317,8 @@ class ResNet18CIFAR10(nn.Module):
         ValueError: ``num_classes`` is below 1.
 
     References:
-        Coleman et al., DAWNBench: An End-to-End Deep Learning Benchmark and Competition, 2017; the entry
-        "ResNet18" of bkj.
+        Coleman et al., DAWNBench: An End-to-End Deep Learning Benchmark and Competition, 2017; the
+        entry "ResNet18" of bkj.
     """
 
     def __init__(self, num_classes: int = _CIFAR_CLASSES) -> None:
@@ -390,14 +395,16 @@ def get_resnet_model(
     """Build a ResNet by name.
 
     Args:
-        model: For 32x32 images ``"resnet20"``, ``"resnet32"``, ``"resnet44"``, ``"resnet56"``, ``"resnet110"``
-            (:class:`ResNetCIFAR`) and ``"resnet18"`` (:class:`ResNet18CIFAR10`). For ImageNet, from torchvision
-            without pretrained weights, ``"resnet18_imagenet"``, ``"resnet34"``, ``"resnet50"``, ``"resnet101"`` and
-            ``"resnet152"``.
-        version: 1 or 2, see :class:`ResNetCIFAR`. resnet18 exists only in version 2 and the networks for ImageNet only
-            in version 1. If the other version is requested, the function logs a warning.
+        model: For 32x32 images ``"resnet20"``, ``"resnet32"``, ``"resnet44"``, ``"resnet56"``,
+            ``"resnet110"`` (:class:`ResNetCIFAR`) and ``"resnet18"`` (:class:`ResNet18CIFAR10`).
+            For ImageNet, from torchvision without pretrained weights, ``"resnet18_imagenet"``,
+            ``"resnet34"``, ``"resnet50"``, ``"resnet101"`` and ``"resnet152"``.
+        version: 1 or 2, see :class:`ResNetCIFAR`. resnet18 exists only in version 2 and the
+            networks for ImageNet only in version 1. If the other version is requested, the function
+            logs a warning.
         dtype: Type of the parameters: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``.
-        num_classes: Number of classes. By default, a network for 32x32 images has 10 and one for ImageNet has 1000.
+        num_classes: Number of classes. By default, a network for 32x32 images has 10 and one for
+            ImageNet has 1000.
         use_cuda: If True, put the network on the current GPU.
 
     Returns:

@@ -1,14 +1,16 @@
 """Residual networks for TensorFlow 2.
 
-Version 1 is the network of He et al. 2015: batch norm and ReLU after each convolution, ReLU after the addition.
-Version 2 is that of He et al. 2016: batch norm and ReLU before each convolution, nothing after the addition, and one
-last batch norm and ReLU before the classifier. The shortcut of a block that changes the shape is a 1x1 convolution
-(option B). :class:`Cifar10Model` is the same network as
-:class:`mlbench_core.models.pytorch.resnet.ResNetCIFAR`, with the same number of parameters.
+Version 1 is the network of He et al. 2015: batch norm and ReLU after each convolution, ReLU after
+the addition. Version 2 is that of He et al. 2016: batch norm and ReLU before each convolution,
+nothing after the addition, and one last batch norm and ReLU before the classifier. The shortcut of
+a block that changes the shape is a 1x1 convolution (option B). :class:`Cifar10Model` is the same
+network as :class:`mlbench_core.models.pytorch.resnet.ResNetCIFAR`, with the same number of
+parameters.
 
-A model is a :class:`tf.Module`. Its variables are created with it, and a call creates no more. So it works in eager
-mode, in a ``tf.function``, under the scope of a ``tf.distribute.Strategy``, and in a graph with a session
-(``tf.compat.v1``). A training call also updates the running statistics of batch norm.
+A model is a :class:`tf.Module`. Its variables are created with it, and a call creates no more. So
+it works in eager mode, in a ``tf.function``, under the scope of a ``tf.distribute.Strategy``, and
+in a graph with a session (``tf.compat.v1``). A training call also updates the running statistics of
+batch norm.
 
 References:
     He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, arXiv:1512.03385.
@@ -47,11 +49,13 @@ _BATCH_NORM_EPSILON = 1e-5
 def fixed_padding(inputs: Any, kernel_size: int, data_format: str) -> Any:
     """Pad images with zeros on each side, by an amount that does not depend on their size.
 
-    TensorFlow's own padding ``"SAME"`` of a convolution with strides depends on the size of the image.
+    TensorFlow's own padding ``"SAME"`` of a convolution with strides depends on the size of the
+    image.
 
     Args:
         inputs: Images, shape (batch, height, width, channels), or (batch, channels, height, width).
-        kernel_size: Size of the next convolution or pooling; ``kernel_size - 1`` pixels are added in each direction.
+        kernel_size: Size of the next convolution or pooling; ``kernel_size - 1`` pixels are added
+            in each direction.
         data_format: ``"channels_last"`` or ``"channels_first"``.
 
     Returns:
@@ -82,7 +86,8 @@ class Convolution(tf.Module):
         super().__init__()
         self.kernel_size, self.strides, self.data_format = kernel_size, strides, data_format
         shape = (kernel_size, kernel_size, width_in, width)
-        # He et al. 2015, arXiv:1502.01852: variance 2/(fan out) keeps the size of the gradients through ReLU layers.
+        # He et al. 2015, arXiv:1502.01852: variance 2/(fan out) keeps the size of the gradients
+        # through ReLU layers.
         deviation = math.sqrt(2 / (kernel_size**2 * width))
         self.kernel = tf.Variable(
             lambda: tf.random.normal(shape, stddev=deviation), name="conv2d/kernel"
@@ -136,7 +141,8 @@ class BatchNorm(tf.Module):
         return tf.cond(training, lambda: self._train(x), lambda: self._evaluate(x))
 
     def _train(self, x: Any) -> Any:
-        # The variance is the unbiased one, as in torch; the batch itself is divided by the biased one.
+        # The variance is the unbiased one, as in torch; the batch itself is divided by the biased
+        # one.
         y, mean, variance = tf.compat.v1.nn.fused_batch_norm(
             x,
             self.gamma,
@@ -169,9 +175,11 @@ class Block(tf.Module):
         width_in: Input channels.
         filters: Channels of the 3x3 convolutions.
         strides: Stride of the first 3x3 convolution.
-        bottleneck: If True, use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead of two 3x3 ones.
+        bottleneck: If True, use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead
+            of two 3x3 ones.
         version: 1 or 2.
-        first: True for the first block of the network, in which the shortcut of version 2 reads the activated input.
+        first: True for the first block of the network, in which the shortcut of version 2 reads the
+            activated input.
         data_format: ``"channels_last"`` or ``"channels_first"``.
     """
 
@@ -238,7 +246,8 @@ class Model(tf.Module):
         resnet_size: Number of layers with weights; only a name, because ``block_sizes`` decides.
         bottleneck: If True, the blocks are bottlenecks of three convolutions.
         num_classes: Number of classes, at least 1.
-        num_filters: Channels of the first convolution and of the first stage; each further stage has twice as many.
+        num_filters: Channels of the first convolution and of the first stage; each further stage
+            has twice as many.
         kernel_size: Size of the first convolution.
         conv_stride: Stride of the first convolution.
         first_pool_size: Size of the max pooling after it; None for no pooling.
@@ -246,10 +255,11 @@ class Model(tf.Module):
         block_sizes: Number of blocks in each stage.
         block_strides: Stride of the first block of each stage.
         resnet_version: 1 or 2.
-        data_format: Layout in which the network computes: ``"channels_first"`` is faster on GPUs, and
-            ``"channels_last"`` the only one on CPUs. None chooses by the visible devices. Images are always given with
-            the channels last.
-        dtype: Type in which the network computes: float32, float16 or bfloat16. Variables are always float32.
+        data_format: Layout in which the network computes: ``"channels_first"`` is faster on GPUs,
+            and ``"channels_last"`` the only one on CPUs. None chooses by the visible devices.
+            Images are always given with the channels last.
+        dtype: Type in which the network computes: float32, float16 or bfloat16. Variables are
+            always float32.
 
     Raises:
         ValueError: An argument is not one of the values listed above.
@@ -323,7 +333,8 @@ class Model(tf.Module):
 
         Args:
             inputs: Images, shape (batch, height, width, 3).
-            training: True to normalize by the batch and to update the running statistics; a bool, or a bool tensor.
+            training: True to normalize by the batch and to update the running statistics; a bool,
+                or a bool tensor.
 
         Returns:
             Logits, float32 of shape (batch, num_classes).
@@ -429,11 +440,13 @@ def batch_norm(inputs: Any, training: Any, data_format: str) -> Any:
 
     Args:
         inputs: Images in the layout of ``data_format``, whose number of channels is known.
-        training: True to normalize by the batch and to update the running statistics; a bool, or a bool tensor.
+        training: True to normalize by the batch and to update the running statistics; a bool, or a
+            bool tensor.
         data_format: ``"channels_last"`` or ``"channels_first"``.
 
     Returns:
-        The normalized batch. If ``training`` is True, it depends on the update of the running statistics.
+        The normalized batch. If ``training`` is True, it depends on the update of the running
+        statistics.
 
     Raises:
         RuntimeError: The call is not in a graph, so its new variables would be lost.
@@ -459,8 +472,8 @@ def block_layer(
         inputs: Images in the layout of ``data_format``.
         filters: Channels of the first convolution of each block.
         bottleneck: True if a block ends with four times as many channels.
-        block_fn: Add one block: called ``(inputs, filters, training, projection_shortcut, strides, data_format)``. The
-            projection is a function of the input, or None for the identity.
+        block_fn: Add one block: called ``(inputs, filters, training, projection_shortcut, strides,
+            data_format)``. The projection is a function of the input, or None for the identity.
         blocks: Number of blocks.
         strides: Stride of the first block.
         training: Passed to ``block_fn``.

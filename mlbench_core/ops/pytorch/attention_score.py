@@ -4,10 +4,10 @@ The score of query t and key s sums over H features:
 
 .. math:: e_{ts} = \sum_{h=1}^{H} v_h \tanh(q_{th} + k_{sh} + b_h)
 
-A direct implementation in plain torch keeps several tensors of batch x queries x keys x H numbers for the backward
-pass. Each of them takes 1.3 GB in float32 for 128 sentences of 50 words and H = 1024. :func:`attention_score` keeps
-only its inputs and computes the tanh again in the backward pass, in blocks. With :math:`\delta_{ts}` the gradient of
-:math:`e_{ts}`:
+A direct implementation in plain torch keeps several tensors of batch x queries x keys x H numbers
+for the backward pass. Each of them takes 1.3 GB in float32 for 128 sentences of 50 words and H =
+1024. :func:`attention_score` keeps only its inputs and computes the tanh again in the backward
+pass, in blocks. With :math:`\delta_{ts}` the gradient of :math:`e_{ts}`:
 
 .. math::
     g_{tsh} = \delta_{ts} (1 - \tanh^2(q_{th} + k_{sh} + b_h)), \qquad
@@ -16,9 +16,10 @@ only its inputs and computes the tanh again in the backward pass, in blocks. Wit
     \partial b_h = v_h \sum_{t,s} g_{tsh}, \quad
     \partial v_h = \sum_{t,s} \delta_{ts} \tanh(q_{th} + k_{sh} + b_h)
 
-This module defines the operators ``mlbench::attention_score`` and ``mlbench::attention_score_backward``, for
-:func:`torch.compile`. Without them the compiler would trace each block. It would then notice that the forward and the
-backward pass compute the same tanh, and keep all of it.
+This module defines the operators ``mlbench::attention_score`` and
+``mlbench::attention_score_backward``, for :func:`torch.compile`. Without them the compiler would
+trace each block. It would then notice that the forward and the backward pass compute the same tanh,
+and keep all of it.
 """
 
 from __future__ import annotations
@@ -56,16 +57,16 @@ def attention_score(
 ) -> Tensor:
     r"""Compute :math:`\sum_h v_h \tanh(q_h + k_h + b_h)` of all queries and keys of each sentence, in little memory.
 
-    The dtype of the computation is float32, or float64 for float64 inputs. Gradients flow to all four arguments, in the
-    dtype of each. A second derivative is not available.
+    The dtype of the computation is float32, or float64 for float64 inputs. Gradients flow to all
+    four arguments, in the dtype of each. A second derivative is not available.
 
     Args:
         query: :math:`q`, shape (batch, queries, H), any floating-point dtype.
         keys: :math:`k`, shape (batch, keys, H).
         bias: :math:`b`, shape (H,).
         v: :math:`v`, shape (H,).
-        block_elements: The largest number of tanh values held at once; a single query is never divided. It changes only
-            the order of sums. If None, a default for the device applies.
+        block_elements: The largest number of tanh values held at once; a single query is never
+            divided. It changes only the order of sums. If None, a default for the device applies.
 
     Returns:
         Scores, float32 (float64 for float64), of shape (batch, queries, keys).
@@ -74,8 +75,8 @@ def attention_score(
         ValueError: The shapes do not fit, or ``block_elements`` is below 1.
 
     References:
-        Bahdanau, Cho and Bengio 2014, Neural Machine Translation by Jointly Learning to Align and Translate, arXiv
-        1409.0473.
+        Bahdanau, Cho and Bengio 2014, Neural Machine Translation by Jointly Learning to Align and
+        Translate, arXiv 1409.0473.
 
     Example:
         >>> query, keys = torch.zeros(1, 2, 3), torch.zeros(1, 4, 3)
@@ -93,12 +94,13 @@ def attention_score(
 def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     """Return the softmax over the last dimension, exactly 0 if masked.
 
-    Half-precision scores are converted to float32 first: their exponentials neither overflow nor lose small values.
+    Half-precision scores are converted to float32 first: their exponentials neither overflow nor
+    lose small values.
 
     Args:
         scores: Shape (..., keys), any floating-point dtype.
-        mask: bool of a shape that broadcasts to that of the scores, True for keys that get the weight 0. None masks no
-            key. If all keys are masked, all weights are 0.
+        mask: bool of a shape that broadcasts to that of the scores, True for keys that get the
+            weight 0. None masks no key. If all keys are masked, all weights are 0.
 
     Returns:
         Weights, float32 (float64 for float64), of the shape of the scores.
@@ -162,7 +164,8 @@ def _gradients(
         for rows, steps in _blocks(grad.shape, query.shape[2], block_elements):
             tanh, delta = _tanh(shifted[rows, steps], wide_keys[rows]), grad[rows, steps]
             grad_v += delta.flatten() @ tanh.flatten(0, 2)
-            # g lacks the factor v_h, which is constant over a block. It is applied once to the sums at the end.
+            # g lacks the factor v_h, which is constant over a block. It is applied once to the sums
+            # at the end.
             g = tanh.square_().neg_().add_(1.0).mul_(delta.unsqueeze(-1))
             grad_query[rows, steps] = g.sum(dim=2)
             grad_keys[rows] += g.sum(dim=1)

@@ -28,23 +28,27 @@ __all__ = ["CentralizedAdam", "CentralizedSGD", "CustomCentralizedOptimizer"]
 class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
     r"""A given torch optimizer with averaged gradients, clipped by norm, divided by a denominator of choice.
 
-    The losses are sums (not means), with gradients :math:`g_i`, and ``denom`` is the number of samples or tokens
-    :math:`n` of all workers. Then ``average_custom=True`` steps along :math:`\frac{1}{n} \sum_i g_i`, which is right
-    for workers with different amounts of data.
+    The losses are sums (not means), with gradients :math:`g_i`, and ``denom`` is the number of
+    samples or tokens :math:`n` of all workers. Then ``average_custom=True`` steps along
+    :math:`\frac{1}{n} \sum_i g_i`, which is right for workers with different amounts of data.
 
     Args:
         model: The model.
-        optimizer: A torch optimizer over the model's parameters, or a function that makes one of them.
-        grad_clip: Largest norm of the gradient over all parameters; larger ones are scaled down to it after they were
-            aggregated. Infinite: no clipping.
-        average_world: Divide sums by the number of workers. It is the default if neither flag is set.
+        optimizer: A torch optimizer over the model's parameters, or a function that makes one of
+            them.
+        grad_clip: Largest norm of the gradient over all parameters; larger ones are scaled down to
+            it after they were aggregated. Infinite: no clipping.
+        average_world: Divide sums by the number of workers. It is the default if neither flag is
+            set.
         average_custom: Divide sums by the ``denom`` given to :meth:`step`.
 
-    Other arguments: see :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+    Other arguments: see
+    :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
 
     Raises:
-        ValueError: ``grad_clip`` is not positive, both averages are asked for, ``average_custom`` comes with an
-            aggregation that overlaps and sends ``torch.float16``, or as in the base class.
+        ValueError: ``grad_clip`` is not positive, both averages are asked for, ``average_custom``
+            comes with an aggregation that overlaps and sends ``torch.float16``, or as in the base
+            class.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -108,17 +112,19 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
     ) -> Any:
         """Aggregate, clip and take one step.
 
-        A script can step its scheduler only after a step that was taken: ``if optimizer.step(): scheduler.step()``.
+        A script can step its scheduler only after a step that was taken: ``if optimizer.step():
+        scheduler.step()``.
 
         Args:
             closure: As in the base class.
             tracker: As in the base class.
-            denom: With ``average_custom``, the divisor of sums over workers: a positive number or a tensor with one
-                element, the same on every worker. Otherwise it is not used.
+            denom: With ``average_custom``, the divisor of sums over workers: a positive number or a
+                tensor with one element, the same on every worker. Otherwise it is not used.
 
         Returns:
-            Without a closure, True if the step was taken, and False if a :class:`torch.amp.GradScaler` found an
-            overflow on any worker. With a closure, its result, as for every torch optimizer.
+            Without a closure, True if the step was taken, and False if a
+            :class:`torch.amp.GradScaler` found an overflow on any worker. With a closure, its
+            result, as for every torch optimizer.
 
         Raises:
             ValueError: ``average_custom`` without a positive ``denom``.
@@ -138,15 +144,17 @@ class CentralizedSGD(GenericCentralizedOptimizer):
         nesterov: Use Nesterov momentum.
         overlap: Average gradients during the backward pass, short for
             ``aggregation=AllReduceAggregation(overlap=True)``.
-        fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None does so with
-            overlap, if torch has a kernel for all parameters and none of them is a part of a larger tensor. Otherwise
-            None keeps every bit of torch's plain update.
+        fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None
+            does so with overlap, if torch has a kernel for all parameters and none of them is a
+            part of a larger tensor. Otherwise None keeps every bit of torch's plain update.
 
-    Other arguments: see :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+    Other arguments: see
+    :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
 
     Raises:
-        ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group, or ``fused`` is
-            True for a parameter that is a part of a larger tensor, or ``overlap`` contradicts the aggregation.
+        ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group,
+            or ``fused`` is True for a parameter that is a part of a larger tensor, or ``overlap``
+            contradicts the aggregation.
 
     Example:
         >>> model = nn.Linear(2, 1)

@@ -11,8 +11,8 @@ __all__ = ["ChocoSGD"]
 class ChocoSGD(GossipOptimizer):
     r"""Stochastic gradient descent on every worker, then an average with the neighbors by compressed differences.
 
-    With :math:`x_i` the weights after the local step, public copies :math:`\hat x_i`, a compression :math:`Q`, the
-    mixing matrix :math:`W` and the consensus step size :math:`\gamma`,
+    With :math:`x_i` the weights after the local step, public copies :math:`\hat x_i`, a compression
+    :math:`Q`, the mixing matrix :math:`W` and the consensus step size :math:`\gamma`,
 
     .. math::
 
@@ -20,14 +20,16 @@ class ChocoSGD(GossipOptimizer):
         \hat x_j &\leftarrow \hat x_j + q_j \\
         x_i &\leftarrow x_i + \gamma \sum_j W_{ij} (\hat x_j - \hat x_i).
 
-    Each worker has its own momentum. See :class:`~mlbench_core.aggregation.pytorch.choco.ChocoAggregation` for the
-    compressions and the bytes.
+    Each worker has its own momentum. See
+    :class:`~mlbench_core.aggregation.pytorch.choco.ChocoAggregation` for the compressions and the
+    bytes.
 
     Args:
-        aggregation: The exchange with all its settings. None sends the largest tenth of each difference, with
-            :math:`\gamma = 0.2`.
+        aggregation: The exchange with all its settings. None sends the largest tenth of each
+            difference, with :math:`\gamma = 0.2`.
 
-    Other arguments and errors: see :class:`~mlbench_core.optim.pytorch.decentralized.DecentralizedSGD`.
+    Other arguments and errors: see
+    :class:`~mlbench_core.optim.pytorch.decentralized.DecentralizedSGD`.
 
     Example:
         >>> import torch
@@ -39,9 +41,9 @@ class ChocoSGD(GossipOptimizer):
         >>> optimizer.step()
 
     References:
-        A. Koloskova, S. Stich, M. Jaggi: Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
-        Communication. arXiv:1902.00340
-        A. Koloskova, T. Lin, S. Stich, M. Jaggi: Decentralized Deep Learning with Arbitrary Communication Compression.
+        A. Koloskova, S. Stich, M. Jaggi: Decentralized Stochastic Optimization and Gossip
+        Algorithms with Compressed Communication. arXiv:1902.00340 A. Koloskova, T. Lin, S. Stich,
+        M. Jaggi: Decentralized Deep Learning with Arbitrary Communication Compression.
         arXiv:1907.09356
     """
 

@@ -37,12 +37,12 @@ Params: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tupl
 class CompressedOptimizer(Optimizer):
     """Base of optimizers whose workers exchange directions or steps by a lossy aggregation.
 
-    Each worker makes a tensor from each of its gradients (:meth:`_local`). The aggregation replaces it by the workers'
-    common result, which is multiplied by :meth:`_rate` and subtracted from the parameter. The workers start from equal
-    parameters and keep them equal.
+    Each worker makes a tensor from each of its gradients (:meth:`_local`). The aggregation replaces
+    it by the workers' common result, which is multiplied by :meth:`_rate` and subtracted from the
+    parameter. The workers start from equal parameters and keep them equal.
 
-    The aggregation remembers values of a parameter under its name: the given one (``named_parameters()``), else
-    ``"group{i}.{j}"``.
+    The aggregation remembers values of a parameter under its name: the given one
+    (``named_parameters()``), else ``"group{i}.{j}"``.
 
     Attributes:
         aggregation: The aggregation; it counts the bytes.
@@ -50,21 +50,24 @@ class CompressedOptimizer(Optimizer):
         agg_grad: True: communication comes before the update.
 
     Args:
-        params: Parameters, groups of them, or pairs of name and parameter; each worker gives the same in the same
-            order.
+        params: Parameters, groups of them, or pairs of name and parameter; each worker gives the
+            same in the same order.
         defaults: Options of a group that does not name them, for example from :func:`sgd_defaults`.
         aggregation: How to aggregate.
 
     Raises:
-        TypeError: ``lr`` is not a number, or a parameter is complex and the aggregation takes real ones only.
-        ValueError: Parameters or ``lr`` are missing, ``lr`` is negative or not finite, or two parameters have one name.
+        TypeError: ``lr`` is not a number, or a parameter is complex and the aggregation takes real
+            ones only.
+        ValueError: Parameters or ``lr`` are missing, ``lr`` is negative or not finite, or two
+            parameters have one name.
     """
 
     agg_grad = True
     _average = True  # False leaves the sum over workers
     # Momentum is that of this worker's gradients, so a checkpoint holds that of every worker.
     own_state = ("state", "aggregation")
-    # torch.amp.GradScaler then leaves unscaling and skipping to step(), where the workers agree on them.
+    # torch.amp.GradScaler then leaves unscaling and skipping to step(), where the workers agree on
+    # them.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -78,7 +81,8 @@ class CompressedOptimizer(Optimizer):
         self._aggregate_named = aggregation.agg_grad()
         self._clock = CommunicationClock()
         self._kept = KeptMemory()
-        # Not super().__init__: SignSGD is a torch.optim.SGD too, whose constructor takes other options.
+        # Not super().__init__: SignSGD is a torch.optim.SGD too, whose constructor takes other
+        # options.
         Optimizer.__init__(self, params, defaults)
 
     @torch.no_grad()
@@ -86,9 +90,10 @@ class CompressedOptimizer(Optimizer):
         """Exchange directions or steps and take one step.
 
         Args:
-            closure: Clears the gradients, computes the loss and its gradients, and returns the loss.
-            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker` (or None) that records the end of the
-                communication and of the update, and the cost of the communication.
+            closure: Clears the gradients, computes the loss and its gradients, and returns the
+                loss.
+            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker` (or None) that records the
+                end of the communication and of the update, and the cost of the communication.
 
         Returns:
             The closure's result, this worker's loss; None without a closure.
@@ -119,8 +124,9 @@ class CompressedOptimizer(Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Let backward passes in the block accumulate gradients without communication.
 
-        Only :meth:`step` sends messages, so this changes nothing. It exists for scripts that accumulate gradients with
-        any optimizer. :meth:`step` compresses and sends the accumulated gradients.
+        Only :meth:`step` sends messages, so this changes nothing. It exists for scripts that
+        accumulate gradients with any optimizer. :meth:`step` compresses and sends the accumulated
+        gradients.
         """
         yield
 
@@ -145,7 +151,8 @@ class CompressedOptimizer(Optimizer):
     def _direction(self, parameter: Tensor, group: dict[str, Any], factor: float = 1.0) -> Tensor:
         r"""Return a factor times the direction of :class:`torch.optim.SGD`, whose step is the learning rate times it.
 
-        With gradient :math:`g`, weight decay :math:`\lambda`, momentum :math:`\mu`, dampening :math:`\tau`,
+        With gradient :math:`g`, weight decay :math:`\lambda`, momentum :math:`\mu`, dampening
+        :math:`\tau`,
 
         .. math::
 
@@ -155,12 +162,14 @@ class CompressedOptimizer(Optimizer):
         it is :math:`b`, or :math:`g + \mu b` with Nesterov momentum, or :math:`g` without momentum.
         """
         assert parameter.grad is not None
-        # The aggregation overwrites the result, which is neither the gradient nor the momentum, but memory of its own.
+        # The aggregation overwrites the result, which is neither the gradient nor the momentum, but
+        # memory of its own.
         direction = self._kept.like(parameter, parameter)
         g = parameter.grad
         if group["weight_decay"]:
             g = torch.add(g, parameter, alpha=group["weight_decay"], out=direction)
-        # The factor rides with the copy, because another pass over the memory takes as long as the copy.
+        # The factor rides with the copy, because another pass over the memory takes as long as the
+        # copy.
         if not group["momentum"]:
             return torch.mul(g, factor, out=direction)
         state = self.state[parameter]
@@ -206,7 +215,8 @@ class CompressedOptimizer(Optimizer):
         As in torch, its tensors are the optimizer's own: they change with the next step.
 
         Raises:
-            RuntimeError: ``torch.distributed.checkpoint.state_dict`` calls it, which would lose a part.
+            RuntimeError: ``torch.distributed.checkpoint.state_dict`` calls it, which would lose a
+                part.
         """
         refuse_partial_state(self)
         state_dict = super().state_dict()
@@ -217,12 +227,13 @@ class CompressedOptimizer(Optimizer):
         """Restore the result of :meth:`state_dict`.
 
         Args:
-            state_dict: The state of an optimizer with the same groups. As in torch, parameters get the names of the
-                state if it has names.
+            state_dict: The state of an optimizer with the same groups. As in torch, parameters get
+                the names of the state if it has names.
 
         Raises:
-            ValueError: It does not fit the groups or the aggregation, or has entries of parameters that do not exist.
-                This happens if parameters had no names when it was saved and have names now.
+            ValueError: It does not fit the groups or the aggregation, or has entries of parameters
+                that do not exist. This happens if parameters had no names when it was saved and
+                have names now.
         """
         refuse_partial_state(self)
         remembered = state_dict.get("aggregation", {})
@@ -233,7 +244,8 @@ class CompressedOptimizer(Optimizer):
             for i, (own, saved) in enumerate(groups)
             for name in _names_in_group(i, {**own, **saved})
         ]
-        # Names are checked before the first change, so that a state of other parameters changes nothing.
+        # Names are checked before the first change, so that a state of other parameters changes
+        # nothing.
         check_names(self.aggregation.remembered_names(remembered), names)
         super().load_state_dict(dict(state_dict))
         self.aggregation.load_state_dict(remembered)
@@ -295,8 +307,8 @@ def sgd_defaults(
 
     Raises:
         TypeError: An option is not a number.
-        ValueError: ``momentum`` or ``weight_decay`` is negative or not finite, or ``nesterov`` is True without momentum
-            or with dampening.
+        ValueError: ``momentum`` or ``weight_decay`` is negative or not finite, or ``nesterov`` is
+            True without momentum or with dampening.
     """
     check_finite_at_least_0("momentum", momentum)
     check_finite_at_least_0("weight_decay", weight_decay)

@@ -87,31 +87,37 @@ class GossipOptimizer(GenericCentralizedOptimizer):
 class DecentralizedSGD(GossipOptimizer):
     r"""Stochastic gradient descent on every worker, then an average with the neighbors (D-PSGD).
 
-    With :math:`g_i` the gradient of worker :math:`i`, :math:`\eta` the learning rate and :math:`W` the mixing matrix,
+    With :math:`g_i` the gradient of worker :math:`i`, :math:`\eta` the learning rate and :math:`W`
+    the mixing matrix,
 
     .. math:: x_i \leftarrow \sum_j W_{ij} (x_j - \eta g_j).
 
-    The average over workers takes the step of one worker with the average gradient. The distance of each worker to this
-    average is of order :math:`\eta / (1 - |\lambda_2(W)|)`. Each worker has its own momentum. See
-    :class:`~mlbench_core.aggregation.pytorch.decentralized.DecentralizedAggregation` for the weights and the bytes.
+    The average over workers takes the step of one worker with the average gradient. The distance of
+    each worker to this average is of order :math:`\eta / (1 - |\lambda_2(W)|)`. Each worker has its
+    own momentum. See
+    :class:`~mlbench_core.aggregation.pytorch.decentralized.DecentralizedAggregation` for the
+    weights and the bytes.
 
     Args:
         rank: This worker's number in the process group; None takes it from there.
-        neighbors: Ranks of this worker's neighbors. None if the worker is alone, or ``aggregation`` is given.
+        neighbors: Ranks of this worker's neighbors. None if the worker is alone, or ``aggregation``
+            is given.
         lr: Learning rate.
         momentum: Momentum factor.
         dampening: Dampening for momentum.
         weight_decay: L2 penalty.
         nesterov: Use Nesterov momentum.
         average_world: Must be True: neighbors only average.
-        aggregation: The exchange with all its settings, instead of ``rank`` and ``neighbors``, for example
-            ``DecentralizedAggregation(topology=ring(4))`` for the whole graph.
+        aggregation: The exchange with all its settings, instead of ``rank`` and ``neighbors``, for
+            example ``DecentralizedAggregation(topology=ring(4))`` for the whole graph.
 
-    Other arguments: see :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+    Other arguments: see
+    :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
 
     Raises:
-        ValueError: ``model``, ``lr`` or, with several workers, ``neighbors`` is missing; ``rank`` is not this
-            process's; ``neighbors`` has a rank that is not there; or they are given with ``aggregation``.
+        ValueError: ``model``, ``lr`` or, with several workers, ``neighbors`` is missing; ``rank``
+            is not this process's; ``neighbors`` has a rank that is not there; or they are given
+            with ``aggregation``.
         TypeError: The aggregation is of another class.
 
     Example:
@@ -124,8 +130,9 @@ class DecentralizedSGD(GossipOptimizer):
         0.0
 
     References:
-        X. Lian, C. Zhang, H. Zhang, C. Hsieh, W. Zhang, J. Liu: Can Decentralized Algorithms Outperform Centralized
-        Algorithms? A Case Study for Decentralized Parallel Stochastic Gradient Descent. arXiv:1705.09056
+        X. Lian, C. Zhang, H. Zhang, C. Hsieh, W. Zhang, J. Liu: Can Decentralized Algorithms
+        Outperform Centralized Algorithms? A Case Study for Decentralized Parallel Stochastic
+        Gradient Descent. arXiv:1705.09056
     """
 
     _kind = DecentralizedAggregation

@@ -48,7 +48,8 @@ Closure: TypeAlias = Callable[[], Any]
 OptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
 _AggregationT = TypeVar("_AggregationT", bound=Aggregation)
 
-# Sent instead of 0 or 1 as the overflow flag, so that the maximum over workers raises the error on all of them.
+# Sent instead of 0 or 1 as the overflow flag, so that the maximum over workers raises the error on
+# all of them.
 _TOO_EARLY = 2
 
 
@@ -80,16 +81,16 @@ class _GroupWithoutOptions(dict[str, Any]):
 class OptimizerWrapper(Optimizer):
     """A :class:`torch.optim.Optimizer` whose groups, state and defaults are those of the wrapped optimizer.
 
-    Everything that works on a torch optimizer works on this one: learning-rate schedulers, hooks, ``add_param_group``,
-    ``state_dict``, ``deepcopy`` and pickling. The groups and the state are the wrapped optimizer's objects,
-    so a change through either is seen by both, also after ``load_state_dict`` and after the wrapped optimizer was
-    swapped. A subclass adds ``step``.
+    Everything that works on a torch optimizer works on this one: learning-rate schedulers, hooks,
+    ``add_param_group``, ``state_dict``, ``deepcopy`` and pickling. The groups and the state are the
+    wrapped optimizer's objects, so a change through either is seen by both, also after
+    ``load_state_dict`` and after the wrapped optimizer was swapped. A subclass adds ``step``.
 
     As in torch, hooks stay with the object they were registered on: copies and pickles have none.
 
     Attributes:
-        own_state: Keys of ``state_dict()`` whose values differ between workers although all workers have the same
-            weights. A checkpoint holds these of every worker.
+        own_state: Keys of ``state_dict()`` whose values differ between workers although all workers
+            have the same weights. A checkpoint holds these of every worker.
 
     Args:
         params: Parameters to hold until :attr:`optimizer` is set.
@@ -107,7 +108,8 @@ class OptimizerWrapper(Optimizer):
     def optimizer(self) -> Optimizer | None:
         """Return the wrapped torch optimizer; None before one was set. Setting it swaps it.
 
-        Schedulers that were built on this object continue with the new optimizer's groups if it has the same number.
+        Schedulers that were built on this object continue with the new optimizer's groups if it has
+        the same number.
         """
         return None if isinstance(self._inner, _NoOptimizerYet) else self._inner
 
@@ -172,11 +174,13 @@ class OptimizerWrapper(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped optimizer, in torch's format, and the entries of :meth:`extra_state`.
 
-        As in torch, its tensors are the optimizer's own: they change with the next step. Copy it with
-        :func:`copy.deepcopy` if both this optimizer and the one that loads it continue in one process.
+        As in torch, its tensors are the optimizer's own: they change with the next step. Copy it
+        with :func:`copy.deepcopy` if both this optimizer and the one that loads it continue in one
+        process.
 
         Raises:
-            RuntimeError: ``torch.distributed.checkpoint.state_dict`` calls it, which would lose the extra entries.
+            RuntimeError: ``torch.distributed.checkpoint.state_dict`` calls it, which would lose the
+                extra entries.
         """
         for pre_hook in torch_private.optimizer_hooks(self, "state_dict_pre"):
             pre_hook(self)
@@ -242,12 +246,13 @@ def refuse_partial_state(
 ) -> None:
     """Raise an error if functions of ``torch.distributed.checkpoint`` ask for a state of which they lose a part.
 
-    They keep the state of each parameter and the options of each group alone. They also take the values of one worker
-    for those of all workers.
+    They keep the state of each parameter and the options of each group alone. They also take the
+    values of one worker for those of all workers.
 
     Args:
         optimizer: The optimizer.
-        extra: Returns the entries that they would lose; None if other entries differ between workers, too.
+        extra: Returns the entries that they would lose; None if other entries differ between
+            workers, too.
 
     Raises:
         RuntimeError: There are such entries, and the caller is one of these functions.
@@ -263,8 +268,8 @@ def refuse_partial_state(
 def shared_optimizer_state(optimizer: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state without the entries of one worker alone.
 
-    A worker without a state of its own, or in a run with another number of workers, loads this. An error memory of
-    another worker would be applied twice.
+    A worker without a state of its own, or in a run with another number of workers, loads this. An
+    error memory of another worker would be applied twice.
 
     Args:
         optimizer: The optimizer, with its aggregation if it has one.
@@ -284,7 +289,8 @@ def shared_optimizer_state(optimizer: Any, state_dict: Mapping[str, Any]) -> dic
 
 def state_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
     """Return the attributes of an optimizer that its copies and pickles get, for ``__getstate__``."""
-    # A learning-rate scheduler replaces step by a method of its own, and sets _opt_called to see that it was called.
+    # A learning-rate scheduler replaces step by a method of its own, and sets _opt_called to see
+    # that it was called.
     own = {"step", *torch_private.PRIVATE_OPTIMIZER_ATTRIBUTES}
     return {
         k: v for k, v in optimizer.__dict__.items() if k not in own and not k.endswith("_hooks")
@@ -294,18 +300,20 @@ def state_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
 class GenericCentralizedOptimizer(OptimizerWrapper):
     r"""Any torch optimizer, made distributed by any aggregation.
 
-    With ``agg_grad=True`` the workers average their gradients and each takes the same step; with :math:`k` workers,
-    gradients :math:`g_i` and the step :math:`U` of the wrapped optimizer,
+    With ``agg_grad=True`` the workers average their gradients and each takes the same step; with
+    :math:`k` workers, gradients :math:`g_i` and the step :math:`U` of the wrapped optimizer,
 
     .. math:: x \leftarrow U\Bigl(x, \frac{1}{k} \sum_{i=1}^{k} g_i\Bigr).
 
-    If every worker's loss is the mean over its share of a batch and the shares are equal, this equals the step of one
-    worker on the whole batch. With ``agg_grad=False`` each takes its own step and the weights are averaged afterwards:
+    If every worker's loss is the mean over its share of a batch and the shares are equal, this
+    equals the step of one worker on the whole batch. With ``agg_grad=False`` each takes its own
+    step and the weights are averaged afterwards:
 
     .. math:: x \leftarrow \frac{1}{k} \sum_{i=1}^{k} U(x, g_i).
 
-    Workers must start from equal weights (use the same seed). Floating-point buffers, such as BatchNorm's running
-    statistics, are averaged together with weights. If gradients are averaged, each worker keeps its own buffers.
+    Workers must start from equal weights (use the same seed). Floating-point buffers, such as
+    BatchNorm's running statistics, are averaged together with weights. If gradients are averaged,
+    each worker keeps its own buffers.
 
     Attributes:
         model: As given.
@@ -322,17 +330,20 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         by_layer: Send each parameter in messages of its own instead of all together.
         divide_before: Divide before the sum instead of after it, for half-precision gradients.
         agg_grad: Average gradients before the step; False averages weights after it.
-        optimizer: A torch optimizer, or a function that makes one of an iterable of parameters. If it is left out, set
-            the attribute before the first step.
-        aggregation: How gradients or weights travel; None for an all-reduce with ``world_size``, ``divide_before`` and
-            ``use_cuda``. All other settings, such as overlap with the backward pass, the dtype that is sent or a
-            subgroup of workers, belong to the aggregation: for example
-            ``AllReduceAggregation(overlap=True, comm_dtype=torch.bfloat16)``.
+        optimizer: A torch optimizer, or a function that makes one of an iterable of parameters. If
+            it is left out, set the attribute before the first step.
+        aggregation: How gradients or weights travel; None for an all-reduce with ``world_size``,
+            ``divide_before`` and ``use_cuda``. All other settings, such as overlap with the
+            backward pass, the dtype that is sent or a subgroup of workers, belong to the
+            aggregation: for example ``AllReduceAggregation(overlap=True,
+            comm_dtype=torch.bfloat16)``.
 
     Raises:
-        ValueError: ``model`` is missing or without parameters, ``world_size`` is not that of the process group, an
-            argument contradicts the aggregation, or the aggregation does not fit the model or the other arguments.
-        TypeError: An argument has the wrong type, or a parameter is complex and the aggregation takes real ones only.
+        ValueError: ``model`` is missing or without parameters, ``world_size`` is not that of the
+            process group, an argument contradicts the aggregation, or the aggregation does not fit
+            the model or the other arguments.
+        TypeError: An argument has the wrong type, or a parameter is complex and the aggregation
+            takes real ones only.
 
     Example:
         >>> from functools import partial
@@ -347,7 +358,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     """
 
     own_state = ("aggregation",)
-    # torch.amp.GradScaler then leaves unscaling and skipping to step(), where the workers agree on them.
+    # torch.amp.GradScaler then leaves unscaling and skipping to step(), where the workers agree on
+    # them.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -403,10 +415,10 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         """Aggregate and take one step.
 
         Args:
-            closure: Clears the gradients, computes the loss and its gradients, and returns the loss. It is called
-                before the gradients are aggregated.
-            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker` (or None) that records the end of the aggregation
-                and of the update, and the cost of the communication.
+            closure: Clears the gradients, computes the loss and its gradients, and returns the
+                loss. It is called before the gradients are aggregated.
+            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker` (or None) that records the
+                end of the aggregation and of the update, and the cost of the communication.
 
         Returns:
             The closure's result, this worker's loss; None without a closure.
@@ -435,7 +447,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         """Restore the state of the aggregation.
 
         Raises:
-            ValueError: It is the state of another aggregation, or has entries of parameters that do not exist.
+            ValueError: It is the state of another aggregation, or has entries of parameters that do
+                not exist.
         """
         remembered = extra.get("aggregation", {})
         parameters = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
@@ -447,8 +460,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     def no_sync(self) -> Iterator[None]:
         """Let backward passes in the block accumulate gradients without communication.
 
-        Only ``overlap=True`` sends messages during a backward pass; the next pass after the block sends the sum.
-        Otherwise this changes nothing: :meth:`step` sends the accumulated gradients.
+        Only ``overlap=True`` sends messages during a backward pass; the next pass after the block
+        sends the sum. Otherwise this changes nothing: :meth:`step` sends the accumulated gradients.
 
         Example:
             >>> model = nn.Linear(2, 1)
@@ -479,9 +492,10 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     ) -> Tensor:
         """Average the gradients over the workers, and clip the norm of the averages.
 
-        Call it on all workers right before :meth:`step`, in place of :func:`torch.nn.utils.clip_grad_norm_`, which
-        would clip the gradients of one worker before they are averaged. The result is that of one worker on the joined
-        batch, with or without ``overlap``. With a compressing aggregation, the aggregated gradient is clipped. The step
+        Call it on all workers right before :meth:`step`, in place of
+        :func:`torch.nn.utils.clip_grad_norm_`, which would clip the gradients of one worker before
+        they are averaged. The result is that of one worker on the joined batch, with or without
+        ``overlap``. With a compressing aggregation, the aggregated gradient is clipped. The step
         after it sends nothing more. With a GradScaler, call ``scaler.unscale_(optimizer)`` before.
 
         Args:
@@ -491,11 +505,12 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             foreach: As in torch.
 
         Returns:
-            The norm of the averages before they were clipped, without dimensions; the same on all workers.
+            The norm of the averages before they were clipped, without dimensions; the same on all
+            workers.
 
         Raises:
-            ValueError: The optimizer averages weights, the aggregation has no average gradient as its result, or it
-                divides by a custom denominator.
+            ValueError: The optimizer averages weights, the aggregation has no average gradient as
+                its result, or it divides by a custom denominator.
             RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is True.
 
         Example:
@@ -543,7 +558,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         """
         self._is_aggregated = False
         if self._reduction is not None:
-            # Messages of a pass that raised an error must not arrive in gradients that are zero by then.
+            # Messages of a pass that raised an error must not arrive in gradients that are zero by
+            # then.
             self._reduction.synchronize()
             # Gradients that a script sets by hand from here on were not reduced.
             self._reduction.forget()
@@ -558,7 +574,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     ) -> Any:
         """Take one step; ``denom`` goes to the aggregation, and gradients are clipped right before the update."""
         if torch_private.is_called_by_checkpoint_functions():
-            # They take a step of size 0 with zeros as gradients, perhaps on one worker alone, to create the state.
+            # They take a step of size 0 with zeros as gradients, perhaps on one worker alone, to
+            # create the state.
             refuse_partial_state(self, self.extra_state)
             return self._inner.step()
         looked_too_early = False
@@ -569,9 +586,11 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             )
         if self._reduction is not None and hasattr(self, "found_inf") and not self._is_aggregated:
             looked_too_early = not self._reduction.is_reduced
-            # The other workers' backward passes have sent their gradients, so these must go before any other message.
+            # The other workers' backward passes have sent their gradients, so these must go before
+            # any other message.
             self._reduction.average()
-        # The decision comes before the closure and the aggregation, so that all workers skip the step or none does.
+        # The decision comes before the closure and the aggregation, so that all workers skip the
+        # step or none does.
         self._was_skipped = must_skip(self, self.aggregation, looked_too_early)
         if self._was_skipped:
             self._is_aggregated = False
@@ -583,7 +602,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         loss = evaluate(closure)
         if self.agg_grad:
             self._aggregate(tracker, denom)
-        # Clipped after the aggregation: the norm is that of the common gradient, so all workers clip alike.
+        # Clipped after the aggregation: the norm is that of the common gradient, so all workers
+        # clip alike.
         self._clip(grad_clip)
         self._take_step()
         if tracker is not None:
@@ -599,8 +619,9 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         if not late:
             self._inner.step()
             return
-        # Torch's fused SGD needs momentum buffers of all parameters or of none. Parameters that get their first
-        # gradient later than others, such as layers that were frozen, take their first step in a separate call.
+        # Torch's fused SGD needs momentum buffers of all parameters or of none. Parameters that get
+        # their first gradient later than others, such as layers that were frozen, take their first
+        # step in a separate call.
         whole = [group["params"] for group in self.param_groups]
         try:
             for is_late in (True, False):
@@ -619,7 +640,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     ) -> Any:
         """Take a step of an optimizer, such as LBFGS, that evaluates the loss as often as it needs.
 
-        If gradients are averaged, the optimizer gets the average of the losses too, so that all workers decide alike.
+        If gradients are averaged, the optimizer gets the average of the losses too, so that all
+        workers decide alike.
         """
         losses: list[Any] = []
 
@@ -668,8 +690,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         if self._reduction is None:
             parts.append(self.model)
         else:
-            # k/d turns an average over k workers into a sum divided by d. It is known before the wait, so that a wrong
-            # denominator raises its error first.
+            # k/d turns an average over k workers into a sum divided by d. It is known before the
+            # wait, so that a wrong denominator raises its error first.
             scale = (
                 self.world_size / check_denominator(denom) if self.agg_mode == AVG_CUSTOM else None
             )
@@ -732,7 +754,8 @@ def check_aggregation(
         aggregation: As the user gave it.
         kind: The class that the optimizer needs.
         world_size: Number of workers that the optimizer was given.
-        **given: Other arguments of the optimizer that describe the exchange; None for those that were left out.
+        **given: Other arguments of the optimizer that describe the exchange; None for those that
+            were left out.
 
     Raises:
         TypeError: The aggregation is of another class.
@@ -843,21 +866,23 @@ def must_skip(
     """Finish in ``step`` the work that a :class:`torch.amp.GradScaler` left: unscale the gradients, or skip the step.
 
     During the step a scaler sets ``found_inf`` and ``grad_scale`` on optimizers that have
-    ``_step_supports_amp_scaling``. Workers agree on ``found_inf`` before any other message, so that all of them skip a
-    step. An aggregation could otherwise remember an overflow as the error of its compression. Gradients are unscaled
-    before they are aggregated, since each worker may have a scale of its own.
+    ``_step_supports_amp_scaling``. Workers agree on ``found_inf`` before any other message, so that
+    all of them skip a step. An aggregation could otherwise remember an overflow as the error of its
+    compression. Gradients are unscaled before they are aggregated, since each worker may have a
+    scale of its own.
 
     Args:
         optimizer: The optimizer whose ``step`` this is.
         aggregation: The aggregation that exchanges the overflow.
-        looked_too_early: True if the scaler read the gradients of this worker before they were averaged.
+        looked_too_early: True if the scaler read the gradients of this worker before they were
+            averaged.
 
     Returns:
         True if gradients overflowed on any worker; False also without a scaler.
 
     Raises:
-        ValueError: Gradients to be unscaled are float16, in which small ones would vanish; or a scaler read one
-            worker's gradients too early (on every worker alike).
+        ValueError: Gradients to be unscaled are float16, in which small ones would vanish; or a
+            scaler read one worker's gradients too early (on every worker alike).
     """
     found_inf: Tensor | int | None = getattr(optimizer, "found_inf", None)
     if found_inf is None:

@@ -34,9 +34,10 @@ __all__ = ["DistributedGradScaler", "DynamicLossScaler", "FP16Optimizer"]
 class DynamicLossScaler:
     r"""A loss scale that follows the range of half-precision gradients.
 
-    The gradients of :math:`s L` are :math:`s` times those of the loss :math:`L`. With a large :math:`s` small gradients
-    do not vanish in float16, but too large a scale overflows. So the scale starts at :math:`s_0`. It is divided by the
-    factor :math:`f` at every overflow, and multiplied by it after :math:`w` consecutive updates without one:
+    The gradients of :math:`s L` are :math:`s` times those of the loss :math:`L`. With a large
+    :math:`s` small gradients do not vanish in float16, but too large a scale overflows. So the
+    scale starts at :math:`s_0`. It is divided by the factor :math:`f` at every overflow, and
+    multiplied by it after :math:`w` consecutive updates without one:
 
     .. math:: s \leftarrow \begin{cases} s / f & \text{on overflow} \\
               \min(s f, s_\text{max}) & \text{after } w \text{ updates running without} \\
@@ -88,7 +89,8 @@ class DynamicLossScaler:
         """Return whether a gradient's norm shows that some gradient went out of range.
 
         Args:
-            grad_norm: The norm: a number or a tensor with one element. Reading a tensor waits for its device.
+            grad_norm: The norm: a number or a tensor with one element. Reading a tensor waits for
+                its device.
 
         Returns:
             True if it is infinite or not a number.
@@ -177,10 +179,11 @@ def _in_range(name: str, value: float, least: float) -> float:
 class FP16Optimizer(OptimizerWrapper):
     r"""Any torch optimizer on a half-precision model, with float32 master weights and a dynamic loss scale.
 
-    Updates are often too small to change a half-precision weight, so the sum of them is kept in float32: all trainable
-    weights lie one after the other in :attr:`fp32_params`, the master weights :math:`x`, and the model holds them
-    rounded. With the loss scale :math:`s`, :math:`k` workers and the scaled gradients :math:`\nabla s L_i` that
-    :meth:`backward_loss` accumulated in the model's own dtype, :meth:`step` computes in float32
+    Updates are often too small to change a half-precision weight, so the sum of them is kept in
+    float32: all trainable weights lie one after the other in :attr:`fp32_params`, the master
+    weights :math:`x`, and the model holds them rounded. With the loss scale :math:`s`, :math:`k`
+    workers and the scaled gradients :math:`\nabla s L_i` that :meth:`backward_loss` accumulated in
+    the model's own dtype, :meth:`step` computes in float32
 
     .. math::
         g = \frac{1}{s m} \Bigl( \frac{1}{d} \sum_{i=1}^{k} \nabla s L_i \Bigr), \qquad
@@ -191,25 +194,28 @@ class FP16Optimizer(OptimizerWrapper):
     * :math:`d = k`, or the ``denom`` of :meth:`step` with ``average_custom``,
     * :math:`m` is the ``multiplier`` of :meth:`step`.
 
-    Divide by a large number in two parts: by a ``denom`` that keeps sums over workers in the range of float16, and
-    by the ``multiplier`` in float32. With :math:`u` batches accumulated before an update:
+    Divide by a large number in two parts: by a ``denom`` that keeps sums over workers in the range
+    of float16, and by the ``multiplier`` in float32. With :math:`u` batches accumulated before an
+    update:
 
     * mean over :math:`k u` batches whose loss is a mean (task 4a): ``step(denom=k * u)``;
     * mean over :math:`n` tokens of all workers, losses being sums over tokens (task 4b):
       ``step(denom=k * u, multiplier=n / (k * u))``.
 
-    If the norm of :math:`g` on any worker is infinite or not a number, all workers skip the update and reduce the
-    scale. This check costs a message of 4 bytes per update. Models in bfloat16, which has the range of float32, are not
-    scaled: their scale is always 1.
+    If the norm of :math:`g` on any worker is infinite or not a number, all workers skip the update
+    and reduce the scale. This check costs a message of 4 bytes per update. Models in bfloat16,
+    which has the range of float32, are not scaled: their scale is always 1.
 
-    Parameters that are float32 in an otherwise half-precision model (normalization layers) are trained too. A
-    parameter without a gradient on all workers gets zeros, since it is a part of the one master tensor. An optimizer
-    with momentum or weight decay may still move it. The master tensor does not contain frozen parameters.
+    Parameters that are float32 in an otherwise half-precision model (normalization layers) are
+    trained too. A parameter without a gradient on all workers gets zeros, since it is a part of the
+    one master tensor. An optimizer with momentum or weight decay may still move it. The master
+    tensor does not contain frozen parameters.
 
     Attributes:
         fp16_model: As given.
-        fp32_params: The master weights, one flat float32 parameter of n elements in the order of the model's
-            parameters; build the wrapped optimizer over ``[fp32_params]``. Its ``grad`` has g after a step.
+        fp32_params: The master weights, one flat float32 parameter of n elements in the order of
+            the model's parameters; build the wrapped optimizer over ``[fp32_params]``. Its ``grad``
+            has g after a step.
         loss_scaler: The :class:`DynamicLossScaler`.
         aggregation: The aggregation; it counts the bytes.
         agg: The function ``(model, op, denom)`` that :meth:`step` calls.
@@ -229,17 +235,21 @@ class FP16Optimizer(OptimizerWrapper):
         scale_window: Number of updates running without an overflow after which the scale grows.
         max_scale: Largest loss scale; None for no limit.
         min_scale: Loss scale at which training ends with an error.
-        average_world: Divide sums by the number of workers. It is the default if neither flag is set.
+        average_world: Divide sums by the number of workers. It is the default if neither flag is
+            set.
         average_custom: Divide sums by the ``denom`` given to :meth:`step`.
-        divide_before: Divide before the sum instead of after it, so that sums of half-precision numbers stay in range.
-        aggregation: How gradients travel, instead of ``world_size``, ``use_cuda``, ``use_horovod`` and
-            ``divide_before``. It must not overlap: gradients are complete after the last :meth:`backward_loss`.
+        divide_before: Divide before the sum instead of after it, so that sums of half-precision
+            numbers stay in range.
+        aggregation: How gradients travel, instead of ``world_size``, ``use_cuda``, ``use_horovod``
+            and ``divide_before``. It must not overlap: gradients are complete after the last
+            :meth:`backward_loss`.
 
     Raises:
-        ValueError: An argument is out of its range or contradicts the aggregation, both averages are asked for, the
-            model has nothing to train, or ``world_size`` is not that of the process group.
-        TypeError: ``fp16_model`` is not a module, or has parameters that float32 does not hold, or the aggregation is
-            not an all-reduce.
+        ValueError: An argument is out of its range or contradicts the aggregation, both averages
+            are asked for, the model has nothing to train, or ``world_size`` is not that of the
+            process group.
+        TypeError: ``fp16_model`` is not a module, or has parameters that float32 does not hold, or
+            the aggregation is not an all-reduce.
 
     Example:
         >>> model = nn.Linear(2, 1).half()
@@ -322,7 +332,8 @@ class FP16Optimizer(OptimizerWrapper):
                 f"use_horovod must be False, not True, because {type(aggregation).__name__} sends without Horovod: "
                 "give AllReduceAggregationHVD(...) as aggregation"
             )
-        # The state of another aggregation, such as an error memory, would be missing in state_dict().
+        # The state of another aggregation, such as an error memory, would be missing in
+        # state_dict().
         check_aggregation(
             aggregation,
             AllReduceAggregation,
@@ -345,7 +356,8 @@ class FP16Optimizer(OptimizerWrapper):
 
         Raises:
             TypeError: It is not a torch optimizer.
-            ValueError: It does not optimize the master weights, or evaluates the loss several times in a step (LBFGS).
+            ValueError: It does not optimize the master weights, or evaluates the loss several times
+                in a step (LBFGS).
         """
         self.optimizer = optimizer
 
@@ -370,7 +382,8 @@ class FP16Optimizer(OptimizerWrapper):
         Several calls before one step accumulate.
 
         Args:
-            loss: One element, best in float32. In a half-precision loss sums of many terms go out of range.
+            loss: One element, best in float32. In a half-precision loss sums of many terms go out
+                of range.
 
         Raises:
             TypeError: ``loss`` is not a tensor.
@@ -384,9 +397,9 @@ class FP16Optimizer(OptimizerWrapper):
     def no_sync(self) -> Iterator[None]:
         """Let calls of :meth:`backward_loss` in the block accumulate gradients without communication.
 
-        Only :meth:`step` sends messages, so this changes nothing. It exists for scripts that accumulate gradients with
-        any optimizer. Gradients are summed in the model's half precision: use few or small ones, and divide by their
-        number through ``denom`` or ``multiplier``.
+        Only :meth:`step` sends messages, so this changes nothing. It exists for scripts that
+        accumulate gradients with any optimizer. Gradients are summed in the model's half precision:
+        use few or small ones, and divide by their number through ``denom`` or ``multiplier``.
         """
         yield
 
@@ -412,14 +425,15 @@ class FP16Optimizer(OptimizerWrapper):
         """Aggregate, unscale, clip and take one step, or skip it if gradients overflowed on any worker.
 
         Args:
-            closure: Clears the gradients, computes the loss and calls :meth:`backward_loss`. It is called once, before
-                anything else.
-            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker` (or None) that records the end of the aggregation
-                and of the update (unless it was skipped), and the cost of the communication.
-            multiplier: Divisor of gradients in float32, in addition to the loss scale: a positive number or a tensor
-                with one element, the same on every worker.
-            denom: With ``average_custom``, the divisor of sums over workers in half precision: as ``multiplier``.
-                Otherwise it is not used.
+            closure: Clears the gradients, computes the loss and calls :meth:`backward_loss`. It is
+                called once, before anything else.
+            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker` (or None) that records the
+                end of the aggregation and of the update (unless it was skipped), and the cost of
+                the communication.
+            multiplier: Divisor of gradients in float32, in addition to the loss scale: a positive
+                number or a tensor with one element, the same on every worker.
+            denom: With ``average_custom``, the divisor of sums over workers in half precision: as
+                ``multiplier``. Otherwise it is not used.
 
         Returns:
             True if the weights were updated, the same on every worker.
@@ -462,8 +476,8 @@ class FP16Optimizer(OptimizerWrapper):
         """Reset the gradients of the model.
 
         Args:
-            set_to_none: Set them to None instead of zero. The flat gradient of the master weights keeps its memory;
-                the next step overwrites it.
+            set_to_none: Set them to None instead of zero. The flat gradient of the master weights
+                keeps its memory; the next step overwrites it.
         """
         for parameter in (*self._weights.values(), *self._extra().values()):
             if set_to_none:
@@ -596,21 +610,23 @@ def _trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 class DistributedGradScaler(torch.amp.GradScaler):
     """A :class:`torch.amp.GradScaler` whose scale is the same on all workers.
 
-    Torch's own scaler looks for overflows in the gradients of its worker alone. The optimizers of this library still
-    take or skip each step on all workers alike, since they agree on it in ``step``. But only the worker with the
-    overflow halves its scale, and from then on each worker has a scale of its own. (That changes no result, because
-    each worker unscales its gradients before they are averaged.)
+    Torch's own scaler looks for overflows in the gradients of its worker alone. The optimizers of
+    this library still take or skip each step on all workers alike, since they agree on it in
+    ``step``. But only the worker with the overflow halves its scale, and from then on each worker
+    has a scale of its own. (That changes no result, because each worker unscales its gradients
+    before they are averaged.)
 
-    With this scaler the workers agree in the search for overflows. So the scale, ``unscale_`` and ``update`` are the
-    same on all workers, also with other optimizers. It costs a message of 4 bytes per step and device.
+    With this scaler the workers agree in the search for overflows. So the scale, ``unscale_`` and
+    ``update`` are the same on all workers, also with other optimizers. It costs a message of 4
+    bytes per step and device.
 
-    With ``overlap`` it waits for gradients that are on their way before it reads them, and lets a worker without a
-    batch take part in their average.
+    With ``overlap`` it waits for gradients that are on their way before it reads them, and lets a
+    worker without a batch take part in their average.
 
     Args:
         *args: As for :class:`torch.amp.GradScaler`.
-        aggregation: The aggregation that exchanges the overflow; None for the optimizer's, or an all-reduce over the
-            process group if it has none.
+        aggregation: The aggregation that exchanges the overflow; None for the optimizer's, or an
+            all-reduce over the process group if it has none.
         **kwargs: As for :class:`torch.amp.GradScaler`.
 
     Example:
@@ -637,7 +653,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Unscale this worker's gradients and agree on whether there was an overflow."""
-        # With overlap, a worker without a batch would otherwise read gradients that are not averages yet.
+        # With overlap, a worker without a batch would otherwise read gradients that are not
+        # averages yet.
         if hasattr(optimizer, "synchronize"):
             optimizer.synchronize()
         found_infs = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)

@@ -21,18 +21,21 @@ __all__ = ["OneBitAdam"]
 class OneBitAdam(CompressedOptimizer):
     r"""Adam that sends one bit per weight after a warm-up with full messages.
 
-    In the warm-up it is :class:`torch.optim.Adam` on the average gradient. Then the second moment :math:`v` is frozen,
-    and the momentum :math:`m` is averaged with one bit per weight and error feedback on the workers and on the average;
-    see :class:`~mlbench_core.aggregation.pytorch.one_bit.OneBitAggregation`. In step :math:`t`, with :math:`T` steps of
-    warm-up and the learning rate :math:`\eta`,
+    In the warm-up it is :class:`torch.optim.Adam` on the average gradient. Then the second moment
+    :math:`v` is frozen, and the momentum :math:`m` is averaged with one bit per weight and error
+    feedback on the workers and on the average; see
+    :class:`~mlbench_core.aggregation.pytorch.one_bit.OneBitAggregation`. In step :math:`t`, with
+    :math:`T` steps of warm-up and the learning rate :math:`\eta`,
 
-    .. math:: x \leftarrow x - \eta \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^{\min(t, T)})} + \epsilon}.
+    .. math:: x \leftarrow x - \eta \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^{\min(t, T)})}
+      + \epsilon}.
 
-    Implementations differ. The paper leaves the corrections :math:`1 - \beta^t` out; here they are those of Adam, so
-    that the warm-up is Adam. Some scale the signs by :math:`\lVert p \rVert_2 / \sqrt{d}`, with which the error of a
-    sparse :math:`p` is larger than :math:`p`; here the scale is :math:`\lVert p \rVert_1 / d`. A weight whose
-    :math:`v` is 0 at the end of the warm-up, because it never had a gradient, does not move afterward: one bit cannot
-    represent the zeros of its momentum, and the division by :math:`\epsilon` would make steps of any size from them.
+    Implementations differ. The paper leaves the corrections :math:`1 - \beta^t` out; here they are
+    those of Adam, so that the warm-up is Adam. Some scale the signs by :math:`\lVert p \rVert_2 /
+    \sqrt{d}`, with which the error of a sparse :math:`p` is larger than :math:`p`; here the scale
+    is :math:`\lVert p \rVert_1 / d`. A weight whose :math:`v` is 0 at the end of the warm-up,
+    because it never had a gradient, does not move afterward: one bit cannot represent the zeros of
+    its momentum, and the division by :math:`\epsilon` would make steps of any size from them.
     :math:`\beta_1` is that of the first parameter group.
 
     Args:
@@ -41,15 +44,17 @@ class OneBitAdam(CompressedOptimizer):
         betas: :math:`\beta_1` and :math:`\beta_2`.
         eps: :math:`\epsilon`, added to the denominator.
         weight_decay: L2 penalty, part of the gradient.
-        warmup_steps: :math:`T`, the steps of each parameter that send whole gradients: enough for the second moment to
-            settle. The paper takes 15 to 20 % of all steps.
-        world_size: Number of workers; None takes that of the process group, when the optimizer is made.
+        warmup_steps: :math:`T`, the steps of each parameter that send whole gradients: enough for
+            the second moment to settle. The paper takes 15 to 20 % of all steps.
+        world_size: Number of workers; None takes that of the process group, when the optimizer is
+            made.
         aggregation: The exchange with its settings, instead of ``warmup_steps``, for example
-            ``OneBitAggregation(warmup_steps=50, process_group=group)``. Its ``beta`` is set to :math:`\beta_1`.
+            ``OneBitAggregation(warmup_steps=50, process_group=group)``. Its ``beta`` is set to
+            :math:`\beta_1`.
 
     Raises:
-        ValueError: ``lr`` is missing, an option is out of range, ``world_size`` is not that of the process group, or
-            ``warmup_steps`` contradicts the aggregation.
+        ValueError: ``lr`` is missing, an option is out of range, ``world_size`` is not that of the
+            process group, or ``warmup_steps`` contradicts the aggregation.
         TypeError: An option is not a number, or the aggregation is of another class.
 
     Example:
@@ -62,8 +67,8 @@ class OneBitAdam(CompressedOptimizer):
         tensor([-0.5000,  0.5000], requires_grad=True)
 
     References:
-        Tang et al.: 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed.
-        arXiv:2102.02888
+        Tang et al.: 1-bit Adam: Communication Efficient Large-Scale Training with Adam's
+        Convergence Speed. arXiv:2102.02888
     """
 
     aggregation: OneBitAggregation

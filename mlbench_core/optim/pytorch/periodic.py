@@ -30,24 +30,26 @@ __all__ = ["DiLoCo", "LocalSGD"]
 class LocalSGD(GenericCentralizedOptimizer):
     r"""Stochastic gradient descent on every worker, and an average of all weights every H steps.
 
-    With :math:`g_i` the gradient of worker :math:`i` of :math:`k`, :math:`\eta` the learning rate and steps counted
-    from :math:`t = 1`,
+    With :math:`g_i` the gradient of worker :math:`i` of :math:`k`, :math:`\eta` the learning rate
+    and steps counted from :math:`t = 1`,
 
     .. math::
 
         x_i &\leftarrow x_i - \eta g_i \\
         x_i &\leftarrow \frac{1}{k} \sum_{j=1}^{k} x_j \quad \text{if } H \mid t.
 
-    The steps in between send nothing, and workers differ then. So evaluate and save right after a multiple of H steps,
-    or call :func:`~mlbench_core.aggregation.pytorch.consensus.average_weights` before. Momentum is local to a worker.
+    The steps in between send nothing, and workers differ then. So evaluate and save right after a
+    multiple of H steps, or call :func:`~mlbench_core.aggregation.pytorch.consensus.average_weights`
+    before. Momentum is local to a worker.
 
-    Layers may be frozen and unfrozen at any time, on all workers or on some. After the next average all workers have
-    one model. A layer that was trainable once is averaged also while it is frozen.
+    Layers may be frozen and unfrozen at any time, on all workers or on some. After the next average
+    all workers have one model. A layer that was trainable once is averaged also while it is frozen.
 
-    With a delay :math:`\tau > 0`, the workers do not wait for the average. They take :math:`\tau` more steps, and then
+    With a delay :math:`\tau > 0`, the workers do not wait for the average. They take :math:`\tau`
+    more steps, and then
 
-    .. math:: x_i \leftarrow x_i(t + \tau) + \left( \frac{1}{k} \sum_{j=1}^{k} x_j(t) - x_i(t) \right)
-        \quad \text{if } H \mid t.
+    .. math:: x_i \leftarrow x_i(t + \tau) + \left( \frac{1}{k} \sum_{j=1}^{k} x_j(t) - x_i(t)
+        \right) \quad \text{if } H \mid t.
 
     Their weights are never all equal then: average them before you evaluate, with
     :func:`~mlbench_core.aggregation.pytorch.consensus.averaged_weights`.
@@ -60,17 +62,20 @@ class LocalSGD(GenericCentralizedOptimizer):
         nesterov: Use Nesterov momentum.
         period: H, the number of steps from one average to the next.
         delay: :math:`\tau`, the number of steps during which an average travels; less than H.
-        aggregation: How weights are averaged every H steps; None for an all-reduce. With a delay, an
-            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation` without shared memory.
+        aggregation: How weights are averaged every H steps; None for an all-reduce. With a delay,
+            an :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation` without
+            shared memory.
 
-    Other arguments: see :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+    Other arguments: see
+    :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
 
     Raises:
-        TypeError: ``period`` or ``delay`` is not an integer, or there is a delay and the aggregation is not an
-            ``AllReduceAggregation``.
-        ValueError: ``model`` or ``lr`` is missing, ``period`` is not positive, ``delay`` is negative or not less than
-            ``period``, or ``world_size`` is not that of the process group. Or the aggregation has a period too,
-            overlaps with the backward pass, is for gradients, or with a delay sums through shared memory.
+        TypeError: ``period`` or ``delay`` is not an integer, or there is a delay and the
+            aggregation is not an ``AllReduceAggregation``.
+        ValueError: ``model`` or ``lr`` is missing, ``period`` is not positive, ``delay`` is
+            negative or not less than ``period``, or ``world_size`` is not that of the process
+            group. Or the aggregation has a period too, overlaps with the backward pass, is for
+            gradients, or with a delay sums through shared memory.
 
     Example:
         >>> import torch
@@ -80,8 +85,8 @@ class LocalSGD(GenericCentralizedOptimizer):
         >>> optimizer.step()
 
     References:
-        S. Stich: Local SGD Converges Fast and Communicates Little. arXiv:1805.09767
-        Q. Zhou et al.: DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed
+        S. Stich: Local SGD Converges Fast and Communicates Little. arXiv:1805.09767 Q. Zhou et al.:
+        DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed
         Averaging. arXiv:2006.00441
     """
 
@@ -128,18 +133,19 @@ class LocalSGD(GenericCentralizedOptimizer):
 class DiLoCo(GenericCentralizedOptimizer):
     r"""AdamW on every worker, and every H steps an outer step along the average of their changes (DiLoCo).
 
-    With :math:`\theta` the weights that all workers share, every worker takes H inner steps from them to
-    :math:`\theta_i`; then
+    With :math:`\theta` the weights that all workers share, every worker takes H inner steps from
+    them to :math:`\theta_i`; then
 
     .. math::
 
         \Delta &= \frac{1}{k} \sum_{i=1}^{k} (\theta - \theta_i) \\
         \theta &\leftarrow \operatorname{OuterOptimizer}(\theta, \Delta), \qquad \theta_i \leftarrow \theta.
 
-    The outer optimizer is SGD with Nesterov momentum: with the default 0.9 and the outer learning rate 0.7 as in the
-    paper. Each worker keeps its own state of the inner optimizer. The steps in between send nothing; see
-    :class:`LocalSGD` for when to evaluate, and for frozen layers. A layer that is unfrozen later is
-    plainly averaged at its first synchronization, and takes outer steps from then on.
+    The outer optimizer is SGD with Nesterov momentum: with the default 0.9 and the outer learning
+    rate 0.7 as in the paper. Each worker keeps its own state of the inner optimizer. The steps in
+    between send nothing; see :class:`LocalSGD` for when to evaluate, and for frozen layers. A layer
+    that is unfrozen later is plainly averaged at its first synchronization, and takes outer steps
+    from then on.
 
     Attributes:
         outer_optimizer: The outer optimizer; its learning rate may be changed.
@@ -152,21 +158,24 @@ class DiLoCo(GenericCentralizedOptimizer):
         period: H, the number of inner steps from one outer step to the next.
         outer_lr: Outer learning rate.
         outer_momentum: Outer Nesterov momentum; 0 for none.
-        inner_optimizer: A function that makes another inner optimizer of an iterable of parameters. Its learning rate
-            is its own: leave out ``lr``; the other inner arguments are not used.
-        outer_optimizer: A function that makes another outer optimizer; leave out ``outer_lr`` and ``outer_momentum``.
-        aggregation: The outer step with all its settings, instead of ``outer_lr``, ``outer_momentum`` and
-            ``outer_optimizer``.
+        inner_optimizer: A function that makes another inner optimizer of an iterable of parameters.
+            Its learning rate is its own: leave out ``lr``; the other inner arguments are not used.
+        outer_optimizer: A function that makes another outer optimizer; leave out ``outer_lr`` and
+            ``outer_momentum``.
+        aggregation: The outer step with all its settings, instead of ``outer_lr``,
+            ``outer_momentum`` and ``outer_optimizer``.
 
-    Other arguments: see :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`. The ``model``
-    must have the same weights on every worker when the first step is taken.
+    Other arguments: see
+    :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`. The ``model`` must
+    have the same weights on every worker when the first step is taken.
 
     Raises:
-        TypeError: ``period`` is not an integer, a learning rate is not a number, ``outer_optimizer`` does not make a
-            torch optimizer, or the aggregation is not a
+        TypeError: ``period`` is not an integer, a learning rate is not a number,
+            ``outer_optimizer`` does not make a torch optimizer, or the aggregation is not a
             :class:`~mlbench_core.aggregation.pytorch.periodic.DiLoCoAggregation`.
-        ValueError: ``model`` or ``lr`` is missing, a learning rate is negative or not finite, ``period`` is not
-            positive, ``world_size`` is not that of the process group, or an argument contradicts the aggregation.
+        ValueError: ``model`` or ``lr`` is missing, a learning rate is negative or not finite,
+            ``period`` is not positive, ``world_size`` is not that of the process group, or an
+            argument contradicts the aggregation.
 
     Example:
         >>> import torch
@@ -178,7 +187,8 @@ class DiLoCo(GenericCentralizedOptimizer):
         0.7
 
     References:
-        A. Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models. arXiv:2311.08105
+        A. Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models.
+        arXiv:2311.08105
     """
 
     def __init__(
@@ -254,6 +264,7 @@ class DiLoCo(GenericCentralizedOptimizer):
         grad_clip: float = math.inf,
     ) -> Any:
         """Take a step; the weights before the first step are the shared ones."""
-        # Not in the constructor: a script may load a checkpoint into the model after it made the optimizer.
+        # Not in the constructor: a script may load a checkpoint into the model after it made the
+        # optimizer.
         self._outer.start(self.model)
         return super()._step(closure, tracker, denom, grad_clip)

@@ -23,15 +23,18 @@ __all__ = ["PowerSGD"]
 class PowerSGD(GenericCentralizedOptimizer):
     r"""Stochastic gradient descent whose gradients are averaged at low rank, with error feedback.
 
-    :math:`P Q^\top` is the result of :class:`~mlbench_core.aggregation.pytorch.power.PowerAggregation` for the workers'
-    gradients. With the momentum buffer :math:`v`, every worker takes the same step, that of :class:`torch.optim.SGD`:
+    :math:`P Q^\top` is the result of
+    :class:`~mlbench_core.aggregation.pytorch.power.PowerAggregation` for the workers' gradients.
+    With the momentum buffer :math:`v`, every worker takes the same step, that of
+    :class:`torch.optim.SGD`:
 
     .. math::
         v &\leftarrow \text{momentum} \cdot v + (1 - \text{dampening})\, P Q^\top \\
         x &\leftarrow x - \text{lr} \cdot v
 
-    Weight decay acts after the compression. (The paper's last line is :math:`x - \text{lr}\,(P Q^\top + v)`; torch has
-    :math:`x - \text{lr}\,(P Q^\top + \text{momentum} \cdot v)` with ``nesterov=True``.)
+    Weight decay acts after the compression. (The paper's last line is :math:`x - \text{lr}\,(P
+    Q^\top + v)`; torch has :math:`x - \text{lr}\,(P Q^\top + \text{momentum} \cdot v)` with
+    ``nesterov=True``.)
 
     Args:
         lr: Learning rate.
@@ -42,16 +45,18 @@ class PowerSGD(GenericCentralizedOptimizer):
         average_world: Divide the sum over workers by their number; False steps along the sum.
         by_layer: Two messages per parameter instead of two for the whole model.
         reuse_query: Start the power iteration from the last step's result (warm start).
-        world_size: Number of workers; None takes that of the process group. In a group of several, the default of 1 is
-            refused rather than letting the workers train apart.
+        world_size: Number of workers; None takes that of the process group. In a group of several,
+            the default of 1 is refused rather than letting the workers train apart.
         rank: Largest rank of the approximation, 1 or more. It is not the worker's number.
-        aggregation: The compression with all its settings, instead of ``reuse_query``, ``world_size`` and ``rank``.
+        aggregation: The compression with all its settings, instead of ``reuse_query``,
+            ``world_size`` and ``rank``.
 
-    Other arguments: see :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+    Other arguments: see
+    :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
 
     Raises:
-        ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group, a number is out of
-            range, or an argument contradicts the aggregation.
+        ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group,
+            a number is out of range, or an argument contradicts the aggregation.
         TypeError: The aggregation is not a
             :class:`~mlbench_core.aggregation.pytorch.power.PowerAggregation`.
 
@@ -62,8 +67,8 @@ class PowerSGD(GenericCentralizedOptimizer):
         >>> optimizer.step()
 
     References:
-        Vogels, Karimireddy and Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization.
-        arXiv:1905.13727
+        Vogels, Karimireddy and Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for
+        Distributed Optimization. arXiv:1905.13727
     """
 
     def __init__(
@@ -104,7 +109,8 @@ class PowerSGD(GenericCentralizedOptimizer):
         """Aggregate the gradients and take one step.
 
         Args:
-            closure: Clears the gradients, computes the loss and its gradients, and returns the loss.
+            closure: Clears the gradients, computes the loss and its gradients, and returns the
+                loss.
             tracker: A :class:`~mlbench_core.tracking.tracker.Tracker`, or None.
 
         Returns:

@@ -21,8 +21,9 @@ __all__ = ["QSGD"]
 class QSGD(GenericCentralizedOptimizer):
     r"""Stochastic gradient descent on the average of randomly rounded gradients.
 
-    With :math:`Q` the rounding of :class:`~mlbench_core.aggregation.pytorch.qsgd.QSGDAggregation`, which is right on
-    average, every worker takes the step of :class:`torch.optim.SGD` with the gradient
+    With :math:`Q` the rounding of :class:`~mlbench_core.aggregation.pytorch.qsgd.QSGDAggregation`,
+    which is right on average, every worker takes the step of :class:`torch.optim.SGD` with the
+    gradient
 
     .. math:: \frac{1}{k} \sum_{i=1}^{k} Q(g_i).
 
@@ -36,12 +37,14 @@ class QSGD(GenericCentralizedOptimizer):
         levels: Number of levels above zero: with 7, a coordinate takes 4 bits.
         aggregation: The compression with all its settings, instead of ``levels``.
 
-    Other arguments: see :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+    Other arguments: see
+    :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
 
     Raises:
-        ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group, a number is out of
-            range, or ``levels`` contradicts the aggregation.
-        TypeError: The aggregation is not a :class:`~mlbench_core.aggregation.pytorch.qsgd.QSGDAggregation`.
+        ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group,
+            a number is out of range, or ``levels`` contradicts the aggregation.
+        TypeError: The aggregation is not a
+            :class:`~mlbench_core.aggregation.pytorch.qsgd.QSGDAggregation`.
 
     Example:
         >>> import torch
@@ -51,8 +54,8 @@ class QSGD(GenericCentralizedOptimizer):
         >>> optimizer.step()
 
     References:
-        Alistarh, Grubic, Li, Tomioka, Vojnovic: QSGD: Communication-Efficient SGD via Gradient Quantization and
-        Encoding. arXiv:1610.02132
+        Alistarh, Grubic, Li, Tomioka, Vojnovic: QSGD: Communication-Efficient SGD via Gradient
+        Quantization and Encoding. arXiv:1610.02132
     """
 
     def __init__(

@@ -44,15 +44,17 @@ class _OneBitSGD(CompressedOptimizer):
 class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a tracker too
     r"""SignSGD with majority vote, which sends one bit per weight.
 
-    Worker :math:`i` computes the direction :math:`d_i` of :class:`torch.optim.SGD` (gradient, weight decay, momentum)
-    and votes with its signs; with :math:`k` workers and the learning rate :math:`\eta`,
+    Worker :math:`i` computes the direction :math:`d_i` of :class:`torch.optim.SGD` (gradient,
+    weight decay, momentum) and votes with its signs; with :math:`k` workers and the learning rate
+    :math:`\eta`,
 
-    .. math:: x \leftarrow x - \eta \operatorname{sign}\Bigl(\sum_{i=1}^{k} \operatorname{sign}(d_i)\Bigr).
+    .. math:: x \leftarrow x - \eta \operatorname{sign}\Bigl(\sum_{i=1}^{k}
+      \operatorname{sign}(d_i)\Bigr).
 
     With momentum this is Signum. A tie moves nothing. For zeros and bytes see
-    :class:`~mlbench_core.aggregation.pytorch.sign.SignAggregation`. Every step has the size :math:`\eta`, so
-    the rate must decay for the parameters to settle. The class is a :class:`torch.optim.SGD`, since its options are
-    those of SGD; only the step is another one.
+    :class:`~mlbench_core.aggregation.pytorch.sign.SignAggregation`. Every step has the size
+    :math:`\eta`, so the rate must decay for the parameters to settle. The class is a
+    :class:`torch.optim.SGD`, since its options are those of SGD; only the step is another one.
 
     Args:
         params: Parameters, groups of them, or ``model.named_parameters()``.
@@ -61,11 +63,14 @@ class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a trac
         weight_decay: L2 penalty, part of the direction.
         dampening: Dampening for momentum.
         nesterov: Use Nesterov momentum.
-        world_size: Number of workers; None takes that of the process group, when the optimizer is made.
-        aggregation: The exchange, for example ``SignAggregation(process_group=group)`` for a subgroup of workers.
+        world_size: Number of workers; None takes that of the process group, when the optimizer is
+            made.
+        aggregation: The exchange, for example ``SignAggregation(process_group=group)`` for a
+            subgroup of workers.
 
     Raises:
-        ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the process group.
+        ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of
+            the process group.
         TypeError: An option is not a number, or the aggregation is of another class.
 
     Example:
@@ -78,8 +83,8 @@ class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a trac
         [0.75, -0.75]
 
     References:
-        Bernstein, Wang, Azizzadenesheli, Anandkumar: signSGD: Compressed Optimisation for Non-Convex Problems.
-        arXiv:1802.04434
+        Bernstein, Wang, Azizzadenesheli, Anandkumar: signSGD: Compressed Optimisation for
+        Non-Convex Problems. arXiv:1802.04434
     """
 
     _kind = SignAggregation
@@ -98,8 +103,8 @@ class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a trac
 class EFSignSGD(_OneBitSGD):
     r"""Scaled signs with error feedback, which send one bit per weight and converge like SGD.
 
-    Worker :math:`i` computes the direction :math:`d_i` of :class:`torch.optim.SGD` and, for each tensor of :math:`d`
-    coordinates, with the learning rate :math:`\eta` and :math:`k` workers,
+    Worker :math:`i` computes the direction :math:`d_i` of :class:`torch.optim.SGD` and, for each
+    tensor of :math:`d` coordinates, with the learning rate :math:`\eta` and :math:`k` workers,
 
     .. math::
 
@@ -109,18 +114,20 @@ class EFSignSGD(_OneBitSGD):
         x &\leftarrow x - \frac{1}{k} \sum_{i=1}^{k} \Delta_i
 
     The memory :math:`e_i` is in units of steps, as in the paper, and contains the learning rate. So
-    :math:`x - \frac{1}{k} \sum_i e_i` moves as SGD does under any schedule. Steps that are sent later keep the rate of
-    their own step.
+    :math:`x - \frac{1}{k} \sum_i e_i` moves as SGD does under any schedule. Steps that are sent
+    later keep the rate of their own step.
 
     Args:
         params: Parameters, groups of them, or ``model.named_parameters()``.
         lr: Learning rate :math:`\eta`.
-        aggregation: The exchange, for example ``EFSignAggregation(process_group=group)`` for a subgroup of workers.
+        aggregation: The exchange, for example ``EFSignAggregation(process_group=group)`` for a
+            subgroup of workers.
 
     Other arguments: see :class:`SignSGD`.
 
     Raises:
-        ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the process group.
+        ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of
+            the process group.
         TypeError: An option is not a number, or the aggregation is of another class.
 
     Example:
@@ -133,12 +140,13 @@ class EFSignSGD(_OneBitSGD):
         ([-2.0, 2.0], [1.0, 1.0])
 
     References:
-        Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD and other Gradient Compression Schemes.
-        arXiv:1901.09847
+        Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD and other Gradient
+        Compression Schemes. arXiv:1901.09847
     """
 
     _kind = EFSignAggregation
 
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        # The rate goes into the memory, so that a later rate does not rescale errors of earlier steps.
+        # The rate goes into the memory, so that a later rate does not rescale errors of earlier
+        # steps.
         return self._direction(parameter, group, group["lr"])

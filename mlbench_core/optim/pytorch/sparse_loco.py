@@ -18,8 +18,8 @@ __all__ = ["SparseLoCo"]
 class SparseLoCo(DiLoCo):
     r"""AdamW on every worker, and every H steps an exchange of the largest parts of their changes (SparseLoCo).
 
-    With :math:`\theta` the weights that all workers share, every worker takes H inner steps from them to
-    :math:`\theta_i`; then
+    With :math:`\theta` the weights that all workers share, every worker takes H inner steps from
+    them to :math:`\theta_i`; then
 
     .. math::
 
@@ -28,9 +28,10 @@ class SparseLoCo(DiLoCo):
         \theta &\leftarrow \theta - \frac{\alpha}{k} \sum_{i=1}^{k} s_i, \qquad \theta_i \leftarrow \theta.
 
     :math:`Q` and top-k are those of
-    :class:`~mlbench_core.aggregation.pytorch.sparse_loco.ChunkedTopKAggregation`: 2 % of the coordinates of each chunk
-    with 2 bits each, :math:`\beta = 0.95` and :math:`\alpha = 1`. The steps in between send nothing; see
-    :class:`~mlbench_core.optim.pytorch.periodic.LocalSGD` for when to evaluate, and for frozen layers.
+    :class:`~mlbench_core.aggregation.pytorch.sparse_loco.ChunkedTopKAggregation`: 2 % of the
+    coordinates of each chunk with 2 bits each, :math:`\beta = 0.95` and :math:`\alpha = 1`. The
+    steps in between send nothing; see :class:`~mlbench_core.optim.pytorch.periodic.LocalSGD` for
+    when to evaluate, and for frozen layers.
 
     Args:
         world_size: Number of workers; None takes that of the process group.
@@ -41,14 +42,14 @@ class SparseLoCo(DiLoCo):
         weight_decay: Inner, decoupled weight decay.
         period: H, the number of inner steps from one exchange to the next.
         aggregation: The exchange with all its settings, for example
-            ``SparseLoCoAggregation(ChunkedTopKAggregation(density=0.01))``. For another inner optimizer, give it to
-            :class:`~mlbench_core.optim.pytorch.periodic.DiLoCo`.
+            ``SparseLoCoAggregation(ChunkedTopKAggregation(density=0.01))``. For another inner
+            optimizer, give it to :class:`~mlbench_core.optim.pytorch.periodic.DiLoCo`.
 
     Raises:
         TypeError: ``period`` is not an integer, ``lr`` is not a number, or the aggregation is not a
             :class:`~mlbench_core.aggregation.pytorch.sparse_loco.SparseLoCoAggregation`.
-        ValueError: ``model`` or ``lr`` is missing, ``lr`` is negative or not finite, ``period`` is not positive, or
-            ``world_size`` is not that of the process group.
+        ValueError: ``model`` or ``lr`` is missing, ``lr`` is negative or not finite, ``period`` is
+            not positive, or ``world_size`` is not that of the process group.
 
     Example:
         >>> import torch
@@ -58,8 +59,8 @@ class SparseLoCo(DiLoCo):
         >>> optimizer.step()
 
     References:
-        A. Sarfi, B. Thérien, J. Lidin, E. Belilovsky: Communication Efficient LLM Pre-training with SparseLoCo.
-        arXiv:2508.15706
+        A. Sarfi, B. Thérien, J. Lidin, E. Belilovsky: Communication Efficient LLM Pre-training with
+        SparseLoCo. arXiv:2508.15706
     """
 
     def __init__(

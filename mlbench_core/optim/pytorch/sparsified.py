@@ -21,8 +21,8 @@ __all__ = ["CentralizedSparsifiedSGD", "SparsifiedSGD"]
 class SparsifiedSGD(CompressedOptimizer):
     r"""SGD that sends the :math:`k` largest coordinates of each tensor and remembers the rest (Mem-SGD).
 
-    With gradient :math:`g_i` (and weight decay) of worker :math:`i` of :math:`n`, and the learning rate
-    :math:`\eta`, for each tensor
+    With gradient :math:`g_i` (and weight decay) of worker :math:`i` of :math:`n`, and the learning
+    rate :math:`\eta`, for each tensor
 
     .. math::
 
@@ -32,22 +32,25 @@ class SparsifiedSGD(CompressedOptimizer):
         m_i &\leftarrow m_i - c_i
 
     The memory :math:`m_i` is in units of steps: the learning rate is inside.
-    :class:`~mlbench_core.lr_scheduler.pytorch.lr.SparsifiedSGDLR` is the paper's schedule. For messages and bytes see
+    :class:`~mlbench_core.lr_scheduler.pytorch.lr.SparsifiedSGDLR` is the paper's schedule. For
+    messages and bytes see
     :class:`~mlbench_core.aggregation.pytorch.sparsified.SparsifiedAggregation`.
 
     Args:
         params: Parameters, groups of them, or ``model.named_parameters()``.
         lr: Learning rate :math:`\eta`.
         weight_decay: L2 penalty.
-        sparse_grad_size: :math:`k`, coordinates sent per tensor (an integer), or their share (a float).
+        sparse_grad_size: :math:`k`, coordinates sent per tensor (an integer), or their share (a
+            float).
         momentum: Momentum factor of the local direction, which then stands for :math:`g_i`.
-        world_size: Number of workers; None takes that of the process group, when the optimizer is made.
-        aggregation: The exchange with all its settings, instead of ``sparse_grad_size``: for example
-            ``SparsifiedAggregation(None, size=0.01, random=True)``.
+        world_size: Number of workers; None takes that of the process group, when the optimizer is
+            made.
+        aggregation: The exchange with all its settings, instead of ``sparse_grad_size``: for
+            example ``SparsifiedAggregation(None, size=0.01, random=True)``.
 
     Raises:
-        ValueError: ``lr`` is missing, an option is out of range, ``world_size`` is not that of the process group, or
-            ``sparse_grad_size`` contradicts the aggregation.
+        ValueError: ``lr`` is missing, an option is out of range, ``world_size`` is not that of the
+            process group, or ``sparse_grad_size`` contradicts the aggregation.
         TypeError: An option is not a number, or the aggregation is of another class.
 
     Example:
@@ -95,13 +98,14 @@ class SparsifiedSGD(CompressedOptimizer):
 
         .. math:: \bar{x}_T = \frac{1}{\sum_t w_t} \sum_{t=0}^{T-1} w_t x_t, \qquad w_t = (a + t)^2
 
-        with :math:`x_t` the parameters before step :math:`t` and the shift :math:`a` = d/k of the tensor of which the
-        smallest share is sent, one for all parameters. A step that a gradient scaler skips is not counted.
+        with :math:`x_t` the parameters before step :math:`t` and the shift :math:`a` = d/k of the
+        tensor of which the smallest share is sent, one for all parameters. A step that a gradient
+        scaler skips is not counted.
 
         Returns:
-            One tensor per parameter, in the order of the groups and their parameters, on its device in its dtype. It is
-            the running average itself, so copy it before you write to it. Before the first step, copies of the
-            parameters.
+            One tensor per parameter, in the order of the groups and their parameters, on its device
+            in its dtype. It is the running average itself, so copy it before you write to it.
+            Before the first step, copies of the parameters.
 
         Example:
             >>> import torch
@@ -141,7 +145,8 @@ class SparsifiedSGD(CompressedOptimizer):
     def _before_step(self) -> None:
         """Add the parameters before a step to the averages."""
         parameters = [p for group in self.param_groups for p in group["params"] if p.numel() > 0]
-        # The theorem needs a shift of at least d/k for every tensor, so the one for all is the largest.
+        # The theorem needs a shift of at least d/k for every tensor, so the one for all is the
+        # largest.
         a = max(
             (p.numel() / coordinates_sent(self._size, p.numel()) for p in parameters), default=1.0
         )
@@ -157,21 +162,22 @@ class SparsifiedSGD(CompressedOptimizer):
 class CentralizedSparsifiedSGD(SparsifiedSGD):
     r"""SGD that sends a few coordinates of each tensor, the largest or random ones, and remembers the rest.
 
-    See :class:`SparsifiedSGD`, which this is with the number of workers stated and the choice of coordinates.
+    See :class:`SparsifiedSGD`, which this is with the number of workers stated and the choice of
+    coordinates.
 
     Args:
         random_sparse: Send random coordinates, the same on all workers, instead of the largest.
-        world_size: Number of workers; None takes that of the process group. In a group of several, the default of 1 is
-            refused rather than letting the workers train apart.
+        world_size: Number of workers; None takes that of the process group. In a group of several,
+            the default of 1 is refused rather than letting the workers train apart.
         average_world: Divide the sum over workers by their number; False leaves the sum.
-        aggregation: The exchange with all its settings, instead of ``sparse_grad_size``, ``random_sparse`` and
-            ``world_size``.
+        aggregation: The exchange with all its settings, instead of ``sparse_grad_size``,
+            ``random_sparse`` and ``world_size``.
 
     Other arguments: see :class:`SparsifiedSGD`.
 
     Raises:
-        ValueError: ``params`` or ``lr`` is missing, an option is out of range, ``world_size`` is not that of the
-            process group, or an argument contradicts the aggregation.
+        ValueError: ``params`` or ``lr`` is missing, an option is out of range, ``world_size`` is
+            not that of the process group, or an argument contradicts the aggregation.
         TypeError: An option is not a number, or the aggregation is of another class.
 
     Example:

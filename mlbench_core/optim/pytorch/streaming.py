@@ -27,9 +27,9 @@ __all__ = ["StreamingDiLoCo"]
 class StreamingDiLoCo(GenericCentralizedOptimizer):
     r"""DiLoCo whose messages are fragments of the model, and travel while the workers take more steps.
 
-    Every worker takes inner steps by itself. Each fragment of the shared weights :math:`\theta` is synchronized every H
-    steps, at its own offset. At a step :math:`t`, the workers start to average the outer gradient of a fragment, and
-    merge the result after :math:`\tau` more inner steps:
+    Every worker takes inner steps by itself. Each fragment of the shared weights :math:`\theta` is
+    synchronized every H steps, at its own offset. At a step :math:`t`, the workers start to average
+    the outer gradient of a fragment, and merge the result after :math:`\tau` more inner steps:
 
     .. math::
 
@@ -37,9 +37,10 @@ class StreamingDiLoCo(GenericCentralizedOptimizer):
         \theta &\leftarrow \operatorname{OuterOptimizer}(\theta, \Delta), \qquad
         \theta_i \leftarrow \alpha \theta_i + (1 - \alpha) \theta \qquad \text{at step } t + \tau.
 
-    H, :math:`\tau`, :math:`\alpha`, the number of fragments, the outer optimizer and the quantization are settings of
-    :class:`~mlbench_core.aggregation.pytorch.streaming.StreamingDiLoCoAggregation`. The workers' weights are never all
-    equal: average them before you evaluate, with
+    H, :math:`\tau`, :math:`\alpha`, the number of fragments, the outer optimizer and the
+    quantization are settings of
+    :class:`~mlbench_core.aggregation.pytorch.streaming.StreamingDiLoCoAggregation`. The workers'
+    weights are never all equal: average them before you evaluate, with
     :func:`~mlbench_core.aggregation.pytorch.consensus.averaged_weights`.
 
     Attributes:
@@ -52,15 +53,15 @@ class StreamingDiLoCo(GenericCentralizedOptimizer):
         betas: Decay of the inner running averages of the gradient and of its square.
         eps: Added to the inner denominator.
         weight_decay: Inner, decoupled weight decay.
-        inner_optimizer: A function that makes another inner optimizer of an iterable of parameters. Its learning rate
-            is its own: leave out ``lr``; the other inner arguments are not used.
+        inner_optimizer: A function that makes another inner optimizer of an iterable of parameters.
+            Its learning rate is its own: leave out ``lr``; the other inner arguments are not used.
         aggregation: The exchange with all its settings; None for ``StreamingDiLoCoAggregation()``.
 
     Raises:
         TypeError: ``lr`` is not a number, or the aggregation is not a
             :class:`~mlbench_core.aggregation.pytorch.streaming.StreamingDiLoCoAggregation`.
-        ValueError: ``model`` or ``lr`` is missing, ``lr`` is negative or not finite, or ``world_size`` is not that of
-            the process group.
+        ValueError: ``model`` or ``lr`` is missing, ``lr`` is negative or not finite, or
+            ``world_size`` is not that of the process group.
 
     Example:
         >>> import torch
@@ -124,6 +125,7 @@ class StreamingDiLoCo(GenericCentralizedOptimizer):
         grad_clip: float = math.inf,
     ) -> Any:
         """Take a step; the weights before the first step are the shared ones."""
-        # Not in the constructor: a script may load a checkpoint into the model after it made the optimizer.
+        # Not in the constructor: a script may load a checkpoint into the model after it made the
+        # optimizer.
         self._outer.start(self.model)
         return super()._step(closure, tracker, denom, grad_clip)

@@ -1,18 +1,22 @@
 """Run the workers of the local launcher in containers, through Docker, Podman or Apptainer.
 
-The functions return command lines. The supervisor of a run starts one container for each worker in place of a process,
-and waits for the program in the foreground. All containers of a run are on this machine, and share its network:
+The functions return command lines. The supervisor of a run starts one container for each worker in
+place of a process, and waits for the program in the foreground. All containers of a run are on this
+machine, and share its network:
 
 * A worker reaches the others and the master at 127.0.0.1, as a process does. In a separate network,
   the workers would not reach a master that listens on 127.0.0.1, and a master on all addresses
   would be less safe.
-* They also share its memory for communication between processes, through which NCCL and ``--shared-memory`` pass data.
+* They also share its memory for communication between processes, through which NCCL and
+  ``--shared-memory`` pass data.
 
-The folders of the run are mounted at the paths that they have on this machine. Values of variables are in the
-environment of the program, never in its arguments, which other users of the machine can read.
+The folders of the run are mounted at the paths that they have on this machine. Values of variables
+are in the environment of the program, never in its arguments, which other users of the machine can
+read.
 
-Docker and Podman keep a container when their command is killed. Its label is the folder of its run, by which it is
-found and removed. Apptainer's containers are processes below the supervisor. Only the standard library is imported.
+Docker and Podman keep a container when their command is killed. Its label is the folder of its run,
+by which it is found and removed. Apptainer's containers are processes below the supervisor. Only
+the standard library is imported.
 """
 
 from __future__ import annotations
@@ -78,9 +82,11 @@ class Containers:
 
         Args:
             job: The job.
-            commands: Commands inside a container, as ``worker_commands`` of the local launcher returns them.
+            commands: Commands inside a container, as ``worker_commands`` of the local launcher
+                returns them.
             folder: The run's folder, by which its containers are found.
-            mounts: Folders of this machine that are mounted at the same path; the first one is the home of the workers.
+            mounts: Folders of this machine that are mounted at the same path; the first one is the
+                home of the workers.
             names: Names of the variables that all containers get.
         """
         wrapped = []
@@ -170,8 +176,8 @@ def read_options(options: Sequence[str]) -> Containers | None:
     """Return the containers that options of the local launcher ask for, or None if workers are processes.
 
     Args:
-        options: ``--container PROGRAM``, and with it ``--volume SOURCE:TARGET[:ro]`` and ``--env NAME``, both also
-            several times.
+        options: ``--container PROGRAM``, and with it ``--volume SOURCE:TARGET[:ro]`` and ``--env
+            NAME``, both also several times.
 
     Raises:
         ValueError: An option is unknown, or its value is not allowed.

@@ -11,8 +11,8 @@ local runs. A step for a run is one of::
     stop     ask the supervisor to end the workers; then look
     remove   delete the folder
 
-So a request may be repeated after an answer was lost. Only psutil and the standard library are imported, because each
-call starts a new Python on a machine whose workers are measured.
+So a request may be repeated after an answer was lost. Only psutil and the standard library are
+imported, because each call starts a new Python on a machine whose workers are measured.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Run workers on several machines that ssh reaches.
 
-Nothing but the command is copied: each host has the same Python environment and the same scripts under the same path.
-The master calls each host through ``ssh``, once for each interval and all runs. There, ``agent`` starts the
-supervisor of local runs, so a run outlives the master and its connections. The files in the run's folder are::
+Nothing but the command is copied: each host has the same Python environment and the same scripts
+under the same path. The master calls each host through ``ssh``, once for each interval and all
+runs. There, ``agent`` starts the supervisor of local runs, so a run outlives the master and its
+connections. The files in the run's folder are::
 
     job.json       written by the master before it calls a host: the workers of each host, for the eyes of the user only
     progress.json  the step of the run; see the module ``run_state``
@@ -44,8 +45,8 @@ from mlbench_master.launchers.logs import append_log, last_file, log_limit_bytes
 
 __all__ = ["HostsLauncher"]
 
-# The supervisors wait 3 s after SIGTERM and up to 5 s after SIGKILL, and then the files are fetched. A client of the
-# master waits for 30 s.
+# The supervisors wait 3 s after SIGTERM and up to 5 s after SIGKILL, and then the files are
+# fetched. A client of the master waits for 30 s.
 _STOP_S = 25.0
 _READ_S = 2.0
 # For the calls of all hosts that have begun.
@@ -57,7 +58,8 @@ class HostsLauncher(FolderLauncher):
 
     Args:
         folder: Folder for the folders of runs; it is created if missing.
-        interval_s: Seconds between two calls of a host; by default ``MLBENCH_HOSTS_INTERVAL_S``, or 5.
+        interval_s: Seconds between two calls of a host; by default ``MLBENCH_HOSTS_INTERVAL_S``, or
+            5.
 
     Raises:
         ConfigurationError: The program ``ssh`` was not found.
@@ -156,8 +158,8 @@ class HostsLauncher(FolderLauncher):
         """End a job on all hosts, and wait until its files are here; see :meth:`Launcher.stop`.
 
         Raises:
-            LauncherError: A host does not answer, or its workers or its files take long. They are stopped and fetched
-                when it does, and a later call finds the run ended.
+            LauncherError: A host does not answer, or its workers or its files take long. They are
+                stopped and fetched when it does, and a later call finds the run ended.
         """
         run = self._known(job_id)
         if run is None:
@@ -250,8 +252,8 @@ class HostsLauncher(FolderLauncher):
         taken: dict[str, set[int]] = {}
         with self._lock:
             self._open = [run for run in self._open if not run.is_over]
-            # Such a run is read from its files when somebody asks about it. A second object for a run whose folders are
-            # still being removed from the hosts would write the same files.
+            # Such a run is read from its files when somebody asks about it. A second object for a
+            # run whose folders are still being removed from the hosts would write the same files.
             self._runs = {job_id: run for job_id, run in self._runs.items() if not run.is_cleared}
             for run in self._open:
                 for name, slots in run.slots.items():

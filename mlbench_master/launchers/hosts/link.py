@@ -46,7 +46,8 @@ class HostLink:
         name: The host.
         python: Path of Python on it.
         ssh: The program that calls it.
-        interval_s: Seconds between two calls. There are none without a run that has something to do there.
+        interval_s: Seconds between two calls. There are none without a run that has something to do
+            there.
 
     Attributes:
         asked_at: The start of the last call that has ended, by the monotonic clock.

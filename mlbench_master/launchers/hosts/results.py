@@ -38,8 +38,8 @@ def unpack(archive: IO[bytes], folder: Path, place: int) -> None:
     Args:
         archive: A tar archive, which may have any content.
         folder: The folder.
-        place: Number of the host among those of the run. The workers of all hosts have files of the same names for
-            their metrics, so it becomes a part of these names.
+        place: Number of the host among those of the run. The workers of all hosts have files of the
+            same names for their metrics, so it becomes a part of these names.
 
     Raises:
         UnpackError: The archive is not one of the agent.

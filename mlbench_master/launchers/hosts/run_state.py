@@ -8,8 +8,9 @@ Its steps are::
     -> all hosts have ended, their lines are here, and their results and undelivered metrics were fetched
     over      ended.json has the status; the hosts delete their folders of the run, and the file left_on_hosts with them
 
-A master that was killed leaves ``job.json`` and ``progress.json``, with which the next one goes on at the same step. It
-looks for ``left_on_hosts``, because nobody asks about the status of a run that is known to be over.
+A master that was killed leaves ``job.json`` and ``progress.json``, with which the next one goes on
+at the same step. It looks for ``left_on_hosts``, because nobody asks about the status of a run that
+is known to be over.
 """
 
 from __future__ import annotations

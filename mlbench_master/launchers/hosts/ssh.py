@@ -46,8 +46,8 @@ _LONGEST_ERROR = 300
 _LOOK_S = 0.25
 _FOLDER_PREFIX = "mlbench-ssh-"
 _LOCK = "lock"
-# The path of a socket has at most 104 bytes on macOS, 108 on Linux. Of these, ssh adds 1 + 40 for %C, and 17 for a
-# temporary name; the name of the folder has 1 + 12 + 8, and a 0 ends the path.
+# The path of a socket has at most 104 bytes on macOS, 108 on Linux. Of these, ssh adds 1 + 40 for
+# %C, and 17 for a temporary name; the name of the folder has 1 + 12 + 8, and a 0 ends the path.
 _LONGEST_PLACE = 104 - (1 + 40) - 17 - (1 + 12 + 8) - 1
 _NEW_S = 60
 

@@ -1,7 +1,8 @@
 """Speak to the API of Kubernetes, in one namespace, through the client of Kubernetes.
 
-Answers are dictionaries with the names of the API. The client's own objects take about a millisecond each to build,
-which adds up in a list of a thousand pods. Each method needs one right; ``docs/howto/kubernetes.md`` has the table.
+Answers are dictionaries with the names of the API. The client's own objects take about a
+millisecond each to build, which adds up in a list of a thousand pods. Each method needs one right;
+``docs/howto/kubernetes.md`` has the table.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class ApiError(LauncherError):
 class KubernetesApi:
     """The API of Kubernetes in one namespace.
 
-    The configuration is that of ``kubectl`` (``KUBECONFIG`` or ``~/.kube/config``); without one, that of the pod in
-    which this process runs.
+    The configuration is that of ``kubectl`` (``KUBECONFIG`` or ``~/.kube/config``); without one,
+    that of the pod in which this process runs.
 
     Args:
         namespace: The namespace; empty for that of this pod, or of kubectl's context.
@@ -190,13 +191,15 @@ class KubernetesApi:
                 self._request("POST", self._path("/api/v1", resource), body=manifest)
                 return
             except ApiError as error:
-                # Kubernetes deletes what belonged to an earlier Job of this name some time after the Job itself.
+                # Kubernetes deletes what belonged to an earlier Job of this name some time after
+                # the Job itself.
                 if error.status != HTTPStatus.CONFLICT or time.monotonic() > deadline:
                     raise
             time.sleep(_PAUSE_S)
 
     def _list(self, group: str, resource: str, selector: str) -> list[dict[str, Any]]:
-        # In one piece: a list in pages would need more calls the more jobs there are, and can expire between two pages.
+        # In one piece: a list in pages would need more calls the more jobs there are, and can
+        # expire between two pages.
         answer = self._request(
             "GET", self._path(group, resource), query=[("labelSelector", selector)]
         )

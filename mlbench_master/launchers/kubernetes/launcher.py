@@ -1,7 +1,8 @@
 """Run workers as pods of a Kubernetes cluster.
 
-A run is one Indexed Job with a headless Service and a Secret; see the module ``manifests``. The master runs
-in the cluster or outside. The files in the run's folder, which belong to the master, are::
+A run is one Indexed Job with a headless Service and a Secret; see the module ``manifests``. The
+master runs in the cluster or outside. The files in the run's folder, which belong to the master,
+are::
 
     job.json         written before the Job is created: text by which a later master recognizes the Job
     started          written after the Job was resumed; without it, a run whose Job is suspended can start again
@@ -11,8 +12,8 @@ in the cluster or outside. The files in the run's folder, which belong to the ma
     load/            the load of the workers
     spool/, output/  metrics that workers could not deliver, and results, if master and workers share a volume
 
-Three threads use the API: one asks about all runs (``queue``), one copies logs (``logs``), and
-that of the scheduler starts runs. Readers of states, logs and load get what these threads have found.
+Three threads use the API: one asks about all runs (``queue``), one copies logs (``logs``), and that
+of the scheduler starts runs. Readers of states, logs and load get what these threads have found.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ __all__ = ["KubernetesLauncher"]
 _DROPPING = "lines of output are dropped, because the log cannot be written: is the disk full?"
 _STOP_S = 60.0
 _LAST_LINES_S = 10.0
-# After the end of a run, the logs of pods that do not end, as on a lost node, are waited for no longer than this.
+# After the end of a run, the logs of pods that do not end, as on a lost node, are waited for no
+# longer than this.
 _LOGS_S = 60.0
 _LOAD_BYTES = 4 * 2**20
 _STATE_BYTES = 2**20
@@ -101,7 +103,8 @@ class KubernetesLauncher(FolderLauncher):
         super().__init__(folder)
         self._api = api
         self._setting = read_setting(self._folder, self._api.namespace)
-        # A master with the same mark and another folder finds the Jobs, but cannot know which runs had not begun.
+        # A master with the same mark and another folder finds the Jobs, but cannot know which runs
+        # had not begun.
         self.place = (
             f"kubernetes:{self._setting.namespace}/{self._setting.mark}:{self._setting.folder_id}"
         )

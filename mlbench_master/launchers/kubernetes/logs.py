@@ -1,10 +1,12 @@
 """Copy the logs of pods into the log of a run.
 
-The API gives each line its date, with nanoseconds, but its beginning can be chosen only to the second. So the place up
-to which a log has been read is a date, and the number of lines with this date. ``log_places.json`` has it for each
-rank, so that the next master goes on there. The API does not tell standard output and standard error apart.
+The API gives each line its date, with nanoseconds, but its beginning can be chosen only to the
+second. So the place up to which a log has been read is a date, and the number of lines with this
+date. ``log_places.json`` has it for each rank, so that the next master goes on there. The API does
+not tell standard output and standard error apart.
 
-One thread reads the logs of all running pods, several at once, because a node that does not answer takes seconds.
+One thread reads the logs of all running pods, several at once, because a node that does not answer
+takes seconds.
 """
 
 from __future__ import annotations
@@ -158,7 +160,8 @@ class PodLogs:
         with self._lock:
             places = self._known_places()
             places[rank] = place
-            # A full disk repeats lines after a restart of the master, which is better than to lose them.
+            # A full disk repeats lines after a restart of the master, which is better than to lose
+            # them.
             with contextlib.suppress(OSError):
                 write_json(
                     self._folder / _PLACES,

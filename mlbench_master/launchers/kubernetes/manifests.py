@@ -1,7 +1,8 @@
 """Make the objects of a run on Kubernetes: an Indexed Job, a headless Service and a Secret.
 
-All functions are pure. The Job is made suspended. The Service and the Secret belong to it, so Kubernetes deletes them
-together with the Job. When both exist, the launcher resumes the Job, and Kubernetes makes its pods.
+All functions are pure. The Job is made suspended. The Service and the Secret belong to it, so
+Kubernetes deletes them together with the Job. When both exist, the launcher resumes the Job, and
+Kubernetes makes its pods.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def check_job(job: Job, options: KubernetesOptions, setting: Setting) -> None:
     """Refuse a run that cannot work in pods.
 
     Raises:
-        ConfigurationError: The number of workers, the image or a volume is not possible; the message has a remedy.
+        ConfigurationError: The number of workers, the image or a volume is not possible; the
+            message has a remedy.
     """
     if not job.all_nodes and job.num_workers > 1:
         raise ConfigurationError(
@@ -247,8 +249,9 @@ def _default_pod() -> dict[str, Any]:
         "metadata": {"labels": {}},
         "spec": {
             "terminationGracePeriodSeconds": _GRACE_S,
-            # The first process of a PID namespace ignores SIGTERM unless it handles it, so each stop would last for the
-            # whole grace period. With a shared namespace, the worker is not the first one.
+            # The first process of a PID namespace ignores SIGTERM unless it handles it, so each
+            # stop would last for the whole grace period. With a shared namespace, the worker is not
+            # the first one.
             "shareProcessNamespace": True,
             "containers": [
                 {"name": CONTAINER, "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}]}
@@ -263,7 +266,8 @@ def _default_pod() -> dict[str, Any]:
 _RESTRICTED: dict[str, Any] = {
     "spec": {
         "automountServiceAccountToken": False,
-        # Kubernetes would add variables for each Service, and MLBENCH_MASTER_PORT for one named mlbench-master.
+        # Kubernetes would add variables for each Service, and MLBENCH_MASTER_PORT for one named
+        # mlbench-master.
         "enableServiceLinks": False,
         "restartPolicy": "Never",
         "securityContext": {
@@ -357,7 +361,8 @@ def _environment(job: Job, setting: Setting) -> list[dict[str, Any]]:
 def _resources(job: Job, options: KubernetesOptions) -> dict[str, Any]:
     """Return the resources of a worker, of which it gets neither more nor less.
 
-    A worker without a limit would use free cores of its node, so times would depend on its neighbors.
+    A worker without a limit would use free cores of its node, so times would depend on its
+    neighbors.
     """
     resources = {"cpu": f"{max(1, round(1000 * job.num_cpus))}m"}
     if options.memory:

@@ -1,6 +1,7 @@
 """Ask Kubernetes about the Jobs and pods of a master: two calls per interval for all of them.
 
-A list says what is, so a lost connection or an expired answer needs no repair: the next list has everything.
+A list says what is, so a lost connection or an expired answer needs no repair: the next list has
+everything.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class JobView:
     Attributes:
         job: The Job; None if it does not exist.
         pods: Its pods.
-        troubles: The ends of pods that were seen, by rank; Kubernetes may have deleted these pods since.
+        troubles: The ends of pods that were seen, by rank; Kubernetes may have deleted these pods
+            since.
         was_seen: True if the Job has been seen resumed.
     """
 
@@ -162,7 +164,8 @@ class KubernetesQueue:
         asked_at = time.monotonic()
         try:
             jobs = self._api.jobs(selector(self._mark))
-            # After the Jobs, so that the pods of a Job that has ended are as they were at its end, or later.
+            # After the Jobs, so that the pods of a Job that has ended are as they were at its end,
+            # or later.
             pods = self._api.pods(selector(self._mark))
         except LauncherError as error:
             if self.problem != str(error):
@@ -224,7 +227,8 @@ def _renewed(known: JobView, job: dict[str, Any] | None, pods: list[dict[str, An
     troubles = dict(known.troubles)
     if job is not None:
         for trouble in filter(None, map(find_trouble, pods)):
-            # The first sight counts: a pod that is being deleted also ends with an exit status, because of that.
+            # The first sight counts: a pod that is being deleted also ends with an exit status,
+            # because of that.
             troubles.setdefault(trouble.rank, trouble)
     is_resumed = job is not None and not job.get("spec", {}).get("suspend")
     return JobView(job, pods, troubles, known.was_seen or is_resumed)

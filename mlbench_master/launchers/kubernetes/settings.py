@@ -30,7 +30,8 @@ class Setting:
         namespace: Namespace of the runs.
         mark: The master's mark, which no other master of this namespace has.
         master_url: URL of the master for workers in pods; empty to leave the one of the run.
-        shared_claim: PersistentVolumeClaim with the folders of runs; empty if master and workers share none.
+        shared_claim: PersistentVolumeClaim with the folders of runs; empty if master and workers
+            share none.
         shared_mount: The folder at which the master finds this claim; None without one.
         template: The pod template of the administrator, with ``metadata`` and ``spec``.
         folder_id: Text that no other folder for runs has.

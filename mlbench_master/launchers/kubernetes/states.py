@@ -43,7 +43,8 @@ class Trouble:
     """The end of a pod that is not a success.
 
     Attributes:
-        time_s: Its time in seconds since 1970; the end of the worker, or the request to delete the pod.
+        time_s: Its time in seconds since 1970; the end of the worker, or the request to delete the
+            pod.
         weight: 0 for a cause, more for what is rather an effect of another pod's end.
         rank: Rank of the worker.
         reason: One line.
@@ -72,15 +73,16 @@ def has_started(pod: Mapping[str, Any]) -> bool:
 
 def has_log(pod: Mapping[str, Any]) -> tuple[bool, bool]:
     """Return whether a pod has a log that can be read, and whether the log is complete."""
-    # A question to a node that does not answer would keep a reader from other pods for most of a minute.
+    # A question to a node that does not answer would keep a reader from other pods for most of a
+    # minute.
     return has_started(pod) and not is_on_lost_node(pod), "terminated" in _state(pod)
 
 
 def is_on_lost_node(pod: Mapping[str, Any]) -> bool:
     """Return whether the node of a pod does not answer, so that nobody can end the pod.
 
-    The node controller then calls the pod unready and leaves the other conditions as they are, while the kubelet of a
-    node that answers never calls a pod unready whose containers are ready.
+    The node controller then calls the pod unready and leaves the other conditions as they are,
+    while the kubelet of a node that answers never calls a pod unready whose containers are ready.
     """
     status = _dict(pod, "status")
     ready = {
@@ -96,8 +98,9 @@ def is_on_lost_node(pod: Mapping[str, Any]) -> bool:
 def end_of(job: Mapping[str, Any], pods: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return the condition with which a Job has ended; None if it continues.
 
-    Since Kubernetes 1.31, a Job is ``Failed`` only when its last pod has ended, which a pod of a lost node never does.
-    Until then it has the condition ``FailureTarget``, which counts here if nothing else runs.
+    Since Kubernetes 1.31, a Job is ``Failed`` only when its last pod has ended, which a pod of a
+    lost node never does. Until then it has the condition ``FailureTarget``, which counts here if
+    nothing else runs.
     """
     found = {
         condition.get("type"): dict(condition)

@@ -58,7 +58,8 @@ def place_worker(job: Job, port: int, env: dict[str, str], rank: int) -> None:
         env.update(EmulatedNetwork(job.num_workers, network=job.network).environment(rank, port))
         # The result names it: runs on different networks are not repeats of each other.
         env["MLBENCH_NETWORK"] = job.network
-        # Attempts to reach the master would disturb the training, and each worker would wait for it at its end.
+        # Attempts to reach the master would disturb the training, and each worker would wait for it
+        # at its end.
         env["MLBENCH_SPOOL_ONLY"] = "1"
 
 

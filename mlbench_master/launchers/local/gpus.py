@@ -32,7 +32,8 @@ def find_gpus() -> tuple[str, ...]:
 def visible_gpus(visible: str, installed: int | None = None) -> tuple[str, ...]:
     """Return the entries of a CUDA_VISIBLE_DEVICES that CUDA uses.
 
-    Entries stay as they are: the number of a GPU depends on CUDA_DEVICE_ORDER, which workers inherit.
+    Entries stay as they are: the number of a GPU depends on CUDA_DEVICE_ORDER, which workers
+    inherit.
 
     Args:
         visible: The value of the variable.

@@ -1,16 +1,19 @@
 """Run workers as processes of this machine.
 
-The command is started once for each rank, with ``{rank}`` and ``{hosts}`` filled in. The variables of torchrun (RANK,
-WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are set. A Python script
-(``main.py --run_id {run_id}``) runs in this Python. With the backend ``mpi``, one ``mpirun`` starts all ranks, because
-MPI workers find each other through it. The command line is split as a shell would split it, but no shell runs it.
+The command is started once for each rank, with ``{rank}`` and ``{hosts}`` filled in. The variables
+of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are set. A
+Python script (``main.py --run_id {run_id}``) runs in this Python. With the backend ``mpi``, one
+``mpirun`` starts all ranks, because MPI workers find each other through it. The command line is
+split as a shell would split it, but no shell runs it.
 
-A worker of a run with GPUs sees only its own GPU. Then LOCAL_RANK is 0 and LOCAL_WORLD_SIZE is 1, so that a script that
-calls ``torch.cuda.set_device(local_rank)`` finds it. If one process starts all workers (``mpirun``, or a command that
-runs only in worker 0), that process assigns the local ranks. Each worker then sees all GPUs of the run in the order of
-the ranks, and its local rank is the number of its GPU.
+A worker of a run with GPUs sees only its own GPU. Then LOCAL_RANK is 0 and LOCAL_WORLD_SIZE is 1,
+so that a script that calls ``torch.cuda.set_device(local_rank)`` finds it. If one process starts
+all workers (``mpirun``, or a command that runs only in worker 0), that process assigns the local
+ranks. Each worker then sees all GPUs of the run in the order of the ranks, and its local rank is
+the number of its GPU.
 
-Each run has a supervisor process, which outlives the master. The files in the run's folder carry its state::
+Each run has a supervisor process, which outlives the master. The files in the run's folder carry
+its state::
 
     job.json         written by the master before the start: commands, environment
     supervisor.json  written by the supervisor before it starts a worker: its process id and start mark
@@ -79,7 +82,8 @@ from mlbench_master.launchers.supervisor.start import (
 
 __all__ = ["LocalLauncher", "worker_commands"]
 
-# Supervisors that this process started. Only a parent can wait for a child, so all launcher objects share them.
+# Supervisors that this process started. Only a parent can wait for a child, so all launcher objects
+# share them.
 _children: dict[Path, subprocess.Popen[bytes]] = {}
 _DROPPING = "lines of output are dropped, because the log cannot be written: is the disk full?"
 _USER_FOLDERS = ("datasets", "checkpoints", "cache")
@@ -102,7 +106,8 @@ class LocalLauncher(FolderLauncher):
     Args:
         folder: Folder for the folders of runs; it is created if missing.
         cores: Number of cores for workers; by default those that this process may use.
-        gpus: GPUs for workers, as entries of CUDA_VISIBLE_DEVICES; by default those that this process may use.
+        gpus: GPUs for workers, as entries of CUDA_VISIBLE_DEVICES; by default those that this
+            process may use.
         grace_s: Seconds between SIGTERM and SIGKILL for a worker.
     """
 
@@ -125,7 +130,8 @@ class LocalLauncher(FolderLauncher):
         super().__init__(folder)
         self.place = f"{socket.gethostname()}:{self._folder}"
         if cores is None:
-            # A container or taskset may leave this process fewer cores than the machine has; macOS cannot say.
+            # A container or taskset may leave this process fewer cores than the machine has; macOS
+            # cannot say.
             cores = (
                 len(os.sched_getaffinity(0))
                 if hasattr(os, "sched_getaffinity")
@@ -179,14 +185,16 @@ class LocalLauncher(FolderLauncher):
         self.stop(job_id)  # a new database reuses the ids of runs that may still be running
         self.remove(job_id)
         if containers is not None:
-            # Containers of an earlier run of this id may still be there, if its folder was deleted by hand.
+            # Containers of an earlier run of this id may still be there, if its folder was deleted
+            # by hand.
             check_program(containers.program)
             problem = remove_containers(containers.program, folder)
             if problem:
                 raise ConfigurationError(f"cannot start run {job.run_id}: {problem}")
         held: socket.socket | None = None
         limit_bytes = log_limit_bytes()
-        # The containers of Docker and Podman are not below the supervisor, which measures the processes below it.
+        # The containers of Docker and Podman are not below the supervisor, which measures the
+        # processes below it.
         sample_s = (
             load_interval_s() if containers is None or containers.program == "apptainer" else 0.0
         )
@@ -230,10 +238,11 @@ class LocalLauncher(FolderLauncher):
         self, job: Job, folder: Path, port: int, containers: Containers | None
     ) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """Return the processes to start for a job, and the environment of all of them."""
-        # More threads than cores slow down all workers, so a run that shares the cores gets fewer per worker.
+        # More threads than cores slow down all workers, so a run that shares the cores gets fewer
+        # per worker.
         threads = max(1, int(min(job.num_cpus, self._cores / min(job.num_workers, self._cores))))
-        # A job may set its own number of threads, but not the folder, by which its processes are found, nor those below
-        # it, which the master reads.
+        # A job may set its own number of threads, but not the folder, by which its processes are
+        # found, nor those below it, which the master reads.
         own = {
             FOLDER_VARIABLE: str(folder),
             "MLBENCH_SPOOL": str(folder / "spool"),
@@ -259,8 +268,8 @@ class LocalLauncher(FolderLauncher):
     def poll(self, job_id: str) -> JobStatus:
         """Return the status of a job; see :meth:`Launcher.poll`."""
         folder = self._job_folder(job_id)
-        # A status does not count before its supervisor has ended: its last steps may take time, and a worker that
-        # writes the file must not end the run.
+        # A status does not count before its supervisor has ended: its last steps may take time, and
+        # a worker that writes the file must not end the run.
         if self._supervisor(folder) is not None:
             return JobStatus("running", _DROPPING if (folder / "dropping").exists() else "")
         try:
@@ -346,11 +355,13 @@ def worker_commands(
     Args:
         job: The job.
         port: Port of the rendezvous, on which rank 0 listens.
-        in_container: True for processes in containers of the job's image: no path of this machine is filled in.
+        in_container: True for processes in containers of the job's image: no path of this machine
+            is filled in.
 
     Returns:
-        One dictionary per process, with ``argv``, ``env`` and ``rank``. The rank of an ``mpirun`` is None. It may also
-        have ``prefix``: a regular expression for the beginning of a worker's line, with the rank as its group.
+        One dictionary per process, with ``argv``, ``env`` and ``rank``. The rank of an ``mpirun``
+        is None. It may also have ``prefix``: a regular expression for the beginning of a worker's
+        line, with the rank as its group.
 
     Raises:
         ConfigurationError: The backend is ``mpi``, and ``mpirun`` is not installed.

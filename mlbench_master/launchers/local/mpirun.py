@@ -1,7 +1,8 @@
 """Find the ``mpirun`` of this machine and build its command line.
 
-Open MPI and MPICH (and Intel MPI, which is based on MPICH) have different options for the same settings: more workers
-than cores, no binding to cores (the master has divided them already), and the worker's rank before each line.
+Open MPI and MPICH (and Intel MPI, which is based on MPICH) have different options for the same
+settings: more workers than cores, no binding to cores (the master has divided them already), and
+the worker's rank before each line.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ def mpirun_command(
     Args:
         num_workers: Number of workers.
         workers: One command line for all workers, or one for each worker by rank if they differ.
-        in_container: True for the ``mpirun`` of an image, which must be Open MPI's, as in the images of this project.
+        in_container: True for the ``mpirun`` of an image, which must be Open MPI's, as in the
+            images of this project.
 
     Returns:
-        The command line, and a regular expression for the beginning of its lines, with the rank as its group.
+        The command line, and a regular expression for the beginning of its lines, with the rank as
+        its group.
 
     Raises:
         ConfigurationError: ``mpirun`` was not found, or it does not run.

@@ -1,8 +1,8 @@
 """Run workers as tasks of a Slurm cluster.
 
-A run is one job: ``sbatch`` submits a script that starts one task for each worker with ``srun``. The master runs on a
-machine that has Slurm's commands. Its data folder is on a file system that all nodes share. The files in the run's
-folder are::
+A run is one job: ``sbatch`` submits a script that starts one task for each worker with ``srun``.
+The master runs on a machine that has Slurm's commands. Its data folder is on a file system that all
+nodes share. The files in the run's folder are::
 
     job.json   written by the master before it submits the job: a mark, which is also the job's comment
     slurm_job  written by the master after that: Slurm's number of the job
@@ -18,7 +18,8 @@ folder are::
     work/      the folder in which the workers run
     output/    the results of the workers
 
-Slurm says whether the job waits, runs or has ended; the files say how. A job that Slurm has forgotten has ended, too.
+Slurm says whether the job waits, runs or has ended; the files say how. A job that Slurm has
+forgotten has ended, too.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class SlurmLauncher(FolderLauncher):
 
     Args:
         folder: Folder for the folders of runs, which all nodes can reach under the same path.
-        interval_s: Seconds between two questions to Slurm's controller, each about all runs; by default
-            ``MLBENCH_SLURM_INTERVAL_S``, or 5.
+        interval_s: Seconds between two questions to Slurm's controller, each about all runs; by
+            default ``MLBENCH_SLURM_INTERVAL_S``, or 5.
 
     Raises:
         ConfigurationError: Slurm's commands were not found.
@@ -293,7 +294,8 @@ class _Ended:
         self._begun = begun
         self._status = status
         self._who = f"job {known.slurm_id} of Slurm"
-        # (time, rank, status), by the time at which the workers ended, which the server of the files has set.
+        # (time, rank, status), by the time at which the workers ended, which the server of the
+        # files has set.
         self._workers: list[tuple[float, int, int]] = []
         with contextlib.suppress(OSError):
             for path in (known.folder / "status").iterdir():

@@ -1,6 +1,7 @@
 """Ask Slurm about the jobs of a master: one call for all of them.
 
-The text formats of Slurm's commands are used, not ``--json``: they are the same in all versions, and the JSON is not.
+The text formats of Slurm's commands are used, not ``--json``: they are the same in all versions,
+and the JSON is not.
 """
 
 from __future__ import annotations
@@ -34,19 +35,22 @@ ENDED = frozenset(
 UNKNOWN = "UNKNOWN"
 """State of a job that Slurm has forgotten."""
 
-# Job, state, reason, time limit, nodes, comment. The comment is last, because it may have any characters.
+# Job, state, reason, time limit, nodes, comment. The comment is last, because it may have any
+# characters.
 _FORMAT = "%i|%T|%r|%l|%N|%k"
 _FIELDS = 6
 _TIMEOUT_S = 60.0
-# Slurm's controller serves a whole cluster, so changes that are expected soon do not lead to more calls than this.
+# Slurm's controller serves a whole cluster, so changes that are expected soon do not lead to more
+# calls than this.
 _SHORTEST_PAUSE_S = 1.0
 # Slurm's commands read these variables. The others would carry settings of a job in which the
 # master runs over to the jobs that it starts.
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_MPI_TYPE")
-# Its commands read options from their variables, too. Only those for the place and the limits of a job are the user's:
-# others would change what is submitted, or what squeue answers.
+# Its commands read options from their variables, too. Only those for the place and the limits of a
+# job are the user's: others would change what is submitted, or what squeue answers.
 _OF_SLURM = re.compile("(?:SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SACCT|SCONTROL|SINFO)_")
-# Workers read these from a file that only their user can read; Slurm keeps the environment of a job in its database.
+# Workers read these from a file that only their user can read; Slurm keeps the environment of a job
+# in its database.
 _SECRET = re.compile("MLBENCH_(?:TOKEN|MASTER_.*|DATABASE_URL)")
 _NO_JOB = "Invalid job id"
 _NO_ACCOUNTING = "accounting storage is disabled"
@@ -58,7 +62,8 @@ class QueueEntry:
 
     Attributes:
         state: Slurm's word for its state, or :data:`UNKNOWN`.
-        reason: Slurm's word for the reason why it waits or has failed; ``"None"`` or empty without one.
+        reason: Slurm's word for the reason why it waits or has failed; ``"None"`` or empty without
+            one.
         time_limit: Its time limit.
         nodes: Its nodes in Slurm's short form.
         mark: The comment that the job was given.
@@ -238,7 +243,8 @@ def run_slurm(
         *command: The command line.
         folder: Folder in which to run it.
         timeout_s: Seconds after which it has failed.
-        caller_env: Variables of the call that started a run, whose account and partition replace those of the master.
+        caller_env: Variables of the call that started a run, whose account and partition replace
+            those of the master.
 
     Returns:
         Its standard output.

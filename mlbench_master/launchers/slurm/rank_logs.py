@@ -1,8 +1,9 @@
 """Merge the files with the output of each worker into the log of a run, for engines that write one file per worker.
 
-The files are ``logs/<rank>.out`` and ``logs/<rank>.err``, and ``logs/job.out`` for the engine's own messages. The
-master reads them from time to time, and each line gets the date at which it was read. ``merged.json`` has the place up
-to which each file has been read, so that the next master goes on there.
+The files are ``logs/<rank>.out`` and ``logs/<rank>.err``, and ``logs/job.out`` for the engine's own
+messages. The master reads them from time to time, and each line gets the date at which it was read.
+``merged.json`` has the place up to which each file has been read, so that the next master goes on
+there.
 """
 
 from __future__ import annotations
@@ -98,13 +99,15 @@ class RankLogs:
                 file.seek(offset)
                 content = file.read(_BYTES_PER_CALL)
                 for line in _lines(content, keep_rest=at_end and len(content) < _BYTES_PER_CALL):
-                    # A progress bar overwrites itself with carriage returns: log only its last state.
+                    # A progress bar overwrites itself with carriage returns: log only its last
+                    # state.
                     writer.write(rank, stream, readable(line.rstrip(b"\r\n").rpartition(b"\r")[2]))
                     offset += len(line)
             grown = grown or offset > offsets.get(name, 0)
             offsets[name] = offset
         if grown:
-            # A full disk repeats lines after a restart of the master, which is better than to lose them.
+            # A full disk repeats lines after a restart of the master, which is better than to lose
+            # them.
             with contextlib.suppress(OSError):
                 write_json(self._folder / _OFFSETS, offsets)
         return grown

@@ -1,8 +1,8 @@
 """Write the scripts of a job for Slurm.
 
-The job's script starts one task for each worker through ``srun``. Each task runs the worker's script, which sets the
-variables of torchrun and starts the worker. No script holds a secret: the worker's script reads the variables of
-``env.sh``, which only its user can read.
+The job's script starts one task for each worker through ``srun``. Each task runs the worker's
+script, which sets the variables of torchrun and starts the worker. No script holds a secret: the
+worker's script reads the variables of ``env.sh``, which only its user can read.
 """
 
 from __future__ import annotations

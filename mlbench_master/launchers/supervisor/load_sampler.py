@@ -1,23 +1,26 @@
 """Measure the load of the workers of a run: CPU, memory, GPU and network.
 
-The supervisor of a local run calls :class:`LoadSampler` every few seconds and writes the figures into the run's folder,
-from which the master reads them. So the supervisor needs no address and no token, and a master that is away costs the
-run nothing. Only psutil and the standard library are imported; NVML is loaded if the driver of the GPUs has it.
+The supervisor of a local run calls :class:`LoadSampler` every few seconds and writes the figures
+into the run's folder, from which the master reads them. So the supervisor needs no address and no
+token, and a master that is away costs the run nothing. Only psutil and the standard library are
+imported; NVML is loaded if the driver of the GPUs has it.
 
 All figures of a worker belong to its process tree:
 
-==============  =======================================================================================================
-cpu             Percent of one core since the last sample, with processes that started and ended in between.
-memory          Resident memory in bytes. Memory that processes of the tree share counts once for each of them.
-gpu             Percent of the time in which the worker's GPU was busy; of the whole GPU, whoever used it.
-gpu_memory      Bytes in use on the worker's GPU; of the whole GPU.
-network_in      Bytes per second that arrived, and
-network_out     bytes per second that left. A worker in its own network namespace has its own
+==============
+=======================================================================================================
+cpu             Percent of one core since the last sample, with processes that started and ended in
+between. memory          Resident memory in bytes. Memory that processes of the tree share counts
+once for each of them. gpu             Percent of the time in which the worker's GPU was busy; of
+the whole GPU, whoever used it. gpu_memory      Bytes in use on the worker's GPU; of the whole GPU.
+network_in      Bytes per second that arrived, and network_out     bytes per second that left. A
+worker in its own network namespace has its own
                 figures, without its loopback interface. Workers that share the network of the
                 machine have the figures of the whole machine, with the loopback interface, which
                 carries the traffic between local workers. The system counts no bytes of a single
                 process, so these figures are marked with ``"network": "machine"``.
-==============  =======================================================================================================
+==============
+=======================================================================================================
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ class LoadSampler:
 
     Args:
         num_workers: Number of workers.
-        roots: The rank of each process that this one has started, by its id; None for one that starts all workers.
+        roots: The rank of each process that this one has started, by its id; None for one that
+            starts all workers.
         gpus: GPUs of the workers by rank, as entries of CUDA_VISIBLE_DEVICES; empty without GPUs.
     """
 
@@ -77,7 +81,8 @@ class LoadSampler:
         counters: dict[str, tuple[int, int] | None] = {self._own_namespace: _machine_bytes()}
         for process, rank in self._workers():
             with contextlib.suppress(psutil.Error, OSError), process.oneshot():
-                # The time of children that were waited for makes the sum continue when a child ends.
+                # The time of children that were waited for makes the sum continue when a child
+                # ends.
                 seconds[rank] = seconds.get(rank, 0.0) + sum(process.cpu_times()[:4])
                 memory.setdefault(rank, 0)
                 memory[rank] += process.memory_info().rss
@@ -164,8 +169,8 @@ class GpuMeter:
     """A meter of GPUs, through the library of their driver (NVML), which answers in microseconds without a program.
 
     Args:
-        gpus: Entries of CUDA_VISIBLE_DEVICES by rank. A number is taken in the order of the PCI bus, as nvidia-smi
-            counts.
+        gpus: Entries of CUDA_VISIBLE_DEVICES by rank. A number is taken in the order of the PCI
+            bus, as nvidia-smi counts.
     """
 
     def __init__(self, gpus: Sequence[str]) -> None:

@@ -56,7 +56,8 @@ def start_supervisor(folder: Path, held: socket.socket) -> subprocess.Popen[byte
 def find_supervisor(folder: Path) -> int | None:
     """Return the process id of a run's supervisor if it is alive and not a child that has ended.
 
-    A worker can write the file that names it. So the process itself must be the supervisor of this folder.
+    A worker can write the file that names it. So the process itself must be the supervisor of this
+    folder.
     """
     with contextlib.suppress(
         OSError, ValueError, OverflowError, KeyError, TypeError, RecursionError, psutil.Error
@@ -65,7 +66,8 @@ def find_supervisor(folder: Path) -> int | None:
         pid = int(known["pid"])
         if start_mark(pid) == known["started"] and _supervises(psutil.Process(pid), folder):
             return pid
-    # A supervisor that has just started has not written the file yet, and a worker may have replaced it.
+    # A supervisor that has just started has not written the file yet, and a worker may have
+    # replaced it.
     for process in processes_with(FOLDER_VARIABLE, str(folder)) if folder.exists() else ():
         with contextlib.suppress(psutil.Error):
             if _supervises(process, folder):
@@ -100,8 +102,8 @@ def signal_to(pid: int, number: signal.Signals) -> None:
 def hold_port(address: str = "127.0.0.1", port: int = 0) -> socket.socket:
     """Reserve a free port, which no other program gets until the socket is closed in all processes.
 
-    The socket does not listen, and it has SO_REUSEADDR, as torch's store has. So rank 0 can listen on the port, and the
-    system does not assign it to a program that asks for a free port.
+    The socket does not listen, and it has SO_REUSEADDR, as torch's store has. So rank 0 can listen
+    on the port, and the system does not assign it to a program that asks for a free port.
 
     Args:
         address: The address; empty for all of this machine.

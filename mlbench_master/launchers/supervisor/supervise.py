@@ -2,8 +2,8 @@
 
 Its command is ``python -m mlbench_master.launchers.supervisor.supervise DIR``.
 
-It outlives the master, so a run continues while the master restarts. Its only import outside the standard library is
-psutil, so it starts quickly. Its steps are::
+It outlives the master, so a run continues while the master restarts. Its only import outside the
+standard library is psutil, so it starts quickly. Its steps are::
 
     write DIR/supervisor.json: its process id and start mark
     -> start the commands of DIR/job.json; if one cannot start, go on with the clean-up
@@ -12,8 +12,9 @@ psutil, so it starts quickly. Its steps are::
     -> clean up: end every descendant, orphans included, and remove containers of the run
     -> write DIR/status.json: exit status and reason
 
-All along, every line of the workers is written to the log, and every few seconds their load to DIR/load. A full disk
-stops neither a worker nor the supervisor: lines are dropped until there is room, and the status says how many.
+All along, every line of the workers is written to the log, and every few seconds their load to
+DIR/load. A full disk stops neither a worker nor the supervisor: lines are dropped until there is
+room, and the status says how many.
 """
 
 from __future__ import annotations
@@ -47,13 +48,16 @@ if TYPE_CHECKING:
 
 __all__ = ["describe_exit", "write_json"]
 
-# Longer lines are divided. A line of the log is at most six times as long, and its end still shows on a page.
+# Longer lines are divided. A line of the log is at most six times as long, and its end still shows
+# on a page.
 _MAX_LINE_BYTES = 16_384
-# Room that the status gets at the start of a run, so that a full disk cannot keep the end of the run secret.
+# Room that the status gets at the start of a run, so that a full disk cannot keep the end of the
+# run secret.
 _STATUS_BYTES = 4096
 _LONGEST_REASON = 500
 _DISK_PAUSE_S = 0.25
-# More than one hour of samples of 16 workers every 5 s: a master that was away for longer does not get the older ones.
+# More than one hour of samples of 16 workers every 5 s: a master that was away for longer does not
+# get the older ones.
 _LOAD_BYTES = 4 * 2**20
 _PR_SET_CHILD_SUBREAPER = 36
 _MPIRUN_FAILURE = re.compile(r"process rank (\d+) with PID|^\s*Process name: \[.*,(\d+)\]\s*$")
@@ -62,7 +66,8 @@ _SHELL_SIGNAL = 128  # mpirun and shells report a signal as 128 plus its number
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a file so that a reader sees either all of it or nothing."""
-    # Not files.replacing, which waits for the disk: after a power cut, the processes of the run are lost anyway.
+    # Not files.replacing, which waits for the disk: after a power cut, the processes of the run are
+    # lost anyway.
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(json.dumps(content))
     part.replace(path)
@@ -124,7 +129,8 @@ class _Supervisor:
         self._roots: dict[int, int | None] = {}  # ranks of the started processes by their ids
         self._all_ended = threading.Event()
         self._log = LogWriter(folder, int(job["log_limit_bytes"]))
-        # Rank and exit status of each process in the order of their ends; None is a request to stop.
+        # Rank and exit status of each process in the order of their ends; None is a request to
+        # stop.
         self._ended: queue.SimpleQueue[tuple[int | None, int] | None] = queue.SimpleQueue()
         self._stopping = False
         self._failed_rank: int | None = None
@@ -142,7 +148,8 @@ class _Supervisor:
         # The run outlives the master and its terminal.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        # Before any worker starts: without this file, a master knows that none has started, and may start the run.
+        # Before any worker starts: without this file, a master knows that none has started, and may
+        # start the run.
         write_json(
             self._folder / "supervisor.json",
             {"pid": os.getpid(), "started": start_mark(os.getpid())},
@@ -216,7 +223,8 @@ class _Supervisor:
     def _cause(self, returncode: int) -> int:
         """Set the rank that failed to the one that made the others fail, and return its exit status.
 
-        A worker that raises an exception closes its connections before it ends, so another one may end before it.
+        A worker that raises an exception closes its connections before it ends, so another one may
+        end before it.
         """
         first = self._failures[0] if self._failures else None
         if (

@@ -175,7 +175,8 @@ def test_a_barrier_precedes_every_repetition_and_the_first_operations_do_not_cou
     for result in results:
         counts, calls = result["counts"]["plain"], result["counts"]["calls"]
         assert calls["barrier"] == 5 + 1  # and one before the pilot
-        # Values are made once to send and once to compare: making them before every barrier slowed operations by 20 %.
+        # Values are made once to send and once to compare: making them before every barrier slowed
+        # operations by 20 %.
         assert calls["_sequence"] == 1 + len(results)
         exchanges = (
             4  # the first time, the pilot's, and at the end the times and the wrong elements

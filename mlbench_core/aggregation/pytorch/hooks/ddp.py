@@ -1,15 +1,16 @@
 """Aggregations as communication hooks of torch's DistributedDataParallel.
 
-DistributedDataParallel (DDP) calls a hook with each flat bucket of gradients, in the order of their indices, which is
-the same on all workers. The layout of the buckets changes after the first backward pass, and again in a resumed run.
-So results must not depend on it::
+DistributedDataParallel (DDP) calls a hook with each flat bucket of gradients, in the order of their
+indices, which is the same on all workers. The layout of the buckets changes after the first
+backward pass, and again in a resumed run. So results must not depend on it::
 
     hook, buckets 0 to n-2:  keep the bucket, return a future
     hook, bucket n-1:        aggregate the gradients of all buckets by name, in the order of registration;
                              then complete all futures, for which DDP waits
 
-All collectives of a pass run in one call, in one order, and the state is kept by parameter name. With
-``AllReduceAggregation(overlap=True)``, each bucket is sent at once instead, and only the waits come in the last call.
+All collectives of a pass run in one call, in one order, and the state is kept by parameter name.
+With ``AllReduceAggregation(overlap=True)``, each bucket is sent at once instead, and only the waits
+come in the last call.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class DDPHookState:
     """The state of a communication hook; :func:`as_ddp_hook` makes it.
 
     Attributes:
-        aggregation: The aggregation. It counts the bytes (``bytes_sent``) and has the error memories.
+        aggregation: The aggregation. It counts the bytes (``bytes_sent``) and has the error
+            memories.
 
     Args:
         aggregation: See :func:`as_ddp_hook`.
@@ -67,7 +69,8 @@ class DDPHookState:
     def __init__(self, aggregation: Aggregation, ddp_model: DistributedDataParallel) -> None:
         self.aggregation = aggregation
         self._aggregate = aggregation.agg_grad()
-        # In the order of registration. Names without DDP's prefix "module." are those that optimizers use.
+        # In the order of registration. Names without DDP's prefix "module." are those that
+        # optimizers use.
         self._names = {
             parameter: plain_name(name) for name, parameter in ddp_model.module.named_parameters()
         }
@@ -154,9 +157,10 @@ class DDPHookState:
         # In the order of registration, whatever the buckets are.
         for parameter, name in self._names.items():
             if parameter in gradients:
-                # The parameter's own gradient may lie elsewhere: DDP copies the result there later. It is None if the
-                # parameter took no part in this worker's pass. Then the bucket has zeros, which must not count as a
-                # gradient: if no worker has one, DDP drops the result, and the error memory that it holds with it.
+                # The parameter's own gradient may lie elsewhere: DDP copies the result there later.
+                # It is None if the parameter took no part in this worker's pass. Then the bucket
+                # has zeros, which must not count as a gradient: if no worker has one, DDP drops the
+                # result, and the error memory that it holds with it.
                 stand_ins[name] = gradients[parameter].detach().requires_grad_()
                 stand_ins[name].grad = None if parameter.grad is None else gradients[parameter]
         self._aggregate(stand_ins, AVG_WORLD)
@@ -171,8 +175,8 @@ def _gradients(bucket: dist.GradBucket) -> list[Tensor]:
     parameters, memory = bucket.parameters(), bucket.buffer()
     if memory.is_complex() or not any(parameter.is_complex() for parameter in parameters):
         return list(bucket.gradients())
-    # DDP keeps complex numbers as pairs of real ones, but its own views count each pair as one number. A bucket has
-    # parameters of one dtype.
+    # DDP keeps complex numbers as pairs of real ones, but its own views count each pair as one
+    # number. A bucket has parameters of one dtype.
     flat = torch.view_as_complex(memory.view(-1, 2))
     parts = flat.split([parameter.numel() for parameter in parameters])
     return [
@@ -191,41 +195,47 @@ def as_ddp_hook(
         state, hook = as_ddp_hook(EFSignAggregation(), ddp_model)
         ddp_model.register_comm_hook(state, hook)
 
-    or, in short, ``ddp_model.register_comm_hook(*as_ddp_hook(EFSignAggregation(), ddp_model))``. After ``backward()``,
-    gradients are the results of the aggregation, the same as in this library's optimizer without overlap. The number
-    and the layout of DDP's buckets change neither results nor messages. ``no_sync()``, ``find_unused_parameters``,
-    ``static_graph`` and ``gradient_as_bucket_view`` work as without a hook.
+    or, in short, ``ddp_model.register_comm_hook(*as_ddp_hook(EFSignAggregation(), ddp_model))``.
+    After ``backward()``, gradients are the results of the aggregation, the same as in this
+    library's optimizer without overlap. The number and the layout of DDP's buckets change neither
+    results nor messages. ``no_sync()``, ``find_unused_parameters``, ``static_graph`` and
+    ``gradient_as_bucket_view`` work as without a hook.
 
-    All aggregations of gradients can be used. ``AllReduceAggregation(overlap=True)`` sends each bucket while the
-    backward pass still computes others, in DDP's buckets instead of those of ``bucket_size_bytes``. All others send
-    their messages at the end of the backward pass. Aggregations of weights cannot be used, because a hook sees only
-    gradients: DecentralizedAggregation, ChocoAggregation, PeriodicAggregation, ScaffoldAggregation, DiLoCoAggregation,
-    StreamingDiLoCoAggregation and SparseLoCoAggregation.
+    All aggregations of gradients can be used. ``AllReduceAggregation(overlap=True)`` sends each
+    bucket while the backward pass still computes others, in DDP's buckets instead of those of
+    ``bucket_size_bytes``. All others send their messages at the end of the backward pass.
+    Aggregations of weights cannot be used, because a hook sees only gradients:
+    DecentralizedAggregation, ChocoAggregation, PeriodicAggregation, ScaffoldAggregation,
+    DiLoCoAggregation, StreamingDiLoCoAggregation and SparseLoCoAggregation.
 
-    Complex gradients are averaged whole, real and imaginary parts, by AllReduceAggregation and PowerAggregation; other
-    aggregations refuse them.
+    Complex gradients are averaged whole, real and imaginary parts, by AllReduceAggregation and
+    PowerAggregation; other aggregations refuse them.
 
-    To resume exactly, save ``state.state_dict()`` on every worker, besides the states of the model and the optimizer.
+    To resume exactly, save ``state.state_dict()`` on every worker, besides the states of the model
+    and the optimizer.
 
-    Set gradients to None between steps, as ``optimizer.zero_grad()`` does by default. Zeros would count as the gradient
-    of a parameter that took no part in the pass.
+    Set gradients to None between steps, as ``optimizer.zero_grad()`` does by default. Zeros would
+    count as the gradient of a parameter that took no part in the pass.
 
     Args:
-        aggregation: An aggregation of the workers that train ``ddp_model``. If its constructor takes a model, give it
-            ``ddp_model.module``.
-        ddp_model: The model that the hook will be registered with. Hooks see no names, so it gives the names under
-            which the state is kept.
+        aggregation: An aggregation of the workers that train ``ddp_model``. If its constructor
+            takes a model, give it ``ddp_model.module``.
+        ddp_model: The model that the hook will be registered with. Hooks see no names, so it gives
+            the names under which the state is kept.
 
     Returns:
         The two arguments of ``ddp_model.register_comm_hook``.
 
     Raises:
-        TypeError: ``aggregation`` is not an aggregation, ``ddp_model`` is not a DistributedDataParallel, or it has
-            complex parameters and the aggregation takes real ones only.
-        ValueError: ``aggregation`` combines weights, or belongs to other workers than ``ddp_model``.
+        TypeError: ``aggregation`` is not an aggregation, ``ddp_model`` is not a
+            DistributedDataParallel, or it has complex parameters and the aggregation takes real
+            ones only.
+        ValueError: ``aggregation`` combines weights, or belongs to other workers than
+            ``ddp_model``.
 
     References:
-        S. Li et al.: PyTorch Distributed: Experiences on Accelerating Data Parallel Training, arXiv:2006.15704
+        S. Li et al.: PyTorch Distributed: Experiences on Accelerating Data Parallel Training,
+        arXiv:2006.15704
     """
     check_combines_gradients(aggregation)
     if not isinstance(ddp_model, DistributedDataParallel):
@@ -259,8 +269,8 @@ def check_combines_gradients(aggregation: Aggregation) -> None:
         f"aggregation must combine gradients, not weights as {type(aggregation).__name__} does: a hook sees only "
         "gradients, so train without a hook, with the optimizer of this aggregation"
     )
-    # Its neighbors' averages of gradients would differ, and the copies of the model, which a hook never compares, with
-    # them.
+    # Its neighbors' averages of gradients would differ, and the copies of the model, which a hook
+    # never compares, with them.
     if isinstance(aggregation, DecentralizedAggregation):
         raise ValueError(problem)
     try:

@@ -1,12 +1,13 @@
 """Aggregations between the replicas of a model that torch's FSDP2 shards (hybrid sharding).
 
-The workers of a replica share its weights: ``fully_shard`` gives each worker a shard of every module, and sums their
-gradients by a reduce-scatter. Workers that hold the same shard in different replicas then aggregate it by the hook
-``FSDPModule.set_all_reduce_hook``::
+The workers of a replica share its weights: ``fully_shard`` gives each worker a shard of every
+module, and sums their gradients by a reduce-scatter. Workers that hold the same shard in different
+replicas then aggregate it by the hook ``FSDPModule.set_all_reduce_hook``::
 
     backward pass of a module -> reduce-scatter in the replica -> hook: aggregate the shard between replicas
 
-The hook receives the shards of all parameters of a module as one flat tensor, without the shapes of the parameters.
+The hook receives the shards of all parameters of a module as one flat tensor, without the shapes of
+the parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class FSDPHookState:
     """The state of the hooks of a model; :func:`set_fsdp_hooks` makes it.
 
     Attributes:
-        aggregation: The aggregation. It counts the bytes (``bytes_sent``) and has the error memories.
+        aggregation: The aggregation. It counts the bytes (``bytes_sent``) and has the error
+            memories.
 
     Args:
         aggregation: See :func:`set_fsdp_hooks`.
@@ -76,27 +78,28 @@ class FSDPHookState:
 def set_fsdp_hooks(aggregation: Aggregation, fsdp_model: nn.Module) -> FSDPHookState:
     """Aggregate gradients between the replicas of a model that FSDP2 shards.
 
-    Shard the model within each replica, and give the aggregation the workers that hold the same shard::
+    Shard the model within each replica, and give the aggregation the workers that hold the same
+    shard::
 
         mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replica", "shard"))
         fully_shard(model, mesh=mesh["shard"])
         aggregation = EFSignAggregation(process_group=mesh["replica"].get_group())
         state = set_fsdp_hooks(aggregation, model)
 
-    Nothing else of the script changes. All replicas must start from the same weights, for example by the same seed,
-    because FSDP2 copies no weights between meshes.
+    Nothing else of the script changes. All replicas must start from the same weights, for example
+    by the same seed, because FSDP2 copies no weights between meshes.
 
-    Each module that was passed to ``fully_shard`` sends messages of its own, as soon as its gradients are complete. The
-    shards of its parameters are one flat tensor for the aggregation: EF-sign has one scale for it, and top-k selects
-    from all of it. Aggregations that need matrices cannot be used (PowerAggregation, DionAggregation), nor can those
-    that combine weights.
+    Each module that was passed to ``fully_shard`` sends messages of its own, as soon as its
+    gradients are complete. The shards of its parameters are one flat tensor for the aggregation:
+    EF-sign has one scale for it, and top-k selects from all of it. Aggregations that need matrices
+    cannot be used (PowerAggregation, DionAggregation), nor can those that combine weights.
 
     If FSDP2 divides gradients after the reduce-scatter, as it does in float16 and with
-    ``set_force_sum_reduction_for_comms(True)``, it also divides the results of SignAggregation. All others scale with
-    the gradients.
+    ``set_force_sum_reduction_for_comms(True)``, it also divides the results of SignAggregation. All
+    others scale with the gradients.
 
-    To resume exactly, save ``state.state_dict()`` on every worker, besides the shards of weights and optimizer. Every
-    parameter must get a gradient in each backward pass that FSDP2 reduces.
+    To resume exactly, save ``state.state_dict()`` on every worker, besides the shards of weights
+    and optimizer. Every parameter must get a gradient in each backward pass that FSDP2 reduces.
 
     Args:
         aggregation: An aggregation of the workers that hold the same shard.
@@ -107,11 +110,12 @@ def set_fsdp_hooks(aggregation: Aggregation, fsdp_model: nn.Module) -> FSDPHookS
 
     Raises:
         TypeError: ``aggregation`` is not an aggregation, or a parameter is complex.
-        ValueError: ``aggregation`` combines weights or needs matrices, contains another worker of this replica, or
-            ``fsdp_model`` has no sharded module or a mesh of two dimensions.
+        ValueError: ``aggregation`` combines weights or needs matrices, contains another worker of
+            this replica, or ``fsdp_model`` has no sharded module or a mesh of two dimensions.
 
     References:
-        Zhao et al.: PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, arXiv:2304.11277
+        Zhao et al.: PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel,
+        arXiv:2304.11277
     """
     # The import takes long, and only users of FSDP2 need it.
     from torch.distributed.fsdp import FSDPModule

@@ -1,12 +1,15 @@
 """Flat buckets: how the gradients of a model lie in memory when they are reduced during the backward pass.
 
-Parameters are laid out in reverse order of registration, which is about the order in which a backward pass finishes
-their gradients. A bucket is closed when it holds ``bucket_size_bytes``. One flat tensor per bucket is sent:
+Parameters are laid out in reverse order of registration, which is about the order in which a
+backward pass finishes their gradients. A bucket is closed when it holds ``bucket_size_bytes``. One
+flat tensor per bucket is sent:
 
-* Small gradients are views into their bucket's memory. The result of autograd is copied there once, and stays there.
-* A gradient as large as a bucket is sent from the memory in which autograd put it, without any copy.
-* If gradients are sent in another dtype than their own, buckets hold the values in that dtype, and gradients keep
-  their own memory. Complex gradients are converted later, when the bucket is sent.
+* Small gradients are views into their bucket's memory. The result of autograd is copied there once,
+  and stays there.
+* A gradient as large as a bucket is sent from the memory in which autograd put it, without any
+  copy.
+* If gradients are sent in another dtype than their own, buckets hold the values in that dtype, and
+  gradients keep their own memory. Complex gradients are converted later, when the bucket is sent.
 
 The last bucket also has one flag per parameter, which shows whether this worker has its gradient.
 """
@@ -37,7 +40,8 @@ class Bucket:
     Attributes:
         names: Names of the parameters.
         parameters: The parameters.
-        holds_gradients: True if gradients are views into ``memory``; otherwise it only holds the message.
+        holds_gradients: True if gradients are views into ``memory``; otherwise it only holds the
+            message.
         memory: The flat message; None for one large gradient that is sent from its own memory.
         views: The part of ``memory`` of each parameter, in the parameter's shape and strides.
         flags: In the last bucket the part of ``memory`` with one flag per parameter of all buckets.
@@ -146,7 +150,8 @@ def plan_buckets(
         dtype = parameter.dtype if comm_dtype is None or parameter.is_complex() else comm_dtype
         size_bytes = parameter.numel() * dtype.itemsize
         holds_gradients = dtype == parameter.dtype
-        # A gradient as large as a bucket is a message by itself, which saves the copy into a bucket.
+        # A gradient as large as a bucket is a message by itself, which saves the copy into a
+        # bucket.
         if holds_gradients and size_bytes >= bucket_size_bytes:
             buckets.append(Bucket([name], [parameter], holds_gradients))
             continue
@@ -199,8 +204,9 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
 def _owned_gradient(parameter: Tensor) -> Tensor:
     """Return a parameter's gradient in dense memory of its own, or zeros if it has none.
 
-    Autograd may give two parameters gradients that share memory. Those of W and V in ``W.view(-1) + V.view(-1)`` are
-    one tensor. A reduction in place would change both gradients while the other one is still to come.
+    Autograd may give two parameters gradients that share memory. Those of W and V in ``W.view(-1) +
+    V.view(-1)`` are one tensor. A reduction in place would change both gradients while the other
+    one is still to come.
     """
     gradient = parameter.grad
     if gradient is None:
@@ -215,6 +221,7 @@ def _owned_gradient(parameter: Tensor) -> Tensor:
 def _is_shared(tensor: Tensor) -> bool:
     """Return whether another tensor may use the same memory."""
     storage = tensor.untyped_storage()
-    # The tensor and the storage object of this function are two users; a third one is somebody else.
+    # The tensor and the storage object of this function are two users; a third one is somebody
+    # else.
     users = torch_private.storage_users(storage)
     return users is None or users > 2

@@ -16,13 +16,15 @@ __all__ = ["AllReduceAggregationHVD"]
 class AllReduceAggregationHVD(AllReduceAggregation):
     r"""Average over all workers, uncompressed, through Horovod instead of ``torch.distributed``.
 
-    The result is that of :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`:
-    :math:`\frac{1}{d} \sum_{i=1}^{k} x_i` with :math:`d = k` or ``denom``. Horovod is an optional package and is
+    The result is that of
+    :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`: :math:`\frac{1}{d}
+    \sum_{i=1}^{k} x_i` with :math:`d = k` or ``denom``. Horovod is an optional package and is
     started by its own launcher; call ``horovod.torch.init()`` before this.
 
     Args:
         world_size: Number of workers; None takes Horovod's.
-        divide_before: Divide before the sum instead of after it, so that sums of half-precision numbers stay in range.
+        divide_before: Divide before the sum instead of after it, so that sums of half-precision
+            numbers stay in range.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
 
     Raises:
@@ -39,7 +41,8 @@ class AllReduceAggregationHVD(AllReduceAggregation):
         this needs the package 'horovod', which is not installed: pip install 'mlbench-core[horovod]'
 
     References:
-        Sergeev and Del Balso: Horovod: fast and easy distributed deep learning in TensorFlow. arXiv:1802.05799
+        Sergeev and Del Balso: Horovod: fast and easy distributed deep learning in TensorFlow.
+        arXiv:1802.05799
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Agree on the parameters that travel, and compare the workers' models.
 
-A message has one layout on all workers, whatever the flags of a parameter are on one of them. So a parameter that was
-trainable once keeps its place in the messages, also while it is frozen::
+A message has one layout on all workers, whatever the flags of a parameter are on one of them. So a
+parameter that was trainable once keeps its place in the messages, also while it is frozen::
 
                      first aggregation: it is trainable
     NEW ------------------------------------------------> TRAVELS
@@ -26,7 +26,8 @@ from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["Layout", "start_comparing", "takes_part"]
 
-# Number of comparisons that found a difference, by the ranks of the group; the same on all its workers.
+# Number of comparisons that found a difference, by the ranks of the group; the same on all its
+# workers.
 _differences: Counter[tuple[int, ...]] = Counter()
 
 
@@ -36,11 +37,12 @@ class Layout:
 
     Attributes:
         known: Names of all parameters that were seen.
-        frozen: Those that no worker has trained, as far as the workers have agreed; they do not travel.
+        frozen: Those that no worker has trained, as far as the workers have agreed; they do not
+            travel.
         trained: Those of them that this worker has trained since the workers agreed.
         new: Descriptions of parameters that the workers have not compared yet.
-        traveled: Names of parameters that traveled before a checkpoint. They may have been frozen since, at weights
-            that differ between workers.
+        traveled: Names of parameters that traveled before a checkpoint. They may have been frozen
+            since, at weights that differ between workers.
     """
 
     known: set[str] = field(default_factory=set)
@@ -105,8 +107,8 @@ def start_comparing(described: Sequence[str], group: Any = None) -> Callable[[],
         group: The process group; None for all workers.
 
     Returns:
-        A function that waits for the message. If the parameters differ, it raises a ValueError on all workers, which
-        names a worker, a parameter and the difference.
+        A function that waits for the message. If the parameters differ, it raises a ValueError on
+        all workers, which names a worker, a parameter and the difference.
     """
     text = "\n".join(described).encode()
     is_same = process_groups.start_comparing(text, group)
@@ -130,7 +132,8 @@ def start_comparing(described: Sequence[str], group: Any = None) -> Callable[[],
 
 def _gather(text: bytes, group: Any) -> list[bytes]:
     """Return the texts of all workers, in the order of ranks."""
-    # Through the store, because collective operations would mix with messages that are on their way.
+    # Through the store, because collective operations would mix with messages that are on their
+    # way.
     store, size = process_groups.store(), process_groups.world_size(group)
     ranks = [process_groups.global_rank(rank, group) for rank in range(size)]
     _differences[tuple(ranks)] += 1

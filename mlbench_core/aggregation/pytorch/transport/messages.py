@@ -28,17 +28,18 @@ __all__ = [
 
 Denominator: TypeAlias = "float | Tensor"
 
-# Elements that a CPU processes at a time, so that intermediate results stay in its cache. Four blocks of float32 fit
-# into 2 MB.
+# Elements that a CPU processes at a time, so that intermediate results stay in its cache. Four
+# blocks of float32 fit into 2 MB.
 BLOCK_ELEMENTS = 1 << 17
 
 
 class KeptMemory:
     """Memory for intermediate results that is kept from call to call.
 
-    Outside of :func:`~mlbench_core.distributed.pytorch.initialize_backends`, the C library returns large tensors to
-    the system when they are freed. On a CPU, the first access to the pages of a new one then takes about eight times as
-    long as a pass over old ones. Copies and pickles are empty.
+    Outside of :func:`~mlbench_core.distributed.pytorch.initialize_backends`, the C library returns
+    large tensors to the system when they are freed. On a CPU, the first access to the pages of a
+    new one then takes about eight times as long as a pass over old ones. Copies and pickles are
+    empty.
 
     Example:
         >>> memory = KeptMemory()
@@ -135,8 +136,8 @@ def all_finite(tensor: Tensor) -> Tensor:
         >>> all_finite(torch.tensor([1.0, torch.inf]))
         tensor(False)
     """
-    # On a CPU, a sum takes a fiftieth of the time. That of finite numbers may overflow, so it only proves them finite.
-    # On a GPU, reading it would make the host wait.
+    # On a CPU, a sum takes a fiftieth of the time. That of finite numbers may overflow, so it only
+    # proves them finite. On a GPU, reading it would make the host wait.
     if tensor.device.type == "cpu" and cmath.isfinite(tensor.sum().item()):
         return torch.tensor(True)
     return tensor.isfinite().all()

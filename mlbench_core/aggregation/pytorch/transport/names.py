@@ -25,8 +25,8 @@ _BUFFER = ":buffer:"  # no name of a parameter begins with it
 def plain_name(name: str) -> str:
     """Return a parameter's name without the ``_orig_mod.`` that :func:`torch.compile` adds to names.
 
-    The keys of states are plain names. So a compiled model can resume from the checkpoint of one that is not compiled,
-    and the reverse.
+    The keys of states are plain names. So a compiled model can resume from the checkpoint of one
+    that is not compiled, and the reverse.
 
     Args:
         name: The name, for example from ``named_parameters()``.

@@ -19,10 +19,11 @@ The gradients of a model are in one of three states::
 In the state *sending*, each bucket is in one of three states:
 
 * *filling*: it counts its missing gradients.
-* *sent*: its last gradient has arrived, and all buckets before it were sent. So the order of messages is the same on
-  all workers, whatever the order of gradients. The last bucket, with the flags, waits for the end of the pass.
-* *received*: its sum has arrived and was divided by the number of workers. A parameter without a gradient on this
-  worker then gets the average of the others.
+* *sent*: its last gradient has arrived, and all buckets before it were sent. So the order of
+  messages is the same on all workers, whatever the order of gradients. The last bucket, with the
+  flags, waits for the end of the pass.
+* *received*: its sum has arrived and was divided by the number of workers. A parameter without a
+  gradient on this worker then gets the average of the others.
 """
 
 from __future__ import annotations
@@ -77,25 +78,29 @@ class _Pass:
 class OverlappedReduction:
     r"""A reduction of a model's gradients over the workers during the backward passes.
 
-    Gradients are grouped in flat buckets (:mod:`mlbench_core.aggregation.pytorch.transport.buckets`). A hook on each
-    parameter sends a bucket once it is full. At the end of the backward pass the remaining buckets are sent, with zeros
-    for parameters that took no part. ``backward()`` returns once all buckets are reduced. Gradients can then be read,
-    clipped or accumulated on as without communication.
+    Gradients are grouped in flat buckets
+    (:mod:`mlbench_core.aggregation.pytorch.transport.buckets`). A hook on each parameter sends a
+    bucket once it is full. At the end of the backward pass the remaining buckets are sent, with
+    zeros for parameters that took no part. ``backward()`` returns once all buckets are reduced.
+    Gradients can then be read, clipped or accumulated on as without communication.
 
-    A second pass before the step accumulates its gradient on an average, which gives the same average:
-    :math:`\frac1k\sum_i (\bar g + g'_i) = \bar g + \frac1k\sum_i g'_i`. With :meth:`no_sync` passes accumulate
-    locally and the next one sends the sum.
+    A second pass before the step accumulates its gradient on an average, which gives the same
+    average: :math:`\frac1k\sum_i (\bar g + g'_i) = \bar g + \frac1k\sum_i g'_i`. With
+    :meth:`no_sync` passes accumulate locally and the next one sends the sum.
 
-    :meth:`complete` reduces gradients that no backward pass has reduced (set by hand, or a worker without a batch). It
-    sends the same messages as a backward pass, so workers with a pass and workers without one fit together.
+    :meth:`complete` reduces gradients that no backward pass has reduced (set by hand, or a worker
+    without a batch). It sends the same messages as a backward pass, so workers with a pass and
+    workers without one fit together.
 
     Args:
-        model: The model. Its parameters may be frozen, converted or replaced between two steps, on all workers; the
-            buckets follow at the next backward pass or step.
-        aggregation: The all-reduce that sends the buckets, has their settings, and counts the bytes.
+        model: The model. Its parameters may be frozen, converted or replaced between two steps, on
+            all workers; the buckets follow at the next backward pass or step.
+        aggregation: The all-reduce that sends the buckets, has their settings, and counts the
+            bytes.
 
     References:
-        S. Li et al.: PyTorch Distributed: Experiences on Accelerating Data Parallel Training, arXiv:2006.15704
+        S. Li et al.: PyTorch Distributed: Experiences on Accelerating Data Parallel Training,
+        arXiv:2006.15704
     """
 
     def __init__(self, model: nn.Module, aggregation: AllReduceAggregation) -> None:
@@ -133,7 +138,8 @@ class OverlappedReduction:
     def complete(self) -> None:
         """Ensure that all gradients are averages over the workers, and mark them as consumed.
 
-        A gradient that was set by hand, after the backward pass, on a parameter that has always been frozen is dropped.
+        A gradient that was set by hand, after the backward pass, on a parameter that has always
+        been frozen is dropped.
         """
         self.average()
         self.forget()
@@ -144,7 +150,8 @@ class OverlappedReduction:
     def average(self) -> None:
         """Ensure that all gradients are averages: wait for an unfinished backward pass, and send unsent gradients.
 
-        Every worker must call it before the same step: it sends the messages that the others' passes have sent.
+        Every worker must call it before the same step: it sends the messages that the others'
+        passes have sent.
         """
         self.synchronize()
         if not self._is_reduced:
@@ -179,8 +186,9 @@ class OverlappedReduction:
             return
         graph_task = torch_private.current_backward_pass()
         if self._pass is None or self._pass.graph_task != graph_task:
-            # This pass runs inside another one (checkpointing), or follows one that raised an error. The messages
-            # of the other pass must go first: every worker sends them in one order.
+            # This pass runs inside another one (checkpointing), or follows one that raised an
+            # error. The messages of the other pass must go first: every worker sends them in one
+            # order.
             self.synchronize()
             self._open(graph_task)
             torch_private.call_after_backward(self.synchronize)
@@ -204,7 +212,8 @@ class OverlappedReduction:
             self._send(current, self._buckets[sent])
 
     def _open(self, graph_task: int) -> _Pass:
-        # A change is noticed here and nowhere else: workers with and without a backward pass both come to this point.
+        # A change is noticed here and nowhere else: workers with and without a backward pass both
+        # come to this point.
         is_intact = all(bucket.is_intact() for bucket in self._buckets)
         parameters = dict(parameters_of(self._model))
         layout = self._aggregation.layout

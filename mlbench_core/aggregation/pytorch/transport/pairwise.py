@@ -1,19 +1,21 @@
 """Average over the workers of one machine by sends and receives, bit for bit as Gloo's all-reduce.
 
-With k workers, a message is cut into k parts. Every worker sends part j to worker j, which averages the k versions of
-its part and sends the result to all others. For a message of n bytes, a worker sends 2 n (k - 1) / k bytes, as in a
-ring, but in two steps for any k. (It is a reduce-scatter and an all-gather, as for long messages in R. Thakur,
-R. Rabenseifner and W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005,
-doi:10.1177/1094342005051521.)
+With k workers, a message is cut into k parts. Every worker sends part j to worker j, which averages
+the k versions of its part and sends the result to all others. For a message of n bytes, a worker
+sends 2 n (k - 1) / k bytes, as in a ring, but in two steps for any k. (It is a reduce-scatter and
+an all-gather, as for long messages in R. Thakur, R. Rabenseifner and W. Gropp: Optimization of
+Collective Communication Operations in MPICH, 2005, doi:10.1177/1094342005051521.)
 
-Parts are cut into pieces, so that the received versions need little memory. A batch of pieces is on its way at a time::
+Parts are cut into pieces, so that the received versions need little memory. A batch of pieces is on
+its way at a time::
 
     each batch:    exchange versions -> average -> start to send and receive averages -> (next batch)
     at the end:    wait for the averages of all batches
 
-Gloo's all-reduce is a ring of 2 (k - 1) steps. A thread of the process group runs the ring of one message, and waits
-for the neighbor in every step. Between workers of one machine, the processors limit the speed, and each step switches
-between threads. Here, torch adds and divides block by block in the cache, and only transfers need another thread.
+Gloo's all-reduce is a ring of 2 (k - 1) steps. A thread of the process group runs the ring of one
+message, and waits for the neighbor in every step. Between workers of one machine, the processors
+limit the speed, and each step switches between threads. Here, torch adds and divides block by block
+in the cache, and only transfers need another thread.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["average"]
 
-# Bytes of a piece, over all its parts. With four workers, smaller pieces take longer. Larger ones need more memory for
-# received versions.
+# Bytes of a piece, over all its parts. With four workers, smaller pieces take longer. Larger ones
+# need more memory for received versions.
 _PIECE_BYTES = 16 << 20
 # Bytes of the received versions of one batch.
 _ROOM_BYTES = 64 << 20
@@ -44,14 +46,15 @@ _SEGMENT_BYTES = 1 << 20  # of Gloo's ring
 def average(messages: Sequence[Tensor], divisor: Denominator | None, group: Any = None) -> None:
     """Replace messages by their sum over the workers of a group divided by a number, in place.
 
-    The sums are those of Gloo's all-reduce to the last bit. All workers get the same. Received versions need up to
-    64 MiB until this returns.
+    The sums are those of Gloo's all-reduce to the last bit. All workers get the same. Received
+    versions need up to 64 MiB until this returns.
 
     Args:
-        messages: One-dimensional, contiguous, real, of one dtype, in the host's memory; on every worker of the same
-            lengths.
+        messages: One-dimensional, contiguous, real, of one dtype, in the host's memory; on every
+            worker of the same lengths.
         divisor: The number; None to keep the sum.
-        group: The process group, of the backend Gloo and more than one worker; None for that of all workers.
+        group: The process group, of the backend Gloo and more than one worker; None for that of all
+            workers.
 
     Raises:
         RuntimeError: A worker was lost.
@@ -107,8 +110,8 @@ def _pieces(message: Tensor, world_size: int) -> Iterator[list[Tensor]]:
 def _part_elements(message: Tensor, world_size: int) -> int:
     """Return the number of elements of each part; the last parts may be shorter or empty.
 
-    As in ``gloo/allreduce.cc``, a message is cut into segments of equal size, at most 1 MiB. Each worker gets the same
-    number of them, at least two.
+    As in ``gloo/allreduce.cc``, a message is cut into segments of equal size, at most 1 MiB. Each
+    worker gets the same number of them, at least two.
     """
     segments = max(-(-message.nbytes // _SEGMENT_BYTES), 2 * world_size)
     of_worker = -(-segments // world_size)
@@ -118,9 +121,9 @@ def _part_elements(message: Tensor, world_size: int) -> int:
 class _Exchange:
     """A piece of a message on its way.
 
-    The constructor starts to send and receive versions. :meth:`reduce` waits for the versions of this worker's part,
-    averages them, and starts to send and receive averages. :meth:`finish` waits for these. Every worker takes the steps
-    of all pieces in the same order.
+    The constructor starts to send and receive versions. :meth:`reduce` waits for the versions of
+    this worker's part, averages them, and starts to send and receive averages. :meth:`finish` waits
+    for these. Every worker takes the steps of all pieces in the same order.
     """
 
     def __init__(self, rank: int, parts: Sequence[Tensor], received: Tensor, group: Any) -> None:

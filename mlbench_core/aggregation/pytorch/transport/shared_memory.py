@@ -1,9 +1,9 @@
 """Sums over the workers of one machine, through memory that they share.
 
-Gloo sends messages between processes of one machine through the loopback device. The kernel then copies every byte
-into a socket and out of it. Here each worker has memory that the others read. Sockets carry only notifications of a
-few bytes. With k workers a message is split into k parts, and worker j sums up part j. On each worker, a message passes
-through these states::
+Gloo sends messages between processes of one machine through the loopback device. The kernel then
+copies every byte into a socket and out of it. Here each worker has memory that the others read.
+Sockets carry only notifications of a few bytes. With k workers a message is split into k parts, and
+worker j sums up part j. On each worker, a message passes through these states::
 
     start()             copies all parts but its own into its memory        notifies: OFFERED
       |
@@ -21,12 +21,13 @@ through these states::
     done                waits for COLLECTED of all others, then releases
                         the memory of the message
 
-An all-reduce is therefore a reduce-scatter and an all-gather, as for long messages in R. Thakur, R. Rabenseifner and
-W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005, doi:10.1177/1094342005051521. Of a message
-of n bytes a worker writes n bytes into its memory and reads 2 n (k - 1) / k bytes from the memory of the others.
+An all-reduce is therefore a reduce-scatter and an all-gather, as for long messages in R. Thakur, R.
+Rabenseifner and W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005,
+doi:10.1177/1094342005051521. Of a message of n bytes a worker writes n bytes into its memory and
+reads 2 n (k - 1) / k bytes from the memory of the others.
 
-No thread does this. A worker takes the steps whenever it starts a message, polls it or waits for it. During a backward
-pass it does so after each gradient.
+No thread does this. A worker takes the steps whenever it starts a message, polls it or waits for
+it. During a backward pass it does so after each gradient.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ from mlbench_core.errors import BackendError
 __all__ = ["Arena", "Exchange", "SharedMemorySum"]
 
 _OFFERED, _SUMMED, _COLLECTED = range(3)
-# A notification: the step that was done, and for an offer its offset in the sender's memory, its bytes and its dtype.
+# A notification: the step that was done, and for an offer its offset in the sender's memory, its
+# bytes and its dtype.
 _NOTIFICATION = struct.Struct("<BQQ16s")
 _RANK = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
@@ -114,7 +116,8 @@ class Arena:
                 break
             offset = end
         if offset + size_bytes > len(self._bytes):
-            # The size is at least doubled, since every growth makes this worker and all others map the file again.
+            # The size is at least doubled, since every growth makes this worker and all others map
+            # the file again.
             wanted = max(offset + size_bytes, 2 * len(self._bytes))
             os.ftruncate(self.descriptor, -(-wanted // _GROWTH_BYTES) * _GROWTH_BYTES)
             self._map()
@@ -148,7 +151,8 @@ class _Peer:
         arena: Its memory.
         received: Number of notifications received from it, by kind.
         sent: Number of notifications sent to it, by kind.
-        offers: Offsets, bytes and dtypes of its messages, from the first that was not collected here.
+        offers: Offsets, bytes and dtypes of its messages, from the first that was not collected
+            here.
         unsent: Notifications that did not fit into the socket's buffer, with their kinds.
         is_listening: False once it has closed its end.
         is_gone: True once it has closed its end and all its notifications were read.
@@ -206,7 +210,8 @@ class Exchange:
         number: Number of messages started before it.
         message: The tensor that receives the sum.
         offset: Offset of the message in this worker's memory, in bytes.
-        is_done: True once the sum is in the message, and all others are notified of this worker's part.
+        is_done: True once the sum is in the message, and all others are notified of this worker's
+            part.
     """
 
     def __init__(self, owner: SharedMemorySum, number: int, message: Tensor, offset: int) -> None:
@@ -239,17 +244,18 @@ class Exchange:
 class SharedMemorySum:
     """A sum of flat messages over all workers of a process group, who must run on one machine.
 
-    The constructor is a collective operation. Afterwards all workers start messages of the same sizes in the same
-    order. Only memory limits the number of messages on their way. Every worker gets the same bits, because each sum is
-    computed once. Workers only work on messages while they start, poll or wait for one. They must therefore wait for
-    messages and call other collective operations in the same order.
+    The constructor is a collective operation. Afterwards all workers start messages of the same
+    sizes in the same order. Only memory limits the number of messages on their way. Every worker
+    gets the same bits, because each sum is computed once. Workers only work on messages while they
+    start, poll or wait for one. They must therefore wait for messages and call other collective
+    operations in the same order.
 
     Args:
         group: The process group; None for that of all workers.
 
     Raises:
-        BackendError: The system is not Linux, the process group has no store, or the workers do not run on one machine
-            and in one network namespace.
+        BackendError: The system is not Linux, the process group has no store, or the workers do not
+            run on one machine and in one network namespace.
         WorkerError: Another worker did not come.
     """
 
@@ -279,7 +285,8 @@ class SharedMemorySum:
         """Begin to sum a flat message; it must not be touched until its sum is there.
 
         Args:
-            message: One-dimensional, contiguous, of any dtype that can be added, in the host's memory.
+            message: One-dimensional, contiguous, of any dtype that can be added, in the host's
+                memory.
 
         Returns:
             Its handle.
@@ -325,8 +332,8 @@ class SharedMemorySum:
         while self._summed and self._all_have(_SUMMED, self._summed[0].number):
             self._collect(self._summed[0])
             self._unannounced.append(self._summed.popleft())
-        # A worker that has all its sums may never call this again. So a message counts as done only once the
-        # notification that this worker has summed its part has left for everybody.
+        # A worker that has all its sums may never call this again. So a message counts as done only
+        # once the notification that this worker has summed its part has left for everybody.
         while self._unannounced and not self._not_notified(self._unannounced[0]):
             self._unannounced.popleft().is_done = True
         # Memory is reused only after all others have copied their sums out of it.
@@ -349,7 +356,8 @@ class SharedMemorySum:
                 )
             others = [other for other in _in_use if other is not self]
             _sleep([self, *others], left_s)
-            # Another worker may wait for this worker's part in another sum before it takes part in this one.
+            # Another worker may wait for this worker's part in another sum before it takes part in
+            # this one.
             for other in others:
                 other.progress()
 
@@ -491,7 +499,8 @@ def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
         process_groups.store(),
     )
     meeting = process_groups.get_backend_tensor(torch.tensor(secrets.randbits(62)), group)
-    # The store may still have the entries of an earlier group. A random key, sent by the backend, keeps them apart.
+    # The store may still have the entries of an earlier group. A random key, sent by the backend,
+    # keeps them apart.
     process_groups.dist.broadcast(meeting, process_groups.global_rank(0, group), group=group)
     key = f"mlbench/shared_memory/{meeting.item():x}"
     with contextlib.closing(_socket(timeout_s)) as listener:
@@ -517,7 +526,8 @@ def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
         while len(peers) < world_size - 1:
             connection, _ = listener.accept()
             connection.settimeout(timeout_s)
-            # Any process of the machine can connect to an abstract socket, so those of other users are refused.
+            # Any process of the machine can connect to an abstract socket, so those of other users
+            # are refused.
             if _is_own_user(connection):
                 peers.append(_exchange_memory(connection, rank, arena))
             else:

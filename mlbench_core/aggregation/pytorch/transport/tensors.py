@@ -16,14 +16,16 @@ __all__ = ["flush_tiny_", "orthogonalize", "orthonormal_rows", "pack_tensors", "
 def orthogonalize(matrix: torch.Tensor, eps: float | torch.Tensor = 1e-16) -> None:
     r"""Make the columns of a matrix orthonormal, in place.
 
-    :func:`orthonormal_rows` is applied to the columns, from left to right. A column that is zero, or depends exactly on
-    those before it, is then replaced by a unit vector that is orthogonal to all others. This vector is computed from
-    the coordinate axis that is farthest from the span of the others. So the result is orthonormal for every rank, and
-    its span contains the span of the columns. Workers with equal input get equal output, because no random generator is
-    used. Columns beyond the number of rows become 0, because no orthogonal vector is left.
+    :func:`orthonormal_rows` is applied to the columns, from left to right. A column that is zero,
+    or depends exactly on those before it, is then replaced by a unit vector that is orthogonal to
+    all others. This vector is computed from the coordinate axis that is farthest from the span of
+    the others. So the result is orthonormal for every rank, and its span contains the span of the
+    columns. Workers with equal input get equal output, because no random generator is used. Columns
+    beyond the number of rows become 0, because no orthogonal vector is left.
 
     Args:
-        matrix: Shape (n, r), any floating dtype (half precision is computed in float32), changed in place.
+        matrix: Shape (n, r), any floating dtype (half precision is computed in float32), changed in
+            place.
         eps: Norm at or below which a column counts as zero: a number, or a tensor with one element.
 
     Raises:
@@ -64,8 +66,8 @@ def _fill_zero_rows(basis: torch.Tensor) -> None:
     for row in basis:
         axis = torch.zeros_like(row)
         axis[basis.square().sum(dim=0).argmin()] = 1
-        # The result of the first projection may be short, and its relative error large. The second one removes the
-        # error.
+        # The result of the first projection may be short, and its relative error large. The second
+        # one removes the error.
         for _ in range(2):
             axis -= (basis @ axis) @ basis
             _normalize(axis)
@@ -77,11 +79,13 @@ def orthonormal_rows(rows: torch.Tensor) -> torch.Tensor:
 
     It is computed by Gram-Schmidt, from the first row to the last:
 
-    .. math:: q_i = \frac{(I - Q_{<i}^\top Q_{<i})\, p_i}{\lVert (I - Q_{<i}^\top Q_{<i})\, p_i \rVert}
+    .. math:: q_i = \frac{(I - Q_{<i}^\top Q_{<i})\, p_i}{\lVert (I - Q_{<i}^\top Q_{<i})\, p_i
+      \rVert}
 
-    Every row is projected and normalized three times. If a row depends on those before it, the first projection leaves
-    only rounding errors, which still have a part in the span of the rows before. The next projection removes this part.
-    A row that the last projection still shortens by more than half lies in that span, and becomes zero.
+    Every row is projected and normalized three times. If a row depends on those before it, the
+    first projection leaves only rounding errors, which still have a part in the span of the rows
+    before. The next projection removes this part. A row that the last projection still shortens by
+    more than half lies in that span, and becomes zero.
 
     The vectors are rows and not columns, because a row is contiguous in memory, which is faster.
 
@@ -98,12 +102,13 @@ def orthonormal_rows(rows: torch.Tensor) -> torch.Tensor:
                 [0., 1.]])
 
     References:
-        L. Giraud, J. Langou, M. Rozloznik, E. van den Eshof: Rounding error analysis of the classical Gram-Schmidt
-        orthogonalization process. Numerische Mathematik 101, 2005 (two projections suffice for independent rows).
-        Its use in compression: T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD, arXiv:1905.13727.
+        L. Giraud, J. Langou, M. Rozloznik, E. van den Eshof: Rounding error analysis of the
+        classical Gram-Schmidt orthogonalization process. Numerische Mathematik 101, 2005 (two
+        projections suffice for independent rows). Its use in compression: T. Vogels, S. P.
+        Karimireddy, M. Jaggi: PowerSGD, arXiv:1905.13727.
     """
-    # Each row is scaled to a largest value of 1. Otherwise the squares of huge values overflow, and those of tiny ones
-    # become 0.
+    # Each row is scaled to a largest value of 1. Otherwise the squares of huge values overflow, and
+    # those of tiny ones become 0.
     peak = rows.abs().amax(dim=1, keepdim=True)
     rows = rows / torch.where(peak == 0, 1, peak)
     for i, row in enumerate(rows):
@@ -126,8 +131,9 @@ def _normalize(vector: torch.Tensor) -> torch.Tensor:
 def flush_tiny_(values: torch.Tensor) -> torch.Tensor:
     """Replace values near the denormal numbers by 0, in place, and return the tensor.
 
-    A product with a denormal number may be rounded to twice its value, and a matrix of them would be sent as a larger
-    one. A compression that sends zeros instead leaves out no more than there was.
+    A product with a denormal number may be rounded to twice its value, and a matrix of them would
+    be sent as a larger one. A compression that sends zeros instead leaves out no more than there
+    was.
 
     Example:
         >>> flush_tiny_(torch.tensor([1.0, -1e-37, torch.nan]))
@@ -143,12 +149,15 @@ def pack_tensors(
     """Copy tensors one after another into one flat vector.
 
     Args:
-        tensors: Tensors of one dtype on one device, of any shapes and memory formats; each is read in row-major order.
-        use_cuda: True to move the vector to the current GPU. Otherwise it stays on the device of the tensors.
+        tensors: Tensors of one dtype on one device, of any shapes and memory formats; each is read
+            in row-major order.
+        use_cuda: True to move the vector to the current GPU. Otherwise it stays on the device of
+            the tensors.
 
     Returns:
-        ``(vec, indices, sizes)``. ``vec`` is the vector. ``indices`` has ``len(tensors) + 1`` numbers: the start of
-        each tensor in the vector, and the length of the vector. ``sizes`` has the shapes of the tensors.
+        ``(vec, indices, sizes)``. ``vec`` is the vector. ``indices`` has ``len(tensors) + 1``
+        numbers: the start of each tensor in the vector, and the length of the vector. ``sizes`` has
+        the shapes of the tensors.
 
     Raises:
         TypeError: The tensors have different dtypes.
@@ -191,7 +200,8 @@ def unpack_tensors(
         Views into ``aggregated`` in the given shapes: writing to one changes the vector.
 
     Raises:
-        ValueError: The numbers of indices and sizes, or an index and the vector's length, do not fit.
+        ValueError: The numbers of indices and sizes, or an index and the vector's length, do not
+            fit.
 
     Example:
         >>> [t.tolist() for t in unpack_tensors(torch.arange(3), [0, 1, 3], [torch.Size([]), torch.Size([2])])]

@@ -17,7 +17,8 @@ from mlbench_core.distributed.pytorch.work_clock import work_s
 
 __all__ = ["CommunicationClock", "Interval", "count_collective", "uncounted"]
 
-# Collectives of this process that no tracker has received yet: (kind, group, bytes, overlapped) and their number.
+# Collectives of this process that no tracker has received yet: (kind, group, bytes, overlapped) and
+# their number.
 _collectives: Counter[tuple[str, int, int, bool]] = Counter()
 # Of each thread, because another one may be training.
 _is_counting = ContextVar("is_counting", default=True)
@@ -27,7 +28,8 @@ def count_collective(op: str, group: int, size_bytes: int, overlapped: bool = Fa
     """Count a collective; :meth:`CommunicationClock.report` passes the counts on.
 
     Args:
-        op: The kind, for example ``"all_reduce"``; ``"neighbors"`` is an exchange with all neighbors at once.
+        op: The kind, for example ``"all_reduce"``; ``"neighbors"`` is an exchange with all
+            neighbors at once.
         group: Number of workers that take part, this one included.
         size_bytes: Payload of this worker in one call.
         overlapped: True if training goes on while the collective runs.
@@ -58,7 +60,8 @@ class Interval:
 
     Attributes:
         size_bytes: Bytes that this worker sent; the sender sets it.
-        within: The step of the Tracker in which training waits for the communication; None for a communication step.
+        within: The step of the Tracker in which training waits for the communication; None for a
+            communication step.
 
     Args:
         device: Device of the tensors. On a GPU, the times come from events on its stream.
@@ -79,10 +82,11 @@ class Interval:
     @contextmanager
     def exposed(self) -> Iterator[None]:
         """Count the time of the block as time that training waits for."""
-        # The time of this thread, not of the process. If a compression uses several threads, this one works as long as
-        # they do, and the process would count each of them. The process would also count threads that spin after such
-        # work, and those that send metrics or load data. Gloo's threads move and sum a message while it travels, so
-        # their time is a part of the network's.
+        # The time of this thread, not of the process. If a compression uses several threads, this
+        # one works as long as they do, and the process would count each of them. The process would
+        # also count threads that spin after such work, and those that send metrics or load data.
+        # Gloo's threads move and sum a message while it travels, so their time is a part of the
+        # network's.
         begin, cpu_begin_s = self._now(), work_s()
         yield
         self._cpu_s += work_s() - cpu_begin_s
@@ -122,7 +126,8 @@ class Interval:
     def cpu_s(self) -> float | None:
         """Return the processor seconds of this thread in the exposed parts; None on a GPU, which does the work there.
 
-        Sleeping and waiting for a message or for a core do not count, but packing, compressing and summing do.
+        Sleeping and waiting for a message or for a core do not count, but packing, compressing and
+        summing do.
         """
         return self._cpu_s if self._stream is None else None
 
@@ -141,8 +146,8 @@ class Interval:
 class CommunicationClock:
     """A clock for communication, on the host or with CUDA events.
 
-    The intervals of a GPU are yielded after the device has passed them, usually one step later, so that reading them
-    never waits. If nobody reads them, only the last ``limit`` intervals are kept.
+    The intervals of a GPU are yielded after the device has passed them, usually one step later, so
+    that reading them never waits. If nobody reads them, only the last ``limit`` intervals are kept.
 
     Args:
         limit: Largest number of intervals that are kept.
@@ -179,11 +184,12 @@ class CommunicationClock:
         """Report the intervals that are over to a tracker, each once.
 
         Args:
-            tracker: A tracker, or None. Its ``record_communication(total_s, exposed_s, size_bytes)`` is called, with
-                the keyword ``cpu_s`` if the method has it and the processor time was measured. If training waited
-                within another step, ``book_as_communication(step, seconds)`` is called too. The collectives of this
-                process since the last report go to ``record_collective(op, group, size_bytes, calls, overlapped)``.
-                A method that the tracker does not have is skipped.
+            tracker: A tracker, or None. Its ``record_communication(total_s, exposed_s,
+                size_bytes)`` is called, with the keyword ``cpu_s`` if the method has it and the
+                processor time was measured. If training waited within another step,
+                ``book_as_communication(step, seconds)`` is called too. The collectives of this
+                process since the last report go to ``record_collective(op, group, size_bytes,
+                calls, overlapped)``. A method that the tracker does not have is skipped.
         """
         record = getattr(tracker, "record_communication", None)
         book = getattr(tracker, "book_as_communication", None)
@@ -191,7 +197,8 @@ class CommunicationClock:
         if record_collective is not None:
             for (op, group, size_bytes, overlapped), calls in _collectives.items():
                 record_collective(op, group, size_bytes, calls, overlapped)
-        # Also without a tracker, so that a later one does not receive the collectives of another run.
+        # Also without a tracker, so that a later one does not receive the collectives of another
+        # run.
         _collectives.clear()
         for interval in self.intervals():
             if record is not None:

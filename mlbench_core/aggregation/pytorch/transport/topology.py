@@ -19,10 +19,11 @@ class Topology:
 
     The mixing matrix :math:`W` has Metropolis-Hastings weights: for an edge between i and j
 
-    .. math:: W_{ij} = \frac{1}{1 + \max(\deg i, \deg j)}, \qquad W_{ii} = 1 - \sum_{j \ne i} W_{ij},
+    .. math:: W_{ij} = \frac{1}{1 + \max(\deg i, \deg j)}, \qquad W_{ii} = 1 - \sum_{j \ne i}
+      W_{ij},
 
-    and 0 elsewhere. The matrix is symmetric and doubly stochastic, so the average of all workers stays the same. A
-    worker needs only the degrees of its neighbors to compute its weights.
+    and 0 elsewhere. The matrix is symmetric and doubly stochastic, so the average of all workers
+    stays the same. A worker needs only the degrees of its neighbors to compute its weights.
 
     Attributes:
         name: Name of the graph.
@@ -30,12 +31,14 @@ class Topology:
         edges: The edges ``(i, j)`` with i < j, ascending.
 
     Raises:
-        ValueError: An edge joins a rank with itself or names a rank that does not exist, or the graph is not connected.
+        ValueError: An edge joins a rank with itself or names a rank that does not exist, or the
+            graph is not connected.
 
     References:
-        L. Xiao, S. Boyd: Fast linear iterations for distributed averaging. Systems & Control Letters 53, 2004.
-        A. Koloskova, S. Stich, M. Jaggi: Decentralized stochastic optimization and gossip algorithms with compressed
-        communication, arXiv:1902.00340 (the spectral gap in the rate).
+        L. Xiao, S. Boyd: Fast linear iterations for distributed averaging. Systems & Control
+        Letters 53, 2004. A. Koloskova, S. Stich, M. Jaggi: Decentralized stochastic optimization
+        and gossip algorithms with compressed communication, arXiv:1902.00340 (the spectral gap in
+        the rate).
     """
 
     name: str
@@ -57,7 +60,8 @@ class Topology:
             self, "edges", tuple(sorted({(min(edge), max(edge)) for edge in self.edges}))
         )
         object.__setattr__(self, "_neighbours", tuple(tuple(sorted(ranks)) for ranks in found))
-        # Search from rank 0. Between two parts without an edge, the weights would never approach each other.
+        # Search from rank 0. Between two parts without an edge, the weights would never approach
+        # each other.
         reached, to_visit = {0}, [0]
         while to_visit:
             new = found[to_visit.pop()] - reached
@@ -94,9 +98,10 @@ class Topology:
     def spectral_gap(self) -> float:
         r"""Return :math:`1 - \max(|\lambda_2|, |\lambda_n|)` of W, in (0, 1].
 
-        It says how fast the workers approach their average. One average with the neighbors multiplies the distance to
-        the average of all workers by at most ``1 - spectral_gap``. The gap is 1 for the complete graph, which needs one
-        call, and of order :math:`1/n^2` for a ring.
+        It says how fast the workers approach their average. One average with the neighbors
+        multiplies the distance to the average of all workers by at most ``1 - spectral_gap``. The
+        gap is 1 for the complete graph, which needs one call, and of order :math:`1/n^2` for a
+        ring.
         """
         if self.world_size == 1:
             return 1.0
@@ -118,8 +123,10 @@ def torus(world_size: int, rows: int | None = None) -> Topology:
     """Arrange workers in a grid whose opposite borders are connected: every worker has up to four neighbors.
 
     Args:
-        world_size: Number of workers. Rank ``r`` is in row ``r // columns`` and column ``r % columns``.
-        rows: Number of rows, a divisor of ``world_size``; by default the greatest that is at most its square root.
+        world_size: Number of workers. Rank ``r`` is in row ``r // columns`` and column ``r %
+            columns``.
+        rows: Number of rows, a divisor of ``world_size``; by default the greatest that is at most
+            its square root.
 
     Raises:
         ValueError: ``rows`` does not divide ``world_size``.
@@ -130,7 +137,8 @@ def torus(world_size: int, rows: int | None = None) -> Topology:
     """
     check_at_least("world_size", world_size, 1)
     if rows is None:
-        # The grid that is closest to a square has the shortest paths and so the largest spectral gap.
+        # The grid that is closest to a square has the shortest paths and so the largest spectral
+        # gap.
         rows = next(n for n in range(math.isqrt(world_size), 0, -1) if world_size % n == 0)
     if rows < 1 or world_size % rows:
         raise ValueError(f"rows must be a divisor of world_size {world_size}, not {rows}")
@@ -153,8 +161,8 @@ def exponential(world_size: int) -> Topology:
         (1, 2, 4, 6, 7)
 
     References:
-        B. Ying, K. Yuan, Y. Chen, H. Hu, P. Pan, W. Yin: Exponential graph is provably efficient for decentralized deep
-        training, arXiv:2110.13363 (there with edges in one direction).
+        B. Ying, K. Yuan, Y. Chen, H. Hu, P. Pan, W. Yin: Exponential graph is provably efficient
+        for decentralized deep training, arXiv:2110.13363 (there with edges in one direction).
     """
     return _from_offsets(
         "exponential", world_size, (2**k for k in range((world_size - 1).bit_length()))
@@ -179,7 +187,8 @@ def from_edges(world_size: int, edges: Iterable[tuple[int, int]]) -> Topology:
         edges: Pairs of ranks; direction and repetition do not matter.
 
     Raises:
-        ValueError: An edge joins a rank with itself or names a rank that does not exist, or the graph is not connected.
+        ValueError: An edge joins a rank with itself or names a rank that does not exist, or the
+            graph is not connected.
 
     Example:
         >>> from_edges(3, [(0, 1), (1, 2)]).neighbours(1)

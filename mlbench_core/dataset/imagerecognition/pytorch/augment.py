@@ -1,11 +1,13 @@
 """Augmentation and normalization of whole batches of small images.
 
-The method is that of He et al. 2015: pad with zeros, take a random crop of the original size, and mirror half of the
-images. Each image gets its own offset and mirroring, as with torchvision's ``RandomCrop`` and ``RandomHorizontalFlip``,
-but the whole batch is processed at once. :func:`crop_and_flip_reference` is the plain form, one image at a time.
+The method is that of He et al. 2015: pad with zeros, take a random crop of the original size, and
+mirror half of the images. Each image gets its own offset and mirroring, as with torchvision's
+``RandomCrop`` and ``RandomHorizontalFlip``, but the whole batch is processed at once.
+:func:`crop_and_flip_reference` is the plain form, one image at a time.
 
 References:
-    He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 4.2.
+    He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, arXiv:1512.03385, section
+    4.2.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Draws:
     """The random draws for each image of a batch.
 
     Attributes:
-        tops: First row of the crop in the padded image, int64 of shape (batch,), from 0 to 2 * padding.
+        tops: First row of the crop in the padded image, int64 of shape (batch,), from 0 to 2 *
+            padding.
         lefts: First column of the crop, of the same dtype, shape and range.
         flips: bool of shape (batch,), True if the crop is mirrored.
     """
@@ -45,8 +48,8 @@ class Augmentation:
 
     Args:
         padding: Pixels of zeros on each side, at least 0.
-        flip: If True, mirror half of the images left to right. Do not use it for digits: a mirrored digit is not a
-            digit.
+        flip: If True, mirror half of the images left to right. Do not use it for digits: a mirrored
+            digit is not a digit.
 
     Example:
         >>> import torch
@@ -105,7 +108,8 @@ def crop_and_flip(images: Tensor, draws: Draws, padding: int) -> Tensor:
     """
     height, width = images.shape[-2:]
     padded = F.pad(images, (padding,) * 4)
-    # windows[n, c, i, j] is the crop of image n, channel c whose first pixel is (i, j). It is a view without a copy.
+    # windows[n, c, i, j] is the crop of image n, channel c whose first pixel is (i, j). It is a
+    # view without a copy.
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)
     # One transfer for all draws.
     tops, lefts, flips = send(
@@ -125,8 +129,8 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     Returns:
         The tensor on the device.
     """
-    # A copy from other memory than pinned memory waits for all work that the GPU still has to do. torch keeps the
-    # pinned memory until the copy has ended.
+    # A copy from other memory than pinned memory waits for all work that the GPU still has to do.
+    # torch keeps the pinned memory until the copy has ended.
     is_transfer = device.type == "cuda" and tensor.device.type == "cpu"
     return tensor.pin_memory().to(device, non_blocking=True) if is_transfer else tensor.to(device)
 
@@ -184,6 +188,6 @@ def normalize(
         result.split(max(1, count)), images.split(max(1, count)), strict=True
     ):
         values.copy_(pixels).mul_(scale).add_(shift)
-    # Change the memory format last: arithmetic is several times faster on contiguous planes than on interleaved
-    # channels.
+    # Change the memory format last: arithmetic is several times faster on contiguous planes than on
+    # interleaved channels.
     return result.contiguous(memory_format=memory_format)

@@ -22,33 +22,38 @@ _ORDER, _AUGMENTATION = 0, 1
 class ImageBatches(ResumablePasses):
     """Iterate over a data set of images in batches.
 
-    It replaces a ``DataLoader`` for :class:`ImageDataset` and its partitions. The order of an epoch depends only on
-    (seed, rank, epoch), and the augmentation of a batch on (seed, rank, epoch, batch). torch's global generator is
-    neither read nor changed. A run that stops in the middle of an epoch and saves :meth:`state_dict` resumes with
-    exactly the same remaining batches.
+    It replaces a ``DataLoader`` for :class:`ImageDataset` and its partitions. The order of an epoch
+    depends only on (seed, rank, epoch), and the augmentation of a batch on (seed, rank, epoch,
+    batch). torch's global generator is neither read nor changed. A run that stops in the middle of
+    an epoch and saves :meth:`state_dict` resumes with exactly the same remaining batches.
 
-    Each pass is its own epoch: a second pass continues with the next epoch, unless :meth:`set_epoch` sets another one.
+    Each pass is its own epoch: a second pass continues with the next epoch, unless
+    :meth:`set_epoch` sets another one.
 
-    Each worker can get its own images in one of two ways. On a partition, it keeps the same part for the whole run. On
-    the whole data set with ``world_size``, the images are distributed again in each epoch. k workers with batches of b
-    images use one common order, and worker r takes the r-th b of every kb images. Step by step, the k batches together
-    are those of a single worker with batches of kb. If kb does not divide the number of images, the workers share the
-    rest evenly, and at most k - 1 images are left out of that epoch.
+    Each worker can get its own images in one of two ways. On a partition, it keeps the same part
+    for the whole run. On the whole data set with ``world_size``, the images are distributed again
+    in each epoch. k workers with batches of b images use one common order, and worker r takes the
+    r-th b of every kb images. Step by step, the k batches together are those of a single worker
+    with batches of kb. If kb does not divide the number of images, the workers share the rest
+    evenly, and at most k - 1 images are left out of that epoch.
 
-    On a :class:`~mlbench_core.dataset.pytorch.Partition`, the number of batches is that of the smallest part. It is the
-    same on every worker even if parts differ by one sample, so no collective waits indefinitely.
+    On a :class:`~mlbench_core.dataset.pytorch.Partition`, the number of batches is that of the
+    smallest part. It is the same on every worker even if parts differ by one sample, so no
+    collective waits indefinitely.
 
     Args:
         dataset: An :class:`ImageDataset`, or a partition of one.
         batch_size: Images in a batch, at least 1.
-        augment: If True, augment, which needs a data set with an augmentation. If None, augment if it has one.
+        augment: If True, augment, which needs a data set with an augmentation. If None, augment if
+            it has one.
         shuffle: If True, each epoch has its own order; otherwise the data set's order is used.
         seed: Seed of order and augmentation, at least 0.
         drop_last: If True, leave out a last batch that is not full.
-        memory_format: Memory format of the images; ``torch.channels_last`` is faster for convolutions.
+        memory_format: Memory format of the images; ``torch.channels_last`` is faster for
+            convolutions.
         rank: Rank of the worker: workers with the same seed draw different augmentations.
-        world_size: Number of workers that share the images, one of which is ``rank``; 1 if the data set is already this
-            worker's part.
+        world_size: Number of workers that share the images, one of which is ``rank``; 1 if the data
+            set is already this worker's part.
 
     Raises:
         TypeError: The data set is of another kind.
@@ -79,7 +84,8 @@ class ImageBatches(ResumablePasses):
         check_int("batch_size", batch_size)
         check_int("seed", seed, 0)
         check_int("rank", rank, 0)
-        # With world_size 1 the data set is already this worker's part, and the rank may be any number.
+        # With world_size 1 the data set is already this worker's part, and the rank may be any
+        # number.
         if world_size != 1:
             check_rank(rank, world_size)
         self.dataset = dataset
@@ -95,7 +101,8 @@ class ImageBatches(ResumablePasses):
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
-        # The smallest part determines the number for all workers: otherwise some would wait in a collective.
+        # The smallest part determines the number for all workers: otherwise some would wait in a
+        # collective.
         smallest = (
             min(getattr(self.dataset, "smallest_part", len(self.dataset)), len(self.dataset))
             // self.world_size
@@ -110,7 +117,8 @@ class ImageBatches(ResumablePasses):
         """Yield the batches of an epoch, from the first requested one."""
         order, together = self._positions, self.world_size * self.batch_size
         if self.shuffle:
-            # Shared images have one order for all workers; a worker with its own part has its own order.
+            # Shared images have one order for all workers; a worker with its own part has its own
+            # order.
             rank = self.rank if self.world_size == 1 else 0
             order = order[
                 torch.randperm(len(order), generator=self._generator(_ORDER, epoch, rank=rank))
@@ -119,7 +127,8 @@ class ImageBatches(ResumablePasses):
             self._mark_yielded(number)
             chosen = order[number * together : (number + 1) * together]
             if self.world_size > 1:
-                # The workers share each kb images of the order; if the last ones are fewer, they share them evenly.
+                # The workers share each kb images of the order; if the last ones are fewer, they
+                # share them evenly.
                 share = len(chosen) // self.world_size
                 chosen = chosen[self.rank * share : (self.rank + 1) * share]
             generator = self._generator(_AUGMENTATION, epoch, number) if self.augment else None

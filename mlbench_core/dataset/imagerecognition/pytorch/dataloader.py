@@ -42,21 +42,24 @@ __all__ = ["CIFAR10V1", "MNIST", "Digits", "Imagenet"]
 class CIFAR10V1(ImageDataset):
     """CIFAR-10 with the augmentation of He et al. 2015.
 
-    Training images get 4 pixels of zero padding, a random 32x32 crop and random mirroring. All images are normalized by
-    the training set's mean and standard deviation. Both the "binary version" (``data_batch_1.bin``, also as ``.xz`` or
-    ``.gz``) and the "python version" (``data_batch_1``) can be read, from ``root`` or from the folder below it into
-    which the archives unpack. The python version is a pickle; none of its code is loaded. Checksums are verified.
+    Training images get 4 pixels of zero padding, a random 32x32 crop and random mirroring. All
+    images are normalized by the training set's mean and standard deviation. Both the "binary
+    version" (``data_batch_1.bin``, also as ``.xz`` or ``.gz``) and the "python version"
+    (``data_batch_1``) can be read, from ``root`` or from the folder below it into which the
+    archives unpack. The python version is a pickle; none of its code is loaded. Checksums are
+    verified.
 
-    ``targets`` is the list of the labels. ``images`` has the bytes as a tensor (N, 3, 32, 32), and ``data`` as a numpy
-    array (N, 32, 32, 3), as in torchvision. Set ``dataset.transform`` to use torchvision's transforms instead of
-    augmentation and normalization.
+    ``targets`` is the list of the labels. ``images`` has the bytes as a tensor (N, 3, 32, 32), and
+    ``data`` as a numpy array (N, 32, 32, 3), as in torchvision. Set ``dataset.transform`` to use
+    torchvision's transforms instead of augmentation and normalization.
 
     Args:
         root: Folder with the files.
         train: If True, the 50,000 training images, otherwise the 10,000 test images.
         download: If True, download missing files (162 MB) into ``root``.
-        partial: If True, accept some of the files, and for the test set a file of its first 1,000 records
-            (``test_batch_first1000.bin``). Results on a part are not comparable with results on CIFAR-10.
+        partial: If True, accept some of the files, and for the test set a file of its first 1,000
+            records (``test_batch_first1000.bin``). Results on a part are not comparable with
+            results on CIFAR-10.
         augment: If True, augment; if None, augment training images only.
 
     Raises:
@@ -95,9 +98,9 @@ class CIFAR10V1(ImageDataset):
 class MNIST(ImageDataset):
     """MNIST: handwritten digits, gray, padded with zeros from 28x28 to 32x32.
 
-    Training images get 4 pixels of zero padding and a random crop. They are not mirrored, because a mirrored digit is
-    not a digit. The files in idx format, plain or ``.gz``, must be in ``root``, ``root/raw`` or ``root/MNIST/raw``.
-    Checksums are verified.
+    Training images get 4 pixels of zero padding and a random crop. They are not mirrored, because a
+    mirrored digit is not a digit. The files in idx format, plain or ``.gz``, must be in ``root``,
+    ``root/raw`` or ``root/MNIST/raw``. Checksums are verified.
 
     Args:
         root: Folder with the files.
@@ -114,7 +117,8 @@ class MNIST(ImageDataset):
         DownloadError: The download failed.
 
     References:
-        LeCun, Bottou, Bengio and Haffner, Gradient-Based Learning Applied to Document Recognition, 1998.
+        LeCun, Bottou, Bengio and Haffner, Gradient-Based Learning Applied to Document Recognition,
+        1998.
     """
 
     def __init__(
@@ -150,15 +154,16 @@ class MNIST(ImageDataset):
 class Digits(ImageDataset):
     """scikit-learn's handwritten digits, enlarged: a data set that needs no download.
 
-    The 1,797 gray images of 8x8 pixels are enlarged bilinearly and have three equal channels. A fifth of each class,
-    the same on every machine, is the validation set. Training images get 2 pixels of zero padding and a random crop.
-    They are not mirrored.
+    The 1,797 gray images of 8x8 pixels are enlarged bilinearly and have three equal channels. A
+    fifth of each class, the same on every machine, is the validation set. Training images get 2
+    pixels of zero padding and a random crop. They are not mirrored.
 
     Args:
         root: Has no effect: the images come with scikit-learn.
         train: If True, the 1,438 training images, otherwise the 359 validation images.
         channels: 1 or 3.
-        size: Height and width of the enlarged images, at least 8. A network needs a quarter of the time for 16.
+        size: Height and width of the enlarged images, at least 8. A network needs a quarter of the
+            time for 16.
         augment: If True, augment; if None, augment training images only.
 
     Raises:
@@ -187,7 +192,8 @@ class Digits(ImageDataset):
         large = F.interpolate(small, size=(size, size), mode="bilinear", align_corners=False)
         images = large.mul(255).round().to(torch.uint8)
         training, validation = stratified_split(labels)
-        # Compute mean and deviation from the training images alone: validation images must not influence the inputs.
+        # Compute mean and deviation from the training images alone: validation images must not
+        # influence the inputs.
         reference = images[training].double() / 255
         chosen = training if train else validation
         super().__init__(
@@ -205,10 +211,10 @@ class Digits(ImageDataset):
 class Imagenet(Dataset):
     """ImageNet, or any images in one folder for each class.
 
-    The images are in ``root/train/<class>/`` and ``root/val/<class>/``, of at most 89,478,485 pixels each. Training
-    images get a random crop of 224x224 pixels at a random scale, and random mirroring. Validation images are resized to
-    256 pixels at their shorter side and cropped to 224x224 in the middle. All are normalized by ImageNet's mean and
-    standard deviation.
+    The images are in ``root/train/<class>/`` and ``root/val/<class>/``, of at most 89,478,485
+    pixels each. Training images get a random crop of 224x224 pixels at a random scale, and random
+    mirroring. Validation images are resized to 256 pixels at their shorter side and cropped to
+    224x224 in the middle. All are normalized by ImageNet's mean and standard deviation.
 
     Args:
         root: Folder that contains ``train`` and ``val``.

@@ -31,7 +31,8 @@ _MOST_RATIO = 32  # of the sides of an image whose ends are kept
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8"
-# ITU-T T.81, table B.1: markers of frames (all of 0xC0 to 0xCF but three), and markers without a length.
+# ITU-T T.81, table B.1: markers of frames (all of 0xC0 to 0xCF but three), and markers without a
+# length.
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _ALONE = frozenset((0x01, *range(0xD0, 0xD9)))
 _SCAN, _END = 0xDA, 0xD9
@@ -40,8 +41,8 @@ _SCAN, _END = 0xDA, 0xD9
 def check_encoded(name: str, encoded: bytes) -> None:
     """Refuse bytes that are not a JPEG or PNG image, or whose header promises too many pixels or none.
 
-    A decoder allocates the memory for all pixels that a header promises, so a file of some hundred bytes can ask for
-    gigabytes. This function reads the header alone.
+    A decoder allocates the memory for all pixels that a header promises, so a file of some hundred
+    bytes can ask for gigabytes. This function reads the header alone.
 
     Args:
         name: Path of the image, for messages.
@@ -90,9 +91,9 @@ def check_pixels(name: str, height: int, width: int) -> None:
 def without_ends(height: int, width: int) -> Box:
     """Return the middle of a very long image, and the whole of any other.
 
-    For validation, an image is resized by its shorter side before its middle is cropped. One of 1 x 20,000 pixels would
-    become one of 256 x 5,120,000. The part that this function returns has the same middle. It is the whole image unless
-    the longer side is at least 34 times the shorter one.
+    For validation, an image is resized by its shorter side before its middle is cropped. One of 1 x
+    20,000 pixels would become one of 256 x 5,120,000. The part that this function returns has the
+    same middle. It is the whole image unless the longer side is at least 34 times the shorter one.
 
     Args:
         height: Height of the image, at least 1.
@@ -106,7 +107,8 @@ def without_ends(height: int, width: int) -> Box:
         ((0, 0, 333, 500), (0, 9984, 1, 32))
     """
     shorter = min(height, width)
-    # A multiple of the shorter side at each end, so that the pixels of the resized middle keep their places.
+    # A multiple of the shorter side at each end, so that the pixels of the resized middle keep
+    # their places.
     top, left = (
         max(0, (length // shorter - _MOST_RATIO) // 2) * shorter for length in (height, width)
     )
@@ -139,8 +141,8 @@ def _jpeg_size(name: str, encoded: bytes) -> tuple[int, int]:
 def to_rgb(picture: Any) -> Any:
     """Convert a picture of Pillow to 8 bits of red, green and blue.
 
-    Of 16 bits, the upper 8 are kept, as Pillow does itself for colors of 16 bits. ``convert`` alone would make every
-    level of gray above 255 white.
+    Of 16 bits, the upper 8 are kept, as Pillow does itself for colors of 16 bits. ``convert`` alone
+    would make every level of gray above 255 white.
 
     Args:
         picture: A ``PIL.Image.Image`` of any mode.

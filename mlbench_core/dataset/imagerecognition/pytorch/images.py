@@ -19,10 +19,11 @@ __all__ = ["ImageDataset"]
 class ImageDataset(Dataset):
     """Labeled images of the same size, in one tensor of bytes.
 
-    A sample is ``(image, label)``. The image is float32 of shape (channels, height, width), normalized, and augmented
-    if the data set has an augmentation. The label is an int. Random numbers come from torch's global generator, which a
-    ``DataLoader`` seeds in each of its processes. A ``DataLoader`` fetches a whole batch with one call of
-    ``__getitems__``. :class:`~mlbench_core.dataset.imagerecognition.pytorch.batches.ImageBatches` is faster and can
+    A sample is ``(image, label)``. The image is float32 of shape (channels, height, width),
+    normalized, and augmented if the data set has an augmentation. The label is an int. Random
+    numbers come from torch's global generator, which a ``DataLoader`` seeds in each of its
+    processes. A ``DataLoader`` fetches a whole batch with one call of ``__getitems__``.
+    :class:`~mlbench_core.dataset.imagerecognition.pytorch.batches.ImageBatches` is faster and can
     resume within an epoch.
 
     Args:
@@ -35,15 +36,15 @@ class ImageDataset(Dataset):
 
     Attributes:
         images: As given.
-        targets: Class of each image, a list of int as in torchvision. It may be changed until the data set is moved to
-            another device.
+        targets: Class of each image, a list of int as in torchvision. It may be changed until the
+            data set is moved to another device.
         classes: As given, a list.
         mean: As given, a tuple.
         std: As given, a tuple.
         augmentation: As given; may be set.
-        transform: Function that converts an image to a sample, instead of augmentation and normalization; None at
-            first. It gets one PIL image at a time, as torchvision's transforms expect, and draws its own random
-            numbers.
+        transform: Function that converts an image to a sample, instead of augmentation and
+            normalization; None at first. It gets one PIL image at a time, as torchvision's
+            transforms expect, and draws its own random numbers.
         target_transform: Function that converts a class, an int, to a label; None at first.
 
     Raises:
@@ -118,13 +119,14 @@ class ImageDataset(Dataset):
 
         Args:
             indices: Positions of the samples, int64 of shape (batch,) if it is a tensor.
-            generator: Generator of the augmentation's random numbers; torch's global generator if None.
+            generator: Generator of the augmentation's random numbers; torch's global generator if
+                None.
             memory_format: Memory format of the images, for example ``torch.channels_last``.
             augment: If False, leave out the augmentation.
 
         Returns:
-            Images, float32 of shape (batch, channels, height, width), and classes, int64 of shape (batch,); with
-            ``transform`` and ``target_transform`` their stacked results.
+            Images, float32 of shape (batch, channels, height, width), and classes, int64 of shape
+            (batch,); with ``transform`` and ``target_transform`` their stacked results.
 
         Raises:
             TypeError: ``transform`` does not return tensors.
@@ -185,7 +187,8 @@ class ImageDataset(Dataset):
         """
         self.images = self.images.to(device)
         on_cpu = self.images.device.type == "cpu"
-        # The CPU uses the list, because it may be changed. On another device, a tensor avoids a copy for each batch.
+        # The CPU uses the list, because it may be changed. On another device, a tensor avoids a
+        # copy for each batch.
         self._moved_labels = (
             None if on_cpu else torch.tensor(self.targets, dtype=torch.int64, device=device)
         )

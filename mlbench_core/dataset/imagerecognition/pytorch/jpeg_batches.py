@@ -8,7 +8,8 @@ The steps of an image, and the process that does each of them::
     (bytes: a quarter of the memory of float32)    ->    device -> float32 -> normalize
 
 References:
-    Szegedy et al., Going Deeper with Convolutions, arXiv:1409.4842, section 6: crops of random size and shape.
+    Szegedy et al., Going Deeper with Convolutions, arXiv:1409.4842, section 6: crops of random size
+    and shape.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class _Request(NamedTuple):
 class RandomCrop:
     """A crop of random size and shape, resized to a square and mirrored with probability 1/2, as for training.
 
-    Size and shape are drawn as by torchvision's ``RandomResizedCrop``: the area uniformly, the logarithm of width to
-    height uniformly between 3/4 and 4/3. If ten draws do not fit, the crop is the largest one in the middle with an
-    allowed shape.
+    Size and shape are drawn as by torchvision's ``RandomResizedCrop``: the area uniformly, the
+    logarithm of width to height uniformly between 3/4 and 4/3. If ten draws do not fit, the crop is
+    the largest one in the middle with an allowed shape.
 
     Args:
         size: Height and width of the result, at least 1.
@@ -201,8 +202,8 @@ def _resize(image: Tensor, height: int, width: int) -> Tensor:
 def decoder_name() -> str:
     """Return the library that decodes images on this machine: ``"torchvision"`` or ``"Pillow"``.
 
-    torchvision's decoders are compiled for one build of torch. If they do not load, Pillow decodes. Both use
-    libjpeg-turbo, and their results may differ by its version.
+    torchvision's decoders are compiled for one build of torch. If they do not load, Pillow decodes.
+    Both use libjpeg-turbo, and their results may differ by its version.
     """
     return "torchvision" if _torchvision.decodes_images() else "Pillow"
 
@@ -293,19 +294,19 @@ class _Reader(Dataset):
 class JpegBatches(ResumablePasses):
     """Iterate over JPEG images in batches, which depend only on a seed and which a run can resume.
 
-    The order of an epoch depends on (seed, epoch), and the crop of an image on (seed, epoch, position of the image). So
-    neither the number of loader processes nor that of workers changes an image. torch's global generator is neither
-    read nor changed.
+    The order of an epoch depends on (seed, epoch), and the crop of an image on (seed, epoch,
+    position of the image). So neither the number of loader processes nor that of workers changes an
+    image. torch's global generator is neither read nor changed.
 
-    * With a :class:`RandomCrop` (training), each epoch has one order for all workers, of which worker r takes the r-th
-      b of every kb images, with k workers and batches of b. So all workers have the same number of full batches, and
-      the k batches of a step are those of one worker with batches of kb. The fewer than kb images that remain are left
-      out of that epoch.
-    * With a :class:`CenterCrop` (validation), the images have their own order, and worker r takes every k-th one. Each
-      image is in exactly one batch, so workers may differ by one batch.
+    * With a :class:`RandomCrop` (training), each epoch has one order for all workers, of which
+      worker r takes the r-th b of every kb images, with k workers and batches of b. So all workers
+      have the same number of full batches, and the k batches of a step are those of one worker with
+      batches of kb. The fewer than kb images that remain are left out of that epoch.
+    * With a :class:`CenterCrop` (validation), the images have their own order, and worker r takes
+      every k-th one. Each image is in exactly one batch, so workers may differ by one batch.
 
-    Images of different sizes and shapes are resized to squares of bytes. They are converted and normalized by
-    ImageNet's mean and standard deviation one batch at a time.
+    Images of different sizes and shapes are resized to squares of bytes. They are converted and
+    normalized by ImageNet's mean and standard deviation one batch at a time.
 
     Args:
         files: The images.
@@ -316,16 +317,17 @@ class JpegBatches(ResumablePasses):
         world_size: Number of workers that share the images.
         processes: Number of loader processes; 0 decodes in the process of the worker.
         device: Device of the batches.
-        gpu_decoding: If True, ``torchvision.io.decode_jpeg`` decodes on the device, which must be a CUDA device, and
-            the loader processes only read. Crops then differ by rounding.
-        memory_format: Memory format of the batches; ``torch.channels_last`` is faster for convolutions.
+        gpu_decoding: If True, ``torchvision.io.decode_jpeg`` decodes on the device, which must be a
+            CUDA device, and the loader processes only read. Crops then differ by rounding.
+        memory_format: Memory format of the batches; ``torch.channels_last`` is faster for
+            convolutions.
 
     Raises:
         ConfigurationError: ``gpu_decoding`` is True and the device or torchvision cannot do it.
-        ValueError: Another argument is outside the values listed above, or a batch of all workers has more images than
-            there are.
-        DatasetError: In the iteration, an image cannot be read or decoded, or has more than 89,478,485 pixels; the
-            message has its name.
+        ValueError: Another argument is outside the values listed above, or a batch of all workers
+            has more images than there are.
+        DatasetError: In the iteration, an image cannot be read or decoded, or has more than
+            89,478,485 pixels; the message has its name.
 
     Example:
         >>> import tempfile
@@ -442,7 +444,8 @@ class JpegBatches(ResumablePasses):
             images = torchvision_io.decode_jpeg(
                 encoded, mode=torchvision_io.ImageReadMode.RGB, device=self.device
             )
-        # The GPU cannot decode PNG and CMYK, which a few files of ImageNet are. The CPU then decodes the batch.
+        # The GPU cannot decode PNG and CMYK, which a few files of ImageNet are. The CPU then
+        # decodes the batch.
         except RuntimeError:
             pairs = zip(encoded, request.positions, strict=True)
             crops = [

@@ -3,13 +3,16 @@
 A folder of images is one of these. They can be read only: nothing is unpacked or written.
 
 * One folder for each class, as in ImageNet's training set: ``n01440764/n01440764_10026.JPEG``.
-* ImageNet's validation set as it is published: images without folders, ``ILSVRC2012_val_00000001.JPEG``. Their classes
-  are in ``LOC_val_solution.csv``, the file of the competition's data, in the parent of the folder.
-* Uncompressed tar files (shards). A member's class is the content of the member ``NAME.cls``, as in WebDataset. Without
-  one it is the folder of the member in the tar file. Without a folder it is that of the table above, or else the name
-  of the tar file. So ImageNet's tar file for each class, ``n01440764.tar``, can be read, too.
+* ImageNet's validation set as it is published: images without folders,
+  ``ILSVRC2012_val_00000001.JPEG``. Their classes are in ``LOC_val_solution.csv``, the file of the
+  competition's data, in the parent of the folder.
+* Uncompressed tar files (shards). A member's class is the content of the member ``NAME.cls``, as in
+  WebDataset. Without one it is the folder of the member in the tar file. Without a folder it is
+  that of the table above, or else the name of the tar file. So ImageNet's tar file for each class,
+  ``n01440764.tar``, can be read, too.
 
-The order is that of the classes, then of the names, so images have the same positions in folders and in tar files.
+The order is that of the classes, then of the names, so images have the same positions in folders
+and in tar files.
 
 References:
     Russakovsky et al., ImageNet Large Scale Visual Recognition Challenge, arXiv:1409.0575.
@@ -67,7 +70,8 @@ class _Found(NamedTuple):
 class JpegFiles:
     """Labeled JPEG images, which are read by their position. Make it with :func:`find_jpegs`.
 
-    The index is in arrays, so that millions of images need few bytes, and processes share it after a fork.
+    The index is in arrays, so that millions of images need few bytes, and processes share it after
+    a fork.
 
     Attributes:
         classes: Names of the classes, sorted; names that are all numbers are in numerical order.
@@ -158,21 +162,22 @@ class JpegFiles:
 def find_jpegs(root: str | os.PathLike[str], part: str = "") -> JpegFiles:
     """Find the JPEG images of a folder, see :mod:`mlbench_core.dataset.imagerecognition.pytorch.jpeg_files`.
 
-    Files and members with other endings than ``.jpg`` and ``.jpeg``, in upper or lower case, are ignored. Every tar
-    file is read once from header to header, without its images.
+    Files and members with other endings than ``.jpg`` and ``.jpeg``, in upper or lower case, are
+    ignored. Every tar file is read once from header to header, without its images.
 
     Args:
         root: Folder of the data set.
-        part: ``"train"`` or ``"val"``: the images are in the folder of this name below the root, or in tar files in it,
-            or in tar files in the root whose names begin with it. Empty for images in the root itself.
+        part: ``"train"`` or ``"val"``: the images are in the folder of this name below the root, or
+            in tar files in it, or in tar files in the root whose names begin with it. Empty for
+            images in the root itself.
 
     Returns:
         The images, at least one.
 
     Raises:
         DatasetNotFoundError: There are no such images.
-        DatasetError: A tar file is damaged or compressed, a member with the name of an image is not a regular file, the
-            class of an image is not known, or a class has no image.
+        DatasetError: A tar file is damaged or compressed, a member with the name of an image is not
+            a regular file, the class of an image is not known, or a class has no image.
 
     Example:
         >>> import tempfile
@@ -281,7 +286,8 @@ def _scan_archive(path: Path, number: int, solution: Mapping[str, str]) -> list[
             for member in archive:
                 base, ending = os.path.splitext(member.name)
                 if not member.isdir() and (ending == ".cls" or _is_image(ending)):
-                    # A link would lead out of the archive, and a sparse file has its bytes elsewhere.
+                    # A link would lead out of the archive, and a sparse file has its bytes
+                    # elsewhere.
                     if not member.isreg() or member.issparse() or member.size < 0:
                         raise DatasetError(
                             f"{member.name} in {path} is a link or a device, not a regular file"

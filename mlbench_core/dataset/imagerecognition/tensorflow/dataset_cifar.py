@@ -32,13 +32,15 @@ class _GraphBatches(NamedTuple):
 class DatasetCifar:
     """The batches of CIFAR-10 for one worker, for a graph with a session, or for eager mode.
 
-    Images, augmentation and the parts of the workers are those of task 1a: 4 pixels of zero padding, a random 32x32
-    crop, random mirroring, and normalization by channel. Each worker trains on its own part, and validates on all test
-    images. Every round of training is another epoch, with another order and other crops, which depend only on the seed,
-    the rank and the number of the epoch.
+    Images, augmentation and the parts of the workers are those of task 1a: 4 pixels of zero
+    padding, a random 32x32 crop, random mirroring, and normalization by channel. Each worker trains
+    on its own part, and validates on all test images. Every round of training is another epoch,
+    with another order and other crops, which depend only on the seed, the rank and the number of
+    the epoch.
 
-    A graph reads ``inputs``, ``labels`` and ``training`` after it has run ``train_init_op`` or ``validation_init_op``.
-    They exist only if the object is used within a graph. In eager mode, iterate over :meth:`input_fn`.
+    A graph reads ``inputs``, ``labels`` and ``training`` after it has run ``train_init_op`` or
+    ``validation_init_op``. They exist only if the object is used within a graph. In eager mode,
+    iterate over :meth:`input_fn`.
 
     Args:
         dataset: ``"cifar-10"``.
@@ -92,14 +94,15 @@ class DatasetCifar:
         """Return batches as a ``tf.data.Dataset``.
 
         Args:
-            is_train: True for augmented training images in random order, False for validation images.
+            is_train: True for augmented training images in random order, False for validation
+                images.
             repeat_count: Number of epochs; -1 for no limit.
             num_shards: Number of parts of the images.
             shard_index: The part to return.
 
         Returns:
-            Pairs of images, shape (batch, 32, 32, 3) and type ``tf_dtype``, and one-hot classes, float32 of shape
-            (batch, 10). The last batch of an epoch may be smaller.
+            Pairs of images, shape (batch, 32, 32, 3) and type ``tf_dtype``, and one-hot classes,
+            float32 of shape (batch, 10). The last batch of an epoch may be smaller.
         """
         batches = self._batches(is_train, num_shards, shard_index)
         one_hot = np.eye(_CLASSES, dtype=np.float32)

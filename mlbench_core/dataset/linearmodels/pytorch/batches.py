@@ -70,13 +70,14 @@ class _BlockOrder(ResumablePasses):
         Yields:
             The positions of each batch's rows.
         """
-        # This is a generator, so a pass begins at the first `next`: a DataLoader creates iterators that it never uses.
+        # This is a generator, so a pass begins at the first `next`: a DataLoader creates iterators
+        # that it never uses.
         first = self._begin()
         order, count = self.rows(self._epoch), len(self)
         for number in range(first, count):
             self._mark_yielded(number)
-            # Workers' parts may differ by one row. It belongs to the last batch, so that every worker has the same
-            # number of batches.
+            # Workers' parts may differ by one row. It belongs to the last batch, so that every
+            # worker has the same number of batches.
             is_rest = number == count - 1 and not self.drop_last
             stop = None if is_rest else (number + 1) * self.batch_size
             yield np.sort(order[number * self.batch_size : stop])
@@ -107,7 +108,8 @@ class _BlockOrder(ResumablePasses):
         """Return this worker's pieces of blocks: their first rows and their ends, shape (pieces, 2)."""
         pieces = np.stack([self._bounds[:-1], self._bounds[1:]], axis=1)
         if self.shuffle:
-            # The rank is not part of the seed here: all workers must cut the same order into disjoint parts.
+            # The rank is not part of the seed here: all workers must cut the same order into
+            # disjoint parts.
             generator = self._generator(_CUT, epoch if self.repartition else 0)
             pieces = pieces[generator.permutation(len(pieces))]
         share, more = divmod(self._rows, self.world_size)
@@ -148,50 +150,56 @@ class _BlockOrder(ResumablePasses):
 class BlockBatchSampler(_BlockOrder, Sampler[list[int]]):
     r"""A sampler of row batches for one worker, shuffled by blocks and within a window of several blocks.
 
-    The sampler reads rows together that are stored together, which is efficient for disk and page cache. The order is
-    still random enough for training:
+    The sampler reads rows together that are stored together, which is efficient for disk and page
+    cache. The order is still random enough for training:
 
-    1. The blocks of the data set are put in a random order, the same on all workers. Their rows are cut into
-       ``world_size`` parts whose sizes differ by at most 1. The parts are disjoint and cover every row.
+    1. The blocks of the data set are put in a random order, the same on all workers. Their rows are
+       cut into ``world_size`` parts whose sizes differ by at most 1. The parts are disjoint and
+       cover every row.
     2. In each epoch a worker puts its blocks in its own random order.
-    3. The rows of ``window_blocks`` consecutive blocks are mixed: every order of a window is equally likely.
-       Batches are cut from the mixed rows. The order within a batch does not affect a sum of gradients, so the rows of
-       a batch are sorted and read in the order of the file.
+    3. The rows of ``window_blocks`` consecutive blocks are mixed: every order of a window is
+       equally likely. Batches are cut from the mixed rows. The order within a batch does not affect
+       a sum of gradients, so the rows of a batch are sorted and read in the order of the file.
 
-    If a small file has fewer than ``min_pieces`` blocks, steps 1 and 2 shuffle pieces of blocks instead. Workers then
-    get similar parts even if the file is sorted.
+    If a small file has fewer than ``min_pieces`` blocks, steps 1 and 2 shuffle pieces of blocks
+    instead. Workers then get similar parts even if the file is sorted.
 
-    Thus a batch is drawn without replacement from the rows of W = ``window_blocks`` random blocks, and not from all
-    rows. Let :math:`S` be the variance of a quantity over single rows, and :math:`S_b` the variance of its block means.
-    The mean of a batch of B rows is unbiased and has a variance of at most :math:`S / B + S_b / W`. A plain shuffle has
-    :math:`S / B`. If the rows of a file are in random order, its blocks are alike
-    (:math:`S_b \approx S / \text{rows of a block}`), and the second term is negligible. The worst case is a file sorted
-    by label (:math:`S_b \approx S`): with W = B, the variance at most doubles. A window of all blocks is a plain
-    shuffle of the worker's part.
+    Thus a batch is drawn without replacement from the rows of W = ``window_blocks`` random blocks,
+    and not from all rows. Let :math:`S` be the variance of a quantity over single rows, and
+    :math:`S_b` the variance of its block means. The mean of a batch of B rows is unbiased and has a
+    variance of at most :math:`S / B + S_b / W`. A plain shuffle has :math:`S / B`. If the rows of a
+    file are in random order, its blocks are alike (:math:`S_b \approx S / \text{rows of a block}`),
+    and the second term is negligible. The worst case is a file sorted by label (:math:`S_b \approx
+    S`): with W = B, the variance at most doubles. A window of all blocks is a plain shuffle of the
+    worker's part.
 
-    Every worker has the same number of batches. Without ``drop_last``, every row occurs once per epoch: if parts differ
-    by a row, the last batch of a larger part may have one row more than ``batch_size``.
+    Every worker has the same number of batches. Without ``drop_last``, every row occurs once per
+    epoch: if parts differ by a row, the last batch of a larger part may have one row more than
+    ``batch_size``.
 
-    Each pass is its own epoch: a second pass continues with the next epoch, unless :meth:`set_epoch` sets another one.
-    Pass it to a ``DataLoader`` as ``batch_sampler``. The worker processes of a ``DataLoader`` read ahead, so a saved
-    position within an epoch is exact only with :class:`LinearBatches`.
+    Each pass is its own epoch: a second pass continues with the next epoch, unless
+    :meth:`set_epoch` sets another one. Pass it to a ``DataLoader`` as ``batch_sampler``. The worker
+    processes of a ``DataLoader`` read ahead, so a saved position within an epoch is exact only with
+    :class:`LinearBatches`.
 
     Args:
         dataset: The rows.
         batch_size: Rows in a batch of one worker, at least 1.
-        shuffle: If True, shuffle; otherwise a worker's part is contiguous, in the order of the files.
+        shuffle: If True, shuffle; otherwise a worker's part is contiguous, in the order of the
+            files.
         seed: Seed of every draw, at least 0; the same on all workers.
         rank: Rank of this worker, which is part of the seed of its own order.
-        world_size: Number of workers that share the rows, one of which is ``rank``; 1 if the data set is already this
-            worker's part.
+        world_size: Number of workers that share the rows, one of which is ``rank``; 1 if the data
+            set is already this worker's part.
         drop_last: If True, leave out a last batch that is not full.
         window_blocks: Blocks whose rows are mixed, at least 1.
-        repartition: If True, workers get other parts in each epoch. Otherwise a worker always reads the same part,
-            which may then be the only one on its disk or in its cache.
+        repartition: If True, workers get other parts in each epoch. Otherwise a worker always reads
+            the same part, which may then be the only one on its disk or in its cache.
         min_pieces: Minimum number of pieces to shuffle, if the data set has enough rows.
 
     Raises:
-        ValueError: An argument is outside the values listed above, or the data set has fewer rows than workers.
+        ValueError: An argument is outside the values listed above, or the data set has fewer rows
+            than workers.
     """
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -201,8 +209,9 @@ class BlockBatchSampler(_BlockOrder, Sampler[list[int]]):
 class LinearBatches(_BlockOrder):
     """Iterate over whole batches of rows, in place of a ``DataLoader``.
 
-    One call fetches each batch, in this process. :class:`BlockBatchSampler` describes the batches and epochs. A run
-    that stops in the middle of an epoch and saves :meth:`state_dict` resumes with exactly the same remaining batches.
+    One call fetches each batch, in this process. :class:`BlockBatchSampler` describes the batches
+    and epochs. A run that stops in the middle of an epoch and saves :meth:`state_dict` resumes with
+    exactly the same remaining batches.
 
     Other arguments: see :class:`BlockBatchSampler`.
 
@@ -219,10 +228,11 @@ class LinearBatches(_BlockOrder):
     """
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        # Outside of initialize_backends, glibc keeps freed memory up to twice the size of the largest mapped block that
-        # was ever freed, and returns the rest to the system. It would return a batch of a megabyte each time, and
-        # creating the pages again costs as much as filling them. After this large block is freed, glibc keeps the
-        # memory of one batch for the next.
+        # Outside of initialize_backends, glibc keeps freed memory up to twice the size of the
+        # largest mapped block that was ever freed, and returns the rest to the system. It would
+        # return a batch of a megabyte each time, and creating the pages again costs as much as
+        # filling them. After this large block is freed, glibc keeps the memory of one batch for the
+        # next.
         torch.empty(_LARGE_BYTES, dtype=torch.uint8)
         return map(self.dataset.fetch, self.row_batches())
 

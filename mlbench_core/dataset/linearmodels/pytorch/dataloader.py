@@ -50,8 +50,8 @@ class Rows(Sequence[tuple[Tensor, Tensor]]):
 def collate_rows(rows: Any) -> tuple[Tensor, Tensor]:
     """Make a batch from the result of :meth:`LMDBDataset.__getitems__` without another copy.
 
-    Pass it to a ``DataLoader`` as ``collate_fn``. torch's default function makes the same batch from dense rows, but it
-    is slower and does not support sparse rows.
+    Pass it to a ``DataLoader`` as ``collate_fn``. torch's default function makes the same batch
+    from dense rows, but it is slower and does not support sparse rows.
 
     Args:
         rows: The fetched rows.
@@ -68,30 +68,31 @@ def collate_rows(rows: Any) -> tuple[Tensor, Tensor]:
 class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
     """Labeled rows in LMDB files, created by :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`.
 
-    A sample is a row of ``n_features`` numbers and its label, of shape (1,), so a batch of labels has the shape of a
-    linear model's output. Each process opens the files at its first use, read-only and without locks. Therefore objects
-    can be sent to the worker processes of a ``DataLoader``, forked or spawned, and data may be on a read-only file
-    system.
+    A sample is a row of ``n_features`` numbers and its label, of shape (1,), so a batch of labels
+    has the shape of a linear model's output. Each process opens the files at its first use,
+    read-only and without locks. Therefore objects can be sent to the worker processes of a
+    ``DataLoader``, forked or spawned, and data may be on a read-only file system.
 
-    A ``DataLoader`` fetches a whole batch with one call through ``__getitems__``. Use it with :func:`collate_rows` and
-    :class:`~mlbench_core.dataset.linearmodels.pytorch.BlockBatchSampler` for best speed.
-    :class:`~mlbench_core.dataset.linearmodels.pytorch.LinearBatches` is faster still.
+    A ``DataLoader`` fetches a whole batch with one call through ``__getitems__``. Use it with
+    :func:`collate_rows` and :class:`~mlbench_core.dataset.linearmodels.pytorch.BlockBatchSampler`
+    for best speed. :class:`~mlbench_core.dataset.linearmodels.pytorch.LinearBatches` is faster
+    still.
 
     Args:
         name: Name of the data set, for example ``"epsilon"``.
         data_type: ``"train"`` or ``"test"``.
-        root: Folder with ``NAME_TYPE.lmdb``, or with several ``NAME_TYPE-....lmdb``, whose rows follow one another in
-            the order of the files' names; or the path of a single store.
+        root: Folder with ``NAME_TYPE.lmdb``, or with several ``NAME_TYPE-....lmdb``, whose rows
+            follow one another in the order of the files' names; or the path of a single store.
         target_transform: Function that is applied to each label, a tensor of shape (1,).
-        layout: ``"dense"``, or ``"sparse_csr"`` for batches in ``torch.sparse_csr`` layout. Data of either storage
-            layout can be read as either; dense batches of many features are large.
+        layout: ``"dense"``, or ``"sparse_csr"`` for batches in ``torch.sparse_csr`` layout. Data of
+            either storage layout can be read as either; dense batches of many features are large.
         cache: If True, keep data in memory after the first read, separately in each process.
 
     Raises:
         ValueError: ``data_type`` or ``layout`` is not one of the above.
         DatasetNotFoundError: The data does not exist in ``root``.
-        DatasetError: A file is damaged or has another format, or the files do not belong together. Files of version 3.0
-            are refused, because they contain pickles, which can run any code.
+        DatasetError: A file is damaged or has another format, or the files do not belong together.
+            Files of version 3.0 are refused, because they contain pickles, which can run any code.
 
     Example:
         >>> import pathlib, tempfile
@@ -126,7 +127,8 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         self.stores = [
             LinearStore(path, cache=cache) for path in find_stores(self.root, name, data_type)
         ]
-        # Files of different conversions may differ in columns or labels. A run would silently train on wrong data.
+        # Files of different conversions may differ in columns or labels. A run would silently train
+        # on wrong data.
         _check_together(self.stores)
         self._ends = list(accumulate(len(store) for store in self.stores))
         self._labels = torch.from_numpy(np.concatenate([store.labels for store in self.stores]))
@@ -165,7 +167,8 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
             index: Its position; negative ones count from the end.
 
         Returns:
-            Features, shape (n_features,), and the label: without ``target_transform`` of shape (1,).
+            Features, shape (n_features,), and the label: without ``target_transform`` of shape
+            (1,).
 
         Raises:
             IndexError: The row does not exist.
@@ -195,7 +198,8 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
             rows: Their positions; negative ones count from the end. Sorted positions are fastest.
 
         Returns:
-            Features, shape (rows, n_features), dense or sparse as ``layout`` says, and labels, shape (rows, 1).
+            Features, shape (rows, n_features), dense or sparse as ``layout`` says, and labels,
+            shape (rows, 1).
 
         Raises:
             IndexError: The row does not exist.
@@ -213,7 +217,8 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         """Return rows as :meth:`batch` does, but do not check the positions: loaders call this with correct ones.
 
         Args:
-            positions: Rows, each from 0 to ``len(self) - 1``. The result for other values is undefined.
+            positions: Rows, each from 0 to ``len(self) - 1``. The result for other values is
+                undefined.
 
         Returns:
             Features and labels.
@@ -260,7 +265,8 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         parts = [store.take_csr(local) for store, local, _ in self._runs(rows)]
         indptr, columns, values = map(torch.from_numpy, join_csr(parts, self._labels.numpy().dtype))
         with warnings.catch_warnings():
-            # torch warns once per process that its sparse layout is in beta, in the middle of a training's output.
+            # torch warns once per process that its sparse layout is in beta, in the middle of a
+            # training's output.
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
             return torch.sparse_csr_tensor(
                 indptr, columns, values, (len(rows), self.n_features), check_invariants=False

@@ -2,10 +2,10 @@
 
     python -m mlbench_core.dataset.util.pytorch.libsvm NAME [train|test] DEST_DIR
 
-The command creates ``DEST_DIR/NAME_train.lmdb`` and ``DEST_DIR/NAME_test.lmdb``, or only the requested one.
-:class:`~mlbench_core.dataset.linearmodels.pytorch.LMDBDataset` reads them. The command downloads a9a, agaricus,
-australian, duke, epsilon, heart_scale, rcv1 and webspam, and generates synthetic_dense. For any other name, give the
-text by ``--file``.
+The command creates ``DEST_DIR/NAME_train.lmdb`` and ``DEST_DIR/NAME_test.lmdb``, or only the
+requested one. :class:`~mlbench_core.dataset.linearmodels.pytorch.LMDBDataset` reads them. The
+command downloads a9a, agaricus, australian, duke, epsilon, heart_scale, rcv1 and webspam, and
+generates synthetic_dense. For any other name, give the text by ``--file``.
 """
 
 from __future__ import annotations
@@ -72,23 +72,25 @@ def convert(
 ) -> list[Path]:
     """Convert LIBSVM text to a store, or to one store for each text.
 
-    The function reads the text in chunks, so the text may be far larger than the memory. A store gets its name only
-    when it is complete.
+    The function reads the text in chunks, so the text may be far larger than the memory. A store
+    gets its name only when it is complete.
 
     Args:
         sources: The texts, plain or ``.gz``, ``.bz2``, ``.xz``; their rows follow one another.
         dest: The store to create, ending in ``.lmdb``.
-        n_features: Number of columns; if None, the largest index of the texts. None and the layout ``"auto"`` need one
-            more pass over the texts.
-        layout: ``"dense"``, ``"csr"``, or ``"auto"``. The layout ``"auto"`` is dense if a dense row has at most 16 KiB,
-            or if the texts contain at least half of all values.
-        dtype: ``"float32"`` or ``"float64"``. Values are rounded to its nearest number. A whole label must be one of
-            its numbers.
-        labels: ``"auto"`` maps the labels -1 and +1, or 1 and 2, to 0 and 1, and keeps all others. If a text has a
-            single label, the first of the pairs (-1, 1), (0, 1), (1, 2) with this label decides. ``"keep"`` keeps all
-            labels. A pair is the negative and the positive label; a text with any other label is an error.
+        n_features: Number of columns; if None, the largest index of the texts. None and the layout
+            ``"auto"`` need one more pass over the texts.
+        layout: ``"dense"``, ``"csr"``, or ``"auto"``. The layout ``"auto"`` is dense if a dense row
+            has at most 16 KiB, or if the texts contain at least half of all values.
+        dtype: ``"float32"`` or ``"float64"``. Values are rounded to its nearest number. A whole
+            label must be one of its numbers.
+        labels: ``"auto"`` maps the labels -1 and +1, or 1 and 2, to 0 and 1, and keeps all others.
+            If a text has a single label, the first of the pairs (-1, 1), (0, 1), (1, 2) with this
+            label decides. ``"keep"`` keeps all labels. A pair is the negative and the positive
+            label; a text with any other label is an error.
         zero_based: If True, indices count from 0; LIBSVM indices count from 1.
-        separate: If True, create one store for each text, ``NAME-00000-of-00002.lmdb`` and so on, instead of ``dest``.
+        separate: If True, create one store for each text, ``NAME-00000-of-00002.lmdb`` and so on,
+            instead of ``dest``.
         advance: Function that is called with the number of bytes of each processed piece of text.
 
     Returns:
@@ -97,8 +99,8 @@ def convert(
     Raises:
         ValueError: An argument is outside the values listed above.
         DatasetNotFoundError: A text is missing.
-        DatasetError: A line is wrong, ``dtype`` cannot hold a label, the text has no rows, other stores of that name
-            exist, or the disk is full.
+        DatasetError: A line is wrong, ``dtype`` cannot hold a label, the text has no rows, other
+            stores of that name exist, or the disk is full.
     """
     paths, target = [Path(source) for source in sources], Path(dest)
     if not paths:
@@ -132,7 +134,8 @@ def convert(
                 rows += len(chunk.labels)
                 if advance is not None:
                     advance(chunk.text_bytes)
-        # All stores share one label map, so that a text with only one of the labels is mapped in the same way.
+        # All stores share one label map, so that a text with only one of the labels is mapped in
+        # the same way.
         label_map = _label_map(
             np.unique(np.concatenate([writer.labels_found() for writer in writers])), labels
         )
@@ -232,7 +235,8 @@ def generate_lmdb_from_libsvm(
     Raises:
         ValueError: The name is not known, or it has no such part.
         DownloadError: The text could not be downloaded.
-        DatasetError: The text does not match its checksum or its expected contents, or the disk is full.
+        DatasetError: The text does not match its checksum or its expected contents, or the disk is
+            full.
     """
     if name != SYNTHETIC:
         _known_text(name, data_type)
@@ -244,8 +248,8 @@ def generate_lmdb_from_libsvm(
 class LIBSVMDataset:
     """One part of a known data set; its stores are created if they do not exist.
 
-    It has the rows of :class:`~mlbench_core.dataset.linearmodels.pytorch.LMDBDataset`, which is the class to train
-    with.
+    It has the rows of :class:`~mlbench_core.dataset.linearmodels.pytorch.LMDBDataset`, which is the
+    class to train with.
 
     Args:
         name: A known name, as for :func:`generate_lmdb_from_libsvm`.
@@ -299,7 +303,8 @@ def _label_map(found: NDArray[np.float64], labels: Labels) -> dict[str, int] | N
     if labels == "keep":
         return None
     present = set(found.tolist())
-    # The order of the pairs decides for a text with a single label; see the argument `labels` of convert.
+    # The order of the pairs decides for a text with a single label; see the argument `labels` of
+    # convert.
     pairs = ((-1, 1), (0, 1), (1, 2)) if isinstance(labels, str) else (labels,)
     for negative, positive in pairs:
         if present <= {negative, positive}:
@@ -337,8 +342,8 @@ def _targets(target: Path, count: int) -> list[Path]:
         target.with_name(f"{target.stem}-{number:05}-of-{count:05}.lmdb") for number in range(count)
     ]
     targets = [target] if count == 1 else numbered
-    # A reader would read other stores together with the new ones, or instead of them. A store that the conversion
-    # replaces is not a conflict.
+    # A reader would read other stores together with the new ones, or instead of them. A store that
+    # the conversion replaces is not a conflict.
     others = {target, *target.parent.glob(f"{target.stem}-*-of-*.lmdb")} - set(targets)
     if left := sorted(path.name for path in others if path.exists()):
         raise DatasetError(
@@ -369,12 +374,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Command line without the program's name; None takes the process's own.
 
     Returns:
-        0, or 1 after an error in data, network or disk, which is reported in one line on standard error.
+        0, or 1 after an error in data, network or disk, which is reported in one line on standard
+        error.
     """
     options = _parse(arguments)
     from rich.console import Console
 
-    # With soft_wrap, rich does not break a long path at the width of the terminal, or at 80 characters in a pipe.
+    # With soft_wrap, rich does not break a long path at the width of the terminal, or at 80
+    # characters in a pipe.
     try:
         for line in _run(options):
             Console(soft_wrap=True).print(line, highlight=False, markup=False)
@@ -419,7 +426,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--labels", type=_labels, help="auto, keep, or NEGATIVE,POSITIVE as in --labels=-1,1"
     )
     text.add_argument("--zero-based", action="store_true", help="indices count from 0")
-    # `const` is the value of --to-text without a path: the default path depends on the other arguments.
+    # `const` is the value of --to-text without a path: the default path depends on the other
+    # arguments.
     text.add_argument(
         "--to-text",
         type=Path,
@@ -503,8 +511,8 @@ def _make(options: argparse.Namespace, part: str) -> list[Path]:
             advance=advance,
         )
     if known and not options.file:
-        # This is the only check of a text without a published checksum. Delete the stores, so that the next run does
-        # not use them.
+        # This is the only check of a text without a published checksum. Delete the stores, so that
+        # the next run does not use them.
         text, rows = known.files[part], sum(len(LinearStore(path)) for path in paths)
         if rows != text.n_rows:
             for path in paths:

@@ -57,8 +57,8 @@ def read_chunks(
 ) -> Iterator[Chunk]:
     """Parse a text with scikit-learn's reader in chunks, so that it may be larger than the memory.
 
-    A line ends with a line feed, which a carriage return may precede. A byte order mark at the start is ignored. Values
-    are rounded to the nearest number of the dtype.
+    A line ends with a line feed, which a carriage return may precede. A byte order mark at the
+    start is ignored. Values are rounded to the nearest number of the dtype.
 
     Args:
         path: The file, plain or compressed: ``.gz``, ``.bz2`` or ``.xz``.
@@ -71,8 +71,8 @@ def read_chunks(
 
     Raises:
         DatasetNotFoundError: The file does not exist.
-        DatasetError: A line is wrong (the message gives its number, counted by line feeds), or the compressed file is
-            damaged.
+        DatasetError: A line is wrong (the message gives its number, counted by line feeds), or the
+            compressed file is damaged.
     """
     reader: Any = require("sklearn.datasets", "linear")
 
@@ -90,7 +90,8 @@ def read_chunks(
     if not path.is_file():
         raise DatasetNotFoundError(f"the file {path} does not exist")
     with open_file(path) as file:
-        # A read may end inside a line. Read the rest of this line too, because the parser needs whole lines.
+        # A read may end inside a line. Read the rest of this line too, because the parser needs
+        # whole lines.
         while text := file.read(CHUNK_BYTES) + (rest := file.readline(MOST_LINE_BYTES)):
             if len(rest) == MOST_LINE_BYTES:
                 raise DatasetError(
@@ -111,7 +112,8 @@ def _wrong_line(
     path: Path, first_line: int, text: bytes, parse: Callable[[bytes], Any]
 ) -> DatasetError:
     """Find the first line that cannot be parsed, by bisection, and describe its error."""
-    # Split at line feeds only, as the parser does: `splitlines` would also split at lone carriage returns.
+    # Split at line feeds only, as the parser does: `splitlines` would also split at lone carriage
+    # returns.
     lines = text.split(b"\n")
 
     def failure(start: int, stop: int) -> Exception | None:

@@ -1,8 +1,9 @@
 """Check the pages of an LMDB file before LMDB reads it.
 
-LMDB follows the page numbers and sizes in its file without checking all of them. A damaged one can point outside the
-file, and the process is then ended by a bus error, without a message. The functions here follow the same numbers and
-read the index alone: for data of linear models, some pages for each gigabyte.
+LMDB follows the page numbers and sizes in its file without checking all of them. A damaged one can
+point outside the file, and the process is then ended by a bus error, without a message. The
+functions here follow the same numbers and read the index alone: for data of linear models, some
+pages for each gigabyte.
 
 The layout, for 64-bit little-endian machines (``mdb.c`` of LMDB 0.9)::
 

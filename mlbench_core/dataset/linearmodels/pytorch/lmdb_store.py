@@ -5,11 +5,13 @@ A store is one file. It has these values, by key:
 * ``header``: a JSON object, see :class:`StoreHeader`.
 * ``labels``: the labels of all rows, in the store's dtype.
 * ``checksums``: the CRC-32 of each block, unsigned 32-bit integers.
-* ``block:0000000000``, ``block:0000000001``, ...: ``rows_per_block`` rows each; the last block may have fewer.
+* ``block:0000000000``, ``block:0000000001``, ...: ``rows_per_block`` rows each; the last block may
+  have fewer.
 
-A dense block is a matrix (rows, n_features). A sparse block (compressed sparse rows) is ``indptr`` (rows + 1 64-bit
-integers), then the values, then their columns (32-bit integers). All numbers are little-endian, without padding. The
-page "Data of linear models" of the documentation describes the header too.
+A dense block is a matrix (rows, n_features). A sparse block (compressed sparse rows) is ``indptr``
+(rows + 1 64-bit integers), then the values, then their columns (32-bit integers). All numbers are
+little-endian, without padding. The page "Data of linear models" of the documentation describes the
+header too.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ class StoreHeader:
         n_rows: Number of rows.
         n_features: Number of columns.
         rows_per_block: Number of rows in each block except the last.
-        label_map: The labels of the text and their new values, for example ``{"-1": 0, "1": 1}``; None if the labels
-            were kept.
+        label_map: The labels of the text and their new values, for example ``{"-1": 0, "1": 1}``;
+            None if the labels were kept.
         shard: Position of this store among the stores of the same data set, and their number.
         source: Names of the files that the store was created from.
         labels_crc32: CRC-32 of the labels.
@@ -166,7 +168,8 @@ class LinearStore:
     """Read rows of one store from the pages of its file.
 
     Each process opens the file at its first use. Therefore an object can be pickled, sent to worker
-    processes, and used on both sides of a ``fork``. All objects of a process on the same file share the open file.
+    processes, and used on both sides of a ``fork``. All objects of a process on the same file share
+    the open file.
 
     Args:
         path: The file (or the folder of an LMDB that is a folder).
@@ -244,7 +247,8 @@ class LinearStore:
             ``indptr`` (len(rows) + 1), the columns of the values, the values.
         """
         if self.header.layout == "csr":
-            # Select neighboring rows of the same block together, so that the block is decoded once for all of them.
+            # Select neighboring rows of the same block together, so that the block is decoded once
+            # for all of them.
             parts = [
                 self._take_sparse(number, rows[start:stop] - number * self.header.rows_per_block)
                 for number, start, stop in self._runs(rows)
@@ -264,7 +268,8 @@ class LinearStore:
         Raises:
             DatasetError: The checksum of a block is wrong; the message gives its number.
         """
-        # Only this method compares the checksums of blocks; those of the labels were compared at the start.
+        # Only this method compares the checksums of blocks; those of the labels were compared at
+        # the start.
         advice = "convert the data again, or copy it again"
         opened = self._open()
         stored = _get(opened, CHECKSUMS_KEY, self.path)
@@ -445,7 +450,8 @@ class _ReadEnvironment:
         self._environment.close()
 
 
-# LMDB allows a process to open a file only once, so all users share it. The keys are device and inode.
+# LMDB allows a process to open a file only once, so all users share it. The keys are device and
+# inode.
 _environments: weakref.WeakValueDictionary[tuple[int, int], _ReadEnvironment] = (
     weakref.WeakValueDictionary()
 )
@@ -472,7 +478,8 @@ def _open_for_reading(path: Path) -> _ReadEnvironment:
         # A damaged page number could end the process with a bus error.
         check_pages(file)
         try:
-            # Without a lock and without writing, read-only file systems and any number of processes work.
+            # Without a lock and without writing, read-only file systems and any number of processes
+            # work.
             environment = lmdb.open(
                 str(path), subdir=path.is_dir(), readonly=True, lock=False, create=False
             )
@@ -486,20 +493,23 @@ def _open_for_reading(path: Path) -> _ReadEnvironment:
 class _DenseRows:
     """The rows of dense blocks, gathered from many blocks with one call.
 
-    A batch of shuffled rows comes from tens of blocks, and one call per block costs more than the copying itself. All
-    blocks of a store are in one mapping of its file, so the distance from the first byte identifies a row. This class
-    views the mapping as a matrix of bytes whose row i begins at the i-th byte, so rows overlap. One ``index_select`` on
-    this matrix copies all requested rows.
+    A batch of shuffled rows comes from tens of blocks, and one call per block costs more than the
+    copying itself. All blocks of a store are in one mapping of its file, so the distance from the
+    first byte identifies a row. This class views the mapping as a matrix of bytes whose row i
+    begins at the i-th byte, so rows overlap. One ``index_select`` on this matrix copies all
+    requested rows.
 
     Args:
-        load: Function that returns a block's bytes: a view of a mapping that holds all blocks and outlives this object.
+        load: Function that returns a block's bytes: a view of a mapping that holds all blocks and
+            outlives this object.
         header: Description of the store.
         cache: If True, copy each block to memory at its first use.
     """
 
     def __init__(self, load: Callable[[int], memoryview], header: StoreHeader, cache: bool) -> None:
         self._load, self._header = load, header
-        # The system only reserves this memory: the array takes up physical memory when blocks are written to it.
+        # The system only reserves this memory: the array takes up physical memory when blocks are
+        # written to it.
         self._cached = np.empty((header.n_rows, header.n_features), header.dtype) if cache else None
         self._row_bytes = header.n_features * header.number.itemsize
         self._firsts = np.zeros(

@@ -39,8 +39,9 @@ _FLOAT64_WHOLE = 1 << 53  # below it, float64 holds every whole number
 def inexact_labels(labels: NDArray[np.float64], dtype: str) -> NDArray[np.int64]:
     """Return the positions of the labels that a store cannot hold.
 
-    A whole number must be stored exactly, because it may be a class or an id: two of them must not become one. A
-    fraction is rounded to the nearest number of the dtype, but must not overflow or become 0.
+    A whole number must be stored exactly, because it may be a class or an id: two of them must not
+    become one. A fraction is rounded to the nearest number of the dtype, but must not overflow or
+    become 0.
 
     Args:
         labels: The labels.
@@ -73,16 +74,17 @@ def describe_inexact(label: float, dtype: str) -> str:
 class StoreWriter:
     """Write a store, which gets its name only when it is complete.
 
-    Rows go to a hidden file in the same folder, which :meth:`finish` renames. The end of the ``with`` block deletes an
-    unfinished file. The next writer of the same store overwrites a file that a killed process left. Two processes that
-    write the same store do so one after the other.
+    Rows go to a hidden file in the same folder, which :meth:`finish` renames. The end of the
+    ``with`` block deletes an unfinished file. The next writer of the same store overwrites a file
+    that a killed process left. Two processes that write the same store do so one after the other.
 
     Args:
         path: The store's final name.
         n_features: Number of columns, from 1 to 2^31.
         layout: ``"dense"`` or ``"csr"``.
         dtype: ``"float32"`` or ``"float64"``.
-        rows_per_block: Rows in a block; if None, a number that makes blocks of about half a megabyte.
+        rows_per_block: Rows in a block; if None, a number that makes blocks of about half a
+            megabyte.
 
     Raises:
         ValueError: An argument is outside the values listed above.
@@ -133,12 +135,14 @@ class StoreWriter:
 
     def __enter__(self) -> StoreWriter:
         with contextlib.ExitStack() as stack:
-            # Take the lock first: a second writer must wait here, and not delete the file that the first one writes.
+            # Take the lock first: a second writer must wait here, and not delete the file that the
+            # first one writes.
             stack.enter_context(files.lock(self.path.with_name(f".{self.path.name}.lock")))
             self._part.unlink(missing_ok=True)
             stack.callback(self._part.unlink, missing_ok=True)
             with self._disk_errors():
-                # `sync=False` makes writing fast; `finish` syncs once before the store gets its name.
+                # `sync=False` makes writing fast; `finish` syncs once before the store gets its
+                # name.
                 self._environment = self._lmdb.open(
                     str(self._part), subdir=False, lock=False, sync=False, map_size=_FIRST_MAP_BYTES
                 )
@@ -157,7 +161,8 @@ class StoreWriter:
             labels: The rows' labels, real numbers.
 
         Raises:
-            ValueError: The shapes do not fit, a number is not real, or it is not finite in the store's dtype.
+            ValueError: The shapes do not fit, a number is not real, or it is not finite in the
+                store's dtype.
             DatasetError: The disk is full.
         """
         if features.shape != (len(labels), self.n_features):
@@ -177,7 +182,8 @@ class StoreWriter:
             raise ValueError(
                 f"labels must be numbers that float64 holds, not {given[row]} in row {self.n_rows + row}"
             )
-        # Copy the rows, because the caller may change its array. Sparse rows become dense later, block by block.
+        # Copy the rows, because the caller may change its array. Sparse rows become dense later,
+        # block by block.
         with np.errstate(over="ignore"):  # the check below reports an overflow
             if isinstance(features, np.ndarray) and self.layout == "dense":
                 rows = features.astype(self.dtype)
@@ -190,7 +196,8 @@ class StoreWriter:
         self.n_rows += len(labels)
         if self._rows_per_block is None:
             self._rows_per_block = self._choose_rows(self._pending[0])
-        # Write blocks as soon as they are full, so that only labels and pending rows stay in memory.
+        # Write blocks as soon as they are full, so that only labels and pending rows stay in
+        # memory.
         if self._pending_rows >= self._rows_per_block:
             self._write_blocks(self._rows_per_block)
 
@@ -236,8 +243,8 @@ class StoreWriter:
             The header.
 
         Raises:
-            DatasetError: The input has no rows, a label is not in the map, the store's dtype cannot hold a label
-                (see :func:`inexact_labels`), or the disk is full.
+            DatasetError: The input has no rows, a label is not in the map, the store's dtype cannot
+                hold a label (see :func:`inexact_labels`), or the disk is full.
         """
         if not self.n_rows or self._rows_per_block is None:
             raise DatasetError(
@@ -253,7 +260,8 @@ class StoreWriter:
         checksums = np.array(self._checksums, CHECKSUM).tobytes()
         self._put((LABELS_KEY, labels), (CHECKSUMS_KEY, checksums), (HEADER_KEY, header.to_json()))
         with self._disk_errors():
-            # Without this, a crash after the renaming could leave a complete name with incomplete content.
+            # Without this, a crash after the renaming could leave a complete name with incomplete
+            # content.
             self._environment.sync(True)
         self._environment.close()
         files.move_into_place(self._part, self.path)
@@ -264,7 +272,8 @@ class StoreWriter:
         if self.layout == "dense":
             row_bytes = self.n_features * np.dtype(self.dtype).itemsize
         else:
-            # Only the first rows are known here. If later rows of sparse data are longer, blocks become larger.
+            # Only the first rows are known here. If later rows of sparse data are longer, blocks
+            # become larger.
             per_value = np.dtype(self.dtype).itemsize + COLUMN.itemsize
             row_bytes = INDPTR.itemsize + per_value * rows.nnz // max(1, rows.shape[0])
         return max(1, _BLOCK_BYTES // max(1, row_bytes))
@@ -309,7 +318,8 @@ class StoreWriter:
                             transaction.put(key, value)
                     return
                 except self._lmdb.MapFullError:
-                    # A failed transaction has no effect, so the next round writes all of its items again.
+                    # A failed transaction has no effect, so the next round writes all of its items
+                    # again.
                     self._environment.set_mapsize(2 * self._environment.info()["map_size"])
 
     def _mapped(self, label_map: Mapping[str, int] | None) -> NDArray[np.float64]:

@@ -34,15 +34,17 @@ def prepare_stores(
 ) -> Path:
     """Create the stores of a data set, unless they exist.
 
-    Any number of processes may call it at the same time: of the processes that share ``root``, one creates the stores
-    and the others wait. The processes do not communicate, so hosts with separate disks create their own stores.
+    Any number of processes may call it at the same time: of the processes that share ``root``, one
+    creates the stores and the others wait. The processes do not communicate, so hosts with separate
+    disks create their own stores.
 
     Args:
-        name: A name known to :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`; with ``text_folder`` any name.
-        root: Folder for the stores. Stores made from the text in ``text_folder`` are in their own folder below it, and
-            are created again if the text is newer.
-        text_folder: Folder with LIBSVM text, plain or compressed (see :func:`find_text`), or with stores. None
-            downloads the text, or generates ``synthetic_dense``.
+        name: A name known to :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`; with
+            ``text_folder`` any name.
+        root: Folder for the stores. Stores made from the text in ``text_folder`` are in their own
+            folder below it, and are created again if the text is newer.
+        text_folder: Folder with LIBSVM text, plain or compressed (see :func:`find_text`), or with
+            stores. None downloads the text, or generates ``synthetic_dense``.
 
     Returns:
         The folder with the stores.
@@ -50,7 +52,8 @@ def prepare_stores(
     Raises:
         DatasetNotFoundError: ``text_folder`` lacks a part of the data set.
         DownloadError: The text could not be downloaded.
-        DatasetError: The text does not match its checksum or its expected contents, or the disk is full.
+        DatasetError: The text does not match its checksum or its expected contents, or the disk is
+            full.
         ValueError: The name is unknown and ``text_folder`` is None.
     """
     folder, texts = Path(root), None if text_folder is None else Path(text_folder)
@@ -68,8 +71,9 @@ def prepare_stores(
 def find_text(folder: str | os.PathLike[str], name: str, part: str) -> Path:
     """Return the path of the LIBSVM text of one part of a data set.
 
-    The name of the file is the published one (``epsilon_normalized.t`` for the test part of epsilon), or ``NAME`` for
-    training and ``NAME.t`` for test, plain or with ``.gz``, ``.bz2`` or ``.xz``.
+    The name of the file is the published one (``epsilon_normalized.t`` for the test part of
+    epsilon), or ``NAME`` for training and ``NAME.t`` for test, plain or with ``.gz``, ``.bz2`` or
+    ``.xz``.
 
     Args:
         folder: Folder to search.

@@ -99,14 +99,16 @@ def train_and_validation(
 ) -> tuple[LMDBDataset | RowSubset, LMDBDataset | RowSubset]:
     """Return the rows for training and the rows for validation.
 
-    The rows for validation are the data set's test part. If the data set has none, they are a fifth of each class of
-    the training part, the same in every run (:func:`~mlbench_core.dataset.parts.stratified_split`).
+    The rows for validation are the data set's test part. If the data set has none, they are a fifth
+    of each class of the training part, the same in every run
+    (:func:`~mlbench_core.dataset.parts.stratified_split`).
 
     Args:
-        name: Name of the data set: one of :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`, or the name of a
-            user's own data.
+        name: Name of the data set: one of :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`,
+            or the name of a user's own data.
         root: Folder with its stores.
-        layout: ``"dense"`` or ``"sparse_csr"``, as for :class:`LMDBDataset`; None reads rows as they are stored.
+        layout: ``"dense"`` or ``"sparse_csr"``, as for :class:`LMDBDataset`; None reads rows as
+            they are stored.
 
     Returns:
         Two data sets without a common row.
@@ -123,7 +125,8 @@ def train_and_validation(
     try:
         return train, LMDBDataset(name, "test", root, layout=layout)
     except DatasetNotFoundError:
-        # A test part that is published but not stored here must not be replaced by rows of the training part.
+        # A test part that is published but not stored here must not be replaced by rows of the
+        # training part.
         if name in KNOWN and "test" in KNOWN[name].files:
             raise
     training, validation = stratified_split(train.targets.numpy())

@@ -27,7 +27,8 @@ __all__ = [
 
 DEFAULT_FEATURES = 2_000  # as epsilon has
 DEFAULT_ROWS: Mapping[str, int] = {"train": 40_000, "test": 10_000}
-CHUNK_ROWS = 1_024  # each chunk has its own random stream, so this number is part of the definition of the data
+# each chunk has its own random stream, so this number is part of the definition of the data
+CHUNK_ROWS = 1_024
 LOGIT_SCALE = 6.0  # standard deviation of the logits
 # The purpose of a stream of random bits is part of its seed.
 _WEIGHTS, _STREAMS = 0, {"train": 1, "test": 2}
@@ -76,12 +77,14 @@ def synthetic_rows(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     r"""Return rows ``chunk * 1024`` to ``(chunk + 1) * 1024 - 1`` of the data.
 
-    Features are independent and uniform: 16-bit integers times a power of two, so that a row's norm is near 1. Labels
-    are drawn from the logistic model :math:`P(y = 1 \mid x) = \sigma(w^\top x)` with :func:`synthetic_weights`.
+    Features are independent and uniform: 16-bit integers times a power of two, so that a row's norm
+    is near 1. Labels are drawn from the logistic model :math:`P(y = 1 \mid x) = \sigma(w^\top x)`
+    with :func:`synthetic_weights`.
 
-    The random bits are numpy's PCG64 stream, which never changes. All sums are sums of integers below 2^53, so they are
-    exact in any order of addition. Only the exponential of the last step may differ in its last digit between machines.
-    This changes a label with a probability of about 2^-52.
+    The random bits are numpy's PCG64 stream, which never changes. All sums are sums of integers
+    below 2^53, so they are exact in any order of addition. Only the exponential of the last step
+    may differ in its last digit between machines. This changes a label with a probability of about
+    2^-52.
 
     Args:
         chunk: Number of the chunk of rows, from 0.
@@ -124,9 +127,9 @@ class LogisticOptimum:
     Attributes:
         l2: The penalty :math:`\lambda`.
         loss: The loss at ``weights``, penalty included.
-        gap: Upper bound on the difference between ``loss`` and the true minimum. The loss is :math:`\lambda`-strongly
-            convex, so :math:`f(w) - \min f \le \lVert \nabla f(w) \rVert^2 / (2 \lambda)`. The bound does not include
-            rounding, which is about 1e-15 of the loss.
+        gap: Upper bound on the difference between ``loss`` and the true minimum. The loss is
+            :math:`\lambda`-strongly convex, so :math:`f(w) - \min f \le \lVert \nabla f(w) \rVert^2
+            / (2 \lambda)`. The bound does not include rounding, which is about 1e-15 of the loss.
         accuracy: Fraction of the rows that are classified correctly at ``weights``.
         weights: The weights and, last, the bias; float64, shape (n_features + 1,).
     """
@@ -149,8 +152,9 @@ def logistic_optimum(features: NDArray[Any], labels: NDArray[Any], l2: float) ->
         f(w) = \frac{1}{n} \sum_i \bigl[ \log (1 + e^{z_i}) - y_i z_i \bigr]
         + \frac{\lambda}{2} \lVert w \rVert^2, \quad z_i = w^\top (x_i, 1)
 
-    This is :class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized` over all rows; the bias is penalized
-    too. The function uses Newton's method. Conjugate gradients compute each step, which is halved until the loss falls.
+    This is :class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized` over all rows;
+    the bias is penalized too. The function uses Newton's method. Conjugate gradients compute each
+    step, which is halved until the loss falls.
 
     Args:
         features: Rows, shape (n, n_features); converted to float64 in chunks.
@@ -231,7 +235,8 @@ class _Loss:
         loss = float(
             np.mean(np.logaddexp(0, z) - self.labels * z) + self.l2 / 2 * (weights @ weights)
         )
-        # This is the sigmoid. The hyperbolic tangent does not overflow for logits of any size, unlike the exponential.
+        # This is the sigmoid. The hyperbolic tangent does not overflow for logits of any size,
+        # unlike the exponential.
         p = 0.5 * (1 + np.tanh(z / 2))
         gradient = self._transposed(p - self.labels) / len(z) + self.l2 * weights
         return loss, gradient, p * (1 - p) / len(z)
@@ -241,7 +246,8 @@ class _Loss:
     ) -> NDArray[np.float64]:
         """Solve H d = -g by conjugate gradients, with a tolerance that shrinks with the gradient."""
         norm = float(np.linalg.norm(gradient))
-        # Exact solutions far from the minimum waste work; this tolerance still gives superlinear convergence.
+        # Exact solutions far from the minimum waste work; this tolerance still gives superlinear
+        # convergence.
         tolerance = norm * min(0.1, math.sqrt(norm))
         step, residual = np.zeros_like(gradient), -gradient
         direction, square = residual.copy(), float(residual @ residual)
@@ -270,8 +276,8 @@ def write_synthetic_dense(
 ) -> Path:
     """Write :func:`synthetic_rows` as a store.
 
-    The header of the store describes the data under ``extra["synthetic_dense"]``. With ``l2``, ``extra["optimum"]``
-    holds the minimum of the training loss, see :class:`LogisticOptimum`.
+    The header of the store describes the data under ``extra["synthetic_dense"]``. With ``l2``,
+    ``extra["optimum"]`` holds the minimum of the training loss, see :class:`LogisticOptimum`.
 
     Args:
         path: The store.
@@ -279,8 +285,10 @@ def write_synthetic_dense(
         n_rows: Number of rows, at least 1.
         seed: Seed of the data.
         data_type: ``"train"`` or ``"test"``.
-        l2: Penalty of the optimum to compute, which needs all rows in memory; None computes no optimum.
-        rows_per_block: Rows of a block; if None, a number that makes blocks of about half a megabyte.
+        l2: Penalty of the optimum to compute, which needs all rows in memory; None computes no
+            optimum.
+        rows_per_block: Rows of a block; if None, a number that makes blocks of about half a
+            megabyte.
         advance: Function that is called with the number of rows in each written chunk.
 
     Returns:

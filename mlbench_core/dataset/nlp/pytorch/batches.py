@@ -1,8 +1,9 @@
 """Batches of sentence pairs of similar length, distributed to workers.
 
-:class:`BucketBatchSampler`, :func:`build_collate_fn` and :class:`TeacherForcedBatches` make time-first batches of a
-fixed number of pairs, for GNMT. :func:`get_batches`, :func:`shard_batches` and :func:`collate_batch` make batch-first
-batches of about the same number of tokens, for the Transformer.
+:class:`BucketBatchSampler`, :func:`build_collate_fn` and :class:`TeacherForcedBatches` make
+time-first batches of a fixed number of pairs, for GNMT. :func:`get_batches`, :func:`shard_batches`
+and :func:`collate_batch` make batch-first batches of about the same number of tokens, for the
+Transformer.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def build_collate_fn(
 
     Returns:
         A function of a list of pairs (source, target), each int64 of shape (tokens,). It returns
-        ``((source, source_lengths), (target, target_lengths))``: ids of shape (time, batch), padded at the end, or
-        (batch, time) with ``batch_first``; lengths without padding, of shape (batch,). All are int64.
+        ``((source, source_lengths), (target, target_lengths))``: ids of shape (time, batch), padded
+        at the end, or (batch, time) with ``batch_first``; lengths without padding, of shape
+        (batch,). All are int64.
 
     Raises:
         ValueError: ``multiple`` is not positive.
@@ -63,7 +65,8 @@ def build_collate_fn(
         ([[2, 2], [7, 3], [3, 0]], [3, 2])
     """
     check_at_least("multiple", multiple, 1)
-    # Return a partial of a module's function, because a closure could not be pickled for a DataLoader's processes.
+    # Return a partial of a module's function, because a closure could not be pickled for a
+    # DataLoader's processes.
     return functools.partial(
         _collate, batch_first=batch_first, sort=sort, pad=pad, multiple=multiple
     )
@@ -95,17 +98,19 @@ def _pad(sentences: Sequence[Tensor], pad: int, multiple: int, left: bool = Fals
 class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
     """Batches of pairs of similar length, the same number on every worker.
 
-    Training (``shuffle=True``): pairs are sorted into buckets by length and shuffled within each bucket. Each bucket is
-    cut into batches of all workers together. The remaining pairs of all buckets, in order of length, make further
-    batches; a rest smaller than a batch is left out of that epoch. The order of the batches is shuffled. Step by step,
-    k workers with batches of b pairs get the same pairs as one worker with batches of kb. Everything depends only on
-    (seed, epoch), so workers do not communicate.
+    Training (``shuffle=True``): pairs are sorted into buckets by length and shuffled within each
+    bucket. Each bucket is cut into batches of all workers together. The remaining pairs of all
+    buckets, in order of length, make further batches; a rest smaller than a batch is left out of
+    that epoch. The order of the batches is shuffled. Step by step, k workers with batches of b
+    pairs get the same pairs as one worker with batches of kb. Everything depends only on (seed,
+    epoch), so workers do not communicate.
 
-    Validation (``shuffle=False``): every pair comes once, in order of its length. The batches of all
-    workers differ by at most one pair. If there are fewer pairs than batches of all workers, some batches are empty.
+    Validation (``shuffle=False``): every pair comes once, in order of its length. The batches of
+    all workers differ by at most one pair. If there are fewer pairs than batches of all workers,
+    some batches are empty.
 
-    Pass it to ``DataLoader(dataset, batch_sampler=..., collate_fn=build_collate_fn())``. Each pass is its own epoch
-    unless :meth:`set_epoch` sets another one.
+    Pass it to ``DataLoader(dataset, batch_sampler=..., collate_fn=build_collate_fn())``. Each pass
+    is its own epoch unless :meth:`set_epoch` sets another one.
 
     Args:
         lengths: Length of each pair, shape (pairs,), for example that of its longer side.
@@ -117,7 +122,8 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
         buckets: Number of ranges of length, each with the same number of pairs.
 
     Raises:
-        ValueError: An argument is outside the values listed above, or the pairs are too few for one training step.
+        ValueError: An argument is outside the values listed above, or the pairs are too few for one
+            training step.
 
     Example:
         >>> samplers = [BucketBatchSampler([3, 9, 4, 8], 1, rank=rank, world_size=2, buckets=2) for rank in (0, 1)]
@@ -155,7 +161,8 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch, on every worker."""
-        # The number depends on the number of pairs alone, so workers agree on it without communication.
+        # The number depends on the number of pairs alone, so workers agree on it without
+        # communication.
         together = self.batch_size * self.world_size
         return len(self.lengths) // together if self.shuffle else -(-len(self.lengths) // together)
 
@@ -170,7 +177,8 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
 
     def _validation_batches(self) -> list[_Order]:
         order = np.argsort(self.lengths, kind="stable")
-        # Cut the shares of all workers and batches at once, so that they differ by at most one pair.
+        # Cut the shares of all workers and batches at once, so that they differ by at most one
+        # pair.
         return (
             np.array_split(order, len(self) * self.world_size)[self.rank :: self.world_size]
             if len(order)
@@ -193,8 +201,8 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
         drop = generator.permutation(len(left))[: len(left) % together]
         left = np.delete(left, drop)
         full += np.split(left, len(left) // together) if len(left) else []
-        # Each batch in `full` is that of all workers, so that k workers see the batches of one worker with k times the
-        # batch size.
+        # Each batch in `full` is that of all workers, so that k workers see the batches of one
+        # worker with k times the batch size.
         mine = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
         return [full[number][mine] for number in generator.permutation(len(full))]
 
@@ -212,8 +220,10 @@ class TeacherForcedBatches:
     """Batches for training: the inputs of the model, and the words that it should predict next.
 
     Args:
-        pairs: Pairs (source, target), each int64 of shape (tokens,), from the id of the beginning to that of the end.
-        order: Indices of each batch: a sampler such as :class:`BucketBatchSampler`, or a list of lists.
+        pairs: Pairs (source, target), each int64 of shape (tokens,), from the id of the beginning
+            to that of the end.
+        order: Indices of each batch: a sampler such as :class:`BucketBatchSampler`, or a list of
+            lists.
         device: Device of the ids.
 
     Example:
@@ -240,8 +250,9 @@ class TeacherForcedBatches:
     def __iter__(self) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor], Tensor]]:
         """Yield ``((source, lengths, target without its last row), target without its first row)``, time first.
 
-        Ids have the shapes (source, batch), (target - 1, batch) and (target - 1, batch); the sources' lengths, of shape
-        (batch,), stay on the CPU, because packing sentences needs them there.
+        Ids have the shapes (source, batch), (target - 1, batch) and (target - 1, batch); the
+        sources' lengths, of shape (batch,), stay on the CPU, because packing sentences needs them
+        there.
         """
         # The decoder reads the target without its last row, and predicts it without its first row.
         for (source, lengths), (target, _) in self.loader:
@@ -271,18 +282,20 @@ def get_batches(
 ) -> list[list[int]]:
     """Cut a data set into batches of pairs of similar length.
 
-    A batch of n pairs whose longest side has l tokens has n x l tokens, padding included. Pairs are added to a batch in
-    order of their size, as long as the batch has at most ``max_tokens`` tokens and ``max_sentences`` pairs. Then n is
-    rounded down to a multiple of ``bsz_mult``, unless it is smaller than ``bsz_mult``. The result depends only on the
-    arguments, so it is the same on every worker. :func:`shard_batches` selects each worker's batches.
+    A batch of n pairs whose longest side has l tokens has n x l tokens, padding included. Pairs are
+    added to a batch in order of their size, as long as the batch has at most ``max_tokens`` tokens
+    and ``max_sentences`` pairs. Then n is rounded down to a multiple of ``bsz_mult``, unless it is
+    smaller than ``bsz_mult``. The result depends only on the arguments, so it is the same on every
+    worker. :func:`shard_batches` selects each worker's batches.
 
     Args:
-        dataset: A :class:`~mlbench_core.dataset.nlp.pytorch.wmt17_dataset.WMT17Dataset`, or another object with its
-            ``sizes`` and ``shuffle``.
+        dataset: A :class:`~mlbench_core.dataset.nlp.pytorch.wmt17_dataset.WMT17Dataset`, or another
+            object with its ``sizes`` and ``shuffle``.
         max_tokens: Largest number of tokens in a batch; None for no limit.
         max_sentences: Largest number of pairs in a batch; None for no limit.
         bsz_mult: Make the number of pairs in a batch a multiple of this number if possible.
-        shuffle: If True, shuffle the order of batches and, if the data set's ``shuffle`` is True, of pairs of one size.
+        shuffle: If True, shuffle the order of batches and, if the data set's ``shuffle`` is True,
+            of pairs of one size.
         seed: Seed of both orders; use another one in each epoch, for example ``seed + epoch``.
 
     Returns:
@@ -311,7 +324,8 @@ def get_batches(
             f"max_tokens must be at least {sizes[longest]}, the tokens of pair {longest}, not {max_tokens}: raise it, "
             f"or give the data set smaller max_positions"
         )
-    # The generator depends on the seed alone, so every worker cuts the same batches without communication.
+    # The generator depends on the seed alone, so every worker cuts the same batches without
+    # communication.
     generator = np.random.default_rng(seed)
     order = (
         generator.permutation(len(sizes)) if shuffle and dataset.shuffle else np.arange(len(sizes))
@@ -351,21 +365,24 @@ def shard_batches(
 ) -> list[list[int]]:
     """Return every k-th batch of a list that is the same on every worker, as this worker's share.
 
-    All workers get the same number of batches; otherwise some would wait indefinitely in a collective.
+    All workers get the same number of batches; otherwise some would wait indefinitely in a
+    collective.
 
     Args:
         batches: Batches of all workers.
         rank: Rank of this worker.
         world_size: Number k of workers.
-        drop_last: If True, as for training, leave out the remainder if k does not divide the number of batches. Other
-            batches are left out in each epoch, because batches are shuffled. If False, as for validation, a worker
-            without a last batch gets an empty one, and ``collater`` converts it to an empty dictionary.
+        drop_last: If True, as for training, leave out the remainder if k does not divide the number
+            of batches. Other batches are left out in each epoch, because batches are shuffled. If
+            False, as for validation, a worker without a last batch gets an empty one, and
+            ``collater`` converts it to an empty dictionary.
 
     Returns:
         The batches of the worker.
 
     Raises:
-        ValueError: The rank is not below ``world_size``, or the batches are too few for one training step.
+        ValueError: The rank is not below ``world_size``, or the batches are too few for one
+            training step.
 
     Example:
         >>> batches = [[0], [1], [2]]
@@ -380,7 +397,8 @@ def shard_batches(
         raise ValueError(
             f"batches must have one for each of {world_size} workers, not {len(batches)} in total: use smaller batches"
         )
-    # Neighboring batches that are not shuffled have similar sizes, so every k-th batch gives workers similar work.
+    # Neighboring batches that are not shuffled have similar sizes, so every k-th batch gives
+    # workers similar work.
     mine = list(batches[rank : rounds * world_size : world_size])
     return mine + [[] for _ in range(rounds - len(mine))]
 
@@ -396,8 +414,8 @@ def collate_batch(
     """Make a batch of samples.
 
     Args:
-        samples: Items of the data set: ``id``, an integer, and ``source`` and ``target``, int64 of shape (tokens,),
-            each with the end symbol.
+        samples: Items of the data set: ``id``, an integer, and ``source`` and ``target``, int64 of
+            shape (tokens,), each with the end symbol.
         pad_idx: Number of the padding.
         eos_idx: Number of the end symbol.
         left_pad_source: If True, sources are padded on the left.
@@ -405,10 +423,11 @@ def collate_batch(
         seq_len_multiple: Pad sources and targets to multiples of this length.
 
     Returns:
-        A dictionary, which is empty without samples. ``id``: int64 of shape (batch,); ``ntokens``: number of
-        target tokens without padding; ``target``: int64 of shape (batch, tokens); ``net_input``: the arguments of the
-        model. These are ``src_tokens``, int64 of shape (batch, tokens), ``src_lengths`` of shape (batch,), and
-        ``prev_output_tokens``, the targets with the end symbol moved from the end to the beginning.
+        A dictionary, which is empty without samples. ``id``: int64 of shape (batch,); ``ntokens``:
+        number of target tokens without padding; ``target``: int64 of shape (batch, tokens);
+        ``net_input``: the arguments of the model. These are ``src_tokens``, int64 of shape (batch,
+        tokens), ``src_lengths`` of shape (batch,), and ``prev_output_tokens``, the targets with the
+        end symbol moved from the end to the beginning.
 
     Example:
         >>> sample = {"id": 7, "source": torch.tensor([5, 1]), "target": torch.tensor([8, 9, 1])}
@@ -420,7 +439,8 @@ def collate_batch(
         return {}
     sources = [sample["source"] for sample in samples]
     targets = [sample["target"] for sample in samples]
-    # The decoder reads the target shifted by one: from the end symbol, which starts a translation, to the last word.
+    # The decoder reads the target shifted by one: from the end symbol, which starts a translation,
+    # to the last word.
     end = torch.tensor([eos_idx])
     previous = [torch.cat((end, target[:-1])) for target in targets]
     return {

@@ -1,8 +1,9 @@
 """Convert texts to ids with a dictionary, and cache the ids for later runs.
 
-The cache of a corpus is a folder. Its name contains a digest of the source files, so that it is never out of date.
-``dictionary.json`` has the words and the number of tokens of each part, ``<part>.npy`` the ids as int32. The folder is
-created under another name and then renamed, so several processes can create the same cache at the same time.
+The cache of a corpus is a folder. Its name contains a digest of the source files, so that it is
+never out of date. ``dictionary.json`` has the words and the number of tokens of each part,
+``<part>.npy`` the ids as int32. The folder is created under another name and then renamed, so
+several processes can create the same cache at the same time.
 """
 
 from __future__ import annotations
@@ -99,14 +100,14 @@ class Corpus:
 def load_corpus(texts: Mapping[str, Path], cache_dir: Path | None) -> Corpus:
     """Read a text in parts, or map the result of an earlier call from the cache.
 
-    A text is split at white space, and each line, also an empty one, ends with one more word, ``<eos>``. Only a line
-    feed ends a line. The dictionary reads the parts in the given order, so the ids of the first part do not depend on
-    the others.
+    A text is split at white space, and each line, also an empty one, ends with one more word,
+    ``<eos>``. Only a line feed ends a line. The dictionary reads the parts in the given order, so
+    the ids of the first part do not depend on the others.
 
     Args:
         texts: The file of each part, UTF-8, plain or compressed.
-        cache_dir: Folder for caches, created if it does not exist. With None, or if the folder is not writable, no
-            cache is used.
+        cache_dir: Folder for caches, created if it does not exist. With None, or if the folder is
+            not writable, no cache is used.
 
     Returns:
         The corpus.
@@ -144,7 +145,8 @@ def _read_corpus(texts: Mapping[str, Path]) -> Corpus:
             for word in (*line.split(), EOS):
                 yield dictionary.add_word(word)
 
-    # `ids` is an iterator, because a list of the words of a large text would take many times the memory of their ids.
+    # `ids` is an iterator, because a list of the words of a large text would take many times the
+    # memory of their ids.
     return Corpus(
         dictionary, {part: np.fromiter(ids(path), dtype=np.int32) for part, path in texts.items()}
     )

@@ -29,11 +29,13 @@ _TOKENIZERS = {"subwords": "moses", "spacy": "spacy"}
 class Multi30k(RecurrentPairs):
     """One part of Multi30k: 29,000 pairs to train, 1,014 to validate, 1,000 to test.
 
-    The raw text must be in ``root``: ``train.en``, ``val.en``, ``test_2016_flickr.en``, and the same with ``.de``,
-    plain or compressed. Vocabulary and store are created as for WMT16, and kept in the user's cache folder.
+    The raw text must be in ``root``: ``train.en``, ``val.en``, ``test_2016_flickr.en``, and the
+    same with ``.de``, plain or compressed. Vocabulary and store are created as for WMT16, and kept
+    in the user's cache folder.
 
-    Items and methods are those of :class:`~mlbench_core.dataset.nlp.pytorch.wmt16_dataset.WMT16Dataset`;
-    :meth:`for_transformer` returns the same pairs in the format of
+    Items and methods are those of
+    :class:`~mlbench_core.dataset.nlp.pytorch.wmt16_dataset.WMT16Dataset`; :meth:`for_transformer`
+    returns the same pairs in the format of
     :class:`~mlbench_core.dataset.nlp.pytorch.wmt17_dataset.WMT17Dataset`.
 
     Args:
@@ -42,8 +44,10 @@ class Multi30k(RecurrentPairs):
         train: If True, load the training part.
         validation: If True, load the validation part.
         test: If True, load the test part of 2016.
-        math_precision: With ``"fp16"`` or ``"bf16"``, unused symbols pad the vocabulary to a multiple of 8.
-        tokens: ``"subwords"`` divides Moses' words into parts; ``"spacy"`` uses whole words by spaCy's rules.
+        math_precision: With ``"fp16"`` or ``"bf16"``, unused symbols pad the vocabulary to a
+            multiple of 8.
+        tokens: ``"subwords"`` divides Moses' words into parts; ``"spacy"`` uses whole words by
+            spaCy's rules.
         vocab_size: Number of sub-words.
         min_count: Minimum count of a word with ``"spacy"``; a rarer one is unknown.
         sort: If True, sort the pairs by the length of the source, the longest first.
@@ -53,7 +57,8 @@ class Multi30k(RecurrentPairs):
         cache_dir: Folder for vocabulary and store; if None, one below the user's MLBench folder.
 
     Raises:
-        ValueError: Not exactly one part is requested, or an argument is outside the values listed above.
+        ValueError: Not exactly one part is requested, or an argument is outside the values listed
+            above.
         DatasetNotFoundError: The text of the part, or the training text, does not exist.
         DatasetError: The text is damaged, or its languages have different numbers of lines.
 
@@ -68,8 +73,8 @@ class Multi30k(RecurrentPairs):
         (2, 'Er schläft.', 1)
 
     References:
-        Elliott, Frank, Sima'an and Specia 2016, Multi30K: Multilingual English-German Image Descriptions,
-        arXiv 1605.00459.
+        Elliott, Frank, Sima'an and Specia 2016, Multi30K: Multilingual English-German Image
+        Descriptions, arXiv 1605.00459.
     """
 
     def __init__(

@@ -41,7 +41,8 @@ class _PartPairs(Dataset[Item]):
         """Return the targets as they are in the text, in this data set's order; not for training parts.
 
         Raises:
-            ValueError: This is a training part, from which pairs were left out, or its text is not raw.
+            ValueError: This is a training part, from which pairs were left out, or its text is not
+                raw.
         """
         return self.part.read_targets(self.indices)
 
@@ -64,7 +65,8 @@ class RecurrentPairs(_PartPairs[tuple[Tensor, Tensor]]):
     Attributes:
         tokenizer: The tokenizer that creates the ids.
         indices: Numbers of the pairs in the store, in this data set's order.
-        lengths: Number of ids of each pair's source and target, without beginning and end; int64 of shape (pairs, 2).
+        lengths: Number of ids of each pair's source and target, without beginning and end; int64 of
+            shape (pairs, 2).
 
     Args:
         part: The part of the data set.
@@ -101,8 +103,8 @@ class RecurrentPairs(_PartPairs[tuple[Tensor, Tensor]]):
         kept = lengths.min(axis=1) >= min_len
         if max_len is not None:
             kept &= lengths.max(axis=1) <= max_len
-        # Scores are comparable only on the whole text, so log a warning if pairs of a validation or test part are left
-        # out.
+        # Scores are comparable only on the whole text, so log a warning if pairs of a validation or
+        # test part are left out.
         if part.has_references and not kept.all():
             _log.warning("%d of %d pairs are left out, with sides of fewer than %d or more than %s sub-words: a score "
                          "is not that of the whole text", (~kept).sum(), len(kept), min_len, max_len)  # fmt: skip
@@ -136,8 +138,9 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
     """Pairs for the Transformer: each side ends with the end symbol, and both share one dictionary.
 
     Attributes:
-        dictionary: The dictionary; padding is 0, the end 1, text without a symbol 2. With a vocabulary of sub-tokens,
-            no text is without a symbol, and all numbers are those of its file.
+        dictionary: The dictionary; padding is 0, the end 1, text without a symbol 2. With a
+            vocabulary of sub-tokens, no text is without a symbol, and all numbers are those of its
+            file.
         src_dict: The same dictionary.
         trg_dict: The same dictionary.
         indices: Numbers of the pairs in the store, in this data set's order.
@@ -146,11 +149,12 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
     Args:
         part: The part of the data set.
         left_pad: For source and target: if True, pad on the left.
-        max_positions: Largest number of tokens of source and target, with the end. Longer pairs of a training part are
-            left out. Longer sentences of other parts are cut, because these parts must stay complete.
+        max_positions: Largest number of tokens of source and target, with the end. Longer pairs of
+            a training part are left out. Longer sentences of other parts are cut, because these
+            parts must stay complete.
         seq_len_multiple: Pad source and target to multiples of this length.
-        shuffle: If True, :func:`~mlbench_core.dataset.nlp.pytorch.batches.get_batches` shuffles pairs of the same
-            length.
+        shuffle: If True, :func:`~mlbench_core.dataset.nlp.pytorch.batches.get_batches` shuffles
+            pairs of the same length.
         indices: Numbers of the pairs in the store to take; None for all.
 
     Raises:
@@ -184,7 +188,8 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
             self.dictionary = Dictionary(symbols=[_UNKNOWN_SYMBOL, *part.subwords.symbols])
             # In the store, unknown text has the number 0 and symbols have numbers from 1.
             self._shift = _FIRST_SYMBOL - 1
-        # If a special symbol were in the vocabulary too, the numbers of all later symbols would be wrong.
+        # If a special symbol were in the vocabulary too, the numbers of all later symbols would be
+        # wrong.
         if len(self.dictionary) != self._shift + part.subwords.size:
             special = ", ".join(self.dictionary.symbols[:_FIRST_SYMBOL])
             raise DatasetError(
@@ -199,7 +204,8 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
             _log.warning("%d of %d pairs %s: they have more than %s tokens", too_long.sum(), len(wanted), effect,
                          " and ".join(map(str, max_positions)))  # fmt: skip
         self.indices: Lengths = wanted[~too_long] if part.is_cleaned else wanted
-        # Use the lengths after cutting: `get_batches` would refuse a sentence that is longer than a batch.
+        # Use the lengths after cutting: `get_batches` would refuse a sentence that is longer than a
+        # batch.
         self.lengths: Lengths = np.minimum(lengths, np.asarray(max_positions))[self.indices]
 
     @property
@@ -212,8 +218,9 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
         """Join sub-words to text; a generator with ``remove_bpe=None`` returns such sub-words.
 
         Args:
-            text: Symbols of the dictionary with spaces between them. Whole words, which a generator with
-                ``remove_bpe="@@ "`` returns, are accepted too, except with a vocabulary of sub-tokens.
+            text: Symbols of the dictionary with spaces between them. Whole words, which a generator
+                with ``remove_bpe="@@ "`` returns, are accepted too, except with a vocabulary of
+                sub-tokens.
 
         Returns:
             Text with normal punctuation.

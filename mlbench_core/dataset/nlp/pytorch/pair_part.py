@@ -78,8 +78,8 @@ class Part:
             Lines of text.
 
         Raises:
-            ValueError: The text is not raw; or pairs were left out, as in training parts, so that lines and pairs do
-                not correspond.
+            ValueError: The text is not raw; or pairs were left out, as in training parts, so that
+                lines and pairs do not correspond.
         """
         if self.recipe.tokenizer is None:
             raise ValueError(
@@ -176,22 +176,23 @@ def load_part(
     """Load vocabulary and store of a part; create both if they do not exist yet.
 
     Args:
-        find: Function that returns the text of the part with a given name. If ``name`` is not ``"train"``, it is called
-            for the training text only to learn a vocabulary.
+        find: Function that returns the text of the part with a given name. If ``name`` is not
+            ``"train"``, it is called for the training text only to learn a vocabulary.
         name: Name of the part; raw text of ``"train"`` is cleaned.
         recipe: The settings for words and symbols.
-        root: Folder of the data. If it has a vocabulary ``vocab.bpe.NAME``, this is used instead of a learned one.
+        root: Folder of the data. If it has a vocabulary ``vocab.bpe.NAME``, this is used instead of
+            a learned one.
         cache_dir: Folder for vocabulary and stores; None for the user's cache folder.
         in_memory: If True, read the store into memory.
-        vocabulary: File with sub-tokens that is used instead of any other vocabulary; None for no such file. The
-            recipe's tokenizer must be ``"lines"`` with a file.
+        vocabulary: File with sub-tokens that is used instead of any other vocabulary; None for no
+            such file. The recipe's tokenizer must be ``"lines"`` with a file.
 
     Returns:
         The part.
 
     Raises:
-        DatasetNotFoundError: The file with sub-tokens does not exist; or the text is divided already, and the
-            vocabulary is missing.
+        DatasetNotFoundError: The file with sub-tokens does not exist; or the text is divided
+            already, and the vocabulary is missing.
         DatasetError: The file is not a vocabulary.
     """
     # Before find(): an error in the file must show before a long download.
@@ -225,7 +226,8 @@ def _download(folder: Path, archive: Archive, languages: Sequence[str]) -> None:
     maybe_download_and_extract_tar_gz(unpacked, file_name, archive.url)
     texts = [archive.text_path(lang) for lang in languages]
     found = [unpacked / text for text in texts]
-    # Count the lines of all files before the first one gets its place, so that a wrong text is never used.
+    # Count the lines of all files before the first one gets its place, so that a wrong text is
+    # never used.
     for path in found:
         lines = count_lines(path) if path.is_file() else 0
         if lines != archive.lines:

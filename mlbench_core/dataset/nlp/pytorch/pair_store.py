@@ -2,13 +2,14 @@
 
 A store is a folder:
 
-* ``header.json``: the fields of :class:`PairHeader`: version of the format, number of pairs and tokens, both languages,
-  checksum and size of the vocabulary, and further entries;
+* ``header.json``: the fields of :class:`PairHeader`: version of the format, number of pairs and
+  tokens, both languages, checksum and size of the vocabulary, and further entries;
 * ``source.npy`` and ``target.npy``: the numbers of all sentences, concatenated;
-* ``source.offsets.npy`` and ``target.offsets.npy``: int64, the start of each sentence, and the end of the last one.
+* ``source.offsets.npy`` and ``target.offsets.npy``: int64, the start of each sentence, and the end
+  of the last one.
 
-Numbers are uint16 if the vocabulary has at most 65,536 symbols, otherwise int32. A store is created under another name
-and renamed when it is complete. Nothing in it is a pickle.
+Numbers are uint16 if the vocabulary has at most 65,536 symbols, otherwise int32. A store is created
+under another name and renamed when it is complete. Nothing in it is a pickle.
 """
 
 from __future__ import annotations
@@ -186,14 +187,15 @@ def write_pairs(
     Args:
         folder: The store to create.
         header: Description of the store. The function fills in the numbers of pairs and tokens.
-        blocks: Blocks of sources and their targets, each a list of integer arrays of shape (tokens,). Only one block at
-            a time is in memory.
+        blocks: Blocks of sources and their targets, each a list of integer arrays of shape
+            (tokens,). Only one block at a time is in memory.
 
     Returns:
         The store, mapped into memory.
 
     Raises:
-        ValueError: A block has different numbers of sources and targets, or a number is not in the vocabulary.
+        ValueError: A block has different numbers of sources and targets, or a number is not in the
+            vocabulary.
     """
     with files.creating_folder(folder) as new:
         with (
@@ -215,7 +217,8 @@ def write_pairs(
         (new / "header.json").write_text(
             json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8"
         )
-        # The new store is complete here. Remove the old one, because leaving this block renames the new one.
+        # The new store is complete here. Remove the old one, because leaving this block renames the
+        # new one.
         shutil.rmtree(folder, ignore_errors=True)
     return PairStore(folder)
 

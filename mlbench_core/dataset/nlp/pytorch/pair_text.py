@@ -32,8 +32,8 @@ class PairFiles:
     """The text of one part of a data set: line i of the targets translates line i of the sources.
 
     Attributes:
-        sources: Files in the first language, read one after another: plain or compressed text, or ``.sgm`` as in the
-            archives of the translation conferences.
+        sources: Files in the first language, read one after another: plain or compressed text, or
+            ``.sgm`` as in the archives of the translation conferences.
         targets: Files in the second language.
     """
 
@@ -67,8 +67,9 @@ class Recipe:
 
     Attributes:
         languages: Languages of source and target.
-        tokenizer: ``"moses"`` for words that are divided into parts, ``"spacy"`` for whole words, ``"lines"`` for lines
-            that the vocabulary itself splits, None for text that is already split into words and divided.
+        tokenizer: ``"moses"`` for words that are divided into parts, ``"spacy"`` for whole words,
+            ``"lines"`` for lines that the vocabulary itself splits, None for text that is already
+            split into words and divided.
         merges: Number of merges. Pass either this or ``size``.
         size: Number of symbols. Pass either this or ``merges``.
         min_count: Minimum count of a whole word; a rarer one gets no symbol.
@@ -98,8 +99,8 @@ def prepare_subwords(files: PairFiles, recipe: Recipe, cache_dir: Path) -> tuple
     Args:
         files: The text.
         recipe: The settings.
-        cache_dir: Folder for the vocabulary and the text in words. If several processes call this, one of them creates
-            the files and the others wait.
+        cache_dir: Folder for the vocabulary and the text in words. If several processes call this,
+            one of them creates the files and the others wait.
 
     Returns:
         The vocabulary, and its folder.
@@ -145,8 +146,8 @@ def prepare_store(
         files: The text.
         recipe: The settings for words.
         subwords: The vocabulary.
-        cache_dir: Folder for the store. If several processes call this, one of them creates the store and the others
-            wait.
+        cache_dir: Folder for the store. If several processes call this, one of them creates the
+            store and the others wait.
         cleaning: Rules for the pairs to keep; None keeps all.
         in_memory: If True, read the store into memory instead of mapping it.
 
@@ -169,7 +170,8 @@ def prepare_store(
         except DatasetError as error:
             if folder.exists():
                 _log.warning("%s", error)
-        # The words come before the progress bar of the store, because a terminal shows one bar at a time.
+        # The words come before the progress bar of the store, because a terminal shows one bar at a
+        # time.
         is_split = recipe.tokenizer in ("moses", "spacy")
         text = _prepare_words(files, recipe, cleaning, cache_dir) if is_split else files
         header = PairHeader(

@@ -1,12 +1,13 @@
 r"""The vocabulary of MLPerf's Transformer reference: sub-tokens in the file format of Tensor2Tensor.
 
-A file has one sub-token per line, in single or double quotes; padding and end come first. The number of a sub-token is
-that of its line, from 0. Text becomes numbers in three steps:
+A file has one sub-token per line, in single or double quotes; padding and end come first. The
+number of a sub-token is that of its line, from 0. Text becomes numbers in three steps:
 
-1. Tokens are the longest runs of letters and digits, and of other characters. A space between two tokens of letters and
-   digits is left out, because two such tokens in a row always have a space between them.
-2. Escapes: ``\`` becomes ``\\``, ``_`` becomes ``\u``, and a character that no sub-token has becomes
-   ``\NUMBER;`` with its code point. Then ``_`` marks the end of the token.
+1. Tokens are the longest runs of letters and digits, and of other characters. A space between two
+   tokens of letters and digits is left out, because two such tokens in a row always have a space
+   between them.
+2. Escapes: ``\`` becomes ``\\``, ``_`` becomes ``\u``, and a character that no sub-token has
+   becomes ``\NUMBER;`` with its code point. Then ``_`` marks the end of the token.
 3. From left to right, the longest sub-token that fits is cut off.
 
 Every step can be reversed, so any text is restored exactly. No text is unknown.
@@ -30,9 +31,11 @@ from mlbench_core.errors import DatasetError, DatasetNotFoundError
 __all__ = ["SubtokenVocabulary"]
 
 _PAD, _EOS = 0, 1
-# MLPerf's reference writes the first form, Tensor2Tensor the second one, with the mark of a token's end.
+# MLPerf's reference writes the first form, Tensor2Tensor the second one, with the mark of a token's
+# end.
 _SPECIAL = (("<pad>", "<pad>_"), ("<EOS>", "<EOS>_"))
-# Letters and digits: `isalnum` is true for the Unicode categories L and N alone, and `\w` for these and "_".
+# Letters and digits: `isalnum` is true for the Unicode categories L and N alone, and `\w` for these
+# and "_".
 _TOKENS = re.compile(r"[^\W_]+|[\W_]+")
 _ESCAPE_CHARACTERS = "\\_u;0123456789"
 _ESCAPES = re.compile(r"\\u|\\\\|\\([0-9]+);")
@@ -44,22 +47,23 @@ _KEPT_TOKENS = 1 << 16
 class SubtokenVocabulary:
     r"""A vocabulary of sub-tokens, with the rules that divide text into them and restore it.
 
-    Files such as ``vocab.translate_ende_wmt32k.32768.subwords`` of Tensor2Tensor and ``vocab.ende.32768`` of MLPerf's
-    reference have this format. The numbers are those of these programs.
+    Files such as ``vocab.translate_ende_wmt32k.32768.subwords`` of Tensor2Tensor and
+    ``vocab.ende.32768`` of MLPerf's reference have this format. The numbers are those of these
+    programs.
 
     Attributes:
         subtokens: The sub-tokens, as given.
-        symbols: The same, in a form that can be separated by spaces: white space in a sub-token is escaped, for example
-            a space as ``\32;``.
+        symbols: The same, in a form that can be separated by spaces: white space in a sub-token is
+            escaped, for example a space as ``\32;``.
 
     Args:
-        subtokens: The sub-tokens in their order, each of them once: ``<pad>``, ``<EOS>``, and then all others. Among
-            them must be each of their characters as a sub-token, and ``\``, ``_``, ``u``, ``;``
-            and ``0`` to ``9`` for escapes.
+        subtokens: The sub-tokens in their order, each of them once: ``<pad>``, ``<EOS>``, and then
+            all others. Among them must be each of their characters as a sub-token, and ``\``,
+            ``_``, ``u``, ``;`` and ``0`` to ``9`` for escapes.
 
     Raises:
-        ValueError: The first two sub-tokens are others, a sub-token occurs twice or is empty, or a character is
-            missing.
+        ValueError: The first two sub-tokens are others, a sub-token occurs twice or is empty, or a
+            character is missing.
 
     Example:
         >>> vocabulary = SubtokenVocabulary(["<pad>", "<EOS>", "dog_", "do", *"dogs\\_u;0123456789"])
@@ -68,9 +72,10 @@ class SubtokenVocabulary:
         (['dog_', 'do', 'g', 's', '_'], 'dog dogs')
 
     References:
-        The class ``SubwordTextEncoder`` of https://github.com/tensorflow/tensor2tensor, described in: Vaswani et al.
-        2018, Tensor2Tensor for Neural Machine Translation, arXiv 1803.07416. The benchmark "translation" with a
-        Transformer: Mattson et al. 2019, MLPerf Training Benchmark, arXiv 1910.01500.
+        The class ``SubwordTextEncoder`` of https://github.com/tensorflow/tensor2tensor, described
+        in: Vaswani et al. 2018, Tensor2Tensor for Neural Machine Translation, arXiv 1803.07416. The
+        benchmark "translation" with a Transformer: Mattson et al. 2019, MLPerf Training Benchmark,
+        arXiv 1910.01500.
     """
 
     def __init__(self, subtokens: Sequence[str]) -> None:
@@ -161,7 +166,8 @@ class SubtokenVocabulary:
     def checksum(self) -> str:
         """Return the SHA-256 in hexadecimal digits of the file with single quotes that has these sub-tokens.
 
-        Tensor2Tensor and MLPerf's reference write single quotes, so this is what ``sha256sum`` shows for their files.
+        Tensor2Tensor and MLPerf's reference write single quotes, so this is what ``sha256sum``
+        shows for their files.
         """
         return files.digest(
             "".join(f"'{subtoken}'\n" for subtoken in self.subtokens).encode("utf-8")

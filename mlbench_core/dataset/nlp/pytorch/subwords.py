@@ -1,9 +1,10 @@
 """Sub-words: byte pair encoding of words, learned from a text or read from files in the format of subword-nmt.
 
-Words are divided into parts; each part except the last one ends with a separator, ``@@``. A model has two files.
-``bpe.NAME`` has the merges, one pair of parts per line, after a line ``#version: 0.2``; ``</w>`` marks a part at the
-end of a word. ``vocab.bpe.NAME`` has the symbols, one per line. The number of a symbol depends only on its line, so it
-is the same in every process and on every platform.
+Words are divided into parts; each part except the last one ends with a separator, ``@@``. A model
+has two files. ``bpe.NAME`` has the merges, one pair of parts per line, after a line ``#version:
+0.2``; ``</w>`` marks a part at the end of a word. ``vocab.bpe.NAME`` has the symbols, one per line.
+The number of a symbol depends only on its line, so it is the same in every process and on every
+platform.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Subwords:
 
     Attributes:
         symbols: The symbols. Parts that do not end a word end with the separator.
-        merges: Pairs of parts in the order in which they are merged. None if words are not divided, because each symbol
-            is a whole word or the text is divided already.
+        merges: Pairs of parts in the order in which they are merged. None if words are not divided,
+            because each symbol is a whole word or the text is divided already.
         separator: As given.
 
     Args:
@@ -78,10 +79,12 @@ class Subwords:
             lines: Words with white space between them.
 
         Returns:
-            For each line the numbers of its symbols, int32; :data:`UNKNOWN` for text without a symbol.
+            For each line the numbers of its symbols, int32; :data:`UNKNOWN` for text without a
+            symbol.
 
         Raises:
-            MissingDependencyError: The model has merges, and the package tokenizers is not installed.
+            MissingDependencyError: The model has merges, and the package tokenizers is not
+                installed.
         """
         # Whole words need neither an encoder nor the package tokenizers.
         if self.merges is None:
@@ -103,7 +106,8 @@ class Subwords:
             parts |= dict.fromkeys((left, right, left + right))
         # No part contains white space, so a space can stand for unknown text.
         unknown = " "
-        # The encoder must number every part that a merge can create, even if it has no symbol in this vocabulary.
+        # The encoder must number every part that a merge can create, even if it has no symbol in
+        # this vocabulary.
         ids = {unknown: 0} | {part: number for number, part in enumerate(parts, 1)}
         model = tokenizers.models.BPE(
             vocab=ids, merges=merges, unk_token=unknown, end_of_word_suffix=_END
@@ -157,7 +161,8 @@ class Subwords:
         Args:
             folder: Folder with one ``vocab.bpe.NAME``.
             separator: Mark of a part that does not end its word.
-            skip: Symbols of the file to leave out, such as special symbols that other programs write.
+            skip: Symbols of the file to leave out, such as special symbols that other programs
+                write.
 
         Returns:
             The model.
@@ -226,8 +231,8 @@ def learn_subwords(
 ) -> Subwords:
     """Learn a vocabulary of parts of words: repeatedly merge the most frequent pair of neighboring parts.
 
-    The first symbols are the characters inside words, then those at the end of words, both sorted by code point. The
-    results of the merges follow in the order of the merges.
+    The first symbols are the characters inside words, then those at the end of words, both sorted
+    by code point. The results of the merges follow in the order of the merges.
 
     Args:
         lines: Words with white space between them.
@@ -241,11 +246,13 @@ def learn_subwords(
         The model. It depends only on the text, not on the order of lines.
 
     Raises:
-        ValueError: Both or none of ``merges`` and ``size`` are given, or ``size`` is smaller than the alphabet.
+        ValueError: Both or none of ``merges`` and ``size`` are given, or ``size`` is smaller than
+            the alphabet.
         MissingDependencyError: tokenizers is not installed.
 
     References:
-        Sennrich, Haddow and Birch 2016, Neural Machine Translation of Rare Words with Subword Units, arXiv 1508.07909.
+        Sennrich, Haddow and Birch 2016, Neural Machine Translation of Rare Words with Subword
+        Units, arXiv 1508.07909.
 
     Example:
         >>> learn_subwords(["low low lower"], merges=2).merges
@@ -312,9 +319,9 @@ def _learn_merges(
 ) -> list[Pair]:
     """Learn the merges, the same in every process.
 
-    The trainer resolves ties between equally frequent pairs by the numbers of their parts. It numbers characters by
-    code point, but characters at the end of words in the order of a hash table. As special tokens, they get numbers in
-    the given order.
+    The trainer resolves ties between equally frequent pairs by the numbers of their parts. It
+    numbers characters by code point, but characters at the end of words in the order of a hash
+    table. As special tokens, they get numbers in the given order.
     """
     tokenizers: Any = require("tokenizers", "text")
     finals = [c + _END for c in final]
@@ -382,7 +389,8 @@ def _read_merges(path: Path) -> list[Pair]:
 
 
 def _read_lines(path: Path) -> list[str]:
-    # Split at line feeds only: a symbol may contain characters that Python's `splitlines` treats as line ends.
+    # Split at line feeds only: a symbol may contain characters that Python's `splitlines` treats as
+    # line ends.
     try:
         return path.read_bytes().decode("utf-8-sig").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:

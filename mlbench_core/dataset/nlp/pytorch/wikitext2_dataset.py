@@ -46,16 +46,16 @@ _LENGTH_DEVIATION = 5.0
 class Wikitext2Dataset:
     r"""One part of WikiText-2 as parallel streams of words.
 
-    The text is one sequence of words. :meth:`generate_batches` cuts it into equal streams, one for each sequence in the
-    batch of all workers, and gives each worker its share of the streams. :meth:`generate_sequence_lengths` chooses the
-    length of each batch. :meth:`get_batch` returns batches in the order of the text: the model's state at the end of a
-    batch is its state at the start of the next one. The concatenated batches of all workers are the batch of a single
-    worker.
+    The text is one sequence of words. :meth:`generate_batches` cuts it into equal streams, one for
+    each sequence in the batch of all workers, and gives each worker its share of the streams.
+    :meth:`generate_sequence_lengths` chooses the length of each batch. :meth:`get_batch` returns
+    batches in the order of the text: the model's state at the end of a batch is its state at the
+    start of the next one. The concatenated batches of all workers are the batch of a single worker.
 
-    The files are ``train.txt``, ``valid.txt`` and ``test.txt``, or ``wiki.train.tokens`` and so on as in the original
-    archive, plain or compressed. They are in ``path`` or in its folder ``wikitext-2``. If none of them exists, the
-    archive is downloaded. Any text in files of these names works. The first run creates a cache, which later runs map
-    into memory.
+    The files are ``train.txt``, ``valid.txt`` and ``test.txt``, or ``wiki.train.tokens`` and so on
+    as in the original archive, plain or compressed. They are in ``path`` or in its folder
+    ``wikitext-2``. If none of them exists, the archive is downloaded. Any text in files of these
+    names works. The first run creates a cache, which later runs map into memory.
 
     Attributes:
         dictionary: The words of all parts; the training part's come first. WikiText-2 has 33,278.
@@ -75,7 +75,8 @@ class Wikitext2Dataset:
 
     Raises:
         ValueError: Not exactly one part is requested, or a length is not positive.
-        DatasetNotFoundError: The part or the training part, which is read for the dictionary, is missing.
+        DatasetNotFoundError: The part or the training part, which is read for the dictionary, is
+            missing.
         DatasetError: A file is damaged.
         DownloadError: The download failed.
 
@@ -123,8 +124,9 @@ class Wikitext2Dataset:
     def sequence_lengths(self) -> Tensor:
         """Return the length of each batch of the epoch, int64 of shape (batches,).
 
-        :meth:`generate_sequence_lengths` creates it. A script may also write into the tensor, for example by
-        ``torch.distributed.broadcast(dataset.sequence_lengths, 0)``, or set it: batches follow its content.
+        :meth:`generate_sequence_lengths` creates it. A script may also write into the tensor, for
+        example by ``torch.distributed.broadcast(dataset.sequence_lengths, 0)``, or set it: batches
+        follow its content.
         """
         return self._sequence_lengths
 
@@ -150,20 +152,24 @@ class Wikitext2Dataset:
     ) -> None:
         """Cut the text into streams and select this worker's share of them.
 
-        The remaining words after the last full stream, fewer than ``global_bsz``, are not used. The lengths of the
-        batches are those of ``generate_sequence_lengths(random=False)`` until they are generated again.
+        The remaining words after the last full stream, fewer than ``global_bsz``, are not used. The
+        lengths of the batches are those of ``generate_sequence_lengths(random=False)`` until they
+        are generated again.
 
         Args:
-            global_bsz: Number of streams, which is the number of sequences in a batch of all workers together.
-            worker_bsz: Number of streams of each worker: this worker gets ``worker_bsz`` streams from number
-                ``rank * worker_bsz`` on. If this and ``world_size`` are None, it gets all streams.
+            global_bsz: Number of streams, which is the number of sequences in a batch of all
+                workers together.
+            worker_bsz: Number of streams of each worker: this worker gets ``worker_bsz`` streams
+                from number ``rank * worker_bsz`` on. If this and ``world_size`` are None, it gets
+                all streams.
             rank: This worker's rank.
-            world_size: Number of workers that share the streams as evenly as possible, for validation; use it instead
-                of ``worker_bsz``. A worker without streams has no batches.
+            world_size: Number of workers that share the streams as evenly as possible, for
+                validation; use it instead of ``worker_bsz``. A worker without streams has no
+                batches.
 
         Raises:
-            ValueError: The text is too short for the streams, the worker's streams are not among them, or both
-                ``worker_bsz`` and ``world_size`` are given.
+            ValueError: The text is too short for the streams, the worker's streams are not among
+                them, or both ``worker_bsz`` and ``world_size`` are given.
         """
         words_in_stream = len(self.tokens) // global_bsz if global_bsz > 0 else 0
         if words_in_stream < 2:
@@ -189,17 +195,20 @@ class Wikitext2Dataset:
     def generate_sequence_lengths(self, random: bool = False) -> None:
         r"""Choose the length of each batch of an epoch.
 
-        Lengths are ``bptt``, or drawn again for each batch, so that batches start at different words in each epoch:
+        Lengths are ``bptt``, or drawn again for each batch, so that batches start at different
+        words in each epoch:
 
-        .. math:: \ell = \max(\ell_{\min}, \lfloor n \rfloor), \quad n \sim \mathcal{N}(b, 5^2), \quad
-            b = \begin{cases} T & \text{with probability } 0.95 \\ T / 2 & \text{with probability } 0.05 \end{cases}
+        .. math:: \ell = \max(\ell_{\min}, \lfloor n \rfloor), \quad n \sim \mathcal{N}(b, 5^2),
+            \quad b = \begin{cases} T & \text{with probability } 0.95 \\ T / 2 & \text{with
+            probability } 0.05 \end{cases}
 
-        with :math:`T` = ``bptt`` and :math:`\ell_{\min}` = ``min_seq_len``. The last batch gets the remaining words. If
-        these are fewer than ``min_seq_len`` and lengths are random, the previous batch gets them instead.
+        with :math:`T` = ``bptt`` and :math:`\ell_{\min}` = ``min_seq_len``. The last batch gets the
+        remaining words. If these are fewer than ``min_seq_len`` and lengths are random, the
+        previous batch gets them instead.
 
-        Random lengths depend on ``seed`` and the epoch alone, so all workers draw the same lengths without
-        communication. The first call with ``random=True`` is for epoch 0, and each further one for the next epoch,
-        unless :meth:`set_epoch` sets another one.
+        Random lengths depend on ``seed`` and the epoch alone, so all workers draw the same lengths
+        without communication. The first call with ``random=True`` is for epoch 0, and each further
+        one for the next epoch, unless :meth:`set_epoch` sets another one.
 
         Args:
             random: If True, draw lengths at random, otherwise use ``bptt``.
@@ -247,9 +256,9 @@ class Wikitext2Dataset:
             cuda: If True, put it on the current GPU.
 
         Returns:
-            ``(data, target)``. ``data`` has ids of this worker's streams, int64 of shape (length, sequences).
-            ``target`` has the id of the word after each of them, int64 of shape (length * sequences,), as a loss on
-            flattened scores needs it.
+            ``(data, target)``. ``data`` has ids of this worker's streams, int64 of shape (length,
+            sequences). ``target`` has the id of the word after each of them, int64 of shape (length
+            * sequences,), as a loss on flattened scores needs it.
 
         Raises:
             IndexError: The batch does not exist.
@@ -357,7 +366,8 @@ def _find_texts(folder: Path) -> dict[str, Path]:
 def _download(folder: Path) -> None:
     """Download the text from the first mirror that has it, check it, and move it into place in one step.
 
-    No published checksum is valid for all mirrors, so the function checks the numbers of tokens and words instead.
+    No published checksum is valid for all mirrors, so the function checks the numbers of tokens and
+    words instead.
     """
     unpacked = folder / "downloads"
     try:

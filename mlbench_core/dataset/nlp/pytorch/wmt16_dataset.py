@@ -30,34 +30,43 @@ _DIVIDED_NAMES = {
 class WMT16Dataset(RecurrentPairs):
     """One part of WMT16 English-German: Europarl 7, Common Crawl and News Commentary 11; newstest2014 for validation.
 
-    The text is cleaned and split into words, and the words into sub-words with a vocabulary of both languages. If
-    ``root`` has a vocabulary (``vocab.bpe.32000`` and ``bpe.32000``), it is used. Otherwise a vocabulary of 32,000
-    merges is learned from the training text. The result is stored, and later runs map it into memory. A training pair
-    is left out if a side has fewer than 1 or more than 80 words, or more than 9 times as many words as the other side.
+    The text is cleaned and split into words, and the words into sub-words with a vocabulary of both
+    languages. If ``root`` has a vocabulary (``vocab.bpe.32000`` and ``bpe.32000``), it is used.
+    Otherwise a vocabulary of 32,000 merges is learned from the training text. The result is stored,
+    and later runs map it into memory. A training pair is left out if a side has fewer than 1 or
+    more than 80 words, or more than 9 times as many words as the other side.
 
-    To use your own text, put ``train.en``, ``train.de``, ``newstest2014.en`` and so on (or ``validation.en``) into
-    ``root``, plain or compressed. Otherwise the text of the unpacked archives is used.
+    To use your own text, put ``train.en``, ``train.de``, ``newstest2014.en`` and so on (or
+    ``validation.en``) into ``root``, plain or compressed. Otherwise the text of the unpacked
+    archives is used.
 
-    An item is a pair of tensors, (source, target), int64 of shape (tokens + 2,), each from the id 2 of the beginning to
-    the id 3 of the end. :func:`~mlbench_core.dataset.nlp.pytorch.batches.build_collate_fn` makes batches of them, and
-    :class:`~mlbench_core.dataset.nlp.pytorch.batches.BucketBatchSampler` distributes them to workers.
+    An item is a pair of tensors, (source, target), int64 of shape (tokens + 2,), each from the id 2
+    of the beginning to the id 3 of the end.
+    :func:`~mlbench_core.dataset.nlp.pytorch.batches.build_collate_fn` makes batches of them, and
+    :class:`~mlbench_core.dataset.nlp.pytorch.batches.BucketBatchSampler` distributes them to
+    workers.
 
     Attributes:
         tokenizer: The tokenizer, a
             :class:`~mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer.WMT16Tokenizer`.
         vocab_size: Number of ids.
-        lengths: Number of ids of each pair's source and target, without beginning and end; int64 of shape (pairs, 2).
+        lengths: Number of ids of each pair's source and target, without beginning and end; int64 of
+            shape (pairs, 2).
 
     Args:
         root: Folder of the data.
         lang: Languages of source and target.
-        math_precision: With ``"fp16"`` or ``"bf16"``, unused symbols pad the vocabulary to a multiple of 8.
-        download: If True, download missing data: 1.6 GB for training, which take a while to prepare.
+        math_precision: With ``"fp16"`` or ``"bf16"``, unused symbols pad the vocabulary to a
+            multiple of 8.
+        download: If True, download missing data: 1.6 GB for training, which take a while to
+            prepare.
         train: If True, load the training part, 4.6 million pairs.
         validation: If True, load the validation part, 3,003 pairs.
-        lazy: If True, leave the numbers on the disk and read them when needed, instead of all at the start.
-        preprocessed: If True, the text consists of words that are already escaped and divided, as other programs store
-            it in ``train.tok.clean.bpe.32000.en``, and its vocabulary is in ``root``.
+        lazy: If True, leave the numbers on the disk and read them when needed, instead of all at
+            the start.
+        preprocessed: If True, the text consists of words that are already escaped and divided, as
+            other programs store it in ``train.tok.clean.bpe.32000.en``, and its vocabulary is in
+            ``root``.
         sort: If True, sort the pairs by the length of the source, the longest first.
         min_len: Leave out pairs with a side of fewer sub-words.
         max_len: Leave out pairs with a side of more sub-words; None for no limit.
@@ -66,8 +75,10 @@ class WMT16Dataset(RecurrentPairs):
         cache_dir: Folder for vocabulary and store; if None, one below the user's MLBench folder.
 
     Raises:
-        ValueError: Not exactly one part is requested, or an argument is outside the values listed above.
-        DatasetNotFoundError: The text of the part, or the training text for a vocabulary, does not exist.
+        ValueError: Not exactly one part is requested, or an argument is outside the values listed
+            above.
+        DatasetNotFoundError: The text of the part, or the training text for a vocabulary, does not
+            exist.
         DatasetError: The text is damaged, or its languages have different numbers of lines.
         DownloadError: The download failed.
 

@@ -1,9 +1,9 @@
 """MPI as a backend of ``torch.distributed``, for a torch that was built without it.
 
-The wheels of torch have no MPI. This package gives them one: :func:`register` makes ``"mpi"`` a backend whose process
-groups work over mpi4py (``pip install 'mlbench-core[mpi]'``). As with an MPI built into torch, ``mpirun`` gives ranks
-and world size. :func:`~mlbench_core.distributed.pytorch.initialize_backends` registers it
-automatically::
+The wheels of torch have no MPI. This package gives them one: :func:`register` makes ``"mpi"`` a
+backend whose process groups work over mpi4py (``pip install 'mlbench-core[mpi]'``). As with an MPI
+built into torch, ``mpirun`` gives ranks and world size.
+:func:`~mlbench_core.distributed.pytorch.initialize_backends` registers it automatically::
 
     mpirun -n 2 python main.py
 
@@ -73,17 +73,18 @@ def is_registered() -> bool:
 def register(timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
     """Make ``mpi`` a backend of ``torch.distributed``; MPI starts with the first process group.
 
-    Afterwards ``torch.distributed.is_mpi_available()`` is true. Calling it again only changes the time limit. A torch
-    that was built with MPI keeps its own.
+    Afterwards ``torch.distributed.is_mpi_available()`` is true. Calling it again only changes the
+    time limit. A torch that was built with MPI keeps its own.
 
-    torch gives an MPI backend neither a time limit nor a store, because an MPI built into torch has no use for them. So
-    the limit is given here. Groups made by ``new_group`` have it too.
+    torch gives an MPI backend neither a time limit nor a store, because an MPI built into torch has
+    no use for them. So the limit is given here. Groups made by ``new_group`` have it too.
 
     Args:
         timeout_s: Seconds after which an operation fails that other workers do not join.
 
     Returns:
-        True if ``mpi`` is the backend of this package, False if it is one that was built into torch.
+        True if ``mpi`` is the backend of this package, False if it is one that was built into
+        torch.
 
     Raises:
         MissingDependencyError: mpi4py is not installed.
@@ -106,8 +107,8 @@ def register(timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
     _Maker.timeout_s = timeout_s
     if not is_registered():
         dist.Backend.register_backend("mpi", _make_by_plugin, devices=["cpu", "cuda"])
-        # torch does not look among the registered backends for this one name: it uses the class that an MPI build
-        # would contain, which is this one from now on.
+        # torch does not look among the registered backends for this one name: it uses the class
+        # that an MPI build would contain, which is this one from now on.
         torch_private.set_mpi_class(_Maker)
     return True
 
@@ -134,7 +135,8 @@ class _Maker:
                 made.extend([comm, *(serve(comm) if found.size > 1 else ())])
 
         def post() -> list[Test]:
-            # The workers of a smaller group have no communicator yet, so they cannot meet in a barrier before.
+            # The workers of a smaller group have no communicator yet, so they cannot meet in a
+            # barrier before.
             return [] if ranks else [found.mpi.COMM_WORLD.Ibarrier().Test]
 
         # Making a communicator blocks until all workers do it: as a work it has a time limit.

@@ -14,8 +14,9 @@ __all__ = ["Buffer", "is_cuda_aware"]
 class Buffer:
     """A tensor's elements in contiguous memory that MPI can read and write.
 
-    That is the tensor's own memory if it is contiguous and on the CPU, or on a GPU whose memory MPI can work on.
-    Otherwise it is a copy. For a tensor on a GPU it lies in pinned host memory, unless MPI can work on the GPU's.
+    That is the tensor's own memory if it is contiguous and on the CPU, or on a GPU whose memory MPI
+    can work on. Otherwise it is a copy. For a tensor on a GPU it lies in pinned host memory, unless
+    MPI can work on the GPU's.
 
     Args:
         tensor: The tensor.

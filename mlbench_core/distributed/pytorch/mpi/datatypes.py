@@ -73,8 +73,8 @@ class Reduction:
 class Datatypes:
     """MPI's datatypes and operators for torch's.
 
-    No MPI standard before 5.0 knows float16 and bfloat16. They are reduced by operators of our own: torch combines two
-    blocks of elements, computing in float32, and rounds the result.
+    No MPI standard before 5.0 knows float16 and bfloat16. They are reduced by operators of our own:
+    torch combines two blocks of elements, computing in float32, and rounds the result.
 
     Args:
         mpi: The module ``mpi4py.MPI``.
@@ -106,7 +106,8 @@ class Datatypes:
             True
         """
         name = str(getattr(op, "op", op).name)
-        # Kept: MPI has room for a limited number of operators, and a new one for each call would leak.
+        # Kept: MPI has room for a limited number of operators, and a new one for each call would
+        # leak.
         key = (dtype, name)
         if key not in self._reductions:
             self._reductions[key] = self._make(name, dtype)

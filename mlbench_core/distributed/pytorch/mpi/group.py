@@ -1,6 +1,7 @@
 """Implement torch's process group over MPI."""
 
-# torch's stubs have each method twice, for its two callers; only one of them calls a group written in Python.
+# torch's stubs have each method twice, for its two callers; only one of them calls a group written
+# in Python.
 # mypy: disable-error-code="override, assignment, attr-defined, call-arg"
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ class MPIProcessGroup(dist.ProcessGroup):
     """A process group whose operations are done by MPI.
 
     ``torch.distributed.init_process_group("mpi")`` and ``new_group`` create it after
-    :func:`~mlbench_core.distributed.pytorch.mpi.register`. The methods are those that the functions of
-    ``torch.distributed`` call.
+    :func:`~mlbench_core.distributed.pytorch.mpi.register`. The methods are those that the functions
+    of ``torch.distributed`` call.
 
     Args:
         world: MPI's world.
         comm: The communicator, which this group frees at its end.
         timeout_s: Seconds after which an operation fails that other workers do not join.
-        store: A store in which the workers of the whole world leave each other notices; None for other groups.
+        store: A store in which the workers of the whole world leave each other notices; None for
+            other groups.
 
     Attributes:
         notices: The store, until the group is shut down.
@@ -196,7 +198,8 @@ class MPIProcessGroup(dist.ProcessGroup):
     ) -> Work:
         for parts, source in zip(outputs, inputs, strict=True):
             self._check_parts(name, parts, source)
-        # MPI gathers into one piece of memory, and the list's tensors lie apart: so gather, then copy.
+        # MPI gathers into one piece of memory, and the list's tensors lie apart: so gather, then
+        # copy.
         wholes = [source.new_empty(self.size() * source.numel()) for source in inputs]
         spread: list[Job] = [
             (partial(_spread, whole, parts), ())
@@ -373,7 +376,8 @@ class MPIProcessGroup(dist.ProcessGroup):
             buffer.write_back()
             work.source = status.Get_source()
 
-        # Made before it is submitted: a message that has already arrived is finished while it is submitted.
+        # Made before it is submitted: a message that has already arrived is finished while it is
+        # submitted.
         work = self._work(name, post, finish, tensors)
         return self._submit(work, background=True)
 
@@ -461,7 +465,8 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _submit(self, work: Work, background: bool) -> Work:
         if self._comm is None:
             raise dist.DistBackendError(f"MPI: {work.name}: this process group was destroyed")
-        # No caller waits for one of the collected operations alone, so the communication thread must do them.
+        # No caller waits for one of the collected operations alone, so the communication thread
+        # must do them.
         self._world.works.submit(work, background or self._collected is not None)
         if self._collected is not None:
             self._collected.append(work)

@@ -1,8 +1,8 @@
 """Make all MPI calls of a process through one queue.
 
-One thread at a time works on the queue, in its order: the communication thread, or a thread that waits for a work. The
-waiting thread does the due works itself, because waking the other thread costs some 30 microseconds (an all-reduce of
-100 numbers costs 2).
+One thread at a time works on the queue, in its order: the communication thread, or a thread that
+waits for a work. The waiting thread does the due works itself, because waking the other thread
+costs some 30 microseconds (an all-reduce of 100 numbers costs 2).
 
 A work goes through these states::
 
@@ -10,13 +10,16 @@ A work goes through these states::
                           |                                           ^
                           +------------ overdue, or an error ---------+
 
-* *Posted*: non-blocking MPI requests are under way. For a message they are its sends or receives. For a collective it
-  is a non-blocking barrier, which completes when all workers have called the collective.
-* *Due*: the requests have completed. A collective now makes MPI's blocking call, which no longer waits for a worker.
+* *Posted*: non-blocking MPI requests are under way. For a message they are its sends or receives.
+  For a collective it is a non-blocking barrier, which completes when all workers have called the
+  collective.
+* *Due*: the requests have completed. A collective now makes MPI's blocking call, which no longer
+  waits for a worker.
 
-So a wait can have a time limit and can be interrupted, and messages go out while a collective waits for late workers.
-The data itself moves through MPI's blocking algorithms, which are faster than its non-blocking ones. If a worker or its
-link is lost in the middle of such a call, the call never returns. A watchdog then ends the process.
+So a wait can have a time limit and can be interrupted, and messages go out while a collective waits
+for late workers. The data itself moves through MPI's blocking algorithms, which are faster than its
+non-blocking ones. If a worker or its link is lost in the middle of such a call, the call never
+returns. A watchdog then ends the process.
 """
 
 from __future__ import annotations
@@ -58,9 +61,10 @@ class Work(dist.Work):
         post: Start MPI's requests without blocking and return their ``Test`` methods.
         finish: Called when the requests have completed; None for nothing.
         result: The tensors that the operation fills, as its future gives them.
-        timeout_s: Seconds from now after which it has failed. Once its requests have completed, ``finish`` has the same
-            time before the process ends.
-        in_order: True if earlier works that are in order must be finished first, as for collectives.
+        timeout_s: Seconds from now after which it has failed. Once its requests have completed,
+            ``finish`` has the same time before the process ends.
+        in_order: True if earlier works that are in order must be finished first, as for
+            collectives.
     """
 
     def __init__(
@@ -233,7 +237,8 @@ class WorkQueue:
         self.watchdog = Watchdog()
         self._queued: collections.deque[Work] = collections.deque()
         self._posted: list[Work] = []
-        # Only the thread that holds this lock may call MPI, which is started for one caller at a time.
+        # Only the thread that holds this lock may call MPI, which is started for one caller at a
+        # time.
         self._mpi_lock = threading.Lock()
         # For the attributes below; never held while MPI works.
         self._lock = threading.Lock()
@@ -252,7 +257,8 @@ class WorkQueue:
 
         Args:
             owner: The process group.
-            drain: True to finish its works before. Otherwise, if it has any, MPI cannot be used any more.
+            drain: True to finish its works before. Otherwise, if it has any, MPI cannot be used any
+                more.
         """
         self._end_works([work for work in self._works() if work.owner is owner], drain)
         with self._lock:
@@ -266,10 +272,12 @@ class WorkQueue:
 
         Args:
             work: The work.
-            background: True to let the communication thread do it; otherwise some thread must wait for it.
+            background: True to let the communication thread do it; otherwise some thread must wait
+                for it.
 
         Raises:
-            torch.distributed.DistBackendError: An earlier operation timed out, and MPI's state is unknown since then.
+            torch.distributed.DistBackendError: An earlier operation timed out, and MPI's state is
+                unknown since then.
         """
         if self.broken is not None:
             raise dist.DistBackendError(
@@ -352,7 +360,8 @@ class WorkQueue:
             ended = self._advance(finish_collectives)
         finally:
             self._mpi_lock.release()
-        # Callbacks of futures run here, without the lock: a callback may start an operation, which takes the lock.
+        # Callbacks of futures run here, without the lock: a callback may start an operation, which
+        # takes the lock.
         for work in ended:
             work.set_future()
         return bool(ended)
@@ -364,8 +373,8 @@ class WorkQueue:
             work.start()
             self._posted.append(work)
         ended = []
-        # The first collective that has not ended blocks the later ones: all workers make MPI's blocking calls in the
-        # same order, or they would wait for each other. Messages pass.
+        # The first collective that has not ended blocks the later ones: all workers make MPI's
+        # blocking calls in the same order, or they would wait for each other. Messages pass.
         blocked = not finish_collectives
         now = time.perf_counter()
         for work in list(self._posted):
@@ -386,7 +395,8 @@ class WorkQueue:
     def _wake_thread(self) -> None:
         with self._lock:
             if self._thread is None:
-                # Each thread has its own queue of wake-ups: a thread that is ending reads the old one.
+                # Each thread has its own queue of wake-ups: a thread that is ending reads the old
+                # one.
                 self._wake = queue.SimpleQueue()
                 self._thread = threading.Thread(
                     target=self._run, args=(self._wake,), name="mpi-communication", daemon=True
@@ -405,8 +415,9 @@ class WorkQueue:
                 is_running = wake.get()
                 since = time.perf_counter()
             elif self._waiting_threads or time.perf_counter() - since > _SPIN_S:
-                # Not get(timeout=...): Python's SimpleQueue waits without end if a short time limit has passed when
-                # it finds that an earlier put() has been answered already (CPython up to 3.12).
+                # Not get(timeout=...): Python's SimpleQueue waits without end if a short time limit
+                # has passed when it finds that an earlier put() has been answered already (CPython
+                # up to 3.12).
                 time.sleep(_LONG_PAUSE_S if self._waiting_threads else _SHORT_PAUSE_S)
                 with contextlib.suppress(queue.Empty):
                     is_running = wake.get_nowait()

@@ -1,7 +1,8 @@
 """Open a key-value store between MPI's workers.
 
-torch gives the backend ``mpi`` no store. One is needed to find lost workers: a worker that is alive can write a notice
-into it while MPI itself is stuck (see :mod:`mlbench_core.distributed.pytorch.lost_workers`).
+torch gives the backend ``mpi`` no store. One is needed to find lost workers: a worker that is alive
+can write a notice into it while MPI itself is stuck (see
+:mod:`mlbench_core.distributed.pytorch.lost_workers`).
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ def serve(comm: Any) -> tuple[dist.Store | None, tuple[str, list[str], int]]:
         comm: The communicator of mpi4py.
 
     Returns:
-        The store on rank 0, None elsewhere; and rank 0's host, addresses and port. The port is 0 if rank 0 could not
-        open one. If all workers run on one machine, every one has the store, which is a file, and no port is opened.
+        The store on rank 0, None elsewhere; and rank 0's host, addresses and port. The port is 0 if
+        rank 0 could not open one. If all workers run on one machine, every one has the store, which
+        is a file, and no port is opened.
     """
     machines = comm.allgather(process_groups.machine())
     if machines[0] and len(set(machines)) == 1:
@@ -72,7 +74,8 @@ def connect(host: str, addresses: list[str], port: int) -> dist.Store | None:
         port: The port on which its store listens.
 
     Returns:
-        The store; None if no address leads to it, as behind a firewall. Lost workers are then not named.
+        The store; None if no address leads to it, as behind a firewall. Lost workers are then not
+        named.
     """
     candidates = [_LOOPBACK, *addresses] if host == socket.gethostname() else addresses
     for address in _answering(candidates, port) if port else ():
@@ -84,7 +87,8 @@ def connect(host: str, addresses: list[str], port: int) -> dist.Store | None:
 
 
 def _answering(addresses: list[str], port: int) -> Iterator[str]:
-    # Tried with a plain socket first: a TCPStore would try an address that leads nowhere for its whole timeout.
+    # Tried with a plain socket first: a TCPStore would try an address that leads nowhere for its
+    # whole timeout.
     for address in addresses:
         with contextlib.suppress(OSError):
             socket.create_connection((address, port), _PROBE_S).close()

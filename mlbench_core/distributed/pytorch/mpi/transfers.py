@@ -1,7 +1,7 @@
 """Call MPI's blocking collectives on contiguous tensors with any number of elements.
 
-MPI counts elements in a C ``int``. Longer messages go in chunks. If the layout does not allow chunks, as in a gather,
-each worker's part goes as a separate message.
+MPI counts elements in a C ``int``. Longer messages go in chunks. If the layout does not allow
+chunks, as in a gather, each worker's part goes as a separate message.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Transfers:
         self.comm = comm
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
-        # The highest tag, which send() and recv() refuse: the messages of all_to_all cannot be mistaken for users'.
+        # The highest tag, which send() and recv() refuse: the messages of all_to_all cannot be
+        # mistaken for users'.
         self.own_tag: int = comm.Get_attr(world.mpi.TAG_UB)
         self._datatypes = world.datatypes
 
@@ -97,8 +98,8 @@ class Transfers:
             )
             self._divide(output, reduction)
             return
-        # Each part may be longer than one message: reduce() sends it in chunks. On this worker the part is copied,
-        # because the source must stay as it is.
+        # Each part may be longer than one message: reduce() sends it in chunks. On this worker the
+        # part is copied, because the source must stay as it is.
         for root, part in enumerate(source.view(-1).split(output.numel())):
             whole = part.clone() if self.rank == root else part
             self.reduce(whole, root, reduction)

@@ -1,8 +1,8 @@
 """Set a time limit for MPI's blocking calls, which have none and cannot be interrupted.
 
-A collective's data moves in a blocking call. If a link breaks in the middle of it, the call never returns, and no
-exception can reach the thread inside. So another thread watches these calls, as the watchdog of NCCL's process groups
-does: it reports the failure and ends the process.
+A collective's data moves in a blocking call. If a link breaks in the middle of it, the call never
+returns, and no exception can reach the thread inside. So another thread watches these calls, as the
+watchdog of NCCL's process groups does: it reports the failure and ends the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from mlbench_core.distributed.pytorch.lost_workers import explained
 
 __all__ = ["Watchdog", "end_process", "end_process_after"]
 
-# Seconds between two checks of the watchdog: it notices a call past its limit this much late at most.
+# Seconds between two checks of the watchdog: it notices a call past its limit this much late at
+# most.
 _PAUSE_S = 0.25
 # Time to write the error message: a pipe that nobody reads must not keep the process alive.
 _REPORT_S = 2.0
@@ -32,7 +33,8 @@ class Watchdog:
     """A thread that ends the process if a blocking call takes too long; it runs from the first call to :meth:`close`.
 
     Args:
-        end: Called with the message about a call that did not return; by default :func:`end_process`.
+        end: Called with the message about a call that did not return; by default
+            :func:`end_process`.
 
     Example:
         >>> messages = []
@@ -87,7 +89,8 @@ class Watchdog:
             stuck = dist.DistBackendError(
                 f"MPI: {name}: timed out, all workers came but the data did not get through within {limit_s:g} s"
             )
-            # Finding the lost worker takes seconds, in which the call may return after all: so look again.
+            # Finding the lost worker takes seconds, in which the call may return after all: so look
+            # again.
             message = str(explained(stuck))
             if self._call is call:
                 self._end(message)
@@ -118,9 +121,10 @@ def end_process(message: str) -> None:
 def end_process_after(seconds: float) -> None:
     """End this process with status 1 if it still runs after some seconds, even if it hangs at its exit.
 
-    The timer is a thread in C. It needs neither the interpreter nor new Python threads, which may not start any more
-    when a process ends.
+    The timer is a thread in C. It needs neither the interpreter nor new Python threads, which may
+    not start any more when a process ends.
     """
-    # The file stays open, because the timer writes Python's stack to it. The stack would hide the error message.
+    # The file stays open, because the timer writes Python's stack to it. The stack would hide the
+    # error message.
     sink = os.open(os.devnull, os.O_WRONLY)
     faulthandler.dump_traceback_later(seconds, exit=True, file=sink)

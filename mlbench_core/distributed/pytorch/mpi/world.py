@@ -1,7 +1,8 @@
 """Start MPI, find this process's place in its world, and end it.
 
-A worker that failed ends the others at its exit (``MPI_Abort``), because they would wait for it indefinitely. It first
-waits a moment for them to fail too: workers that all fail for one reason each report it themselves.
+A worker that failed ends the others at its exit (``MPI_Abort``), because they would wait for it
+indefinitely. It first waits a moment for them to fail too: workers that all fail for one reason
+each report it themselves.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class World:
 def why_not() -> str | None:
     """Return the reason why the backend ``mpi`` cannot be used in this process; None if it can.
 
-    MPI itself is not loaded: an MPI library that does not load is noticed when the first process group is made.
+    MPI itself is not loaded: an MPI library that does not load is noticed when the first process
+    group is made.
 
     Example:
         >>> why_not() is None or "mpi" in why_not()
@@ -164,7 +166,8 @@ def check_variables(found: World, environment: Mapping[str, str]) -> None:
 def fail_at_exit(reason: str) -> None:
     """Let the end of this process end the other workers too, which would wait for it indefinitely.
 
-    An empty reason withdraws an earlier one. Without a process group over MPI the call does nothing.
+    An empty reason withdraws an earlier one. Without a process group over MPI the call does
+    nothing.
     """
     # The cache is empty before the first group; calling world() then would start MPI.
     if world.cache_info().currsize:
@@ -177,7 +180,8 @@ def _end(found: World, pid: int) -> None:
     if os.getpid() != pid or found.mpi.Is_finalized():
         return
     reason = found.failed
-    # An exception outside of the block of initialize_backends: Python keeps the one that ended the main thread.
+    # An exception outside of the block of initialize_backends: Python keeps the one that ended the
+    # main thread.
     if isinstance(uncaught := getattr(sys, "last_value", None), BaseException):
         reason = reason or f"{type(uncaught).__name__}: {uncaught}"
     found.works.close(drain=not reason)

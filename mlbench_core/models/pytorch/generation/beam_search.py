@@ -19,10 +19,10 @@ __all__ = ["GeneratingModel", "SequenceGenerator", "reorder_context"]
 class GeneratingModel(Protocol):
     """The interface that :class:`SequenceGenerator` needs of a model.
 
-    Two attributes are optional. ``batch_first`` (bool, False if missing) says whether ``generate`` takes and returns
-    (rows, 1) instead of (1, rows). ``reorder_context(context, rows)`` returns the context whose row r is row
-    ``rows[r]`` of the old one. If it is missing, :func:`reorder_context` does that for a context of the usual three
-    parts.
+    Two attributes are optional. ``batch_first`` (bool, False if missing) says whether ``generate``
+    takes and returns (rows, 1) instead of (1, rows). ``reorder_context(context, rows)`` returns the
+    context whose row r is row ``rows[r]`` of the old one. If it is missing, :func:`reorder_context`
+    does that for a context of the usual three parts.
     """
 
     def generate(
@@ -31,27 +31,29 @@ class GeneratingModel(Protocol):
         """Run one time step.
 
         Args:
-            inputs: Newest token of each row, int64 of shape (1, rows), or (rows, 1) with ``batch_first``.
+            inputs: Newest token of each row, int64 of shape (1, rows), or (rows, 1) with
+                ``batch_first``.
             context: The context that the last step returned, or the initial context.
             beam_size: Number of tokens to propose for each row, at most the size of the vocabulary.
 
         Returns:
-            The likeliest next tokens (int64) and their log-probabilities, both of shape (1, rows, beam_size); the
-            attention on the source, shape (1, rows, source), exactly 0 at padding, or None; and the new context. With
-            ``batch_first`` the first two dimensions are swapped.
+            The likeliest next tokens (int64) and their log-probabilities, both of shape (1, rows,
+            beam_size); the attention on the source, shape (1, rows, source), exactly 0 at padding,
+            or None; and the new context. With ``batch_first`` the first two dimensions are swapped.
         """
 
 
 class SequenceGenerator:
     r"""A generator that translates by greedy search (the likeliest word) or by beam search.
 
-    Finished translations are ranked by :class:`~mlbench_core.models.pytorch.generation.scores.GNMTScore`.
+    Finished translations are ranked by
+    :class:`~mlbench_core.models.pytorch.generation.scores.GNMTScore`.
 
     Args:
         model: See :class:`GeneratingModel`. It should be in evaluation mode.
         beam_size: Hypotheses kept for each sentence.
-        max_seq_len: Length of the longest translation, with the start and the end symbol, at least 2. A translation
-            that reaches it gets an end symbol of probability 1 there.
+        max_seq_len: Length of the longest translation, with the start and the end symbol, at least
+            2. A translation that reaches it gets an end symbol of probability 1 there.
         len_norm_factor: :math:`\alpha` of the length normalization.
         len_norm_const: :math:`c` of the length normalization.
         cov_penalty_factor: :math:`\beta` of the coverage penalty.
@@ -93,12 +95,15 @@ class SequenceGenerator:
 
         Args:
             batch_size: Number of sentences.
-            initial_input: Start symbol of each sentence, int64 of any shape with ``batch_size`` elements.
-            initial_context: Context for the first call of the model's ``generate``, with one row for each sentence.
+            initial_input: Start symbol of each sentence, int64 of any shape with ``batch_size``
+                elements.
+            initial_context: Context for the first call of the model's ``generate``, with one row
+                for each sentence.
 
         Returns:
-            The translations, int64 of shape (batch_size, max_seq_len): start symbol, words, end symbol, padding. Their
-            lengths with start and end symbol, int64 of shape (batch_size,). The number of time steps.
+            The translations, int64 of shape (batch_size, max_seq_len): start symbol, words, end
+            symbol, padding. Their lengths with start and end symbol, int64 of shape (batch_size,).
+            The number of time steps.
 
         Raises:
             ValueError: ``initial_input`` does not have ``batch_size`` elements.
@@ -148,7 +153,8 @@ class _GeneratingState:
     def propose(self, tokens: Tensor, count: int, constraints: Constraints) -> Proposal:
         """Return the model's proposals without forbidden tokens. A forced token has probability 1."""
         rows = len(tokens)
-        # The model does not know the constraints: ask for extra tokens in place of the forbidden ones.
+        # The model does not know the constraints: ask for extra tokens in place of the forbidden
+        # ones.
         words, log_probs, attention, self.context = self.model.generate(
             tokens.unsqueeze(1 - self.rows_dim), self.context, count + len(constraints.forbidden)
         )
@@ -177,9 +183,10 @@ def reorder_context(
     """Pick rows of a decoder's context of three parts.
 
     Args:
-        context: Encoder outputs of shape (source, rows, features), or (rows, source, features) with ``batch_first``;
-            lengths of the sources, shape (rows,); and the decoder's hidden state: tensors of shape
-            (..., rows, features) in any nesting of lists and tuples. Any part may be None.
+        context: Encoder outputs of shape (source, rows, features), or (rows, source, features) with
+            ``batch_first``; lengths of the sources, shape (rows,); and the decoder's hidden state:
+            tensors of shape (..., rows, features) in any nesting of lists and tuples. Any part may
+            be None.
         rows: int64 of shape (new rows,): the old row that each new row continues.
         batch_first: If True, the rows are the first dimension of the encoder outputs.
 

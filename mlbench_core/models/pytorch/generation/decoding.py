@@ -1,15 +1,17 @@
 r"""Beam search and sampling for a whole batch at once.
 
-Python loops over time steps only, not over sentences or hypotheses. The live hypotheses are the rows of one batch:
-those of the first sentence, those of the second, and so on, the same number for each. In each step
+Python loops over time steps only, not over sentences or hypotheses. The live hypotheses are the
+rows of one batch: those of the first sentence, those of the second, and so on, the same number for
+each. In each step
 
 1. the model proposes the likeliest next tokens of each row (a ``Proposer``),
 2. the best of all proposals of a sentence are selected,
-3. proposals with the end symbol become finished hypotheses, the others the live ones of the next step,
+3. proposals with the end symbol become finished hypotheses, the others the live ones of the next
+  step,
 4. finished sentences leave the batch, and the model's state follows the rows (``reorder``).
 
-A model must score the next token and reorder its state (``DecoderState``, ``LogitProposer``). Both language models and
-decoders that attend to a source can do so.
+A model must score the next token and reorder its state (``DecoderState``, ``LogitProposer``). Both
+language models and decoders that attend to a source can do so.
 """
 
 from __future__ import annotations
@@ -34,12 +36,14 @@ class SearchOptions:
     Args:
         eos: Token that ends a sequence.
         pad: Token that is never generated and fills the results.
-        beam_size: Hypotheses kept for each sentence, at least 1. With sampling, the number of draws for each sentence.
+        beam_size: Hypotheses kept for each sentence, at least 1. With sampling, the number of draws
+            for each sentence.
         min_len: Smallest number of tokens of a hypothesis, with the end symbol.
         score: Rule that ranks finished hypotheses. Live ones are ranked by their log-probability.
-        stop_early: If True, a sentence is finished as soon as ``beam_size`` hypotheses have ended. Otherwise it
-            continues until no live hypothesis can beat any of the ``beam_size`` best.
-        independent: If True, the rows of a sentence do not compete, and each continues with its proposal (sampling).
+        stop_early: If True, a sentence is finished as soon as ``beam_size`` hypotheses have ended.
+            Otherwise it continues until no live hypothesis can beat any of the ``beam_size`` best.
+        independent: If True, the rows of a sentence do not compete, and each continues with its
+            proposal (sampling).
 
     Raises:
         ValueError: ``beam_size`` or ``min_len`` is below 1.
@@ -145,18 +149,19 @@ def search(
 ) -> Hypotheses:
     """Generate the best sequences, or sample some, for a batch of sentences.
 
-    A hypothesis ends when the end symbol is among the ``beam_size`` best continuations of its sentence. At the last
-    step only the end symbol is allowed. In each step the host waits for two values from the device: if a hypothesis has
-    ended, and how many sentences are left.
+    A hypothesis ends when the end symbol is among the ``beam_size`` best continuations of its
+    sentence. At the last step only the end symbol is allowed. In each step the host waits for two
+    values from the device: if a hypothesis has ended, and how many sentences are left.
 
     Args:
-        proposer: The model, with one row of state for each sentence; ``reorder`` asks for more rows.
+        proposer: The model, with one row of state for each sentence; ``reorder`` asks for more
+            rows.
         start: First token to feed, int64 of shape (batch,).
         options: Options of the search.
-        max_len: Largest number of tokens of a hypothesis, with the end symbol: one number, or one for each sentence,
-            int64 of shape (batch,).
-        prefix: Tokens that each sequence has to begin with, int64 of shape (batch, length). Padding in it leaves the
-            token free.
+        max_len: Largest number of tokens of a hypothesis, with the end symbol: one number, or one
+            for each sentence, int64 of shape (batch,).
+        prefix: Tokens that each sequence has to begin with, int64 of shape (batch, length). Padding
+            in it leaves the token free.
 
     Returns:
         The finished hypotheses.
@@ -187,7 +192,8 @@ def search(
     finished = Hypotheses.none(len(start), options.beam_size, longest, options.pad, start.device)
     live = _begin(proposer, start, limits, longest, options)
     for step in range(longest):
-        # Live hypotheses all have the same length, so one number counts the steps of the whole batch.
+        # Live hypotheses all have the same length, so one number counts the steps of the whole
+        # batch.
         finished.steps = step + 1
         constraints = _constraints(live, step, shortest, prefix, options)
         # One more than the beam, because the end symbol never becomes a live hypothesis.
@@ -234,7 +240,8 @@ def _begin(
     if width > 1:
         proposer.reorder(sentences.repeat_interleave(width), None)
     tokens = torch.full((n, width, longest), options.pad, dtype=torch.int64, device=start.device)
-    # The first step selects from the proposals of a single row, so that no hypothesis appears twice in a beam.
+    # The first step selects from the proposals of a single row, so that no hypothesis appears twice
+    # in a beam.
     newest = start.unsqueeze(1).expand(n, width)
     return _Live(sentences, limits, tokens, newest, torch.zeros((n, width), device=start.device))
 
@@ -249,7 +256,8 @@ def _constraints(
         wanted = prefix[live.sentences, step]
         forced = wanted.masked_fill(wanted == options.pad, FREE)
     if step + 1 >= shortest:
-        # Each sentence has its own limit, and the shortest one is the first step at which any can be reached.
+        # Each sentence has its own limit, and the shortest one is the first step at which any can
+        # be reached.
         forced = live.limits.new_full(live.limits.shape, FREE) if forced is None else forced
         forced = forced.masked_fill(live.limits == step + 1, options.eos)
     if forced is not None:

@@ -34,8 +34,8 @@ class DecoderState(Protocol):
             tokens: int64 of shape (rows,).
 
         Returns:
-            Scores of the next token before the softmax, shape (rows, vocabulary), and the attention on the source,
-            shape (rows, source), or None.
+            Scores of the next token before the softmax, shape (rows, vocabulary), and the attention
+            on the source, shape (rows, source), or None.
         """
 
     def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
@@ -43,8 +43,9 @@ class DecoderState(Protocol):
 
         Args:
             rows: int64 of shape (new rows,): the old row that each new row continues.
-            sentences: int64 of shape (new sentences,): the old sentences that are still in the batch; None if all are.
-                Any state that is kept once per sentence, and not per row, follows only this argument.
+            sentences: int64 of shape (new sentences,): the old sentences that are still in the
+                batch; None if all are. Any state that is kept once per sentence, and not per row,
+                follows only this argument.
         """
 
 
@@ -77,7 +78,8 @@ class Proposer(Protocol):
         Args:
             tokens: int64 of shape (rows,).
             count: Number of proposals that a row needs; fewer if the vocabulary is smaller.
-            constraints: Forbidden and forced tokens. A forced token is the only candidate of its row.
+            constraints: Forbidden and forced tokens. A forced token is the only candidate of its
+                row.
 
         Returns:
             The proposals, in any order.
@@ -94,7 +96,8 @@ class Sampling:
     Args:
         topk: Draw from the ``topk`` likeliest tokens only; -1 for all.
         temperature: Divisor of the scores before the softmax: below 1 sharpens, above 1 flattens.
-        generator: Generator of the random numbers, on the model's device; None for torch's global generator.
+        generator: Generator of the random numbers, on the model's device; None for torch's global
+            generator.
 
     Raises:
         ValueError: An argument is out of its bounds.
@@ -149,7 +152,8 @@ class LogitProposer:
         # Half precision is too coarse to rank hypotheses by sums of log-probabilities.
         logits = logits.float()
         if self.sampling is None:
-            # Forbidden tokens may be among the likeliest; the row needs ``count`` proposals without them.
+            # Forbidden tokens may be among the likeliest; the row needs ``count`` proposals without
+            # them.
             count = min(count + len(constraints.forbidden), logits.shape[1])
             scores, proposed = logits.topk(count, dim=-1)
         else:
@@ -158,12 +162,14 @@ class LogitProposer:
         for token in constraints.forbidden:
             scores = scores.masked_fill(proposed == token, -torch.inf)
         if constraints.forced is not None:
-            # A forced token keeps the model's own probability, whether or not it was among the proposals.
+            # A forced token keeps the model's own probability, whether or not it was among the
+            # proposals.
             forced_scores = logits.gather(1, constraints.forced.clamp(min=0).unsqueeze(1)).squeeze(
                 1
             )
             proposed, scores = keep_forced(proposed, scores, constraints.forced, forced_scores)
-        # Normalize the chosen tokens only: log_softmax would write the scores of the whole vocabulary.
+        # Normalize the chosen tokens only: log_softmax would write the scores of the whole
+        # vocabulary.
         return Proposal(proposed, scores - logits.logsumexp(dim=-1, keepdim=True), attention)
 
     def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
@@ -187,7 +193,8 @@ def keep_forced(
     """
     is_forced = (forced != FREE).unsqueeze(1)
     is_first = torch.arange(tokens.shape[1], device=tokens.device) == 0
-    # All rows have the same number of entries: the first is the forced token, the others are not candidates.
+    # All rows have the same number of entries: the first is the forced token, the others are not
+    # candidates.
     only = torch.where(is_first, forced_log_probs.unsqueeze(1), -torch.inf)
     return torch.where(is_forced, forced.unsqueeze(1), tokens), torch.where(
         is_forced, only, log_probs

@@ -39,7 +39,8 @@ class DecoderContext:
 
         Args:
             rows: int64 of shape (new rows,): the old row that each new row continues.
-            sentences: int64 of shape (new sentences,): the old sentences that are still in the batch; None if all are.
+            sentences: int64 of shape (new sentences,): the old sentences that are still in the
+                batch; None if all are.
         """
         source = self.source if sentences is None else self.source.pick(sentences)
         if self.hidden is None:
@@ -64,14 +65,17 @@ class DecoderContext:
 class GNMT(nn.Module):
     r"""A translation model of LSTM layers and attention.
 
-    The encoder has one bidirectional and ``num_layers - 1`` unidirectional LSTM layers, the decoder ``num_layers``.
-    Both have residual connections from the third layer on. The output of the decoder's first layer is the query of
-    normalized Bahdanau attention, and all layers above read the result of the attention. For the formulas, see
-    :class:`~mlbench_core.models.pytorch.gnmt.modules.Decoder`. The classifier does not share the embedding's weights.
+    The encoder has one bidirectional and ``num_layers - 1`` unidirectional LSTM layers, the decoder
+    ``num_layers``. Both have residual connections from the third layer on. The output of the
+    decoder's first layer is the query of normalized Bahdanau attention, and all layers above read
+    the result of the attention. For the formulas, see
+    :class:`~mlbench_core.models.pytorch.gnmt.modules.Decoder`. The classifier does not share the
+    embedding's weights.
 
-    All weights start uniform in (-0.1, 0.1), also those of the LSTM layers. With another ``init_bound`` b, matrices
-    start in (-b, b). A sum of H products grows with the root of H. Therefore, signals with b = 0.2 and a width of 256
-    are as large as with b = 0.1 and a width of 1,024. With V symbols, width H and L layers the model has
+    All weights start uniform in (-0.1, 0.1), also those of the LSTM layers. With another
+    ``init_bound`` b, matrices start in (-b, b). A sum of H products grows with the root of H.
+    Therefore, signals with b = 0.2 and a width of 256 are as large as with b = 0.1 and a width of
+    1,024. With V symbols, width H and L layers the model has
 
     .. math::
         \underbrace{V H}_\text{embedding}
@@ -82,8 +86,8 @@ class GNMT(nn.Module):
         + \underbrace{2 H^2 + 2 H + 1}_\text{attention}
         + \underbrace{V H + V}_\text{classifier}
 
-    parameters. For L = 4 that is :math:`90 H^2 + 74 H + 1 + (2 H + 1) V`. A model without a shared embedding has a
-    second one, of V H parameters.
+    parameters. For L = 4 that is :math:`90 H^2 + 74 H + 1 + (2 H + 1) V`. A model without a shared
+    embedding has a second one, of V H parameters.
 
     Symbol 0 is padding, and its embedding is always 0. Inputs are time-first, padded at the end.
 
@@ -93,8 +97,8 @@ class GNMT(nn.Module):
         num_layers: L, layers of the encoder and of the decoder, at least 2.
         dropout: Probability that a feature of a layer's input is dropped.
         share_embedding: If True, source and target share one embedding.
-        fusion: If True, the attention scores come from the operator that needs little memory, otherwise from the plain
-            formula. The results are the same up to rounding.
+        fusion: If True, the attention scores come from the operator that needs little memory,
+            otherwise from the plain formula. The results are the same up to rounding.
         init_bound: b, the bound of the initial weights in matrices.
 
     Raises:
@@ -134,7 +138,8 @@ class GNMT(nn.Module):
         )
         self.encoder = Encoder(source_embedding, num_layers, dropout)
         self.decoder = Decoder(target_embedding, num_layers, dropout, fusion)
-        # The layers draw from the default range. Scaling them keeps the random numbers the same for every bound.
+        # The layers draw from the default range. Scaling them keeps the random numbers the same for
+        # every bound.
         _scale_matrices(self, init_bound / _INIT_BOUND)
 
     @classmethod
@@ -142,8 +147,8 @@ class GNMT(nn.Module):
         """Create a model by name.
 
         Args:
-            name: ``"big"`` is the model of task 4a; ``"small"`` (2 layers, 256 wide) is for small data sets such as
-                Multi30k on a CPU.
+            name: ``"big"`` is the model of task 4a; ``"small"`` (2 layers, 256 wide) is for small
+                data sets such as Multi30k on a CPU.
             vocab_size: Symbols of source and target together.
             changes: Arguments of the class that differ from the preset.
 
@@ -167,10 +172,13 @@ class GNMT(nn.Module):
         """Return the scores of the next word at each target position.
 
         Args:
-            input_encoder: Source sentences, int64 of shape (source, batch), padded at the end, in any order.
-            input_enc_len: Number of words of each source, integers of shape (batch,). The model ignores the symbols
-                after them. Pass a CPU tensor: a copy from a GPU makes the host wait.
-            input_decoder: Target sentences without their last symbol, int64 of shape (target, batch).
+            input_encoder: Source sentences, int64 of shape (source, batch), padded at the end, in
+                any order.
+            input_enc_len: Number of words of each source, integers of shape (batch,). The model
+                ignores the symbols after them. Pass a CPU tensor: a copy from a GPU makes the host
+                wait.
+            input_decoder: Target sentences without their last symbol, int64 of shape (target,
+                batch).
 
         Returns:
             Scores before the softmax, shape (target, batch, ``vocab_size``).
@@ -229,8 +237,8 @@ class GNMT(nn.Module):
             context: Context of the last step, or the first one.
 
         Returns:
-            Scores before the softmax, shape (rows, vocabulary), attention on the source, float32 of shape
-            (rows, source), and the new context.
+            Scores before the softmax, shape (rows, vocabulary), attention on the source, float32 of
+            shape (rows, source), and the new context.
         """
         scores, weights, hidden = self.decoder(tokens.unsqueeze(0), context.source, context.hidden)
         return scores[0], weights[0], DecoderContext(context.source, hidden)
@@ -240,20 +248,22 @@ class GNMT(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, DecoderContext]:
         """Run one step of a generation.
 
-        This is the interface of :class:`~mlbench_core.models.pytorch.generation.beam_search.SequenceGenerator`.
+        This is the interface of
+        :class:`~mlbench_core.models.pytorch.generation.beam_search.SequenceGenerator`.
 
         Args:
             inputs: Newest word of each row, int64 of shape (1, rows).
-            context: Context of the last step. At first the result of :meth:`context`, or a list of the result of
-                :meth:`encode`, the lengths, and None.
+            context: Context of the last step. At first the result of :meth:`context`, or a list of
+                the result of :meth:`encode`, the lengths, and None.
             beam_size: Number of words to propose for each row; fewer if the vocabulary is smaller.
 
         Returns:
-            The likeliest next words and their log-probabilities, shape (1, rows, ``beam_size``), the attention on the
-            source, shape (1, rows, source), and the new context.
+            The likeliest next words and their log-probabilities, shape (1, rows, ``beam_size``),
+            the attention on the source, shape (1, rows, source), and the new context.
         """
         scores, weights, context = self.step(inputs.reshape(-1), self._as_context(context))
-        # float32, because sums of log-probabilities in half precision are too coarse to rank hypotheses.
+        # float32, because sums of log-probabilities in half precision are too coarse to rank
+        # hypotheses.
         log_probs, words = (
             scores.float().log_softmax(dim=-1).topk(min(beam_size, self.vocab_size), dim=-1)
         )

@@ -60,14 +60,15 @@ class NormalizedBahdanauAttention(nn.Module):
         e_s = \sum_h \hat v_h \tanh\big((W_q y)_h + (W_k m_s)_h + b_h\big), \qquad \hat v = g \frac{v}{|v|},
         \qquad a = \mathrm{softmax}(e), \qquad c = \sum_s a_s m_s
 
-    The softmax runs in float32 over the words of the source, not over its padding. Weights start uniform in
-    (-0.1, 0.1), :math:`g = \sqrt{1/H}` and :math:`b = 0`.
+    The softmax runs in float32 over the words of the source, not over its padding. Weights start
+    uniform in (-0.1, 0.1), :math:`g = \sqrt{1/H}` and :math:`b = 0`.
 
     Args:
         hidden_size: H, width of the queries, the encoder's outputs and the projections.
         fusion: If True, the scores come from
-            :func:`~mlbench_core.ops.pytorch.attention_score.attention_score`, which needs little memory. Otherwise they
-            come from the plain formula. The numbers are the same up to rounding.
+            :func:`~mlbench_core.ops.pytorch.attention_score.attention_score`, which needs little
+            memory. Otherwise they come from the plain formula. The numbers are the same up to
+            rounding.
 
     References:
         Bahdanau, Cho and Bengio 2014, arXiv 1409.0473, appendix A.1.2.
@@ -113,8 +114,8 @@ class NormalizedBahdanauAttention(nn.Module):
             source: Result of :meth:`encoded`.
 
         Returns:
-            The attended outputs :math:`c`, in the shape of the queries, and the weights :math:`a`, float32 of shape
-            (sentences, queries, source), exactly 0 at padding.
+            The attended outputs :math:`c`, in the shape of the queries, and the weights :math:`a`,
+            float32 of shape (sentences, queries, source), exactly 0 at padding.
         """
         score = attention_score if self.fusion else attention_score_reference
         scores = score(
@@ -146,12 +147,14 @@ class Encoder(nn.Module):
     def forward(self, inputs: Tensor, lengths: Tensor) -> Tensor:
         """Encode source sentences.
 
-        Only the bidirectional layer needs the ends of the sentences, because its backward direction starts there. The
-        other layers read forward, so padding comes after all words, and attention ignores it.
+        Only the bidirectional layer needs the ends of the sentences, because its backward direction
+        starts there. The other layers read forward, so padding comes after all words, and attention
+        ignores it.
 
         Args:
             inputs: int64 of shape (source, batch), padded at the end, in any order of lengths.
-            lengths: Number of words of each source, integers of shape (batch,), preferably on the CPU.
+            lengths: Number of words of each source, integers of shape (batch,), preferably on the
+                CPU.
 
         Returns:
             Shape (source, batch, hidden_size); meaningless at padding.
@@ -178,7 +181,8 @@ class Encoder(nn.Module):
 class Decoder(nn.Module):
     r"""LSTM layers, of which all but the first also read the attention's result, and a linear classifier.
 
-    With :math:`x^0_t` the embedding of target word t, :math:`m` the encoder's outputs, and dropout D:
+    With :math:`x^0_t` the embedding of target word t, :math:`m` the encoder's outputs, and dropout
+    D:
 
     .. math::
         y^1_t &= \mathrm{LSTM}^1(D(x^0_t)) \\
@@ -187,10 +191,11 @@ class Decoder(nn.Module):
         y^l_t &= \mathrm{LSTM}^l(D([y^{l-1}_t; c_t])) + y^{l-1}_t \qquad (l \ge 3) \\
         z_t &= W y^L_t + b
 
-    In Wu et al. (figure 1) the first layer also reads :math:`c_{t-1}`, so each step must wait for the attention of the
-    previous one. Here, as in GNMT version 2, :math:`c_t` comes from the first layer's output at the same step and goes
-    to all layers above. Therefore only the LSTMs themselves are recurrent. In training each layer runs over the whole
-    target in one call, and the attention of all steps is computed at once.
+    In Wu et al. (figure 1) the first layer also reads :math:`c_{t-1}`, so each step must wait for
+    the attention of the previous one. Here, as in GNMT version 2, :math:`c_t` comes from the first
+    layer's output at the same step and goes to all layers above. Therefore only the LSTMs
+    themselves are recurrent. In training each layer runs over the whole target in one call, and the
+    attention of all steps is computed at once.
 
     Args:
         embedding: Embedding of the target's symbols. All layers have its width.
@@ -221,14 +226,14 @@ class Decoder(nn.Module):
         """Score the word after each word.
 
         Args:
-            inputs: int64 of shape (target, rows). Each source sentence has the same number of rows: first those of the
-                first sentence, then those of the second, and so on.
+            inputs: int64 of shape (target, rows). Each source sentence has the same number of rows:
+                first those of the first sentence, then those of the second, and so on.
             source: Encoded source sentences.
             hidden: State before the first word; None for zeros.
 
         Returns:
-            Scores before the softmax, shape (target, rows, vocabulary); the attention on the source, float32 of shape
-            (target, rows, source); and the state after the last word.
+            Scores before the softmax, shape (target, rows, vocabulary); the attention on the
+            source, float32 of shape (target, rows, source); and the state after the last word.
         """
         # torch's LSTM starts from zeros if its state is None.
         states = iter(hidden or itertools.repeat(None))
@@ -276,7 +281,8 @@ def _lstm(input_size: int, hidden_size: int, bidirectional: bool = False) -> nn.
     """Create one LSTM layer whose weights, and the sum of whose two biases, start uniform."""
     lstm = AutocastLSTM(input_size, hidden_size, bidirectional=bidirectional)
     init_uniform(lstm)
-    # The layer uses only the sum of bias_ih and bias_hh. With two uniform ones, the sum would not be uniform.
+    # The layer uses only the sum of bias_ih and bias_hh. With two uniform ones, the sum would not
+    # be uniform.
     for name, parameter in lstm.named_parameters():
         if name.startswith("bias_hh"):
             nn.init.zeros_(parameter)

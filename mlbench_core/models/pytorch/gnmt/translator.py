@@ -54,20 +54,23 @@ class GNMTState:
 class Translator:
     r"""A translator of batches of sentences, which runs beam search and writes the results as text.
 
-    A translation starts after the start symbol and ends with the end symbol. Finished ones are ranked by
-    :class:`~mlbench_core.models.pytorch.generation.scores.GNMTScore`.
+    A translation starts after the start symbol and ends with the end symbol. Finished ones are
+    ranked by :class:`~mlbench_core.models.pytorch.generation.scores.GNMTScore`.
 
     Args:
-        model: The model. It is in evaluation mode while it translates and returns to its mode afterwards.
-        trg_tokenizer: Tokenizer whose ``detokenize`` converts a list of symbols to text. The list has no start symbol,
-            no end symbol and no padding. The translator does not change the text.
+        model: The model. It is in evaluation mode while it translates and returns to its mode
+            afterwards.
+        trg_tokenizer: Tokenizer whose ``detokenize`` converts a list of symbols to text. The list
+            has no start symbol, no end symbol and no padding. The translator does not change the
+            text.
         trg_lang: Language of the target. It has no effect, because the tokenizer places the spaces.
         beam_size: Hypotheses kept for each sentence; 1 is greedy search.
         len_norm_factor: :math:`\alpha` of the length normalization.
         len_norm_const: :math:`c` of the length normalization.
         cov_penalty_factor: :math:`\beta` of the coverage penalty.
-        max_seq_len: Length of the longest translation, with start and end symbol, at least 2. A translation that
-            reaches it ends there, with the probability that the model gives to the end symbol.
+        max_seq_len: Length of the longest translation, with start and end symbol, at least 2. A
+            translation that reaches it ends there, with the probability that the model gives to the
+            end symbol.
         bos: Start symbol. The defaults of all three symbols are those of the WMT16 vocabulary.
         eos: End symbol.
         pad: Padding.
@@ -125,14 +128,15 @@ class Translator:
         """Translate a batch of the data set and write both translations and references as text.
 
         Args:
-            src: Source sentences, int64 of shape (source, batch), padded at the end, and the number of symbols of each,
-                integers of shape (batch,). A sentence without words (nothing, or start and end symbol only) becomes an
-                empty text.
+            src: Source sentences, int64 of shape (source, batch), padded at the end, and the number
+                of symbols of each, integers of shape (batch,). A sentence without words (nothing,
+                or start and end symbol only) becomes an empty text.
             trg: References in the same form, or None.
 
         Returns:
-            The translations and the references, one text per sentence, in the order of the batch; no references without
-            ``trg``. If the model gives no finite score, as after a training that diverged, the text is empty.
+            The translations and the references, one text per sentence, in the order of the batch;
+            no references without ``trg``. If the model gives no finite score, as after a training
+            that diverged, the text is empty.
 
         Raises:
             ValueError: The shapes do not fit, or the numbers of sentences and references differ.
@@ -160,7 +164,8 @@ class Translator:
         """Translate a batch into symbol numbers.
 
         Args:
-            inputs: Source sentences with at least one symbol each, int64 of shape (source, batch), on any device.
+            inputs: Source sentences with at least one symbol each, int64 of shape (source, batch),
+                on any device.
             lengths: Symbols of each, integers of shape (batch,).
 
         Returns:

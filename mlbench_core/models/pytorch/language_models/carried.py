@@ -14,11 +14,12 @@ class CarriedState(nn.Module):
     """A wrapper that starts each batch of a recurrent language model from its state at the end of the last batch.
 
     Use it with functions that call a model with the data only, such as
-    :func:`~mlbench_core.controlflow.pytorch.controlflow.validation_round`. Create a new one for each pass over a text,
-    so that it starts from the state before the first word.
+    :func:`~mlbench_core.controlflow.pytorch.controlflow.validation_round`. Create a new one for
+    each pass over a text, so that it starts from the state before the first word.
 
     Args:
-        model: A model such as :class:`~mlbench_core.models.pytorch.language_models.lstm.LSTMLanguageModel`.
+        model: A model such as
+            :class:`~mlbench_core.models.pytorch.language_models.lstm.LSTMLanguageModel`.
 
     Example:
         >>> import torch
@@ -39,12 +40,14 @@ class CarriedState(nn.Module):
         """Return the scores of the next word after each word.
 
         Args:
-            words: Integer ids of shape (time, batch), with the same number of sequences in each call.
+            words: Integer ids of shape (time, batch), with the same number of sequences in each
+                call.
 
         Returns:
             Scores in float32, of shape (time * batch, vocabulary), one row for each word.
         """
-        # Any, because the language model may be a wrapper that forwards init_hidden, such as a compiled module.
+        # Any, because the language model may be a wrapper that forwards init_hidden, such as a
+        # compiled module.
         model: Any = self.model
         hidden = model.init_hidden(words.shape[1]) if self.hidden is None else self.hidden
         scores, hidden = model(words, hidden)

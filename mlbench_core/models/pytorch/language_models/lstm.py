@@ -30,7 +30,8 @@ SCORES_AT_ONCE = 2**23
 class LSTMLanguageModel(nn.Module):
     r"""AWD-LSTM (Merity et al. 2017), which predicts each word from the words before it.
 
-    It consists of embeddings, a stack of LSTM layers and a linear decoder, with dropout between any two of them:
+    It consists of embeddings, a stack of LSTM layers and a linear decoder, with dropout between any
+    two of them:
 
     .. math::
         x^0_t &= \mathrm{locked}_{\text{dropouti}}(E_{w_t}) \quad \text{(words dropped with dropoute)} \\
@@ -38,16 +39,18 @@ class LSTMLanguageModel(nn.Module):
         x^l_t &= \mathrm{locked}_{\text{dropouth}}(y^l_t), \qquad x^L_t = \mathrm{locked}_{\text{dropout}}(y^L_t) \\
         z_t &= W x^L_t + b
 
-    The softmax of the scores :math:`z` gives probabilities. The first layer reads ``ninp`` features. The last layer has
-    ``ninp`` outputs with tied weights (:math:`W = E`, so that the decoder adds only :math:`b`) and ``nhid`` without.
-    All other widths are ``nhid``. In evaluation mode nothing is dropped, and the layers are plain
-    :class:`torch.nn.LSTM`.
+    The softmax of the scores :math:`z` gives probabilities. The first layer reads ``ninp``
+    features. The last layer has ``ninp`` outputs with tied weights (:math:`W = E`, so that the
+    decoder adds only :math:`b`) and ``nhid`` without. All other widths are ``nhid``. In evaluation
+    mode nothing is dropped, and the layers are plain :class:`torch.nn.LSTM`.
 
-    Weights of embeddings and decoder start uniform in (-0.1, 0.1), the bias 0. The LSTM weights start as in torch.
+    Weights of embeddings and decoder start uniform in (-0.1, 0.1), the bias 0. The LSTM weights
+    start as in torch.
 
     Attributes:
         encoder: The embedding.
-        rnns: The LSTM layers, each in a :class:`~mlbench_core.models.pytorch.layers.dropout_layers.WeightDrop`.
+        rnns: The LSTM layers, each in a
+            :class:`~mlbench_core.models.pytorch.layers.dropout_layers.WeightDrop`.
         decoder: The decoder.
         widths: Width of each LSTM layer.
 
@@ -75,9 +78,11 @@ class LSTMLanguageModel(nn.Module):
         (torch.Size([15, 11]), [6, 4])
 
     References:
-        Merity, Keskar and Socher 2017, Regularizing and Optimizing LSTM Language Models, arXiv 1708.02182.
+        Merity, Keskar and Socher 2017, Regularizing and Optimizing LSTM Language Models, arXiv
+        1708.02182.
 
-        Press and Wolf 2017, Using the Output Embedding to Improve Language Models, arXiv 1608.05859.
+        Press and Wolf 2017, Using the Output Embedding to Improve Language Models, arXiv
+        1608.05859.
     """
 
     def __init__(
@@ -140,7 +145,8 @@ class LSTMLanguageModel(nn.Module):
             bsz: Number of sequences.
 
         Returns:
-            The pair (h, c) for each layer, both of shape (1, ``bsz``, width), in the model's dtype and on its device.
+            The pair (h, c) for each layer, both of shape (1, ``bsz``, width), in the model's dtype
+            and on its device.
         """
         zeros = self.encoder.weight.new_zeros
         return [(zeros(1, bsz, width), zeros(1, bsz, width)) for width in self.widths]
@@ -162,15 +168,16 @@ class LSTMLanguageModel(nn.Module):
 
         Args:
             input: Ids of shape (time, batch), integers.
-            hidden: State before the first of them, as :meth:`init_hidden` or an earlier call returned it. Detach it to
-                stop back-propagation there.
+            hidden: State before the first of them, as :meth:`init_hidden` or an earlier call
+                returned it. Detach it to stop back-propagation there.
             return_h: If True, return the layers' outputs too.
 
         Returns:
-            ``(scores, hidden)``: scores of shape (time * batch, ``ntoken``), the first time step first, in the form
-            that :func:`torch.nn.functional.cross_entropy` takes; and the state after the last word. With ``return_h``
-            two more lists for activation regularization: the layers' outputs :math:`y^l` before and :math:`x^l` after
-            dropout, each of shape (time, batch, width).
+            ``(scores, hidden)``: scores of shape (time * batch, ``ntoken``), the first time step
+            first, in the form that :func:`torch.nn.functional.cross_entropy` takes; and the state
+            after the last word. With ``return_h`` two more lists for activation regularization: the
+            layers' outputs :math:`y^l` before and :math:`x^l` after dropout, each of shape (time,
+            batch, width).
         """
         raw_outputs, outputs, new_hidden = self.encode(input, hidden)
         # Compute the scores of all time steps in one matrix product, not in one for each step.
@@ -187,8 +194,8 @@ class LSTMLanguageModel(nn.Module):
             hidden: As in :meth:`forward`.
 
         Returns:
-            The layers' outputs before and after dropout, each of shape (time, batch, width), and the state after the
-            last word. The last output after dropout is what :meth:`loss` takes.
+            The layers' outputs before and after dropout, each of shape (time, batch, width), and
+            the state after the last word. The last output after dropout is what :meth:`loss` takes.
         """
         x = embedded_dropout(self.encoder, input, dropout=self.dropoute if self.training else 0)
         x = self.drop_input(x)
@@ -204,19 +211,21 @@ class LSTMLanguageModel(nn.Module):
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy of the next words.
 
-        On a CPU in float32, compute the scores in pieces of about eight million, and their gradients with them. Only
-        the scores of one piece are in memory at once. The matrix products are those of oneDNN, if torch has it and it
-        is enabled. On an AMD EPYC, a training step is 1.67 times (a small model) and 1.38 times (a full one) as fast as
-        the usual way (``benchmarks/micro/awd_lstm.py``). Such a loss has first derivatives only: ``create_graph=True``
-        raises a RuntimeError in the backward pass.
+        On a CPU in float32, compute the scores in pieces of about eight million, and their
+        gradients with them. Only the scores of one piece are in memory at once. The matrix products
+        are those of oneDNN, if torch has it and it is enabled. On an AMD EPYC, a training step is
+        1.67 times (a small model) and 1.38 times (a full one) as fast as the usual way
+        (``benchmarks/micro/awd_lstm.py``). Such a loss has first derivatives only:
+        ``create_graph=True`` raises a RuntimeError in the backward pass.
 
         Args:
             output: The last layer's output of shape (time, batch, width), from :meth:`encode`.
             targets: Ids of the next words, shape (time * batch,), integers.
 
         Returns:
-            The loss, a float32 tensor without dimensions. It is that of :func:`torch.nn.functional.cross_entropy` for
-            the scores of :meth:`forward`, up to rounding.
+            The loss, a float32 tensor without dimensions. It is that of
+            :func:`torch.nn.functional.cross_entropy` for the scores of :meth:`forward`, up to
+            rounding.
 
         Raises:
             ValueError: ``targets`` has another shape.
@@ -250,7 +259,8 @@ def _is_float32_on_cpu(x: Tensor) -> bool:
 def _sum_of_losses(x: Tensor, targets: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return the sum of the cross-entropies of some words."""
     if torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
-        # On x86, torch multiplies float32 matrices with oneDNN by default only if a tensor has this layout.
+        # On x86, torch multiplies float32 matrices with oneDNN by default only if a tensor has this
+        # layout.
         scores = F.linear(x.to_mkldnn(), weight, bias).to_dense()
     else:
         scores = F.linear(x, weight, bias)
@@ -287,8 +297,8 @@ class _LossInPieces(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # Operations are recorded here only with create_graph=True. Without the error, the saved gradients would count
-        # as constants in a second derivative.
+        # Operations are recorded here only with create_graph=True. Without the error, the saved
+        # gradients would count as constants in a second derivative.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph must be False for LSTMLanguageModel.loss on a CPU, which has first derivatives only: for "

@@ -1,13 +1,14 @@
 r"""Dropout for recurrent networks: locked over time, of whole words, and of weights.
 
-Each multiplies by a mask :math:`m \sim \mathrm{Bernoulli}(1 - p) / (1 - p)`, whose mean is 1. They differ in the
-elements that share one random number of the mask.
+Each multiplies by a mask :math:`m \sim \mathrm{Bernoulli}(1 - p) / (1 - p)`, whose mean is 1. They
+differ in the elements that share one random number of the mask.
 
 References:
-    Gal and Ghahramani 2016, A Theoretically Grounded Application of Dropout in Recurrent Neural Networks,
-    arXiv 1512.05287.
+    Gal and Ghahramani 2016, A Theoretically Grounded Application of Dropout in Recurrent Neural
+    Networks, arXiv 1512.05287.
 
-    Merity, Keskar and Socher 2017, Regularizing and Optimizing LSTM Language Models, arXiv 1708.02182.
+    Merity, Keskar and Socher 2017, Regularizing and Optimizing LSTM Language Models, arXiv
+    1708.02182.
 """
 
 from __future__ import annotations
@@ -86,16 +87,16 @@ def embedded_dropout(
 
     .. math:: y_i = m_{w_i} \, s_{w_i} \, E_{w_i}
 
-    The mask has one element for each word of the vocabulary; :math:`E` are the embeddings and :math:`s` the scale. Only
-    the rows that are looked up are multiplied, not the whole matrix. The function has no evaluation mode: pass
-    ``dropout=0`` to drop nothing.
+    The mask has one element for each word of the vocabulary; :math:`E` are the embeddings and
+    :math:`s` the scale. Only the rows that are looked up are multiplied, not the whole matrix. The
+    function has no evaluation mode: pass ``dropout=0`` to drop nothing.
 
     Args:
         embed: The embedding. Its ``padding_idx`` and other options apply.
         words: Integer ids of any shape.
         dropout: Probability of dropping a word.
-        scale: Factors of the embeddings, of a shape that broadcasts to (vocabulary, 1) or to that of the embedding;
-            None for 1.
+        scale: Factors of the embeddings, of a shape that broadcasts to (vocabulary, 1) or to that
+            of the embedding; None for 1.
 
     Returns:
         The embeddings, of shape (..., dimensions).
@@ -125,11 +126,12 @@ class WeightDrop(nn.Module):
 
     .. math:: W' = M \odot W, \qquad M_{ij} \sim \mathrm{Bernoulli}(1 - p) / (1 - p)
 
-    On recurrent weights this is the DropConnect of AWD-LSTM. The module computes with :math:`W'` instead of its
-    parameter :math:`W`. The parameter does not change and is not copied: optimizers and ``state_dict`` see it under the
-    name ``module.<weight>``. In evaluation mode, or with ``dropout=0``, the module is called directly. Recurrent
-    modules keep their fused kernels. For cuDNN, each pass copies all weights into one buffer, because cuDNN would
-    otherwise do so itself, with a warning.
+    On recurrent weights this is the DropConnect of AWD-LSTM. The module computes with :math:`W'`
+    instead of its parameter :math:`W`. The parameter does not change and is not copied: optimizers
+    and ``state_dict`` see it under the name ``module.<weight>``. In evaluation mode, or with
+    ``dropout=0``, the module is called directly. Recurrent modules keep their fused kernels. For
+    cuDNN, each pass copies all weights into one buffer, because cuDNN would otherwise do so itself,
+    with a warning.
 
     State dicts of version 3.0, which have the name ``module.<weight>_raw``, can be loaded.
 
@@ -202,12 +204,14 @@ def _rename_raw_weights(
 def _computing_with(module: nn.RNNBase, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Let a recurrent module compute with other tensors instead of some parameters.
 
-    The module's forward pass gives the list ``_flat_weights`` to the fused kernel. ``functional_call`` would flatten
-    all parameters of the module twice, once for the other tensors and once to restore its own.
+    The module's forward pass gives the list ``_flat_weights`` to the fused kernel.
+    ``functional_call`` would flatten all parameters of the module twice, once for the other tensors
+    and once to restore its own.
     """
     names, own = torch_private.recurrent_weights(module)
     used = [weights.get(name, weight) for name, weight in zip(names, own, strict=True)]
-    # Copy them into one buffer in cuDNN's order. Otherwise cuDNN would do so itself, with a warning.
+    # Copy them into one buffer in cuDNN's order. Otherwise cuDNN would do so itself, with a
+    # warning.
     if _runs_on_cudnn(used):
         used = list(_PackForCudnn.apply(module, *used))  # type: ignore[no-untyped-call]
     torch_private.set_recurrent_weights(module, used)
@@ -233,7 +237,8 @@ class _PackForCudnn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, module: nn.RNNBase, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        # Create new tensors on the same memory: flattening moves them into the buffer and leaves the parameters alone.
+        # Create new tensors on the same memory: flattening moves them into the buffer and leaves
+        # the parameters alone.
         parts = [weight.new_empty(0).set_(weight.detach()) for weight in weights]  # type: ignore[call-overload]
         with torch.cuda.device_of(parts[0]):
             torch_private.pack_for_cudnn(module, parts)

@@ -29,8 +29,8 @@ class WordVocabulary(Vocabulary, Protocol):
 class TransformerState:
     """The state of a Transformer in a search: :class:`~mlbench_core.models.pytorch.generation.proposals.DecoderState`.
 
-    The source's keys and values are computed and kept once for each sentence. All hypotheses of a sentence share them.
-    The keys and values of the generated tokens are kept for each row.
+    The source's keys and values are computed and kept once for each sentence. All hypotheses of a
+    sentence share them. The keys and values of the generated tokens are kept for each row.
 
     Args:
         model: The model.
@@ -69,25 +69,30 @@ class SequenceGenerator:
 
     .. math:: s(Y, X) = \log P(Y \mid X) \Big/ \left(\frac{5 + |Y|}{6}\right)^p,
 
-    where :math:`|Y|` counts the end symbol. This is the length normalization of Wu et al. 2016, equation 14, without
-    coverage, which Vaswani et al. 2017, section 6.1, use with p = 0.6.
+    where :math:`|Y|` counts the end symbol. This is the length normalization of Wu et al. 2016,
+    equation 14, without coverage, which Vaswani et al. 2017, section 6.1, use with p = 0.6.
 
     Args:
-        model: The model. It is in evaluation mode while it translates and returns to its mode afterwards.
+        model: The model. It is in evaluation mode while it translates and returns to its mode
+            afterwards.
         src_dict: Vocabulary of the source.
         trg_dict: Vocabulary of the target.
-        beam_size: Hypotheses kept for each sentence; with sampling, the number of independent draws.
+        beam_size: Hypotheses kept for each sentence; with sampling, the number of independent
+            draws.
         minlen: Smallest number of tokens of a translation, without the end symbol.
-        maxlen: Largest number of tokens, without the end symbol; None for the largest that the model's positions allow.
-        stop_early: If True, a sentence is finished as soon as ``beam_size`` hypotheses have ended, although a longer
-            one might still get a better score.
+        maxlen: Largest number of tokens, without the end symbol; None for the largest that the
+            model's positions allow.
+        stop_early: If True, a sentence is finished as soon as ``beam_size`` hypotheses have ended,
+            although a longer one might still get a better score.
         normalize_scores: If True, divide as above; if False, rank by the log-probability.
         len_penalty: p; values above 1 favor longer translations.
-        retain_dropout: If True, leave the model in its mode, so that a model in training mode keeps its dropout.
+        retain_dropout: If True, leave the model in its mode, so that a model in training mode keeps
+            its dropout.
         sampling: If True, sample tokens from the model's distribution instead of searching.
         sampling_topk: Number of the most likely tokens to sample from; -1 for all.
         sampling_temperature: Below 1 sharpens the distribution, above 1 flattens it.
-        generator: Source of the random numbers for sampling, on the model's device; None for torch's global one.
+        generator: Source of the random numbers for sampling, on the model's device; None for
+            torch's global one.
 
     Raises:
         ValueError: An argument is out of its bounds.
@@ -132,7 +137,8 @@ class SequenceGenerator:
         self.sampling = (
             Sampling(sampling_topk, sampling_temperature, generator) if sampling else None
         )
-        # The search counts the end symbol. With a factor of 0 the divisor is 1, so the score is the log-probability.
+        # The search counts the end symbol. With a factor of 0 the divisor is 1, so the score is the
+        # log-probability.
         self.options = SearchOptions(
             eos=trg_dict.eos(),
             pad=trg_dict.pad(),
@@ -158,22 +164,27 @@ class SequenceGenerator:
         """Translate a batch of the data set and write both translations and references as text.
 
         Args:
-            batch: Result of the data set's ``collater``: ``batch["net_input"]`` with ``src_tokens`` and
-                ``src_lengths``, and ``batch["target"]``, int64 of shape (batch, target), which may be missing.
-            maxlen_a: A translation has at most ``maxlen_a * tokens of the source + maxlen_b`` tokens.
+            batch: Result of the data set's ``collater``: ``batch["net_input"]`` with ``src_tokens``
+                and ``src_lengths``, and ``batch["target"]``, int64 of shape (batch, target), which
+                may be missing.
+            maxlen_a: A translation has at most ``maxlen_a * tokens of the source + maxlen_b``
+                tokens.
             maxlen_b: See ``maxlen_a``.
             prefix_size: Number of tokens of the reference with which a translation has to begin.
-            remove_bpe: Mark of divided words whose parts are joined: ``bpe_symbol`` of the dictionary's ``string``.
+            remove_bpe: Mark of divided words whose parts are joined: ``bpe_symbol`` of the
+                dictionary's ``string``.
             nbest: Number of translations of each sentence.
             ignore_case: If True, convert all text to lower case.
 
         Returns:
-            The translations and the references. Each sentence has one translation as text, or with ``nbest`` above 1 a
-            list of texts, best first. The references are one text per sentence, none without a target. If the model
-            gives no finite score, as after a training that diverged, the text is empty.
+            The translations and the references. Each sentence has one translation as text, or with
+            ``nbest`` above 1 a list of texts, best first. The references are one text per sentence,
+            none without a target. If the model gives no finite score, as after a training that
+            diverged, the text is empty.
 
         Raises:
-            ValueError: ``nbest`` is above the size of the beam, or ``prefix_size`` is above 0 without a target.
+            ValueError: ``nbest`` is above the size of the beam, or ``prefix_size`` is above 0
+                without a target.
         """
         if not 1 <= nbest <= self.options.beam_size:
             raise ValueError(
@@ -215,8 +226,10 @@ class SequenceGenerator:
 
         Args:
             src_tokens: int64 of shape (batch, source), padded on either side.
-            src_lengths: Tokens of each source with the end symbol, int64 of shape (batch,); counted if None.
-            maxlen_a: See :meth:`translate_batch`. The length of each sentence counts, not that of the batch.
+            src_lengths: Tokens of each source with the end symbol, int64 of shape (batch,); counted
+                if None.
+            maxlen_a: See :meth:`translate_batch`. The length of each sentence counts, not that of
+                the batch.
             maxlen_b: See :meth:`translate_batch`.
             prefix: Tokens to begin with, int64 of shape (batch, length).
 

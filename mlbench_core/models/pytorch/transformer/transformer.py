@@ -35,13 +35,14 @@ class Vocabulary(Protocol):
 class TransformerModel(nn.Module):
     r"""An encoder and a decoder of attention layers, for translation.
 
-    Take V symbols, width d, feed-forward width f, N layers in the encoder and N in the decoder, one shared embedding
-    and sinusoidal positions. The model then has
-    :math:`V d + N (4 d^2 + 2 d f + f + 5 d) + N (8 d^2 + 2 d f + f + 7 d) + 4 d` parameters. Attention has no biases,
-    as in the paper. By default, layer norms come before each block and once after the last one.
+    Take V symbols, width d, feed-forward width f, N layers in the encoder and N in the decoder, one
+    shared embedding and sinusoidal positions. The model then has :math:`V d + N (4 d^2 + 2 d f + f
+    + 5 d) + N (8 d^2 + 2 d f + f + 7 d) + 4 d` parameters. Attention has no biases, as in the
+    paper. By default, layer norms come before each block and once after the last one.
 
     Args:
-        args: The dimensions: a :class:`~mlbench_core.models.pytorch.transformer.config.TransformerConfig`, or any
+        args: The dimensions: a
+            :class:`~mlbench_core.models.pytorch.transformer.config.TransformerConfig`, or any
             object with its fields as attributes.
         src_dict: Vocabulary of the source.
         trg_dict: Vocabulary of the target.
@@ -86,12 +87,15 @@ class TransformerModel(nn.Module):
 
         Args:
             src_tokens: int64 of shape (batch, source), padded on either side.
-            src_lengths: Tokens of each source, int64 of shape (batch,). It has no effect: the tokens show the padding.
-            prev_output_tokens: The target shifted right by the end symbol, int64 of shape (batch, target).
+            src_lengths: Tokens of each source, int64 of shape (batch,). It has no effect: the
+                tokens show the padding.
+            prev_output_tokens: The target shifted right by the end symbol, int64 of shape (batch,
+                target).
 
         Returns:
-            ``(scores, attention)``: scores before the softmax, shape (batch, target, target symbols), and None. The
-            attention on the source is not returned, because the fused kernels do not return it.
+            ``(scores, attention)``: scores before the softmax, shape (batch, target, target
+            symbols), and None. The attention on the source is not returned, because the fused
+            kernels do not return it.
 
         Raises:
             ValueError: Sentences are longer than the number of the model's positions.
@@ -135,7 +139,8 @@ class TransformerEncoder(nn.Module):
             src_lengths: Has no effect.
 
         Returns:
-            Shape (source, batch, width), and the padding mask, bool of shape (batch, source), True at padding.
+            Shape (source, batch, width), and the padding mask, bool of shape (batch, source), True
+            at padding.
         """
         x = _embed(src_tokens, self.embed_tokens, self.embed_positions(src_tokens))
         x = self.dropout(x).transpose(0, 1)
@@ -186,15 +191,16 @@ class TransformerDecoder(nn.Module):
 
         Args:
             prev_output_tokens: int64 of shape (rows, target); with a state, only the new positions.
-            encoder_out: Shape (source, batch, width). With a state, ``rows`` may be a multiple of ``batch``.
+            encoder_out: Shape (source, batch, width). With a state, ``rows`` may be a multiple of
+                ``batch``.
             encoder_padding_mask: bool of shape (batch, source).
             incremental_state: The caches of a generation.
             before: Number of positions in the caches.
             need_weights: If True, return the last layer's attention on the source.
 
         Returns:
-            Scores before the softmax, shape (rows, target, symbols), and the attention, shape (rows, target, source),
-            or None.
+            Scores before the softmax, shape (rows, target, symbols), and the attention, shape
+            (rows, target, source), or None.
         """
         padding_mask = None
         # Generated tokens have no padding.
@@ -228,6 +234,7 @@ def _padding_idx(embedding: nn.Embedding) -> int:
 
 def _embed(tokens: Tensor, embedding: nn.Embedding, positions: Tensor) -> Tensor:
     """Return embeddings times the root of the width, plus positions; shape (batch, positions, width)."""
-    # The weights have variance 1/width; the factor gives embeddings variance 1 (Vaswani et al. 2017, section 3.4).
+    # The weights have variance 1/width; the factor gives embeddings variance 1 (Vaswani et al.
+    # 2017, section 3.4).
     x = math.sqrt(embedding.embedding_dim) * embedding(tokens)
     return x + positions.to(x.dtype)

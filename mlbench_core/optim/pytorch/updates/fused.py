@@ -24,10 +24,12 @@ def is_dense(parameter: Tensor) -> bool:
 def suits_fused(model: nn.Module | None) -> bool:
     """Return whether torch's fused SGD, Adam and AdamW are right for all parameters of a model.
 
-    The plain updates pass over the memory more often, and make new tensors of the size of the model.
+    The plain updates pass over the memory more often, and make new tensors of the size of the
+    model.
 
     Args:
-        model: The model; False is returned for None or without parameters, because they are not known.
+        model: The model; False is returned for None or without parameters, because they are not
+            known.
 
     Example:
         >>> suits_fused(nn.Linear(2, 1)), suits_fused(nn.Linear(2, 1, dtype=torch.bfloat16))

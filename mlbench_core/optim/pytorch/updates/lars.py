@@ -26,21 +26,22 @@ class LARS(Optimizer):
         v &\leftarrow \mu v + \eta \rho (g + \lambda w) \\
         w &\leftarrow w - v.
 
-    So the first step of a layer is about :math:`\eta \tau` times as long as its weights, for any scale of the gradient.
-    If the norm of the weights or of the gradient is zero, :math:`\rho` is 1, as in other implementations. Otherwise a
-    layer that starts at zero would never move.
+    So the first step of a layer is about :math:`\eta \tau` times as long as its weights, for any
+    scale of the gradient. If the norm of the weights or of the gradient is zero, :math:`\rho` is 1,
+    as in other implementations. Otherwise a layer that starts at zero would never move.
 
     For distributed training give it to
-    :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`, or as ``inner_optimizer`` to
-    :class:`~mlbench_core.optim.pytorch.periodic.DiLoCo`.
+    :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`, or as
+    ``inner_optimizer`` to :class:`~mlbench_core.optim.pytorch.periodic.DiLoCo`.
 
     Args:
-        params: Parameters, or groups of parameters. A group may have options of its own. With ``"use_lars": False``,
-            :math:`\rho` is 1 in it. Use this with ``"weight_decay": 0`` for biases and the parameters of
-            normalization layers, as MLPerf does.
-        lr: Learning rate :math:`\eta`. It is larger than that of SGD, because :math:`\tau` is small.
-        momentum: Momentum :math:`\mu`. The rate is part of :math:`v`, unlike in :class:`torch.optim.SGD`, so a change
-            of the rate affects only later gradients.
+        params: Parameters, or groups of parameters. A group may have options of its own. With
+            ``"use_lars": False``, :math:`\rho` is 1 in it. Use this with ``"weight_decay": 0`` for
+            biases and the parameters of normalization layers, as MLPerf does.
+        lr: Learning rate :math:`\eta`. It is larger than that of SGD, because :math:`\tau` is
+            small.
+        momentum: Momentum :math:`\mu`. The rate is part of :math:`v`, unlike in
+            :class:`torch.optim.SGD`, so a change of the rate affects only later gradients.
         weight_decay: Weight decay :math:`\lambda`, added to the gradient.
         trust_coefficient: :math:`\tau`.
         use_lars: False for :math:`\rho = 1` everywhere.
@@ -62,7 +63,8 @@ class LARS(Optimizer):
         ['momentum_buffer']
 
     References:
-        Y. You, I. Gitman, B. Ginsburg: Large Batch Training of Convolutional Networks. arXiv:1708.03888
+        Y. You, I. Gitman, B. Ginsburg: Large Batch Training of Convolutional Networks.
+        arXiv:1708.03888
     """
 
     def __init__(
@@ -89,7 +91,8 @@ class LARS(Optimizer):
         """Take one step.
 
         Args:
-            closure: Clears the gradients, computes the loss and its gradients, and returns the loss.
+            closure: Clears the gradients, computes the loss and its gradients, and returns the
+                loss.
 
         Returns:
             The closure's result; None without a closure.

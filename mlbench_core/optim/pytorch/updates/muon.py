@@ -26,20 +26,23 @@ class MuonAdamW(Optimizer):
         x &\leftarrow (1 - \eta \lambda) x - 0.2 \sqrt{\max(n, m)} \; \eta
         \operatorname{NewtonSchulz}((1 - \mu) g + \mu b),
 
-    where five Newton-Schulz iterations bring all singular values near 1. The factor gives the step the size of AdamW's,
-    so that both share the learning rate and the weight decay. :class:`torch.optim.Muon` refuses parameters that are not
-    matrices, and a wrapper of this library wraps one optimizer. This class makes one of the two.
+    where five Newton-Schulz iterations bring all singular values near 1. The factor gives the step
+    the size of AdamW's, so that both share the learning rate and the weight decay.
+    :class:`torch.optim.Muon` refuses parameters that are not matrices, and a wrapper of this
+    library wraps one optimizer. This class makes one of the two.
 
-    With ``kernels``, a tensor with more than two dimensions, such as the kernel of a convolution, is a matrix with one
-    row per output channel. Without, it takes AdamW's step.
+    With ``kernels``, a tensor with more than two dimensions, such as the kernel of a convolution,
+    is a matrix with one row per output channel. Without, it takes AdamW's step.
 
     For distributed training give it to
-    :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`, or as ``inner_optimizer`` to
-    :class:`~mlbench_core.optim.pytorch.periodic.DiLoCo`; the latter is known as MuLoCo.
+    :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`, or as
+    ``inner_optimizer`` to :class:`~mlbench_core.optim.pytorch.periodic.DiLoCo`; the latter is known
+    as MuLoCo.
 
     Args:
-        params: Parameters, or groups of parameters. A group may have options of its own. With ``"use_muon": False``,
-            its matrices take AdamW's step, as is usual for embeddings and the last layer.
+        params: Parameters, or groups of parameters. A group may have options of its own. With
+            ``"use_muon": False``, its matrices take AdamW's step, as is usual for embeddings and
+            the last layer.
         lr: Learning rate :math:`\eta`.
         weight_decay: Decoupled weight decay :math:`\lambda`.
         momentum: Muon's momentum :math:`\mu`, with Nesterov's step.
@@ -61,9 +64,10 @@ class MuonAdamW(Optimizer):
         (['momentum_buffer'], ['exp_avg', 'exp_avg_sq', 'step'])
 
     References:
-        K. Jordan et al.: Muon: An optimizer for hidden layers in neural networks, kellerjordan.github.io/posts/muon.
-        J. Liu et al.: Muon is Scalable for LLM Training. arXiv:2502.16982 (the factor).
-        B. Thérien et al.: MuLoCo: Muon is a practical inner optimizer for DiLoCo. arXiv:2505.23725
+        K. Jordan et al.: Muon: An optimizer for hidden layers in neural networks,
+        kellerjordan.github.io/posts/muon. J. Liu et al.: Muon is Scalable for LLM Training.
+        arXiv:2502.16982 (the factor). B. Thérien et al.: MuLoCo: Muon is a practical inner
+        optimizer for DiLoCo. arXiv:2505.23725
     """
 
     def __init__(
@@ -91,7 +95,8 @@ class MuonAdamW(Optimizer):
         """Take one step.
 
         Args:
-            closure: Clears the gradients, computes the loss and its gradients, and returns the loss.
+            closure: Clears the gradients, computes the loss and its gradients, and returns the
+                loss.
 
         Returns:
             The closure's result; None without a closure.
@@ -114,14 +119,16 @@ class MuonAdamW(Optimizer):
                 )
             if others:
                 optimizer = AdamW(others, **common, betas=group["betas"], eps=group["eps"])
-                # A new optimizer at each step takes microseconds, and always has the current groups and options.
+                # A new optimizer at each step takes microseconds, and always has the current groups
+                # and options.
                 optimizer.state = self.state
                 optimizer.step()
         return loss
 
     def _take_muon_step(self, parameters: list[Tensor], **options: Any) -> None:
         """Let Muon take a step on parameters with at least two dimensions, as matrices."""
-        # Copies of kernels in channels-last order, because their memory has no view as such a matrix.
+        # Copies of kernels in channels-last order, because their memory has no view as such a
+        # matrix.
         matrices = [parameter.detach().flatten(1) for parameter in parameters]
         for matrix, parameter in zip(matrices, parameters, strict=True):
             matrix.grad = parameter.grad.flatten(1)  # type: ignore[union-attr]

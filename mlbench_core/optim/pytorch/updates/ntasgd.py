@@ -1,7 +1,8 @@
 r"""Non-monotonically triggered averaged SGD: plain SGD until validation stops improving, then averaged weights too.
 
 References:
-    Merity, Keskar and Socher 2017, Regularizing and Optimizing LSTM Language Models, arXiv 1708.02182, algorithm 1.
+    Merity, Keskar and Socher 2017, Regularizing and Optimizing LSTM Language Models, arXiv
+    1708.02182, algorithm 1.
 
     Polyak and Juditsky 1992, Acceleration of Stochastic Approximation by Averaging.
 """
@@ -33,13 +34,15 @@ class AveragedSGD(SGD):
 
     .. math:: x_k = x_{k-1} - \eta_k g_k, \qquad \bar x_k = \frac{1}{k + 1} \sum_{i=0}^{k} x_i
 
-    It is averaged SGD with :math:`t_0 = 0` and :math:`\lambda = 0`. It differs from :class:`torch.optim.ASGD`, which
-    computes its step with the rate of the step before, forgets the first step, and reads numbers back from a GPU in
-    every step. The rate of the step before is wrong if the rate follows the length of each batch.
+    It is averaged SGD with :math:`t_0 = 0` and :math:`\lambda = 0`. It differs from
+    :class:`torch.optim.ASGD`, which computes its step with the rate of the step before, forgets the
+    first step, and reads numbers back from a GPU in every step. The rate of the step before is
+    wrong if the rate follows the length of each batch.
 
-    The state of each parameter holds ``average`` and ``averaged``, the number of weights in it. A step in which a
-    parameter has no gradient counts too: its weights stay, and the average moves toward them. A parameter is averaged
-    from the first step on in which it requires a gradient. Before that, it is its own average.
+    The state of each parameter holds ``average`` and ``averaged``, the number of weights in it. A
+    step in which a parameter has no gradient counts too: its weights stay, and the average moves
+    toward them. A parameter is averaged from the first step on in which it requires a gradient.
+    Before that, it is its own average.
 
     Args:
         params: Parameters or groups of them.
@@ -64,7 +67,8 @@ class AveragedSGD(SGD):
         """Take one step and add the weights after it to the averages.
 
         Args:
-            closure: Clears the gradients, computes the loss and its gradients, and returns the loss.
+            closure: Clears the gradients, computes the loss and its gradients, and returns the
+                loss.
 
         Returns:
             The closure's result; None without a closure.
@@ -87,19 +91,23 @@ class AveragedSGD(SGD):
 class NTASGD:
     r"""A trigger that lets SGD average its weights once validation stops improving.
 
-    :meth:`check` gets one value per validation, smaller being better. With :math:`v_t` the value of validation
-    :math:`t = 0, 1, \dots` and the non-monotone interval :math:`n`, averaging starts at the first :math:`t` with
+    :meth:`check` gets one value per validation, smaller being better. With :math:`v_t` the value of
+    validation :math:`t = 0, 1, \dots` and the non-monotone interval :math:`n`, averaging starts at
+    the first :math:`t` with
 
     .. math:: t > n \quad \text{and} \quad v_t > \min_{l \in \{0, \dots, t - n - 1\}} v_l,
 
-    that is algorithm 1 of Merity et al.: a value is worse than the best of all but the last :math:`n` before it. With
-    ``patience`` another rule decides: averaging starts when the best value is ``patience`` validations old.
+    that is algorithm 1 of Merity et al.: a value is worse than the best of all but the last
+    :math:`n` before it. With ``patience`` another rule decides: averaging starts when the best
+    value is ``patience`` validations old.
 
-    The :class:`torch.optim.SGD` in the optimizer is then replaced by an :class:`AveragedSGD` with the same groups and
-    rates, for good. Validate within :meth:`averaged_weights`; training goes on with the weights that are not averaged.
+    The :class:`torch.optim.SGD` in the optimizer is then replaced by an :class:`AveragedSGD` with
+    the same groups and rates, for good. Validate within :meth:`averaged_weights`; training goes on
+    with the weights that are not averaged.
 
-    Every worker must give :meth:`check` the same value, that of all workers. A run that resumes from a checkpoint
-    restores both this object and the optimizer, in any order, and continues as if it had never stopped.
+    Every worker must give :meth:`check` the same value, that of all workers. A run that resumes
+    from a checkpoint restores both this object and the optimizer, in any order, and continues as if
+    it had never stopped.
 
     Attributes:
         optimizer: As given.
@@ -113,11 +121,12 @@ class NTASGD:
         optimizer: An optimizer of this package that wraps a :class:`torch.optim.SGD`, for example a
             :class:`~mlbench_core.optim.pytorch.all_reduce.CentralizedSGD`.
         interval: Non-monotone interval n; None is 5.
-        patience: Use the rule of patience instead: the number of values in a row that are not better than the best
-            before them.
+        patience: Use the rule of patience instead: the number of values in a row that are not
+            better than the best before them.
 
     Raises:
-        TypeError: The optimizer does not wrap an SGD, or ``interval`` or ``patience`` is not an integer.
+        TypeError: The optimizer does not wrap an SGD, or ``interval`` or ``patience`` is not an
+            integer.
         ValueError: ``interval`` or ``patience`` is not positive, or both are given.
 
     Example:
@@ -130,7 +139,8 @@ class NTASGD:
         'AveragedSGD'
 
     References:
-        Merity, Keskar and Socher: Regularizing and Optimizing LSTM Language Models. arXiv:1708.02182
+        Merity, Keskar and Socher: Regularizing and Optimizing LSTM Language Models.
+        arXiv:1708.02182
     """
 
     def __init__(
@@ -215,8 +225,8 @@ class NTASGD:
     def averaged_weights(self) -> Iterator[None]:
         """Put the averages in the parameters' place while the block runs; do nothing before averaging has started.
 
-        Afterwards the parameters have their own values back, bit by bit, also after an exception. They stay the same
-        tensors on the same memory.
+        Afterwards the parameters have their own values back, bit by bit, also after an exception.
+        They stay the same tensors on the same memory.
         """
         averages = self._averages()
         own = {parameter: parameter.detach().clone() for parameter in averages}
@@ -253,7 +263,8 @@ class NTASGD:
             state_dict: The state of an object with an optimizer of the same kind.
 
         Raises:
-            ValueError: The state is from before the optimizer began to average, and this one has begun.
+            ValueError: The state is from before the optimizer began to average, and this one has
+                begun.
         """
         if self.is_averaging and not state_dict["is_averaging"]:
             raise ValueError(
@@ -278,8 +289,9 @@ def _copy(values: dict[Tensor, Tensor]) -> None:
 def scaled_rate(optimizer: Optimizer, factor: float) -> Iterator[None]:
     r"""Multiply the learning rate of all groups while the block runs.
 
-    This is for steps on batches of different length. With the mean loss over the :math:`\ell` words of each sequence,
-    rate :math:`\eta \ell / T` gives every word the same weight, for every length of its batch.
+    This is for steps on batches of different length. With the mean loss over the :math:`\ell` words
+    of each sequence, rate :math:`\eta \ell / T` gives every word the same weight, for every length
+    of its batch.
 
     Args:
         optimizer: The optimizer; its schedulers do not notice.

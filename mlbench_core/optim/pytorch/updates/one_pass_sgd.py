@@ -25,11 +25,12 @@ _OPTIONS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize
 class OnePassSGD(SGD):
     """Torch's SGD on CPUs, at the speed of its fused kernel and with the results of its plain update.
 
-    The plain update passes over the values of a parameter once per operation, two or three times. Torch's fused kernel
-    passes over them once. It rounds as the plain update does, except for the last few elements of a tensor, which do
-    not fill a vector register. So large tensors are updated by the fused kernel up to these elements, and everything
-    else by the plain update. A step that the kernel would not compute alike is left to torch: on GPUs, in half
-    precision, with tensors of other layouts, or if a group asks for ``foreach``, ``fused`` or ``differentiable``.
+    The plain update passes over the values of a parameter once per operation, two or three times.
+    Torch's fused kernel passes over them once. It rounds as the plain update does, except for the
+    last few elements of a tensor, which do not fill a vector register. So large tensors are updated
+    by the fused kernel up to these elements, and everything else by the plain update. A step that
+    the kernel would not compute alike is left to torch: on GPUs, in half precision, with tensors of
+    other layouts, or if a group asks for ``foreach``, ``fused`` or ``differentiable``.
 
     Arguments and state: see :class:`torch.optim.SGD`.
 
@@ -88,8 +89,8 @@ class OnePassSGD(SGD):
 def sgd_step(optimizer: SGD, closure: Closure | None = None) -> Any:
     """Take SGD's own step without hooks, for a subclass whose step has run them.
 
-    Torch adds the hooks to the step of a class with its first object. So ``super().step()`` would run them again if the
-    process has made an ``SGD`` before.
+    Torch adds the hooks to the step of a class with its first object. So ``super().step()`` would
+    run them again if the process has made an ``SGD`` before.
 
     Args:
         optimizer: The optimizer of the subclass.
@@ -110,7 +111,8 @@ def _is_alike(parameter: Tensor, gradient: Tensor, buffer: Tensor | None) -> boo
     others = [gradient] if buffer is None else [gradient, buffer]
     return (
         parameter.numel() >= _LEAST_ELEMENTS
-        # In half precision the kernel rounds differently, and that of torch 2.13 leaves most elements as they are.
+        # In half precision the kernel rounds differently, and that of torch 2.13 leaves most
+        # elements as they are.
         and parameter.dtype in (torch.float32, torch.float64)
         and all(t.layout == torch.strided and t.dtype == parameter.dtype for t in others)
         and all(t.stride() == parameter.stride() for t in others)

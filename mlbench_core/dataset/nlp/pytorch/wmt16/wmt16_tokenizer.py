@@ -29,8 +29,9 @@ _MULTIPLES = {None: 1, "fp32": 1, "fp16": 8, "bf16": 8}
 class WMT16Tokenizer:
     """Split lines of text into sub-words with ids, and convert ids to text.
 
-    Ids 0 to 3 are padding, unknown, beginning and end of a sentence. The symbols of the vocabulary follow in its order.
-    With half precision, unused symbols pad the vocabulary to a multiple of 8, for tensor cores.
+    Ids 0 to 3 are padding, unknown, beginning and end of a sentence. The symbols of the vocabulary
+    follow in its order. With half precision, unused symbols pad the vocabulary to a multiple of 8,
+    for tensor cores.
 
     Attributes:
         vocab_size: Number of ids.
@@ -41,15 +42,16 @@ class WMT16Tokenizer:
         symbols: The symbol of each id.
 
     Args:
-        base_dir: Folder with the vocabulary ``vocab.bpe.NAME`` and the merges ``bpe.NAME``, for example
-            ``vocab.bpe.32000``, in the format of subword-nmt. Without merges, lines must consist of words that are
-            divided already.
+        base_dir: Folder with the vocabulary ``vocab.bpe.NAME`` and the merges ``bpe.NAME``, for
+            example ``vocab.bpe.32000``, in the format of subword-nmt. Without merges, lines must
+            consist of words that are divided already.
         math_precision: ``"fp16"`` and ``"bf16"`` pad the vocabulary; ``"fp32"`` and None do not.
         separator: Mark of a part that does not end its word.
         lang: Default language of lines.
-        tokenizer: The splitter of lines into words: ``"moses"`` or ``"spacy"``; None splits at white space.
-        escaped: If True, the vocabulary consists of words with Moses' escapes, such as ``&apos;`` for an apostrophe, as
-            other programs create it.
+        tokenizer: The splitter of lines into words: ``"moses"`` or ``"spacy"``; None splits at
+            white space.
+        escaped: If True, the vocabulary consists of words with Moses' escapes, such as ``&apos;``
+            for an apostrophe, as other programs create it.
 
     Raises:
         ValueError: The precision is unknown.
@@ -89,7 +91,8 @@ class WMT16Tokenizer:
         self.lang = lang
         self.escaped = escaped
         self.subwords = Subwords.load(Path(base_dir), separator, skip=SPECIAL_SYMBOLS)
-        # Without merges, lines are divided already: splitting would break the marks of parts. spaCy's words have none.
+        # Without merges, lines are divided already: splitting would break the marks of parts.
+        # spaCy's words have none.
         self.tokenizer = (
             tokenizer if self.subwords.merges is not None or tokenizer == "spacy" else None
         )
@@ -123,8 +126,8 @@ class WMT16Tokenizer:
         """Convert the numbers of a sentence in a store to ids.
 
         Args:
-            numbers: Result of :meth:`~mlbench_core.dataset.nlp.pytorch.subwords.Subwords.encode` for the sentence,
-                shape (tokens,).
+            numbers: Result of :meth:`~mlbench_core.dataset.nlp.pytorch.subwords.Subwords.encode`
+                for the sentence, shape (tokens,).
 
         Returns:
             int64 of shape (tokens + 2,), including the beginning and the end of the sentence.
@@ -141,8 +144,8 @@ class WMT16Tokenizer:
         """Convert ids to text with normal punctuation; no further detokenizer is needed.
 
         Args:
-            inputs: Ids of one sentence, for example a tensor of shape (tokens,). Ids after the end of the sentence are
-                ignored, and so are padding and the beginning.
+            inputs: Ids of one sentence, for example a tensor of shape (tokens,). Ids after the end
+                of the sentence are ignored, and so are padding and the beginning.
             delim: Text to put between words instead of a space.
 
         Returns:

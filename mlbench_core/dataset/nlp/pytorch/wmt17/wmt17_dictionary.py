@@ -12,7 +12,8 @@ __all__ = ["Dictionary"]
 class Dictionary:
     """A mapping between symbols and consecutive numbers from 0.
 
-    Padding has number 0 and the end of a sentence 1; the other symbols follow in the order in which they are added.
+    Padding has number 0 and the end of a sentence 1; the other symbols follow in the order in which
+    they are added.
 
     Args:
         pad: Symbol of the padding.
@@ -76,9 +77,10 @@ class Dictionary:
 
         Args:
             tensor: Numbers, of shape (tokens,) or (sentences, tokens).
-            bpe_symbol: The mark of a divided word, with the space after it, for example ``"@@ "``. If ``"_"``, the last
-                part of each word must end with ``_``, as the special symbols do: parts are then joined, and every ``_``
-                becomes a space. If None, parts are not joined.
+            bpe_symbol: The mark of a divided word, with the space after it, for example ``"@@ "``.
+                If ``"_"``, the last part of each word must end with ``_``, as the special symbols
+                do: parts are then joined, and every ``_`` becomes a space. If None, parts are not
+                joined.
 
         Returns:
             The symbols, separated by spaces, with the parts of divided words joined.
@@ -101,7 +103,8 @@ class Dictionary:
             return " ".join(symbols)
         if bpe_symbol == "_":
             return "".join(symbols).replace("_", " ").strip()
-        # The mark includes the space after it, so add a space to match it at the end of the text too.
+        # The mark includes the space after it, so add a space to match it at the end of the text
+        # too.
         return (" ".join(symbols) + " ").replace(bpe_symbol, "").rstrip()
 
     def __len__(self) -> int:

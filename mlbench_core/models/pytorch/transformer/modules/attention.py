@@ -2,7 +2,8 @@ r"""Scaled dot-product attention: the plain reference, and torch's fused kernels
 
 .. math:: \mathrm{Attention}(Q, K, V) = \mathrm{softmax}\left(\frac{Q K^T}{\sqrt{d}} + M\right) V
 
-M is minus infinity at masked positions and 0 elsewhere. If all keys of a query are masked, its output is 0.
+M is minus infinity at masked positions and 0 elsewhere. If all keys of a query are masked, its
+output is 0.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def attention_mask(
         device: Device of the mask.
 
     Returns:
-        bool of a shape that broadcasts to (batch, heads, queries, keys), True if masked; None if nothing is masked.
+        bool of a shape that broadcasts to (batch, heads, queries, keys), True if masked; None if
+        nothing is masked.
     """
     mask = None
     if key_padding_mask is not None:
@@ -55,8 +57,8 @@ def reference_attention(
         dropout_p: Probability that a weight becomes 0; the others are scaled by 1/(1 - p).
 
     Returns:
-        The output, in the shape of ``query``, and the weights before dropout, shape (batch, heads, queries, keys), in
-        the dtype of the query.
+        The output, in the shape of ``query``, and the weights before dropout, shape (batch, heads,
+        queries, keys), in the dtype of the query.
     """
     scores = (query / math.sqrt(query.shape[-1])) @ key.transpose(-1, -2)
     weights = masked_softmax(scores, mask).to(query.dtype)
@@ -78,8 +80,9 @@ def fused_attention(
         key: Shape (batch, heads, keys, features).
         value: Shape (batch, heads, keys, features).
         key_padding_mask: bool of shape (batch, keys), True if the key is padding.
-        is_causal: If True, hide keys that come after the query. Without padding, and with the same number of queries
-            and keys, the kernel applies this rule itself; otherwise it gets a mask.
+        is_causal: If True, hide keys that come after the query. Without padding, and with the same
+            number of queries and keys, the kernel applies this rule itself; otherwise it gets a
+            mask.
         dropout_p: Probability that a weight becomes 0.
 
     Returns:

@@ -23,7 +23,8 @@ class Residual(nn.Module):
     Args:
         width: Number of features.
         dropout: Probability that a feature of the block's output becomes 0 in training.
-        normalize_before: If True, layer norm comes before the block (first form), otherwise, as in the paper, after it.
+        normalize_before: If True, layer norm comes before the block (first form), otherwise, as in
+            the paper, after it.
     """
 
     def __init__(self, width: int, dropout: float, normalize_before: bool) -> None:
@@ -126,15 +127,17 @@ class DecoderLayer(nn.Module):
 
         Args:
             x: Shape (target, rows, width).
-            encoder_out: Shape (source, batch, width); with a state, ``rows`` may be a multiple of ``batch``.
+            encoder_out: Shape (source, batch, width); with a state, ``rows`` may be a multiple of
+                ``batch``.
             encoder_padding_mask: bool of shape (batch, source), True at padding.
-            padding_mask: bool of shape (rows, target), True at padding of the target; needed only for padding on the
-                left.
+            padding_mask: bool of shape (rows, target), True at padding of the target; needed only
+                for padding on the left.
             incremental_state: The caches of a generation; ``x`` then holds only the new positions.
             need_weights: If True, return the attention on the source.
 
         Returns:
-            A tensor of the shape of ``x``, and the attention, shape (rows, target, source), or None.
+            A tensor of the shape of ``x``, and the attention, shape (rows, target, source), or
+            None.
         """
         weights: Tensor | None = None
 
@@ -147,7 +150,8 @@ class DecoderLayer(nn.Module):
             return self.self_attn(h, h, h, incremental_state=incremental_state, **options)[0]
 
         def attend_to_source(h: Tensor) -> Tensor:
-            # A residual block returns one tensor, so the weights leave this function through a variable.
+            # A residual block returns one tensor, so the weights leave this function through a
+            # variable.
             nonlocal weights
             options = {
                 "key_padding_mask": encoder_padding_mask,

@@ -1,6 +1,7 @@
 """Multi-head attention on time-first tensors.
 
-Weights that are requested, and the backend "reference", use reference_attention; everything else uses fused_attention.
+Weights that are requested, and the backend "reference", use reference_attention; everything else
+uses fused_attention.
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ class MultiheadAttention(nn.Module):
         \mathrm{MultiHead}(Q, K, V) = \mathrm{Concat}(h_1, \dots, h_n) W^O, \qquad
         h_i = \mathrm{softmax}\left(\frac{Q W_i^Q (K W_i^K)^T}{\sqrt{d}}\right) V W_i^V
 
-    All tensors are time first: (positions, batch, ``embed_dim``). The three input projections are one matrix
-    ``in_proj_weight`` of shape (3 ``embed_dim``, ``embed_dim``), so that self-attention needs one product.
+    All tensors are time first: (positions, batch, ``embed_dim``). The three input projections are
+    one matrix ``in_proj_weight`` of shape (3 ``embed_dim``, ``embed_dim``), so that self-attention
+    needs one product.
 
     Args:
         embed_dim: Width of the model.
         num_heads: Number of heads; ``embed_dim`` must be a multiple of it.
         dropout: Probability that an attention weight becomes 0 in training.
-        softmax_type: ``"default"`` leaves the choice to ``backend``. ``"fast_fill"``, which selected a kernel in
-            version 3.0, is the same as ``backend="fused"``.
+        softmax_type: ``"default"`` leaves the choice to ``backend``. ``"fast_fill"``, which
+            selected a kernel in version 3.0, is the same as ``backend="fused"``.
         bias: If True, the projections add a bias.
-        backend: ``"reference"`` is the plain formula. ``"fused"`` uses torch's kernels, or the plain formula if weights
-            are requested. ``"auto"`` is the same as ``"fused"``.
+        backend: ``"reference"`` is the plain formula. ``"fused"`` uses torch's kernels, or the
+            plain formula if weights are requested. ``"auto"`` is the same as ``"fused"``.
 
     Raises:
         ValueError: An argument is not one of the values listed above.
@@ -121,10 +123,11 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to the keys and values.
 
-        With an ``incremental_state`` the module keeps its keys and values. In self-attention each call adds its own
-        positions. With ``static_kv``, later calls use the keys and values of the first call and ignore their own
-        arguments. Hypotheses of one sentence may share static keys and values. The batch of the query is then a
-        multiple of the batch of the keys, and the hypotheses of a sentence are consecutive rows.
+        With an ``incremental_state`` the module keeps its keys and values. In self-attention each
+        call adds its own positions. With ``static_kv``, later calls use the keys and values of the
+        first call and ignore their own arguments. Hypotheses of one sentence may share static keys
+        and values. The batch of the query is then a multiple of the batch of the keys, and the
+        hypotheses of a sentence are consecutive rows.
 
         The output of padded positions has arbitrary values, which no caller should read.
 
@@ -133,16 +136,17 @@ class MultiheadAttention(nn.Module):
             key: Shape (source, batch, embed_dim); the same object as ``query`` for self-attention.
             value: Shape of ``key``; usually the same object.
             mask_future_timesteps: If True, position i sees only positions up to i.
-            key_padding_mask: bool of shape (batch, source), True if the key is padding. With a cache it covers the
-                cached positions too. A query that sees only padding gets zeros before the output projection.
+            key_padding_mask: bool of shape (batch, source), True if the key is padding. With a
+                cache it covers the cached positions too. A query that sees only padding gets zeros
+                before the output projection.
             incremental_state: A dict that is empty before the first step, or an
                 :class:`~mlbench_core.models.pytorch.transformer.modules.incremental.IncrementalState`.
             need_weights: If True, return the weights, which requires the plain formula.
             static_kv: If True, key and value are those of the first call.
 
         Returns:
-            The output, shape (target, batch, embed_dim), and the weights averaged over the heads, shape (batch, target,
-            source), or None.
+            The output, shape (target, batch, embed_dim), and the weights averaged over the heads,
+            shape (batch, target, source), or None.
 
         Raises:
             ValueError: The shapes do not fit.
@@ -230,7 +234,8 @@ class MultiheadAttention(nn.Module):
         positions, rows, _ = x.shape
         if rows % batch:
             raise ValueError(f"query must have a multiple of the key's {batch} rows, not {rows}")
-        # The hypotheses of a sentence share its keys, so they become further queries of one batch entry.
+        # The hypotheses of a sentence share its keys, so they become further queries of one batch
+        # entry.
         x = x.reshape(positions, batch, rows // batch, self.num_heads, self.head_dim)
         return x.permute(1, 3, 2, 0, 4).reshape(batch, self.num_heads, -1, self.head_dim)
 

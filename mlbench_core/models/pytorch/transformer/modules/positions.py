@@ -20,7 +20,8 @@ def token_positions(tokens: Tensor, padding_idx: int) -> Tensor:
         padding_idx: The token that is padding.
 
     Returns:
-        1, 2, ... for the tokens of each sentence and 0 for padding, int64 of shape (batch, positions).
+        1, 2, ... for the tokens of each sentence and 0 for padding, int64 of shape (batch,
+        positions).
 
     Example:
         >>> token_positions(torch.tensor([[0, 0, 7, 5], [7, 5, 0, 0]]), padding_idx=0).tolist()
