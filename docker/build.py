@@ -129,7 +129,8 @@ def main(arguments: Sequence[str]) -> None:
     program = args.program or next((name for name in PROGRAMS if shutil.which(name)), None)
     if program is None and not args.list:
         parser.error(
-            f"one of {', '.join(PROGRAMS)} must be installed to build images: install one, or give --list"
+            f"one of {', '.join(PROGRAMS)} must be installed to build images: install one, or "
+            "give --list"
         )
     chosen = [build for build in known if args.only is None or build.name in args.only]
     rows = []

@@ -137,7 +137,8 @@ class MasterClient(RestClient):
         most = self.health().get("most_workers")  # masters before this field did not refuse them
         if most is not None and num_workers > most and not oversubscribe:
             raise MasterRequestError(
-                f"the number of workers must be at most {most} at {self.url}, not {num_workers}: more of them on its "
+                f"the number of workers must be at most {most} at {self.url}, not "
+                f"{num_workers}: more of them on its "
                 "cores mostly wait for each other; start fewer, or give --oversubscribe"
             )
 

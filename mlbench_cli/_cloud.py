@@ -247,7 +247,8 @@ def create(cluster: Cluster, options: CloudOptions, *, confirmed: bool) -> Clust
     # Ctrl-C too must tell the user what is left.
     except BaseException as error:
         hint = (
-            "Machines may be left, and they cost money: 'sky status' shows them, the same command goes on, and "
+            "Machines may be left, and they cost money: 'sky status' shows them, the same "
+            "command goes on, and "
             f"'mlbench delete-cluster {cluster.provider} {cluster.name}' deletes them"
         )
         if isinstance(error, ProgramFailed):
@@ -260,7 +261,10 @@ def _end(options: CloudOptions) -> str:
     if not options.autostop_min:
         return "you delete the cluster, because --autostop is 0"
     minutes = options.autostop_min + DOWN_MIN
-    return f"the cluster is deleted, which happens about {minutes} minutes after the last run or request"
+    return (
+        f"the cluster is deleted, which happens about {minutes} minutes after the last run "
+        "or request"
+    )
 
 
 def connect(cluster: Cluster, wait_s: float = 0.0) -> Cluster:
@@ -340,7 +344,8 @@ def open_tunnel(cluster: Cluster) -> None:
             "it wrote nothing"
         ]
         raise ProgramFailed(
-            f"no tunnel to the cluster {cluster.name}: {lines[-1]}; see its state with 'mlbench list-clusters', or "
+            f"no tunnel to the cluster {cluster.name}: {lines[-1]}; see its state with "
+            "'mlbench list-clusters', or "
             "return to the master of this machine with 'mlbench set-cluster --none'"
         )
 

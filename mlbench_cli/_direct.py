@@ -61,6 +61,7 @@ def show_submitted(runs: MasterlessRuns, started: Sequence[Mapping[str, Any]], w
     jobs = ",".join(str(job) for _, _, job, _ in rows)
     place = clean(shlex.quote(str(runs.folder)))
     remark(
-        f"'squeue --jobs={jobs}' shows the jobs, and '{clean(runs.stop_command(started))}' ends them"
+        f"'squeue --jobs={jobs}' shows the jobs, and '{clean(runs.stop_command(started))}' "
+        "ends them"
     )
     remark(f"when they have ended, 'mlbench compare {place}' shows their results")

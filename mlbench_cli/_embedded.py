@@ -130,7 +130,10 @@ def _why_silent(record: MasterRecord, reason: str) -> str:
 
     with contextlib.suppress(psutil.Error):
         if psutil.Process(record.pid).status() == psutil.STATUS_STOPPED:
-            return f"its process is stopped ('kill -CONT {record.pid}' continues it, 'mlbench master --stop' ends it)"
+            return (
+                f"its process is stopped ('kill -CONT {record.pid}' continues it, 'mlbench "
+                "master --stop' ends it)"
+            )
     return f"{reason} (is its disk or its machine overloaded? 'mlbench master --stop' ends it)"
 
 
@@ -224,7 +227,8 @@ def _check_engine(location: Location, engine: str | None) -> None:
         else:
             instead = "stop it with 'mlbench master --stop'"
         raise ConfigurationError(
-            f"the master at {location.url} starts runs with the engine {found}, not {engine}: {instead}, or name one "
+            f"the master at {location.url} starts runs with the engine {found}, not {engine}: "
+            f"{instead}, or name one "
             f"with --dashboard-url that was started with --launcher {engine}"
         )
 
@@ -249,7 +253,8 @@ def check_installed() -> None:
         # Found but not imported: the master runs in another process.
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(
-                f"the master needs the package '{package}', which is not installed: pip install 'mlbench-core[master]'"
+                f"the master needs the package '{package}', which is not installed: pip "
+                "install 'mlbench-core[master]'"
             )
 
 
@@ -435,7 +440,8 @@ def stop_embedded() -> Mapping[str, Any]:
             _send(record, getattr(signal, "SIGKILL", signal.SIGTERM))
             if not _has_ended(record, STOP_TIMEOUT_S):
                 raise MasterError(
-                    f"the master (process {record.pid}) cannot be ended: its system call does not return"
+                    f"the master (process {record.pid}) cannot be ended: its system call does "
+                    "not return"
                 )
         forget_master(record.pid)
         return {"url": record.url, "pid": record.pid}

@@ -84,7 +84,8 @@ def check() -> None:
         ask([engine or "docker", "info"])
     except ProgramFailed as error:
         raise ConfigurationError(
-            f"kind needs a container engine that runs, but {error}: start it, for example with 'sudo systemctl start "
+            f"kind needs a container engine that runs, but {error}: start it, for example with "
+            "'sudo systemctl start "
             "docker'"
         ) from error
 
@@ -138,7 +139,8 @@ def create(cluster: Cluster, options: KindOptions) -> Cluster:
     todo = steps(cluster, options, exists=exists)
     if not any(word.startswith("mlbench/master:") for step in todo for word in step.command):
         remark(
-            "no image mlbench/master was found in Docker, so the cluster pulls it from its registry; to build it here, "
+            "no image mlbench/master was found in Docker, so the cluster pulls it from its "
+            "registry; to build it here, "
             "see docs/howto/docker.md"
         )
     # Stored before the first step: whatever happens, delete-cluster then knows the cluster.
@@ -178,8 +180,10 @@ def _hint(cluster: Cluster) -> str:
         forget_cluster(cluster.name)
         return "Nothing is left of the cluster"
     return (
-        f"The cluster {cluster.name} is left: look at it with 'kubectl --context kind-{cluster.name} --namespace "
-        f"{NAMESPACE} get pods', repeat the command to go on, or remove it with 'mlbench delete-cluster kind "
+        f"The cluster {cluster.name} is left: look at it with 'kubectl --context "
+        f"kind-{cluster.name} --namespace "
+        f"{NAMESPACE} get pods', repeat the command to go on, or remove it with 'mlbench "
+        "delete-cluster kind "
         f"{cluster.name}'"
     )
 
@@ -206,7 +210,8 @@ def _create_step(cluster: Cluster, options: KindOptions) -> Step:
         version = _VERSION.fullmatch(options.kubernetes_version)
         if version is None:
             raise ConfigurationError(
-                f"--kubernetes-version must be a full version such as 1.33.1, not {options.kubernetes_version}: kind "
+                "--kubernetes-version must be a full version such as 1.33.1, not "
+                f"{options.kubernetes_version}: kind "
                 "publishes images of full versions only"
             )
         command += ["--image", f"kindest/node:v{version[1]}"]

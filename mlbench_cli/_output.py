@@ -53,7 +53,10 @@ def dashboard_option(command: Command) -> Command:
         "--dashboard-url",
         "-u",
         metavar="URL",
-        help="Address of the master (default: MLBENCH_MASTER_URL, or else the master on this machine).",
+        help=(
+            "Address of the master (default: MLBENCH_MASTER_URL, or else the master on this "
+            "machine)."
+        ),
     )(command)
 
 

@@ -105,7 +105,8 @@ def perform(step: Step) -> None:
         ) from error
     if done.returncode != 0:
         raise ProgramFailed(
-            f"could not {step.title}: '{shlex.join(step.command)}' ended with exit status {done.returncode}, and its "
+            f"could not {step.title}: '{shlex.join(step.command)}' ended with exit status "
+            f"{done.returncode}, and its "
             "message is above"
         )
 

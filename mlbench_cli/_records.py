@@ -57,7 +57,8 @@ def price_options(command: Command) -> Command:
             known = load_prices(prices)
             if machine not in known:
                 raise click.BadParameter(
-                    f"the machine must be one of {', '.join(known)}, not {machine!r}: add it to a copy of the "
+                    f"the machine must be one of {', '.join(known)}, not {machine!r}: add it "
+                    "to a copy of the "
                     "table and give the copy as --prices",
                     param_hint="--machine",
                 )

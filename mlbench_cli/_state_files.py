@@ -109,7 +109,8 @@ class StateFiles:
             return
         if run["job_id"] is None:
             raise MasterRequestError(
-                f"{self._problem}; run {run['name']} waits for its start, and only the master can remove it: try again "
+                f"{self._problem}; run {run['name']} waits for its start, and only the master "
+                "can remove it: try again "
                 "when it answers, or end it with 'mlbench master --stop'"
             )
         self._launcher.note(run["job_id"], "stopped by a user, while the master did not answer")

@@ -112,7 +112,10 @@ NAMED_VARIABLES = "MLBENCH_NAMED_VARIABLES"
 """The variable of workers that lists, separated by spaces, the names of the variables that the user chose."""
 
 # Without its first entry, the folder of the call, as with the option -P of Python 3.11.
-_SAFE = "import sys; del sys.path[0]; import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+_SAFE = (
+    "import sys; del sys.path[0]; import runpy; runpy.run_module(sys.argv.pop(1), "
+    "run_name='__main__', alter_sys=True)"
+)
 
 
 def is_carried(name: str) -> bool:
@@ -137,11 +140,13 @@ def check_variable(name: str) -> str:
     """
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"the name of a variable must be letters, digits and '_', not {name[:80]!r}: give for example NCCL_DEBUG"
+            f"the name of a variable must be letters, digits and '_', not {name[:80]!r}: give "
+            "for example NCCL_DEBUG"
         )
     if name in _OF_ENGINES or _OF_MASTER.fullmatch(name):
         raise ValueError(
-            f"the variable must be one that MLBench does not set itself, not {name[:80]}: leave it out"
+            f"the variable must be one that MLBench does not set itself, not {name[:80]}: "
+            "leave it out"
         )
     return name
 
@@ -161,7 +166,8 @@ def call_folder(given: Path | None = None) -> str:
         if given is not None and given.is_absolute():
             return str(given)
         raise ConfigurationError(
-            f"the current folder cannot be used ({error.strerror}): change to another one, or give --cwd"
+            f"the current folder cannot be used ({error.strerror}): change to another one, or "
+            "give --cwd"
         ) from None
     return str(here / given.expanduser() if given is not None else here)
 

@@ -145,5 +145,6 @@ def require(module: str, extra: str) -> object:
         if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
             raise
         raise MissingDependencyError(
-            f"this needs the package '{error.name}', which is not installed: pip install 'mlbench-core[{extra}]'"
+            f"this needs the package '{error.name}', which is not installed: pip install "
+            f"'mlbench-core[{extra}]'"
         ) from error

@@ -175,8 +175,10 @@ class Task:
         ]
         if any(given) and not all(given):
             raise ValueError(
-                f"metric, goal, light_goal and max_epochs of task {self.key} must be all given or all None, not "
-                f"{self.metric!r}, {self.goal}, {self.light_goal}, {self.max_epochs}: give none if it only measures"
+                f"metric, goal, light_goal and max_epochs of task {self.key} must be all given "
+                "or all None, not "
+                f"{self.metric!r}, {self.goal}, {self.light_goal}, {self.max_epochs}: give "
+                "none if it only measures"
             )
 
     @property
@@ -227,7 +229,8 @@ class Task:
         goals = {self.dataset: (self.goal, self.light_goal), **self.stand_ins}
         if dataset is not None and dataset not in goals:
             raise ValueError(
-                f"dataset must be one of {', '.join(sorted(goals))} for task {self.key}, not {dataset!r}"
+                f"dataset must be one of {', '.join(sorted(goals))} for task {self.key}, not "
+                f"{dataset!r}"
             )
         dataset = dataset or self.dataset
         return goals.get(f"{dataset}-{preset}", goals[dataset])[1 if light else 0]

@@ -55,7 +55,8 @@ class Part:
             return None
         where = "" if self.file is None else f" in torch/{self.file}"
         return (
-            f"torch {torch.__version__} no longer has {missing}{where}, which mlbench_core.{self.user} uses for "
+            f"torch {torch.__version__} no longer has {missing}{where}, which "
+            f"mlbench_core.{self.user} uses for "
             f"{self.reason}"
         )
 
@@ -252,7 +253,10 @@ PARTS = (
     ),
     Part(
         "optim.pytorch",
-        "refusing to take the step with which torch creates the state of an optimizer before it saves or loads it",
+        (
+            "refusing to take the step with which torch creates the state of an optimizer before "
+            "it saves or loads it"
+        ),
         ("_init_optim_state",),
         "distributed/checkpoint/state_dict.py",
     ),
@@ -296,7 +300,10 @@ PARTS = (
     ),
     Part(
         "optim.pytorch",
-        "skipping a step on all workers if the gradients of one overflow, so that their weights stay equal",
+        (
+            "skipping a step on all workers if the gradients of one overflow, so that their "
+            "weights stay equal"
+        ),
         ("_step_supports_amp_scaling",),
         "amp/grad_scaler.py",
     ),
@@ -327,7 +334,10 @@ PARTS = (
     ),
     Part(
         "distributed.pytorch.mpi",
-        "collectives on one tensor, blocks of operations, and the sender of a message from any rank",
+        (
+            "collectives on one tensor, blocks of operations, and the sender of a message from any "
+            "rank"
+        ),
         (
             "distributed.ProcessGroup._allgather_base",
             "distributed.ProcessGroup._reduce_scatter_base",

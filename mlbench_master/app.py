@@ -160,7 +160,8 @@ def _check_engine(store: Store, launcher: Launcher) -> None:
         engine = (run.job_id or launcher.name).rpartition("-")[0]
         if engine != launcher.name:
             raise ConfigurationError(
-                f"run {run.name!r} was started by the launcher {engine!r} and has not ended: start the master with "
+                f"run {run.name!r} was started by the launcher {engine!r} and has not ended: "
+                "start the master with "
                 f"--launcher {engine} until it has, or choose another folder with --data-dir"
             )
 

@@ -198,7 +198,8 @@ class Connection(H11Protocol):
         if not is_answered:
             body = json.dumps({"status": status[4:], "message": message})
             self.transport.write(
-                f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+                f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: "
+                f"{len(body)}\r\n"
                 f"Retry-After: 1\r\nConnection: close\r\n\r\n{body}".encode()
             )
         self.transport.close()

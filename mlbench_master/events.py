@@ -101,7 +101,8 @@ class EventBus:
                 )
             if self._clients[client] >= self._max_per_client:
                 raise TooManyStreamsError(
-                    f"events: at most {self._max_per_client} streams of one client may be open: close one of them"
+                    f"events: at most {self._max_per_client} streams of one client may be "
+                    "open: close one of them"
                 )
             self._subscribers[wake] = asyncio.get_running_loop()
             self._clients[client] += 1

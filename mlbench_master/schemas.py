@@ -91,7 +91,8 @@ def _one_line(text: str) -> str:
         )
         if unseen is not None:
             raise ValueError(
-                f"must not contain control characters or invisible ones, such as U+{ord(unseen):04X}"
+                "must not contain control characters or invisible ones, such as "
+                f"U+{ord(unseen):04X}"
             )
     if not text.strip():
         raise ValueError("must not be empty")
@@ -101,7 +102,8 @@ def _one_line(text: str) -> str:
 def _dns_label(text: str) -> str:
     if not is_run_name(text):
         raise ValueError(
-            "must be a DNS label: 1 to 63 of a-z, 0-9 and '-', not starting or ending with '-' (for example my-run-2)"
+            "must be a DNS label: 1 to 63 of a-z, 0-9 and '-', not starting or ending with '-' "
+            "(for example my-run-2)"
         )
     return text
 

@@ -71,7 +71,8 @@ _NONCE = re.compile(r"[0-9a-f]{32,64}")
 # The pages load nothing from other servers, and no other page can show them in a frame to catch
 # clicks.
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; "
+    "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; "
+    "form-action 'self'; "
     "frame-ancestors 'none'",
     "X-Frame-Options": "DENY",
     "X-Content-Type-Options": "nosniff",
@@ -101,7 +102,8 @@ def make_private(folder: Path) -> None:
             folder.chmod(0o700)
         except PermissionError:
             raise ConfigurationError(
-                f"{folder} belongs to another user, who could read the token: choose another with --data-dir"
+                f"{folder} belongs to another user, who could read the token: choose another "
+                "with --data-dir"
             ) from None
     # Files of earlier versions. In the closed folder nobody reaches them, but a copy of it keeps
     # their modes.
@@ -326,13 +328,19 @@ class GuardMiddleware:
                 return _refuse(
                     403,
                     "Forbidden",
-                    "Host: a master without a token answers only to localhost; start it with a token",
+                    (
+                        "Host: a master without a token answers only to localhost; start it with a "
+                        "token"
+                    ),
                 )
         elif "authorization" in headers:
             address = scope["client"][0] if scope.get("client") else ""
             limited = self._access.limits_tokens_of(address)
             if limited and self._access.must_wait(address):
-                message = "Authorization: too many wrong tokens came from this address; try again in a minute"
+                message = (
+                    "Authorization: too many wrong tokens came from this address; try "
+                    "again in a minute"
+                )
                 return _refuse(429, "Too Many Requests", message, TOO_MANY_GUESSES)
             scheme, _, given = headers["authorization"].partition(" ")
             if scheme.lower() == "bearer" and self._access.accepts(given.strip()):

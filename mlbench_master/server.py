@@ -188,7 +188,8 @@ def _say_who_has_access(url: str, access: Access, listen: Listen) -> None:
     _log.info("open it in a browser: %s%s (works once, within %d minutes)", url, path, CODE_S // 60)
     if listen.certificate is None and not is_loopback(listen.host):
         _log.warning(
-            "the network can read the token: use --certificate, or a proxy with https on this machine"
+            "the network can read the token: use --certificate, or a proxy with https on this "
+            "machine"
         )
     if len(access.token) < _SHORT_TOKEN:
         _log.warning("the token can be guessed: use at least %d random characters", _SHORT_TOKEN)

@@ -86,7 +86,10 @@ def test_no_module_for_tensorflow_loads_torch() -> None:
     found = pkgutil.walk_packages(mlbench_core.__path__, "mlbench_core.", onerror=lambda name: None)
     names = [name for _, name, _ in found if ".tensorflow" in name]
     assert len(names) > 10
-    code = f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nassert 'torch' not in sys.modules"
+    code = (
+        f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nassert "
+        "'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -94,9 +97,11 @@ def test_no_module_for_tensorflow_loads_torch() -> None:
 def test_packages_load_their_modules_on_first_use() -> None:
     code = (
         "import mlbench_core; assert mlbench_core.models.tensorflow.resnet_model.Cifar10Model; "
-        "assert mlbench_core.evaluation.tensorflow.metrics and mlbench_core.evaluation.tensorflow.criterion; "
+        "assert mlbench_core.evaluation.tensorflow.metrics and "
+        "mlbench_core.evaluation.tensorflow.criterion; "
         "assert mlbench_core.lr_scheduler.tensorflow.lr and mlbench_core.utils.tensorflow; "
-        "assert mlbench_core.distributed.tensorflow.mirrored and mlbench_core.distributed.tensorflow.settings"
+        "assert mlbench_core.distributed.tensorflow.mirrored and "
+        "mlbench_core.distributed.tensorflow.settings"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

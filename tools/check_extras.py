@@ -22,22 +22,35 @@ from release import build
 # The code that must run with an extra alone. "base" is the installation without an extra.
 CHECKS = {
     "base": "from mlbench_core.tracking import Tracker; from mlbench_cli import cli_group",
-    "torch": "import mlbench_core.optim.pytorch, mlbench_core.models.pytorch.resnet, mlbench_core.dataset.pytorch",
-    "vision": "from mlbench_core.dataset.imagerecognition.pytorch import Digits; assert len(Digits()) == 1438",
+    "torch": (
+        "import mlbench_core.optim.pytorch, mlbench_core.models.pytorch.resnet, "
+        "mlbench_core.dataset.pytorch"
+    ),
+    "vision": (
+        "from mlbench_core.dataset.imagerecognition.pytorch import Digits; assert "
+        "len(Digits()) == 1438"
+    ),
     "text": "import pyarrow, sacrebleu, sacremoses, tokenizers",
     "spacy": "import spacy; assert len(spacy.blank('en')('two words')) == 2",
     "linear": "import lmdb; from sklearn.datasets import load_svmlight_file",
-    "tensorflow": "import mlbench_core.models.tensorflow.resnet_model, mlbench_core.controlflow.tensorflow",
+    "tensorflow": (
+        "import mlbench_core.models.tensorflow.resnet_model, mlbench_core.controlflow.tensorflow"
+    ),
     "mpi": "import mpi4py",
     "master": "from mlbench_master.app import create_app; import mlbench_master.server",
     "postgres": "import psycopg",
     "charts": "from mlbench_core.results import figures; import matplotlib.pyplot",
     "kubernetes": "import kubernetes.client",
-    "tensorboard": "from mlbench_core.tracking.sinks import make_sink; make_sink('tensorboard:events').close()",
+    "tensorboard": (
+        "from mlbench_core.tracking.sinks import make_sink; make_sink('tensorboard:events').close()"
+    ),
     "wandb": "import wandb",
     "mlflow": "import mlflow",
     "docs": "import docutils, furo, myst_parser, sphinx, sphinx_copybutton, sphinx_design",
-    "all": "import kubernetes, matplotlib, mlbench_core.optim.pytorch, mlbench_master.app, sacrebleu, tensorboard",
+    "all": (
+        "import kubernetes, matplotlib, mlbench_core.optim.pytorch, mlbench_master.app, "
+        "sacrebleu, tensorboard"
+    ),
 }
 IF_NAMED = {
     "cloud": "import sky",

@@ -180,10 +180,12 @@ def draw(root: Path = ROOT) -> str:
         return x[node] - left, MARGIN + rows[node] * ROW_HEIGHT + (1 + side) * BOX_HEIGHT // 2
 
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" '
         'font-family="sans-serif" font-size="14" text-anchor="middle">',
         "<title>The packages of MLBench and their imports</title>",
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" '
+        'markerHeight="8" orient="auto">'
         '<path d="M0 0 L8 4 L0 8 Z" fill="#8a94a0"/></marker></defs>',
         '<g fill="none" stroke="#8a94a0" stroke-width="1.5" marker-end="url(#tip)">',
     ]
@@ -205,7 +207,10 @@ def draw(root: Path = ROOT) -> str:
 def box(text: str, center: int, top: int, width: int, color: str) -> list[str]:
     """Return the elements of a box with white text."""
     return [
-        f'<rect x="{center - width // 2}" y="{top}" width="{width}" height="{BOX_HEIGHT}" rx="6" fill="{color}"/>',
+        (
+            f'<rect x="{center - width // 2}" y="{top}" width="{width}" height="{BOX_HEIGHT}" '
+            f'rx="6" fill="{color}"/>'
+        ),
         f'<text x="{center}" y="{top + BOX_HEIGHT // 2 + 5}" fill="#ffffff">{text}</text>',
     ]
 

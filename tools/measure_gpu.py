@@ -193,7 +193,10 @@ def find_missing_gpu() -> list[str]:
         return [f"torch must be installed for {sys.executable}: {error}"]
     if torch.version.cuda is None:
         return [
-            f"torch must be a build with CUDA, not {torch.__version__}: install one, see pytorch.org"
+            (
+                f"torch must be a build with CUDA, not {torch.__version__}: install one, see "
+                "pytorch.org"
+            )
         ]
     if not torch.cuda.is_available():
         return [
@@ -201,7 +204,10 @@ def find_missing_gpu() -> list[str]:
         ]
     if (found := torch.cuda.get_device_capability()) < LEAST_CAPABILITY:
         return [
-            f"the GPU must have compute capability 8.0 or later, not {found[0]}.{found[1]}: use a newer one"
+            (
+                f"the GPU must have compute capability 8.0 or later, not {found[0]}.{found[1]}: "
+                "use a newer one"
+            )
         ]
     return []
 
@@ -432,16 +438,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = {step.name for step in steps}
     if unknown := set(args.only or ()) - names:
         parser.error(
-            f"argument --only: must be from {', '.join(sorted(names))}, not {', '.join(sorted(unknown))}"
+            f"argument --only: must be from {', '.join(sorted(names))}, not "
+            f"{', '.join(sorted(unknown))}"
         )
     chosen = [step for step in steps if not args.only or step.name in args.only]
     if args.dry_run:
         for step in chosen:
             print(
-                f"{step.name:16} {step.limit_s:4} s  {step.title}\n    python {shlex.join(step.command)}"
+                f"{step.name:16} {step.limit_s:4} s  {step.title}\n    python "
+                f"{shlex.join(step.command)}"
             )
         print(
-            f"At most {PROBE_LIMIT_S + sum(step.limit_s for step in chosen)} s, with {PROBE_LIMIT_S} s to look at GPU."
+            f"At most {PROBE_LIMIT_S + sum(step.limit_s for step in chosen)} s, with "
+            f"{PROBE_LIMIT_S} s to look at GPU."
         )
         return 0
     return run_all(steps, chosen, args.output.resolve(), args.again)

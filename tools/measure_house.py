@@ -47,14 +47,25 @@ FACE_NAMES = {"util", "utils", "helper", "helpers", "inner", "generic", "wrapper
 
 NOT_A_QUESTION = r"(?![^.?!]*\?)"
 WORDS = {
-    "where (a condition)": r"\b(?:only|except|even|and|but) where\b|\bwhere (?:it|there|they|that|possible)\b",
+    "where (a condition)": (
+        r"\b(?:only|except|even|and|but) where\b|\bwhere "
+        r"(?:it|there|they|that|possible)\b"
+    ),
     "what (relative)": rf"\bwhat\b{NOT_A_QUESTION}",
-    "sentence begins with Whether, Where, Whose": rf"(?:^|[.:;]\s+)(?-i:Whether|Where|Whose)\b{NOT_A_QUESTION}",
+    (
+        "sentence begins with Whether, Where, Whose"
+    ): rf"(?:^|[.:;]\s+)(?-i:Whether|Where|Whose)\b{NOT_A_QUESTION}",
     "so many": r"\bso many\b",
     "for ever": r"\bfor ever\b|\bforever\b",
-    "beside, next to (parameters)": r"\b(?:beside|next to)\b(?=[^.]{0,40}\b(?:parameters?|weights?|model)\b)",
+    "beside, next to (parameters)": (
+        r"\b(?:beside|next "
+        r"to)\b(?=[^.]{0,40}\b(?:parameters?|weights?|model)\b)"
+    ),
     "the optimizer inside": r"\b(?:optimizer|scheduler|one) inside\b",
-    "sign, tell, heard": r"\b(?:tells?|telling|hears?|heard|hearing)\b|\bsigns? (?:of life|that|to)\b",
+    "sign, tell, heard": (
+        r"\b(?:tells?|telling|hears?|heard|hearing)\b|\bsigns? (?:of "
+        r"life|that|to)\b"
+    ),
     "take for used": r"\b(?:take|takes|taken|took|taking)\b[^.]{0,20} for used\b",
     "anew": r"\banew\b",
     "is no, are no": r"\b(?:is|are|was|were) no\b(?! longer)",
@@ -63,7 +74,9 @@ WORDS = {
     "told (settings)": r"\btold\b",
     "stands still": r"\b(?:stands?|stood|standing) still\b",
     "cores each": r"\bcores each\b",
-    "lane, card, party, newcomers, ayes, deaf": r"\b(?:lanes?|cards?|party|parties|newcomers?|ayes?|deaf)\b",
+    (
+        "lane, card, party, newcomers, ayes, deaf"
+    ): r"\b(?:lanes?|cards?|party|parties|newcomers?|ayes?|deaf)\b",
 }
 
 

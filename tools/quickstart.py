@@ -48,7 +48,8 @@ def run(command: str, folder: Path, environment: dict[str, str], log: Path) -> s
     )
     with log.open("a") as file:
         file.write(
-            f"$ {command}\n{done.stdout}[status {done.returncode}, {time.monotonic() - begin:.1f} s]\n\n"
+            f"$ {command}\n{done.stdout}[status {done.returncode}, "
+            f"{time.monotonic() - begin:.1f} s]\n\n"
         )
     print(f"{command}: {time.monotonic() - begin:.1f} s", flush=True)
     if done.returncode:

@@ -211,7 +211,8 @@ def main() -> int:
     print("\n".join(problems) or "contents: as expected")
     twine_agrees = run_twine(source, wheel)
     print(
-        f"Nothing was published. A real release:\n{next_steps(str(read_metadata(wheel)['Version']))}"
+        "Nothing was published. A real release:\n"
+        f"{next_steps(str(read_metadata(wheel)['Version']))}"
     )
     return int(bool(problems) or not twine_agrees)
 

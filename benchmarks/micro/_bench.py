@@ -429,8 +429,14 @@ def provenance(run: Mapping[str, Any]) -> str:
         ", ".join(f"{name} {version}" for name, version in run["versions"].items()) or NOT_RECORDED
     )
     command = run["command"] if run["command"] == NOT_RECORDED else f"`{run['command']}`"
-    hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, GPU: {machine['gpu']}"
-    how = f"Command: {command}. Machine: {hardware}. Versions: {versions}. Date: {run['date']}. Commit: {run['commit']}."
+    hardware = (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, GPU: "
+        f"{machine['gpu']}"
+    )
+    how = (
+        f"Command: {command}. Machine: {hardware}. Versions: {versions}. Date: "
+        f"{run['date']}. Commit: {run['commit']}."
+    )
     return f"{run['conditions']} {how}"
 
 

@@ -52,13 +52,19 @@ SUBJECT = Subject(
     "words/s",
     (CLASSICAL,),
     (
-        "On a CPU, our model computes the loss in pieces, with the matrix products of oneDNN. On an AMD EPYC it is "
-        "1.67 (small) and 1.38 times (full) as fast as the classical one, whose products are those of MKL. It was not "
-        "measured on an Intel Xeon. (Pieces with the products of MKL gave 1.19 and 1.01 times there, in commit "
-        "7a79481a5172.) On a GPU it is as fast as the classical one. All models need the products for the scores and "
-        "torch's LSTM layers. A model that did only these would be 2.06 (small) and 1.60 times (full) as fast as the "
+        "On a CPU, our model computes the loss in pieces, with the matrix products of oneDNN. "
+        "On an AMD EPYC it is "
+        "1.67 (small) and 1.38 times (full) as fast as the classical one, whose products are "
+        "those of MKL. It was not "
+        "measured on an Intel Xeon. (Pieces with the products of MKL gave 1.19 and 1.01 times "
+        "there, in commit "
+        "7a79481a5172.) On a GPU it is as fast as the classical one. All models need the "
+        "products for the scores and "
+        "torch's LSTM layers. A model that did only these would be 2.06 (small) and 1.60 times "
+        "(full) as fast as the "
         "classical one on the EPYC, and 1.45 and 1.31 times on a GPU.",
-        "Limits: at least 1.3 times on an AMD EPYC. On a GPU, the range of the ratio includes 1 or is above it. No "
+        "Limits: at least 1.3 times on an AMD EPYC. On a GPU, the range of the ratio includes "
+        "1 or is above it. No "
         "model is faster than the bounds.",
     ),
 )
@@ -251,7 +257,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.blocks,
         amount=arguments.steps * arguments.batch_size * arguments.bptt,
     )
-    conditions = f"{arguments.blocks} blocks of {arguments.steps} steps of {arguments.batch_size} x {arguments.bptt} words."
+    conditions = (
+        f"{arguments.blocks} blocks of {arguments.steps} steps of "
+        f"{arguments.batch_size} x {arguments.bptt} words."
+    )
     finish(SUBJECT, rows, arguments, conditions)
 
 

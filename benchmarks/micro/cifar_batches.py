@@ -41,7 +41,8 @@ SUBJECT = Subject(
     "Training batches of CIFAR-10 (`cifar_batches.py`)",
     "images/s",
     (PLAIN,),
-    ("Augmenting whole batches is more than 11 times as fast as torchvision's transforms image by image.",
+    (("Augmenting whole batches is more than 11 times as fast as torchvision's transforms image "
+     "by image."),
      "Limit: at least 10 times."),
 )  # fmt: skip
 

@@ -33,7 +33,8 @@ SUBJECT = Subject(
     "All-reduce: Task 0, a bare loop, and MPI (`collectives.py`)",
     "µs",
     (BARE, OVER_GLOO),
-    ("Over Gloo, Task 0 is within 10 % of the bare loop from 1,000,000 elements on; below, Gloo has two speeds.",
+    (("Over Gloo, Task 0 is within 10 % of the bare loop from 1,000,000 elements on; below, "
+     "Gloo has two speeds."),
      "Limits over Gloo: within 10 % of the bare loop; MPI: below Gloo for 100 floats."),
 )  # fmt: skip
 
@@ -110,7 +111,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if min(arguments.workers) < 2:
         parser.error(f"argument --workers: must be at least 2, not {min(arguments.workers)}")
     backends = ["gloo"]
-    conditions = f"float32, {arguments.blocks} blocks of {arguments.repetitions} repetitions, one thread per worker."
+    conditions = (
+        f"float32, {arguments.blocks} blocks of {arguments.repetitions} repetitions, "
+        "one thread per worker."
+    )
     if not arguments.without_mpi:
         if mpirun_command(2):
             backends.append("mpi")

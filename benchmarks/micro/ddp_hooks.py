@@ -47,8 +47,10 @@ SUBJECT = Subject(
     "Steps per second of DistributedDataParallel with communication hooks (`ddp_hooks.py`)",
     "steps/s",
     (DDP, TORCH_FP16, TORCH_POWER),
-    ("Hooks of this library work with any number of buckets and resume to the last bit (resume: 0).",
-     "On the MLP over Gloo, PowerSGD does 1.11 times the steps of DDP without a hook, torch's hook 0.64, QSGD 0.45."),
+    (("Hooks of this library work with any number of buckets and resume to the last bit "
+     "(resume: 0)."),
+     ("On the MLP over Gloo, PowerSGD does 1.11 times the steps of DDP without a hook, torch's "
+     "hook 0.64, QSGD 0.45.")),
 )  # fmt: skip
 
 Make = Callable[[DistributedDataParallel], tuple[Any, Any]]

@@ -143,7 +143,8 @@ def check(variant: str, expected: Sequence[Translation], found: Sequence[Transla
     for number, ((tokens, score), (others, other)) in enumerate(zip(expected, found, strict=True)):
         if tokens != others or abs(score - other) > 1e-3 * max(1.0, abs(score)):
             raise SystemExit(
-                f"sentence {number}: the loop found {tokens} ({score}), {variant} found {others} ({other})"
+                f"sentence {number}: the loop found {tokens} ({score}), {variant} found "
+                f"{others} ({other})"
             )
 
 
@@ -174,7 +175,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         amount=arguments.sentences,
         check=check,
     )
-    conditions = f"{arguments.blocks} blocks of {arguments.sentences} sources, {arguments.vocabulary:,} symbols, one thread."
+    conditions = (
+        f"{arguments.blocks} blocks of {arguments.sentences} sources, "
+        f"{arguments.vocabulary:,} symbols, one thread."
+    )
     finish(SUBJECT, rows, arguments, conditions)
 
 

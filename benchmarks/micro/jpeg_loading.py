@@ -40,8 +40,10 @@ SUBJECT = Subject(
     "Training batches of JPEG images (`jpeg_loading.py`)",
     "images/s",
     (PLAIN,),
-    ("Pillow decodes for `ImageFolder`, and for `JpegBatches` if torchvision's compiled operators do not load.",
-     "Limit: at least 1.3 times as many images/s as `ImageFolder` with two processes on two cores."),
+    (("Pillow decodes for `ImageFolder`, and for `JpegBatches` if torchvision's compiled "
+     "operators do not load."),
+     ("Limit: at least 1.3 times as many images/s as `ImageFolder` with two processes on two "
+     "cores.")),
 )  # fmt: skip
 
 
@@ -117,15 +119,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         rows = measure(
             SUBJECT,
-            f"{arguments.processes} processes, about {arguments.side}x{arguments.side * 3 // 4} pixels",
+            (
+                f"{arguments.processes} processes, about "
+                f"{arguments.side}x{arguments.side * 3 // 4} pixels"
+            ),
             {name: partial(draw, batches) for name, batches in {PLAIN: peer, **ours}.items()},
             arguments.blocks,
             amount=count,
         )
     finish(
         SUBJECT, rows, arguments,
-        f"{arguments.blocks} blocks of {count:,} generated images of {size // 1000} kB on average in the page cache. "
-        f"JpegBatches decoded with {decoder_name()}, ImageFolder with Pillow. One thread in the calling process.",
+        f"{arguments.blocks} blocks of {count:,} generated images of {size // 1000} kB on "
+        "average in the page cache. "
+        f"JpegBatches decoded with {decoder_name()}, ImageFolder with Pillow. One thread in "
+        "the calling process.",
     )  # fmt: skip
 
 

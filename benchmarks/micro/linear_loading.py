@@ -42,7 +42,8 @@ SUBJECT = Subject(
     "Training rows of a linear model (`linear_loading.py`)",
     "rows/s",
     (PER_ROW, "version 3.0: pickled rows, one at a time", MEMMAP),
-    ("`LinearBatches` is more than 12 times as fast as version 3.0, and reaches more than half of `numpy.memmap`.",
+    (("`LinearBatches` is more than 12 times as fast as version 3.0, and reaches more than half "
+     "of `numpy.memmap`."),
      "Limits: at least 10 times version 3.0, and half of `numpy.memmap`."),
 )  # fmt: skip
 

@@ -39,7 +39,9 @@ from mlbench_master.database.store import NewMetric, Run, Store, new_run, run_ow
 TOKEN = "load"
 HEADERS = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
 HALF_A_HEADER = b"POST /api/metrics/ HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-EVENTS = f"GET /api/events/ HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+EVENTS = (
+    f"GET /api/events/ HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
+).encode()
 FIELDS = {
     "num_workers": 2,
     "num_cpus": 1.0,
@@ -53,8 +55,10 @@ SUBJECT = Subject(
     "The master under load (`master_load.py`)",
     "ms",
     (),
-    ("Limits, 2 cores: 50,000 metrics/s in bulk, 1,000 posts/s of 16 clients with a 99th percentile of 100 ms, 1 s for",
-     "a summary of 1,000,000 entries or the page of a run of 2,000,000, 1 s for a bulk with 50 event streams, 300 MB."),
+    (("Limits, 2 cores: 50,000 metrics/s in bulk, 1,000 posts/s of 16 clients with a 99th "
+     "percentile of 100 ms, 1 s for"),
+     ("a summary of 1,000,000 entries or the page of a run of 2,000,000, 1 s for a bulk with 50 "
+     "event streams, 300 MB.")),
 )  # fmt: skip
 
 
@@ -197,7 +201,10 @@ def posts(master: Master, clients: int, count: int) -> Timed:
     body = json.dumps({"run_id": master.run_id, "name": "loss @ 0", "value": 0.5})
     # http.client takes longer for a request than the master, and all clients share one interpreter.
     header = "".join(f"{name}: {value}\r\n" for name, value in HEADERS.items())
-    message = f"POST /api/metrics/ HTTP/1.1\r\nHost: 127.0.0.1\r\n{header}Content-Length: {len(body)}\r\n\r\n{body}"
+    message = (
+        f"POST /api/metrics/ HTTP/1.1\r\nHost: 127.0.0.1\r\n{header}Content-Length: "
+        f"{len(body)}\r\n\r\n{body}"
+    )
 
     def client() -> None:
         with socket.create_connection(master.address) as connection:

@@ -187,7 +187,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 samples.append((second, memory))
                 threads, files = master.num_threads(), master.num_fds()
                 print(
-                    f"{second:6.0f} s {memory:7.1f} MiB {soak.posted:9,} posts {soak.failed} failed "
+                    f"{second:6.0f} s {memory:7.1f} MiB {soak.posted:9,} posts {soak.failed} "
+                    "failed "
                     f"{threads} threads {files} files",
                     flush=True,
                 )

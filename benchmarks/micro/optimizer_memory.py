@@ -37,7 +37,10 @@ SUBJECT = Subject(
     "bytes per parameter",
     (),
     (
-        "The peak beyond parameters, gradients and the state of the wrapped optimizer; kept: after the steps.",
+        (
+            "The peak beyond parameters, gradients and the state of the wrapped optimizer; kept: "
+            "after the steps."
+        ),
         "In float32, a copy of the model is 4 bytes per parameter.",
     ),
 )

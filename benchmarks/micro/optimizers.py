@@ -56,11 +56,16 @@ SUBJECT = Subject(
     "Steps per second of the distributed optimizers (`optimizers.py`)",
     "steps/s",
     tuple(VARIANTS[name].title for name in PEERS),
-    ("Runs 1 to 3: CentralizedSGD does 1.03 to 1.22 times the steps of DDP. Limit: 1.0. On the MLP the limit is "
-     "1.2. It is met with two workers (1.22) and not with four (1.16), where an update that takes no time would give "
-     "1.21. By layer, with averaged weights, and with torch's SGD, the ratio is 0.98 to 1.21. Over networks, where "
-     "DDP's overlap helps (runs 4 and 6), CentralizedSGD has 0.94 and 0.87, and with overlap 0.99 and 1.00.",
-     "At 100 Mbit/s, PowerSGD, signs and the largest 1 % do 13 to 27 times the steps of CentralizedSGD. Limit: 8."),
+    ("Runs 1 to 3: CentralizedSGD does 1.03 to 1.22 times the steps of DDP. Limit: 1.0. On the "
+     "MLP the limit is "
+     "1.2. It is met with two workers (1.22) and not with four (1.16), where an update that "
+     "takes no time would give "
+     "1.21. By layer, with averaged weights, and with torch's SGD, the ratio is 0.98 to 1.21. "
+     "Over networks, where "
+     "DDP's overlap helps (runs 4 and 6), CentralizedSGD has 0.94 and 0.87, and with overlap "
+     "0.99 and 1.00.",
+     ("At 100 Mbit/s, PowerSGD, signs and the largest 1 % do 13 to 27 times the steps of "
+     "CentralizedSGD. Limit: 8.")),
 )  # fmt: skip
 
 

@@ -53,8 +53,14 @@ SUBJECT = Subject(
     "ms",
     (),
     (
-        "Each worker sleeps 30 ms and computes little. Mean error of 60 predictions 5.7 %, without `datacenter` 2.4 %.",
-        "In `datacenter` with 4 and 8 workers, compressing takes longer than sending: the workers share 2 cores.",
+        (
+            "Each worker sleeps 30 ms and computes little. Mean error of 60 predictions 5.7 %, "
+            "without `datacenter` 2.4 %."
+        ),
+        (
+            "In `datacenter` with 4 and 8 workers, compressing takes longer than sending: the "
+            "workers share 2 cores."
+        ),
     ),
 )
 
@@ -189,8 +195,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = compare(turns, alone)
         errors = [abs(row["extra"]["error %"]) for row in rows]
         conditions = (
-            f"{len(alone)} of {arguments.blocks} blocks of {arguments.rounds} rounds on a shared machine. "
-            f"Mean error of {len(errors)} predictions: {fmean(errors):.1f} %, largest {max(errors):.1f} %."
+            f"{len(alone)} of {arguments.blocks} blocks of {arguments.rounds} rounds on a "
+            "shared machine. "
+            f"Mean error of {len(errors)} predictions: {fmean(errors):.1f} %, largest "
+            f"{max(errors):.1f} %."
         )
         # After each block, so that a run that is interrupted keeps its earlier blocks.
         finish(SUBJECT, rows, arguments, conditions)

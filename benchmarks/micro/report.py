@@ -34,7 +34,8 @@ def page(folder: Path) -> str:
             result["reading"]
         )  # two spaces at the end of a line are a line break in Markdown
         parts.append(
-            f"## {result['title']}\n\n{reading}\n\nReproduce: `{result['reproduce']}`\n\n{markdown(result)}"
+            f"## {result['title']}\n\n{reading}\n\nReproduce: `{result['reproduce']}`\n\n"
+            f"{markdown(result)}"
         )
     return "\n".join(parts)
 

@@ -35,7 +35,8 @@ SUBJECT = Subject(
     "Task 1a against a plain PyTorch loop (`task1a_epoch.py`)",
     "images/s",
     (PLAIN,),
-    ("Task 1a is 1.22 times as fast as a plain loop, and 2.44 times with channels_last and bfloat16.",
+    (("Task 1a is 1.22 times as fast as a plain loop, and 2.44 times with channels_last and "
+     "bfloat16."),
      "Limits: at least 1.05 times without flags, 2 times with them."),
 )  # fmt: skip
 
@@ -196,7 +197,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             amount=steps * arguments.workers * arguments.batch_size,
         )
     conditions = (
-        f"{arguments.blocks} blocks of {steps} training steps, batches of {arguments.batch_size} per worker, {source}, "
+        f"{arguments.blocks} blocks of {steps} training steps, batches of "
+        f"{arguments.batch_size} per worker, {source}, "
         f"one thread per worker, num_workers={arguments.loader_processes} in the plain loop."
     )
     finish(SUBJECT, rows, arguments, conditions)

@@ -41,7 +41,8 @@ SUBJECT = Subject(
     "Pairs of sentences (`text_store.py`)",
     "pairs/s",
     (SPLIT, RAW),
-    ("The store is more than 11 times as fast as text in sub-words, and more than 230 times as fast as raw text.",
+    (("The store is more than 11 times as fast as text in sub-words, and more than 230 times as "
+     "fast as raw text."),
      "Limit: at least 10 times both."),
 )  # fmt: skip
 
@@ -141,7 +142,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(parser, argv, raw_pairs=200)
     if arguments.data is None:
         raise SystemExit(
-            "text_store.py needs the text of Multi30k: give --data FOLDER with train.en and train.de"
+            "text_store.py needs the text of Multi30k: give --data FOLDER with train.en and "
+            "train.de"
         )
     with tempfile.TemporaryDirectory() as name:
         dataset = Multi30k(arguments.data, train=True, cache_dir=name)

@@ -20,7 +20,8 @@ SUBJECT = Subject(
     "The Tracker in a batch of seven steps (`tracker.py`)",
     "ns",
     ("calls of empty methods",),
-    ("A batch of seven steps costs about 2.5 µs, and memory does not grow with the number of batches.",
+    (("A batch of seven steps costs about 2.5 µs, and memory does not grow with the number of "
+     "batches."),
      "Limit: 4 µs, and no growth over a million batches."),
 )  # fmt: skip
 

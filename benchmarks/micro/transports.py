@@ -36,7 +36,8 @@ SUBJECT = Subject(
     "Steps per second over Gloo, MPI and shared memory (`transports.py`)",
     "steps/s",
     (SHARED, SHARED_OVERLAP),
-    ("With overlap and 2 workers, MPI takes 0.82 (MLP) and 0.80 (ResNet-18) of the steps per second of shared memory.",
+    (("With overlap and 2 workers, MPI takes 0.82 (MLP) and 0.80 (ResNet-18) of the steps per "
+     "second of shared memory."),
      "Limit: the code for shared memory stays unless MPI is within 15 % of it in every case."),
 )  # fmt: skip
 
@@ -110,7 +111,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(parser, argv, models=["mlp"], steps=1)
     if mpirun_command(2) is None:
         sys.exit(
-            "mpi4py or mpirun was not found: pip install 'mlbench-core[mpi]', and see docs/howto/mpi.md"
+            "mpi4py or mpirun was not found: pip install 'mlbench-core[mpi]', and see "
+            "docs/howto/mpi.md"
         )
     rows = [
         row

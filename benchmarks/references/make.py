@@ -89,7 +89,8 @@ def epochs_to_goal(result: Mapping[str, Any]) -> int:
     goal = result["goal"]
     if not goal or not goal["reached"]:
         raise SystemExit(
-            f"error: run {result['run']['id']} did not reach its goal: no reference can be made of it"
+            f"error: run {result['run']['id']} did not reach its goal: no reference can be "
+            "made of it"
         )
     return goal["epochs"]
 
@@ -183,7 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = args.output or FOLDER / f"task1a-{args.dataset}.json"
     reference.save(path)
     print(
-        f"{path}: mean {reference.mean:.3g} epochs, standard deviation {reference.standard_deviation:.2g}"
+        f"{path}: mean {reference.mean:.3g} epochs, standard deviation "
+        f"{reference.standard_deviation:.2g}"
     )
 
 

@@ -236,7 +236,8 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
     n, t = np.asarray(sizes_bytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     if n.shape != t.shape or n.ndim != 1:
         raise ValueError(
-            f"seconds must have one time for each size, not shape {t.shape} for sizes of shape {n.shape}"
+            f"seconds must have one time for each size, not shape {t.shape} for sizes of shape "
+            f"{n.shape}"
         )
     if np.unique(n).size < 2:
         raise ValueError(
@@ -353,7 +354,10 @@ class Measurement:
 
     def __str__(self) -> str:
         micros = 1e6 * self.statistics.p50_s
-        return f"{self.collective} of {self.elements} {self.dtype}: median {micros:.1f} µs of {self.repetitions}"
+        return (
+            f"{self.collective} of {self.elements} {self.dtype}: median {micros:.1f} µs of "
+            f"{self.repetitions}"
+        )
 
     def row(self) -> dict[str, str | int | float]:
         """Return the measurement as one flat row: times in seconds, bandwidths in bytes per second."""

@@ -158,7 +158,8 @@ class LatencyReport:
                     temporary.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigurationError(
-                f"the results cannot be written to {stem.parent} ({error.strerror}); choose another --root-output"
+                f"the results cannot be written to {stem.parent} ({error.strerror}); choose "
+                "another --root-output"
             ) from error
         return paths
 

@@ -55,11 +55,13 @@ def choose_sizes(args: argparse.Namespace, world_size: int, left_out: dict[str, 
     sizes = [count for count in wanted if args.max_elements is None or count <= args.max_elements]
     if len(sizes) < len(wanted):
         left_out["sizes"] = (
-            f"{len(wanted) - len(sizes)} of {len(wanted)} are above --max-elements {args.max_elements}"
+            f"{len(wanted) - len(sizes)} of {len(wanted)} are above --max-elements "
+            f"{args.max_elements}"
         )
     if not sizes:
         raise ConfigurationError(
-            f"--max-elements must be at least {min(wanted)}, the smallest size, not {args.max_elements}"
+            f"--max-elements must be at least {min(wanted)}, the smallest size, not "
+            f"{args.max_elements}"
         )
     return sorted({-(-count // multiple_of) * multiple_of for count in sizes})
 
@@ -75,7 +77,8 @@ def choose_dtypes(
     chosen = [DTYPES[name] for name in args.dtypes if name not in left_out]
     if not chosen:
         raise BackendError(
-            f"{dist.get_backend()} has no {args.collective} on {device.type} for any of the types: {left_out}"
+            f"{dist.get_backend()} has no {args.collective} on {device.type} for any of the "
+            f"types: {left_out}"
         )
     return chosen
 
@@ -92,7 +95,10 @@ def measure_all(
         "time_limit_s": args.time_limit,
         "barrier": "before every repetition",
         "clock": "CUDA events" if device.type == "cuda" else "time.perf_counter",
-        "seconds": "of one operation, of the slowest worker, by repetition: the mean of `operations` operations",
+        "seconds": (
+            "of one operation, of the slowest worker, by repetition: the mean of "
+            "`operations` operations"
+        ),
         "bandwidths": "at the median",
     }
     end = None if args.time_limit is None else time.perf_counter() + args.time_limit
@@ -143,7 +149,8 @@ def show(report: LatencyReport) -> None:
     if fewer:
         least = min(m.repetitions for m in fewer)
         console.print(
-            f"{len(fewer)} of {len(report.measurements)} had fewer repetitions, {least} or more: --time-limit"
+            f"{len(fewer)} of {len(report.measurements)} had fewer repetitions, {least} or "
+            "more: --time-limit"
         )
 
 
@@ -154,7 +161,8 @@ def main(
     """Run the task on this worker. Arguments that come unchanged from the command line are read from ``args``."""
     if args.validation_only:
         raise ConfigurationError(
-            "task 0 trains no model, so it has no checkpoint to evaluate: leave out --validation_only"
+            "task 0 trains no model, so it has no checkpoint to evaluate: leave out "
+            "--validation_only"
         )
     if args.plot:
         require("matplotlib", "charts")

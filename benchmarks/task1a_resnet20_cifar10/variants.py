@@ -238,7 +238,8 @@ def add_arguments(parser: argparse.ArgumentParser, optimizer: str) -> None:
     )
     group.add_argument(
         "--partition", default="uniform", metavar="KIND",
-        help="training images of a worker: uniform, dirichlet:ALPHA or label_skew:N (default: uniform)",
+        help=("training images of a worker: uniform, dirichlet:ALPHA or label_skew:N (default: "
+             "uniform)"),
     )  # fmt: skip
     switch("--overlap", help="average gradients during the backward pass")
     switch(
@@ -330,7 +331,10 @@ def check(args: argparse.Namespace) -> None:
         ),
         (
             args.repartition and args.partition != "uniform",
-            f"--repartition shuffles all images in each epoch: it does not go with --partition {args.partition}",
+            (
+                "--repartition shuffles all images in each epoch: it does not go with --partition "
+                f"{args.partition}"
+            ),
         ),
         (
             args.partial and args.dataset != "cifar10",

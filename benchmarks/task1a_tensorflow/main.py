@@ -225,7 +225,10 @@ def check(args: argparse.Namespace) -> None:
         ),
         (
             args.backend,
-            f"--backend must be left out, not {args.backend}: TensorFlow's workers communicate over gRPC",
+            (
+                f"--backend must be left out, not {args.backend}: TensorFlow's workers communicate "
+                "over gRPC"
+            ),
         ),
         (
             args.partial and args.dataset != "cifar10",

@@ -170,7 +170,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--partition", default="uniform", metavar="KIND",
-        help="training rows of a worker: uniform, dirichlet:ALPHA or label_skew:N (default: uniform)",
+        help=("training rows of a worker: uniform, dirichlet:ALPHA or label_skew:N (default: "
+             "uniform)"),
     )  # fmt: skip
     parser.add_argument(
         "--overlap", action="store_true", help="average gradients during the backward pass"

@@ -72,7 +72,8 @@ def charts(
     """
     if not folder.is_dir() and not dashboard_url:
         raise ConfigurationError(
-            f"{folder} does not exist: name a folder with results, or make it to draw the runs of the master into it"
+            f"{folder} does not exist: name a folder with results, or make it to draw the runs "
+            "of the master into it"
         )
     found = load([folder], empty_is_error=False) if not dashboard_url else []
     if found:
@@ -112,7 +113,8 @@ def _from_master(folder: Path, dashboard_url: str | None, pattern: str | None) -
         client = connect(dashboard_url)
     except MasterNotFoundError as error:
         raise ConfigurationError(
-            f"no result in {folder} (files of 'mlbench run --wait' or 'mlbench download'), and {error}"
+            f"no result in {folder} (files of 'mlbench run --wait' or 'mlbench download'), and "
+            f"{error}"
         ) from None
     with client:
         runs = [run for run in client.runs() if matches(str(run.get("name")), pattern)]

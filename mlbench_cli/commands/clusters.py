@@ -80,7 +80,10 @@ def _cloud_options(command: Command) -> Command:
         click.option(
             "--package",
             metavar="REQUIREMENT",
-            help="What pip installs on the machines: a wheel of MLBench, or a requirement (default: this version).",
+            help=(
+                "What pip installs on the machines: a wheel of MLBench, or a requirement "
+                "(default: this version)."
+            ),
         ),
         click.option(
             "--autostop",
@@ -88,7 +91,10 @@ def _cloud_options(command: Command) -> Command:
             metavar="MINUTES",
             default=options.autostop_min,
             show_default=True,
-            help="Delete the cluster after this time without a run and without a request; 0 for never.",
+            help=(
+                "Delete the cluster after this time without a run and without a request; 0 "
+                "for never."
+            ),
         ),
         click.option(
             "--preemptible",
@@ -189,7 +195,8 @@ def kind(num_workers: int, name: str, dry_run: bool, as_json: bool, **chosen: An
     _say_what_has_no_meaning(chosen, ("registry_name", "registry_port", "host_port"))
     if chosen["num_gpus"]:
         raise click.UsageError(
-            "--num-gpus must be 0: a cluster of kind has no GPUs; 'mlbench run --gpu' uses them here"
+            "--num-gpus must be 0: a cluster of kind has no GPUs; 'mlbench run --gpu' uses "
+            "them here"
         )
     cluster = _new_cluster("kind", num_workers, name)
     options = _kind.KindOptions(
@@ -213,7 +220,8 @@ def gcloud(**chosen: Any) -> None:
     """Rent machines of Google Cloud, with SkyPilot."""
     if chosen.pop("project") is not None:
         raise click.UsageError(
-            "--project must not be given: SkyPilot uses the project of 'gcloud config set project NAME', or "
+            "--project must not be given: SkyPilot uses the project of 'gcloud config set "
+            "project NAME', or "
             "gcp.project_id in ~/.sky/config.yaml"
         )
     _create_cloud("gcloud", chosen)
@@ -272,7 +280,8 @@ def _new_cluster(provider: str, num_workers: int, name: str) -> Cluster:
     longest = _LONGEST_KIND_NAME if provider == "kind" else _LONGEST_NAME
     if not is_run_name(full_name) or not name[0].isalpha() or len(full_name) > longest:
         raise click.BadParameter(
-            f"{name!r} must have lowercase letters, digits and hyphens, begin with a letter, and have at most "
+            f"{name!r} must have lowercase letters, digits and hyphens, begin with a letter, "
+            "and have at most "
             f"{longest - len(full_name) + len(name)} characters",
             param_hint="NAME",
         )
@@ -280,7 +289,8 @@ def _new_cluster(provider: str, num_workers: int, name: str) -> Cluster:
     if full_name in known:
         if known[full_name].provider != provider:
             raise ConfigurationError(
-                f"cluster {full_name} already exists at {known[full_name].provider}: choose another name"
+                f"cluster {full_name} already exists at {known[full_name].provider}: choose "
+                "another name"
             )
         return known[full_name]
     taken = {cluster.port for cluster in known.values()}

@@ -56,7 +56,8 @@ def import_(folders: Sequence[Path], force: bool, dashboard_url: str | None, as_
             added.append(run)
             if not as_json:
                 click.echo(
-                    f"{clean(place)}: added as {run['run']} (id {run['id']}, {run['metrics']} metrics)"
+                    f"{clean(place)}: added as {run['run']} (id {run['id']}, {run['metrics']} "
+                    "metrics)"
                 )
     if as_json:
         print_json(added)

@@ -42,7 +42,10 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     "--database-url",
     metavar="URL",
     envvar=_DATABASE_VARIABLE,
-    help=f"SQLAlchemy URL of a database instead of SQLite. 'ps' shows it to others; {_DATABASE_VARIABLE} does not.",
+    help=(
+        "SQLAlchemy URL of a database instead of SQLite. 'ps' shows it to others; "
+        f"{_DATABASE_VARIABLE} does not."
+    ),
 )
 @click.option(
     "--token",
@@ -64,7 +67,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     "--root-path",
     default="",
     metavar="PATH",
-    help="Path below which a proxy serves the master, for example /user/me/proxy/5080; by default that in the header "
+    help="Path below which a proxy serves the master, for example /user/me/proxy/5080; by "
+    "default that in the header "
     "X-Forwarded-Prefix of the proxy.",
 )
 @click.option(
@@ -85,7 +89,10 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     "--end-when-idle",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="End after this time without a run, waiting or running, and without a request (default: never).",
+    help=(
+        "End after this time without a run, waiting or running, and without a request "
+        "(default: never)."
+    ),
 )
 @click.option("--stop", "stop", is_flag=True, help="Stop the master that runs on this machine.")
 @click.option("--json", "as_json", is_flag=True, help="With --stop: write JSON instead of text.")
@@ -123,7 +130,8 @@ def master(
     token = _token(ctx, token, token_file, no_token)
     if not token and not is_loopback(host):
         raise click.UsageError(
-            f"--host {host} can be reached from other machines, whose users must know the token: give one with "
+            f"--host {host} can be reached from other machines, whose users must know the "
+            "token: give one with "
             "--token-file, --token or MLBENCH_TOKEN, or stay on 127.0.0.1"
         )
     if key and not certificate:
@@ -133,7 +141,8 @@ def master(
     running = _embedded.embedded()
     if running is not None and not (data_dir or database_url):
         raise ConfigurationError(
-            f"a master with the same data runs at {running.url}; use it, stop it with 'mlbench master --stop', "
+            f"a master with the same data runs at {running.url}; use it, stop it with 'mlbench "
+            "master --stop', "
             "or choose another folder with --data-dir"
         )
     _embedded.check_installed()

@@ -120,7 +120,8 @@ def test(described: Network, hosts: int | None, as_json: bool) -> None:
     print_table(("HOSTS", "PROPERTY", "ASKED", "MEASURED", "DIFFERENCE"), rows, right=(2, 3, 4))
     machine = report.machine
     remark(
-        f"{report.network} with {report.hosts} hosts on {machine['cores']} cores, load {machine['load']} at the start, "
+        f"{report.network} with {report.hosts} hosts on {machine['cores']} cores, load "
+        f"{machine['load']} at the start, "
         f"TCP congestion control {machine['congestion_control']}"
     )
 

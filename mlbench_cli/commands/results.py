@@ -127,7 +127,10 @@ def check(folders: Sequence[Path], as_json: bool) -> None:
     "commands",
     multiple=True,
     metavar="COMMAND",
-    help="Command that made the runs, for the page; may be given several times (default: as recorded by the runs).",
+    help=(
+        "Command that made the runs, for the page; may be given several times (default: as "
+        "recorded by the runs)."
+    ),
 )
 @price_options
 @json_option

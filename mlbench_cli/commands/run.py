@@ -246,7 +246,8 @@ class _Options:
         if not self.no_master:
             if self.data_dir is not None:
                 raise click.UsageError(
-                    "--data-dir needs --no-master: the folder of a master is an option of 'mlbench master'"
+                    "--data-dir needs --no-master: the folder of a master is an option of "
+                    "'mlbench master'"
                 )
             return
         if self.engine != _direct.ENGINE:
@@ -318,14 +319,16 @@ class _Options:
         operator = _OPERATOR.search(_QUOTED.sub("_", self.command or ""))
         if operator:
             raise click.UsageError(
-                f"--command must be one program with its arguments, and {operator[0].strip()!r} is for a shell: write "
+                "--command must be one program with its arguments, and "
+                f"{operator[0].strip()!r} is for a shell: write "
                 "bash -c '...', or quote it"
             )
         first = words[0] if words else ""
         if first in _SHELL_WORDS or _ASSIGNMENT.match(first):
             advice = f"env {first} ..." if _ASSIGNMENT.match(first) else f"bash -c '{first} ...'"
             raise click.UsageError(
-                f"--command must begin with a program, not {first[:80]!r}: no shell runs it, so write {advice}"
+                f"--command must begin with a program, not {first[:80]!r}: no shell runs it, "
+                f"so write {advice}"
             )
         folder = Path(call_folder(self.cwd))
         if not folder.is_dir():  # it is one of another machine
@@ -373,7 +376,10 @@ class _Options:
     "--seed",
     type=click.IntRange(min=0, max=2**31),
     metavar="BASE",
-    help=f"Seed of the first run; each further run gets the next one (default with --repeats: {FIRST_SEED}).",
+    help=(
+        "Seed of the first run; each further run gets the next one (default with --repeats: "
+        f"{FIRST_SEED})."
+    ),
 )
 @click.option(
     "--exclusive",
@@ -383,34 +389,52 @@ class _Options:
 @click.option(
     "--engine",
     type=EngineType(),
-    help="What starts the workers, for example slurm (default: that of the master, or local if it is started now).",
+    help=(
+        "What starts the workers, for example slurm (default: that of the master, or local if "
+        "it is started now)."
+    ),
 )
 @click.option(
     "--engine-options",
     metavar="TEXT",
-    help="Options of the engine's own command, for example '--partition=gpu --time=1:00:00' for sbatch.",
+    help=(
+        "Options of the engine's own command, for example '--partition=gpu --time=1:00:00' "
+        "for sbatch."
+    ),
 )
 @click.option(
     "--no-master",
     is_flag=True,
-    help="With --engine slurm: submit the runs from here without a master; they leave their results in --data-dir.",
+    help=(
+        "With --engine slurm: submit the runs from here without a master; they leave their "
+        "results in --data-dir."
+    ),
 )
 @click.option(
     "--data-dir",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Folder for the runs of --no-master, which all nodes must see (default: no-master in your data folder).",
+    help=(
+        "Folder for the runs of --no-master, which all nodes must see (default: no-master in "
+        "your data folder)."
+    ),
 )
 @click.option(
     "--container",
     type=click.Choice(PROGRAMS),
-    help="With the local engine: run each worker in a container of the image, or of the task's own image.",
+    help=(
+        "With the local engine: run each worker in a container of the image, or of the task's "
+        "own image."
+    ),
 )
 @click.option(
     "--network",
     type=NetworkType(),
     metavar="NETWORK",
-    help="With the local engine: give each worker an emulated host in this network; see 'mlbench network list'.",
+    help=(
+        "With the local engine: give each worker an emulated host in this network; see "
+        "'mlbench network list'."
+    ),
 )
 @click.option(
     "--cwd",
@@ -422,7 +446,10 @@ class _Options:
     "--env",
     multiple=True,
     metavar="NAME[=VALUE]",
-    help="Give the workers this variable, by default with its value here; can be given several times.",
+    help=(
+        "Give the workers this variable, by default with its value here; can be given several "
+        "times."
+    ),
 )
 @click.option(
     "--oversubscribe",
@@ -483,7 +510,8 @@ def run(ctx: click.Context, **values: Any) -> None:
             ]
             print_table(("RUN", "ID", "WORKERS", "STATE"), rows, right=(1, 2))
             remark(
-                f"watch them at {client.url} or with 'mlbench status NAME' and 'mlbench logs NAME --follow'"
+                f"watch them at {client.url} or with 'mlbench status NAME' and 'mlbench logs "
+                "NAME --follow'"
             )
         _finish(client, options, started)
 
@@ -568,7 +596,8 @@ def _ask_workers(default: Sequence[int] | None) -> tuple[int, ...]:
 def _check_name(name: str) -> None:
     if not is_run_name(name):
         raise click.BadParameter(
-            f"the name of a run must be 1 to 63 lowercase letters, digits and '-', without '-' at its ends, "
+            "the name of a run must be 1 to 63 lowercase letters, digits and '-', without '-' "
+            "at its ends, "
             f"not {name!r}",
             param_hint="NAME",
         )
@@ -584,7 +613,10 @@ def _start(
             continue
         if not replace:
             raise MasterRequestError(
-                f"run {request['name']} exists already: choose another NAME, or give --replace to delete it first",
+                (
+                    f"run {request['name']} exists already: choose another NAME, or give --replace "
+                    "to delete it first"
+                ),
                 409,
             )
         client.check(request)
@@ -599,7 +631,8 @@ def _start(
         except MLBenchError:
             if started:
                 remark(
-                    f"started before the failure: {', '.join(str(item['name']) for item in started)}"
+                    "started before the failure: "
+                    f"{', '.join(str(item['name']) for item in started)}"
                 )
             raise
         started.append(item)

@@ -118,7 +118,8 @@ def sweep(
     ]
     if failed:
         raise MLBenchError(
-            f"{len(failed)} of {len(points)} runs failed (see {output / 'failed'}): {'; '.join(failed)}"
+            f"{len(failed)} of {len(points)} runs failed (see {output / 'failed'}): "
+            f"{'; '.join(failed)}"
         )
 
 
@@ -177,7 +178,10 @@ def _show_estimate(
             "expected", f"{seconds(expected.expected_s)} (h:min:s) by the runs that are done"
         )
     if expected.runs and expected.longest_s is not None:
-        text = f"{seconds(expected.longest_s)} if every run reaches the limit, and its validations and last epochs"
+        text = (
+            f"{seconds(expected.longest_s)} if every run reaches the limit, and its "
+            "validations and last epochs"
+        )
         print_field("at limit", text)
     if described.budget_s is not None:
         print_field("budget", f"{seconds(described.budget_s)}, after which no run starts")

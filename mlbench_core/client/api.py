@@ -662,7 +662,8 @@ def _image(value: str) -> str:
         return find_image(value)[1].reference
     except ValueError:
         raise ValueError(
-            f"image must be one of {', '.join(map(repr, MLBENCH_IMAGES))}, not {value!r}: for another image give "
+            f"image must be one of {', '.join(map(repr, MLBENCH_IMAGES))}, not {value!r}: for "
+            "another image give "
             "custom_image_name and custom_image_command"
         ) from None
 
@@ -683,12 +684,14 @@ def _what_to_run(
     if task is not None:
         if image is not None or custom_image_name is not None:
             raise ValueError(
-                f"task {task!r} and image {image or custom_image_name!r} are both given: give one of them"
+                f"task {task!r} and image {image or custom_image_name!r} are both given: give "
+                "one of them"
             )
         return {"task": task, "arguments": [str(argument) for argument in arguments]}
     if arguments:
         raise ValueError(
-            f"arguments must be left out without a task, not {list(arguments)!r}: give task, or add them to "
+            f"arguments must be left out without a task, not {list(arguments)!r}: give task, "
+            "or add them to "
             "custom_image_command"
         )
     chosen = None if image is None else _image(image)
@@ -709,7 +712,8 @@ def _what_to_run(
         )
     if custom_image_name is not None:
         raise ValueError(
-            f"image {image!r} and custom_image_name {custom_image_name!r} are both given: give one of them"
+            f"image {image!r} and custom_image_name {custom_image_name!r} are both given: give "
+            "one of them"
         )
     return {"image_name": chosen}
 
@@ -723,12 +727,14 @@ def _backend_fields(
         known.lower().replace(" ", "_") for known in MLBENCH_BACKENDS
     ]:
         raise ValueError(
-            f"backend must be one of {', '.join(MLBENCH_BACKENDS)}, not {backend!r}: for another one give "
+            f"backend must be one of {', '.join(MLBENCH_BACKENDS)}, not {backend!r}: for "
+            "another one give "
             "custom_backend"
         )
     if custom_backend is not None and chosen not in (None, _CUSTOM_BACKEND):
         raise ValueError(
-            f"backend {backend!r} and custom_backend {custom_backend!r} are both given: give one of them"
+            f"backend {backend!r} and custom_backend {custom_backend!r} are both given: give "
+            "one of them"
         )
     if custom_backend is not None:
         return {

@@ -185,8 +185,10 @@ class MetricDelivery:
                 return receipt
             self._lost += 1
         receipt.result = MasterError(
-            f"the metric is lost: the master at {self._endpoint} does not answer, {self._outbox.path} cannot be "
-            f"written, and {_MAX_IN_MEMORY} metrics wait in memory; free disk space or set MLBENCH_HOME elsewhere"
+            f"the metric is lost: the master at {self._endpoint} does not answer, "
+            f"{self._outbox.path} cannot be "
+            f"written, and {_MAX_IN_MEMORY} metrics wait in memory; free disk space or set "
+            "MLBENCH_HOME elsewhere"
         )
         if self._lost == 1:
             logger.error("%s", receipt.result)

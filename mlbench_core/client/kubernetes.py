@@ -53,13 +53,15 @@ def find_master(label_selector: str, namespace: str, in_cluster: bool, load_conf
         return _in_cluster(*query) if in_cluster else _outside(*query)
     except MasterNotFoundError as error:
         raise MasterNotFoundError(
-            f"no master found through Kubernetes ({where}): {error}; start one, correct the labels, or give its url"
+            f"no master found through Kubernetes ({where}): {error}; start one, correct the "
+            "labels, or give its url"
         ) from None
     # All errors, because kubernetes raises its own, those of urllib3, and those of a missing or
     # damaged configuration.
     except Exception as error:
         raise MasterNotFoundError(
-            f"no master found through Kubernetes ({where}): {type(error).__name__}: {str(error)[:300]}; "
+            f"no master found through Kubernetes ({where}): {type(error).__name__}: "
+            f"{str(error)[:300]}; "
             "check the cluster's configuration or give the master's url"
         ) from error
 

@@ -83,7 +83,8 @@ class _SharedClient:
             return ApiClient(max_workers=1, in_cluster=True, url=url)
         except MissingDependencyError as error:
             self._problem = (
-                f"this process runs in a Kubernetes cluster, but its master cannot be found: {error}, or set "
+                "this process runs in a Kubernetes cluster, but its master cannot be found: "
+                f"{error}, or set "
                 "MLBENCH_MASTER_URL to the address of the master"
             )
         except Exception as error:

@@ -204,7 +204,8 @@ def check_token(token: str) -> str:
     """
     if not token or not all("!" <= character <= "~" for character in token):
         raise MasterTokenError(
-            "token must be one or more printable ASCII characters without blanks and line breaks: correct --token, "
+            "token must be one or more printable ASCII characters without blanks and line "
+            "breaks: correct --token, "
             "--token-file, MLBENCH_TOKEN or the argument token"
         )
     return token

@@ -236,7 +236,8 @@ class _Delivery:
         if not self.suspects:
             return
         error = MasterRequestError(
-            f"the master answers 500 to {len(self.suspects)} metric(s) and takes others; after three attempts they are "
+            f"the master answers 500 to {len(self.suspects)} metric(s) and takes others; after "
+            "three attempts they are "
             f"dropped, the first is {self.lines[self.suspects[0]][:300]}",
             HTTPStatus.INTERNAL_SERVER_ERROR,
         )

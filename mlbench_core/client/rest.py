@@ -243,7 +243,10 @@ class RestClient:
             problem = "does not accept the token" if self._credentials.token else "needs a token"
             return f"the master at {self.url} {problem} (HTTP {status}): {TOKEN_ADVICE}"
         if response.is_redirect:
-            return f"{self.url} redirects to {response.headers['Location']} (HTTP {status}): use that address"
+            return (
+                f"{self.url} redirects to {response.headers['Location']} (HTTP {status}): "
+                "use that address"
+            )
         message = message_of(response) or f"the master refused the request: {response.reason}"
         return f"{message} (HTTP {status} from {self.url})"
 

@@ -156,16 +156,19 @@ class RunSeries:
             for word in self.request.get("arguments", ())
         ):
             raise ValueError(
-                f"--seed among the arguments of the script cannot be given with {option}: each run gets a seed of its "
+                f"--seed among the arguments of the script cannot be given with {option}: each "
+                "run gets a seed of its "
                 "own"
             )
         if self.task is not None and not self.task.has_goal:
             raise ValueError(
-                f"{option} cannot be given with task {self.task.key}: it only measures, and uses no seed"
+                f"{option} cannot be given with task {self.task.key}: it only measures, and "
+                "uses no seed"
             )
         if self.task is None and not self._has_place_for_seed():
             raise ValueError(
-                f"{option} needs {SEED} in the command, for example --command 'train.py --seed {SEED}': otherwise all "
+                f"{option} needs {SEED} in the command, for example --command 'train.py --seed "
+                f"{SEED}': otherwise all "
                 "repeats are the same run"
             )
 

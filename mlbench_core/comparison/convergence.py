@@ -137,7 +137,8 @@ class Reference:
             )
         if len(self.values) < LEAST_SEEDS:
             raise ValueError(
-                f"values must have at least {LEAST_SEEDS} seeds, not {len(self.values)}: run more seeds"
+                f"values must have at least {LEAST_SEEDS} seeds, not {len(self.values)}: run "
+                "more seeds"
             )
         for seed, value in self.values.items():
             check_positive(f"the value of seed {seed}", value)

@@ -69,7 +69,8 @@ def load(
             unreadable(problem)
         if not found and not problems and empty_is_error:
             raise ConfigurationError(
-                f"{path} has no result: name a result folder, or a file of 'mlbench run --wait' or 'mlbench download'"
+                f"{path} has no result: name a result folder, or a file of 'mlbench run "
+                "--wait' or 'mlbench download'"
             )
         for record in found:
             try:
@@ -194,7 +195,10 @@ def _load_zip(path: Path) -> RunRecord | None:
         # Some archives of version 3.0 lack these files. All workers sent metrics, so one rank is
         # one worker.
         record = RunRecord.from_metrics(metrics, {**run, "num_workers": 1}, str(path))
-        remark = "the archive has no number of workers, and one worker sent metrics: it counts as a run of one worker"
+        remark = (
+            "the archive has no number of workers, and one worker sent metrics: it counts "
+            "as a run of one worker"
+        )
         record = dataclasses.replace(record, remarks=(*record.remarks, remark))
     return record
 

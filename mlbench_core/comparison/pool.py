@@ -152,7 +152,8 @@ def usable(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
         elif record.total_s is None and not record.steps_s and record.reached is None:
             # A row without any value would only lengthen the labels of the others.
             remarks.append(
-                f"{record.name} sent no times, because its program does not use the Tracker: left out"
+                f"{record.name} sent no times, because its program does not use the Tracker: "
+                "left out"
             )
         else:
             kept.append(record)
@@ -194,7 +195,8 @@ def check_comparable(records: Sequence[RunRecord]) -> None:
         other = first.setdefault(workload(record), record)
         if other.goal_text != record.goal_text:
             raise ConfigurationError(
-                f"runs must have the same goal, not '{other.goal_text}' ({other.name}) and '{record.goal_text}' "
+                f"runs must have the same goal, not '{other.goal_text}' ({other.name}) and "
+                f"'{record.goal_text}' "
                 f"({record.name}): compare the runs of each goal separately"
             )
 

@@ -111,12 +111,16 @@ class Pricing:
         if self.per_hour is None:
             field = "spot_per_hour" if self.spot else "price_per_hour"
             return [
-                f"Price: the {kind} price of {self.machine.name} is not known: give {field} with currency, date and "
+                f"Price: the {kind} price of {self.machine.name} is not known: give {field} "
+                "with currency, date and "
                 "source in a copy of the table, and the path of the copy to --prices."
             ]
         price = f"{self.per_hour:g} {self.machine.currency} an hour"
         return [
-            f"Price: one {self.machine.name} for each worker, {kind}, {price} on {self.machine.date}."
+            (
+                f"Price: one {self.machine.name} for each worker, {kind}, {price} on "
+                f"{self.machine.date}."
+            )
         ]
 
 

@@ -176,7 +176,10 @@ def _check_epochs(group: Group, subject: str) -> Finding:
         return Finding(
             "cannot be checked", subject, "the convergence reference needs at least 3 runs"
         )
-    numbers = f"{check.mean:.2f} {check.unit} to the goal, the reference allows {check.smallest:.2f} to {check.largest:.2f}"
+    numbers = (
+        f"{check.mean:.2f} {check.unit} to the goal, the reference allows "
+        f"{check.smallest:.2f} to {check.largest:.2f}"
+    )
     if check.verdict == "fast":
         return Finding("fail", subject, f"suspiciously fast: {numbers}")
     # A slow run has no advantage, so the rules accept it.

@@ -536,7 +536,8 @@ def _ratios(times: Mapping[str, Mapping[str, float | None]]) -> dict[str, list[f
     tasks = list(dict.fromkeys(task for known in times.values() for task in known))
     if not tasks:
         raise ValueError(
-            "times must have at least one algorithm and one task, not none: pass {algorithm: {task: time}}"
+            "times must have at least one algorithm and one task, not none: pass {algorithm: "
+            "{task: time}}"
         )
     for name, known in times.items():
         for task, time in known.items():
@@ -562,7 +563,8 @@ def _numbers(name: str, values: Iterable[float]) -> list[float]:
         check_number(f"{name}[{position}]", value)
         if not math.isfinite(value):
             raise ValueError(
-                f"{name}[{position}] must be finite, not {value}: leave out runs without a measurement"
+                f"{name}[{position}] must be finite, not {value}: leave out runs without a "
+                "measurement"
             )
         numbers.append(float(value))
     return numbers
@@ -572,7 +574,8 @@ def _sample(name: str, values: Iterable[float]) -> list[float]:
     numbers = _numbers(name, values)
     if len(numbers) < 2:
         raise ValueError(
-            f"{name} must have at least 2 values, not {len(numbers)}: repeat the run with other seeds"
+            f"{name} must have at least 2 values, not {len(numbers)}: repeat the run with "
+            "other seeds"
         )
     return numbers
 

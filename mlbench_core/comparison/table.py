@@ -211,22 +211,28 @@ class Comparison:
             lines.append(f"The rows differ in {'; '.join(parts)}.")
         goals = list(dict.fromkeys(f"{row['workload']}: {row['goal']}" for row in self.rows))
         lines.append(
-            f"Goal: {'; '.join(goals)}. Times are training times until the goal, and the interval is that of the "
+            f"Goal: {'; '.join(goals)}. Times are training times until the goal, and the "
+            "interval is that of the "
             "geometric mean."
         )
         if any(row.get("missed") for row in self.rows):
             lines.append(
-                "A row with a missed run has no mean. Its median counts a miss as longer than every time. The cost per "
-                "success is the training time of all runs, divided by the number of those that reached the goal."
+                "A row with a missed run has no mean. Its median counts a miss as longer than "
+                "every time. The cost per "
+                "success is the training time of all runs, divided by the number of those that "
+                "reached the goal."
             )
         if any(row.get("goal_value") is not None for row in self.rows):
             lines.append(
-                "VALUE is the mean of the best values after the training time, and VALUE SD their deviation."
+                "VALUE is the mean of the best values after the training time, and VALUE SD "
+                "their deviation."
             )
         if self.tests:
             lines.append(
-                "Tests: t tests on the logarithms of the times, two-sided at 5 % after Holm's correction for all "
-                "pairs: paired if both have the same seeds, Welch's otherwise. A / B is the ratio of the geometric "
+                "Tests: t tests on the logarithms of the times, two-sided at 5 % after Holm's "
+                "correction for all "
+                "pairs: paired if both have the same seeds, Welch's otherwise. A / B is the "
+                "ratio of the geometric "
                 "means. The effect is Hedges' g; 0.8 and more is large."
             )
         return [*lines, *self.remarks]

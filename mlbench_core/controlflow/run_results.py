@@ -275,7 +275,8 @@ class RunFolder:
             self._claimed.enter_context(lock(self.folder / ".lock", wait=False))
         except TimeoutError as error:
             raise ConfigurationError(
-                f"another run is writing to {self.folder}: give another --run_id, or wait until it has ended"
+                f"another run is writing to {self.folder}: give another --run_id, or wait "
+                "until it has ended"
             ) from error
         except NotImplementedError:
             logger.debug("%s is on a file system without locks", self.folder)

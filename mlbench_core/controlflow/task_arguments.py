@@ -99,7 +99,8 @@ def task_main(
     args = parser.parse_args(argv)
     if not _is_folder_name(args.run_id):
         parser.error(
-            f"argument --run_id: {args.run_id!r} cannot name a folder; use letters, digits, '-', '_' and '.'"
+            f"argument --run_id: {args.run_id!r} cannot name a folder; use letters, digits, "
+            "'-', '_' and '.'"
         )
     try:
         rank, hosts = _rank_and_hosts(args.rank, args.hosts, os.environ)
@@ -185,7 +186,10 @@ def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None
         action="append",
         default=[],
         metavar="NAME[:ARGUMENT]",
-        help="also write the numbers of rank 0 to jsonl:PATH, csv:PATH, tensorboard:FOLDER, wandb, mlflow or a plug-in",
+        help=(
+            "also write the numbers of rank 0 to jsonl:PATH, csv:PATH, tensorboard:FOLDER, "
+            "wandb, mlflow or a plug-in"
+        ),
     )
 
 

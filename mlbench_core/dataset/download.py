@@ -109,7 +109,8 @@ def progress_download(
     if wrong:
         _discard(part)
         raise DownloadError(
-            f"{url} has the wrong content: {wrong}; it was deleted: try again, or use another mirror"
+            f"{url} has the wrong content: {wrong}; it was deleted: try again, or use another "
+            "mirror"
         )
     files.move_into_place(part, path)
     _mark_file(part).unlink(missing_ok=True)
@@ -157,7 +158,8 @@ def _fetch(
             left = attempts if _size(part) > before else left - 1
             if left <= 0:
                 raise DownloadError(
-                    f"could not download {url}: {error} (tried {attempts} times); on a machine without a network, copy "
+                    f"could not download {url}: {error} (tried {attempts} times); on a machine "
+                    "without a network, copy "
                     f"the file to {part.with_suffix('')}"
                 ) from error
 
@@ -193,7 +195,8 @@ def _transfer(session: requests.Session, url: str, part: Path, timeout_s: float)
             )
         if answer.status_code not in (200, 206):
             raise DownloadError(
-                f"could not download {url}: the server answered {answer.status_code} {answer.reason}"
+                f"could not download {url}: the server answered {answer.status_code} "
+                f"{answer.reason}"
             )
         if answer.status_code == 206 and not content_range.startswith(f"bytes {have}-"):
             _discard(part)
@@ -210,7 +213,8 @@ def _write(answer: requests.Response, part: Path, have: int) -> None:
     # Check this before the transfer, which may take an hour.
     if missing is not None and missing > free:
         raise DownloadError(
-            f"the disk is full: {answer.url} needs {missing} more bytes, {part.parent} has {free}; free some space"
+            f"the disk is full: {answer.url} needs {missing} more bytes, {part.parent} has "
+            f"{free}; free some space"
         )
     if mark := answer.headers.get("ETag") or answer.headers.get("Last-Modified"):
         _mark_file(part).write_text(mark)
@@ -497,7 +501,8 @@ def _check_room(folder: Path, archive: Path, size_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if size_bytes > free:
         raise DatasetError(
-            f"{archive} unpacks to {size_bytes} bytes, and {folder} has {free} free; nothing was unpacked"
+            f"{archive} unpacks to {size_bytes} bytes, and {folder} has {free} free; nothing "
+            "was unpacked"
         )
 
 

@@ -59,7 +59,8 @@ def fetch(record: DatasetRecord, folder: Path | None = None) -> list[Path]:
     folder = folder or record.folder
     if record.origin == "by hand":
         raise DownloadError(
-            f"{record.name} cannot be downloaded by a program: get it from {record.sources[0]}, and put its folders "
+            f"{record.name} cannot be downloaded by a program: get it from "
+            f"{record.sources[0]}, and put its folders "
             f"train and val into {folder}"
         )
     if record.origin != "download":
@@ -71,7 +72,8 @@ def fetch(record: DatasetRecord, folder: Path | None = None) -> list[Path]:
     # The classes read other text in these folders too, and do not mix it with a download.
     if missing := [name for name, each in found.items() if each is None]:
         raise DatasetError(
-            f"{folder} has other text of {record.name}, so {', '.join(missing)} cannot be downloaded into it: move "
+            f"{folder} has other text of {record.name}, so {', '.join(missing)} cannot be "
+            "downloaded into it: move "
             f"that text away, or use another folder"
         )
     return [each[0] for each in found.values() if each is not None]
@@ -117,7 +119,8 @@ def prepare(
         # A DatasetNotFoundError is an OSError too, but has no number.
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DatasetError(
-                f"the disk is full: {record.name} could not be prepared ({error}); free some space and start again"
+                f"the disk is full: {record.name} could not be prepared ({error}); free some "
+                "space and start again"
             ) from error
         raise
 
@@ -225,7 +228,8 @@ def _check_texts(record: DatasetRecord) -> None:
             and file.find(record.folder) is None
         ):
             raise DatasetNotFoundError(
-                f"{record.folder} has no {file.forms[0].path}, plain or compressed: 'mlbench data fetch {record.name}' "
+                f"{record.folder} has no {file.forms[0].path}, plain or compressed: 'mlbench "
+                f"data fetch {record.name}' "
                 f"downloads it"
             )
 

@@ -129,7 +129,8 @@ class ClusterEnvironment(ABC):
             return int(text or "")
         except ValueError:
             raise ConfigurationError(
-                f"the environment variable {name} must be a whole number, as {self.name} sets it, not {text!r}"
+                f"the environment variable {name} must be a whole number, as {self.name} sets "
+                f"it, not {text!r}"
             ) from None
 
     def _port(self, default: int = DEFAULT_PORT) -> int:
@@ -182,7 +183,8 @@ class HostsEnvironment(ClusterEnvironment):
             rank = 0
         if not 0 <= rank < len(self.hosts):
             raise ValueError(
-                f"rank is {rank}, but hosts names {len(self.hosts)} workers ({','.join(self.hosts)}): "
+                f"rank is {rank}, but hosts names {len(self.hosts)} workers "
+                f"({','.join(self.hosts)}): "
                 f"rank must be 0 to {len(self.hosts) - 1}, another one for each worker"
             )
         self.rank = rank
@@ -218,7 +220,8 @@ class TorchrunEnvironment(ClusterEnvironment):
         address = self.environment.get("MASTER_ADDR")
         if not address and world_size > 1:
             raise ConfigurationError(
-                f"RANK={rank} and WORLD_SIZE={world_size} are set, but MASTER_ADDR is not: set it to the host of rank "
+                f"RANK={rank} and WORLD_SIZE={world_size} are set, but MASTER_ADDR is not: set "
+                "it to the host of rank "
                 f"0, start the workers with torchrun, or unset RANK and WORLD_SIZE to run alone"
             )
         return self._checked(
@@ -251,8 +254,10 @@ class _MPIEnvironment(ClusterEnvironment):
             # here.
             if self._integer(self.local_size_name, 0) != size:
                 raise ConfigurationError(
-                    f"{self.name} started {size} workers on more than one host, and none knows where rank 0 is: "
-                    f"set MASTER_ADDR to the first host's address for all (mpirun -x MASTER_ADDR=... with Open MPI, "
+                    f"{self.name} started {size} workers on more than one host, and none knows "
+                    "where rank 0 is: "
+                    "set MASTER_ADDR to the first host's address for all (mpirun -x "
+                    "MASTER_ADDR=... with Open MPI, "
                     f"-genv MASTER_ADDR ... with MPICH)"
                 )
             address = "127.0.0.1"
@@ -378,7 +383,8 @@ class SlurmEnvironment(ClusterEnvironment):
         address = self.environment.get("MASTER_ADDR") or _slurm_address(nodes)
         if not address and size > 1:
             raise ConfigurationError(
-                f"SLURM started {size} tasks, but none of {', '.join(self._node_lists)} names the nodes: "
+                f"SLURM started {size} tasks, but none of {', '.join(self._node_lists)} names "
+                "the nodes: "
                 f"set MASTER_ADDR"
             )
         # Ports 15000 to 34999 by the job's number: two jobs on one node rarely get the same port.
@@ -498,7 +504,8 @@ def detect_environment(
         return HostsEnvironment(hosts, rank, environment)
     if rank > 0:
         raise ValueError(
-            f"rank is {rank}, but there are no hosts: name every worker's host (--hosts a,b --rank {rank}), "
+            f"rank is {rank}, but there are no hosts: name every worker's host (--hosts a,b "
+            f"--rank {rank}), "
             f"start the workers with torchrun, or leave the rank out to run alone"
         )
     return SingleProcessEnvironment(environment)

@@ -84,7 +84,8 @@ def _collect(place: environment.Place, host: str, port: int, timeout_s: float) -
             except TimeoutError:
                 missing = [str(rank) for rank in range(place.world_size) if rank not in found]
                 raise WorkerError(
-                    f"no message of rank {', '.join(missing)} arrived at {_join(host, place.master_port)} within "
+                    f"no message of rank {', '.join(missing)} arrived at "
+                    f"{_join(host, place.master_port)} within "
                     f"{timeout_s:g} s: check that all {place.world_size} workers were started"
                 ) from None
             stack.enter_context(connection)
@@ -135,8 +136,10 @@ def _ask(place: environment.Place, host: str, port: int, timeout_s: float) -> li
         except OSError as error:
             if time.monotonic() > deadline:
                 raise WorkerError(
-                    f"rank 0 does not listen on {_join(host, place.master_port)} after {timeout_s:g} s "
-                    f"({error.strerror or error}): check that it was started, and MASTER_ADDR and MASTER_PORT"
+                    f"rank 0 does not listen on {_join(host, place.master_port)} after "
+                    f"{timeout_s:g} s "
+                    f"({error.strerror or error}): check that it was started, and MASTER_ADDR "
+                    "and MASTER_PORT"
                 ) from None
             time.sleep(_RETRY_S)
     with connection, connection.makefile("rb") as file:
@@ -146,7 +149,8 @@ def _ask(place: environment.Place, host: str, port: int, timeout_s: float) -> li
             addresses = json.loads(file.readline(_MOST_ADDRESS_BYTES * place.world_size))
         except (OSError, ValueError):
             raise WorkerError(
-                f"rank 0 at {_join(host, place.master_port)} sent no list of workers: read the error of rank 0"
+                f"rank 0 at {_join(host, place.master_port)} sent no list of workers: read the "
+                "error of rank 0"
             ) from None
     return [str(address) for address in addresses]
 

@@ -137,7 +137,10 @@ class TimeToGoal:
         if metric_name != self.metric or not self.is_reached(value):
             return None
         description = self.description.format(threshold=f"{self.threshold:g}")
-        return f"{description} reached in {tracker.get_total_train_time():.3f} seconds{_detailed_times(tracker)}"
+        return (
+            f"{description} reached in {tracker.get_total_train_time():.3f} "
+            f"seconds{_detailed_times(tracker)}"
+        )
 
     def result(self, tracker: TrackedTimes) -> dict[str, Any]:
         """Return the result as data. It is meant for the moment when the goal is reached.

@@ -48,7 +48,8 @@ class Link:
     def __post_init__(self) -> None:
         if not 0 <= self.round_trip_s <= _LONGEST_ROUND_TRIP_S:
             raise ValueError(
-                f"round trip must be from 0 to {_LONGEST_ROUND_TRIP_S:g} s, not {self.round_trip_s:g} s: "
+                f"round trip must be from 0 to {_LONGEST_ROUND_TRIP_S:g} s, not "
+                f"{self.round_trip_s:g} s: "
                 "reduce the delay"
             )
         if not 0 <= self.jitter_s <= self.round_trip_s:
@@ -85,7 +86,8 @@ class Cut:
     def __post_init__(self) -> None:
         if self.end_s is not None and not self.end_s > self.start_s:
             raise ValueError(
-                f"cut must end after its start, not at {_time_text(self.end_s)}: write for example 'cut@10s-15s'"
+                f"cut must end after its start, not at {_time_text(self.end_s)}: write for "
+                "example 'cut@10s-15s'"
             )
 
     def __str__(self) -> str:
@@ -113,7 +115,8 @@ class HostSettings:
     def __post_init__(self) -> None:
         if not _LEAST_CPU <= self.cpu <= 1:
             raise ValueError(
-                f"cpu must be from {_LEAST_CPU:.0%} to 100%, not {self.cpu:.6g}: choose another share"
+                f"cpu must be from {_LEAST_CPU:.0%} to 100%, not {self.cpu:.6g}: choose "
+                "another share"
             )
 
     def __str__(self) -> str:
@@ -152,7 +155,8 @@ class Network:
         if self.between is not None:
             if not self.racks >= 2:
                 raise ValueError(
-                    f"racks must be at least 2, not {self.racks}: for one switch leave the racks out"
+                    f"racks must be at least 2, not {self.racks}: for one switch leave the "
+                    "racks out"
                 )
             if self.hosts_per_rack is None or not self.hosts_per_rack >= 1:
                 raise ValueError(
@@ -191,7 +195,8 @@ class Network:
         """
         if self.num_hosts is not None and hosts != self.num_hosts:
             raise ValueError(
-                f"hosts must be {self.num_hosts} ({self.racks} racks of {self.hosts_per_rack}), not {hosts}: "
+                f"hosts must be {self.num_hosts} ({self.racks} racks of "
+                f"{self.hosts_per_rack}), not {hosts}: "
                 "choose another number, or another network"
             )
         if not 1 <= hosts <= MAX_HOSTS:
@@ -199,7 +204,8 @@ class Network:
         highest = max(self.hosts, default=0)
         if highest >= hosts:
             raise ValueError(
-                f"hosts must be at least {highest + 1}, not {hosts}: the network describes host {highest}"
+                f"hosts must be at least {highest + 1}, not {hosts}: the network describes "
+                f"host {highest}"
             )
 
     def rack_of(self, host: int) -> int:

@@ -374,7 +374,10 @@ class EmulatedNetwork:
             # The switch loses whole frames, so a frame must not be larger than a packet.
             self._ip(name, "link", "set", INTERFACE, "gso_max_segs", "1")
         if any(link.round_trip_s for link in ways):
-            limits = f"echo 4096 131072 {WINDOW_BYTES} >tcp_rmem; echo 4096 16384 {WINDOW_BYTES} >tcp_wmem"
+            limits = (
+                f"echo 4096 131072 {WINDOW_BYTES} >tcp_rmem; echo 4096 16384 "
+                f"{WINDOW_BYTES} >tcp_wmem"
+            )
             self._namespaces.run(
                 "ip", "netns", "exec", name, "sh", "-ec", f"cd /proc/sys/net/ipv4; {limits}"
             )

@@ -43,7 +43,10 @@ NETWORKS: dict[str, NamedNetwork] = {
     "hpc-roce": NamedNetwork(
         "unlimited",
         "The limit of this machine, in place of RDMA in a cluster",
-        "none: no limit and no delay are added, and this machine has less bandwidth than RoCE at 100 Gbit/s",
+        (
+            "none: no limit and no delay are added, and this machine has less bandwidth than RoCE "
+            "at 100 Gbit/s"
+        ),
     ),
     "lan-10g": NamedNetwork(
         "10gbit",
@@ -74,7 +77,10 @@ NETWORKS: dict[str, NamedNetwork] = {
     "wan-europe": NamedNetwork(
         "500mbit,30ms",
         "Machines in several countries of Europe",
-        f"bandwidth: within the range {_DILOCO} (127 to 935 Mbit/s); {_VERIZON} within Europe (30 ms)",
+        (
+            f"bandwidth: within the range {_DILOCO} (127 to 935 Mbit/s); {_VERIZON} within Europe "
+            "(30 ms)"
+        ),
     ),
     "wan-continent": NamedNetwork(
         "935mbit,45ms",
@@ -84,7 +90,10 @@ NETWORKS: dict[str, NamedNetwork] = {
     "wan-transatlantic": NamedNetwork(
         "127mbit,90ms",
         "Machines in North America and Europe",
-        f"bandwidth: the slowest {_DILOCO} (127 Mbit/s); {_VERIZON} between London and New York (90 ms)",
+        (
+            f"bandwidth: the slowest {_DILOCO} (127 Mbit/s); {_VERIZON} between London and New "
+            "York (90 ms)"
+        ),
     ),
     "wan-transpacific": NamedNetwork(
         "127mbit,160ms",
@@ -94,7 +103,8 @@ NETWORKS: dict[str, NamedNetwork] = {
     "home-fibre": NamedNetwork(
         "100mbit,20ms",
         "Machines in several homes with optical fiber",
-        "bandwidth: the benchmark of the FCC for fixed broadband since 2024 (100 Mbit/s download), here in both "
+        "bandwidth: the benchmark of the FCC for fixed broadband since 2024 (100 Mbit/s "
+        "download), here in both "
         "directions; round trip: chosen by this project for homes of one region",
     ),
     "mobile-lte": NamedNetwork(
@@ -103,7 +113,8 @@ NETWORKS: dict[str, NamedNetwork] = {
     "satellite-leo": NamedNetwork(
         "100mbit,50ms,10ms-jitter,0.4%-loss",
         "Machines behind satellites in low orbits",
-        "bandwidth, round trip and loss: rounded after Michel et al., 'A first look at Starlink performance', IMC 2022"
+        "bandwidth, round trip and loss: rounded after Michel et al., 'A first look at "
+        "Starlink performance', IMC 2022"
         "; jitter: chosen by this project",
     ),
 }
@@ -139,6 +150,7 @@ def get_network(text: str) -> Network:
             f"did you mean {similar[0]!r}?" if similar else "'mlbench network list' shows the names"
         )
         raise ValueError(
-            f"network must be a name, a .toml file or a text such as '100mbit,20ms', not {text!r}: {hint}"
+            "network must be a name, a .toml file or a text such as '100mbit,20ms', not "
+            f"{text!r}: {hint}"
         )
     return parse_network(text)

@@ -97,7 +97,8 @@ class Namespaces:
             _, problem = self._holder.communicate()
             self._holder = None
             raise ConfigurationError(
-                f"network namespaces need root, or a kernel that lets users create user namespaces: {problem.strip()}"
+                "network namespaces need root, or a kernel that lets users create user "
+                f"namespaces: {problem.strip()}"
             )
         place = f"/proc/{self._holder.pid}/ns"
         # The holder itself stays outside of the namespace of process ids that it creates for its

@@ -64,7 +64,8 @@ def parse_network(text: str) -> Network:
         inside, slash, outside = match[3].partition("/")
         if not slash:
             raise ValueError(
-                f"network {links!r} must have a link between the racks after '/': write for example "
+                f"network {links!r} must have a link between the racks after '/': write for "
+                "example "
                 f"'{racks}x{hosts_per_rack}:10gbit/100mbit,40ms'"
             )
         link, between = _parse_link(inside), _parse_link(outside)
@@ -72,7 +73,8 @@ def parse_network(text: str) -> Network:
         link = _parse_link(links)
     elif "/" in links or ":" in links:
         raise ValueError(
-            f"network {links[:80]!r} must begin with the racks and the hosts of each if it has '/' or ':': write for "
+            f"network {links[:80]!r} must begin with the racks and the hosts of each if it has "
+            "'/' or ':': write for "
             "example '2x2:10gbit/100mbit,40ms'"
         )
     else:
@@ -130,7 +132,8 @@ def _parse_link(text: str) -> Link:
             name, value = "round_trip_s", _seconds(word, "round trip")
         else:
             raise ValueError(
-                f"part {word[:80]!r} must be a bandwidth ('100mbit', '{UNLIMITED}'), a round trip ('20ms'), a jitter "
+                f"part {word[:80]!r} must be a bandwidth ('100mbit', '{UNLIMITED}'), a round "
+                "trip ('20ms'), a jitter "
                 "('2ms-jitter') or a loss ('0.1%-loss')" + bandwidth_hint(word)
             )
         if name in values:
@@ -140,7 +143,8 @@ def _parse_link(text: str) -> Link:
         values[name] = value
     if "bandwidth" not in values:
         raise ValueError(
-            f"link {text.strip()!r} must have a bandwidth: write for example '100mbit,20ms' or '{UNLIMITED},20ms'"
+            f"link {text.strip()!r} must have a bandwidth: write for example '100mbit,20ms' or "
+            f"'{UNLIMITED},20ms'"
         )
     return Link(**values)
 
@@ -163,7 +167,8 @@ def _parse_host(text: str) -> tuple[int, HostSettings]:
             name, value = "cpu", _share(word.removesuffix("-cpu").strip(), "cpu")
         else:
             raise ValueError(
-                f"part {word[:80]!r} of host {match[1]} must be a bandwidth ('10mbit'), a share of the processor "
+                f"part {word[:80]!r} of host {match[1]} must be a bandwidth ('10mbit'), a "
+                "share of the processor "
                 "('50%-cpu') or a cut ('cut@10s-15s')" + bandwidth_hint(word)
             )
         if name in values:

@@ -163,13 +163,17 @@ def _caveats(
     step_s = (record.total_s or 0.0) / _steps_of(record)
     if workers > 1 and (measured.other_s or 0.0) > _UNEXPLAINED_SHARE * step_s:
         found.append(
-            f"the run {record.name} waited {1e3 * (measured.other_s or 0.0):.1f} ms in a step for something that is "
-            "neither its network nor work of its own thread, such as other load on the machine: this is not added"
+            f"the run {record.name} waited {1e3 * (measured.other_s or 0.0):.1f} ms in a step "
+            "for something that is "
+            "neither its network nor work of its own thread, such as other load on the "
+            "machine: this is not added"
         )
     if workers > 1 and measured.other_s is None and measured.local_s > _UNEXPLAINED_SHARE * step_s:
         found.append(
-            f"{measured.local_s * 1e3:.1f} ms of waiting in a step of the run {record.name} is not explained by its "
-            "network: it is unknown whether this is local work, which stays, or other load, which does not"
+            f"{measured.local_s * 1e3:.1f} ms of waiting in a step of the run {record.name} is "
+            "not explained by its "
+            "network: it is unknown whether this is local work, which stays, or other load, "
+            "which does not"
         )
     if workers > 1 and not _is_calibrated(network, workers):
         names, (low, high) = ", ".join(_ERRORS), _CALIBRATED_WORKERS

@@ -201,7 +201,8 @@ def read_result(folder: Path) -> dict[str, Any]:
         return dict(check_result({**result, "files": {}}, f"the raw lines in {folder}"))
     except _DAMAGE as error:
         raise ConfigurationError(
-            f"{folder} is not a result folder: it has no {RESULT}, and {error}; give the folder of a run"
+            f"{folder} is not a result folder: it has no {RESULT}, and {error}; give the "
+            "folder of a run"
         ) from error
 
 
@@ -345,7 +346,10 @@ def _check_goal(result: Mapping[str, Any], lines: RawLines) -> list[str]:
         if aim.reached_by(value):
             if not goal["reached"]:
                 return [
-                    f"{goal['metric']} reached the goal at step {line['step']}, but the result says it did not"
+                    (
+                        f"{goal['metric']} reached the goal at step {line['step']}, but the result "
+                        "says it did not"
+                    )
                 ]
             if (line["step"], line["epoch"] + 1, value) != (
                 goal["step"],
@@ -354,7 +358,8 @@ def _check_goal(result: Mapping[str, Any], lines: RawLines) -> list[str]:
             ):
                 claimed = f"at step {goal['step']} in epoch {goal['epochs']} with {goal['value']}"
                 return [
-                    f"the goal was reached at step {line['step']} in epoch {line['epoch'] + 1} with {value}, but the "
+                    f"the goal was reached at step {line['step']} in epoch {line['epoch'] + 1} "
+                    f"with {value}, but the "
                     f"result says {claimed}"
                 ]
             return []
@@ -402,7 +407,8 @@ def _check_budget(goal: Mapping[str, Any], lines: RawLines) -> list[str]:
     # Of a metric that is not its primary one, a tracker knows the latest value only.
     if goal["value"] not in (best, *values[-1:]):
         problems.append(
-            f"the best value until step {goal['step']} was {best}, but the result says {goal['value']}"
+            f"the best value until step {goal['step']} was {best}, but the result says "
+            f"{goal['value']}"
         )
     return problems
 
@@ -448,7 +454,10 @@ def _check_times(lines: RawLines) -> list[str]:
         to_goal_s = line.get("time_to_goal_s", train_s)
         if abs(to_goal_s - train_s) > train_s * 0.01 + 0.001:
             problems[
-                f"rank {rank} reached the goal in {to_goal_s:.3f} s, but had trained {train_s:.3f} s"
+                (
+                    f"rank {rank} reached the goal in {to_goal_s:.3f} s, but had trained "
+                    f"{train_s:.3f} s"
+                )
             ] = None
     return list(problems)
 

@@ -68,7 +68,8 @@ def check_result(result: Any, name: str = "result.json") -> Mapping[str, Any]:
     except fastjsonschema.JsonSchemaValueException as error:
         place = ".".join(error.path[1:]) or "the whole file"
         raise ConfigurationError(
-            f"wrong field in {name}: {place} {error.message.partition(' ')[2]}; restore it from a copy"
+            f"wrong field in {name}: {place} {error.message.partition(' ')[2]}; restore it "
+            "from a copy"
         ) from error
     checked: Mapping[str, Any] = result
     return checked

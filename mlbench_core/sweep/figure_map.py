@@ -45,7 +45,8 @@ def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
     text = " ".join(
         [
             caption(groups).partition(" Missed the goal:")[0],
-            "Cells are predicted from these runs: the method with the least time to the goal. Hatched: the second is "
+            "Cells are predicted from these runs: the method with the least time to the goal. "
+            "Hatched: the second is "
             "within 10 %. Points are measured: the method with the least median.",
             "Two colors: the second is within 10 %, or no difference is shown."
             * any(p.second for p in found.points),

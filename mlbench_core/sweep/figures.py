@@ -67,8 +67,10 @@ class Quantity:
 def quantities(outcome: Outcome, pricing: Pricing) -> Iterator[Quantity]:
     """Return what is drawn as rows: time to goal, best value of the goal's metric, and price."""
     yield Quantity(
-        "time_to_goal", "Time to goal", "training time to the goal in seconds", lambda run: run.time_to_goal_s,
-        lambda run: run.train_s, sentence="Open triangle: the training time of a run that missed the goal.",
+        "time_to_goal", "Time to goal", ("training time to the goal in "
+                                        "seconds"), lambda run: run.time_to_goal_s,
+        lambda run: run.train_s, sentence=("Open triangle: the training time of a run that "
+                                          "missed the goal."),
     )  # fmt: skip
     goal = (
         next((group.records[0].goal for group in outcome.groups if group.records[0].goal), None)
@@ -78,11 +80,13 @@ def quantities(outcome: Outcome, pricing: Pricing) -> Iterator[Quantity]:
     yield Quantity(
         "best", f"Best {metric}", f"best {metric} of a run", lambda run: run.best, lambda run: run.best, log=False,
         to_goal=False, largest_first=not goal.get("minimize"),
-        sentence=f"Open triangle: a run that missed the goal. A run ends when it reaches the goal ({goal_text(goal)}).",
+        sentence=("Open triangle: a run that missed the goal. A run ends when it reaches the "
+                 f"goal ({goal_text(goal)})."),
     )  # fmt: skip
     if pricing.per_hour is not None and pricing.machine is not None:
         yield Quantity(
-            "price", "Price of a run to the goal", f"price to the goal in {pricing.machine.currency}",
+            "price", "Price of a run to the goal", ("price to the goal in "
+                                                   f"{pricing.machine.currency}"),
             lambda run: pricing.price(run.time_to_goal_s, run.workers) if run.time_to_goal_s and run.workers else None,
             lambda _: None, sentence=" ".join(pricing.remarks),
         )  # fmt: skip
@@ -243,7 +247,10 @@ def _row(
     end = max([*hit, *late, *(interval or ())], default=None)
     text = canvas.number(middle) if middle is not None else ""
     if cell.missed:
-        text = f"{text}  {outcome.not_within(cell.network, cell.workers)}: {cell.missed} of {cell.runs}".strip()
+        text = (
+            f"{text}  {outcome.not_within(cell.network, cell.workers)}: {cell.missed} of "
+            f"{cell.runs}"
+        ).strip()
     if end is not None or text:
         low, high = axes.get_xlim()
         at = low if end is None else min(end, high)
@@ -316,13 +323,15 @@ def _rows_caption(outcome: Outcome, quantity: Quantity, cells: Sequence[Cell]) -
     sentences.append("Mark and number: median; dots: single runs.")
     if any(cell.interval_s for cell in cells):
         sentences.append(
-            "Line: 95 % confidence interval of the mean, of times the geometric one, if all runs reached the goal."
+            "Line: 95 % confidence interval of the mean, of times the geometric one, if all "
+            "runs reached the goal."
         )
     if (any(cell.missed for cell in cells) and quantity.sentence) or quantity.name == "price":
         sentences.append(quantity.sentence)
     if quantity.to_goal and any(cell.missed for cell in cells):
         sentences.append(
-            "The median treats a missed run as the longest. There is none if half of the runs or more did."
+            "The median treats a missed run as the longest. There is none if half of the runs "
+            "or more did."
         )
     return " ".join(sentences)
 
@@ -374,7 +383,8 @@ def draw_bytes(outcome: Outcome, network: str | None = None) -> canvas.Drawing:
     cells = [cell for name in networks for cell, _, _ in points[name]]
     groups = [cell.group for cell in cells]
     text = (
-        f"{caption(groups).partition(' Missed the goal:')[0]} Numbers at the points: workers. Median of the "
+        f"{caption(groups).partition(' Missed the goal:')[0]} Numbers at the points: workers. "
+        "Median of the "
         "time, and of the bytes. Not drawn: algorithms of which a run missed the goal."
     )
     canvas.finish(figure, text, *_legend(every[: len(networks)]))

@@ -161,7 +161,8 @@ class Sweep:
                 )
                 first, second = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
                 raise ConfigurationError(
-                    f"the names of algorithms and networks must differ in letters and digits, not {first!r} and "
+                    "the names of algorithms and networks must differ in letters and digits, "
+                    f"not {first!r} and "
                     f"{second!r}: both runs would be {point.name!r}, so rename one"
                 )
         return points
@@ -316,7 +317,8 @@ def _pricing(price: Any, folder: Path, files: dict[str, Path]) -> Pricing:
         )
     if unknown := set(price) - {"machine", "spot", "prices"}:
         raise ValueError(
-            f"price must have the keys machine, spot and prices only, not {min(unknown)!r}: remove it"
+            f"price must have the keys machine, spot and prices only, not {min(unknown)!r}: "
+            "remove it"
         )
     spot = price.get("spot", False)
     if not isinstance(spot, bool):
@@ -361,7 +363,8 @@ def _variants(content: Mapping[str, Any], task: Task | None) -> tuple[Variant, .
     for table in tables:
         if set(table) != {"name", "arguments"}:
             raise ValueError(
-                f"a table of variants must have name and arguments, not {', '.join(table) or 'nothing'}"
+                "a table of variants must have name and arguments, not "
+                f"{', '.join(table) or 'nothing'}"
             )
         variants.append(Variant(_text(table, "name"), _words(table["arguments"], "arguments")))
     if not variants:
@@ -437,7 +440,8 @@ def _text(content: Mapping[str, Any], key: str) -> str:
 def _words(value: Any, key: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(word, str) and word for word in value):
         raise ValueError(
-            f'{key} must be a list of texts, not {value!r}: write for example ["--dataset", "digits"]'
+            f'{key} must be a list of texts, not {value!r}: write for example ["--dataset", '
+            '"digits"]'
         )
     return tuple(value)
 
@@ -449,7 +453,8 @@ def _seconds(content: Mapping[str, Any], key: str) -> float | None:
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if not seconds:
         raise ValueError(
-            f'{key} must be a time such as "90s", "2min" or "3h", not {content[key]!r}: give number and unit'
+            f'{key} must be a time such as "90s", "2min" or "3h", not {content[key]!r}: give '
+            "number and unit"
         )
     return seconds
 

@@ -113,14 +113,18 @@ def html_page(
         _words(words),
         *map(_section, sections),
         _table(*table),
-        f'<section id="file"><h2>The file of the sweep</h2><pre tabindex="0">{escape(source)}</pre></section>',
+        (
+            '<section id="file"><h2>The file of the sweep</h2><pre '
+            f'tabindex="0">{escape(source)}</pre></section>'
+        ),
     ]
     style = _STYLE.read_text(encoding="utf-8")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         # The page loads nothing and runs nothing, whatever the names in the runs are.
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src '
+        "'unsafe-inline'\">"
         f"<title>{escape(title)}</title><style>\n{style}</style></head>\n<body><main>\n"
         + "\n".join(parts)
         + "\n</main></body></html>\n"

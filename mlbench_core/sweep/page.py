@@ -219,7 +219,8 @@ def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> d
     dates = sorted(str(record.started_at)[:10] for record in records if record.started_at)
     hours = sum(_seconds(folder / RUNS / record.name) for record in records) / 3600
     facts = {
-        "Runs": f"{outcome.ended} of {outcome.planned} planned; {plural(sum(c.missed for c in outcome.cells), 'run')} "
+        "Runs": f"{outcome.ended} of {outcome.planned} planned; "
+        f"{plural(sum(c.missed for c in outcome.cells), 'run')} "
         f"missed the goal"
         + ("" if outcome.limit_s is None else f", limit {duration(outcome.limit_s)}")
         + _stopped(outcome)
@@ -252,7 +253,8 @@ def _stopped(outcome: Outcome) -> str:
         for (name, workers), seconds in sorted(outcome.judged_s.items(), key=str)
     ]
     return (
-        "; all runs of a network and a number of workers are judged up to the least training time at which one of them "
+        "; all runs of a network and a number of workers are judged up to the least training "
+        "time at which one of them "
         f"was stopped, and a run that reached the goal later counts as missed: {', '.join(places)}"
     )
 
@@ -321,13 +323,19 @@ def _markdown(
     lines += [f"| {' | '.join(escape(cell(column, row)) for column in columns)} |" for row in rows]
     lines += [
         "",
-        "[table.csv](table.csv) and [results.json](results.json) have the same numbers, [sweep.toml](sweep.toml)",
+        (
+            "[table.csv](table.csv) and [results.json](results.json) have the same numbers, "
+            "[sweep.toml](sweep.toml)"
+        ),
     ]
     return (
         "\n".join(
             [
                 *lines,
-                "is the file of the sweep, and the folder `runs` has the result folder of each run.",
+                (
+                    "is the file of the sweep, and the folder `runs` has the result folder of each "
+                    "run."
+                ),
             ]
         )
         + "\n"

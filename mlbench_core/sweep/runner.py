@@ -238,7 +238,10 @@ class Runner:
             return Done("finished", seconds)
         reason, guard_s = _reason(item), _guard_s(self._sweep)
         if reason.startswith("stopped") and guard_s is not None and seconds > guard_s:
-            reason = f"stopped after {guard_s:g} s: its training did not end at the limit of {self._sweep.limit_s:g} s"
+            reason = (
+                f"stopped after {guard_s:g} s: its training did not end at the limit of "
+                f"{self._sweep.limit_s:g} s"
+            )
         details = item.get("job_metadata") or {}
         lines = (str(details.get("stderr") or "") or str(details.get("stdout") or "")).splitlines()
         return Failure(reason, log="\n".join(lines[-_LOG_LINES:]))

@@ -73,7 +73,8 @@ def map_sentence(found: Map) -> str:
         *(f"{name} on {s:.0%}" for name, s in others),
     ]
     text = (
-        f"Predicted, not measured, with {plural(found.workers, 'worker')} and {found.range_text}: {listed(shares)}. "
+        f"Predicted, not measured, with {plural(found.workers, 'worker')} and "
+        f"{found.range_text}: {listed(shares)}. "
         f"On {close:.0%} of it, the second is within 10 %."
     )
     known = [point for point in found.points if point.measured is not None]
@@ -103,7 +104,10 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
         parts.append(_factor(outcome, baseline, first))
     second = next((cell for cell in others if cell.median_s is not None), None)
     if second is None:
-        return f"{', '.join(parts)}. No other algorithm reached the goal in more than half of its runs."
+        return (
+            f"{', '.join(parts)}. No other algorithm reached the goal in more than half of "
+            "its runs."
+        )
     text = f"{', '.join(parts)}."
     ratio = speed_ratio(second, first)
     assert ratio is not None, "both have a median"
@@ -160,7 +164,8 @@ def _winners(outcome: Outcome, rows: dict[tuple[str, int], list[Cell]]) -> list[
     for name, cells in sorted(wins.items(), key=lambda item: -len(item[1])):
         text = f"{name} had the least median time on {_places(cells)}"
         sentences.append(
-            f"{text}. The difference from the runner-up is significant in {clear[name]} of {len(cells)} cases."
+            f"{text}. The difference from the runner-up is significant in {clear[name]} of "
+            f"{len(cells)} cases."
         )
     return sentences
 

@@ -68,7 +68,8 @@ def as_goal(goal: Any) -> Goal | None:
         if made is not None and _accepts(made, 3):
             return made
     raise TypeError(
-        f"goal must be callable as (metric_name, value, tracker), not {goal!r}: pass such a function, or one without "
+        f"goal must be callable as (metric_name, value, tracker), not {goal!r}: pass such a "
+        "function, or one without "
         "required arguments that returns it"
     )
 

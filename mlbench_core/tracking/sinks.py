@@ -95,7 +95,8 @@ class SinkList(list[Sink]):
         for sink in self:
             if not callable(sink):
                 raise TypeError(
-                    f"sinks must be callable, not {sink!r}: a sink is called (name, value, epoch, step)"
+                    f"sinks must be callable, not {sink!r}: a sink is called (name, value, "
+                    "epoch, step)"
                 )
 
     def resume(self, step: int, latest: dict[str, list[Any]]) -> None:

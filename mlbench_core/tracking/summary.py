@@ -157,13 +157,16 @@ class TrackerSummary:
         found = []
         if abs(self.other_s) > tolerance * self.train_s:
             found.append(
-                f"the steps take {self.train_s - self.other_s:.3f} s of {self.train_s:.3f} s inside batches, so "
-                f"{self.other_s:.3f} s belong to no step: call record_batch_step(NAME) after each part of a batch"
+                f"the steps take {self.train_s - self.other_s:.3f} s of {self.train_s:.3f} s "
+                "inside batches, so "
+                f"{self.other_s:.3f} s belong to no step: call record_batch_step(NAME) after "
+                "each part of a batch"
             )
         if abs(self.outside_s) > tolerance * self.wall_s:
             found.append(
                 f"training ({self.train_s:.3f} s) and validation ({self.validation_s:.3f} s) take "
-                f"{self.wall_s - self.outside_s:.3f} s of {self.wall_s:.3f} s of wall time, so {self.outside_s:.3f} s "
+                f"{self.wall_s - self.outside_s:.3f} s of {self.wall_s:.3f} s of wall time, so "
+                f"{self.outside_s:.3f} s "
                 "are outside batches and validation"
             )
         return found

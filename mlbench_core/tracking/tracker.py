@@ -965,7 +965,8 @@ class Tracker(PhaseTimes):
             latest = {str(name): list(entry) for name, entry in state.get("latest", {}).items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"state must be that of a tracker (version {_STATE_VERSION}), but {type(error).__name__}: {error}: "
+                f"state must be that of a tracker (version {_STATE_VERSION}), but "
+                f"{type(error).__name__}: {error}: "
                 "pass the result of Tracker.state_dict()"
             ) from error
         for name, value in attributes.items():

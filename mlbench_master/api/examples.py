@@ -108,7 +108,9 @@ REQUESTS: dict[tuple[str, str], dict[str, Any]] = {
             "num_cpus": 0.5,
             "max_bandwidth": 1000,
             "image_name": "custom_image",
-            "custom_image_command": "python /app/main.py --run_id {run_id} --rank {rank} --hosts {hosts}",
+            "custom_image_command": (
+                "python /app/main.py --run_id {run_id} --rank {rank} --hosts {hosts}"
+            ),
             "backend": "custom_backend",
             "custom_backend": "my-backend",
             "run_all_nodes": False,
@@ -137,7 +139,10 @@ ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
         "A worker": [
             {
                 "name": "my-run-worker-0",
-                "labels": '{"app": "mlbench", "component": "worker", "run": "my-run", "run_id": "1", "rank": "0"}',
+                "labels": (
+                    '{"app": "mlbench", "component": "worker", "run": "my-run", '
+                    '"run_id": "1", "rank": "0"}'
+                ),
                 "phase": "Running",
                 "ip": "127.0.0.1",
             }
@@ -147,7 +152,9 @@ ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
         "One metric": {"curves": [{**_CURVE, "name": "cpu"}], "last_id": 3}
     },
     ("get", "/api/events/"): {
-        "A run starts": ': connected\n\nevent: state\ndata: {"id": 1, "name": "my-run", "state": "started"}\n\n'
+        "A run starts": (
+            ': connected\n\nevent: state\ndata: {"id": 1, "name": "my-run", "state": "started"}\n\n'
+        )
     },
     ("get", "/api/metrics/"): {
         "A metric of a worker and one of a run": {
@@ -258,11 +265,15 @@ MESSAGES: dict[int | tuple[int, str, str], str] = {
     408: "the request did not arrive within 10 s",
     409: "name: there is a run named 'my-run'; choose another name or delete that run",
     (409, "post", "/api/runs/import/"): (
-        "fingerprint: it was imported before as 'imported' (id 2); delete that run to import it again"
+        "fingerprint: it was imported before as 'imported' (id 2); delete that run to import "
+        "it again"
     ),
     413: "body: must have at most 2097152 bytes: send it in parts",
     (413, "post", "/api/metrics/"): "body: must have at most 16777216 bytes: send it in parts",
-    415: "Content-Type: must be application/json or application/x-www-form-urlencoded, not 'multipart/form-data'",
+    415: (
+        "Content-Type: must be application/json or application/x-www-form-urlencoded, not "
+        "'multipart/form-data'"
+    ),
     429: "Authorization: too many wrong tokens came from this address; try again in a minute",
     503: "the database failed: database is locked; try again",
 }

@@ -174,7 +174,10 @@ async def add_metrics(request: Request) -> Response:
     if len(items) > MAX_BATCH:
         raise HTTPException(
             400,
-            f"body: must have at most {MAX_BATCH} metrics, not {len(items)}: send them in several requests",
+            (
+                f"body: must have at most {MAX_BATCH} metrics, not {len(items)}: send them in "
+                "several requests"
+            ),
         )
     try:
         # Metrics without a date share this one. For a few of them, a thread would cost more than
@@ -326,7 +329,10 @@ def import_run(
     if store.newest_value(run_owner(run.id), RESULT_METRIC) is not None:
         raise HTTPException(
             409,
-            f"fingerprint: it was imported before as {run.name!r} (id {run.id}); delete that run to import it again",
+            (
+                f"fingerprint: it was imported before as {run.name!r} (id {run.id}); delete that "
+                "run to import it again"
+            ),
         )
     events.publish("state", {"id": run.id, "name": run.name, "state": run.state})
     return run.to_json()

@@ -66,7 +66,8 @@ def prepare_database(engine: sa.Engine, metadata: sa.MetaData) -> None:
         number = _version(connection, metadata, names)
         if number > int(HEAD):
             raise ConfigurationError(
-                f"a newer version of MLBench wrote it (version {number} of the tables, this one knows up to "
+                f"a newer version of MLBench wrote it (version {number} of the tables, this "
+                "one knows up to "
                 f"{int(HEAD)}); update mlbench-core"
             )
         revisions, versions = (metadata.tables[name] for name in (REVISION_TABLE, VERSION_TABLE))
@@ -104,7 +105,8 @@ def _version(connection: sa.Connection, metadata: sa.MetaData, names: set[str]) 
     if names >= _TABLES_OF_VERSION_1 and REVISION_TABLE not in names:
         return 1
     raise ConfigurationError(
-        f"it belongs to another program, with the tables {', '.join(sorted(names)[:5])}; give an empty database"
+        f"it belongs to another program, with the tables {', '.join(sorted(names)[:5])}; give "
+        "an empty database"
     )
 
 
@@ -137,7 +139,8 @@ def _check_columns(connection: sa.Connection, metadata: sa.MetaData) -> None:
         ]
         if missing:
             raise ConfigurationError(
-                f"its table {table.name} lacks the columns {', '.join(missing)}, so another program wrote it; give an "
+                f"its table {table.name} lacks the columns {', '.join(missing)}, so another "
+                "program wrote it; give an "
                 "empty database"
             )
 
@@ -153,5 +156,6 @@ def _check_sqlite(connection: sa.Connection) -> None:
     answer = str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one())
     if answer != "ok":
         raise ConfigurationError(
-            f"it is damaged ({answer.splitlines()[-1]}); move it away, or restore a copy (sqlite3 FILE .recover)"
+            f"it is damaged ({answer.splitlines()[-1]}); move it away, or restore a copy "
+            "(sqlite3 FILE .recover)"
         )

@@ -683,7 +683,10 @@ class Store:
         # SQLAlchemy's own statements take three times as long for one row. Both databases
         # understand this one.
         mark = _mark(self._engine)
-        insert = f"INSERT INTO metrics ({_NEW_COLUMNS}) VALUES ({', '.join([mark] * 7)}) ON CONFLICT DO NOTHING"
+        insert = (
+            f"INSERT INTO metrics ({_NEW_COLUMNS}) VALUES ({', '.join([mark] * 7)}) ON "
+            "CONFLICT DO NOTHING"
+        )
         # An entry of the same date sorts behind the end of the page, because its id is larger.
         drop = (
             f"DELETE FROM metric_pages WHERE owner = {mark} AND name = {mark} AND end_date > {mark}"
@@ -1005,7 +1008,8 @@ class Store:
         # subquery. SQLAlchemy's own objects would take longer to compile than the database needs
         # for the answer.
         parts = (
-            f"SELECT * FROM (SELECT {index} AS part, id, date, value, cumulative, metadata AS extra FROM metrics "
+            f"SELECT * FROM (SELECT {index} AS part, id, date, value, cumulative, metadata AS "
+            "extra FROM metrics "
             f"WHERE owner = :owner{index} AND name = :name{index} AND date >= :since "
             f"ORDER BY date DESC, id DESC LIMIT :most) AS part{index}"
             for index in range(len(metrics))
@@ -1134,7 +1138,10 @@ def _rows_after(
     connection = session.connection()
     mark = _mark(connection)
     after = "" if end is None else f" AND (date, id) > ({mark}, {mark})"
-    query = f"SELECT id, date, value, metadata FROM metrics WHERE owner = {mark} AND name = {mark}{after}"
+    query = (
+        f"SELECT id, date, value, metadata FROM metrics WHERE owner = {mark} AND name = "
+        f"{mark}{after}"
+    )
     values = (owner, name, *(end or ()), most)
     found = connection.exec_driver_sql(f"{query} ORDER BY date, id LIMIT {mark}", values)
     assert found.cursor is not None

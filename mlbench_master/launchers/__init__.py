@@ -73,7 +73,8 @@ def make_launcher(name: str, data_dir: Path) -> Launcher:
         made = entry.load()(folder)
         if not isinstance(made, Launcher):
             raise ConfigurationError(
-                f"the entry point {name!r} of {ENTRY_POINTS} must return a Launcher, not {type(made).__name__}"
+                f"the entry point {name!r} of {ENTRY_POINTS} must return a Launcher, not "
+                f"{type(made).__name__}"
             )
         return made
     raise ValueError(f"unknown launcher {name!r}; known: {', '.join(launcher_names())}")

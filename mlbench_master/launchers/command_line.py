@@ -87,11 +87,13 @@ def check_program_in(words: Sequence[str], cwd: str, path: str) -> None:
     if "/" in first:
         if not file.is_file():
             raise ValueError(
-                f"must begin with a program or script that exists, not {first[:80]!r}, which {cwd} lacks"
+                f"must begin with a program or script that exists, not {first[:80]!r}, which "
+                f"{cwd} lacks"
             )
         if not os.access(file, os.X_OK):
             raise ValueError(
-                f"must begin with a program that can be executed, not {first[:80]!r}: use chmod +x, or begin with its "
+                f"must begin with a program that can be executed, not {first[:80]!r}: use "
+                "chmod +x, or begin with its "
                 "interpreter, for example bash"
             )
         return

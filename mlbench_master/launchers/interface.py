@@ -276,7 +276,8 @@ class Launcher(ABC):
         if options:
             given = " ".join(options)[:80]
             raise ValueError(
-                f"engine_options: must be left out, not {given!r}: the {self.name} launcher has none"
+                f"engine_options: must be left out, not {given!r}: the {self.name} launcher "
+                "has none"
             )
 
     def check_workers(self, num_workers: int, backend: str, options: Sequence[str]) -> None:

@@ -145,7 +145,10 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
     notes = []
     if run.max_bandwidth < DEFAULT_BANDWIDTH and not launcher.limits_bandwidth:
         raise ValueError(
-            f"max_bandwidth: must be at least {DEFAULT_BANDWIDTH:g} (Mbit/s, the default), not {run.max_bandwidth:g}: "
+            (
+                f"max_bandwidth: must be at least {DEFAULT_BANDWIDTH:g} (Mbit/s, the default), not "
+                f"{run.max_bandwidth:g}: "
+            )
             + no_bandwidth_limit(launcher)
         )
     check_cores(run.num_workers, run.oversubscribe, launcher)
@@ -157,7 +160,8 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
             and "CUDA_VISIBLE_DEVICES" in run.caller.environment
         ):
             notes.append(
-                "note: the workers get the GPUs that the master lends, not CUDA_VISIBLE_DEVICES of the call"
+                "note: the workers get the GPUs that the master lends, not "
+                "CUDA_VISIBLE_DEVICES of the call"
             )
     # As in version 3.0, only a custom backend may start a single worker; known backends start all
     # of them.
@@ -165,23 +169,28 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
     if not all_nodes:
         if run.command is None and run.custom_image_command is None:
             raise ValueError(
-                "run_all_nodes: must be true for a task, not false: each of its workers starts the same script"
+                "run_all_nodes: must be true for a task, not false: each of its workers starts "
+                "the same script"
             )
         if not launcher.starts_first_worker_alone:
             raise ValueError(
-                f"run_all_nodes: must be true for {run.num_workers} workers on {launcher.name}, not false: the "
+                f"run_all_nodes: must be true for {run.num_workers} workers on "
+                f"{launcher.name}, not false: the "
                 "first worker cannot start the others there; let every worker run the command"
             )
         notes.append(
-            f"note: run_all_nodes is false, so only worker 0 of {run.num_workers} runs the command; it has to start "
+            f"note: run_all_nodes is false, so only worker 0 of {run.num_workers} runs the "
+            "command; it has to start "
             "the others itself, as mpirun does"
         )
     if run.network:
         notes += _check_network(run, launcher, all_nodes)
     if run.num_workers * run.num_cpus > launcher.capacity:
         notes.append(
-            f"warning: {plural(run.num_workers, 'worker')} x {plural(run.num_cpus, 'core')} want more than the "
-            f"{plural(launcher.capacity, 'core')} of this machine; they share them, so times are not comparable"
+            f"warning: {plural(run.num_workers, 'worker')} x {plural(run.num_cpus, 'core')} "
+            "want more than the "
+            f"{plural(launcher.capacity, 'core')} of this machine; they share them, so times "
+            "are not comparable"
         )
     return all_nodes, notes
 
@@ -205,7 +214,8 @@ def resolve_folder(run: RunIn, launcher: Launcher, command: str) -> tuple[str, l
     if launcher.uses_image(run.engine_options) or not launcher.starts_processes:
         if run.cwd is not None:
             raise ValueError(
-                f"cwd: must be left out, not {run.cwd[:80]!r}: the workers of the {launcher.name} launcher start in a "
+                f"cwd: must be left out, not {run.cwd[:80]!r}: the workers of the "
+                f"{launcher.name} launcher start in a "
                 "container, in the folder of its image"
             )
         return "", []
@@ -217,10 +227,14 @@ def resolve_folder(run: RunIn, launcher: Launcher, command: str) -> tuple[str, l
         if run.cwd is None and is_task:
             # The script of a task needs no file of the user's folder.
             return "", [
-                f"note: the workers start in the folder of the run, because the master's machine has no {cwd}"
+                (
+                    "note: the workers start in the folder of the run, because the master's "
+                    f"machine has no {cwd}"
+                )
             ]
         raise ValueError(
-            f"cwd: must be a folder on the machine of the master, not {cwd[:200]!r}: give one that exists there, for "
+            f"cwd: must be a folder on the machine of the master, not {cwd[:200]!r}: give one "
+            "that exists there, for "
             "example with 'mlbench run --cwd /'"
         )
     environment = {**(run.caller.environment if run.caller is not None else {}), **run.environment}
@@ -235,7 +249,10 @@ def resolve_folder(run: RunIn, launcher: Launcher, command: str) -> tuple[str, l
 
 def no_network(launcher: Launcher) -> str:
     """Return why a run cannot have an emulated network, and what to do."""
-    return f"the {launcher.name} launcher cannot emulate a network; leave it out, or choose the engine local"
+    return (
+        f"the {launcher.name} launcher cannot emulate a network; leave it out, or choose "
+        "the engine local"
+    )
 
 
 def _check_network(run: RunIn, launcher: Launcher, all_nodes: bool) -> list[str]:
@@ -266,7 +283,8 @@ def no_bandwidth_limit(launcher: Launcher) -> str:
 def no_gpu(launcher: Launcher) -> str:
     """Return why a run cannot have GPUs, and what to do."""
     return (
-        f"the {launcher.name} launcher found no GPU on this machine; leave it out to compute on the CPU, or check "
+        f"the {launcher.name} launcher found no GPU on this machine; leave it out to compute "
+        "on the CPU, or check "
         "nvidia-smi and CUDA_VISIBLE_DEVICES and restart the master"
     )
 
@@ -282,7 +300,8 @@ def _check_combination(run: RunIn, launcher: Launcher) -> None:
         )
     if run.custom_backend is not None and run.backend.lower() != CUSTOM_BACKEND:
         raise ValueError(
-            f"custom_backend: must be left out with backend {run.backend}, not {run.custom_backend!r}: it would be "
+            f"custom_backend: must be left out with backend {run.backend}, not "
+            f"{run.custom_backend!r}: it would be "
             f"ignored; leave it out, or give backend={CUSTOM_BACKEND}"
         )
     if run.image_name is not None and not is_custom:
@@ -290,7 +309,8 @@ def _check_combination(run: RunIn, launcher: Launcher) -> None:
             value = getattr(run, field)
             if value not in (None, CUSTOM_IMAGE):
                 raise ValueError(
-                    f"{field}: must be left out with this image_name, not {value[:80]!r}: it would be ignored; leave "
+                    f"{field}: must be left out with this image_name, not {value[:80]!r}: it "
+                    "would be ignored; leave "
                     f"it out, or give image_name={CUSTOM_IMAGE}"
                 )
     if run.task is None and run.command is None:
@@ -303,12 +323,14 @@ def _check_combination(run: RunIn, launcher: Launcher) -> None:
     for field, value in rivals.items():
         if value not in (None, CUSTOM_IMAGE):
             raise ValueError(
-                f"{field}: must be left out with {chosen}, not {value[:80]!r}: the {launcher.name} launcher would "
+                f"{field}: must be left out with {chosen}, not {value[:80]!r}: the "
+                f"{launcher.name} launcher would "
                 f"ignore it; leave out {field} or {chosen}"
             )
     if not run.run_all_nodes and run.num_workers > 1 and run.backend.lower() in BACKENDS:
         raise ValueError(
-            f"run_all_nodes: must be true with backend {run.backend.lower()}, not false: every worker runs the "
+            f"run_all_nodes: must be true with backend {run.backend.lower()}, not false: every "
+            "worker runs the "
             "command; leave it out, or give a custom_backend whose first worker starts the others"
         )
 
@@ -319,8 +341,10 @@ def _check_image(run: RunIn, launcher: Launcher) -> None:
     own_image = run.custom_image_name not in (None, CUSTOM_IMAGE) and run.task is None
     if own_image and not uses_image:
         raise ValueError(
-            f"custom_image_name: must be left out, not {str(run.custom_image_name)[:80]!r}: the {launcher.name} "
-            f"launcher starts processes, not containers; {launcher.container_advice}, or leave out the image to run "
+            f"custom_image_name: must be left out, not {str(run.custom_image_name)[:80]!r}: "
+            f"the {launcher.name} "
+            f"launcher starts processes, not containers; {launcher.container_advice}, or leave "
+            "out the image to run "
             "the command with the Python and the packages of the master"
         )
     if not uses_image:
@@ -328,7 +352,8 @@ def _check_image(run: RunIn, launcher: Launcher) -> None:
     image = image_of_record(resolve_command(run, in_container=True)[0])
     if not image:
         raise ValueError(
-            f"custom_image_name: must be given for a command in a container of the {launcher.name} launcher: name the "
+            "custom_image_name: must be given for a command in a container of the "
+            f"{launcher.name} launcher: name the "
             "image that has the command, or give a task, which has its own image"
         )
     problem = image_problem(image)
@@ -350,8 +375,10 @@ def check_cores(num_workers: int, oversubscribe: bool, launcher: Launcher) -> No
     most = launcher.most_workers
     if most is not None and num_workers > most and not oversubscribe:
         raise ValueError(
-            f"num_workers: must be at most {most}, not {num_workers}: more than {WORKERS_PER_CORE} workers on each of "
-            f"the {plural(most // WORKERS_PER_CORE, 'core')} mostly wait for each other; start fewer, or give "
+            f"num_workers: must be at most {most}, not {num_workers}: more than "
+            f"{WORKERS_PER_CORE} workers on each of "
+            f"the {plural(most // WORKERS_PER_CORE, 'core')} mostly wait for each other; start "
+            "fewer, or give "
             "--oversubscribe (the field oversubscribe)"
         )
 
@@ -389,7 +416,8 @@ def _task_command(
         # a traceback.
         if not in_container and importlib.util.find_spec("torch") is None:
             raise MissingDependencyError(
-                f"task {task.key} needs the package 'torch', which is not installed: pip install 'mlbench-core[torch]'"
+                f"task {task.key} needs the package 'torch', which is not installed: pip "
+                "install 'mlbench-core[torch]'"
             )
         return task.folder, task.command(*arguments, in_container=in_container)
     except ConfigurationError as error:

@@ -75,7 +75,8 @@ class Lease:
                 seen = row
             else:
                 raise ConfigurationError(
-                    f"another master uses the database (process {row.pid} on {row.host}); stop it, or give another "
+                    f"another master uses the database (process {row.pid} on {row.host}); stop "
+                    "it, or give another "
                     "database with --database-url or --data-dir"
                 )
             time.sleep(self._expires_s / 100)
@@ -104,7 +105,8 @@ class Lease:
                 if not self._write(mine):
                     self._lost = True
                     _log.error(
-                        "another master has taken over the database; this one no longer looks after runs"
+                        "another master has taken over the database; this one no longer looks "
+                        "after runs"
                     )
                     return
             except (

@@ -15,7 +15,8 @@ from mlbench_master.web.render import page, render
 __all__ = ["add_login", "login_path"]
 
 _WRONG_CODE = (
-    "This address has been used before or has expired. 'mlbench get-dashboard-url --login' prints a new one; you can "
+    "This address has been used before or has expired. 'mlbench get-dashboard-url --login' "
+    "prints a new one; you can "
     "also enter the token."
 )
 _TOO_MANY_GUESSES = "Too many wrong tokens came from your address. Try again in a minute."

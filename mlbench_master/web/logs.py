@@ -25,7 +25,8 @@ _MOST_CHOICES = 64
 # A line that reports an error, for Python and JavaScript alike. The stream says nothing: loggers
 # write to standard error.
 ERROR_LINE = re.compile(
-    r"^(\[rank\d+\]: ?)?(Traceback \(most recent call last\)|[A-Za-z_.]*(Error|Exception|Interrupt)\b)"
+    r"^(\[rank\d+\]: ?)?(Traceback \(most recent call "
+    r"last\)|[A-Za-z_.]*(Error|Exception|Interrupt)\b)"
     r"|^(Fatal |E\d{4} |\[E\d)"
     r"|^[^\s:]+: error: |\b(ERROR|CRITICAL|FATAL)\b"
 )

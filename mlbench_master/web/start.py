@@ -221,7 +221,8 @@ def _requests(form: Mapping[str, str], errors: dict[str, str]) -> list[RunIn]:
 def _name(text: str) -> str:
     if not is_run_name(text):
         raise ValueError(
-            f"must be 1 to 63 lowercase letters, digits and '-', without '-' at its ends, not {text[:80]!r}"
+            "must be 1 to 63 lowercase letters, digits and '-', without '-' at its ends, not "
+            f"{text[:80]!r}"
         )
     return text
 

@@ -182,9 +182,8 @@ def test_text_store_needs_data(tmp_path: Path) -> None:
     assert subprocess.run(command, capture_output=True, text=True).returncode == 0
     done = run_script([str(MICRO / "text_store.py")], timeout_s=120, MLBENCH_TEST_DATA="")
     assert done.returncode == 1
-    assert (
-        done.stderr
-        == "text_store.py needs the text of Multi30k: give --data FOLDER with train.en and train.de\n"
+    assert done.stderr == (
+        "text_store.py needs the text of Multi30k: give --data FOLDER with train.en and train.de\n"
     )
 
 

@@ -70,9 +70,13 @@ def test_kind_from_create_to_delete(
         "kind create cluster --name my-2 --config - --wait 300s --image kindest/node:v1.33.1",
         "kind load docker-image mlbench/master:1 me/own:1 --name my-2",
         "kubectl --context kind-my-2 apply --filename -",
-        f"helm upgrade --install mlbench {chart[1]} --kube-context kind-my-2 --namespace mlbench --values - "
+        f"helm upgrade --install mlbench {chart[1]} --kube-context kind-my-2 --namespace "
+        "mlbench --values - "
         "--set persistence.size=1Gi",
-        "kubectl --context kind-my-2 --namespace mlbench rollout status deployment/mlbench-master --timeout 300s",
+        (
+            "kubectl --context kind-my-2 --namespace mlbench rollout status "
+            "deployment/mlbench-master --timeout 300s"
+        ),
     ]
     nodes = yaml.safe_load(programs.stdin("kind-create"))["nodes"]
     assert [node["role"] for node in nodes] == ["control-plane", "worker", "worker"]
@@ -195,15 +199,15 @@ def test_missing_programs_are_named_with_their_source(
     programs.fail("docker-info", "Cannot connect to the Docker daemon")
     error = call(*KIND, *chart, code=1).stderr
     assert (
-        "kind needs a container engine that runs, but 'docker info' failed: Cannot connect to the Docker"
-        in error
-    )
+        "kind needs a container engine that runs, but 'docker info' failed: Cannot connect to "
+        "the Docker"
+    ) in error
     programs.remove("kind", "helm", "docker", "sky")
     error = call(*KIND, *chart, code=1).stderr
     assert (
-        "not found: kind (https://kind.sigs.k8s.io); helm (https://helm.sh/docs/intro/install); docker ("
-        in error
-    )
+        "not found: kind (https://kind.sigs.k8s.io); helm "
+        "(https://helm.sh/docs/intro/install); docker ("
+    ) in error
     assert "kubectl (" not in error
     assert "sky (pipx install 'skypilot[gcp,aws,azure]')" in call(*AWS, code=1).stderr
     assert read_clusters() == {}
@@ -455,9 +459,9 @@ def test_a_cloud_from_create_to_delete(
     )
     result = call(*AWS, input="n\n", code=1)
     assert (
-        "The cloud charges this price until the cluster is deleted, which happens about 65 minutes after"
-        in result.stderr
-    )
+        "The cloud charges this price until the cluster is deleted, which happens about 65 "
+        "minutes after"
+    ) in result.stderr
     path = user_folder("clusters", "my-2.yaml")
     assert programs.calls() == [f"sky launch --dryrun --yes --cluster my-2 {path}"]
     assert read_clusters() == {}

@@ -263,9 +263,9 @@ def test_refused_connection(call: Call) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     error = call("status", "--dashboard-url", f"127.0.0.1:{port}", code=1).stderr
-    assert (
-        error
-        == f"mlbench: cannot reach the master at http://127.0.0.1:{port}: connection refused; is it running?\n"
+    assert error == (
+        f"mlbench: cannot reach the master at http://127.0.0.1:{port}: connection refused; "
+        "is it running?\n"
     )
 
 

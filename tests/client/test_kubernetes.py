@@ -162,7 +162,10 @@ def test_of_two_masters_the_namespace_decides_and_without_one_nobody_guesses(
     assert endpoint(in_cluster=False, k8s_namespace="mlbench") == "http://10.0.0.6:80/api/"
     with pytest.raises(
         ValueError,
-        match=r"2 services have these labels \(lab/master, mlbench/master\): choose one by k8s_namespace",
+        match=(
+            r"2 services have these labels \(lab/master, mlbench/master\): choose one by "
+            r"k8s_namespace"
+        ),
     ):
         ApiClient(in_cluster=False)
     with pytest.raises(ValueError, match="2 services have"):

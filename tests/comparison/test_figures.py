@@ -358,9 +358,9 @@ def test_learning_curves_have_bands_and_count_the_runs_that_remain(tmp_path: Pat
     )
     assert columns(drawn)["runs"] == [2, 2]
     assert (
-        "Line: mean over the runs; band: minimum to maximum. Mean and band end with the shortest run"
-        in drawn.caption
-    )
+        "Line: mean over the runs; band: minimum to maximum. Mean and band end with the "
+        "shortest run"
+    ) in drawn.caption
     budget = {"metric": METRIC, "threshold": None, "minimize": None, "budget_s": 60.0}
     runs_with_budget = [
         with_curve(tmp_path, [60.0, 80.0], seed=seed, goal=budget) for seed in (1, 2)

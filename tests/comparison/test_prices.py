@@ -17,7 +17,10 @@ cpu = "A"
 cores = 2
 memory_gib = 7.5
 """
-PRICE = 'price_per_hour = 3\nspot_per_hour = 0.6\ncurrency = "EUR"\ndate = 2026-11-01\nsource = "https://example.org"\n'
+PRICE = (
+    'price_per_hour = 3\nspot_per_hour = 0.6\ncurrency = "EUR"\ndate = 2026-11-01\nsource '
+    '= "https://example.org"\n'
+)
 MINE = Machine("mine", "own", "A", 2, 7.5)
 
 

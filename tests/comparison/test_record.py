@@ -263,7 +263,8 @@ def test_damaged_summary_counts_as_missing(damaged: str) -> None:
 
 def test_a_command_line_tells_the_configuration() -> None:
     command = (
-        "/opt/benchmarks/task1a_resnet20_cifar10/main.py --run_id {run_id} --backend {backend} --dataset=digits "
+        "/opt/benchmarks/task1a_resnet20_cifar10/main.py --run_id {run_id} --backend {backend} "
+        "--dataset=digits "
         "--light --optimizer ddp --seed 7 --lr -0.1 --milestones 3 5 --nesterov"
     )
     run = {"name": "a-2", "num_workers": 2, "backend": "gloo", "command": command, "num_cpus": 4.0}

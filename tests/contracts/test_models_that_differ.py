@@ -100,7 +100,10 @@ def test_all_workers_name_the_difference(what: str, name: str) -> None:
         "bf16",
     ):  # which aggregate the parameters that are trainable at the start, in the same order
         assert what == "order" or re.search(
-            "model must have the same parameters on all workers, but .*'(unused|frozen|first.weight)'",
+            (
+                "model must have the same parameters on all workers, but "
+                ".*'(unused|frozen|first.weight)'"
+            ),
             found[0],
         )
     elif name in NAMELESS:

@@ -161,7 +161,8 @@ def test_a_world_over_nccl_warns_of_nothing() -> None:
     script = (
         "import torch, torch.distributed as dist\n"
         "from mlbench_core.distributed.pytorch import initialize_backends\n"
-        "with initialize_backends('nccl', use_cuda=True, logging_level='WARNING') as (rank, size, graph):\n"
+        "with initialize_backends('nccl', use_cuda=True, logging_level='WARNING') as (rank, "
+        "size, graph):\n"
         "    x = torch.ones(3, device=graph.current_device)\n"
         "    dist.all_reduce(x)\n"
         "    print(dist.get_backend(), x.tolist())\n"
@@ -188,7 +189,10 @@ with initialize_backends("gloo", "127.0.0.1,127.0.0.1", 0, "WARNING", timeout_s=
         assert waiting.stderr is not None
         text = next(line for line in waiting.stderr if "waits" in line)
         assert re.search(
-            r"rank 0 of 2 waits for the others at 127\.0\.0\.1:\d+, for up to 20 s; Ctrl-C ends it$",
+            (
+                r"rank 0 of 2 waits for the others at 127\.0\.0\.1:\d+, for up to 20 s; Ctrl-C "
+                r"ends it$"
+            ),
             text,
         )
         waiting.send_signal(signal.SIGINT)
@@ -203,7 +207,8 @@ def test_workers_that_take_each_others_cores_are_warned(caplog: pytest.LogCaptur
         for rank in range(4):
             initialize._warn_of_threads(HostsEnvironment("a,b,b,b", rank, {}))
     assert [record.getMessage() for record in caplog.records] == [
-        "3 workers on b have 8 threads each, together more than its 16 cores, so they slow each other down: set "
+        "3 workers on b have 8 threads each, together more than its 16 cores, so they slow "
+        "each other down: set "
         "OMP_NUM_THREADS=5 for each"
     ]
 

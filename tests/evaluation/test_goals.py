@@ -10,7 +10,10 @@ import pytest
 
 from mlbench_core.evaluation import goals
 
-TIMES = ", Compute: 1.000 seconds, Communication: 1.000 seconds, Metrics: 1.000 seconds, Preprocess: 1.000 seconds"
+TIMES = (
+    ", Compute: 1.000 seconds, Communication: 1.000 seconds, Metrics: 1.000 seconds, "
+    "Preprocess: 1.000 seconds"
+)
 
 
 @pytest.fixture

@@ -52,7 +52,10 @@ def database(tmp_path: Path) -> Path:
     [
         (
             ["UPDATE alembic_version SET version_num = '0099'"],
-            r"newer version of MLBench wrote it \(version 99 of the tables, this one knows up to .* update mlben",
+            (
+                r"newer version of MLBench wrote it \(version 99 of the tables, this one knows up "
+                r"to .* update mlben"
+            ),
         ),
         (
             ["DROP TABLE alembic_version", "UPDATE schema_version SET version = 98"],
@@ -80,7 +83,10 @@ def database(tmp_path: Path) -> Path:
             [f"DROP TABLE {name}" for name in ("runs", "metrics", "metric_pages", "schema_version")]
             + ["DROP TABLE master_lease", "DROP TABLE alembic_version"]
             + ["CREATE TABLE django_migrations (id INTEGER)"],
-            "it belongs to another program, with the tables django_migrations; give an empty database",
+            (
+                "it belongs to another program, with the tables django_migrations; give an empty "
+                "database"
+            ),
         ),
     ],
 )
@@ -116,7 +122,10 @@ def test_an_upgrade_is_one_line_of_the_master(
     with caplog.at_level(logging.INFO):
         Store(f"sqlite:///{path}").close()
     assert caplog.messages == [
-        f"an older version wrote the database; its tables are brought from 0003 to {migrations.HEAD}"
+        (
+            "an older version wrote the database; its tables are brought from 0003 to "
+            f"{migrations.HEAD}"
+        )
     ]
 
 
@@ -140,7 +149,10 @@ def test_a_kill_in_an_upgrade_leaves_the_old_tables(tmp_path: Path) -> None:
     run_sql(path, *old_tables(1, "sqlite"))
     upgrade_until_killed(f"sqlite:///{path}")
     with closing(sqlite3.connect(path)) as connection:
-        names = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%' ORDER BY name"
+        names = (
+            "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE "
+            "'sqlite%' ORDER BY name"
+        )
         assert connection.execute(names).fetchall() == [("metrics",), ("runs",)]
     store = Store(f"sqlite:///{path}")
     check_upgraded(store)
@@ -156,7 +168,10 @@ def test_the_revisions_are_numbered_up_to_the_newest(tmp_path: Path) -> None:
 
 
 def test_a_start_on_tables_of_this_version_does_not_import_alembic(database: Path) -> None:
-    code = "import sys; from mlbench_master.database.store import Store; [Store(url).close() for url in sys.argv[1:]]; "
+    code = (
+        "import sys; from mlbench_master.database.store import Store; [Store(url).close() "
+        "for url in sys.argv[1:]]; "
+    )
     code += "assert 'sqlalchemy' in sys.modules and 'alembic' not in sys.modules"
     urls = [f"sqlite:///{path}" for path in (database, database.with_name("new.db"))]
     subprocess.run([sys.executable, "-c", code, *urls], env=environment(), timeout=60, check=True)

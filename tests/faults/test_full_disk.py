@@ -146,7 +146,8 @@ def test_binary_output_does_not_grow_the_log(tmp_path: Path) -> None:
         "import os, random\n"
         "out = random.Random(1)\n"
         "with os.fdopen(1, 'wb') as file:\n"
-        "    file.write(out.randbytes(2_000_000) + b'\\xff' * 2_000_000 + b'\\n' + bytes(1_000_000) + b'\\nend\\n')\n"
+        "    file.write(out.randbytes(2_000_000) + b'\\xff' * 2_000_000 + b'\\n' + "
+        "bytes(1_000_000) + b'\\nend\\n')\n"
     )
     launcher = LocalLauncher(tmp_path / "runs")
     job = launcher.start(Job(run_id=1, name="a", command=str(script), num_workers=1))

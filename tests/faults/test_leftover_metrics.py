@@ -267,16 +267,23 @@ ENDLESS = (
             "other tables than an outbox",
         ),
         (
-            "CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT) WITHOUT ROWID; CREATE TABLE more (a)",
+            (
+                "CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT) WITHOUT ROWID; CREATE "
+                "TABLE more (a)"
+            ),
             "other tables",
         ),
         (
-            "CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT) WITHOUT ROWID; CREATE TRIGGER t AFTER DELETE ON "
+            "CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT) WITHOUT ROWID; CREATE "
+            "TRIGGER t AFTER DELETE ON "
             "metrics BEGIN INSERT INTO metrics VALUES (old.key || 'x', '{}'); END",
             "other tables than an outbox",
         ),
         (
-            "CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT AS (hex(zeroblob(1e8)))) WITHOUT ROWID",
+            (
+                "CREATE TABLE metrics (key TEXT PRIMARY KEY, line TEXT AS (hex(zeroblob(1e8)))) "
+                "WITHOUT ROWID"
+            ),
             "other tables",
         ),
         (

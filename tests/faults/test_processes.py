@@ -166,11 +166,20 @@ def test_an_interrupt_ends_a_master_in_the_background(tmp_path: Path) -> None:
 
 
 DAMAGE = {
-    "log": "pathlib.Path('../log.jsonl').write_text('5\\n{\"rank\": 0}\\n' + '[' * 100_000 + '\\nnull\\n')",
+    "log": (
+        "pathlib.Path('../log.jsonl').write_text('5\\n{\"rank\": 0}\\n' + '[' * 100_000 + "
+        "'\\nnull\\n')"
+    ),
     # Again if a file of the supervisor came in between.
-    "folder": "folder = pathlib.Path('..').resolve()\nwhile folder.exists(): shutil.rmtree(folder, ignore_errors=True)",
+    "folder": (
+        "folder = pathlib.Path('..').resolve()\nwhile folder.exists(): "
+        "shutil.rmtree(folder, ignore_errors=True)"
+    ),
     "status": "pathlib.Path('../status.json').mkdir()",
-    "supervisor": "pathlib.Path('../supervisor.json').write_text('[]'); pathlib.Path('../status.json').write_text('5')",
+    "supervisor": (
+        "pathlib.Path('../supervisor.json').write_text('[]'); "
+        "pathlib.Path('../status.json').write_text('5')"
+    ),
     "spool": "pathlib.Path('../spool').write_text('no folder')",
 }
 
@@ -200,7 +209,8 @@ def test_a_run_that_damages_its_files_harms_no_other(client: TestClient, tmp_pat
     for name, statement in DAMAGE.items():
         script = tmp_path / f"{name}.py"
         script.write_text(
-            f"import pathlib, shutil, time\n{statement}\nprint('damaged', flush=True)\ntime.sleep(1)\n"
+            f"import pathlib, shutil, time\n{statement}\nprint('damaged', flush=True)\n"
+            "time.sleep(1)\n"
         )
         runs[name] = start(name, str(script))
     other = start("other", "sleep 2")

@@ -65,9 +65,9 @@ def test_a_stopped_master_is_named_and_its_runs_are_stopped_without_it(home: Pat
     ):
         error = mlbench(*arguments, code=1).stderr
         assert (
-            f"the master at {record.url} (process {record.pid}) does not answer: its process is stopped"
-            in error
-        )
+            f"the master at {record.url} (process {record.pid}) does not answer: its process "
+            "is stopped"
+        ) in error
         assert "no master is running" not in error
     logs = mlbench("logs", "a-1", "--rank", "0")
     assert "[0] hello" in logs.stdout and "reading its files instead" in logs.stderr

@@ -30,26 +30,36 @@ _COLUMNS = {
     },
 }
 _VERSION_1 = (
-    "CREATE TABLE runs (id {id}, name VARCHAR(63) NOT NULL, created_at BIGINT NOT NULL, started_at BIGINT, "
-    "finished_at BIGINT, state VARCHAR(16) NOT NULL, job_id VARCHAR(255), job_metadata TEXT NOT NULL, "
+    "CREATE TABLE runs (id {id}, name VARCHAR(63) NOT NULL, created_at BIGINT NOT NULL, "
+    "started_at BIGINT, "
+    "finished_at BIGINT, state VARCHAR(16) NOT NULL, job_id VARCHAR(255), job_metadata TEXT "
+    "NOT NULL, "
     "num_workers INTEGER NOT NULL, num_cpus {real} NOT NULL, max_bandwidth {real} NOT NULL, "
-    "image VARCHAR(512) NOT NULL, backend VARCHAR(64) NOT NULL, run_all_nodes BOOLEAN NOT NULL, command TEXT NOT NULL, "
-    "gpu_enabled BOOLEAN NOT NULL, light_target BOOLEAN NOT NULL, goal_result TEXT, {goal}UNIQUE (name))",
+    "image VARCHAR(512) NOT NULL, backend VARCHAR(64) NOT NULL, run_all_nodes BOOLEAN NOT "
+    "NULL, command TEXT NOT NULL, "
+    "gpu_enabled BOOLEAN NOT NULL, light_target BOOLEAN NOT NULL, goal_result TEXT, "
+    "{goal}UNIQUE (name))",
     "CREATE INDEX ix_runs_state ON runs (state)",
     "CREATE TABLE metrics (id {long_id}, owner VARCHAR(300) NOT NULL, client_id VARCHAR(128), "
-    "name VARCHAR(255) NOT NULL, date BIGINT NOT NULL, value TEXT NOT NULL, cumulative BOOLEAN NOT NULL, "
+    "name VARCHAR(255) NOT NULL, date BIGINT NOT NULL, value TEXT NOT NULL, cumulative BOOLEAN "
+    "NOT NULL, "
     "metadata TEXT NOT NULL, UNIQUE (owner, client_id))",
     "CREATE INDEX metrics_by_name ON metrics (owner, name, date, id)",
-    "INSERT INTO runs (name, created_at, state, job_metadata, num_workers, num_cpus, max_bandwidth, image, backend, "
-    "run_all_nodes, command, gpu_enabled, light_target) VALUES ('kept', 1, 'finished', '{{}}', 1, 1.5, 1000, '', "
+    "INSERT INTO runs (name, created_at, state, job_metadata, num_workers, num_cpus, "
+    "max_bandwidth, image, backend, "
+    "run_all_nodes, command, gpu_enabled, light_target) VALUES ('kept', 1, 'finished', '{{}}', "
+    "1, 1.5, 1000, '', "
     "'gloo', true, 'true', false, false)",
-    "INSERT INTO metrics (owner, client_id, name, date, value, cumulative, metadata) VALUES ('run:1', 'a', 'loss', 1, "
+    "INSERT INTO metrics (owner, client_id, name, date, value, cumulative, metadata) VALUES "
+    "('run:1', 'a', 'loss', 1, "
     "'0.5', false, '')",
 )
 _VERSION_2 = (
     "CREATE TABLE schema_version (version INTEGER NOT NULL, PRIMARY KEY (version))",
-    "CREATE TABLE master_lease (id INTEGER NOT NULL, holder VARCHAR(32) NOT NULL, beat BIGINT NOT NULL, "
-    "host VARCHAR(255) NOT NULL, place VARCHAR(255) NOT NULL, pid BIGINT NOT NULL, started VARCHAR(255) NOT NULL, "
+    "CREATE TABLE master_lease (id INTEGER NOT NULL, holder VARCHAR(32) NOT NULL, beat BIGINT "
+    "NOT NULL, "
+    "host VARCHAR(255) NOT NULL, place VARCHAR(255) NOT NULL, pid BIGINT NOT NULL, started "
+    "VARCHAR(255) NOT NULL, "
     "PRIMARY KEY (id))",
     "INSERT INTO schema_version VALUES ({version})",
 )

@@ -350,8 +350,10 @@ def test_an_own_image_is_refused_by_a_launcher_without_containers(client: Any) -
     refused = client.post("/api/runs/", json={**body, **OWN_IMAGE})
     assert refused.status_code == 400
     assert refused.json()["message"] == (
-        "custom_image_name: must be left out, not 'me/mine:1': the idle launcher starts processes, not containers; "
-        "choose an engine that starts containers, or leave out the image to run the command with the Python and the "
+        "custom_image_name: must be left out, not 'me/mine:1': the idle launcher starts "
+        "processes, not containers; "
+        "choose an engine that starts containers, or leave out the image to run the command "
+        "with the Python and the "
         "packages of the master"
     )
     plain = {"image_name": "custom_image", "custom_image_command": "main.py {rank}"}
@@ -402,7 +404,10 @@ def test_a_launcher_with_containers_gets_an_image_and_the_command_in_it(
     [
         (
             (),
-            "gpu_enabled: must be false, not true: the idle launcher found no GPU on this machine; leave it out",
+            (
+                "gpu_enabled: must be false, not true: the idle launcher found no GPU on this "
+                "machine; leave it out"
+            ),
         ),
         (
             ("0", "1"),

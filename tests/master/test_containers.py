@@ -121,7 +121,10 @@ def after(words: list[str], option: str) -> list[str]:
 def test_each_worker_runs_in_a_container_of_the_image(
     podman: Fake, launcher: LocalLauncher
 ) -> None:
-    script = "echo $RANK of $WORLD_SIZE, $NCCL_DEBUG, $SECRET_OF_THE_USER, {rank}, $HOME; touch $MLBENCH_OUTPUT/$RANK"
+    script = (
+        "echo $RANK of $WORLD_SIZE, $NCCL_DEBUG, $SECRET_OF_THE_USER, {rank}, $HOME; "
+        "touch $MLBENCH_OUTPUT/$RANK"
+    )
     job_id = launcher.start(job(f"sh -c '{script}'"))
     folder = launcher.results(job_id).parent
     assert ended(launcher, job_id).state == "finished", launcher.logs(job_id).lines

@@ -138,14 +138,18 @@ def processes(fake: Path) -> list[psutil.Process]:
 def test_workers_run_on_their_hosts_with_the_variables_of_torchrun(
     client: TestClient, launcher: HostsLauncher, fake: Path, tmp_path: Path
 ) -> None:
-    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS MLBENCH_RUN_ID MLBENCH_TOKEN"
+    names = (
+        "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS "
+        "MLBENCH_RUN_ID MLBENCH_TOKEN"
+    )
     command = script(
         tmp_path,
         "import os, pathlib, sys, time\n"
         f"print('args', sys.argv[1:], *(os.environ[name] for name in '{names}'.split()))\n"
         "print('to stderr', os.environ['MASTER_PORT'], file=sys.stderr)\n"
         "pathlib.Path(os.environ['MLBENCH_OUTPUT'], 'deep').mkdir(exist_ok=True)\n"
-        "pathlib.Path(os.environ['MLBENCH_OUTPUT'], 'deep', os.environ['RANK']).write_text('result')\n"
+        "pathlib.Path(os.environ['MLBENCH_OUTPUT'], 'deep', "
+        "os.environ['RANK']).write_text('result')\n"
         "time.sleep(0.4)\n",
     )
     run = create(
@@ -173,7 +177,8 @@ def test_workers_run_on_their_hosts_with_the_variables_of_torchrun(
 @pytest.mark.parametrize(
     ("ending", "reason"),
     [
-        ("raise ValueError('bad shape')", "worker 1 on host b failed: exit status 1: ValueError: bad shape"),
+        ("raise ValueError('bad shape')", ("worker 1 on host b failed: exit status 1: "
+                                          "ValueError: bad shape")),
         ("os.kill(os.getpid(), 9)", "worker 1 on host b died: signal 9 (SIGKILL)"),
         ("os.kill(os.getppid(), 9); time.sleep(99)",
          "the workers on host b were lost: the supervisor of the workers was killed"),
@@ -186,7 +191,8 @@ def test_a_failure_ends_the_workers_of_all_hosts_and_is_told_from_its_consequenc
     command = script(
         tmp_path,
         "import os, pathlib, sys, time\nprint('begun', flush=True)\n"
-        f"while os.environ['RANK'] == '0' and not pathlib.Path({str(gone)!r}).exists(): time.sleep(0.01)\n"
+        f"while os.environ['RANK'] == '0' and not pathlib.Path({str(gone)!r}).exists(): "
+        "time.sleep(0.01)\n"
         # It fails at about the same time as the other one, as Gloo does.
         "if os.environ['RANK'] == '0': raise RuntimeError('Connection closed by peer')\n"
         f"time.sleep(0.3); pathlib.Path({str(gone)!r}).touch()\n{ending}\n",
@@ -216,7 +222,8 @@ def test_a_failure_of_one_host_stops_the_others(
     [
         ("ssh: Could not resolve hostname b: Name or service not known",
          "host b does not answer: ssh: Could not resolve hostname b: Name or service not known"),
-        ("me@b: Permission denied (publickey).", "host b refuses the login: me@b: Permission denied (publickey)."),
+        ("me@b: Permission denied (publickey).", ("host b refuses the login: me@b: Permission "
+                                                 "denied (publickey).")),
         ("Host key verification failed.", "host b does not answer: Host key verification failed."),
         ("", "host b does not answer: the connection broke"),
     ],
@@ -236,13 +243,17 @@ MARK = hosts_ssh.MARK.decode().strip()
 @pytest.mark.parametrize(
     ("python", "reason"),
     [
-        (None, "host a cannot start Python: {found}: use the same path on all hosts, or name another one with "
+        (None, "host a cannot start Python: {found}: use the same path on all hosts, or name "
+               "another one with "
          "--python"),
         ("echo python: No module named mlbench_master >&2; exit 1",
-         "host a has no MLBench in {python}: python: No module named mlbench_master: install the same MLBench there, "
+         "host a has no MLBench in {python}: python: No module named mlbench_master: install "
+         "the same MLBench there, "
          "or name another Python with --python"),
-        (f"cat > /dev/null; echo; echo '{MARK}'; echo '{{\"version\": \"3.0\", \"now\": 1, \"runs\": {{}}}}'",
-         f"host a has MLBench 3.0, and the master has {__version__}: install the same version there, or name another "
+        ((f"cat > /dev/null; echo; echo '{MARK}'; echo '{{\"version\": \"3.0\", \"now\": 1, "
+         f"\"runs\": {{}}}}'"),
+         f"host a has MLBench 3.0, and the master has {__version__}: install the same version "
+         "there, or name another "
          "Python with --python"),
         (f"cat > /dev/null; echo; echo '{MARK}'; echo '{{}}'", "host a gave a damaged answer: "),
         ("exit 0", "host a cannot run MLBench: exit status 0: it gave no reason"),
@@ -268,7 +279,8 @@ def test_a_script_that_a_host_does_not_have_is_named(
     command = script(tmp_path, ENDLESS)
     (fake / "a.after").write_text(f"rm -f {command}")
     assert end_of(launcher, launcher.start(job(command, options=("--host", "a:2")))).reason == (
-        f"host a: there is no file {command}: use a file system that all hosts share, or the same path"
+        f"host a: there is no file {command}: use a file system that all hosts share, or the "
+        "same path"
     )
 
 
@@ -376,7 +388,8 @@ def test_undelivered_metrics_of_all_hosts_arrive(client: TestClient, tmp_path: P
         script(
             tmp_path,
             "import json, os, pathlib\nfrom mlbench_core.client.outbox import Outbox\n"
-            "row = {'run_id': int(os.environ['MLBENCH_RUN_ID']), 'name': 'm' + os.environ['RANK'], 'value': 1}\n"
+            "row = {'run_id': int(os.environ['MLBENCH_RUN_ID']), 'name': 'm' + "
+            "os.environ['RANK'], 'value': 1}\n"
             "folder = pathlib.Path(os.environ['MLBENCH_SPOOL'])\n"
             "Outbox(folder, 'http://x').insert([('k' + os.environ['RANK'], json.dumps(row))])\n",
         ),
@@ -414,7 +427,8 @@ def test_a_run_that_can_never_start_is_refused_at_once(client: TestClient) -> No
         ({"engine_options": "--host loop,b", "num_workers": 2},
          "engine_options: the host 'loop' has the address "),
         ({"backend": "mpi", "num_workers": 1}, "backend: must be gloo or nccl, not mpi: "),
-        ({"engine_options": "--time=10"}, "engine_options: unrecognized arguments: --time=10; the options are"),
+        ({"engine_options": "--time=10"}, ("engine_options: unrecognized arguments: --time=10; "
+                                          "the options are")),
         ({"engine_options": "--hostfile /no/file"},
          "engine_options: the master cannot read the host file /no/file: No such file or"),
     ):  # fmt: skip
@@ -430,7 +444,8 @@ def test_workers_start_in_the_folder_and_with_the_environment_of_the_call(
     monkeypatch.setenv("HF_TOKEN", "of-the-master")
     (tmp_path / "user").mkdir()
     (tmp_path / "user" / "show.py").write_text(
-        "import os\nprint(os.getcwd(), os.environ['NCCL_ALGO'], os.environ.get('HF_TOKEN'), os.environ['MINE'])\n"
+        "import os\nprint(os.getcwd(), os.environ['NCCL_ALGO'], os.environ.get('HF_TOKEN'), "
+        "os.environ['MINE'])\n"
     )
     call = {
         "cwd": str(tmp_path / "user"),
@@ -533,7 +548,10 @@ def test_the_sockets_of_ssh_have_short_paths_also_with_a_long_folder_for_tempora
     [
         (
             "node1:4",
-            "line 3: a name with colons must be an IPv6 address such as [2001:db8::5], not 'node1:4'",
+            (
+                "line 3: a name with colons must be an IPv6 address such as [2001:db8::5], not "
+                "'node1:4'"
+            ),
         ),
         (
             "b slots=x",
@@ -627,7 +645,10 @@ def test_lines_that_a_worker_wrote_into_the_log_do_not_stop_a_run(
     launcher: HostsLauncher, fake: Path, tmp_path: Path
 ) -> None:
     bad = {"rank": -1, "stream": "Out", "text": "of a worker", "date": "yesterday, at noon"}
-    content = f"with open('../log.jsonl', 'a') as log:\n    print({json.dumps(json.dumps(bad))}, file=log)\n"
+    content = (
+        "with open('../log.jsonl', 'a') as log:\n    "
+        f"print({json.dumps(json.dumps(bad))}, file=log)\n"
+    )
     job_id = launcher.start(job(script(tmp_path, content), num_workers=1))
     assert end_of(launcher, job_id).state == "finished"
     assert "host a: of a worker" in texts(launcher, job_id)
@@ -660,7 +681,10 @@ def test_results_over_the_limit_stay_on_the_host(
     launcher: HostsLauncher, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hosts_link, "ARCHIVE_BYTES", 2**20)
-    content = "import os, pathlib, time\npathlib.Path(os.environ['MLBENCH_OUTPUT'], 'a').write_bytes(bytes(2**22))\n"
+    content = (
+        "import os, pathlib, time\npathlib.Path(os.environ['MLBENCH_OUTPUT'], "
+        "'a').write_bytes(bytes(2**22))\n"
+    )
     job_id = launcher.start(job(script(tmp_path, content), num_workers=1))
     assert end_of(launcher, job_id).state == "finished"
     (folder,) = remote(fake, "a")

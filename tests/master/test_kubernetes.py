@@ -246,7 +246,10 @@ KILLED = {"exitCode": 143, "finishedAt": at(1)}
         ),
         pytest.param(
             exits(KILLED, {"exitCode": 137, "reason": "OOMKilled", "finishedAt": at(1)}),
-            "worker 1 used more memory than it had (OOMKilled): give a larger --memory in the engine options",
+            (
+                "worker 1 used more memory than it had (OOMKilled): give a larger --memory in the "
+                "engine options"
+            ),
             -9,
             id="memory",
         ),
@@ -418,7 +421,10 @@ def test_a_time_limit_and_an_end_without_a_pod_are_failures(
         ),
         (
             lambda cluster: cluster.objects["pods"].clear(),
-            "Job {name} has no pod of worker 0 yet; if this remains, see kubectl describe job {name}",
+            (
+                "Job {name} has no pod of worker 0 yet; if this remains, see kubectl describe job "
+                "{name}"
+            ),
         ),
         (
             lambda cluster: cluster.job()["spec"].update(suspend=True),

@@ -23,7 +23,10 @@ from mlbench_master.launchers.kubernetes.settings import Setting
 JOB = Job(
     run_id=7,
     name="demo",
-    command="/workspace/main.py --run_id {run_id} --rank {rank} --hosts {hosts} --text '$(RANK) $$ {backend}'",
+    command=(
+        "/workspace/main.py --run_id {run_id} --rank {rank} --hosts {hosts} --text "
+        "'$(RANK) $$ {backend}'"
+    ),
     num_workers=3,
     num_cpus=1.5,
     gpu_enabled=True,

@@ -149,7 +149,8 @@ def test_the_first_failure_is_named_and_no_output_is_mistaken_for_it(
         "    pathlib.Path('part').rename(pid)\n"
         "    os._exit(3)\n"
         "while not pid.exists(): time.sleep(0.01)\n"
-        "while psutil.pid_exists(int(pid.read_text())) and psutil.Process(int(pid.read_text())).status() != 'zombie':\n"
+        "while psutil.pid_exists(int(pid.read_text())) and "
+        "psutil.Process(int(pid.read_text())).status() != 'zombie':\n"
         "    time.sleep(0.001)\n"
         "time.sleep(0.04)\n"
         "os._exit(1)\n"
@@ -199,7 +200,8 @@ def test_a_worker_that_fails_ends_the_others(
         ("sys.exit('long ' * 100)", f"worker 1 failed: exit status 1: {('long ' * 100)[:300]}"),
         ("import faulthandler; faulthandler.enable(); os.abort()",
          "worker 1 died: signal 6 (SIGABRT): Fatal Python error: Aborted"),
-        ("int('x')", "worker 1 failed: exit status 1: ValueError: invalid literal for int() with base 10: 'x'"),
+        ("int('x')", ("worker 1 failed: exit status 1: ValueError: invalid literal for int() "
+                     "with base 10: 'x'")),
         # The later of two chained exceptions ended the worker; only the first line of its message
         # is shown.
         ("import argparse; argparse.ArgumentParser('a.py').error('no --x')",
@@ -265,7 +267,8 @@ def test_the_reason_is_that_of_the_worker_that_failed_by_itself(tmp_path: Path) 
         "rank = os.environ['RANK']\n"
         "if rank == '0':\n"
         "    raise ConnectionResetError('Connection reset by peer')\n"
-        "sys.stderr.write('Traceback (most recent call last):\\n  File \"a.py\", line 1\\nValueError: no data\\n')\n"
+        'sys.stderr.write(\'Traceback (most recent call last):\\n  File "a.py", line '
+        "1\\nValueError: no data\\n')\n"
         "sys.stderr.flush()\n"
         f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
         "os._exit(1)\n"
@@ -281,10 +284,14 @@ def test_the_reason_is_that_of_the_worker_that_failed_by_itself(tmp_path: Path) 
 def test_the_reason_has_no_prefix_of_torch(tmp_path: Path) -> None:
     """After init_process_group, torch writes the rank before each line of an uncaught exception."""
     script = tmp_path / "fails.py"
-    trace = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n    ^^^\nValueError: bad\n'
+    trace = (
+        'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n    '
+        "^^^\nValueError: bad\n"
+    )
     lines = "".join(f"[rank1]: {line}\n" for line in trace.splitlines())
     script.write_text(
-        f"import os, sys\nsys.stderr.write({lines!r} + '[W1 c10d.cpp:1] Warning: late\\n')\nos._exit(1)\n"
+        f"import os, sys\nsys.stderr.write({lines!r} + '[W1 c10d.cpp:1] Warning: late\\n')\n"
+        "os._exit(1)\n"
     )
     launcher = LocalLauncher(tmp_path / "runs", grace_s=0.1)
     job = launcher.start(Job(run_id=1, name="a", command=str(script), num_workers=1))
@@ -296,7 +303,8 @@ def test_a_custom_backend_may_start_the_command_once(client: TestClient, tmp_pat
     """Without run_all_nodes the first worker starts the others, with an mpirun of its own for example."""
     own = tmp_path / "own.py"
     own.write_text(
-        "import os, sys\nprint('args', sys.argv[1:], os.environ.get('WORLD_SIZE'), os.environ['MASTER_ADDR'])"
+        "import os, sys\nprint('args', sys.argv[1:], os.environ.get('WORLD_SIZE'), "
+        "os.environ['MASTER_ADDR'])"
     )
     body = {
         "name": "own",
@@ -331,7 +339,8 @@ def test_stop_keeps_the_run_and_delete_ends_it(client: TestClient, tmp_path: Pat
     stubborn = tmp_path / "stubborn.py"  # ignores SIGTERM, and has a child in a session of its own
     stubborn.write_text(
         "import signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'], start_new_session=True)\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'], "
+        "start_new_session=True)\n"
         "print('ready', flush=True)\ntime.sleep(100)\n"
     )
     first = create(client, f"python {stubborn}", workers=1, name="first")
@@ -420,7 +429,8 @@ def test_a_worker_that_writes_into_its_log_and_status_wedges_nothing(
 
     garbage.write_text(
         "import pathlib, time\n"
-        'pathlib.Path(\'../status.json\').write_text(\'{"returncode": 0, "reason": "", "finished_at": 0}\')\n'
+        'pathlib.Path(\'../status.json\').write_text(\'{"returncode": 0, "reason": "", '
+        '"finished_at": 0}\')\n'
         "time.sleep(0.5)\n"
         "pathlib.Path('../status.json').unlink()\n"
         "pathlib.Path('../status.json').mkdir()\n"
@@ -473,7 +483,8 @@ def test_every_rank_is_a_process_of_its_own() -> None:
     ("visible", "listing", "gpus"),
     [
         (None, "GPU 0: A (UUID: GPU-1a)\nGPU 1: A (UUID: GPU-2b)", ("GPU-1a", "GPU-2b")),
-        (None, "GPU 0: A (UUID: GPU-1)\n  MIG 1g Device 0: (UUID: MIG-2)\n  MIG 1g Device 1: (UUID: MIG-3)\n"
+        (None, "GPU 0: A (UUID: GPU-1)\n  MIG 1g Device 0: (UUID: MIG-2)\n  MIG 1g Device 1: "
+               "(UUID: MIG-3)\n"
          "GPU 1: A (UUID: GPU-4)", ("MIG-2", "MIG-3", "GPU-4")),
         (None, None, ()),
         ("1,0", "GPU 0: A (UUID: GPU-1)\nGPU 1: A (UUID: GPU-2)", ("1", "0")),
@@ -627,7 +638,8 @@ def test_a_run_starts_in_its_folder_with_the_environment_of_its_call(
     (folder / "lib" / "mine.py").write_text("value = 'mine'\n")
     (folder / "show.py").write_text(
         "import os, mine\n"
-        "print(mine.value, os.environ['NCCL_ALGO'], os.environ.get('HF_TOKEN'), os.environ['W_TOKEN'], '\u640d')\n"
+        "print(mine.value, os.environ['NCCL_ALGO'], os.environ.get('HF_TOKEN'), "
+        "os.environ['W_TOKEN'], '\u640d')\n"
         "print(os.getcwd())\n"
     )
     caller = {
@@ -720,7 +732,10 @@ def test_a_task_needs_no_folder_of_its_call(client: TestClient) -> None:
     answer = client.post("/api/runs/", json=body)
     assert answer.status_code == 201
     assert answer.json()["job_metadata"]["notes"] == [
-        "note: the workers start in the folder of the run, because the master's machine has no /no/such/folder"
+        (
+            "note: the workers start in the folder of the run, because the master's machine has no "
+            "/no/such/folder"
+        )
     ]
     client.post(f"/api/runs/{answer.json()['id']}/stop/")
 

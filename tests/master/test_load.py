@@ -77,7 +77,8 @@ def test_a_child_that_has_ended_counts_once(started: Any, monkeypatch: pytest.Mo
     """The first one is seen alive, the second one starts and ends between two samples."""
     child = BUSY.replace("60", "0.3")
     parent = (
-        f"import subprocess, sys, time\nprint('x', flush=True)\nchild = [sys.executable, '-c', {child!r}]\n"
+        "import subprocess, sys, time\nprint('x', flush=True)\nchild = [sys.executable, '-c', "
+        f"{child!r}]\n"
         "for _ in range(2): subprocess.run(child, stdout=subprocess.DEVNULL)\ntime.sleep(60)\n"
     )
     root = measuring.psutil.Process(started(sys.executable, "-c", parent).pid)
@@ -111,7 +112,8 @@ def test_an_orphan_stays_with_its_rank(started: Any) -> None:
     script = (
         "import ctypes, os, subprocess, sys, time\nctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
         "from mlbench_master.launchers.supervisor.load_sampler import LoadSampler\n"
-        "shell = subprocess.Popen(['sh', '-c', 'sleep 60 & sleep 0.2'], env={**os.environ, 'RANK': '1'})\n"
+        "shell = subprocess.Popen(['sh', '-c', 'sleep 60 & sleep 0.2'], env={**os.environ, "
+        "'RANK': '1'})\n"
         "shell.wait()\n"
         "print(list(LoadSampler(2, {1: 0, 2: 1}).sample()))\n"
     )

@@ -172,7 +172,10 @@ def test_a_database_of_an_older_version_is_brought_to_this_one(url: str, version
 def test_a_kill_in_an_upgrade_leaves_the_old_tables(url: str) -> None:
     run_sql(url, *old_tables(1, "postgresql"))
     upgrade_until_killed(url)
-    names = "SELECT table_name FROM information_schema.tables WHERE table_schema = current_schema ORDER BY 1"
+    names = (
+        "SELECT table_name FROM information_schema.tables WHERE table_schema = "
+        "current_schema ORDER BY 1"
+    )
     assert run_sql(url, names) == [("metrics",), ("runs",)]
     store = Store(url)
     check_upgraded(store)

@@ -243,7 +243,8 @@ def test_workers_write_their_results_below_the_folder_of_the_run(tmp_path: Path)
     script = tmp_path / "worker.py"
     script.write_text(
         "import os, pathlib\n"
-        "folder = pathlib.Path(os.environ['MLBENCH_OUTPUT'], 'task1a', os.environ['MLBENCH_RUN_ID'])\n"
+        "folder = pathlib.Path(os.environ['MLBENCH_OUTPUT'], 'task1a', "
+        "os.environ['MLBENCH_RUN_ID'])\n"
         "folder.mkdir(parents=True)\n"
         "(folder / 'result.json').write_text('{\"rank\": ' + os.environ['RANK'] + '}')\n"
     )

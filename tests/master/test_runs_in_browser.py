@@ -11,12 +11,16 @@ from tests.master.helpers import server, wait_for
 from tests.security.browser import Page, chromium
 
 NAMES = "[...document.querySelectorAll('#runs tbody th')].map((head) => head.textContent).join()"
-CHOSEN = "[...document.querySelectorAll('#runs input:checked')].map((box) => box.getAttribute('aria-label')).join()"
+CHOSEN = (
+    "[...document.querySelectorAll('#runs input:checked')].map((box) => "
+    "box.getAttribute('aria-label')).join()"
+)
 
 
 def fill(page: Page, name: str, value: str) -> None:
     page(
-        f"(() => {{ const field = document.querySelector('[name={name}]'); field.value = {json.dumps(value)};"
+        f"(() => {{ const field = document.querySelector('[name={name}]'); field.value = "
+        f"{json.dumps(value)};"
         "field.dispatchEvent(new Event('input', {bubbles: true})); })()"
     )
 
@@ -31,7 +35,8 @@ def test_runs_are_started_chosen_sorted_stopped_and_deleted(tmp_path: Path) -> N
         # Only the fields of the chosen program are there.
         page("document.querySelector('[name=kind][value=command]').click()")
         assert page(
-            "[...document.querySelectorAll('#start .for-task, #start .for-script')].every((f) => !f.offsetParent)"
+            "[...document.querySelectorAll('#start .for-task, #start .for-script')].every((f) "
+            "=> !f.offsetParent)"
         )
         for name, value in (
             ("name", "demo"),
@@ -52,11 +57,13 @@ def test_runs_are_started_chosen_sorted_stopped_and_deleted(tmp_path: Path) -> N
         # Without the regular reading for the growing duration, only events update the list.
         page(
             "(() => { const find = document.querySelector.bind(document);"
-            "document.querySelector = (text) => text === '#runs .state-started' ? null : find(text); })()"
+            "document.querySelector = (text) => text === '#runs .state-started' ? null : "
+            "find(text); })()"
         )
         page("document.querySelector('#filter-text').value = 'typed'")
         page(
-            "(() => { const box = document.querySelector('#runs tbody input'); box.focus(); box.click(); })()"
+            "(() => { const box = document.querySelector('#runs tbody input'); box.focus(); "
+            "box.click(); })()"
         )
         page("window.table = document.querySelector('#runs')")
         other = httpx.post(

@@ -87,9 +87,9 @@ def test_a_head_of_a_column_keeps_the_filter_and_turns_the_order(client: Any) ->
     add(client.app.state.store, "run")
     page = get(client, "?q=run&page=1")
     assert (
-        '<th scope="col" aria-sort="descending"><a id="sort-created_at" href="/runs/?q=run&amp;sort=created_at">'
-        in page
-    )
+        '<th scope="col" aria-sort="descending"><a id="sort-created_at" '
+        'href="/runs/?q=run&amp;sort=created_at">'
+    ) in page
     assert '<a id="sort-name" href="/runs/?q=run&amp;sort=name">' in page
     page = get(client, "?sort=name")
     assert '<a id="sort-name" href="/runs/?sort=-name">' in page

@@ -139,7 +139,10 @@ def calls(fake: Path, program: str) -> list[str]:
 
 def test_a_command_runs_once_for_each_worker(client: TestClient, tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
-    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS MLBENCH_RUN_ID"
+    names = (
+        "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT "
+        "OMP_NUM_THREADS MLBENCH_RUN_ID"
+    )
     script.write_text(
         "import os, pathlib, sys\n"
         f"print('args', sys.argv[1:], *(os.environ[name] for name in '{names}'.split()))\n"
@@ -198,7 +201,8 @@ def test_the_reason_says_which_rank_failed_and_how(
     script = tmp_path / "fails.py"
     sleep = 100 if reason else 0
     script.write_text(
-        f"import os, sys, time\nif os.environ['RANK'] != '1': time.sleep({sleep}); sys.exit()\n{ending}\n"
+        f"import os, sys, time\nif os.environ['RANK'] != '1': time.sleep({sleep}); sys.exit()\n"
+        f"{ending}\n"
     )
     job_id = launcher.start(job(str(script)))
     status = end_of(launcher, job_id)
@@ -224,19 +228,23 @@ def test_a_command_that_does_not_exist_says_so(launcher: SlurmLauncher) -> None:
         ("CANCELLED|None|1:00", {}, "job 1 of Slurm was cancelled, but not by MLBench"),
         ("PREEMPTED|None|1:00", {}, "was preempted by a job of higher priority"),
         ("OUT_OF_MEMORY|OutOfMemory|1:00", {}, "used more memory than it had"),
-        ("NODE_FAIL|NodeDown|1:00", {"logs/job.out": "*** STEP 1.0 ON n1 CANCELLED DUE TO NODE n2 FAILURE ***\n"},
+        ("NODE_FAIL|NodeDown|1:00", {"logs/job.out": ("*** STEP 1.0 ON n1 CANCELLED DUE TO NODE "
+                                                     "n2 FAILURE ***\n")},
          "node n2 failed, which ended job 1 of Slurm"),
         ("NODE_FAIL|NodeDown|1:00", {}, "a node of f[1-2] failed"),
         ("DEADLINE|DeadLine|1:00", {}, "ended with the state DEADLINE (DeadLine)"),
         ("FAILED|NonZeroExitCode|1:00", {}, "ended before its script began: is "),
-        ("FAILED|None|1:00", {"begun": "1", "exit": "2", "logs/job.out": "srun: error: Unable to create step\n"},
+        ("FAILED|None|1:00", {"begun": "1", "exit": "2", "logs/job.out": ("srun: error: Unable "
+                                                                         "to create step\n")},
          "the script of job 1 of Slurm failed: exit status 2: srun: error: Unable to create step"),
         ("FAILED|None|1:00", {"begun": "1", "exit": "1", "status/0": "143", "status/1": "x", "status/2": "7"},
          "worker 2 failed: exit status 7"),
-        ("FAILED|None|1:00", {"begun": "1", "exit": "1", "status/0": "143"}, "worker 0 died: signal 15 (SIGTERM)"),
+        ("FAILED|None|1:00", {"begun": "1", "exit": "1", "status/0": "143"}, ("worker 0 died: "
+                                                                             "signal 15 (SIGTERM)")),
         (None, {}, "lost: Slurm has forgotten the job 1 of Slurm, and it left no status"),
         (None, {"begun": "1", "exit": "3", "status/1": "3"}, "worker 1 failed: exit status 3"),
-        (None, {"accounting": "1|CANCELLED by 1000|01:00:00|n1\n"}, "was cancelled, but not by MLBench"),
+        (None, {"accounting": "1|CANCELLED by 1000|01:00:00|n1\n"}, ("was cancelled, but not by "
+                                                                    "MLBench")),
     ],
 )  # fmt: skip
 def test_each_end_that_slurm_knows_has_a_reason(
@@ -306,7 +314,8 @@ def test_a_controller_that_does_not_answer_is_a_problem_that_passes(
         lambda: client.get(f"/api/runs/{run['id']}/").json()["job_metadata"].get("reason")
     )
     assert reason == (
-        "Slurm refused or does not answer: squeue: slurm_load_jobs error: Unable to contact slurm controller "
+        "Slurm refused or does not answer: squeue: slurm_load_jobs error: Unable to contact "
+        "slurm controller "
         "(connect failure)"
     )
     answer = client.post(f"/api/runs/{run['id']}/stop/")
@@ -339,7 +348,8 @@ def test_the_next_master_goes_on_with_a_job(
     script = tmp_path / "talks.py"
     script.write_text(
         "import pathlib, sys, time\nprint('before', flush=True)\n"
-        f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\nprint('after')\n"
+        f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\n"
+        "print('after')\n"
     )
     job_id = launcher.start(job(str(script), num_workers=1))
     wait_for(
@@ -406,7 +416,8 @@ def test_the_token_is_only_in_a_file_of_its_user(
     monkeypatch.setenv("SBATCH_PARTITION", "kept")
     script = tmp_path / "token.py"
     script.write_text(
-        "import os\nprint('worker has', os.environ['MLBENCH_TOKEN'], os.environ['MLBENCH_MASTER_URL'])\n"
+        "import os\nprint('worker has', os.environ['MLBENCH_TOKEN'], "
+        "os.environ['MLBENCH_MASTER_URL'])\n"
     )
     run = create(client, str(script), workers=1)
     wait_state(client, run["id"], "finished")
@@ -505,7 +516,10 @@ def test_options_come_between_the_defaults_and_what_mlbench_needs(
 ) -> None:
     queued.start(job("true", num_cpus=1.5, gpu_enabled=True, options=("--time=10", "-p", "gpu")))
     (call,) = controller.called("sbatch")
-    start = "sbatch --parsable --cpus-per-task=2 --gpus-per-task=1 --time=10 -p gpu --ntasks=2 --job-name=mlbench-a "
+    start = (
+        "sbatch --parsable --cpus-per-task=2 --gpus-per-task=1 --time=10 -p gpu --ntasks=2 "
+        "--job-name=mlbench-a "
+    )
     assert call.startswith(start) and call.endswith(" --no-requeue job.sh")
     queued.start(job("true", run_id=2, gpu_enabled=True, options=("--gres=gpu:4",)))
     assert "--gpus-per-task" not in controller.called("sbatch")[1]
@@ -699,7 +713,8 @@ def test_other_packages_add_launchers(tmp_path: Path, monkeypatch: pytest.Monkey
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text(
-        "[mlbench.launchers]\nours = mlbench_master.launchers.local.launcher:LocalLauncher\nwrong = pathlib:Path\n"
+        "[mlbench.launchers]\nours = mlbench_master.launchers.local.launcher:LocalLauncher\n"
+        "wrong = pathlib:Path\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert launcher_names() == (*LAUNCHERS, "ours", "wrong")

@@ -189,7 +189,8 @@ DASHBOARD = [
      b"", 200, ends_in("2", "3")),
     ("GET", "/api/metrics/r-worker-0/?since=&summarize=&metric_filter=&last_n=", b"", 200, ends_in("0", "1", "2", "3")),
     ("GET", "/api/metrics/r-worker-0/?since=2020-01-01 12:00:03", b"", 200, ends_in("3")),
-    ("GET", "/api/metrics/r-worker-1/?since=2020-01-01 12:00:03", b"", 200, lambda answer: answer.json() == {}),
+    ("GET", ("/api/metrics/r-worker-1/?since=2020-01-01 "
+            "12:00:03"), b"", 200, lambda answer: answer.json() == {}),
     ("GET", "/api/metrics/1/?metric_type=run&since=2020-01-01T12:00:01.000000Z&summarize=2", b"", 200,
      ends_in("1.5", "3")),
     ("GET", "/api/metrics/1/?metric_type=run&format=json", b"", 200, ends_in("0", "1", "2", "3")),

@@ -47,7 +47,10 @@ def test_a_text_and_the_text_of_its_network_give_the_same(text: str, network: Ne
         ("100mbit,,20ms", "link must not have an empty part"),
         (
             "20ms",
-            "link '20ms' must have a bandwidth: write for example '100mbit,20ms' or 'unlimited,20ms'",
+            (
+                "link '20ms' must have a bandwidth: write for example '100mbit,20ms' or "
+                "'unlimited,20ms'"
+            ),
         ),
         ("100mbit,20", "part '20' must be a bandwidth"),
         ("100mbit,20ms,1gbit", "part '1gbit' must not follow another bandwidth"),
@@ -59,7 +62,10 @@ def test_a_text_and_the_text_of_its_network_give_the_same(text: str, network: Ne
         ("1bit", "bandwidth must be from 8 kbit/s"),
         (
             "2x2:1gbit",
-            r"must have a link between the racks after '/': write for example '2x2:10gbit/100mbit,40ms'",
+            (
+                r"must have a link between the racks after '/': write for example "
+                r"'2x2:10gbit/100mbit,40ms'"
+            ),
         ),
         ("1gbit/100mbit", "must begin with the racks"),
         ("1x2:1gbit/100mbit", "racks must be at least 2, not 1"),
@@ -120,7 +126,10 @@ def test_the_file_on_the_page_is_the_text_with_the_same_values(tmp_path: Path) -
             r"racks must be given if, and only if, the table \[between\]",
         ),
         (
-            "racks = 2\nhosts_per_rack = true\n[link]\nbandwidth = '1gbit'\n[between]\nbandwidth = '1gbit'",
+            (
+                "racks = 2\nhosts_per_rack = true\n[link]\nbandwidth = '1gbit'\n[between]\n"
+                "bandwidth = '1gbit'"
+            ),
             "hosts_per_rack must be a whole number, not True",
         ),
         ("hosts = 2\n[link]\nbandwidth = '1gbit'", r"hosts must be tables \[\[hosts\]\]"),

@@ -149,7 +149,10 @@ def test_a_cut_link_is_silent_and_a_restored_one_goes_on(network: EmulatedNetwor
 
 @needs_namespaces
 def test_a_process_gets_the_variables_of_its_worker(network: EmulatedNetwork) -> None:
-    code = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['MASTER_ADDR'], os.environ['X'])"
+    code = (
+        "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], "
+        "os.environ['MASTER_ADDR'], os.environ['X'])"
+    )
     with network.popen(2, [sys.executable, "-c", code], env={"X": "mine"}, **TEXT) as process:
         assert line(process) == "2 3 10.77.0.1 mine"
     assert network.environment(1, port=1234)["MASTER_PORT"] == "1234"
@@ -290,7 +293,8 @@ def test_why_not_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         EmulatedNetwork().__enter__()
     monkeypatch.setattr(which, lambda name, **_: name if name in ("ip", "tc", "unshare") else None)
     assert EmulatedNetwork.why_not() == (
-        "network namespaces need root or a user namespace, and nsenter not found: install the package util-linux"
+        "network namespaces need root or a user namespace, and nsenter not found: install the "
+        "package util-linux"
     )
 
 

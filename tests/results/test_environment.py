@@ -263,7 +263,8 @@ def test_no_secret_gets_into_the_description(patch: pytest.MonkeyPatch, no_packa
         "python", "main.py", "--token", secret, f"--api-key={secret}", "-x", f"MLBENCH_TOKEN={secret}", "--lr", "0.1",
         f"db.password={secret}", f"http://me:a@{secret}@host",
         f"sh -c 'run --auth-token \"{secret} {secret}\" --epochs 3'",
-        f"Authorization: Bearer {secret}", "--max-tokens", "512", "--tokenizer", "bpe", "--no-token", "8080", "\udcff",
+        ("Authorization: Bearer "
+        f"{secret}"), "--max-tokens", "512", "--tokenizer", "bpe", "--no-token", "8080", "\udcff",
         "--password", "--" + secret, "--no-secret", "--key", "--key", "x", f"X-Api-Key: {secret}", "--db-pass", secret,
     ])  # fmt: skip
     found = describe_environment()

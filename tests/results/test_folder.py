@@ -142,7 +142,10 @@ def test_a_goal_that_was_reached_before_is_found(tmp_path: Path) -> None:
     change(folder / "metrics.jsonl", '"value":80.0}', '"value":95.0}')
     finish_folder(folder)
     assert verify_folder(folder) == [
-        "the goal was reached at step 10 in epoch 1 with 95.0, but the result says at step 30 in epoch 3 with 90.0"
+        (
+            "the goal was reached at step 10 in epoch 1 with 95.0, but the result says at step 30 "
+            "in epoch 3 with 90.0"
+        )
     ]
 
 
@@ -407,7 +410,10 @@ def test_a_run_that_lost_lines_on_a_full_disk_does_not_count_as_finished(
         ({"totals": {**totals(30.0), "tokens": -1}}, "totals of rank 0 are negative: tokens"),
         (
             {"epoch": 0},
-            "the goal was reached at step 30 in epoch 3 with 90.0, but the result says at step 30 in epoch 1 with 90.0",
+            (
+                "the goal was reached at step 30 in epoch 3 with 90.0, but the result says at step "
+                "30 in epoch 1 with 90.0"
+            ),
         ),
     ],
 )

@@ -89,7 +89,10 @@ class Listener:
                     while text := connection.recv(65536).decode():
                         self.received += text
                         body = self._answer(text)
-                        head = f"HTTP/1.1 200 OK\r\n{self._header()}Content-Length: {len(body)}\r\n\r\n"
+                        head = (
+                            f"HTTP/1.1 200 OK\r\n{self._header()}Content-Length: "
+                            f"{len(body)}\r\n\r\n"
+                        )
                         connection.sendall((head + body).encode())
                 except OSError:
                     continue

@@ -34,7 +34,8 @@ def log_in(browser: Browser, base: str) -> Page:
     page = browser.open(f"{base}/login/")
     wait_for(lambda: page("!!document.querySelector('input[name=token]')"), what="the login page")
     page(
-        "document.querySelector('input[name=token]').value = 'sesame'; document.querySelector('form').submit()"
+        "document.querySelector('input[name=token]').value = 'sesame'; "
+        "document.querySelector('form').submit()"
     )
     wait_for(
         lambda: page("location.pathname === '/' && !!document.querySelector('main')"),

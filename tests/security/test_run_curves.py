@@ -75,11 +75,15 @@ def test_curves_appear_and_grow_and_the_choices_stay(tmp_path: Path, browser: Br
         ]
         assert page("kept_plot.data") == [[0, 1, 2, 3], [4, 3, 2, 1], [5, 4, 3, 2]]
         # Another axis, all workers, and another metric: all of them are in the address.
-        choose = "const s = document.getElementById('{}'); s.value = '{}'; s.dispatchEvent(new Event('change'))"
+        choose = (
+            "const s = document.getElementById('{}'); s.value = '{}'; s.dispatchEvent(new "
+            "Event('change'))"
+        )
         for name, value in (("against", "epoch"), ("ranks", "all")):
             page("{" + choose.format(name, value) + "}")
         page(
-            "document.getElementById('name').value = 'lr'; document.getElementById('add').requestSubmit()"
+            "document.getElementById('name').value = 'lr'; "
+            "document.getElementById('add').requestSubmit()"
         )
         wait_for(
             lambda: page("document.querySelectorAll('#charts figure').length") == 3,
@@ -110,7 +114,8 @@ def test_curves_appear_and_grow_and_the_choices_stay(tmp_path: Path, browser: Br
             lambda: wrong("document.querySelectorAll('#charts figure').length") == 4,
             what="all charts",
         )
-        assert wrong("[...document.querySelectorAll('#charts figure')].map((f) => !!f.querySelector('canvas'))") == [
+        assert wrong("[...document.querySelectorAll('#charts figure')].map((f) => "
+                     "!!f.querySelector('canvas'))") == [
             True, True, False, True
         ]  # fmt: skip
         assert wrong("document.getElementById('curves-problem').hidden")

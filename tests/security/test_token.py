@@ -65,7 +65,10 @@ def test_programs_of_the_same_user_and_workers_find_the_token(tmp_path: Path) ->
         place = base.removeprefix("http://")
         # Without the record in the user's folder, a worker has only the variables that the master
         # gives it.
-        by_worker = f"env MLBENCH_HOME={tmp_path / 'other'} {sys.executable} {script} {place} {{run_id}} worker"
+        by_worker = (
+            f"env MLBENCH_HOME={tmp_path / 'other'} {sys.executable} {script} {place} "
+            f"{{run_id}} worker"
+        )
         assert mlbench("run", "r", "1", "--command", by_worker).returncode == 0
         by_name = place.replace("127.0.0.1", "localhost")
         assert mlbench("run", "s", "1", "--command", "true", "-u", by_name).returncode == 0

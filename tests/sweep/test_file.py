@@ -100,8 +100,10 @@ def test_a_whole_file(tmp_path: Path) -> None:
     (tmp_path / "slow.toml").write_text('[link]\nbandwidth = "1mbit"\n')
     path = tmp_path / "my.toml"
     path.write_text(
-        'command = "python train.py --seed {seed}"\nworkers = [2]\nnetworks = ["slow.toml"]\nlimit = "1.5min"\n'
-        'budget = "3h"\n[[variants]]\nname = "a b"\narguments = ["--x", "a b"]\n[price]\nmachine = "aws-c5.xlarge"\n'
+        'command = "python train.py --seed {seed}"\nworkers = [2]\nnetworks = ["slow.toml"]\n'
+        'limit = "1.5min"\n'
+        'budget = "3h"\n[[variants]]\nname = "a b"\narguments = ["--x", "a b"]\n[price]\n'
+        'machine = "aws-c5.xlarge"\n'
     )
     sweep = load_sweep(path)
     assert (sweep.title, sweep.limit_s, sweep.budget_s) == ("my", 90, 10800)

@@ -237,12 +237,17 @@ def test_a_killed_run_keeps_what_had_ended_and_the_next_one_goes_on(
     machine: dict[str, Any], tmp_path: Path
 ) -> None:
     folder, begun = tmp_path / "out", tmp_path / "begun"
-    second = f"import pathlib, time; p = pathlib.Path({str(begun)!r}); p.exists() or (p.touch(), time.sleep(30))"
+    second = (
+        f"import pathlib, time; p = pathlib.Path({str(begun)!r}); p.exists() or "
+        "(p.touch(), time.sleep(30))"
+    )
     steps = [python("first", "print(1)"), python("second", second, limit_s=4)]
     driver = (
-        "import sys; from pathlib import Path; sys.path[:0] = ['tools', '.']; import measure_gpu as m\n"
+        "import sys; from pathlib import Path; sys.path[:0] = ['tools', '.']; import "
+        "measure_gpu as m\n"
         f"m.probe = lambda: {MACHINE!r}\n"
-        f"steps = [m.Step(*parts) for parts in {[(s.name, s.title, s.limit_s, s.command) for s in steps]!r}]\n"
+        "steps = [m.Step(*parts) for parts in "
+        f"{[(s.name, s.title, s.limit_s, s.command) for s in steps]!r}]\n"
         f"m.run_all(steps, steps, Path({str(folder)!r}), False)"
     )
     process = subprocess.Popen([sys.executable, "-c", driver], cwd=ROOT, stdout=subprocess.DEVNULL)

@@ -64,14 +64,20 @@ FILES = {
         "{items}", "\n".join(f"        {i}," for i in range(50))
     ),
     "mlbench_core/client/rest.py": REST.replace("{value}", "1"),
-    "mlbench_core/utils/__init__.py": "from mlbench_core.tracking.meter import Meter\n\n__all__ = ['Meter']\n",
-    "mlbench_core/utils/__main__.py": '"""A face of a face."""\n\nfrom mlbench_core.utils import old\n',
+    "mlbench_core/utils/__init__.py": (
+        "from mlbench_core.tracking.meter import Meter\n\n__all__ = ['Meter']\n"
+    ),
+    "mlbench_core/utils/__main__.py": (
+        '"""A face of a face."""\n\nfrom mlbench_core.utils import old\n'
+    ),
     "mlbench_core/utils/old.py": '"""An old room."""\n\nX = 1\n',
     "mlbench_core/dataset/util.py": '"""A face."""\n\nimport sys\n\nsys.modules[__name__] = sys\n',
     "mlbench_master/app.py": REST.replace("{value}", "2").replace(
         "core.tracking import meter", "core.utils import old"
     ),
-    "benchmarks/task/main.py": '"""Train."""\n\nfrom mlbench_core.client import rest\n\nrest.post(1)  # why\n',
+    "benchmarks/task/main.py": (
+        '"""Train."""\n\nfrom mlbench_core.client import rest\n\nrest.post(1)  # why\n'
+    ),
     "docs/index.md": "Text is drawn anew. `told` is code.\n\n```\ntold\n```\n",
     "docs/algorithms/late.md": "It was told.\n",
 }

@@ -155,7 +155,10 @@ def test_services_learn_how_a_run_ended(
         ("raise RuntimeError", "FAILED", 1),
         ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", "KILLED", 255),
         (
-            "child = os.fork()\nif not child: time.sleep(60)\nos.kill(child, signal.SIGTERM); os.wait()",
+            (
+                "child = os.fork()\nif not child: time.sleep(60)\nos.kill(child, signal.SIGTERM); "
+                "os.wait()"
+            ),
             "FINISHED",
             0,
         ),
@@ -414,7 +417,10 @@ def test_packages_bring_sinks_but_replace_none() -> None:
     [
         (
             "",
-            "NAME is one of .*'broken', 'csv', 'jsonl', 'mlflow', 'other', 'plain', 'tensorboard', 'wandb'",
+            (
+                "NAME is one of .*'broken', 'csv', 'jsonl', 'mlflow', 'other', 'plain', "
+                "'tensorboard', 'wandb'"
+            ),
         ),
         ("json:x", "NAME:ARGUMENT, not 'json:x'"),
         ("jsonl", "not 'jsonl': missing a required argument: 'path'"),

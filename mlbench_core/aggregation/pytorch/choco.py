@@ -165,7 +165,8 @@ class TopK(Compression):
     ) -> Compressed:
         if numel > torch.iinfo(torch.int32).max:
             raise ValueError(
-                f"top_k sends positions as int32, so a tensor must have fewer than 2**31 numbers, not {numel}: split it"
+                "top_k sends positions as int32, so a tensor must have fewer than 2**31 "
+                f"numbers, not {numel}: split it"
             )
         indices, values = largest_entries(part, numel, coordinates_sent(self.ratio, numel), kept)
         return Compressed((values, indices))
@@ -442,7 +443,8 @@ class ChocoAggregation(DecentralizedAggregation):
         if not fits or self._edges_of_state not in (None, self._edges()):
             if self._copies:
                 _log.warning(
-                    "the restored public copies of ChocoSGD do not belong to these workers and their graph: "
+                    "the restored public copies of ChocoSGD do not belong to these workers and "
+                    "their graph: "
                     "all workers start them from zero"
                 )
             self._copies.clear()
@@ -497,7 +499,8 @@ class ChocoAggregation(DecentralizedAggregation):
         if set(state["compression"]) != set(self._first_compression):
             raise ValueError(
                 f"the compression in the state must have {sorted(self._first_compression)} for "
-                f"{type(self.compression).__name__}, not {sorted(state['compression'])}: build the optimizer with the "
+                f"{type(self.compression).__name__}, not {sorted(state['compression'])}: build "
+                "the optimizer with the "
                 "compression of the checkpoint"
             )
         origin = state["origin"]
@@ -506,7 +509,10 @@ class ChocoAggregation(DecentralizedAggregation):
             self.world_size,
         ):
             _log.warning(
-                "the public copies of ChocoSGD belong to worker %s of %s, not to worker %d of %d: they start from zero",
+                (
+                    "the public copies of ChocoSGD belong to worker %s of %s, not to worker %d of "
+                    "%d: they start from zero"
+                ),
                 origin["rank"],
                 origin["world_size"],
                 self.rank,

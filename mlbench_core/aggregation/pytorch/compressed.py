@@ -56,7 +56,8 @@ class LossyAggregation(Aggregation):
             UnknownOperationError: Always. It is a ValueError and a NotImplementedError.
         """
         raise UnknownOperationError(
-            f"{type(self).__name__} compresses gradients and would destroy weights: build the optimizer with "
+            f"{type(self).__name__} compresses gradients and would destroy weights: build the "
+            "optimizer with "
             "agg_grad=True, or average weights with AllReduceAggregation"
         )
 
@@ -159,7 +160,8 @@ class CompressedAggregation(LossyAggregation):
             if tensor.numel() > 0:
                 if not tensor.is_floating_point():
                     raise TypeError(
-                        f"{name!r} has dtype {tensor.dtype}; only real floating-point tensors can be compressed"
+                        f"{name!r} has dtype {tensor.dtype}; only real floating-point tensors "
+                        "can be compressed"
                     )
                 kinds.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
         waiting: dict[torch.device, list[Tensor]] = {}
@@ -249,7 +251,8 @@ def recall(memory: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
         remembered = torch.zeros(like.shape, dtype=dtype, device=like.device)
     elif remembered.shape != like.shape:
         raise ValueError(
-            f"the memory of {name!r} has shape {tuple(remembered.shape)}, its gradient {tuple(like.shape)}: the state "
+            f"the memory of {name!r} has shape {tuple(remembered.shape)}, its gradient "
+            f"{tuple(like.shape)}: the state "
             "was loaded from a run with another model"
         )
     # The model may have moved to another device or dtype since the last call or since the

@@ -100,7 +100,8 @@ class DeMoAggregation(CompressedAggregation):
         self.block_size = check_int("block_size", block_size)
         if self.block_size > 181:
             raise ValueError(
-                f"block_size must be at most 181, so that a position fits into 2 bytes, not {block_size}"
+                "block_size must be at most 181, so that a position fits into 2 bytes, not "
+                f"{block_size}"
             )
 
     def _aggregate_kind(

@@ -174,7 +174,8 @@ class DionAggregation(LossyAggregation):
             query /= torch.linalg.vector_norm(query, dim=1, keepdim=True)
         elif query.shape != shape:
             raise ValueError(
-                f"queries[{name!r}] of the state must have shape {shape}, not {tuple(query.shape)}: build the model "
+                f"queries[{name!r}] of the state must have shape {shape}, not "
+                f"{tuple(query.shape)}: build the model "
                 "and the aggregation as they were when the checkpoint was written"
             )
         self._queries[name] = query = query.to(matrix)

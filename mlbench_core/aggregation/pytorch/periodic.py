@@ -131,7 +131,8 @@ class PeriodicAggregation(Aggregation):
             raise TypeError(f"aggregation must be an Aggregation, not {type(aggregation).__name__}")
         if aggregation.overlap:
             raise ValueError(
-                "overlap must be False for a periodic aggregation, which averages weights after the step instead of "
+                "overlap must be False for a periodic aggregation, which averages weights "
+                "after the step instead of "
                 f"gradients: leave it out of {type(aggregation).__name__}(...)"
             )
         # Raises an error for aggregations that compress gradients, because they would destroy
@@ -403,7 +404,8 @@ class DiLoCoAggregation(Aggregation):
         theta = self._shared[name]
         if theta.shape != theta_i.shape:
             raise ValueError(
-                f"{name!r} must have the shape {tuple(theta.shape)} of its shared weights, not {tuple(theta_i.shape)}: "
+                f"{name!r} must have the shape {tuple(theta.shape)} of its shared weights, not "
+                f"{tuple(theta_i.shape)}: "
                 "load a state of this model"
             )
         return (self._moved(name, theta_i) - theta_i).to(theta_i.dtype)
@@ -516,7 +518,8 @@ def check_delay(delay: int, period: int) -> int:
     delay = check_int("delay", delay, least=0)
     if delay >= period:
         raise ValueError(
-            f"delay must be less than period, {period}, not {delay}: a message must arrive before the next one is sent"
+            f"delay must be less than period, {period}, not {delay}: a message must arrive "
+            "before the next one is sent"
         )
     return delay
 
@@ -526,12 +529,14 @@ def _check_travels(aggregation: Aggregation) -> None:
     # A subclass may aggregate in another way than by an average.
     if type(aggregation) is not AllReduceAggregation:
         raise TypeError(
-            f"aggregation must be an AllReduceAggregation if there is a delay, not {type(aggregation).__name__}: leave "
+            "aggregation must be an AllReduceAggregation if there is a delay, not "
+            f"{type(aggregation).__name__}: leave "
             "out delay, or for DiLoCo, use StreamingDiLoCoAggregation(delay=...)"
         )
     if aggregation.shared_memory:
         raise ValueError(
-            "shared_memory must be False if there is a delay, not True, because no message moves through it during "
+            "shared_memory must be False if there is a delay, not True, because no message "
+            "moves through it during "
             "a step: leave it out"
         )
 

@@ -310,8 +310,10 @@ class PowerAggregation(LossyAggregation):
         rows = len(tensor) if kind == "errors" else min(len(tensor), columns, self.rank)
         if remembered.shape != (rows, columns):
             raise ValueError(
-                f"{kind}[{name!r}] of the state must have shape {(rows, columns)} for rank {self.rank} and a gradient "
-                f"of shape {tuple(tensor.shape)}, not {tuple(remembered.shape)}: build the model and the aggregation "
+                f"{kind}[{name!r}] of the state must have shape {(rows, columns)} for rank "
+                f"{self.rank} and a gradient "
+                f"of shape {tuple(tensor.shape)}, not {tuple(remembered.shape)}: build the "
+                "model and the aggregation "
                 "as they were when the checkpoint was written"
             )
 

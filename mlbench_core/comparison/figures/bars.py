@@ -165,7 +165,8 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
             label="communication (hidden)",
         )
         sentences.append(
-            "Hatched below a bar: hidden communication. It ran at the same time as the computation and is not part of "
+            "Hatched below a bar: hidden communication. It ran at the same time as the "
+            "computation and is not part of "
             "the total."
         )
     totals = [(y, _total(group)) for y, group in places]
@@ -202,7 +203,9 @@ def _mark(group: Group) -> str:
 def _mark_notes(groups: Sequence[Group]) -> list[str]:
     marks = set(map(_mark, groups))
     notes = {
-        "*": "* some runs missed the goal: time of all runs, divided by the number that reached it.",
+        "*": (
+            "* some runs missed the goal: time of all runs, divided by the number that reached it."
+        ),
         "**": "** all runs missed the goal: sum of the times of all runs.",
     }
     return [note for mark, note in notes.items() if mark in marks]

@@ -222,7 +222,8 @@ def _caption(groups: Sequence[Group], bands: Sequence[tuple[Group, Band]], axis:
         sentences.append("Line: mean over the runs; band: minimum to maximum.")
     if any(found.tails for _, found in bands):
         sentences.append(
-            "Mean and band end with the shortest run. Thin lines are longer runs, and the narrow panel counts the runs "
+            "Mean and band end with the shortest run. Thin lines are longer runs, and the "
+            "narrow panel counts the runs "
             "that remain."
         )
     drawn = [group for group, _ in bands]

@@ -223,7 +223,10 @@ def speed_up_panels(
     over = plural(starts[0], "worker") if len(starts) == 1 else "the fewest workers"
     canvas.title(panels[0], f"Speed-up over {over}", groups)
     text = _scaling_caption(groups, every, [row for panel in measured for row in panel], cut)
-    return f"{text} Without communication: exposed communication is subtracted from all times but the reference."
+    return (
+        f"{text} Without communication: exposed communication is subtracted from all times "
+        "but the reference."
+    )
 
 
 def _scaling_caption(

@@ -179,8 +179,10 @@ def draw_performance_profile(groups: Sequence[Group]) -> canvas.Drawing:
     axes.set_ylabel("share of tasks")
     canvas.title(axes, "Performance profile", groups)
     text = (
-        f"{caption(groups)} Share of the {len(tasks)} tasks that an algorithm solves within a ratio of the best time, "
-        "by median times, in which a miss is longer than every time. A task is solved if more than half of the runs "
+        f"{caption(groups)} Share of the {len(tasks)} tasks that an algorithm solves within a "
+        "ratio of the best time, "
+        "by median times, in which a miss is longer than every time. A task is solved if more "
+        "than half of the runs "
         "reached the goal."
     )
     canvas.finish(figure, text, *axes.get_legend_handles_labels())

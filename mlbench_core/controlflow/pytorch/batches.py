@@ -204,6 +204,8 @@ def batch_size(data: Any, output: Any) -> int:
         if hasattr(candidate, "__len__"):
             return len(candidate)
     raise TypeError(
-        f"neither the model's output ({type(output).__name__}) nor the data ({type(data).__name__}) has a length, so "
-        "the size of the batch is unknown; give tensors whose first dimension is the batch, or lists"
+        f"neither the model's output ({type(output).__name__}) nor the data "
+        f"({type(data).__name__}) has a length, so "
+        "the size of the batch is unknown; give tensors whose first dimension is the batch, or "
+        "lists"
     )

@@ -355,7 +355,8 @@ class Checkpointer:
             state = files.read(path)
         except FileNotFoundError:
             raise CheckpointNotFoundError(
-                f"there is no checkpoint of epoch {epoch} of rank {rank} in {ckpt_run_dir}; looked for {path.name}"
+                f"there is no checkpoint of epoch {epoch} of rank {rank} in {ckpt_run_dir}; "
+                f"looked for {path.name}"
             ) from None
         states.restore_model(path, model, state["model"])
         return model

@@ -118,7 +118,8 @@ def write(path: Path, content: Mapping[str, Any] | bytes, rank: int) -> None:
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__cause__ or cause.__context__
         raise CheckpointError(
-            f"the checkpoint {path} could not be written ({cause or error}): free space or choose another folder with "
+            f"the checkpoint {path} could not be written ({cause or error}): free space or "
+            "choose another folder with "
             f"--root-checkpoint; checkpoints written earlier are intact"
         ) from error
 
@@ -224,7 +225,8 @@ def read(path: Path) -> dict[str, Any]:
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"the checkpoint {path} is damaged or holds pickled code, which is not run (files of version 3.0 do): "
+            f"the checkpoint {path} is damaged or holds pickled code, which is not run (files "
+            "of version 3.0 do): "
             f"{str(error).splitlines()[0]}"
         ) from error
     # A damaged pickle may raise an exception of nearly any type.
@@ -241,7 +243,8 @@ def read(path: Path) -> dict[str, Any]:
     for name, kind in _KINDS.items():
         if not isinstance(state.get(name), kind):
             raise CheckpointError(
-                f"the checkpoint {path} is damaged: its entry {name!r} is a {type(state.get(name)).__name__}"
+                f"the checkpoint {path} is damaged: its entry {name!r} is a "
+                f"{type(state.get(name)).__name__}"
             )
     return state
 
@@ -472,6 +475,9 @@ def _names(folder: Path) -> list[str]:
 def _warn_of_partial(names: Sequence[str]) -> None:
     for name in names:
         _log.warning(
-            "other workers' files of the same save as %s are missing, as after a kill: taking the save before",
+            (
+                "other workers' files of the same save as %s are missing, as after a kill: taking "
+                "the save before"
+            ),
             name,
         )

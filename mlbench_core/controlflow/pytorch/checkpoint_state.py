@@ -43,7 +43,8 @@ def capture(name: str, target: Any) -> Any:
     if hasattr(target, "set_epoch") and hasattr(target, "epoch"):
         return {"epoch": int(target.epoch)}
     raise TypeError(
-        f"{name} is a {type(target).__name__}; a checkpoint can hold objects with state_dict() and load_state_dict(), "
+        f"{name} is a {type(target).__name__}; a checkpoint can hold objects with state_dict() "
+        "and load_state_dict(), "
         f"torch.Generator, and samplers with epoch and set_epoch()"
     )
 
@@ -73,7 +74,8 @@ def restore(path: Path, name: str, target: Any, state: Any) -> None:
         # A KeyError has only the name of the entry as its text.
         reason = f"it has no entry {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(
-            f"the checkpoint {path} does not fit the {name} it is loaded into, which is of the class "
+            f"the checkpoint {path} does not fit the {name} it is loaded into, which is of the "
+            "class "
             f"{type(target).__name__}: {reason}"
         ) from error
 
@@ -99,7 +101,8 @@ def _check_settings(target: Any, state: Any) -> None:
     )
     if missing and unknown:
         raise ValueError(
-            f"it is the state of another optimizer, with the settings {', '.join(map(str, unknown))} and without "
+            "it is the state of another optimizer, with the settings "
+            f"{', '.join(map(str, unknown))} and without "
             f"{', '.join(missing)}"
         )
 
@@ -164,7 +167,8 @@ def restore_optimizer(
         shared = optimizer.shared_state_dict(of)
         if _count_tensors(shared) < _count_tensors(of):
             _log.warning(
-                "the memory of the aggregation of %s is reset: the checkpoint %s is of worker %d of %s%s, and this is "
+                "the memory of the aggregation of %s is reset: the checkpoint %s is of worker "
+                "%d of %s%s, and this is "
                 "worker %d of %d",
                 type(optimizer).__name__, path, state["rank"], state.get("world_size", "an unknown number"),
                 ", without the parts of other workers" if lacks_parts else "", rank, here,
@@ -222,7 +226,10 @@ def _restored_goal(path: Path, saved: Mapping[str, Any] | None) -> Any:
     if saved["kind"] in _GOALS:
         return _GOALS[saved["kind"]](**saved["fields"])
     _log.warning(
-        "the tracker of the checkpoint %s has no goal now, because code is not saved: set tracker.goal",
+        (
+            "the tracker of the checkpoint %s has no goal now, because code is not saved: set "
+            "tracker.goal"
+        ),
         path,
     )
     return None
@@ -270,7 +277,8 @@ def _plain(value: Any, name: str) -> Any:
         if isinstance(value, scalar):
             return scalar(value)
     raise TypeError(
-        f"{name} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds tensors and plain Python "
+        f"{name} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds "
+        "tensors and plain Python "
         f"values only, so that reading one never runs code: let state_dict() return only these"
     )
 

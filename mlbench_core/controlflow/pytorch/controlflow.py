@@ -360,7 +360,8 @@ def validation_round(
     deprecated_in="3.0.0",
     removed_in="6.0.0",
     current_version=__version__,
-    details="Call validation_round(dataloader, model, loss_function, metrics, dtype, tracker=...) without run_id and "
+    details="Call validation_round(dataloader, model, loss_function, metrics, dtype, "
+    "tracker=...) without run_id and "
     "rank, then record_validation_stats(metrics_values, loss, tracker, rank).",
 )
 def _validation_round_of_run(

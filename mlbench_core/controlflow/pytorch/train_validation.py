@@ -162,7 +162,8 @@ def _number_of_batches(
         if update_freq == 1:
             return None
         raise ValueError(
-            f"update_freq is {update_freq}, but {type(dataloader).__name__} has no length, so the last update of the "
+            f"update_freq is {update_freq}, but {type(dataloader).__name__} has no length, so "
+            "the last update of the "
             "epoch cannot be known in time; give a loader with __len__"
         ) from None
     return process_groups.smallest(length if maximum is None else min(length, maximum))
@@ -355,7 +356,8 @@ class TrainValidation:
         if resume:
             if self.checkpoint is None:
                 raise ValueError(
-                    "checkpoint must be a checkpointer with resume=True, not None: pass checkpoint=Checkpointer(...)"
+                    "checkpoint must be a checkpointer with resume=True, not None: pass "
+                    "checkpoint=Checkpointer(...)"
                 )
             trained = (self.model, self.optimizer, self.scheduler)
             Checkpointer.load(self.checkpoint.dirname, self.rank, *trained, tracker=self.tracker)
@@ -423,7 +425,8 @@ def _maker(
     """Return a function that returns the batches, from whichever of the two arguments was given."""
     if (batches is None) == (make is None):
         raise ValueError(
-            f"pass either {name} or {name}_fn, {'not both' if make is not None else 'one is missing'}"
+            f"pass either {name} or {name}_fn, "
+            f"{'not both' if make is not None else 'one is missing'}"
         )
     if make is not None:
         return make

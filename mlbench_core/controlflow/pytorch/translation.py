@@ -80,7 +80,8 @@ def epoch_parts(
     """
     if not 0 < share <= 1:
         raise ValueError(
-            f"share must be above 0 and at most 1, not {share}: give the share of an epoch in one part"
+            f"share must be above 0 and at most 1, not {share}: give the share of an epoch in "
+            "one part"
         )
     # A worker with more parts than another would wait for it indefinitely in the next validation.
     total = process_groups.smallest(len(batches))

@@ -62,11 +62,13 @@ class ImageArrays:
         # Other levels than those of bytes would be scaled by 1 / 255 all the same.
         if self.images.dtype != np.uint8 or self.images.ndim != 4:
             raise ValueError(
-                f"images must be uint8 (N, H, W, C), not {self.images.dtype} of shape {self.images.shape}: convert them"
+                f"images must be uint8 (N, H, W, C), not {self.images.dtype} of shape "
+                f"{self.images.shape}: convert them"
             )
         if self.labels.dtype.kind not in "iu" or self.labels.shape != self.images.shape[:1]:
             raise ValueError(
-                f"labels must be integers of shape ({len(self.images)},), not {self.labels.dtype} of shape "
+                f"labels must be integers of shape ({len(self.images)},), not "
+                f"{self.labels.dtype} of shape "
                 f"{self.labels.shape}"
             )
 

@@ -156,7 +156,8 @@ def _read_idx(root: Path, name: str, dimensions: int, download: bool) -> np.ndar
         )
     if path is None:
         raise DatasetNotFoundError(
-            f"no MNIST in {root}: missing {name} (also as .gz); pass download=True, or get it from {MNIST_URL}{name}.gz"
+            f"no MNIST in {root}: missing {name} (also as .gz); pass download=True, or get it "
+            f"from {MNIST_URL}{name}.gz"
         )
     return readers.parse_idx(path, readers.read_bytes(path, MNIST_MD5[name]), dimensions)
 

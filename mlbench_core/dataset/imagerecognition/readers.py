@@ -43,7 +43,8 @@ def read_bytes(path: Path, md5: str | None = None) -> bytes:
     found = files.digest(content, "md5") if md5 else None
     if found != md5:
         raise DatasetError(
-            f"{path} is damaged: the md5 of its content is {found}, not {md5}; delete it and get it again"
+            f"{path} is damaged: the md5 of its content is {found}, not {md5}; delete it and "
+            "get it again"
         )
     return content
 
@@ -63,7 +64,8 @@ def parse_cifar_binary(path: Path, content: bytes) -> tuple[np.ndarray, np.ndarr
     """
     if not content or len(content) % _CIFAR_RECORD_BYTES:
         raise DatasetError(
-            f"{path} is damaged: {len(content)} bytes are not a whole number of records of {_CIFAR_RECORD_BYTES} bytes"
+            f"{path} is damaged: {len(content)} bytes are not a whole number of records of "
+            f"{_CIFAR_RECORD_BYTES} bytes"
         )
     records = np.frombuffer(content, dtype=np.uint8).reshape(-1, _CIFAR_RECORD_BYTES)
     return _images(path, records[:, 1:], records[:, 0])
@@ -105,7 +107,8 @@ def parse_cifar_python(path: Path, content: bytes) -> tuple[np.ndarray, np.ndarr
         or rows.shape != (len(labels), _CIFAR_RECORD_BYTES - 1)
     ):
         raise DatasetError(
-            f"{path} is damaged: data is {rows.dtype} of shape {rows.shape} for {len(labels)} labels"
+            f"{path} is damaged: data is {rows.dtype} of shape {rows.shape} for {len(labels)} "
+            "labels"
         )
     return _images(path, rows, labels)
 

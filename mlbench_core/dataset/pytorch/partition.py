@@ -94,7 +94,10 @@ class Partition(Dataset):
         return getattr(self.data, name)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} of the {len(self.data)} samples of {type(self.data).__name__})"
+        return (
+            f"{type(self).__name__}({len(self)} of the {len(self.data)} samples of "
+            f"{type(self.data).__name__})"
+        )
 
 
 class Partitioner(ABC):
@@ -303,7 +306,8 @@ def parse_partition(text: str) -> dict[str, Any]:
                 "classes_per_worker": check_int("classes_per_worker", int(number)),
             }
     raise ConfigurationError(
-        "partition must be uniform, dirichlet:ALPHA with a finite ALPHA above 0, or label_skew:N with a whole number N "
+        "partition must be uniform, dirichlet:ALPHA with a finite ALPHA above 0, or "
+        "label_skew:N with a whole number N "
         f"of at least 1, not {text!r}: write for example dirichlet:0.1"
     )
 
@@ -313,7 +317,8 @@ def _classes(dataset: Any, labels: Sequence[int] | None) -> np.ndarray:
     found = labels if labels is not None else getattr(dataset, "targets", None)
     if found is None:
         raise ValueError(
-            f"labels must be the class of each sample, not None, because {type(dataset).__name__} has no `targets`: "
+            "labels must be the class of each sample, not None, because "
+            f"{type(dataset).__name__} has no `targets`: "
             "pass labels=..."
         )
     array = np.asarray(found)

@@ -72,7 +72,10 @@ class FCGraph:
         return index
 
     def __str__(self) -> str:
-        return f"FCGraph(rank={self.rank}, world_size={self.world_size}, device={self.current_device_name})"
+        return (
+            f"FCGraph(rank={self.rank}, world_size={self.world_size}, "
+            f"device={self.current_device_name})"
+        )
 
     __repr__ = __str__
 
@@ -81,7 +84,8 @@ def _gpu_index(rank: int) -> int:
     count = torch.cuda.device_count()
     if count == 0:
         raise ConfigurationError(
-            "use_cuda=True, but torch sees no GPU on this machine: leave out use_cuda (and --gpu) to compute on the "
+            "use_cuda=True, but torch sees no GPU on this machine: leave out use_cuda (and "
+            "--gpu) to compute on the "
             "CPU, or install a torch build with CUDA and check nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
     # The global rank may exceed the number of GPUs, and several workers may share a GPU: hence the

@@ -137,7 +137,8 @@ def initialize_backends(
     comm_backend = _checked_backend(comm_backend)
     if dist.is_initialized():
         raise ConfigurationError(
-            "this process belongs to a process group already: leave the with block of initialize_backends, or call "
+            "this process belongs to a process group already: leave the with block of "
+            "initialize_backends, or call "
             "torch.distributed.destroy_process_group(), before joining another"
         )
     environment = detect_environment(hosts, rank)
@@ -199,7 +200,8 @@ def _checked_backend(name: str) -> str:
     # torch may lack MPI: it is registered later.
     if name != "mpi" and not dist.is_backend_available(name):
         raise BackendError(
-            f"the backend {name} needs a torch that was built with it, and torch {torch.__version__} here was not: "
+            f"the backend {name} needs a torch that was built with it, and torch "
+            f"{torch.__version__} here was not: "
             f"install another build of torch"
         )
     return name
@@ -239,7 +241,8 @@ def _await_address(environment: ClusterEnvironment, place: Place, limit_s: float
                 type(environment), "set MASTER_ADDR to its IP address for every worker"
             )
             raise ConfigurationError(
-                f"the host of rank 0, {place.master_address!r} as {environment.name} says, has no address that "
+                f"the host of rank 0, {place.master_address!r} as {environment.name} says, has "
+                "no address that "
                 f"{socket.gethostname()} knows: {remedy}"
             )
         time.sleep(0.5)
@@ -278,20 +281,25 @@ def _join(
         reason = text.splitlines()[0] if text else type(error).__name__
         if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE).lower() in text.lower():
             raise ConfigurationError(
-                f"port {place.master_port}, where rank 0 meets the other workers, is in use on {place.master_address}: "
-                f"end the program that listens there (maybe an earlier run), or set MASTER_PORT to a free port, the "
+                f"port {place.master_port}, where rank 0 meets the other workers, is in use on "
+                f"{place.master_address}: "
+                "end the program that listens there (maybe an earlier run), or set "
+                "MASTER_PORT to a free port, the "
                 f"same for every worker"
             ) from error
         # Gloo fails with these words at its own start, before it contacts another worker.
         if "enforce fail" in text:
             raise BackendError(
-                f"the backend {backend} cannot start here (torch says: {reason}): if GLOO_SOCKET_IFNAME "
+                f"the backend {backend} cannot start here (torch says: {reason}): if "
+                "GLOO_SOCKET_IFNAME "
                 f"is set, it must name a network interface of this machine that has an address"
             ) from error
         raise WorkerError(
             f"rank {place.rank} of {place.world_size} did not meet the other workers at "
-            f"{place.master_address}:{place.master_port} within {timeout_s:g} s: check that all were started, each "
-            f"with its own rank and the same hosts, and that they can reach that port. torch says: {reason}"
+            f"{place.master_address}:{place.master_port} within {timeout_s:g} s: check that "
+            "all were started, each "
+            "with its own rank and the same hosts, and that they can reach that port. torch "
+            f"says: {reason}"
         ) from error
 
 
@@ -329,7 +337,8 @@ def _warn_of_threads(environment: HostsEnvironment) -> None:
     )
     if workers > 1 and workers * threads > cores and environment.place().local_rank == 0:
         _log.warning(
-            "%s workers on %s have %s threads each, together more than its %s cores, so they slow each other down: set "
+            "%s workers on %s have %s threads each, together more than its %s cores, so they "
+            "slow each other down: set "
             "OMP_NUM_THREADS=%s for each",
             workers, environment.hosts[environment.rank], threads, cores, max(1, cores // workers),
         )  # fmt: skip

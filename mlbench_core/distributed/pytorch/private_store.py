@@ -105,7 +105,8 @@ def open_existing(path: Path, world_size: int, timeout: datetime.timedelta) -> d
         folder, file = os.lstat(real.parent), os.lstat(real)
     except (OSError, ValueError, RuntimeError) as error:
         raise WorkerError(
-            f"this worker cannot open {path}, where the workers of this machine meet ({error}): set TMPDIR of rank 0 "
+            f"this worker cannot open {path}, where the workers of this machine meet "
+            f"({error}): set TMPDIR of rank 0 "
             "to a folder that all workers see"
         ) from error
     private = stat.S_ISDIR(folder.st_mode) and not stat.S_IMODE(folder.st_mode) & 0o077

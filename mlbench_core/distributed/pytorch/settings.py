@@ -65,7 +65,8 @@ def config_logging(
     # getLevelName() returns a text for a name that it does not know.
     if not isinstance(level, int):
         raise ValueError(
-            f"logging_level must be DEBUG, INFO, WARNING, ERROR, CRITICAL or a number, not {logging_level!r}"
+            "logging_level must be DEBUG, INFO, WARNING, ERROR, CRITICAL or a number, not "
+            f"{logging_level!r}"
         )
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if logging_file is not None:
@@ -74,7 +75,8 @@ def config_logging(
             handlers.append(logging.FileHandler(logging_file))
         except OSError as error:
             raise ConfigurationError(
-                f"the log file {os.fspath(logging_file)} cannot be written ({error}): give a logging_file in a folder "
+                f"the log file {os.fspath(logging_file)} cannot be written ({error}): give a "
+                "logging_file in a folder "
                 f"of yours, or None for no file"
             ) from error
     for handler in handlers:
@@ -173,7 +175,8 @@ def config_path(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(
-            f"the folder for checkpoints {folder} cannot be made ({error}): give a ckpt_run_dir (--root-checkpoint) "
+            f"the folder for checkpoints {folder} cannot be made ({error}): give a "
+            "ckpt_run_dir (--root-checkpoint) "
             f"that you may write to"
         ) from error
     if delete_existing_ckpts:

@@ -41,7 +41,8 @@ def softmax_cross_entropy_with_logits_v2_l2_regularized(
     variables = tf.compat.v1.trainable_variables()
     if not variables:
         raise ValueError(
-            f"l2 must be 0 in a graph without variables, not {l2}: build the model in the same graph, or add the "
+            f"l2 must be 0 in a graph without variables, not {l2}: build the model in the same "
+            "graph, or add the "
             "penalty of your variables yourself"
         )
     chosen = [

@@ -254,7 +254,8 @@ class MultiStepLRLinearWarmUp(_AbsoluteLR):
             raise ValueError(f"milestones must be in increasing order, not {milestones}")
         if milestones and warmup_duration > milestones[0]:
             raise ValueError(
-                f"warmup_duration must be at most the first milestone, {milestones[0]}, not {warmup_duration}: "
+                f"warmup_duration must be at most the first milestone, {milestones[0]}, not "
+                f"{warmup_duration}: "
                 "shorten the warm-up, or move the milestone"
             )
         self.gamma = gamma
@@ -358,7 +359,8 @@ class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
         """
         if self.batches_per_epoch is None and self.is_warming_up:
             raise ValueError(
-                "batches_per_epoch must be a number for batch_step(), not None: pass it to the schedule to warm up by "
+                "batches_per_epoch must be a number for batch_step(), not None: pass it to the "
+                "schedule to warm up by "
                 "batches, or call only step(metrics), once per epoch"
             )
         self._warm_up()

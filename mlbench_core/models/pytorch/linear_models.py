@@ -133,7 +133,8 @@ class Standardization(nn.Module):
         super().__init__()
         if mean.dim() != 1 or mean.shape != deviation.shape:
             raise ValueError(
-                f"mean and deviation must both have shape (n_features,), not {tuple(mean.shape)} and "
+                "mean and deviation must both have shape (n_features,), not "
+                f"{tuple(mean.shape)} and "
                 f"{tuple(deviation.shape)}"
             )
         if bool((deviation < 0).any()):

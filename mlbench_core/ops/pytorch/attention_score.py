@@ -218,7 +218,8 @@ def _check_shapes(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> None:
     )
     if not fits:
         raise ValueError(
-            f"query, keys, bias and v must have the shapes (batch, queries, H), (batch, keys, H), (H,) and (H,), not "
+            "query, keys, bias and v must have the shapes (batch, queries, H), (batch, keys, "
+            "H), (H,) and (H,), not "
             f"{tuple(query.shape)}, {tuple(keys.shape)}, {tuple(bias.shape)} and {tuple(v.shape)}"
         )
 

@@ -137,7 +137,8 @@ class CompressedOptimizer(Optimizer):
             ValueError: Always.
         """
         raise ValueError(
-            f"clip_grad_norm_ must have gradients that are averaged, but the workers of {type(self).__name__} exchange "
+            "clip_grad_norm_ must have gradients that are averaged, but the workers of "
+            f"{type(self).__name__} exchange "
             "compressed steps: clip the gradients of each worker by torch.nn.utils.clip_grad_norm_"
         )
 
@@ -199,7 +200,8 @@ class CompressedOptimizer(Optimizer):
             # Two parameters of one name would share an error memory.
             if repeated:
                 raise ValueError(
-                    f"several parameters are called {', '.join(repeated)}: give every parameter its own name"
+                    f"several parameters are called {', '.join(repeated)}: give every "
+                    "parameter its own name"
                 )
             refuse_complex(
                 self.aggregation,
@@ -315,7 +317,8 @@ def sgd_defaults(
     check_number("dampening", dampening)
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(
-            f"nesterov=True needs a momentum above 0 and no dampening, not momentum={momentum}, dampening={dampening}"
+            "nesterov=True needs a momentum above 0 and no dampening, not "
+            f"momentum={momentum}, dampening={dampening}"
         )
     return {
         "lr": lr,

@@ -206,18 +206,21 @@ def read_options(options: Sequence[str]) -> Containers | None:
         return None
     if known.container not in PROGRAMS:
         raise ValueError(
-            f"engine_options: --container must be one of {', '.join(PROGRAMS)}, not {known.container[:80]!r}"
+            f"engine_options: --container must be one of {', '.join(PROGRAMS)}, not "
+            f"{known.container[:80]!r}"
         )
     for volume in known.volume:
         if not _VOLUME.fullmatch(volume):
             raise ValueError(
-                f"engine_options: --volume must be /SOURCE:/TARGET or /SOURCE:/TARGET:ro, not {volume[:80]!r}: give "
+                "engine_options: --volume must be /SOURCE:/TARGET or /SOURCE:/TARGET:ro, not "
+                f"{volume[:80]!r}: give "
                 "absolute paths"
             )
     for name in known.env:
         if not _VARIABLE.fullmatch(name):
             raise ValueError(
-                f"engine_options: --env must be the name of a variable, not {name.partition('=')[0][:80]!r}: its value "
+                "engine_options: --env must be the name of a variable, not "
+                f"{name.partition('=')[0][:80]!r}: its value "
                 "comes from the environment of the master"
             )
     return Containers(known.container, tuple(known.volume), tuple(known.env))
@@ -272,7 +275,10 @@ def remove_containers(program: str, folder: Path) -> str:
             _call(program, "rm", "--force", *found)
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        return f"cannot remove containers of this run: {program}: {said.strip().splitlines()[-1][:300]}"
+        return (
+            f"cannot remove containers of this run: {program}: "
+            f"{said.strip().splitlines()[-1][:300]}"
+        )
     return ""
 
 

@@ -146,19 +146,23 @@ class _Run:
         cwd = self._cwd()
         if cwd and not os.access(cwd, os.R_OK | os.X_OK):
             raise _Refused(
-                f"there is no folder {cwd}: use a file system that all hosts share, or name a folder with --cwd"
+                f"there is no folder {cwd}: use a file system that all hosts share, or name a "
+                "folder with --cwd"
             )
         for word in self._job["commands"][0]["argv"][:3]:
             # A script without a path may also be a program on the PATH.
             if word.endswith(".py") and (cwd or "/" in word[:1]) and not Path(cwd, word).is_file():
                 raise _Refused(
-                    f"there is no file {Path(cwd, word)}: use a file system that all hosts share, or the same path"
+                    f"there is no file {Path(cwd, word)}: use a file system that all hosts "
+                    "share, or the same path"
                 )
         most = WORKERS_PER_CORE * _cores()
         if len(self._job["slots"]) > most and not self._job.get("oversubscribe"):
             raise _Refused(
-                f"it can get at most {most} workers, not {len(self._job['slots'])}: more than {WORKERS_PER_CORE} on "
-                "each core mostly wait for each other; give it fewer slots, or start the run with --oversubscribe"
+                f"it can get at most {most} workers, not {len(self._job['slots'])}: more than "
+                f"{WORKERS_PER_CORE} on "
+                "each core mostly wait for each other; give it fewer slots, or start the run "
+                "with --oversubscribe"
             )
         self.root.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         if not os.access(self.root.parent, os.W_OK):
@@ -286,7 +290,8 @@ class _Run:
         gpus = find_gpus()
         if max(self._job["slots"]) >= len(gpus):
             raise _Refused(
-                f"slot {max(self._job['slots'])} has no GPU: there are {len(gpus)}; give it fewer slots"
+                f"slot {max(self._job['slots'])} has no GPU: there are {len(gpus)}; give it "
+                "fewer slots"
             )
         return [gpus[slot] for slot in self._job["slots"]]
 

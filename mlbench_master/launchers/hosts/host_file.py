@@ -125,7 +125,8 @@ def read_options(words: Sequence[str]) -> HostOptions:
         value = getattr(given, name)
         if not value.startswith(begin):
             raise ValueError(
-                f"engine_options: --{name} must be an absolute path on the hosts, not {value[:80]!r}"
+                f"engine_options: --{name} must be an absolute path on the hosts, not "
+                f"{value[:80]!r}"
             )
     return HostOptions(_hosts(given.host, given.hostfile), given.python, given.folder)
 
@@ -136,7 +137,8 @@ def _hosts(listed: str | None, hostfile: str | None) -> tuple[Host, ...]:
     path = hostfile or os.environ.get(HOSTFILE_VARIABLE, "")
     if not path:
         raise ValueError(
-            "engine_options: --hostfile or --host must be given: write a file with a line such as 'node1 slots=4' for "
+            "engine_options: --hostfile or --host must be given: write a file with a line such "
+            "as 'node1 slots=4' for "
             f"each host, and name it, or set {HOSTFILE_VARIABLE} before the master starts"
         )
     file = Path(path).expanduser().absolute()
@@ -158,7 +160,8 @@ def _line_of(part: str) -> str:
     part = part.strip()
     if part.count(":") > 1 and not _BRACKETS.fullmatch(part):
         raise ValueError(
-            f"engine_options: --host: an IPv6 address must be in brackets, not {part[:60]!r}: its last group could be "
+            f"engine_options: --host: an IPv6 address must be in brackets, not {part[:60]!r}: "
+            "its last group could be "
             "a number of slots; write for example [2001:db8::5] or [2001:db8::5]:2"
         )
     name, colon, slots = part.rpartition(":")
@@ -199,7 +202,8 @@ def parse_hosts(lines: Sequence[str], source: str, unit: str = "line") -> tuple[
         hosts[host.name] = host
     if not hosts:
         raise ValueError(
-            f"engine_options: {source} must name at least one host: add a line such as 'node1 slots=4'"
+            f"engine_options: {source} must name at least one host: add a line such as 'node1 "
+            "slots=4'"
         )
     return tuple(hosts.values())
 
@@ -218,7 +222,8 @@ def _parse_host(words: Sequence[str]) -> Host:
                 and 1 <= int(value) <= _MOST_SLOTS
             ):
                 raise ValueError(
-                    f"slots must be from 1 to {_MOST_SLOTS}, not {value[:40]!r}: write for example slots=4"
+                    f"slots must be from 1 to {_MOST_SLOTS}, not {value[:40]!r}: write for "
+                    "example slots=4"
                 )
             slots = int(value)
         elif key == "address" and value:
@@ -240,12 +245,14 @@ def _parse_name(name: str) -> str:
             ipaddress.IPv6Address(host)
         except ValueError:
             raise ValueError(
-                f"a name with colons must be an IPv6 address such as [2001:db8::5], not {name[:60]!r}: write the "
+                "a name with colons must be an IPv6 address such as [2001:db8::5], not "
+                f"{name[:60]!r}: write the "
                 "number of slots as slots=4"
             ) from None
     elif not _NAME.fullmatch(host):
         raise ValueError(
-            f"the name must be one that ssh knows, not {name[:40]!r}: begin the line with the host's name"
+            f"the name must be one that ssh knows, not {name[:40]!r}: begin the line with the "
+            "host's name"
         )
     if at and not _USER.fullmatch(user):
         raise ValueError(

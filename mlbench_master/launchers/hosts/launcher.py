@@ -99,14 +99,17 @@ class HostsLauncher(FolderLauncher):
         """Refuse more workers than slots; see :meth:`Launcher.check_workers`."""
         if backend == "mpi":
             raise ValueError(
-                "backend: must be gloo or nccl, not mpi: the hosts launcher starts no mpirun; give your own mpirun as "
+                "backend: must be gloo or nccl, not mpi: the hosts launcher starts no mpirun; "
+                "give your own mpirun as "
                 "the command of a custom backend with run_all_nodes=false, and --host {hosts}"
             )
         found = read_options(options)
         if num_workers > found.slots:
             raise ValueError(
-                f"num_workers: must be at most {found.slots}, not {num_workers}: the {len(found.hosts)} host(s) have "
-                f"{found.slots} slots together; start fewer workers, or give more slots in the host file"
+                f"num_workers: must be at most {found.slots}, not {num_workers}: the "
+                f"{len(found.hosts)} host(s) have "
+                f"{found.slots} slots together; start fewer workers, or give more slots in the "
+                "host file"
             )
         self._check_addresses(found)
 
@@ -342,7 +345,8 @@ def _notes(job: Job, shares: Sequence[Share]) -> list[str]:
     url = job.env.get("MLBENCH_MASTER_URL", "")
     if is_loopback(urlsplit(url).hostname or ""):
         notes.append(
-            f"note: workers on other machines cannot reach the master at {url}, so their metrics arrive when the run "
+            f"note: workers on other machines cannot reach the master at {url}, so their "
+            "metrics arrive when the run "
             "ends; to see them earlier, start the master with --host and an address of this machine"
         )
     return notes

@@ -147,7 +147,8 @@ class HostLink:
             ) from error
         if found["version"] != __version__:
             raise HostError(
-                f"host {self.name} has MLBench {found['version']}, and the master has {__version__}: install the same "
+                f"host {self.name} has MLBench {found['version']}, and the master has "
+                f"{__version__}: install the same "
                 "version there, or name another Python with --python",
                 is_reached=True,
             )

@@ -193,7 +193,10 @@ class HostRun:
         """Go on without a host that will never answer again."""
         with self._lock:
             part = self._parts[name]
-            text = f"host {name} is no longer among the hosts: the run ends without it, and its workers may continue"
+            text = (
+                f"host {name} is no longer among the hosts: the run ends without it, and "
+                "its workers may continue"
+            )
             self.log.write(None, "system", text)
             part.state, part.problem = "ended", ""
             part.is_complete = part.kept.is_removed = part.kept.is_fetched = True

@@ -79,7 +79,8 @@ class Ssh:
         self._program = shlex.split(os.environ.get(_VARIABLE, "")) or ["ssh"]
         if shutil.which(self._program[0]) is None:
             raise ConfigurationError(
-                f"the hosts launcher needs ssh, but {self._program[0]!r} cannot be found: install it "
+                f"the hosts launcher needs ssh, but {self._program[0]!r} cannot be found: "
+                "install it "
                 f"(apt-get install openssh-client), or set {_VARIABLE}"
             )
         _remove_old_folders()
@@ -228,7 +229,8 @@ def _make_folder() -> Path:
         except OSError as error:
             problem = f"{place}: {error.strerror}"
     raise ConfigurationError(
-        f"TMPDIR must be a folder that can be written, with a path of at most {_LONGEST_PLACE} characters, for the "
+        f"TMPDIR must be a folder that can be written, with a path of at most {_LONGEST_PLACE} "
+        "characters, for the "
         f"sockets of ssh: {problem}"
     )
 

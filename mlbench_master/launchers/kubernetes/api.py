@@ -83,7 +83,8 @@ class KubernetesApi:
                 own = _OWN_NAMESPACE.read_text().strip()
             except (config.ConfigException, OSError) as error:
                 raise ConfigurationError(
-                    f"the kubernetes launcher needs the configuration of kubectl ({problem}), or to run in a pod "
+                    f"the kubernetes launcher needs the configuration of kubectl ({problem}), "
+                    "or to run in a pod "
                     f"({error}): set KUBECONFIG, or start the master in the cluster"
                 ) from error
         self.namespace = namespace or own or "default"
@@ -149,7 +150,8 @@ class KubernetesApi:
             if time.monotonic() > deadline:
                 names = ", ".join(pod["metadata"]["name"] for pod in left[:3]) or name
                 raise ApiError(
-                    f"Kubernetes has not ended {names} within {timeout_s:g} s: look at its node; try again"
+                    f"Kubernetes has not ended {names} within {timeout_s:g} s: look at its "
+                    "node; try again"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)

@@ -126,7 +126,8 @@ class KubernetesLauncher(FolderLauncher):
         """Refuse MPI between pods; see :meth:`Launcher.check_workers`."""
         if backend == "mpi" and num_workers > 1:
             raise ValueError(
-                f"backend: must be gloo or nccl for {num_workers} workers on Kubernetes, not mpi: mpirun cannot start "
+                f"backend: must be gloo or nccl for {num_workers} workers on Kubernetes, not "
+                "mpi: mpirun cannot start "
                 "a program in another pod"
             )
 
@@ -280,12 +281,15 @@ class KubernetesLauncher(FolderLauncher):
         lost = "" if self._setting.shared_claim else ", and no volume keeps them, so they are lost"
         if is_loopback(urlsplit(url).hostname or ""):
             notes.append(
-                f"note: pods cannot reach the master at {url}, so metrics do not arrive while the run continues{lost}; "
-                f"set {PREFIX}MASTER_URL, or start the master with --host and an address that pods can reach"
+                f"note: pods cannot reach the master at {url}, so metrics do not arrive while "
+                f"the run continues{lost}; "
+                f"set {PREFIX}MASTER_URL, or start the master with --host and an address that "
+                "pods can reach"
             )
         if not self._setting.shared_claim:
             notes.append(
-                "note: files that workers write into MLBENCH_OUTPUT end with their pods, because master and workers "
+                "note: files that workers write into MLBENCH_OUTPUT end with their pods, "
+                "because master and workers "
                 "share no volume"
             )
         return notes

@@ -74,7 +74,8 @@ def check_job(job: Job, options: KubernetesOptions, setting: Setting) -> None:
     """
     if not job.all_nodes and job.num_workers > 1:
         raise ConfigurationError(
-            f"num_workers must be 1 without run_all_nodes on Kubernetes, not {job.num_workers}: a worker cannot start "
+            "num_workers must be 1 without run_all_nodes on Kubernetes, not "
+            f"{job.num_workers}: a worker cannot start "
             "a program in another pod; let every worker run the command"
         )
     if not job.image:
@@ -85,7 +86,8 @@ def check_job(job: Job, options: KubernetesOptions, setting: Setting) -> None:
         # It also has the folders of other runs, and perhaps the master's database.
         if volume.claim == setting.shared_claim:
             raise ConfigurationError(
-                f"--volume must be another claim than {volume.claim!r}, which belongs to the master: make one for data"
+                f"--volume must be another claim than {volume.claim!r}, which belongs to the "
+                "master: make one for data"
             )
 
 

@@ -122,7 +122,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(
-            f"engine_options: must be options of the kubernetes launcher: {message[:300]}; see its page"
+            f"engine_options: must be options of the kubernetes launcher: {message[:300]}; see "
+            "its page"
         )
 
 
@@ -180,7 +181,8 @@ def _toleration(text: str) -> Toleration:
         or (colon and effect not in _EFFECTS)
     ):
         raise argparse.ArgumentTypeError(
-            f"must be KEY[=VALUE][:EFFECT], where EFFECT is one of {', '.join(_EFFECTS)}, not {text[:80]!r}"
+            f"must be KEY[=VALUE][:EFFECT], where EFFECT is one of {', '.join(_EFFECTS)}, not "
+            f"{text[:80]!r}"
         )
     return Toleration(key, value if equals else None, effect)
 
@@ -190,7 +192,8 @@ def _volume(text: str) -> Volume:
     folder, _, mode = rest.partition(":")
     if claim.startswith("/"):
         raise argparse.ArgumentTypeError(
-            f"must be CLAIM:/FOLDER, not {text[:80]!r}: a folder of a node is no volume here; make a "
+            f"must be CLAIM:/FOLDER, not {text[:80]!r}: a folder of a node is no volume here; "
+            "make a "
             "PersistentVolumeClaim"
         )
     if (
@@ -199,7 +202,8 @@ def _volume(text: str) -> Volume:
         or mode not in ("", "ro", "rw")
     ):
         raise argparse.ArgumentTypeError(
-            f"must be CLAIM:/FOLDER[:ro], with the name of a PersistentVolumeClaim, not {text[:80]!r}"
+            "must be CLAIM:/FOLDER[:ro], with the name of a PersistentVolumeClaim, not "
+            f"{text[:80]!r}"
         )
     parts = folder.split("/")
     if {".", ".."} & set(parts) or any(

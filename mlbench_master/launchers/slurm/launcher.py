@@ -107,8 +107,10 @@ class SlurmLauncher(FolderLauncher):
         missing = [program for program in _PROGRAMS if shutil.which(program) is None]
         if missing:
             raise ConfigurationError(
-                f"the slurm launcher needs {', '.join(_PROGRAMS)}, but {', '.join(missing)} cannot be found: start the "
-                "master on a machine from which you submit jobs, such as a login node of the cluster"
+                f"the slurm launcher needs {', '.join(_PROGRAMS)}, but {', '.join(missing)} "
+                "cannot be found: start the "
+                "master on a machine from which you submit jobs, such as a login node of the "
+                "cluster"
             )
         super().__init__(folder)
         self.place = f"slurm:{self._folder}"
@@ -190,7 +192,10 @@ class SlurmLauncher(FolderLauncher):
         if entry.state == "SUSPENDED":
             problem = f"job {known.slurm_id} is suspended by Slurm"
         elif entry.state == "COMPLETING":
-            problem = f"job {known.slurm_id} ends when Slurm has cleaned up on {entry.nodes or 'its nodes'}"
+            problem = (
+                f"job {known.slurm_id} ends when Slurm has cleaned up on "
+                f"{entry.nodes or 'its nodes'}"
+            )
         return JobStatus(
             "running",
             self._queue.problem or problem or (_DROPPING if known.logs.is_dropping else ""),
@@ -260,8 +265,10 @@ class SlurmLauncher(FolderLauncher):
         url = job.env.get("MLBENCH_MASTER_URL", "")
         if is_loopback(urlsplit(url).hostname or ""):
             self._known(f"slurm-{job.run_id}").logs.note(
-                f"note: workers on other machines cannot reach the master at {url}, so their metrics arrive when the "
-                "run ends; to see them earlier, start the master with --host and an address of this machine"
+                f"note: workers on other machines cannot reach the master at {url}, so their "
+                "metrics arrive when the "
+                "run ends; to see them earlier, start the master with --host and an address of "
+                "this machine"
             )
 
     def _look_at_end(self, known: _Known, entry: QueueEntry) -> JobStatus:
@@ -330,11 +337,15 @@ class _Ended:
             )
             return f"{failed} failed, which ended {who}"
         reasons = {
-            "TIMEOUT": f"{who} reached its time limit ({entry.time_limit or 'see its partition'}): give a longer "
+            "TIMEOUT": f"{who} reached its time limit "
+            f"({entry.time_limit or 'see its partition'}): give a longer "
             "--time in the engine options",
             "CANCELLED": f"{who} was cancelled, but not by MLBench",
             "PREEMPTED": f"{who} was preempted by a job of higher priority",
-            "OUT_OF_MEMORY": f"{who} used more memory than it had: give a larger --mem-per-cpu in the engine options",
+            "OUT_OF_MEMORY": (
+                f"{who} used more memory than it had: give a larger --mem-per-cpu "
+                "in the engine options"
+            ),
         }
         why = "" if entry.reason in ("", "None") else f" ({entry.reason})"
         return reasons.get(entry.state, f"{who} ended with the state {entry.state}{why}")
@@ -344,7 +355,8 @@ class _Ended:
         lines = self._known.logs.job_lines()
         if not self._begun:
             return (
-                f"{self._who} ended before its script began: is {self._known.folder} on a file system that all nodes "
+                f"{self._who} ended before its script began: is {self._known.folder} on a file "
+                "system that all nodes "
                 f"share?{' ' + lines[-1] if lines else ''}"
             ), self._status
         failed = [(rank, number) for _, rank, number in self._workers if number]

@@ -320,7 +320,8 @@ def cancel(slurm_id: str, timeout_s: float) -> None:
                 run_slurm("scancel", slurm_id)
         if time.monotonic() > deadline:
             raise LauncherError(
-                f"Slurm has not ended job {slurm_id} within {timeout_s:g} s: it is {state}; try again"
+                f"Slurm has not ended job {slurm_id} within {timeout_s:g} s: it is {state}; "
+                "try again"
             )
         time.sleep(pause)
         pause = min(2 * pause, 1.0)

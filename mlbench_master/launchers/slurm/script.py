@@ -139,7 +139,8 @@ def check_options(options: Sequence[str]) -> None:
     if options and not options[0].startswith("-"):
         # sbatch would take it for the script.
         raise ValueError(
-            f"engine_options: must begin with an option, for example --time=10, not {options[0][:80]!r}"
+            "engine_options: must begin with an option, for example --time=10, not "
+            f"{options[0][:80]!r}"
         )
     for option in options:
         name = option.partition("=")[0]
@@ -147,7 +148,8 @@ def check_options(options: Sequence[str]) -> None:
         begins = name if name.startswith("--") else name[:2]
         if begins in _OWN or (name.startswith("--") and any(own.startswith(name) for own in _OWN)):
             raise ValueError(
-                f"engine_options: must be options of sbatch that MLBench does not set itself, not {option[:80]!r}: "
+                "engine_options: must be options of sbatch that MLBench does not set itself, "
+                f"not {option[:80]!r}: "
                 "leave it out; the number of workers, of cores and of GPUs come from the run"
             )
 

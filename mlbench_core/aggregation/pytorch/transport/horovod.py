@@ -56,7 +56,8 @@ class AllReduceAggregationHVD(AllReduceAggregation):
             )
         if world_size is not None and world_size != hvd.size():
             raise ValueError(
-                f"world_size is {world_size!r}, but Horovod has {hvd.size()} worker(s): give {hvd.size()}, or None"
+                f"world_size is {world_size!r}, but Horovod has {hvd.size()} worker(s): give "
+                f"{hvd.size()}, or None"
             )
         super().__init__(None, divide_before=divide_before, use_cuda=use_cuda)
         self.world_size = int(hvd.size())

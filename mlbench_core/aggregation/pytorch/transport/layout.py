@@ -123,7 +123,8 @@ def start_comparing(described: Sequence[str], group: Any = None) -> Callable[[],
             if list(other.items()) != list(first.items())
         )
         raise ValueError(
-            f"model must have the same parameters on all workers, but {_difference(first, other, rank)}: build the "
+            "model must have the same parameters on all workers, but "
+            f"{_difference(first, other, rank)}: build the "
             "model in the same way on every worker"
         )
 
@@ -164,11 +165,17 @@ def _difference(first: dict[str, list[Any]], other: dict[str, list[Any]], rank: 
             return f"worker {rank} has {name!r}, and worker 0 does not"
         (shape, dtype, trains), (other_shape, other_dtype, other_trains) = first[name], other[name]
         if shape != other_shape:
-            return f"{name!r} has the shape {tuple(shape)} on worker 0 and {tuple(other_shape)} on worker {rank}"
+            return (
+                f"{name!r} has the shape {tuple(shape)} on worker 0 and "
+                f"{tuple(other_shape)} on worker {rank}"
+            )
         if dtype != other_dtype:
             return f"{name!r} is {dtype} on worker 0 and {other_dtype} on worker {rank}"
         if trains != other_trains:
-            return f"requires_grad of {name!r} is {trains} on worker 0 and {other_trains} on worker {rank}"
+            return (
+                f"requires_grad of {name!r} is {trains} on worker 0 and {other_trains} on "
+                f"worker {rank}"
+            )
     position, ours, theirs = next(
         (i, a, b) for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b
     )

@@ -381,8 +381,10 @@ class SharedMemorySum:
                 # This sum can never finish, so waits for other sums need not advance it.
                 _in_use.discard(self)
                 raise ValueError(
-                    f"worker {peer.rank} sends a message of {theirs[0]:,} bytes of {theirs[1]} where this worker sends "
-                    f"one of {own[0]:,} bytes of {own[1]}: all workers need the same model and settings"
+                    f"worker {peer.rank} sends a message of {theirs[0]:,} bytes of {theirs[1]} "
+                    "where this worker sends "
+                    f"one of {own[0]:,} bytes of {own[1]}: all workers need the same model and "
+                    "settings"
                 )
             others.append(peer.arena.view(offset, message.numel(), message.dtype)[part])
         # Block by block, each sum is copied to the shared memory while it is still in the cache.
@@ -516,7 +518,8 @@ def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
         ]
         if elsewhere:
             raise BackendError(
-                f"worker {', '.join(elsewhere)} and worker 0 share no memory, since they run on different machines, in "
+                f"worker {', '.join(elsewhere)} and worker 0 share no memory, since they run "
+                "on different machines, in "
                 "different network namespaces or as different users: leave shared_memory out"
             )
         peers = [

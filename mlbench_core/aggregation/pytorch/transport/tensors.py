@@ -172,11 +172,13 @@ def pack_tensors(
     dtypes, devices = {tensor.dtype for tensor in tensors}, {tensor.device for tensor in tensors}
     if len(dtypes) > 1:
         raise TypeError(
-            f"tensors must have one dtype, not {sorted(map(str, dtypes))}: pack those of each dtype alone"
+            f"tensors must have one dtype, not {sorted(map(str, dtypes))}: pack those of each "
+            "dtype alone"
         )
     if len(devices) > 1:
         raise ValueError(
-            f"tensors must be on one device, not on {sorted(map(str, devices))}: pack those of each device alone"
+            f"tensors must be on one device, not on {sorted(map(str, devices))}: pack those of "
+            "each device alone"
         )
     indices, sizes = [0], []
     for tensor in tensors:
@@ -209,12 +211,14 @@ def unpack_tensors(
     """
     if len(indices) != len(sizes) + 1:
         raise ValueError(
-            f"indices must have one number more than sizes, the end of the last tensor, not {len(indices)} for "
+            "indices must have one number more than sizes, the end of the last tensor, not "
+            f"{len(indices)} for "
             f"{len(sizes)} sizes"
         )
     if aggregated.dim() != 1 or indices[-1] > aggregated.numel():
         raise ValueError(
-            f"aggregated must be a vector of at least {indices[-1]} elements, not shape {tuple(aggregated.shape)}"
+            f"aggregated must be a vector of at least {indices[-1]} elements, not shape "
+            f"{tuple(aggregated.shape)}"
         )
     return [
         aggregated[start:end].view(size)

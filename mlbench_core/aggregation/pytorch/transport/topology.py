@@ -70,7 +70,8 @@ class Topology:
         apart = set(range(self.world_size)) - reached
         if apart:
             raise ValueError(
-                f"ranks {sorted(apart)} cannot be reached from rank 0 over the edges, so their models would never mix: "
+                f"ranks {sorted(apart)} cannot be reached from rank 0 over the edges, so their "
+                "models would never mix: "
                 f"add edges until the graph is connected"
             )
 

@@ -92,7 +92,8 @@ class ImageBatches(ResumablePasses):
         self.images, self._positions = _flatten(dataset)
         if augment and self.images.augmentation is None:
             raise ValueError(
-                "augment must be False for a data set without augmentation, not True: set `augmentation`"
+                "augment must be False for a data set without augmentation, not True: set "
+                "`augmentation`"
             )
         self.augment = self.images.augmentation is not None if augment is None else bool(augment)
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last

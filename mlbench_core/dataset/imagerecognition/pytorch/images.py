@@ -70,7 +70,8 @@ class ImageDataset(Dataset):
     ) -> None:
         if images.dtype != torch.uint8 or images.dim() != 4:
             raise ValueError(
-                f"images must be uint8 (N, C, H, W), not {images.dtype} of shape {tuple(images.shape)}"
+                f"images must be uint8 (N, C, H, W), not {images.dtype} of shape "
+                f"{tuple(images.shape)}"
             )
         if targets.shape != images.shape[:1]:
             raise ValueError(
@@ -78,11 +79,13 @@ class ImageDataset(Dataset):
             )
         if targets.dtype.is_complex or (targets.double().trunc() != targets).any():
             raise ValueError(
-                f"targets must be whole numbers, not {targets.tolist()[:8]}: give the number of each class"
+                f"targets must be whole numbers, not {targets.tolist()[:8]}: give the number "
+                "of each class"
             )
         if not len(mean) == len(std) == images.shape[1]:
             raise ValueError(
-                f"mean and std must have {images.shape[1]} values, one per channel, not {len(mean)} and {len(std)}"
+                f"mean and std must have {images.shape[1]} values, one per channel, not "
+                f"{len(mean)} and {len(std)}"
             )
         self.images = images
         # A list as in torchvision; its labels may be changed.
@@ -140,7 +143,8 @@ class ImageDataset(Dataset):
         samples = self._transformed(chosen.tolist())
         if not all(isinstance(sample, Tensor) for sample in samples):
             raise TypeError(
-                f"transform must return tensors, not {type(samples[0]).__name__}: end it with ToTensor()"
+                f"transform must return tensors, not {type(samples[0]).__name__}: end it with "
+                "ToTensor()"
             )
         images = torch.stack(samples).to(self.images.device)
         return images.contiguous(memory_format=memory_format), self._labels(chosen)
@@ -212,4 +216,7 @@ class ImageDataset(Dataset):
 
     def __repr__(self) -> str:
         shape = "x".join(str(size) for size in self.images.shape[1:])
-        return f"{type(self).__name__}({len(self)} images of {shape}, augmentation={self.augmentation})"
+        return (
+            f"{type(self).__name__}({len(self)} images of {shape}, "
+            f"augmentation={self.augmentation})"
+        )

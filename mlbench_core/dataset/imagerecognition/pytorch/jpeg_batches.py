@@ -370,12 +370,14 @@ class JpegBatches(ResumablePasses):
         self.is_training = isinstance(crop, RandomCrop)
         if self.is_training and batch_size * world_size > len(files):
             raise ValueError(
-                f"batch_size must be at most {len(files) // world_size} for {len(files)} images and {world_size} "
+                f"batch_size must be at most {len(files) // world_size} for {len(files)} "
+                f"images and {world_size} "
                 f"workers, not {batch_size}"
             )
         if gpu_decoding and (self.device.type != "cuda" or decoder_name() != "torchvision"):
             raise ConfigurationError(
-                f"gpu_decoding needs a CUDA device and a torchvision whose compiled operators load, not {self.device} "
+                "gpu_decoding needs a CUDA device and a torchvision whose compiled operators "
+                f"load, not {self.device} "
                 f"and {decoder_name()}: leave it out"
             )
         self._reader = _Reader(files, crop, seed, decodes=not gpu_decoding)

@@ -156,7 +156,10 @@ class JpegFiles:
         return selected
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} images of {len(self.classes)} classes in {self.root})"
+        return (
+            f"{type(self).__name__}({len(self)} images of {len(self.classes)} classes in "
+            f"{self.root})"
+        )
 
 
 def find_jpegs(root: str | os.PathLike[str], part: str = "") -> JpegFiles:
@@ -236,7 +239,8 @@ def _read_solution(root: Path) -> dict[str, str]:
             }
     except (KeyError, IndexError, AttributeError, UnicodeDecodeError, csv.Error) as error:
         raise DatasetError(
-            f"{path} is damaged: it does not have the columns ImageId and PredictionString; delete it and get it again"
+            f"{path} is damaged: it does not have the columns ImageId and PredictionString; "
+            "delete it and get it again"
         ) from error
 
 
@@ -260,14 +264,16 @@ def _scan_folder(folder: Path, solution: Mapping[str, str]) -> list[_Found]:
                 # Without an error, the other classes would get other numbers.
                 if not images:
                     raise DatasetError(
-                        f"{entry.path} has no JPEG images of the class {entry.name}: delete it if it is empty"
+                        f"{entry.path} has no JPEG images of the class {entry.name}: delete it "
+                        "if it is empty"
                     )
                 found += images
             elif _is_image(entry.name):
                 stem = entry.name.rpartition(".")[0]
                 if stem not in solution:
                     raise DatasetError(
-                        f"the class of {entry.path} is not known: put images into one folder for each class, or "
+                        f"the class of {entry.path} is not known: put images into one folder "
+                        "for each class, or "
                         f"{_SOLUTION} of ImageNet into {folder.parent}"
                     )
                 found.append(_Found(solution[stem], entry.name))
@@ -300,7 +306,8 @@ def _scan_archive(path: Path, number: int, solution: Mapping[str, str]) -> list[
     # Wrong numbers in headers raise a ValueError.
     except (tarfile.TarError, OSError, ValueError) as error:
         raise DatasetError(
-            f"{path} is damaged, or is not an uncompressed tar file: {error}; decompress it, or get it again"
+            f"{path} is damaged, or is not an uncompressed tar file: {error}; decompress it, "
+            "or get it again"
         ) from error
 
     def label(base: str) -> str:

@@ -125,8 +125,10 @@ class DatasetCifar:
     def _graph(self) -> _GraphBatches:
         if tf.compat.v1.executing_eagerly_outside_functions():
             raise RuntimeError(
-                "train_init_op, validation_init_op, inputs, labels and training must be read in a graph, not eagerly: "
-                "create and use the data set within `with tf.Graph().as_default():`, or iterate over input_fn()"
+                "train_init_op, validation_init_op, inputs, labels and training must be read "
+                "in a graph, not eagerly: "
+                "create and use the data set within `with tf.Graph().as_default():`, or "
+                "iterate over input_fn()"
             )
         # The batches say themselves if they are for training, so no session has to feed it.
         training, validation = (

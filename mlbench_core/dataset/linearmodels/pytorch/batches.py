@@ -50,7 +50,8 @@ class _BlockOrder(ResumablePasses):
             check_rank(rank, world_size)
         if len(dataset) < world_size:
             raise ValueError(
-                f"world_size must be at most {len(dataset)}, the rows of the data set, not {world_size}: each worker "
+                f"world_size must be at most {len(dataset)}, the rows of the data set, not "
+                f"{world_size}: each worker "
                 "needs at least one row"
             )
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed

@@ -208,7 +208,8 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         outside = (wanted < -len(self)) | (wanted >= len(self))
         if outside.any():
             raise IndexError(
-                f"rows of {self.name} {self.data_type} must be from {-len(self)} to {len(self) - 1}, not "
+                f"rows of {self.name} {self.data_type} must be from {-len(self)} to "
+                f"{len(self) - 1}, not "
                 f"{wanted[outside][0]}"
             )
         return self.fetch(np.where(wanted < 0, wanted + len(self), wanted))
@@ -282,11 +283,13 @@ def _check_together(stores: list[LinearStore]) -> None:
             mine, other = getattr(store.header, field), getattr(first.header, field)
             if mine != other:
                 raise DatasetError(
-                    f"{store.path} has {field} {mine}, but {first.path} has {other}: convert them again together"
+                    f"{store.path} has {field} {mine}, but {first.path} has {other}: convert "
+                    "them again together"
                 )
     count = first.header.shard[1]
     numbers = [store.header.shard[0] for store in stores]
     if count > 1 and numbers != list(range(count)):
         raise DatasetError(
-            f"{first.path.parent} has the parts {numbers} of the data set, not 0 to {count - 1}: convert it again"
+            f"{first.path.parent} has the parts {numbers} of the data set, not 0 to "
+            f"{count - 1}: convert it again"
         )

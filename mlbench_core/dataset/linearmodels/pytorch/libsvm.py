@@ -111,7 +111,8 @@ def convert(
         raise ValueError(f"layout must be 'auto', 'dense' or 'csr', not {layout!r}")
     if labels not in ("auto", "keep") and (isinstance(labels, str) or len(set(labels)) != 2):
         raise ValueError(
-            f"labels must be 'auto', 'keep' or two different labels (negative, positive), not {labels!r}"
+            "labels must be 'auto', 'keep' or two different labels (negative, positive), not "
+            f"{labels!r}"
         )
     # The number of columns and the layout must be known before the first block is written.
     n_features, layout = _shape(paths, n_features, layout, dtype, zero_based)
@@ -281,7 +282,8 @@ def __getattr__(name: str) -> Any:
     """Name the replacement of the functions of version 3.0, which had one function for each storage layout."""
     if name.startswith("sequential_"):
         raise ImportError(
-            f"{name} was removed: use generate_lmdb_from_libsvm(name, data_type, root) for a known data set, or "
+            f"{name} was removed: use generate_lmdb_from_libsvm(name, data_type, root) for a "
+            "known data set, or "
             f"convert(files, dest) for any text"
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -291,7 +293,8 @@ def _known_text(name: str, data_type: str) -> TextFile:
     """Return the text of a known data set."""
     if name not in KNOWN:
         raise ValueError(
-            f"name must be one of {', '.join(sorted([*KNOWN, SYNTHETIC]))}, not {name!r}: another name needs --file"
+            f"name must be one of {', '.join(sorted([*KNOWN, SYNTHETIC]))}, not {name!r}: "
+            "another name needs --file"
         )
     if data_type not in KNOWN[name].files:
         raise ValueError(f"{name} has no part {data_type!r}; it has {', '.join(KNOWN[name].files)}")
@@ -347,7 +350,8 @@ def _targets(target: Path, count: int) -> list[Path]:
     others = {target, *target.parent.glob(f"{target.stem}-*-of-*.lmdb")} - set(targets)
     if left := sorted(path.name for path in others if path.exists()):
         raise DatasetError(
-            f"{target.parent} has other stores of the same name: {', '.join(left)}; delete them first"
+            f"{target.parent} has other stores of the same name: {', '.join(left)}; delete "
+            "them first"
         )
     return targets
 
@@ -462,7 +466,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         and not options.file
     ):
         parser.error(
-            f"{options.name} has no part {options.data_type!r}; it has {', '.join(KNOWN[options.name].files)}"
+            f"{options.name} has no part {options.data_type!r}; it has "
+            f"{', '.join(KNOWN[options.name].files)}"
         )
     return options
 
@@ -478,7 +483,10 @@ def _run(options: argparse.Namespace) -> Iterator[str]:
         for path in _make(options, part):
             header = LinearStore(path).header
             labels = "as they were" if header.label_map is None else header.label_map
-            yield f"{path}: {header.n_rows} rows, {header.n_features} features, {header.layout}, labels {labels}"
+            yield (
+                f"{path}: {header.n_rows} rows, {header.n_features} features, "
+                f"{header.layout}, labels {labels}"
+            )
 
 
 def _make(options: argparse.Namespace, part: str) -> list[Path]:

@@ -95,7 +95,8 @@ def read_chunks(
         while text := file.read(CHUNK_BYTES) + (rest := file.readline(MOST_LINE_BYTES)):
             if len(rest) == MOST_LINE_BYTES:
                 raise DatasetError(
-                    f"{path} has a line of more than {MOST_LINE_BYTES >> 20} MiB: it is not LIBSVM text"
+                    f"{path} has a line of more than {MOST_LINE_BYTES >> 20} MiB: it is not "
+                    "LIBSVM text"
                 )
             if line == 1:
                 text = text.removeprefix(codecs.BOM_UTF8)
@@ -138,7 +139,8 @@ def _wrong_line(
             f"it has a carriage return without a line feed, which does not end a line ({reason})"
         )
     return DatasetError(
-        f"{path}, line {first_line + low}: {shown!r} is not 'label index:value index:value ...': {reason}"
+        f"{path}, line {first_line + low}: {shown!r} is not 'label index:value index:value "
+        f"...': {reason}"
     )
 
 

@@ -158,9 +158,11 @@ class StoreHeader:
 def _other_format(path: Path) -> DatasetError:
     """Return the error for an LMDB that another program made."""
     return DatasetError(
-        f"{path} is an LMDB, but not of this format. An LMDB of version 3.0 holds pickled rows. They are never loaded, "
+        f"{path} is an LMDB, but not of this format. An LMDB of version 3.0 holds pickled "
+        "rows. They are never loaded, "
         "because a pickle can run any code: convert the text again, "
-        "python -m mlbench_core.dataset.util.pytorch.libsvm NAME [train|test] DEST_DIR [--file TEXT]"
+        "python -m mlbench_core.dataset.util.pytorch.libsvm NAME [train|test] DEST_DIR [--file "
+        "TEXT]"
     )
 
 
@@ -199,7 +201,8 @@ class LinearStore:
             )
         if zlib.crc32(labels) != self.header.labels_crc32:
             raise DatasetError(
-                f"the labels of {self.path} have another checksum than when written; convert the data again, or copy "
+                f"the labels of {self.path} have another checksum than when written; convert "
+                "the data again, or copy "
                 "it again"
             )
         # A wrong number of columns would make a batch of any size, before the first block shows it.
@@ -275,14 +278,16 @@ class LinearStore:
         stored = _get(opened, CHECKSUMS_KEY, self.path)
         if len(stored) != self.header.n_blocks * CHECKSUM.itemsize:
             raise DatasetError(
-                f"{self.path} has {len(stored) / CHECKSUM.itemsize:g} checksums for {self.header.n_blocks} blocks; "
+                f"{self.path} has {len(stored) / CHECKSUM.itemsize:g} checksums for "
+                f"{self.header.n_blocks} blocks; "
                 f"{advice}"
             )
         sums = np.frombuffer(stored, CHECKSUM)
         for number, expected in enumerate(sums.tolist()):
             if zlib.crc32(_get(opened, block_key(number), self.path)) != expected:
                 raise DatasetError(
-                    f"block {number} of {self.path} has another checksum than when written; {advice}"
+                    f"block {number} of {self.path} has another checksum than when written; "
+                    f"{advice}"
                 )
 
     def _open(self) -> _ReadEnvironment:
@@ -331,7 +336,8 @@ class LinearStore:
         # torch does not check columns, so a wrong one would read or write any memory.
         if not is_valid:
             raise DatasetError(
-                f"block {number} of {self.path} is damaged; convert the data again, or copy it again"
+                f"block {number} of {self.path} is damaged; convert the data again, or copy it "
+                "again"
             )
         self._checked.add(number)
         lengths = indptr[rows + 1] - indptr[rows]
@@ -417,8 +423,10 @@ def find_stores(root: Path, name: str, data_type: str) -> list[Path]:
     if not found:
         existing = sorted(path.name for path in root.glob("*.lmdb")) if root.is_dir() else []
         raise DatasetNotFoundError(
-            f"{root} has no {stem}.lmdb and no {stem}-*.lmdb (it has {', '.join(existing) or 'no *.lmdb'}); "
-            f"create it: python -m mlbench_core.dataset.util.pytorch.libsvm {name} {data_type} {root}"
+            f"{root} has no {stem}.lmdb and no {stem}-*.lmdb (it has "
+            f"{', '.join(existing) or 'no *.lmdb'}); "
+            f"create it: python -m mlbench_core.dataset.util.pytorch.libsvm {name} {data_type} "
+            f"{root}"
         )
     return found
 

@@ -114,7 +114,8 @@ class StoreWriter:
         self._sparse: Any = require("scipy.sparse", "linear")
         if n_features < 1 or (rows_per_block is not None and rows_per_block < 1):
             raise ValueError(
-                f"n_features and rows_per_block must be at least 1, not {n_features} and {rows_per_block}"
+                f"n_features and rows_per_block must be at least 1, not {n_features} and "
+                f"{rows_per_block}"
             )
         if n_features > _MOST_FEATURES:
             raise ValueError(f"n_features must be at most {_MOST_FEATURES}, not {n_features}")
@@ -180,7 +181,8 @@ class StoreWriter:
         if wrong.size:
             row = wrong[0]
             raise ValueError(
-                f"labels must be numbers that float64 holds, not {given[row]} in row {self.n_rows + row}"
+                f"labels must be numbers that float64 holds, not {given[row]} in row "
+                f"{self.n_rows + row}"
             )
         # Copy the rows, because the caller may change its array. Sparse rows become dense later,
         # block by block.
@@ -216,7 +218,8 @@ class StoreWriter:
             )
         value = (given if isinstance(given, np.ndarray) else given.tocsr())[row, column]
         raise ValueError(
-            f"features must be finite in {self.dtype}, not {value} in row {self.n_rows + row}, column {column}"
+            f"features must be finite in {self.dtype}, not {value} in row {self.n_rows + row}, "
+            f"column {column}"
         )
 
     def labels_found(self) -> NDArray[np.float64]:
@@ -337,7 +340,8 @@ class StoreWriter:
         # A label outside the map would otherwise be stored as NaN.
         if (wrong := np.flatnonzero(np.isnan(mapped))).size:
             raise DatasetError(
-                f"row {wrong[0]} has the label {labels[wrong[0]]:g}; the labels are {list(label_map)}"
+                f"row {wrong[0]} has the label {labels[wrong[0]]:g}; the labels are "
+                f"{list(label_map)}"
             )
         return mapped
 
@@ -355,6 +359,7 @@ class StoreWriter:
                 for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
             ):
                 raise DatasetError(
-                    f"the disk is full: {self.path} could not be written; free some space and start again"
+                    f"the disk is full: {self.path} could not be written; free some space and "
+                    "start again"
                 ) from error
             raise DatasetError(f"{self.path} could not be written: {error}") from error

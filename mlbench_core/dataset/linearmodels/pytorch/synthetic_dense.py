@@ -178,7 +178,8 @@ def logistic_optimum(features: NDArray[Any], labels: NDArray[Any], l2: float) ->
     n = len(features)
     if features.ndim != 2 or labels.shape not in ((n,), (n, 1)) or not n:
         raise ValueError(
-            f"features and labels must have shapes (n, d) and (n,), not {features.shape} and {labels.shape}"
+            f"features and labels must have shapes (n, d) and (n,), not {features.shape} and "
+            f"{labels.shape}"
         )
     loss = _Loss(features, labels.reshape(-1).astype(np.float64), l2)
     weights = np.zeros(features.shape[1] + 1)

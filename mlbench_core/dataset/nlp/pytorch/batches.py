@@ -155,7 +155,8 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
         # With fewer pairs than one batch of all workers, an epoch would have no step.
         if shuffle and len(self.lengths) < batch_size * world_size:
             raise ValueError(
-                f"lengths must have at least {batch_size * world_size} pairs, a batch of {batch_size} for each of "
+                f"lengths must have at least {batch_size * world_size} pairs, a batch of "
+                f"{batch_size} for each of "
                 f"{world_size} workers, not {len(self.lengths)}: use smaller batches"
             )
 
@@ -321,7 +322,8 @@ def get_batches(
     if max_tokens is not None and len(sizes) and sizes.max() > max_tokens:
         longest = int(sizes.argmax())
         raise ValueError(
-            f"max_tokens must be at least {sizes[longest]}, the tokens of pair {longest}, not {max_tokens}: raise it, "
+            f"max_tokens must be at least {sizes[longest]}, the tokens of pair {longest}, not "
+            f"{max_tokens}: raise it, "
             f"or give the data set smaller max_positions"
         )
     # The generator depends on the seed alone, so every worker cuts the same batches without
@@ -395,7 +397,8 @@ def shard_batches(
     rounds = len(batches) // world_size if drop_last else -(-len(batches) // world_size)
     if drop_last and rounds == 0:
         raise ValueError(
-            f"batches must have one for each of {world_size} workers, not {len(batches)} in total: use smaller batches"
+            f"batches must have one for each of {world_size} workers, not {len(batches)} in "
+            "total: use smaller batches"
         )
     # Neighboring batches that are not shuffled have similar sizes, so every k-th batch gives
     # workers similar work.

@@ -135,7 +135,8 @@ def _files(folder: Path, languages: tuple[str, str], name: str) -> PairFiles:
     if found is None:
         names = " and ".join(f"{MULTI30K_NAMES[name][0]}.{lang}" for lang in languages)
         raise DatasetNotFoundError(
-            f"{folder} has no {names} (or the same compressed); 'mlbench data fetch multi30k' downloads them from "
+            f"{folder} has no {names} (or the same compressed); 'mlbench data fetch multi30k' "
+            "downloads them from "
             f"data/task1/raw of https://github.com/multi30k/dataset"
         )
     return found

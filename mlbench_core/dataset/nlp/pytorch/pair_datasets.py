@@ -50,7 +50,8 @@ class _PartPairs(Dataset[Item]):
         """Return the store's numbers of the source and the target of a pair."""
         if not 0 <= index < len(self.indices):
             raise IndexError(
-                f"index must be at least 0 and below {len(self.indices)}, the number of pairs, not {index}"
+                f"index must be at least 0 and below {len(self.indices)}, the number of pairs, "
+                f"not {index}"
             )
         number = int(self.indices[index])
         return self.part.store.source[number], self.part.store.target[number]
@@ -106,7 +107,8 @@ class RecurrentPairs(_PartPairs[tuple[Tensor, Tensor]]):
         # Scores are comparable only on the whole text, so log a warning if pairs of a validation or
         # test part are left out.
         if part.has_references and not kept.all():
-            _log.warning("%d of %d pairs are left out, with sides of fewer than %d or more than %s sub-words: a score "
+            _log.warning("%d of %d pairs are left out, with sides of fewer than %d or more "
+                         "than %s sub-words: a score "
                          "is not that of the whole text", (~kept).sum(), len(kept), min_len, max_len)  # fmt: skip
         self.indices: Lengths = np.flatnonzero(kept)[:max_size]
         if sort:
@@ -131,7 +133,10 @@ class RecurrentPairs(_PartPairs[tuple[Tensor, Tensor]]):
         return source, target
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({'-'.join(self.lang)}: {len(self)} pairs, {self.vocab_size} ids)"
+        return (
+            f"{type(self).__name__}({'-'.join(self.lang)}: {len(self)} pairs, "
+            f"{self.vocab_size} ids)"
+        )
 
 
 class TransformerPairs(_PartPairs[dict[str, Any]]):
@@ -174,7 +179,8 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
     ) -> None:
         if min(max_positions) < 2:
             raise ValueError(
-                f"max_positions must be at least 2 each, one for the end, not {tuple(max_positions)}"
+                "max_positions must be at least 2 each, one for the end, not "
+                f"{tuple(max_positions)}"
             )
         check_at_least("seq_len_multiple", seq_len_multiple, 1)
         self.part = part
@@ -201,7 +207,8 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
         too_long = (lengths[wanted] > np.asarray(max_positions)).any(axis=1)
         if too_long.any():
             effect = "are left out" if part.is_cleaned else "are cut"
-            _log.warning("%d of %d pairs %s: they have more than %s tokens", too_long.sum(), len(wanted), effect,
+            _log.warning(("%d of %d pairs %s: they have more than %s "
+                         "tokens"), too_long.sum(), len(wanted), effect,
                          " and ".join(map(str, max_positions)))  # fmt: skip
         self.indices: Lengths = wanted[~too_long] if part.is_cleaned else wanted
         # Use the lengths after cutting: `get_batches` would refuse a sentence that is longer than a
@@ -259,7 +266,10 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
         )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({'-'.join(self.lang)}: {len(self)} pairs, {len(self.dictionary)} symbols)"
+        return (
+            f"{type(self).__name__}({'-'.join(self.lang)}: {len(self)} pairs, "
+            f"{len(self.dictionary)} symbols)"
+        )
 
 
 def _lengths(part: Part) -> Lengths:

@@ -87,7 +87,8 @@ class Part:
             )
         if self.is_cleaned:
             raise ValueError(
-                "references must be of a complete part, not of a training part, from which pairs were left out: use "
+                "references must be of a complete part, not of a training part, from which "
+                "pairs were left out: use "
                 "another part"
             )
         # Read the text, because the store has sub-words and not the original lines.
@@ -108,7 +109,8 @@ def choose_part(**parts: bool) -> str:
     chosen = [part for part, wanted in parts.items() if wanted]
     if len(chosen) != 1:
         raise ValueError(
-            f"exactly one of {', '.join(parts)} must be True, not {' and '.join(chosen) or 'none of them'}"
+            f"exactly one of {', '.join(parts)} must be True, not "
+            f"{' and '.join(chosen) or 'none of them'}"
         )
     return chosen[0]
 
@@ -152,7 +154,8 @@ def download_files(
         if missing is not None:
             if not download:
                 raise DatasetNotFoundError(
-                    f"{missing} does not exist; download=True or 'mlbench data fetch' gets it from {archive.url}"
+                    f"{missing} does not exist; download=True or 'mlbench data fetch' gets it "
+                    f"from {archive.url}"
                 )
             # One process downloads. The others find the files once they have the lock.
             with lock(folder / ".download.lock"):

@@ -93,7 +93,8 @@ class Sentences:
         """Return the numbers of a sentence, of shape (tokens,), as a view that must not be written to."""
         if not 0 <= index < len(self):
             raise IndexError(
-                f"index must be at least 0 and below {len(self)}, the number of sentences, not {index}"
+                f"index must be at least 0 and below {len(self)}, the number of sentences, not "
+                f"{index}"
             )
         return self.numbers[self.offsets[index] : self.offsets[index + 1]]
 
@@ -205,7 +206,8 @@ def write_pairs(
             for sources, targets in blocks:
                 if len(sources) != len(targets):
                     raise ValueError(
-                        f"a block must have {len(sources)} targets, one per source, not {len(targets)}"
+                        f"a block must have {len(sources)} targets, one per source, not "
+                        f"{len(targets)}"
                     )
                 source.append(sources)
                 target.append(targets)
@@ -241,7 +243,8 @@ class _NumberFile:
         largest = self.header.vocabulary_size - 1
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() <= largest:
             raise ValueError(
-                f"numbers must be those of the vocabulary, 0 to {largest}, not {numbers.min()} to {numbers.max()}"
+                f"numbers must be those of the vocabulary, 0 to {largest}, not {numbers.min()} "
+                f"to {numbers.max()}"
             )
         # Write block by block, so that a text of millions of pairs is never in memory as a whole.
         self.file.write(numbers.astype(self.header.dtype).tobytes())
@@ -274,7 +277,8 @@ def _read_header(folder: Path) -> PairHeader:
         content = json.loads((folder / "header.json").read_text(encoding="utf-8"))
         if content["version"] != FORMAT_VERSION:
             raise DatasetError(
-                f"{folder} has version {content['version']} of the format, not {FORMAT_VERSION}: {_ADVICE}"
+                f"{folder} has version {content['version']} of the format, not "
+                f"{FORMAT_VERSION}: {_ADVICE}"
             )
         # JSON has no tuples, only lists.
         content["languages"], content["tokens"] = (

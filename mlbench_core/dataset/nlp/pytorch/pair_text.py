@@ -265,7 +265,8 @@ def _read_pairs(files: PairFiles) -> Iterator[tuple[str, str]]:
         for lines in itertools.zip_longest(read_lines(source), read_lines(target)):
             if lines[0] is None or lines[1] is None:
                 raise DatasetError(
-                    f"{source} has {count_lines(source)} lines and {target} {count_lines(target)}; each line must be "
+                    f"{source} has {count_lines(source)} lines and {target} "
+                    f"{count_lines(target)}; each line must be "
                     f"the translation of the same line of the other file"
                 )
             yield lines

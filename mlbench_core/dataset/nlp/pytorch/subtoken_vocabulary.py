@@ -93,7 +93,8 @@ class SubtokenVocabulary:
                 raise ValueError(f"line {number + 1} must be a sub-token, not empty")
             if first.setdefault(symbol, number) != number:
                 raise ValueError(
-                    f"sub-tokens must be different, not {self.subtokens[number]!r} in both lines {first[symbol] + 1} "
+                    f"sub-tokens must be different, not {self.subtokens[number]!r} in both "
+                    f"lines {first[symbol] + 1} "
                     f"and {number + 1}"
                 )
         # The special sub-tokens are not text.

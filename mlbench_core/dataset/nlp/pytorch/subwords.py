@@ -369,7 +369,8 @@ def _read_symbols(path: Path) -> list[str]:
     for line in lines:
         if len(line) > 1 or line[0].endswith("\r"):
             raise DatasetError(
-                f"{path} is not a vocabulary: {' '.join(line)!r} is not one symbol without white space"
+                f"{path} is not a vocabulary: {' '.join(line)!r} is not one symbol without "
+                "white space"
             )
     return [symbol for (symbol,) in lines]
 
@@ -378,7 +379,8 @@ def _read_merges(path: Path) -> list[Pair]:
     lines = _read_lines(path)
     if not lines or lines[0].strip() != _VERSION:
         raise DatasetError(
-            f"{path} does not begin with {_VERSION!r}: other versions of the format are not supported"
+            f"{path} does not begin with {_VERSION!r}: other versions of the format are not "
+            "supported"
         )
     # Split at spaces only: a part may contain other white space of Unicode.
     pairs = [tuple(line.split(" ")) for line in lines[1:] if line]

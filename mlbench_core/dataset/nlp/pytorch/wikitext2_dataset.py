@@ -137,7 +137,8 @@ class Wikitext2Dataset:
             len(tensor) and (tensor.is_floating_point() or tensor.is_complex())
         ):
             raise ValueError(
-                f"sequence_lengths must be integers of shape (batches,), not {tensor.dtype} of shape "
+                f"sequence_lengths must be integers of shape (batches,), not {tensor.dtype} of "
+                "shape "
                 f"{tuple(tensor.shape)}: give the length of each batch"
             )
         self._sequence_lengths = tensor.to(torch.int64)
@@ -174,7 +175,8 @@ class Wikitext2Dataset:
         words_in_stream = len(self.tokens) // global_bsz if global_bsz > 0 else 0
         if words_in_stream < 2:
             raise ValueError(
-                f"global_bsz must be from 1 to {len(self.tokens) // 2}, not {global_bsz}: each stream needs 2 of the "
+                f"global_bsz must be from 1 to {len(self.tokens) // 2}, not {global_bsz}: each "
+                "stream needs 2 of the "
                 f"{len(self.tokens)} words of the text"
             )
         first, last = _share(global_bsz, worker_bsz, rank, world_size)
@@ -268,14 +270,16 @@ class Wikitext2Dataset:
         streams = self._stream_array()
         if not 0 <= i < self.num_batches():
             raise IndexError(
-                f"i must be at least 0 and below {self.num_batches()}, the number of batches, not {i}"
+                f"i must be at least 0 and below {self.num_batches()}, the number of batches, "
+                f"not {i}"
             )
         # Read the lengths for each batch, because a broadcast may have written into the tensor.
         start, length = int(self.sequence_lengths[:i].sum()), int(self.sequence_lengths[i])
         to_predict = streams.shape[1] - 1
         if length < 1 or start < 0 or start + length > to_predict:
             raise ValueError(
-                f"sequence_lengths must be at least 1 and have a sum of at most {to_predict}, not {length} after "
+                f"sequence_lengths must be at least 1 and have a sum of at most {to_predict}, "
+                f"not {length} after "
                 f"{start} words: generate them again or send those of one worker to all"
             )
         # Read one word more than the length, because the targets are the words shifted by one.
@@ -295,7 +299,10 @@ class Wikitext2Dataset:
         return self._streams
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.part}: {len(self.tokens)} tokens, {len(self.dictionary)} words)"
+        return (
+            f"{type(self).__name__}({self.part}: {len(self.tokens)} tokens, "
+            f"{len(self.dictionary)} words)"
+        )
 
 
 def _share(
@@ -305,7 +312,8 @@ def _share(
     if world_size is not None:
         if worker_bsz is not None:
             raise ValueError(
-                "only one of worker_bsz and world_size can be given, not both: each sets this worker's share"
+                "only one of worker_bsz and world_size can be given, not both: each sets this "
+                "worker's share"
             )
         check_rank(rank, world_size)
         return rank * global_bsz // world_size, (rank + 1) * global_bsz // world_size
@@ -314,7 +322,8 @@ def _share(
     first, last = rank * worker_bsz, (rank + 1) * worker_bsz
     if not 0 <= first < last <= global_bsz:
         raise ValueError(
-            f"worker_bsz must be the share of one worker, so that streams {first} to {last - 1} of rank {rank} are "
+            f"worker_bsz must be the share of one worker, so that streams {first} to "
+            f"{last - 1} of rank {rank} are "
             f"among the {global_bsz} of global_bsz, not {worker_bsz}"
         )
     return first, last
@@ -329,7 +338,8 @@ def _load(folder: Path, part: str, download: bool, cache_dir: Path) -> Corpus:
     if missing:
         names = " or ".join(name.format(part=missing[0]) for name in WIKITEXT2_NAMES)
         raise DatasetNotFoundError(
-            f"{folder} has no {names} (or the same compressed); put the files of WikiText-2 there, from "
+            f"{folder} has no {names} (or the same compressed); put the files of WikiText-2 "
+            "there, from "
             f"{WIKITEXT2_URL} or by 'mlbench data fetch wikitext2'"
         )
     return load_corpus(texts, cache_dir)
@@ -381,7 +391,8 @@ def _download(folder: Path) -> None:
     if tokens != WIKITEXT2_TOKENS or len(corpus.dictionary) != WIKITEXT2_WORDS:
         raise DatasetError(
             f"the download in {unpacked} is not WikiText-2: it has {tokens} tokens and "
-            f"{len(corpus.dictionary)} words instead of {WIKITEXT2_TOKENS} and {WIKITEXT2_WORDS}; delete the folder "
+            f"{len(corpus.dictionary)} words instead of {WIKITEXT2_TOKENS} and "
+            f"{WIKITEXT2_WORDS}; delete the folder "
             f"and get the data from another place"
         )
     files.move_into_place(unpacked / WIKITEXT2_FOLDERS[1], folder / WIKITEXT2_FOLDERS[1])
@@ -393,7 +404,8 @@ def _download_from_hub(folder: Path, reason: DownloadError) -> None:
         parquet: Any = require("pyarrow.parquet", "text")
     except MissingDependencyError as error:
         raise DownloadError(
-            f"{reason}; the other mirror has the text in a format that needs another package: {error}"
+            f"{reason}; the other mirror has the text in a format that needs another package: "
+            f"{error}"
         ) from error
     folder.mkdir(parents=True, exist_ok=True)
     for part, name in (("train", "train"), ("valid", "validation"), ("test", "test")):

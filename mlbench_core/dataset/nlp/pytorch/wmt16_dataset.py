@@ -132,7 +132,8 @@ def _files(
     advice = "pass preprocessed=False, which reads raw text"
     if binary := next(folder.glob("*.bin"), None):
         advice = (
-            f"{binary.name}, data that version 3.0 prepared, may contain pickled code and is not read; put its text "
+            f"{binary.name}, data that version 3.0 prepared, may contain pickled code and is "
+            "not read; put its text "
             "and vocabulary into the folder, or pass preprocessed=False, which reads raw text"
         )
     raise DatasetError(f"{folder} has no {names[0]}.{languages[0]}: {advice}")

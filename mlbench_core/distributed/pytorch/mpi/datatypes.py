@@ -123,7 +123,8 @@ class Datatypes:
         allowed = _allowed(dtype)
         if name not in allowed:
             raise ValueError(
-                f"ReduceOp.{name} is not defined over MPI for tensors of {dtype}; defined are {', '.join(allowed)}"
+                f"ReduceOp.{name} is not defined over MPI for tensors of {dtype}; defined are "
+                f"{', '.join(allowed)}"
             )
         divide = name == "AVG"
         if dtype in (torch.float16, torch.bfloat16):

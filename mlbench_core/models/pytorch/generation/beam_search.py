@@ -129,7 +129,8 @@ class SequenceGenerator:
     ) -> tuple[Tensor, Tensor, int]:
         if initial_input.numel() != batch_size:
             raise ValueError(
-                f"initial_input must have batch_size ({batch_size}) elements, not shape {tuple(initial_input.shape)}"
+                f"initial_input must have batch_size ({batch_size}) elements, not shape "
+                f"{tuple(initial_input.shape)}"
             )
         start = initial_input.reshape(batch_size)
         options = SearchOptions(eos=self.eos, pad=self.pad, beam_size=beam_size, score=score)
@@ -200,7 +201,8 @@ def reorder_context(
         return None
     if len(context) != 3:
         raise ValueError(
-            f"the context must have encoder outputs, lengths and hidden state, not {len(context)} parts: "
+            "the context must have encoder outputs, lengths and hidden state, not "
+            f"{len(context)} parts: "
             "give the model a method reorder_context(context, rows)"
         )
     outputs, lengths, hidden = context

@@ -188,7 +188,8 @@ class GNMT(nn.Module):
         """
         if input_decoder.dim() != 2 or input_decoder.shape[1:] != input_encoder.shape[1:]:
             raise ValueError(
-                f"input_decoder and input_encoder must have the shapes (target, batch) and (source, batch), not "
+                "input_decoder and input_encoder must have the shapes (target, batch) and "
+                "(source, batch), not "
                 f"{tuple(input_decoder.shape)} and {tuple(input_encoder.shape)}"
             )
         context = self.context(self.encode(input_encoder, input_enc_len), input_enc_len)
@@ -210,7 +211,8 @@ class GNMT(nn.Module):
         """
         if inputs.dim() != 2 or lengths.shape != inputs.shape[1:]:
             raise ValueError(
-                f"source and lengths must have the shapes (source, batch) and (batch,), not {tuple(inputs.shape)} and "
+                "source and lengths must have the shapes (source, batch) and (batch,), not "
+                f"{tuple(inputs.shape)} and "
                 f"{tuple(lengths.shape)}"
             )
         memory: Tensor = self.encoder(inputs, lengths)

@@ -145,7 +145,8 @@ class Translator:
         references = [] if trg is None else self._words_of_each(*trg)
         if trg is not None and len(references) != len(sources):
             raise ValueError(
-                f"trg must have one reference for each of the {len(sources)} sentences, not {len(references)}"
+                f"trg must have one reference for each of the {len(sources)} sentences, not "
+                f"{len(references)}"
             )
         translations: list[list[int]] = [[] for _ in sources]
         # A search would also generate words for a sentence without words.
@@ -181,7 +182,8 @@ class Translator:
         """Return the words of each sentence of a batch."""
         if ids.dim() != 2 or lengths.shape != ids.shape[1:]:
             raise ValueError(
-                f"sentences and lengths must have the shapes (words, batch) and (batch,), not {tuple(ids.shape)} and "
+                "sentences and lengths must have the shapes (words, batch) and (batch,), not "
+                f"{tuple(ids.shape)} and "
                 f"{tuple(lengths.shape)}"
             )
         return [

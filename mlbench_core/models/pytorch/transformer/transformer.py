@@ -74,7 +74,8 @@ class TransformerModel(nn.Module):
             target_embedding = source_embedding
         else:
             raise ValueError(
-                f"share_all_embeddings must be False for two vocabularies, not True: src_dict ({len(src_dict)} "
+                "share_all_embeddings must be False for two vocabularies, not True: src_dict "
+                f"({len(src_dict)} "
                 f"symbols) and trg_dict ({len(trg_dict)} symbols) are not equal"
             )
         self.encoder = TransformerEncoder(config, source_embedding)

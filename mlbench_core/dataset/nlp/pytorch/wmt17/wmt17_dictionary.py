@@ -61,7 +61,8 @@ class Dictionary:
         """
         if sym not in self._numbers:
             raise KeyError(
-                f"{sym!r} is not among the {len(self)} symbols of the vocabulary; add_symbol adds it"
+                f"{sym!r} is not among the {len(self)} symbols of the vocabulary; add_symbol "
+                "adds it"
             )
         return self._numbers[sym]
 
@@ -93,7 +94,8 @@ class Dictionary:
             return "\n".join(self.string(row, bpe_symbol) for row in tensor)
         if tensor.dim() != 1:
             raise ValueError(
-                f"tensor must have shape (tokens,) or (sentences, tokens), not {tuple(tensor.shape)}"
+                "tensor must have shape (tokens,) or (sentences, tokens), not "
+                f"{tuple(tensor.shape)}"
             )
         # Padding and end have no text.
         symbols = [

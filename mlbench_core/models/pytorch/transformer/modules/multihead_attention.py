@@ -92,7 +92,8 @@ class MultiheadAttention(nn.Module):
         # Both arguments choose the path, so a contradiction between them is an error.
         if softmax_type == "fast_fill" and backend not in ("auto", "fused"):
             raise ValueError(
-                f"backend must be 'auto' or 'fused' with softmax_type='fast_fill', not {backend!r}: leave one of them "
+                "backend must be 'auto' or 'fused' with softmax_type='fast_fill', not "
+                f"{backend!r}: leave one of them "
                 "out"
             )
         self.backend = "fused" if softmax_type == "fast_fill" else backend
@@ -189,7 +190,8 @@ class MultiheadAttention(nn.Module):
         """Return q, k and v (batch, heads, positions, head features); equal inputs share one product."""
         if key is None or value is None:
             raise ValueError(
-                "key and value must be tensors, not None: only static ones that are cached can be left out"
+                "key and value must be tensors, not None: only static ones that are cached can "
+                "be left out"
             )
         if key is query and value is query:
             q, k, v = self._linear(query, 0, 3).chunk(3, dim=-1)
@@ -250,5 +252,6 @@ def _check_masks(
         )
     if is_causal and rows != batch:
         raise ValueError(
-            f"mask_future_timesteps must be False if {rows} rows share the keys of {batch} sentences, not True"
+            f"mask_future_timesteps must be False if {rows} rows share the keys of {batch} "
+            "sentences, not True"
         )

@@ -44,7 +44,8 @@ class _Positions(nn.Module):
         """Return the positions of the tokens; ``before`` tokens of each sentence came in earlier calls."""
         if tokens.shape[1] + before > self.max_positions:
             raise ValueError(
-                f"sentences must have at most {self.max_positions} tokens, not {tokens.shape[1] + before}: "
+                f"sentences must have at most {self.max_positions} tokens, not "
+                f"{tokens.shape[1] + before}: "
                 "raise max_source_positions or max_target_positions"
             )
         positions = token_positions(tokens, self.padding_idx)
