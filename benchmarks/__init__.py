@@ -1,1 +1,2 @@
-"""Reference implementations of the benchmark tasks; installed as the package ``mlbench_benchmarks``."""
+"""Reference implementations of the benchmark tasks; installed as the package
+``mlbench_benchmarks``."""

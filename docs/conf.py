@@ -55,7 +55,8 @@ napoleon_use_ivar = True
 
 
 def setup(app: Any) -> None:
-    """Fill the generated parts of the reference, limit the navigation, draw formulas and shorten diffs."""
+    """Fill the generated parts of the reference, limit the navigation, draw formulas and shorten
+    diffs."""
     app.add_html_math_renderer("mathml", (draw_inline, None), (draw_block, None))
     # Before the theme, which asks for the whole tree.
     app.connect("html-page-context", limit_navigation, priority=400)
@@ -66,7 +67,8 @@ def setup(app: Any) -> None:
 
 
 def draw_inline(translator: Any, node: Any) -> None:
-    """Write a formula of a sentence as MathML, which browsers draw without a script and without a network."""
+    """Write a formula of a sentence as MathML, which browsers draw without a script and without a
+    network."""
     translator.body.append(to_mathml(node.astext(), as_block=False))
     raise SkipNode
 
@@ -87,7 +89,8 @@ def to_mathml(formula: str, as_block: bool) -> str:
 def limit_navigation(
     app: Any, page: str, template: str, context: dict[str, Any], doctree: Any
 ) -> None:
-    """Show at most ``NAVIGATION_DEPTH`` levels of pages in the sidebar, which every page contains."""
+    """Show at most ``NAVIGATION_DEPTH`` levels of pages in the sidebar, which every page
+    contains."""
     whole_tree = context.get("toctree")
     if whole_tree is not None:
         context["toctree"] = lambda **options: whole_tree(
@@ -101,7 +104,8 @@ def fill_markers(app: Any, page: str, source: list[str]) -> None:
 
 
 def shorten_diffs(app: Any, doctree: Any) -> None:
-    """Leave only the names of the compared files in the head of a diff, not their paths on this machine."""
+    """Leave only the names of the compared files in the head of a diff, not their paths on this
+    machine."""
     for block in doctree.findall(literal_block):
         if block.get("language") == "udiff":
             block.rawsource = re.sub(

@@ -1,4 +1,5 @@
-"""The folder and the variables that a run takes from its call, and programs that take nothing from that folder."""
+"""The folder and the variables that a run takes from its call, and programs that take nothing from
+that folder."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ def merged(values: Values, changes: Values) -> Values:
 
 
 def refusal(changes: Values) -> str:
-    """The reason for which the schema refuses changes of the default values; empty if it accepts them."""
+    """The reason for which the schema refuses changes of the default values; empty if it accepts
+    them."""
     check = fastjsonschema.compile(json.loads((CHART / "values.schema.json").read_text()))
     try:
         check(merged(read(CHART / "values.yaml"), changes))
@@ -131,7 +132,8 @@ def variables(name: str) -> dict[str, Any]:
 
 @cache
 def validate_object(text: str, version: str) -> None:
-    """Raise an error if a version of Kubernetes refuses an object or does not know one of its fields."""
+    """Raise an error if a version of Kubernetes refuses an object or does not know one of its
+    fields."""
     validate = pytest.importorskip("kubernetes_validate")
     validate.validate(json.loads(text), version, strict=True)
 

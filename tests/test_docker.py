@@ -1,4 +1,5 @@
-"""The Dockerfiles and the script that builds them, as far as that can be told without building an image."""
+"""The Dockerfiles and the script that builds them, as far as that can be told without building an
+image."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ PAGES = [page for page in PAGES if "_build" not in page.parts]
 
 
 def targets(text: str) -> list[str]:
-    """Where the links of a Markdown text lead: of ``[text](target)`` and of definitions ``[name]: target``."""
+    """Where the links of a Markdown text lead: of ``[text](target)`` and of definitions ``[name]:
+    target``."""
     without_code = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
     inline = re.findall(r"\]\(([^)\s]+)\)", without_code)
     return inline + [target for _, target in definitions(text).items()]
@@ -75,7 +76,8 @@ def test_every_task_says_how_it_differs_from_version_3_and_is_named_on_the_page_
 
 @pytest.mark.parametrize("name", ["README.md", "docs/start/install.md"])
 def test_a_page_installs_this_version_and_cpu_builds_that_fit_together(name: str) -> None:
-    """The package index has version 3.0 until the release, and another index has torchvision for CUDA only."""
+    """The package index has version 3.0 until the release, and another index has torchvision for
+    CUDA only."""
     installs = re.findall(r"^pip install .*$", (ROOT / name).read_text(), re.MULTILINE)
     assert "pip install -e '.[torch,vision,master,charts]'" in installs
     if "dev" in mlbench_core.__version__:

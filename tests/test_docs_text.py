@@ -1,4 +1,5 @@
-"""Pages for users have short sentences in standard words, every page can be found, and commands on them exist."""
+"""Pages for users have short sentences in standard words, every page can be found, and commands on
+them exist."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ FOR_USERS = sorted(
 
 
 def without_code(text: str) -> str:
-    """Remove blocks of code, keep the text of other directives, and replace code in a line by one word."""
+    """Remove blocks of code, keep the text of other directives, and replace code in a line by one
+    word."""
 
     def replace(fence: re.Match[str]) -> str:
         # A figure or a note is a directive with sentences in it.
@@ -64,7 +66,8 @@ def long_sentences(text: str) -> list[str]:
 
 
 def other_words(text: str) -> list[str]:
-    """Return the words of the style guide's left column, as the measure of the whole source tree finds them."""
+    """Return the words of the style guide's left column, as the measure of the whole source tree
+    finds them."""
     text = without_targets(without_code(text))
     found = (re.finditer(pattern, text, re.IGNORECASE | re.MULTILINE) for pattern in WORDS.values())
     return [

@@ -1,4 +1,5 @@
-"""Imports load nothing heavy, and no framework outside the folders ``pytorch`` and ``tensorflow``."""
+"""Imports load nothing heavy, and no framework outside the folders ``pytorch`` and
+``tensorflow``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The map of the source tree: the page about the architecture with its figure, and the pages of the API reference."""
+"""The map of the source tree: the page about the architecture with its figure, and the pages of the
+API reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The public names that scripts of version 3.0 import, held literally: path, arguments in order, defaults."""
+"""The public names that scripts of version 3.0 import, held literally: path, arguments in order,
+defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The plain versions of the algorithms are short and stand alone, and the pages that show them are true."""
+"""The plain versions of the algorithms are short and stand alone, and the pages that show them are
+true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The private parts of torch that the library uses: the installed torch has them, and all of them are listed."""
+"""The private parts of torch that the library uses: the installed torch has them, and all of them
+are listed."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ def layers(model: Model) -> Iterator[Any]:
 
 
 def copy_weights(source: nn.Module, target: Model) -> None:
-    """Give the model of TensorFlow the weights of that of torch, and random running statistics to both."""
+    """Give the model of TensorFlow the weights of that of torch, and random running statistics to
+    both."""
     generator = torch.Generator().manual_seed(0)
     known = [
         module for module in source.modules() if isinstance(module, nn.Conv2d | nn.BatchNorm2d)

@@ -24,7 +24,8 @@ MARKER = re.compile(r"^```\{modules\} (\S+)\n```$", re.MULTILINE)
 
 
 def own_names(tree: ast.Module) -> list[str]:
-    """Return the public names that a module defines: those of ``__all__``, or without it all functions and classes."""
+    """Return the public names that a module defines: those of ``__all__``, or without it all
+    functions and classes."""
     defined: dict[str, bool] = {}
     for node in tree.body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -141,7 +142,8 @@ def write_reference(package: str) -> str:
 
 
 def left_out(tree: ast.Module) -> list[tuple[str, str]]:
-    """Return the public names that autodoc leaves out: constants without a docstring, and commands of click.
+    """Return the public names that autodoc leaves out: constants without a docstring, and commands
+    of click.
 
     Returns:
         Pairs of the name and its description in reStructuredText: the value, or the summary of the
@@ -201,7 +203,8 @@ def write_entry(module: str, name: str, text: str) -> list[str]:
 
 
 def short(module: str, package: str) -> str:
-    """Return the name of a module without that of the page's package, or the whole name of the package itself."""
+    """Return the name of a module without that of the page's package, or the whole name of the
+    package itself."""
     return module.removeprefix(f"{package}.").replace("_", r"\_")
 
 
@@ -213,7 +216,8 @@ def summary(tree: ast.Module) -> str:
 
 
 def list_members(module: str) -> list[str]:
-    """Return the lines, in reStructuredText, of the table of the functions and classes of a public module.
+    """Return the lines, in reStructuredText, of the table of the functions and classes of a public
+    module.
 
     Constants are left out: their docstring is that of their type.
     """

@@ -126,7 +126,8 @@ def _describe_range(limits: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Return a help text as Markdown: quoted words, options and words in capitals with underscores become code."""
+    """Return a help text as Markdown: quoted words, options and words in capitals with underscores
+    become code."""
     text = re.sub(r"(?<!\w)'([^']+)'(?!\w)", r"`\1`", text)
     parts = re.split(r"(`[^`]*`)", text)
     for i in range(0, len(parts), 2):

@@ -54,7 +54,8 @@ def read_packages(root: Path) -> tuple[set[str], set[Edge], list[str]]:
 
 
 def without_detours(edges: Iterable[Edge]) -> set[Edge]:
-    """Return the edges of a graph without circles, except those between nodes that a longer path connects."""
+    """Return the edges of a graph without circles, except those between nodes that a longer path
+    connects."""
     targets: dict[str, set[str]] = defaultdict(set)
     for source, target in edges:
         targets[source].add(target)
@@ -176,7 +177,8 @@ def draw(root: Path = ROOT) -> str:
     height = ground_y + BOX_HEIGHT + MARGIN
 
     def point(node: str, side: int) -> Point:
-        """Return where an arrow meets a node: its center, or a side of its box (-1 is above, 1 is below)."""
+        """Return where an arrow meets a node: its center, or a side of its box (-1 is above, 1 is
+        below)."""
         return x[node] - left, MARGIN + rows[node] * ROW_HEIGHT + (1 + side) * BOX_HEIGHT // 2
 
     lines = [

@@ -78,7 +78,8 @@ LAYERS["benchmarks"] = set(LAYERS)
 
 @dataclass(frozen=True)
 class Import:
-    """One import of a module of the tree: its place, both modules' full names, and if it should not import a face."""
+    """One import of a module of the tree: its place, both modules' full names, and if it should not
+    import a face."""
 
     file: str
     line: int
@@ -105,13 +106,15 @@ class Import:
 
 
 def layer(module: str) -> str:
-    """Return the layer of a module: the package below ``mlbench_core``, "" for that itself, else the top package."""
+    """Return the layer of a module: the package below ``mlbench_core``, "" for that itself, else
+    the top package."""
     first, *rest = module.split(".")
     return (rest[0] if rest else "") if first == "mlbench_core" else first
 
 
 def module_name(file: Path) -> str:
-    """Return the full name of the module in a file, which is given relative to the root of the tree."""
+    """Return the full name of the module in a file, which is given relative to the root of the
+    tree."""
     parts = file.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -185,7 +188,8 @@ def read_imports(trees: Mapping[str, tuple[str, ast.Module]]) -> list[Import]:
 
 
 def circles(edges: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the groups of names that reach one another along the edges, each as one line of text."""
+    """Return the groups of names that reach one another along the edges, each as one line of
+    text."""
     graph: dict[str, set[str]] = defaultdict(set)
     for source, target in edges:
         graph[source].add(target)

@@ -149,7 +149,8 @@ def make_steps(data: Path | None) -> list[Step]:
 
 
 def find_gpu_tests(folder: Path) -> list[str]:
-    """Return the test files with tests for a GPU: collecting the others would need all of their packages."""
+    """Return the test files with tests for a GPU: collecting the others would need all of their
+    packages."""
     mark = re.compile(r"^ *@?pytest\.mark\.gpu\b", re.MULTILINE)
     marked = (
         path for path in sorted(folder.rglob("test_*.py")) if mark.search(path.read_text("utf-8"))
@@ -168,7 +169,8 @@ def read_project() -> dict[str, Any]:
 
 
 def list_requirements() -> list[str]:
-    """List what this Python must have besides torch: the requirements of the library, and those of the steps."""
+    """List what this Python must have besides torch: the requirements of the library, and those of
+    the steps."""
     return [*read_project()["project"]["dependencies"], *TEST_PACKAGES]
 
 
@@ -234,7 +236,8 @@ def describe() -> dict[str, Any]:
 
 
 def run_limited(command: Sequence[str], limit_s: int, **options: Any) -> int:
-    """Run a command in its own process group and return its exit status, ``KILLED`` at its limit."""
+    """Run a command in its own process group and return its exit status, ``KILLED`` at its
+    limit."""
     # The program timeout ends the whole group at the limit even if this script was killed before.
     process = subprocess.Popen(
         ["timeout", "--signal=KILL", f"{limit_s}s", *command], cwd=ROOT, **options
@@ -375,7 +378,8 @@ def write_report(folder: Path, steps: Sequence[Step], machine: dict[str, Any]) -
 
 
 def summarize(result: dict[str, Any]) -> str:
-    """Return the figures of a task's run, or else the last line of the output, for a cell of a table."""
+    """Return the figures of a task's run, or else the last line of the output, for a cell of a
+    table."""
     for name, content in result["files"].items():
         if name.endswith("/result.json"):
             found = content["goal"]["time_to_goal_s"]

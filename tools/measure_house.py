@@ -1,4 +1,5 @@
-"""Measure the order of the source tree: size, private functions, comments, duplicates, prose and imports.
+"""Measure the order of the source tree: size, private functions, comments, duplicates, prose and
+imports.
 
 ``python tools/measure_house.py`` prints a table, and ``--json`` the same figures with the places
 that they count. Another folder than this repository can be given as an argument.
@@ -185,7 +186,8 @@ class Module:
 
     @property
     def is_face(self) -> bool:
-        """True if it only hands on the names of other modules, or puts another module in its place."""
+        """True if it only hands on the names of other modules, or puts another module in its
+        place."""
         return replaces_itself(self.tree) or all(
             isinstance(node, (ast.Import, ast.ImportFrom))
             or is_text(node)
@@ -262,7 +264,8 @@ def hidden_one_liners(modules: list[Module]) -> list[str]:
 
 
 def repeated_lines(modules: list[Module]) -> list[str]:
-    """Code lines in a window of six lines whose shape stands elsewhere too: names are kept, values are not.
+    """Code lines in a window of six lines whose shape stands elsewhere too: names are kept, values
+    are not.
 
     Imports, ``__all__`` and lines without a name (brackets alone) do not count.
     """
@@ -297,7 +300,8 @@ def repeated_lines(modules: list[Module]) -> list[str]:
 
 
 def not_imperative(modules: list[Module], root: Path) -> list[str] | None:
-    """Public functions whose summary does not begin with a verb in the imperative (ruff's D401); None without ruff."""
+    """Public functions whose summary does not begin with a verb in the imperative (ruff's D401);
+    None without ruff."""
     beside = Path(sysconfig.get_path("scripts"), "ruff")
     ruff = str(beside) if beside.exists() else shutil.which("ruff")
     if ruff is None or not modules:

@@ -58,7 +58,8 @@ def run(command: str, folder: Path, environment: dict[str, str], log: Path) -> s
 
 
 def shorten(output: str) -> str:
-    """Leave out the secret of an address, most lines of progress, and all tables of a comparison but the first."""
+    """Leave out the secret of an address, most lines of progress, and all tables of a comparison
+    but the first."""
     output = re.sub(r"\?code=\S+", "?code=...", output).partition("\n\n")[0].rstrip() + "\n"
     # Another master may run here. A reader's first one has the default port.
     output = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:5080", output)
@@ -70,7 +71,8 @@ def shorten(output: str) -> str:
 
 
 def update_page(outputs: dict[str, str], page: Path = PAGE) -> None:
-    """Replace each output on the page by that of the first command in the block of commands before it."""
+    """Replace each output on the page by that of the first command in the block of commands before
+    it."""
 
     def replace(blocks: re.Match[str]) -> str:
         command = " ".join(blocks[2].replace("\\\n", " ").partition("\n")[0].split())

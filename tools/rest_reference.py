@@ -73,7 +73,8 @@ def _write_overview() -> str:
 
 
 def _write_fields(method: str, path: str, operation: dict[str, Any]) -> str:
-    """Write the heading and the table of the parameters, or of the fields of the body, of a request."""
+    """Write the heading and the table of the parameters, or of the fields of the body, of a
+    request."""
     rows = [
         f"| `{name}` | {kind} | {meaning} | {default} |"
         for name, kind, meaning, default in _fields(operation)
@@ -92,7 +93,8 @@ def _successes(operation: dict[str, Any]) -> set[str]:
 
 
 def _fields(operation: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Return name, type, meaning and default of the fields of the body or of the parameters of the query.
+    """Return name, type, meaning and default of the fields of the body or of the parameters of the
+    query.
 
     A required field has the default ``required``. The parameters in the path are left out: the path
     shows them."""

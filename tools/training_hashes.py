@@ -1,4 +1,5 @@
-"""Print a SHA-256 of all weights after 20 training steps, so that two versions can be compared bit for bit.
+"""Print a SHA-256 of all weights after 20 training steps, so that two versions can be compared bit
+for bit.
 
 ``python tools/training_hashes.py`` trains task 1a's ResNet-20 on digits, a small network with
 several optimizers, and task 3a's small language model on a made-up text, each with 1 and with 2

@@ -52,7 +52,8 @@ LR = 0.005  # of Adam, the same for any number of workers
 
 
 class ByteTransformer(nn.Module):
-    """A causal Transformer with normalization before its parts (Radford et al. 2019), and the byte embedding as output.
+    """A causal Transformer with normalization before its parts (Radford et al. 2019), and the byte
+    embedding as output.
 
     It reads bytes of shape (batch, length), int64, and returns the scores of the next byte, (batch,
     length, 256)."""
@@ -95,7 +96,8 @@ class _Layer(nn.Module):
 
 
 class BitsPerByte(MLBenchMetric):
-    """Mean number of bits that the model needs for a byte: its cross-entropy with logarithms to base 2."""
+    """Mean number of bits that the model needs for a byte: its cross-entropy with logarithms to
+    base 2."""
 
     name = "BitsPerByte"
 
@@ -162,12 +164,14 @@ def averaged(aggregation: Callable[[nn.Module], Aggregation], lr: float = LR) ->
 
 
 def of_model(name: str, lr: float = LR, **options: Any) -> Make:
-    """Return a function that makes an optimizer that takes a model. A function among the options is called first."""
+    """Return a function that makes an optimizer that takes a model. A function among the options is
+    called first."""
     return lambda model: get_optimizer(name, model=model, lr=lr, **_made(options))
 
 
 def of_parameters(name: str, lr: float = LR, **options: Any) -> Make:
-    """Return a function that makes an optimizer that takes parameters. A function among the options is called first."""
+    """Return a function that makes an optimizer that takes parameters. A function among the options
+    is called first."""
     return lambda model: get_optimizer(
         name, params=model.named_parameters(), lr=lr, **_made(options)
     )

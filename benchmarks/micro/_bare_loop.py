@@ -1,4 +1,5 @@
-"""Time all-reduce without this project, for comparison with `collectives.py`. It imports nothing of the project."""
+"""Time all-reduce without this project, for comparison with `collectives.py`. It imports nothing of
+the project."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ WARM_UP = 10
 def bare_loop(
     elements: int, operations: int, repetitions: int, group: dist.ProcessGroup
 ) -> list[float]:
-    """Return the seconds of one float32 all-reduce by repetition: the slowest worker's mean over several operations."""
+    """Return the seconds of one float32 all-reduce by repetition: the slowest worker's mean over
+    several operations."""
     tensor = torch.ones(elements)
     for _ in range(WARM_UP):
         dist.all_reduce(tensor, group=group)

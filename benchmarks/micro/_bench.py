@@ -1,4 +1,5 @@
-"""Run variants side by side and keep the figures as JSON: the part that all scripts of this folder share.
+"""Run variants side by side and keep the figures as JSON: the part that all scripts of this folder
+share.
 
 A script declares a :class:`Subject`, and calls :func:`measure` once per case with the variants of
 that case. Variants run interleaved. A change of the machine's load therefore meets all of them, and
@@ -113,7 +114,8 @@ class Subject:
 
 
 class Timed(NamedTuple):
-    """The return value of a variant that takes its own time: seconds, further figures, and the result to compare."""
+    """The return value of a variant that takes its own time: seconds, further figures, and the
+    result to compare."""
 
     seconds: float
     extra: Mapping[str, float] = {}
@@ -121,7 +123,8 @@ class Timed(NamedTuple):
 
 
 def rotated(names: Sequence[str], block: int) -> Iterator[str]:
-    """Yield the variants of a block: the first one changes, and every other block runs backwards."""
+    """Yield the variants of a block: the first one changes, and every other block runs
+    backwards."""
     start = block % len(names)
     # Every variant gets every place, because the one after it meets the memory and the caches that
     # it left.
@@ -207,7 +210,8 @@ def measure(
 
 
 def summarize(values: Sequence[float], peers: Mapping[str, Sequence[float]] | None = None) -> Row:
-    """Summarize a variant's blocks: median and range of the values, and of the ratios to each peer."""
+    """Summarize a variant's blocks: median and range of the values, and of the ratios to each
+    peer."""
     ratios = {}
     for peer, others in (peers or {}).items():
         # The ratio is taken within a block, because the load of a shared machine changes from block

@@ -1,4 +1,5 @@
-"""Train ResNet-20 on CIFAR-10 in a plain PyTorch loop, for comparison with task 1a in `task1a_epoch.py`.
+"""Train ResNet-20 on CIFAR-10 in a plain PyTorch loop, for comparison with task 1a in
+`task1a_epoch.py`.
 
 It uses torchvision's transforms image by image, DataLoader, DistributedDataParallel and
 torch.optim.SGD, with contiguous float32 tensors. Nothing of this project is imported here."""

@@ -1,4 +1,5 @@
-"""The networks that `optimizers.py` trains, and the variants of a training step that it compares."""
+"""The networks that `optimizers.py` trains, and the variants of a training step that it
+compares."""
 
 from __future__ import annotations
 
@@ -108,7 +109,8 @@ class Trainee:
 
 @dataclass(frozen=True)
 class Context:
-    """The surroundings of a variant: its own copy of the network, the number of workers, and a block's steps."""
+    """The surroundings of a variant: its own copy of the network, the number of workers, and a
+    block's steps."""
 
     model: nn.Module
     workers: int
@@ -152,7 +154,8 @@ def ddp(
     hook: Any = None,
     **options: Any,
 ) -> Trainee:
-    """Make torch's DistributedDataParallel; a hook sends the part ``share`` of the gradient's bytes."""
+    """Make torch's DistributedDataParallel; a hook sends the part ``share`` of the gradient's
+    bytes."""
     module = DistributedDataParallel(context.model, **options)
     if hook is not None:
         module.register_comm_hook(None, hook)
@@ -162,7 +165,8 @@ def ddp(
 
 
 def ddp_power(context: Context, rank: int) -> Trainee:
-    """Make torch's PowerSGD. On Gloo it hangs or aborts with more than one bucket, so it gets one."""
+    """Make torch's PowerSGD. On Gloo it hangs or aborts with more than one bucket, so it gets
+    one."""
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
     module = DistributedDataParallel(context.model, bucket_cap_mb=HUGE_MB)
     module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -219,7 +223,8 @@ class NoUpdate(SGD):
 
 
 def only_sums(context: Context) -> Trainee:
-    """Average gradients as CentralizedSGD does, without an update: a bound for every update after the averages."""
+    """Average gradients as CentralizedSGD does, without an update: a bound for every update after
+    the averages."""
     optimizer = find("GenericCentralizedOptimizer")(
         None, context.model, optimizer=partial(NoUpdate, lr=LR)
     )
@@ -245,7 +250,8 @@ def power(context: Context, rank: int) -> Trainee:
 
 
 def sign(context: Context, name: str) -> Trainee:
-    """Make an optimizer of signs; its steps do not shrink with the gradient, so the learning rate is smaller."""
+    """Make an optimizer of signs; its steps do not shrink with the gradient, so the learning rate
+    is smaller."""
     return compressed(context, name, lr=SIGN_LR, momentum=MOMENTUM)
 
 

@@ -1,4 +1,5 @@
-"""Worker processes that do a block of work for each request: the one protocol of the scripts that need several workers.
+"""Worker processes that do a block of work for each request: the one protocol of the scripts that
+need several workers.
 
 The parent starts N processes of the calling script with ``--worker FOLDER``, which call
 :func:`serve`.
@@ -146,7 +147,8 @@ class Workers:
             self.files.callback(_close, pipe)
 
     def _receive(self) -> str:
-        """Wait for worker 0's line; return an empty text if it ends, or another one has failed, or time is over."""
+        """Wait for worker 0's line; return an empty text if it ends, or another one has failed, or
+        time is over."""
         pipe = self.processes[0].stdout
         assert pipe is not None
         deadline = time.monotonic() + REQUEST_TIMEOUT_S

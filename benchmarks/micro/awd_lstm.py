@@ -71,7 +71,8 @@ SUBJECT = Subject(
 
 
 class CopyingWeightDrop(nn.Module):
-    """The usual wrapper: it renames the parameter, and before each call sets a dropped copy under the old name."""
+    """The usual wrapper: it renames the parameter, and before each call sets a dropped copy under
+    the old name."""
 
     def __init__(self, module: nn.RNNBase, names: Sequence[str], dropout: float) -> None:
         super().__init__()
@@ -91,7 +92,8 @@ class CopyingWeightDrop(nn.Module):
 
 
 class ClassicalModel(nn.Module):
-    """The usual model around that wrapper: masks over the whole embedding matrix, and masks expanded over time."""
+    """The usual model around that wrapper: masks over the whole embedding matrix, and masks
+    expanded over time."""
 
     def __init__(self, model: LSTMLanguageModel) -> None:
         super().__init__()
@@ -182,7 +184,8 @@ def make_products(model: LSTMLanguageModel, words: Tensor, bf16: bool) -> Callab
 
 
 def make_bound(model: LSTMLanguageModel, words: Tensor, bf16: bool) -> Callable[[], None]:
-    """Make a function that computes the decoder's products, and the LSTM layers, forward and backward."""
+    """Make a function that computes the decoder's products, and the LSTM layers, forward and
+    backward."""
     products = make_products(model, words, bf16)
     dtype = torch.bfloat16 if bf16 else torch.float32
     sizes = [(drop.module.input_size, drop.module.hidden_size) for drop in model.rnns]

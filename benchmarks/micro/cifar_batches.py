@@ -84,7 +84,8 @@ def load(folder: Path | None) -> tuple[ImageDataset, str]:
 def draw(
     batches: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int
 ) -> tuple[torch.Size, torch.dtype]:
-    """Draw ``count`` batches; augmentation is random, so only shape and type of the images can be compared."""
+    """Draw ``count`` batches; augmentation is random, so only shape and type of the images can be
+    compared."""
     # Only the last batch is kept: memory that earlier ones free is used again, as in training.
     ((images, _),) = deque(itertools.islice(batches, count), maxlen=1)
     return images.shape, images.dtype

@@ -1,4 +1,5 @@
-"""Time Task 0's all-reduce against a bare loop of torch.distributed, over Gloo, and over MPI against Gloo.
+"""Time Task 0's all-reduce against a bare loop of torch.distributed, over Gloo, and over MPI
+against Gloo.
 
 All variants run in the same worker processes, each with its own process group. They differ in the
 code that measures, not in the operation, so Task 0 should report the times of the bare loop.
@@ -40,7 +41,8 @@ SUBJECT = Subject(
 
 
 def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Make the groups of the variants in a worker; a request then times one block of one variant."""
+    """Make the groups of the variants in a worker; a request then times one block of one
+    variant."""
     backend = setup["backend"]
     if backend == "mpi":
         mpi.register(MPI_TIMEOUT_S)

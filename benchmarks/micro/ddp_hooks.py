@@ -1,4 +1,5 @@
-"""Time DistributedDataParallel's training steps with this library's hooks and with torch's, and compare their accuracy.
+"""Time DistributedDataParallel's training steps with this library's hooks and with torch's, and
+compare their accuracy.
 
 Torch's hook of PowerSGD needs one bucket on Gloo. Its bf16 hook needs NCCL, so it is left out.
 
@@ -132,7 +133,8 @@ class Trainee:
         self.optimizer.step()
 
     def save(self) -> list[Any]:
-        """Return all that a checkpoint can hold; torch's states have no state_dict() and are copied whole."""
+        """Return all that a checkpoint can hold; torch's states have no state_dict() and are copied
+        whole."""
         state = self.state.state_dict() if hasattr(self.state, "state_dict") else self.state
         return copy.deepcopy([self.model.module.state_dict(), self.optimizer.state_dict(), state])
 

@@ -56,7 +56,8 @@ class HypothesisLoop:
         self.eos, self.pad = words.eos(), words.pad()
 
     def translate(self, source: Tensor, most: int) -> Translation:
-        """Return the best translation, of at most ``most`` tokens with the end symbol, and its score."""
+        """Return the best translation, of at most ``most`` tokens with the end symbol, and its
+        score."""
         encoded = self.model.encoder(source.unsqueeze(0))
         live, finished = [Hypothesis([], 0.0, IncrementalState())], []
         for length in range(1, most + 1):
@@ -76,7 +77,8 @@ class HypothesisLoop:
     def continue_one(
         self, parent: Hypothesis, encoder_out: Tensor, mask: Tensor, must_end: bool
     ) -> list[Hypothesis]:
-        """Return the likeliest continuations of a hypothesis: one more than the beam, because one may end."""
+        """Return the likeliest continuations of a hypothesis: one more than the beam, because one
+        may end."""
         newest = torch.tensor([[parent.tokens[-1] if parent.tokens else self.eos]])
         state = IncrementalState(
             parent.state

@@ -1,4 +1,5 @@
-"""Time the training batches of a folder of JPEG images: decode, random crop to 224x224, mirror, normalize.
+"""Time the training batches of a folder of JPEG images: decode, random crop to 224x224, mirror,
+normalize.
 
 The peer is torchvision's ``ImageFolder`` with the usual transforms behind a ``DataLoader``. Ours is
 ``JpegBatches``, from the same files and from a tar file of them. All have the same number of loader
@@ -48,7 +49,8 @@ SUBJECT = Subject(
 
 
 def write_images(folder: Path, archive: Path, count: int, side: int) -> int:
-    """Write images of two classes with shapes about 4:3 or 3:4, and a tar file of them; return the mean size."""
+    """Write images of two classes with shapes about 4:3 or 3:4, and a tar file of them; return the
+    mean size."""
     draw = np.random.default_rng(0)
     for number in range(count):
         long, short = int(side * draw.uniform(0.9, 1.1)), int(side * draw.uniform(0.65, 0.85))

@@ -1,4 +1,5 @@
-"""Time the loading of a linear model's training rows, in epsilon's shape: 2,000 float32 features, 40,000 rows.
+"""Time the loading of a linear model's training rows, in epsilon's shape: 2,000 float32 features,
+40,000 rows.
 
 Every variant draws the same number of shuffled rows, in batches of 128, from the page cache, in one
 process:
@@ -85,7 +86,8 @@ def write_copies(dataset: LMDBDataset, per_row: Path, raw: Path) -> None:
 
 
 class MemmapBlocks:
-    """The plain way to read shuffled blocks: each block is copied out of the mapped file, and cut into batches."""
+    """The plain way to read shuffled blocks: each block is copied out of the mapped file, and cut
+    into batches."""
 
     def __init__(self, path: Path, dataset: LMDBDataset, batch_size: int) -> None:
         self.rows = np.memmap(path, np.float32, "r", shape=(len(dataset), dataset.n_features))
@@ -104,7 +106,8 @@ class MemmapBlocks:
 
 
 def draw(batches: Iterable[Batch]) -> tuple[int, float]:
-    """Draw an epoch; return the number of rows and the sum of their labels, which all variants must agree on."""
+    """Draw an epoch; return the number of rows and the sum of their labels, which all variants must
+    agree on."""
     rows, total = 0, 0.0
     for features, labels in batches:
         rows += len(features)

@@ -1,4 +1,5 @@
-"""Put a load on the master: posts of many clients, event streams, a long list of runs, and clients that are slow.
+"""Put a load on the master: posts of many clients, event streams, a long list of runs, and clients
+that are slow.
 
 python benchmarks/micro/master_load.py [--save]
 
@@ -285,7 +286,8 @@ def summary(master: Master, run_id: int, groups: int) -> Timed:
 
 
 def run_page(master: Master, run_id: int) -> Timed:
-    """Read the page of a run, the names of its metrics, and all of their curves, one after another."""
+    """Read the page of a run, the names of its metrics, and all of their curves, one after
+    another."""
     with contextlib.closing(master.connect()) as connection:
         start = time.perf_counter()
         request(connection, "GET", f"/runs/{run_id}/")
@@ -337,7 +339,8 @@ def sockets(master: Master, number: int, data: bytes) -> Iterator[list[socket.so
 
 @contextlib.contextmanager
 def reading(opened: Sequence[socket.socket]) -> Iterator[dict[socket.socket, int]]:
-    """Read connections in a thread; the number of events of each, the start of the stream included."""
+    """Read connections in a thread; the number of events of each, the start of the stream
+    included."""
     counts = dict.fromkeys(opened, 0)
     ends = dict.fromkeys(opened, b"")
     ended = threading.Event()
@@ -374,7 +377,8 @@ def listed(master: Master, path: str) -> Timed:
 
 
 def posts_among(master: Master, slow: int, count: int) -> Timed:
-    """Post single metrics while other clients have sent half a request, and send a byte now and then."""
+    """Post single metrics while other clients have sent half a request, and send a byte now and
+    then."""
     with sockets(master, slow, HALF_A_HEADER) as opened:
         ended = threading.Event()
 

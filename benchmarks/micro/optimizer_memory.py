@@ -1,4 +1,5 @@
-"""Measure the memory that every distributed optimizer needs beyond its wrapped optimizer, in bytes per parameter.
+"""Measure the memory that every distributed optimizer needs beyond its wrapped optimizer, in bytes
+per parameter.
 
 Each variant has its own worker processes. The backward pass gives fixed gradients, because
 activations would hide the optimizer's intermediate results. A worker counts the memory of its

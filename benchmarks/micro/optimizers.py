@@ -1,4 +1,5 @@
-"""Time the training steps of every distributed optimizer, against torch's DistributedDataParallel and no communication.
+"""Time the training steps of every distributed optimizer, against torch's DistributedDataParallel
+and no communication.
 
 By default all variants share the same worker processes. If they need more memory than there is,
 they are split into several launches, each with both references. With ``--apart`` each variant has
@@ -135,7 +136,8 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 
 
 def profile_steps(step: Callable[[], object], steps: int) -> dict[str, Any]:
-    """Return the milliseconds of a step, and its operations: name, milliseconds, calls; the longest first."""
+    """Return the milliseconds of a step, and its operations: name, milliseconds, calls; the longest
+    first."""
     start = time.perf_counter()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
@@ -234,7 +236,8 @@ def launch(
 
 
 def compare(model: str, count: int, arguments: argparse.Namespace) -> list[Row]:
-    """Measure all variants of one network with one number of workers, in as many launches as memory demands."""
+    """Measure all variants of one network with one number of workers, in as many launches as memory
+    demands."""
     rows: list[Row] = []
     for names in groups(
         arguments.variants, model, count, arguments.memory_gb * 1e9, arguments.apart

@@ -91,7 +91,8 @@ def make_model() -> nn.Module:
 
 
 def take_rounds(name: str, rounds: int) -> dict[str, Any]:
-    """Train with one method, and return the median seconds of a step and the collectives of a step."""
+    """Train with one method, and return the median seconds of a step and the collectives of a
+    step."""
     model, recorder = make_model(), Recorder()
     optimizer, inputs = METHODS[name](model), torch.randn(4, 256)
     times = []
@@ -149,7 +150,8 @@ def predicted_s(network: str, alone_s: float, collectives: list[list[Any]]) -> f
 def compare(
     turns: dict[tuple[str, int], list[dict[str, Any]]], alone: list[dict[str, Any]]
 ) -> list[Row]:
-    """Make a row for every network, number of workers and method, from the blocks measured so far."""
+    """Make a row for every network, number of workers and method, from the blocks measured so
+    far."""
     rows = []
     for (network, workers), blocks in turns.items():
         for name in METHODS:

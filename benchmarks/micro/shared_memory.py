@@ -1,4 +1,5 @@
-"""Time the sum of gradients over Gloo and through shared memory, and count the processor time of a worker.
+"""Time the sum of gradients over Gloo and through shared memory, and count the processor time of a
+worker.
 
 Each block sums messages of one size, all in flight at a time, after a barrier and with no other
 work. Their bytes together are those of ResNet-18's gradient, or of 256 messages if these are fewer.
@@ -38,7 +39,8 @@ SUBJECT = Subject(
 
 
 def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Make both ways of summing in a worker; a request then sums the messages of one size in one of them."""
+    """Make both ways of summing in a worker; a request then sums the messages of one size in one of
+    them."""
     shared = SharedMemorySum()
     starts: dict[str, Callable[..., Any]] = {
         GLOO: partial(dist.all_reduce, async_op=True),

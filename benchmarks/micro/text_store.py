@@ -1,4 +1,5 @@
-"""Time the reading of sentence pairs: the memory-mapped store of the translation data sets against text files.
+"""Time the reading of sentence pairs: the memory-mapped store of the translation data sets against
+text files.
 
 Every variant yields all pairs of a training text as batches of 128 in random order, as padded
 arrays of sub-word numbers, in one process, with the files in the page cache:
@@ -50,7 +51,8 @@ SUBJECT = Subject(
 def from_raw_text(
     paths: tuple[Path, Path], languages: tuple[str, str], subwords: Subwords, limit: int, total: int
 ) -> Timed:
-    """Read ``limit`` pairs and cut them into sub-words. This is slow, so the time is scaled up to all pairs."""
+    """Read ``limit`` pairs and cut them into sub-words. This is slow, so the time is scaled up to
+    all pairs."""
     start = time.perf_counter()
     sides = []
     for path, lang in zip(paths, languages, strict=True):
@@ -84,7 +86,8 @@ def from_store(folder: Path, in_memory: bool) -> int:
 
 
 def pad_at_once(side: Sentences, batch: list[int]) -> npt.NDArray[np.int64]:
-    """Put sentences of a store into one array without a Python loop, which its arrays make possible."""
+    """Put sentences of a store into one array without a Python loop, which its arrays make
+    possible."""
     chosen = np.asarray(batch)
     starts = side.offsets[chosen]
     lengths = side.offsets[chosen + 1] - starts

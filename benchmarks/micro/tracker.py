@@ -60,7 +60,8 @@ def make_tracker() -> Tracker:
 
 
 def growth_bytes(batches: int) -> int:
-    """Return the bytes that the tracker gains between its 10,000th batch and ``batches`` batches later."""
+    """Return the bytes that the tracker gains between its 10,000th batch and ``batches`` batches
+    later."""
     tracker = make_tracker()
     # The resident memory of the process would also show the allocator of other parts.
     tracemalloc.start()

@@ -1,4 +1,5 @@
-r"""Evaluate the times of a collective operation: statistics, bandwidths, and a fit of latency and bandwidth.
+r"""Evaluate the times of a collective operation: statistics, bandwidths, and a fit of latency and
+bandwidth.
 
 The time of a message of n bytes is modeled by the line
 
@@ -66,7 +67,8 @@ BUS_FACTORS: dict[str, tuple[int, int]] = {
 
 
 def bus_factor(collective: str, world_size: int) -> float:
-    """Return the factor from a collective's algorithm bandwidth to its bus bandwidth; see the module's table.
+    """Return the factor from a collective's algorithm bandwidth to its bus bandwidth; see the
+    module's table.
 
     Args:
         collective: Its name, one of :data:`BUS_FACTORS`.
@@ -263,7 +265,8 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
 def _non_negative_least_squares(
     columns: np.ndarray[Any, np.dtype[np.float64]],
 ) -> tuple[float, float]:
-    """Find the two numbers x >= 0 that minimize ``|columns @ x - 1|``; columns are positive, of shape (m, 2)."""
+    """Find the two numbers x >= 0 that minimize ``|columns @ x - 1|``; columns are positive, of
+    shape (m, 2)."""
     (x0, x1), *_ = np.linalg.lstsq(columns, np.ones(len(columns)), rcond=None)
     if x0 >= 0 and x1 >= 0:
         return float(x0), float(x1)
@@ -274,7 +277,8 @@ def _non_negative_least_squares(
 
 
 def element_counts(num: int = 80, largest: int = 10**8) -> list[int]:
-    """Return the sizes to measure: ``numpy.logspace(0, log10(largest), num)``, rounded, each once, ascending.
+    """Return the sizes to measure: ``numpy.logspace(0, log10(largest), num)``, rounded, each once,
+    ascending.
 
     Small sizes coincide after rounding, so there are fewer than ``num``: with the defaults 77
     instead of 80.
@@ -360,7 +364,8 @@ class Measurement:
         )
 
     def row(self) -> dict[str, str | int | float]:
-        """Return the measurement as one flat row: times in seconds, bandwidths in bytes per second."""
+        """Return the measurement as one flat row: times in seconds, bandwidths in bytes per
+        second."""
         # The order is that of the columns in the CSV file.
         names = ("collective", "backend", "device", "dtype", "world_size", "elements", "size_bytes")
         statistics = self.statistics

@@ -1,4 +1,5 @@
-"""Collect all measurements of one run of Task 0, with machine and methodology, and save them as files.
+"""Collect all measurements of one run of Task 0, with machine and methodology, and save them as
+files.
 
 The JSON file has everything, the CSV file one row for each size and type.
 """
@@ -67,7 +68,8 @@ class LatencyReport:
 
     @property
     def title(self) -> str:
-        """Return one line that names the collective, the backend, the device and the number of workers."""
+        """Return one line that names the collective, the backend, the device and the number of
+        workers."""
         if not self.measurements:
             return "nothing measured"
         first = self.measurements[0]
@@ -92,7 +94,8 @@ class LatencyReport:
                 yield f"{prefix}_beta_bytes_per_s", fit.beta_bytes_per_s, 0
 
     def fits(self) -> dict[str, LatencyFit]:
-        """Fit latency and bandwidth of each type to the medians; types with a single measured size are left out."""
+        """Fit latency and bandwidth of each type to the medians; types with a single measured size
+        are left out."""
         found = {}
         for dtype in self.dtypes:
             measurements = self.of(dtype)
@@ -131,7 +134,8 @@ class LatencyReport:
         return json.dumps(content, indent=1)
 
     def to_csv(self) -> str:
-        """Return CSV text: a line of names, then a line for each measurement in seconds and bytes per second."""
+        """Return CSV text: a line of names, then a line for each measurement in seconds and bytes
+        per second."""
         text = io.StringIO()
         rows = [m.row() for m in self.measurements]
         writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")

@@ -86,7 +86,8 @@ def choose_dtypes(
 def measure_all(
     args: argparse.Namespace, rank: int, world_size: int, device: torch.device
 ) -> LatencyReport:
-    """Measure every size and type. With a time limit, each has an equal part of the remaining time."""
+    """Measure every size and type. With a time limit, each has an equal part of the remaining
+    time."""
     report = LatencyReport(machine=describe_machine(device), versions=describe_versions())
     dtypes = choose_dtypes(args, device, report.left_out)
     sizes = choose_sizes(args, world_size, report.left_out)
@@ -117,7 +118,8 @@ def measure_all(
 
 
 def show(report: LatencyReport) -> None:
-    """Print a few sizes of each type, the fits, left-out measurements and those with fewer repetitions."""
+    """Print a few sizes of each type, the fits, left-out measurements and those with fewer
+    repetitions."""
     # A few sizes, evenly spaced from the smallest to the largest, show the curve on one screen.
     table = Table(title=report.title)
     for title in (
@@ -158,7 +160,8 @@ def main(
     run_id: str, dataset_dir: str, ckpt_run_dir: str, output_dir: str, rank: int, backend: str, hosts: str | None,
     gpu: bool, args: argparse.Namespace, **_: object,
 ) -> None:  # fmt: skip
-    """Run the task on this worker. Arguments that come unchanged from the command line are read from ``args``."""
+    """Run the task on this worker. Arguments that come unchanged from the command line are read
+    from ``args``."""
     if args.validation_only:
         raise ConfigurationError(
             "task 0 trains no model, so it has no checkpoint to evaluate: leave out "

@@ -133,15 +133,18 @@ class Collective(ABC):
 
     @abstractmethod
     def fill(self) -> None:
-        """Write the values to send into the buffer for sending, and other values into the buffer for receiving."""
+        """Write the values to send into the buffer for sending, and other values into the buffer
+        for receiving."""
 
     @abstractmethod
     def run(self) -> None:
-        """Do the operation. When this returns, it is done, or on GPUs enqueued on the current stream."""
+        """Do the operation. When this returns, it is done, or on GPUs enqueued on the current
+        stream."""
 
     @abstractmethod
     def count_wrong(self) -> int:
-        """Count the elements of this worker's result that are wrong after :meth:`fill` and :meth:`run`."""
+        """Count the elements of this worker's result that are wrong after :meth:`fill` and
+        :meth:`run`."""
 
     def _new(self, elements: int) -> Tensor:
         return torch.empty(elements, dtype=self.dtype, device=self.device)
@@ -152,7 +155,8 @@ class Collective(ABC):
         return self.buffer[index * size : (index + 1) * size]
 
     def _values(self, rank: int, receiver: int = 0) -> Tensor:
-        """Return one period of the values that worker ``rank`` sends to ``receiver``: shape (PERIOD,)."""
+        """Return one period of the values that worker ``rank`` sends to ``receiver``: shape
+        (PERIOD,)."""
         return _sequence(rank, self.world_size).roll(receiver).to(self.device, self.dtype)
 
     def _sum(self, receiver: int = 0) -> Tensor:
@@ -163,7 +167,8 @@ class Collective(ABC):
         return torch.stack(sequences).sum(0).roll(receiver).to(self.device, self.dtype)
 
     def _peer(self, rank: int) -> int:
-        """Convert a rank in this group to one in the default group, which torch's collectives with a root take."""
+        """Convert a rank in this group to one in the default group, which torch's collectives with
+        a root take."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
@@ -562,7 +567,8 @@ def _host_seconds(operation: Collective, runs: int) -> float:
 
 
 def _cuda_seconds(operation: Collective, runs: int) -> float:
-    """Return the device's time from before the first run to after the last, read once they are done."""
+    """Return the device's time from before the first run to after the last, read once they are
+    done."""
     with torch.cuda.device(operation.device):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

@@ -1,4 +1,5 @@
-"""Draw time against size from result files of Task 0: a line for each backend, device, type and number of workers.
+"""Draw time against size from result files of Task 0: a line for each backend, device, type and
+number of workers.
 
     python benchmarks/task0_allreduce/plot.py RESULT.json [RESULT.json ...] --output times.png
 

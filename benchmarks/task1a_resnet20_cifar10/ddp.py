@@ -12,7 +12,8 @@ from torch.optim import SGD
 
 
 def ddp_sgd(model: nn.Module, lr: float) -> tuple[DistributedDataParallel, SGD]:
-    """Return a network whose backward pass averages gradients over the workers, and its optimizer."""
+    """Return a network whose backward pass averages gradients over the workers, and its
+    optimizer."""
     device = next(model.parameters()).device
     parallel = DistributedDataParallel(
         model, device_ids=[device.index] if device.type == "cuda" else None

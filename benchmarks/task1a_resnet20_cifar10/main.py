@@ -1,4 +1,5 @@
-"""Task 1a: ResNet-20 on CIFAR-10, synchronous SGD, time to 80 % top-1 validation accuracy (light goal: 70 %).
+"""Task 1a: ResNet-20 on CIFAR-10, synchronous SGD, time to 80 % top-1 validation accuracy (light
+goal: 70 %).
 
 One process per worker, 128 images per worker, a disjoint part of the training set each; gradients
 are averaged over the k workers before every update. Learning rate 0.02 k after a linear warm-up of
@@ -36,7 +37,8 @@ DATASETS = {"cifar10": CIFAR10V1, "digits": Digits, "mnist": MNIST}
 
 
 def load_data(run: Run, batch_size: int) -> tuple[ImageBatches, ImageBatches]:
-    """Return this worker's batches of the training set (augmented, reshuffled each epoch) and of the validation set."""
+    """Return this worker's batches of the training set (augmented, reshuffled each epoch) and of
+    the validation set."""
     args, rank, world_size = run.args, run.rank, run.world_size
     source: dict[str, Any] = {"partial": True} if args.partial else {"download": True}
     if args.dataset == "digits":

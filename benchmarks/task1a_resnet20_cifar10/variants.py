@@ -1,4 +1,5 @@
-"""Variants of task 1a in addition to its reference: other optimizers, precisions and ways to compute.
+"""Variants of task 1a in addition to its reference: other optimizers, precisions and ways to
+compute.
 
 main.py in this folder is the task. It takes the parts that a flag changes from here.
 """
@@ -88,12 +89,14 @@ def compressing(name: str, exchange: Exchange = None, **options: Any) -> Make:
 
 
 def _made(exchange: Exchange) -> dict[str, Any]:
-    """Return the argument ``aggregation``, made in the process group of the run; nothing for the default."""
+    """Return the argument ``aggregation``, made in the process group of the run; nothing for the
+    default."""
     return {} if exchange is None else {"aggregation": exchange()}
 
 
 def on_ring(name: str, exchange: Callable[..., Aggregation], **options: Any) -> Make:
-    """Return a function that makes an optimizer whose workers communicate with their neighbors on a ring."""
+    """Return a function that makes an optimizer whose workers communicate with their neighbors on a
+    ring."""
     return lambda model, lr: get_optimizer(
         name, model=model, lr=lr, aggregation=exchange(topology=ring(world_size())), **options
     )
@@ -414,7 +417,8 @@ def make_plan(args: argparse.Namespace, workers: int, batch_size: int, base_lr: 
 def make_scheduler_of_2018(
     optimizer: Optimizer, plan: Plan, batches_per_epoch: int
 ) -> MultiStepLRLinearWarmUp:
-    """Return the schedule of 2018: a linear warm-up, a tenth of the rate from epoch 82, a hundredth from 109."""
+    """Return the schedule of 2018: a linear warm-up, a tenth of the rate from epoch 82, a hundredth
+    from 109."""
     return MultiStepLRLinearWarmUp(
         optimizer,
         gamma=0.1,
@@ -444,7 +448,8 @@ def prepare_model(model: nn.Module, args: argparse.Namespace) -> None:
 
 
 def make_optimizer(model: nn.Module, lr: float, args: argparse.Namespace, gpu: bool) -> Any:
-    """Return the optimizer of a variant; that of DDP comes with its network from :func:`make_network`."""
+    """Return the optimizer of a variant; that of DDP comes with its network from
+    :func:`make_network`."""
     if args.precision == "fp32":
         return VARIANTS[args.optimizer].make(model, lr)
     optimizer = FP16Optimizer(model, None, use_cuda=gpu, average_world=True)

@@ -1,4 +1,5 @@
-"""Task 1a on TensorFlow 2: ResNet-20 on CIFAR-10, synchronous SGD, time to 80 % top-1 validation accuracy.
+"""Task 1a on TensorFlow 2: ResNet-20 on CIFAR-10, synchronous SGD, time to 80 % top-1 validation
+accuracy.
 
 Data, model, schedule, goal and measurements are those of ``task1a_resnet20_cifar10``, so that
 results of both frameworks stand in one table. The workers are those of
@@ -113,7 +114,8 @@ class Training:
         return lambda *args: self.strategy.run(function, args=args)
 
     def _gradient(self, images: Any, labels: Any) -> tuple[Any, Any, Any]:
-        """Return the gradient of this worker's mean loss as one vector, the loss, and the logits."""
+        """Return the gradient of this worker's mean loss as one vector, the loss, and the
+        logits."""
         with tf.GradientTape() as tape:
             logits = self.model(images, training=True)
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
@@ -127,7 +129,8 @@ class Training:
             self.strategy.extended.update(weight, _step, args=(velocity, part, rate))
 
     def _evaluate(self, images: Any, labels: Any) -> Any:
-        """Return sums over a batch: the loss, the value of each metric, and the number of images."""
+        """Return sums over a batch: the loss, the value of each metric, and the number of
+        images."""
         logits = self.model(images, training=False)
         size = tf.cast(tf.shape(labels)[0], tf.float32)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
@@ -294,7 +297,8 @@ def run(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this task; they have the meaning of those of ``task1a_resnet20_cifar10``."""
+    """Add the arguments of this task; they have the meaning of those of
+    ``task1a_resnet20_cifar10``."""
     parser.add_argument(
         "--dataset", choices=("cifar10", "digits", "mnist"), default="cifar10", help="[%(default)s]"
     )

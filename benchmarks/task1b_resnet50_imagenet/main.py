@@ -1,4 +1,5 @@
-"""Task 1b: ResNet-50 on ImageNet, synchronous SGD or LARS, time to 75.9 % top-1 accuracy (light goal: 70 %).
+"""Task 1b: ResNet-50 on ImageNet, synchronous SGD or LARS, time to 75.9 % top-1 accuracy (light
+goal: 70 %).
 
 One process per worker, 256 images per worker. In each epoch all workers share one order of the
 images, and gradients are averaged before every update. The rate rises linearly over 5 epochs and
@@ -36,7 +37,8 @@ LABEL_SMOOTHING = 0.1
 
 
 def find_images(folder: str, preset: str) -> tuple[JpegFiles, JpegFiles]:
-    """Return the images for training and for validation; the small preset splits a folder that has no such parts."""
+    """Return the images for training and for validation; the small preset splits a folder that has
+    no such parts."""
     try:
         train, validation = (find_jpegs(folder, part) for part in ("train", "val"))
     except DatasetNotFoundError:

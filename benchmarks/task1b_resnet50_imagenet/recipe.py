@@ -88,7 +88,8 @@ def take_defaults(args: argparse.Namespace) -> None:
 
 
 def peak_lr(args: argparse.Namespace, world_size: int) -> float:
-    """Return the rate at the end of the warm-up: that of ``--lr``, or one that grows with the images in a step."""
+    """Return the rate at the end of the warm-up: that of ``--lr``, or one that grows with the
+    images in a step."""
     if args.lr is not None:
         return float(args.lr)
     images = args.batch_size * world_size
@@ -98,7 +99,8 @@ def peak_lr(args: argparse.Namespace, world_size: int) -> float:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return two groups: kernels and matrices; and biases and the parameters of batch norm, without weight decay."""
+    """Return two groups: kernels and matrices; and biases and the parameters of batch norm, without
+    weight decay."""
     # Biases and the parameters of batch norm are vectors.
     kernels: Iterable[nn.Parameter] = [p for p in model.parameters() if p.dim() > 1]
     vectors: Iterable[nn.Parameter] = [p for p in model.parameters() if p.dim() <= 1]
@@ -134,7 +136,8 @@ def make_scheduler(
 
 
 def zero_last_norms(model: nn.Module) -> None:
-    """Set the scale of the last batch norm of each residual block to 0, so that each block starts as the identity."""
+    """Set the scale of the last batch norm of each residual block to 0, so that each block starts
+    as the identity."""
     for block in model.modules():
         norm = getattr(block, "bn3", getattr(block, "bn2", None))
         if norm is not None:

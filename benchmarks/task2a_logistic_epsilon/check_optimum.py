@@ -63,7 +63,8 @@ class Quality:
 
 
 def find_optimum(name: str, folder: Path, standardized: bool = False) -> Quality:
-    """Return the optimum of a data set whose stores are in a folder, by Newton's method in float64."""
+    """Return the optimum of a data set whose stores are in a folder, by Newton's method in
+    float64."""
     LogisticRegression = require("sklearn.linear_model", "linear").LogisticRegression
     (x, y), (x_validation, y_validation) = (
         dense(part) for part in train_and_validation(name, folder, layout="dense")
@@ -95,7 +96,8 @@ def dense(rows: object) -> tuple[np.ndarray, np.ndarray]:
 
 
 def reached(name: str, data: str, folder: str, workers: int, epochs: int) -> Quality:
-    """Run the task's script and return its final loss and accuracies on the whole training and validation sets."""
+    """Run the task's script and return its final loss and accuracies on the whole training and
+    validation sets."""
     roots = [f"--root-{root}={folder}" for root in ("dataset", "checkpoint", "output")]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), str(MAIN),

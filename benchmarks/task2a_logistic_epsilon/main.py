@@ -1,4 +1,5 @@
-"""Task 2a: logistic regression on epsilon, synchronous SGD, time to 89 % validation accuracy (light goal: 80 %).
+"""Task 2a: logistic regression on epsilon, synchronous SGD, time to 89 % validation accuracy (light
+goal: 80 %).
 
 One process per worker, 128 rows per worker, a disjoint part of the training set each; gradients are
 averaged over the k workers before every update. Binary cross-entropy with an L2 penalty of 2.5e-6 /
@@ -43,14 +44,16 @@ UNSCALED = ("australian",)
 
 @dataclass(frozen=True)
 class Settings:
-    """The differences between the task's settings: rows per worker, and the learning rate of k workers."""
+    """The differences between the task's settings: rows per worker, and the learning rate of k
+    workers."""
 
     batch_size: int
     lr: float
     decays_per_batch: bool
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler:
-        """Return the schedule: lr / sqrt(t) at the t-th update, or halved on a plateau of two epochs."""
+        """Return the schedule: lr / sqrt(t) at the t-th update, or halved on a plateau of two
+        epochs."""
         if self.decays_per_batch:
             return SQRTTimeDecayLR(optimizer)
         # torch acts one epoch after its patience: after the second in a row without an improvement
@@ -66,7 +69,8 @@ def settings(name: str, world_size: int) -> Settings:
 
 
 def load_data(run: Run, batch_size: int) -> tuple[LinearBatches, LinearBatches, LinearBatches]:
-    """Return this worker's batches: the training set, reshuffled each epoch; validation; the training set in order."""
+    """Return this worker's batches: the training set, reshuffled each epoch; validation; the
+    training set in order."""
     folder = prepare_stores(run.args.dataset, run.dataset_dir, run.args.data)
     training, validation = train_and_validation(run.args.dataset, folder)
     part = {"rank": run.rank, "world_size": run.world_size, "seed": run.args.seed}

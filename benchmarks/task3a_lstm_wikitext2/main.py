@@ -1,4 +1,5 @@
-"""Task 3a: AWD-LSTM on WikiText-2, synchronous SGD, time to a validation perplexity of 70 (light goal: 90).
+"""Task 3a: AWD-LSTM on WikiText-2, synchronous SGD, time to a validation perplexity of 70 (light
+goal: 90).
 
 One process per worker, 80 sequences per worker, a disjoint part of the text each; gradients are
 averaged over the k workers before every update, then clipped. The rate is 30 sqrt(k) after a linear
@@ -61,7 +62,8 @@ PRESETS = {"full": Preset(FULL, 80, 70), "small": Preset(SMALL, 20, 35, dataset=
 
 
 def base_rate(preset_sequences: int, sequences: int | None) -> float:
-    """Return the rate of one worker, proportional to the square root of its sequences: 30 for 80, 15 for 20."""
+    """Return the rate of one worker, proportional to the square root of its sequences: 30 for 80,
+    15 for 20."""
     return BASE_LR * math.sqrt((sequences or preset_sequences) / preset_sequences)
 
 
@@ -73,7 +75,8 @@ def train_epoch(
     gpu: bool,
     bf16: bool,
 ) -> None:
-    """Train on this worker's part of the text once; the state continues, back-propagation stops at each batch."""
+    """Train on this worker's part of the text once; the state continues, back-propagation stops at
+    each batch."""
     regularization = ActivationRegularization(alpha=2.0, beta=1.0)
     hidden = None
     model.train()

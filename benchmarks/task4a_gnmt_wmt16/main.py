@@ -61,7 +61,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def take_precision(args: argparse.Namespace, gpu: bool) -> None:
-    """Fill in the precision that the command line does not give: half precision on GPUs, as the task is described."""
+    """Fill in the precision that the command line does not give: half precision on GPUs, as the
+    task is described."""
     if args.precision is None:
         args.precision = "fp16" if gpu else "fp32"
 
@@ -79,7 +80,8 @@ def scores(dataset: str) -> list[BLEUScore]:
 def load_data(
     args: argparse.Namespace, folder: str
 ) -> tuple[WMT16Dataset | Multi30k, WMT16Dataset | Multi30k]:
-    """Return training and validation pairs. Both data sets are validated on their test text, as published scores."""
+    """Return training and validation pairs. Both data sets are validated on their test text, as
+    published scores."""
     kind, for_training, validation_part = DATASETS[args.dataset]
     make = partial(kind, folder, math_precision=args.precision)
     return make(train=True, max_len=MAX_LEN_TRAIN, **for_training), make(
@@ -88,7 +90,8 @@ def load_data(
 
 
 def sentence_loss(scores: Tensor, target: Tensor) -> Tensor:
-    """Return the loss with label smoothing, summed over the words of a sentence, as a mean over sentences."""
+    """Return the loss with label smoothing, summed over the words of a sentence, as a mean over
+    sentences."""
     return (
         LabelSmoothing(0, SMOOTHING, fast_xentropy=True)(scores.transpose(0, 1), target)
         / target.shape[1]
@@ -98,7 +101,8 @@ def sentence_loss(scores: Tensor, target: Tensor) -> Tensor:
 def make_optimizer(
     model: nn.Module, lr: float, world_size: int, gpu: bool, args: argparse.Namespace
 ) -> Optimizer:
-    """Return Adam on averages of all workers' gradients; in half precision with float32 weights and a loss scale."""
+    """Return Adam on averages of all workers' gradients; in half precision with float32 weights and
+    a loss scale."""
     adam = partial(Adam, lr=lr, betas=(0.9, 0.999), eps=1e-8)
     common = {"use_cuda": gpu, "grad_clip": GRAD_CLIP, "average_custom": True}
     if args.precision == "fp32":
@@ -121,7 +125,8 @@ def translate_and_score(
     metrics: Sequence[BLEUScore],
     tracker: Tracker,
 ) -> dict[BLEUScore, float]:
-    """Translate this worker's share of the validation text and return the scores of all workers' translations."""
+    """Translate this worker's share of the validation text and return the scores of all workers'
+    translations."""
     tracker.validation_start()
     for metric in metrics:
         metric.reset()

@@ -38,7 +38,8 @@ class Preset:
     validate_every: float = 0.3
 
     def divided(self, world_size: int) -> tuple[int, int]:
-        """Return the sentences in a worker's batch, and the number of batches that it accumulates before an update.
+        """Return the sentences in a worker's batch, and the number of batches that it accumulates
+        before an update.
 
         Example:
             >>> [PRESETS["big"].divided(world_size) for world_size in (1, 4, 16, 32)]

@@ -58,7 +58,8 @@ def scores(dataset: str) -> list[BLEUScore]:
 
 
 def load_data(args: argparse.Namespace, folder: str) -> tuple[TransformerPairs, TransformerPairs]:
-    """Return the pairs for training and for translation; float16 batches have lengths that fit tensor cores."""
+    """Return the pairs for training and for translation; float16 batches have lengths that fit
+    tensor cores."""
     multiple = {"seq_len_multiple": 8 if args.precision == "fp16" else 1}
     # One more position than tokens, for the end symbol.
     for_training = {"max_positions": (MAX_LEN_TRAIN + 1, MAX_LEN_TRAIN + 1), **multiple}
@@ -80,7 +81,8 @@ def load_data(args: argparse.Namespace, folder: str) -> tuple[TransformerPairs, 
 def make_optimizer(
     model: TransformerModel, world_size: int, args: argparse.Namespace, gpu: bool
 ) -> CustomCentralizedOptimizer | FP16Optimizer:
-    """Return Adam on gradients that are summed over the workers and divided by the ``denom`` of each step."""
+    """Return Adam on gradients that are summed over the workers and divided by the ``denom`` of
+    each step."""
     adam = partial(Adam, lr=args.lr, betas=BETAS, eps=EPS, fused=True)
     if args.precision != "fp16":
         return CustomCentralizedOptimizer(
@@ -101,7 +103,8 @@ def translate(
     references: Sequence[str],
     metrics: Sequence[BLEUScore],
 ) -> list[tuple[list[str], list[str]]]:
-    """Return translations and references for each metric: sub-words against sub-words, or text against text."""
+    """Return translations and references for each metric: sub-words against sub-words, or text
+    against text."""
     divided, targets = generator.translate_batch(batch, remove_bpe=None, ignore_case=False)
     cased = (
         [evaluated.detokenize(text) for text in divided],

@@ -13,7 +13,8 @@ __all__ = ["PRESETS", "Preset", "add_arguments", "divided", "take_defaults", "ta
 
 @dataclass(frozen=True)
 class Preset:
-    """The batches and the rate of one size of the model. All except the last are defaults of arguments.
+    """The batches and the rate of one size of the model. All except the last are defaults of
+    arguments.
 
     Attributes:
         max_tokens: Tokens in a batch of one worker.
@@ -47,13 +48,15 @@ def take_defaults(args: argparse.Namespace) -> None:
 
 
 def take_precision(args: argparse.Namespace, gpu: bool) -> None:
-    """Set the precision if the command line does not give it: half precision on GPUs, as the task is described."""
+    """Set the precision if the command line does not give it: half precision on GPUs, as the task
+    is described."""
     if args.precision is None:
         args.precision = "fp16" if gpu else "fp32"
 
 
 def divided(args: argparse.Namespace, world_size: int) -> tuple[int, int]:
-    """Return the tokens in a worker's batch, and the number of batches that it accumulates before an update.
+    """Return the tokens in a worker's batch, and the number of batches that it accumulates before
+    an update.
 
     Example:
         >>> [divided(argparse.Namespace(global_tokens=2**17, max_tokens=8192), k) for k in (1, 16, 32, 64)]

@@ -59,7 +59,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class Network(nn.Module):
-    """Two paths, the second of which an input may leave out. Gradients arrive in another order than registration's."""
+    """Two paths, the second of which an input may leave out. Gradients arrive in another order than
+    registration's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +162,8 @@ def hooked(kind: str, options: dict[str, Any], **ways: bool) -> dict[str, Any]:
 
 
 def resumed(kind: str) -> dict[str, Any]:
-    """Train without interruption, and resume in the middle, when the buckets have long been rebuilt."""
+    """Train without interruption, and resume in the middle, when the buckets have long been
+    rebuilt."""
     options = LAYOUTS["several buckets"]
     run = Hooked(kind, make_network(), **options)
     train(run.model, run.optimizer, range(3))

@@ -24,7 +24,8 @@ BUCKET_SIZES = (0, 300, 1 << 20)
 
 
 class Net(nn.Module):
-    """A frozen layer, one used twice, one on one worker only, one never, channels-last images, two dtypes."""
+    """A frozen layer, one used twice, one on one worker only, one never, channels-last images, two
+    dtypes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -49,7 +49,8 @@ def sums(
 
 
 def many_on_their_way(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Worker 0 starts everything before the others start anything: more signs than a socket takes."""
+    """Worker 0 starts everything before the others start anything: more signs than a socket
+    takes."""
     shared = SharedMemorySum()
     if rank != 0:
         dist.barrier()
@@ -69,7 +70,8 @@ def many_on_their_way(rank: int, world_size: int) -> tuple[bool, bool]:
 
 
 def memory_is_used_again(rank: int, world_size: int) -> int:
-    """Bytes of memory after a hundred messages of a MiB, three of which are on their way at a time."""
+    """Bytes of memory after a hundred messages of a MiB, three of which are on their way at a
+    time."""
     shared = SharedMemorySum()
     shared._timeout_s = 1e9  # more than a system call takes
     for _ in range(100):
@@ -79,7 +81,8 @@ def memory_is_used_again(rank: int, world_size: int) -> int:
 
 
 def one_is_slow_to_collect(rank: int, world_size: int) -> tuple[list[float], list[float]]:
-    """Worker 0 starts a second message when the others have summed up the first, and not collected it."""
+    """Worker 0 starts a second message when the others have summed up the first, and not collected
+    it."""
     shared = SharedMemorySum()
     first, second = (torch.full((6,), float(factor * (rank + 1))) for factor in (1, 10))
     if rank == 0:
@@ -133,7 +136,8 @@ def weights_and_layers(rank: int, world_size: int) -> list[Tensor]:
 
 
 def small_sockets(rank: int, world_size: int) -> int:
-    """Sockets have room for a few signs only, and after the last message nobody looks at shared memory again."""
+    """Sockets have room for a few signs only, and after the last message nobody looks at shared
+    memory again."""
     shared, late = SharedMemorySum(), 0
     for peer in shared._peers:
         peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2304)
@@ -292,7 +296,8 @@ def other_machine(rank: int, world_size: int) -> str:
 
 
 def other_network(rank: int, world_size: int) -> str:
-    """Worker 1 has moved into a network namespace of its own, as an emulated host has, and stays there."""
+    """Worker 1 has moved into a network namespace of its own, as an emulated host has, and stays
+    there."""
     if rank == 1 and ctypes.CDLL(None).unshare(CLONE_NEWNET) != 0:
         raise PermissionError("only root may")
     try:

@@ -157,7 +157,8 @@ def test_whoever_has_a_gradient_gives_it_to_all(dtype: torch.dtype) -> None:
 
 
 class Large(nn.Module):
-    """Gradients that travel alone or packed: of odd strides, in one memory, of other dtypes, on one worker only."""
+    """Gradients that travel alone or packed: of odd strides, in one memory, of other dtypes, on one
+    worker only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +184,8 @@ class Large(nn.Module):
 
 
 def average_large_tensors(rank: int, world_size: int) -> dict[str, Any]:
-    """Gradients by settings of the aggregation, if tensors travel together and if those of 1 KiB travel alone."""
+    """Gradients by settings of the aggregation, if tensors travel together and if those of 1 KiB
+    travel alone."""
     results: dict[str, Any] = {}
     on_one_machine, on_several_machines = process_groups.is_on_one_machine, lambda group=None: False
     settings: dict[str, dict[str, Any]] = {
@@ -227,7 +229,8 @@ def average_large_tensors(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def unfreeze_on_worker_0(rank: int, world_size: int) -> list[Any]:
-    """All parameters are frozen at the first aggregation, and one worker trains them at the second."""
+    """All parameters are frozen at the first aggregation, and one worker trains them at the
+    second."""
     model, aggregate = (
         nn.Linear(2, 1).requires_grad_(False),
         AllReduceAggregation(world_size).agg_grad(),

@@ -1,4 +1,5 @@
-"""A DDP model with an aggregation as its hook trains like the library's optimizer with that aggregation."""
+"""A DDP model with an aggregation as its hook trains like the library's optimizer with that
+aggregation."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def test_ddp_with_a_hook_trains_like_the_optimizer(
 
 @KINDS
 def test_messages_do_not_depend_on_the_buckets(results: Results, kind: str) -> None:
-    """Except for those of single buckets, which go without flags of missing gradients: DDP sends its own."""
+    """Except for those of single buckets, which go without flags of missing gradients: DDP sends
+    its own."""
     flags = workers.STEPS * len(results[0]["ours"][kind]["weights"]) * 4 if "overlap" in kind else 0
     flags //= 2 if "bf16" in kind else 1
     for layout in workers.LAYOUTS:

@@ -1,4 +1,5 @@
-"""The replicas of a model that FSDP2 shards exchange gradients by any aggregation that works on flat tensors."""
+"""The replicas of a model that FSDP2 shards exchange gradients by any aggregation that works on
+flat tensors."""
 
 from __future__ import annotations
 

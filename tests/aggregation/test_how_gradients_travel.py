@@ -1,4 +1,5 @@
-"""Conversions on the way, overflows, missing batches and fused kernels: where gradients could go wrong unnoticed."""
+"""Conversions on the way, overflows, missing batches and fused kernels: where gradients could go
+wrong unnoticed."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 def same_dtype(rank: int, world_size: int) -> dict[str, Any]:
-    """Sums that are exact, so that only the division rounds; and any sums, in messages of one layout."""
+    """Sums that are exact, so that only the division rounds; and any sums, in messages of one
+    layout."""
     exact, converted = [], []
     for overlap in OVERLAPS:
         model = nn.Linear(3, 2)
@@ -76,7 +78,8 @@ def same_dtype(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def without_a_batch(rank: int, world_size: int) -> list[list[Tensor]]:
-    """Worker 1 has no batch in two of the steps, another worker's gradients overflow in one of them."""
+    """Worker 1 has no batch in two of the steps, another worker's gradients overflow in one of
+    them."""
     result = []
     for overlap in OVERLAPS:
         model = layers()
@@ -129,7 +132,8 @@ def looked_too_early(rank: int, world_size: int) -> str:
 
 
 def complex_numbers(rank: int, world_size: int) -> dict[Any, Any]:
-    """c = 1 + 2j on all workers and the loss |c|^2, whose gradient is 2c; then d, which worker 0 alone has."""
+    """c = 1 + 2j on all workers and the loss |c|^2, whose gradient is 2c; then d, which worker 0
+    alone has."""
     result: dict[Any, Any] = {}
     for comm_dtype in (None, torch.float32, torch.float64, torch.bfloat16):
         for overlap in OVERLAPS:
@@ -158,7 +162,8 @@ def complex_numbers(rank: int, world_size: int) -> dict[Any, Any]:
 
 
 def converted(rank: int, world_size: int) -> dict[Any, list[list[Tensor]]]:
-    """The model is converted before the first step, and between steps, with and without gradients."""
+    """The model is converted before the first step, and between steps, with and without
+    gradients."""
 
     def there_and_back(model: nn.Module) -> None:
         model.half()

@@ -1,4 +1,5 @@
-"""The reduction that runs during the backward pass gives what the plain one gives, whatever the user does."""
+"""The reduction that runs during the backward pass gives what the plain one gives, whatever the
+user does."""
 
 from __future__ import annotations
 

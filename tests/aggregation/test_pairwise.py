@@ -1,4 +1,5 @@
-"""Averages by sends and receives: their bits, and when they take the place of the backend's all-reduce."""
+"""Averages by sends and receives: their bits, and when they take the place of the backend's
+all-reduce."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def test_another_message_is_not_a_part_of_an_average() -> None:
 def average_twice(
     rank: int, world_size: int, named: tuple[str, ...], by_layer: bool
 ) -> tuple[dict[str, int], list[Any]]:
-    """The number of calls by operation in two averages if ``named`` are the workers' machines, and the last result."""
+    """The number of calls by operation in two averages if ``named`` are the workers' machines, and
+    the last result."""
     process_groups.machine = lambda: named[rank]
     model = nn.Linear(2, 2)
     aggregate = AllReduceAggregation(world_size).agg_grad(by_layer=by_layer)
@@ -137,7 +139,8 @@ def test_workers_of_one_machine_average_directly(
 
 
 def average_in_odd_ways(rank: int, world_size: int, meeting: Path) -> dict[str, Any]:
-    """Averages of numbers of other kinds, with other divisors, and in the second process group of a process."""
+    """Averages of numbers of other kinds, with other divisors, and in the second process group of a
+    process."""
     aggregation = AllReduceAggregation(world_size)
     found: dict[str, Any] = {}
 

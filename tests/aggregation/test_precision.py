@@ -48,7 +48,8 @@ def test_the_scale_of_signs_is_the_mean_over_all_blocks() -> None:
 
 
 def far_apart(rank: int, world_size: int) -> dict[str, Any]:
-    """The difference of two numbers of float16 that is beyond its range, and sums that bfloat16 rounds away."""
+    """The difference of two numbers of float16 that is beyond its range, and sums that bfloat16
+    rounds away."""
     x = torch.tensor([60000.0 if rank else -60000.0, 0.0], dtype=torch.float16)
     DecentralizedAggregation(None, None, topology=ring(world_size)).aggregate({"x": x}, "avg_world")
 

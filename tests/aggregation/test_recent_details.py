@@ -1,4 +1,5 @@
-"""Details of the aggregations of recent methods: one worker in this process, step by step against formulas.
+"""Details of the aggregations of recent methods: one worker in this process, step by step against
+formulas.
 
 The runs of several workers against the references are in ``tests/optim/test_recent_methods.py``.
 """
@@ -561,7 +562,8 @@ class TestDeMo:
     def test_a_coefficient_is_divided_by_the_workers_or_by_its_senders(
         self, mean_of_senders: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Two workers send a coefficient each: the same one of the first block, others of the second."""
+        """Two workers send a coefficient each: the same one of the first block, others of the
+        second."""
         first, second = (
             DeMoAggregation(top_k=1, block_size=2, mean_of_senders=mean_of_senders)
             for _ in range(2)

@@ -1,4 +1,5 @@
-"""Sums through shared memory are right, whatever the order in which workers come, and say who is missing."""
+"""Sums through shared memory are right, whatever the order in which workers come, and say who is
+missing."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def test_any_number_of_messages_can_be_on_their_way(results: Results) -> None:
 
 
 def test_memory_is_used_again(results: Results) -> None:
-    """Six messages at most are in a worker's memory: its last three may not have been collected by all."""
+    """Six messages at most are in a worker's memory: its last three may not have been collected by
+    all."""
     for result in results:
         assert 3 << 20 <= result["memory_is_used_again"] <= 8 << 20
 

@@ -1,4 +1,5 @@
-"""Workers in groups of their own: what each group computes is what a run of its workers alone computes."""
+"""Workers in groups of their own: what each group computes is what a run of its workers alone
+computes."""
 
 from __future__ import annotations
 
@@ -184,7 +185,8 @@ def train(which: int, rank: int, **group: Any) -> dict[str, list[Any]]:
 
 
 def apart(model: nn.Module, which: int, rank: int, **group: Any) -> Any:
-    """How far workers are apart, and a weight as lent for a validation and as given by the optimizer."""
+    """How far workers are apart, and a weight as lent for a validation and as given by the
+    optimizer."""
     exchange = DecentralizedAggregation(topology=ring(2), **group)
     optimizer = DecentralizedSGD(model=model, lr=0.1, aggregation=exchange)
     loss_of(model, which, rank, 9).backward()

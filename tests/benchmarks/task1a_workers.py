@@ -1,4 +1,5 @@
-"""What the workers of task 1a's tests do: several short runs of the task's own ``train``, one after the other."""
+"""What the workers of task 1a's tests do: several short runs of the task's own ``train``, one after
+the other."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ FOLDER = get_task("1a").script.parent
 
 
 def load_script() -> ModuleType:
-    """The task's ``main.py``, which finds its neighbours by lying in one folder with them; with smaller digits."""
+    """The task's ``main.py``, which finds its neighbours by lying in one folder with them; with
+    smaller digits."""
     sys.path.insert(0, str(FOLDER))
     main = importlib.import_module("main")
     main.DATASETS["digits"] = SmallDigits

@@ -1,4 +1,5 @@
-"""Every task by every way of starting its workers, with the command lines of version 3.0 among them."""
+"""Every task by every way of starting its workers, with the command lines of version 3.0 among
+them."""
 
 from __future__ import annotations
 

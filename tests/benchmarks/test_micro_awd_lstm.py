@@ -1,4 +1,5 @@
-"""The comparison of AWD-LSTM with the classical one: both are the same model, and the script runs."""
+"""The comparison of AWD-LSTM with the classical one: both are the same model, and the script
+runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The comparison of the optimizers: its arithmetic, and a run in which one variant kills its workers."""
+"""The comparison of the optimizers: its arithmetic, and a run in which one variant kills its
+workers."""
 
 from __future__ import annotations
 

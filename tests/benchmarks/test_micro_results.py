@@ -1,4 +1,5 @@
-"""The protocol that the scripts under benchmarks/micro share, their JSON files, and the page made from these."""
+"""The protocol that the scripts under benchmarks/micro share, their JSON files, and the page made
+from these."""
 
 from __future__ import annotations
 

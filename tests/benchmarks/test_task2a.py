@@ -1,4 +1,5 @@
-"""Task 2a: its script reaches the optimum that scikit-learn finds, with one worker and with two, however started."""
+"""Task 2a: its script reaches the optimum that scikit-learn finds, with one worker and with two,
+however started."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def write_text(path: Path, rows: int, n_features: int, seed: int) -> None:
 
 
 def joined_batches(folder: Path, epochs: int) -> np.ndarray:
-    """Weights after plain SGD of one worker on the joined batches of two, computed without the library's training."""
+    """Weights after plain SGD of one worker on the joined batches of two, computed without the
+    library's training."""
     training, _ = train_and_validation("epsilon", folder)
     parts = [LinearBatches(training, 128, seed=42, rank=rank, world_size=2) for rank in range(2)]
     torch.manual_seed(42)
@@ -223,7 +225,8 @@ def test_sparse_rows_and_the_loss_beside_the_goal(tmp_path: Path) -> None:
 
 
 def test_a_partition_by_label_reaches_the_batches(tmp_path: Path) -> None:
-    """australian has no validation part, so the rows to divide are themselves a part of its file."""
+    """australian has no validation part, so the rows to divide are themselves a part of its
+    file."""
     main = load_script("2a")
 
     def rows(*arguments: str) -> list[list[list[float]]]:

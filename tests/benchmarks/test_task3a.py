@@ -30,7 +30,8 @@ STREAMS = 7  # of validation: two workers do not get equally many
 
 
 def write_text(folder: Path, valid_is_train: bool) -> Path:
-    """A text that repeats itself; validation is the same, or has nothing to do with it, so that it gets worse."""
+    """A text that repeats itself; validation is the same, or has nothing to do with it, so that it
+    gets worse."""
     folder.mkdir()
     train = " ".join(WORDS + [WORDS[i % 7] for i in range(1700)])
     valid = train if valid_is_train else " ".join(random.Random(1).choices(WORDS, k=200))
@@ -47,7 +48,8 @@ def train(
     world_size: int = 1,
     stops: bool = False,
 ) -> Tracker:
-    """What the script does on one worker once the backend is there, with a tiny model; a run stops at a goal or not."""
+    """What the script does on one worker once the backend is there, with a tiny model; a run stops
+    at a goal or not."""
     script = load_script("3a")
     small = script.PRESETS["small"]
     script.PRESETS["small"] = dataclasses.replace(

@@ -1,4 +1,5 @@
-"""Task 4a's script on a few sentences: accumulated, resumed, on two workers, and from the command line."""
+"""Task 4a's script on a few sentences: accumulated, resumed, on two workers, and from the command
+line."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ WORDS = [
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A text whose translations are all the same; the test part has others too, so that BLEU is between 0 and 100."""
+    """A text whose translations are all the same; the test part has others too, so that BLEU is
+    between 0 and 100."""
     monkeypatch.setenv("MLBENCH_HOME", str(tmp_path / "home"))
     folder = tmp_path / "text"
     folder.mkdir()
@@ -132,7 +134,8 @@ def test_resumed_run_is_bit_identical(tmp_path: Path, text: Path) -> None:
 def on_wmt16(
     script: ModuleType, folder: Path, text: Path, *words: str
 ) -> tuple[Tracker, list[int]]:
-    """An epoch of 7 updates of two batches and one of one, validated as the full size is; and the batches between."""
+    """An epoch of 7 updates of two batches and one of one, validated as the full size is; and the
+    batches between."""
     for lang in ("en", "de"):
         (text / f"newstest2014.{lang}").write_bytes(
             (text / f"test_2016_flickr.{lang}").read_bytes()
@@ -294,7 +297,8 @@ def test_workers_share_an_update(world_size: int, expected: tuple[int, int]) -> 
 
 
 def test_an_update_has_the_sentences_of_the_definition() -> None:
-    """With any number of workers: 2,048 exactly if they divide it, and otherwise the nearest possible number."""
+    """With any number of workers: 2,048 exactly if they divide it, and otherwise the nearest
+    possible number."""
     big = load_script("4a").presets.PRESETS["big"]
     for k in range(1, 257):
         sentences, batches = big.divided(k)

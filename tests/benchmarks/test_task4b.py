@@ -105,7 +105,8 @@ def test_resumed_run_is_bit_identical(
 def test_validation_and_goal_are_as_they_were_defined(
     script: ModuleType, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
 ) -> None:
-    """The goal's measure is of sub-words in lower case; of text as it is, another score is recorded."""
+    """The goal's measure is of sub-words in lower case; of text as it is, another score is
+    recorded."""
     root = tmp_path / "wmt17"
     root.mkdir()
     for lang in ("en", "de"):
@@ -316,7 +317,8 @@ def test_task_4b_is_as_specified(script: ModuleType) -> None:
 
 
 def test_an_update_has_the_tokens_of_the_definition() -> None:
-    """With any number of workers: 2^17 exactly if they divide it, and otherwise the nearest possible number."""
+    """With any number of workers: 2^17 exactly if they divide it, and otherwise the nearest
+    possible number."""
     sizes = load_script("4b").sizes
     big = argparse.Namespace(**vars(sizes.PRESETS["big"]))
     for k in range(1, 257):

@@ -69,7 +69,8 @@ def test_own_task(reader: Reader) -> None:
 
 @pytest.mark.skipif(EmulatedNetwork.why_not() is not None, reason=str(EmulatedNetwork.why_not()))
 def test_slow_network(reader: Reader) -> None:
-    """The whole sweep takes minutes, so its plan is compared with the page, and then one run of one epoch is made."""
+    """The whole sweep takes minutes, so its plan is compared with the page, and then one run of one
+    epoch is made."""
     page = blocks("slow_network")
     start = next(
         i
@@ -106,7 +107,8 @@ def test_slow_network(reader: Reader) -> None:
 
 
 def test_reproduce(reader: Reader) -> None:
-    """Three published runs stand for those that the reader makes, and the command for these is only parsed."""
+    """Three published runs stand for those that the reader makes, and the command for these is only
+    parsed."""
     (reader.folder / "docs").symlink_to(ROOT / "docs")
     page = blocks("reproduce")
     start = next(i for i, block in enumerate(page) if block.text.startswith("mlbench run again "))
@@ -124,7 +126,8 @@ def test_reproduce(reader: Reader) -> None:
 
 
 def test_own_image(reader: Reader, tmp_path: Path) -> None:
-    """No container is started: the files that go into the image are those of the task, and the commands are parsed."""
+    """No container is started: the files that go into the image are those of the task, and the
+    commands are parsed."""
     page = (PAGES / "own_image.md").read_text()
     (dockerfile,) = re.findall(r"```\n# Dockerfile\n(.*?)```", page, re.DOTALL)
     assert f"FROM mlbench/base:{mlbench_core.__version__}\n" in dockerfile

@@ -75,7 +75,8 @@ def blocks(page: str) -> list[Block]:
 
 
 def as_pattern(line: str) -> str:
-    """A pattern that a line of output matches if it differs from this one in numbers and in spaces only."""
+    """A pattern that a line of output matches if it differs from this one in numbers and in spaces
+    only."""
     parts = [
         r"\s+".join(re.escape(word) for word in _NUMBER.sub("\0", part).split()).replace(
             "\0", _NUMBER.pattern
@@ -86,7 +87,8 @@ def as_pattern(line: str) -> str:
 
 
 def missing_line(expected: str, output: str) -> str | None:
-    """The first line of an expected output that the output lacks at its place; None if it has all of them."""
+    """The first line of an expected output that the output lacks at its place; None if it has all
+    of them."""
     printed = iter(re.sub(r"-{3,}", "---", output).splitlines())
     for line in expected.splitlines():
         if line.strip() in ("", "..."):
@@ -127,7 +129,8 @@ class Reader:
         changes: Sequence[tuple[str, str]] = (),
         only: Iterable[Block] | None = None,
     ) -> str:
-        """Save the files and run the commands of a page, and compare their output with the printed one.
+        """Save the files and run the commands of a page, and compare their output with the printed
+        one.
 
         Args:
             page: The page's name, without ``.md``.
@@ -185,7 +188,8 @@ class Reader:
         return {**inherited, **self.variables, "READER_FOLDER": str(self.programs / "folder")}
 
     def _fork(self, words: Sequence[str]) -> tuple[int, str]:
-        """Fork ``python SCRIPT ...`` or the workers of ``torchrun --nproc-per-node K SCRIPT ...``."""
+        """Fork ``python SCRIPT ...`` or the workers of ``torchrun --nproc-per-node K SCRIPT
+        ...``."""
         script, ranks = list(words[1:]), [dict[str, str]()]
         if words[0] == "torchrun":
             assert script[0] == "--nproc-per-node", words

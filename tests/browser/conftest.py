@@ -1,4 +1,5 @@
-"""Chromium through Playwright, which writes down everything that a user's browser would complain about."""
+"""Chromium through Playwright, which writes down everything that a user's browser would complain
+about."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The dashboard as a user meets it: start two runs, watch them, compare, download, stop and delete, on every screen."""
+"""The dashboard as a user meets it: start two runs, watch them, compare, download, stop and delete,
+on every screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A command that looks like a training: it sends metrics, prints, and leaves the results of a measured run.
+"""A command that looks like a training: it sends metrics, prints, and leaves the results of a
+measured run.
 
 usage: trains.py RESULTS EPOCHS
 """

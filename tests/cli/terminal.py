@@ -23,7 +23,8 @@ CTRL_C = "\x03"
 
 
 class Terminal:
-    """A process and the screen that it writes to; ``shown`` is everything it wrote, without escape sequences."""
+    """A process and the screen that it writes to; ``shown`` is everything it wrote, without escape
+    sequences."""
 
     def __init__(self, process: subprocess.Popen[bytes], screen: int) -> None:
         self.process = process

@@ -45,7 +45,8 @@ def chart(tmp_path: Path) -> tuple[str, str]:
 
 @pytest.fixture
 def master(fake: FakeMaster, patch: pytest.MonkeyPatch) -> FakeMaster:
-    """The master of the next cluster: the port of the cluster is the one at which this master listens."""
+    """The master of the next cluster: the port of the cluster is the one at which this master
+    listens."""
     patch.delenv("MLBENCH_MASTER_URL")
     patch.setattr(clusters, "FIRST_PORT", int(fake.url.rpartition(":")[2]))
     patch.setattr(clusters, "_is_free", lambda port: True)

@@ -1,4 +1,5 @@
-"""data list, fetch, prepare and verify, with tiny files, a server on this machine and the real test data."""
+"""data list, fetch, prepare and verify, with tiny files, a server on this machine and the real test
+data."""
 
 from __future__ import annotations
 

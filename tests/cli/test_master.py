@@ -189,7 +189,8 @@ def test_master_that_dies_at_its_start_says_why(call: Call, patch: pytest.Monkey
 def test_a_port_that_is_taken_before_the_master_listens_is_not_the_end(
     real_master: None, patch: pytest.MonkeyPatch
 ) -> None:
-    """Another program takes the port that was found free; the master ends, and starts at another port."""
+    """Another program takes the port that was found free; the master ends, and starts at another
+    port."""
     ports = [free_port(), free_port()]
     started: list[int] = []
     real_command = _embedded.master_command

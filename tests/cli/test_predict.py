@@ -15,7 +15,8 @@ SLOW = "10mbit,40ms"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """One algorithm with 1 worker, and with 2 on one machine and on a slow network; the goal takes 30 steps."""
+    """One algorithm with 1 worker, and with 2 on one machine and on a slow network; the goal takes
+    30 steps."""
     entry = {"op": "all_reduce", "group": 2, "calls": 30, "bytes": 30_000, "overlapped": False}
     write_run(tmp_path / "runs" / "1", workers=1, epoch_s=6.0, collectives=[])
     for seed in (1, 2, 3):

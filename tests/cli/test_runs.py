@@ -1,4 +1,5 @@
-"""status, logs, stop, delete, download against a fake master; the failures that every command shares."""
+"""status, logs, stop, delete, download against a fake master; the failures that every command
+shares."""
 
 from __future__ import annotations
 

@@ -560,8 +560,8 @@ def test_threads_that_post_together_lose_nothing(master: StubMaster, connect: Co
 
 
 class OldMaster:
-    """How a master of version 3.0 answers: 500 to a list, to a metric of a run that it does not have, and to its own
-    mistakes.
+    """How a master of version 3.0 answers: 500 to a list, to a metric of a run that it does not
+    have, and to its own mistakes.
     """
 
     def __init__(self, stub: StubMaster) -> None:

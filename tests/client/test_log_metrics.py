@@ -147,7 +147,8 @@ def test_in_a_cluster_the_master_is_looked_up_once(
 def test_in_a_cluster_without_the_package_kubernetes_the_loss_is_said_twice(
     environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At the first metric and at the end, with the line that installs it: a whole run's metrics are at stake."""
+    """At the first metric and at the end, with the line that installs it: a whole run's metrics are
+    at stake."""
     environment.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     for name in [name for name in sys.modules if name.split(".")[0] == "kubernetes"]:
         environment.delitem(sys.modules, name)

@@ -47,7 +47,8 @@ def test_a_password_in_the_address_is_not_shown(url: str) -> None:
 
 
 def test_no_other_module_speaks_http() -> None:
-    """Downloads of data sets are the exception: they go to other servers, in pieces that can be continued."""
+    """Downloads of data sets are the exception: they go to other servers, in pieces that can be
+    continued."""
     root = Path(mlbench_core.__file__).parent
     speaks = re.compile(r"\b(requests\.(Session|request|get|post|adapters)|urlopen|http\.client)\b")
     found = {

@@ -178,7 +178,8 @@ def test_a_zip_without_a_record_is_honest(tmp_path: Path) -> None:
 def archive_3_0(
     path: Path, workers: int, text: str, kinds: tuple[str, ...], train_s: float
 ) -> Path:
-    """Write an archive as published with version 3.0: metrics of each rank, without a record and without workers."""
+    """Write an archive as published with version 3.0: metrics of each rank, without a record and
+    without workers."""
     metrics = {f"{kind} @ {rank}": [entry(1.0)] for rank in range(workers) for kind in kinds}
     metrics["TotalCumulativeTrainTime @ 0"] = [entry(train_s)]
     if text:

@@ -69,7 +69,8 @@ def test_another_method_has_the_same_look_in_every_process() -> None:
 
 @pytest.mark.parametrize("phase", ["compute", "communication", "metrics", "data"])
 def test_the_dashboard_has_the_colors_of_the_figures(phase: str) -> None:
-    """The variables --c1 to --c7 are the colors of the figures, darkened or lightened for a theme."""
+    """The variables --c1 to --c7 are the colors of the figures, darkened or lightened for a
+    theme."""
     with style():
         cycle = matplotlib.rcParams["axes.prop_cycle"].by_key()["color"]
     number = re.search(

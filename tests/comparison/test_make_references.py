@@ -1,4 +1,5 @@
-"""The script that makes convergence references: which runs it starts, and what it makes of their results."""
+"""The script that makes convergence references: which runs it starts, and what it makes of their
+results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Communication that nobody measured is unknown, and not free; results of earlier versions stay readable."""
+"""Communication that nobody measured is unknown, and not free; results of earlier versions stay
+readable."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ OLD_RUNS = Path(__file__).resolve().parents[2] / "docs" / "results" / "digits" /
 
 
 def without_communication(folder: Path, *, workers: int = 2, old: bool = False) -> Path:
-    """Write the folder of a run whose optimizer reported nothing, as with DistributedDataParallel."""
+    """Write the folder of a run whose optimizer reported nothing, as with
+    DistributedDataParallel."""
     write_run(folder, workers=workers, finish=False, collectives=[])
     for path in folder.glob("metrics.rank-*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]

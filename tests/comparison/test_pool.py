@@ -23,7 +23,8 @@ def a_record(
     time_s: float | None = 10.0,
     **others: Any,
 ) -> RunRecord:
-    """Return a run of task 1a; ``machine`` and ``software`` are those of the record, others of its configuration."""
+    """Return a run of task 1a; ``machine`` and ``software`` are those of the record, others of its
+    configuration."""
     machine, software = (
         others.pop("machine", {"cpu": "A", "hosts": 1}),
         others.pop("software", {"torch": "2.1"}),

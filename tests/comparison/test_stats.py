@@ -1,4 +1,5 @@
-"""Intervals, tests and profiles agree with scipy and statsmodels, and are defined where those divide by zero."""
+"""Intervals, tests and profiles agree with scipy and statsmodels, and are defined where those
+divide by zero."""
 
 from __future__ import annotations
 
@@ -199,7 +200,8 @@ def test_a_performance_profile_by_hand() -> None:
     )
 )
 def test_the_score_is_the_area_below_the_profile(table: list[list[float | None]]) -> None:
-    """AlgoPerf integrates numerically; a fine grid of midpoints comes as close as its steps allow."""
+    """AlgoPerf integrates numerically; a fine grid of midpoints comes as close as its steps
+    allow."""
     times = {
         f"a{row}": {f"t{task}": time for task, time in enumerate(each)}
         for row, each in enumerate(table)

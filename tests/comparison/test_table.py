@@ -32,7 +32,8 @@ from tests.comparison.test_pool import GOAL, a_record
 
 
 def repeats(times: list[float | None], workers: int = 1, **others: Any) -> list[RunRecord]:
-    """Return one run for each time; all times of one call differ from those of another only by their seeds."""
+    """Return one run for each time; all times of one call differ from those of another only by
+    their seeds."""
     return [
         replace(
             a_record(f"r{seed}", workers, seed, time_s=time_s, **others),

@@ -1,4 +1,5 @@
-"""Task 1a through DistributedDataParallel in the style of mlbench-core 3.0, with another order of parameters."""
+"""Task 1a through DistributedDataParallel in the style of mlbench-core 3.0, with another order of
+parameters."""
 
 import os
 

@@ -144,7 +144,8 @@ def test_tasks_4a_and_4b(script: str, world_size: int, tmp_path: Path) -> None:
 
 
 def write_translations(folder: Path) -> None:
-    """Sentence pairs in the names of both archives of version 3.0, each word its own translation."""
+    """Sentence pairs in the names of both archives of version 3.0, each word its own
+    translation."""
     words = ["dog", "cat", "runs", "sleeps", "red", "blue", "small", "old"]
     draw = random.Random(0)
     for name, pairs in (("train", 36), ("train.tok.clean.bpe.32000", 36), ("newstest2013", 6), ("newstest2014", 6),

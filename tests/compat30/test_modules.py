@@ -1,4 +1,5 @@
-"""Modules of version 3.0 outside the list of public names keep their import path, or the documentation says so."""
+"""Modules of version 3.0 outside the list of public names keep their import path, or the
+documentation says so."""
 
 from __future__ import annotations
 

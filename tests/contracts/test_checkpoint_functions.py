@@ -1,4 +1,5 @@
-"""Rules for torch's functions for distributed checkpoints: with every optimizer they are exact, or an error."""
+"""Rules for torch's functions for distributed checkpoints: with every optimizer they are exact, or
+an error."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ EXACT = {
 
 
 def resume(member: Member, rank: int, world_size: int) -> Any:
-    """Return the weights of a run that was saved and restored half way, and of one that was not; or the error."""
+    """Return the weights of a run that was saved and restored half way, and of one that was not; or
+    the error."""
     model = member.model()
     optimizer = member.make(model, rank, world_size)
     options = StateDictOptions(strict=False)  # a parameter that had no gradient has no state

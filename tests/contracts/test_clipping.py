@@ -1,4 +1,5 @@
-"""Rules for ``clip_grad_norm_``, which every distributed optimizer obeys: it clips the average gradient, or refuses."""
+"""Rules for ``clip_grad_norm_``, which every distributed optimizer obeys: it clips the average
+gradient, or refuses."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ EXACT = {
 
 
 def backward(model: Net, rank: int, world_size: int, step: int = 0) -> None:
-    """Add the gradients of this worker's share of a batch, as sums over samples divided by the samples of a share."""
+    """Add the gradients of this worker's share of a batch, as sums over samples divided by the
+    samples of a share."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(world_size, 8, 6, generator=generator)[rank]
     targets = torch.randn(world_size, 8, 3, generator=generator)[rank]

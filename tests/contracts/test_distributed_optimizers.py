@@ -1,4 +1,5 @@
-"""Rules that every distributed optimizer obeys with k real workers. A new one is a new line in the table."""
+"""Rules that every distributed optimizer obeys with k real workers. A new one is a new line in the
+table."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ Event = tuple[str, int, str]
 
 
 class Net(nn.Module):
-    """Parameters of many kinds: frozen, unused, without dimensions, used on some workers only, with buffers."""
+    """Parameters of many kinds: frozen, unused, without dimensions, used on some workers only, with
+    buffers."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, is_plain: bool = False) -> None:
         super().__init__()
@@ -367,7 +369,8 @@ def generator_states() -> list[Any]:
 
 
 def train(member: Member, rank: int, world_size: int) -> dict[str, Any]:
-    """A run with everything recorded, and in its middle a copy and a saved state that go on by themselves."""
+    """A run with everything recorded, and in its middle a copy and a saved state that go on by
+    themselves."""
     model = member.model()
     optimizer = member.make(model, rank, world_size)
     account = optimizer.aggregation
@@ -626,7 +629,8 @@ def test_the_rules_hold_on_a_gpu(ranks_on_a_gpu: list[dict[str, Any]], name: str
 
 
 def assert_close_to_the_cpu(ranks: list[dict[str, Any]], name: str) -> None:
-    """Up to the first agreement: later, a rounding can decide about a sign or about which values are the largest."""
+    """Up to the first agreement: later, a rounding can decide about a sign or about which values
+    are the largest."""
     member = MEMBERS[name]
     rtol, atol = (0.01, 1e-3) if member.dtype == torch.float32 else (0.05, 0.02)
     # Batch norm takes away what the bias before it adds: its gradient is zero but for roundings,

@@ -1,4 +1,5 @@
-"""Rules that every communication hook of DDP and of FSDP2 obeys; a new aggregation in their tables gets them, too."""
+"""Rules that every communication hook of DDP and of FSDP2 obeys; a new aggregation in their tables
+gets them, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rules for layers that are frozen, unfrozen or get gradients by hand, which every distributed optimizer obeys.
+"""Rules for layers that are frozen, unfrozen or get gradients by hand, which every distributed
+optimizer obeys.
 
 They hold for each member of the table of :mod:`tests.contracts.test_distributed_optimizers`, so a
 new optimizer gets them by itself."""

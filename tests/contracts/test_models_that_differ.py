@@ -1,4 +1,5 @@
-"""Rules for workers with different models: every distributed optimizer refuses them, on all workers."""
+"""Rules for workers with different models: every distributed optimizer refuses them, on all
+workers."""
 
 from __future__ import annotations
 

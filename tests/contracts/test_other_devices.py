@@ -33,7 +33,8 @@ READ_VALUES = {
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in nested dictionaries and lists, without numbers of steps, which torch keeps on the CPU."""
+    """Return the tensors in nested dictionaries and lists, without numbers of steps, which torch
+    keeps on the CPU."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):

@@ -1,4 +1,5 @@
-"""Every optimizer trains parameters without elements, without dimensions, of one element, and of any strides.
+"""Every optimizer trains parameters without elements, without dimensions, of one element, and of
+any strides.
 
 The contract tests of distributed optimizers have a parameter without dimensions. Here a model has
 all of these kinds. Parameters without elements change nothing: the others move as in the same model
@@ -33,7 +34,8 @@ EMPTY = {"rows": (0, 4), "columns": (4, 0), "list": (0,), "kernel": (2, 0, 3, 3)
 
 
 class Net(nn.Module):
-    """Parameters of many shapes and strides. Those without elements come last, so that all others keep their places."""
+    """Parameters of many shapes and strides. Those without elements come last, so that all others
+    keep their places."""
 
     def __init__(self, has_empty: bool, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

@@ -136,7 +136,8 @@ def test_two_schedules_of_one_kind_share_nothing(make) -> None:
 
 @every_schedule
 def test_a_rate_kept_in_a_tensor_works(make) -> None:
-    """Capturable and compiled optimizers keep their rate in a tensor, which must stay the same object."""
+    """Capturable and compiled optimizers keep their rate in a tensor, which must stay the same
+    object."""
     rate = torch.tensor(0.1, dtype=torch.float64)
     optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=rate)
     expected = rates_of(make(optimizer_of(0.1)), STEPS)

@@ -54,7 +54,8 @@ Make = Callable[[nn.Module, float], Optimizer]
 
 
 class Net(nn.Module):
-    """A matrix that is compressed, vectors, and statistics that each worker takes of its own batches.
+    """A matrix that is compressed, vectors, and statistics that each worker takes of its own
+    batches.
 
     Only worker 0 has gradients of ``lone`` that are not zero.
     """
@@ -200,7 +201,8 @@ def save_best(
 
 
 def resume_from_best(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """By optimizer: whether a run that goes on from the best epoch has the bits of the uninterrupted one."""
+    """By optimizer: whether a run that goes on from the best epoch has the bits of the
+    uninterrupted one."""
     result = {}
     own = [torch.distributed.new_group([other]) for other in range(world_size)][rank]
     alone: Make = lambda m, lr: CentralizedSGD(  # noqa: E731
@@ -222,7 +224,8 @@ def resume_from_best(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def save_all(rank: int, world_size: int, folder: str) -> None:
-    """Every optimizer's state, in one folder each for both frequencies, after eight steps, when all have just met."""
+    """Every optimizer's state, in one folder each for both frequencies, after eight steps, when all
+    have just met."""
     for name, make in OPTIMIZERS.items():
         model = Net()
         optimizer = make(model, 0.1)
@@ -241,7 +244,8 @@ def average(model: nn.Module) -> Tensor:
 def stand_still(
     rank: int, world_size: int, folder: str, steps: int = 8
 ) -> dict[tuple[str, str], Any]:
-    """What 8 steps with learning rate 0 do to the workers' average after a resume, and to what they remember."""
+    """What 8 steps with learning rate 0 do to the workers' average after a resume, and to what they
+    remember."""
     result = {}
     for (name, make), freq in itertools.product(
         OPTIMIZERS.items(), (CheckpointFreq.BEST, CheckpointFreq.ALL)
@@ -275,7 +279,8 @@ def stop(optimizer: Any) -> None:
 
 
 def other_graph(rank: int, world_size: int) -> dict[str, Any]:
-    """ChocoSGD on a ring, resumed on a line, from states of two moments, from rank 0's, and as it was."""
+    """ChocoSGD on a ring, resumed on a line, from states of two moments, from rank 0's, and as it
+    was."""
     graphs = {
         "ring": ring(world_size),
         "line": from_edges(world_size, [(i, i + 1) for i in range(world_size - 1)]),

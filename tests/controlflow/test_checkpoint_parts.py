@@ -1,4 +1,5 @@
-"""Which files of several workers belong together: parts, kills between them, files of other saves."""
+"""Which files of several workers belong together: parts, kills between them, files of other
+saves."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def generator_kept(no_leaks: None) -> Iterator[None]:
 
 
 class Worker:
-    """A model whose weight is the epoch's number, and an optimizer whose memory is that of rank and epoch."""
+    """A model whose weight is the epoch's number, and an optimizer whose memory is that of rank and
+    epoch."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

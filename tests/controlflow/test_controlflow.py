@@ -26,7 +26,8 @@ from tests.helpers.ranks import run_ranks
 
 @pytest.fixture
 def log(mocker) -> Any:
-    """What is sent to the master, as calls of ``LogMetrics.log(run_id, rank, epoch, name, value)``."""
+    """What is sent to the master, as calls of ``LogMetrics.log(run_id, rank, epoch, name,
+    value)``."""
     return mocker.patch("mlbench_core.tracking.tracker.LogMetrics").log
 
 

@@ -292,7 +292,8 @@ def test_a_loss_that_is_not_a_number_is_recorded_as_such() -> None:
     "metric", [TopKAccuracy(), Perplexity(), LastColumn(F1Score()), LastColumn(DiceCoefficient())]
 )
 def test_no_metric_copies_a_number_from_the_host(metric: MLBenchMetric) -> None:
-    """A tensor that is made of a Python number on the host waits for the device when it is copied there."""
+    """A tensor that is made of a Python number on the host waits for the device when it is copied
+    there."""
 
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(

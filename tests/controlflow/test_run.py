@@ -148,7 +148,8 @@ def start(
 
 
 class Training:
-    """Trains nothing: each epoch adds 1 to a weight, and its validation loss is what a list says."""
+    """Trains nothing: each epoch adds 1 to a weight, and its validation loss is what a list
+    says."""
 
     def __init__(self, losses: list[float], goal: Any = None) -> None:
         self.model = torch.nn.Linear(1, 1, bias=False)
@@ -257,7 +258,8 @@ def test_the_best_checkpoint_is_validated_if_no_other_is_kept(tmp_path: Path) ->
 
 
 def run_worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Train until the time of the slower worker is over, and validate the checkpoints that both workers have."""
+    """Train until the time of the slower worker is over, and validate the checkpoints that both
+    workers have."""
     own = Path(folder, str(rank))
     # An epoch takes worker 0 ten seconds and worker 1 twenty.
     seconds = mock.patch.object(
@@ -295,7 +297,8 @@ def test_workers_with_other_clocks_and_other_files_do_the_same(tmp_path: Path) -
 
 
 def limited_worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Train with a limit of 35 s; an epoch takes 10 s on the first worker and 20 s on the second."""
+    """Train with a limit of 35 s; an epoch takes 10 s on the first worker and 20 s on the
+    second."""
     own = Path(folder, str(rank))
     seconds = mock.patch.object(
         Tracker, "get_total_train_time", lambda tracker: 10.0 * (rank + 1) * tracker.current_epoch

@@ -1,4 +1,5 @@
-"""Training loops of tasks 3a, 4a and 4b in the style of version 3.0: what they call, and in which shapes.
+"""Training loops of tasks 3a, 4a and 4b in the style of version 3.0: what they call, and in which
+shapes.
 
 The loops are written as scripts of 3.0 are: they broadcast the sequence lengths, take ``output[0]``
 of the Transformer and flatten by hand, and read the constants of ``wmt16_config``."""
@@ -52,7 +53,8 @@ class Arguments:
 
 
 def write_texts(folder: Path) -> None:
-    """A text for the language model, and pairs in words with vocabularies, as archives of 3.0 had them."""
+    """A text for the language model, and pairs in words with vocabularies, as archives of 3.0 had
+    them."""
     draw = random.Random(0)
     for part, words in (("train", 500), ("valid", 90)):
         (folder / f"wiki.{part}.tokens").write_text(

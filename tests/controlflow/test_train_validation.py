@@ -339,7 +339,8 @@ def test_training_stops_at_the_goal() -> None:
 
 
 def train_for_25_s(rank: int, world_size: int) -> int:
-    """Train with a limit of 25 s; an epoch takes 10 s on the first worker and 20 s on the second."""
+    """Train with a limit of 25 s; an epoch takes 10 s on the first worker and 20 s on the
+    second."""
     seconds = mock.patch.object(
         Tracker, "get_total_train_time", lambda tracker: 10.0 * (rank + 1) * tracker.current_epoch
     )

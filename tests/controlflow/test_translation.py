@@ -89,7 +89,8 @@ def flat(model: TransformerModel) -> Tensor:
 def updated(
     world_size: int, batches: list[dict[str, Any]], precision: str, freq: int
 ) -> tuple[Tensor, float]:
-    """Weights after one epoch of plain gradient descent, which unlike Adam shows a wrong divisor; and the loss."""
+    """Weights after one epoch of plain gradient descent, which unlike Adam shows a wrong divisor;
+    and the loss."""
     model = make_model()
     if precision == "fp16":
         half = FP16Optimizer(model.half(), world_size, init_scale=2**7, average_custom=True)

@@ -1,4 +1,5 @@
-"""Numbers that a store cannot hold, texts with unusual bytes, images that lie about their size, and damaged files."""
+"""Numbers that a store cannot hold, texts with unusual bytes, images that lie about their size, and
+damaged files."""
 
 from __future__ import annotations
 
@@ -283,7 +284,8 @@ def archive_of(kind: str) -> bytes:
     "kind", ["tar:", "tar:gz", "tar:bz2", "tar:xz", "STORED", "DEFLATED", "BZIP2", "LZMA", "bz2"]
 )
 def test_a_damaged_archive_is_an_error_of_the_data(tmp_path: Path, kind: str) -> None:
-    """150 archives of each kind: before the mend, those with LZMA and DEFLATE raised errors of their decompressors."""
+    """150 archives of each kind: before the mend, those with LZMA and DEFLATE raised errors of
+    their decompressors."""
     draw, whole, refused = random.Random(5), archive_of(kind), 0
     unpack = download.maybe_download_and_extract_zip
     if kind == "bz2":
@@ -338,7 +340,8 @@ def test_a_small_file_that_expands_is_not_read_into_memory(
 
 
 def test_a_damaged_store_of_pairs_is_an_error_of_the_data(tmp_path: Path) -> None:
-    """400 stores with one damaged file: before the mend, headers of arrays raised errors of Python's tokenizer."""
+    """400 stores with one damaged file: before the mend, headers of arrays raised errors of
+    Python's tokenizer."""
     draw, store = random.Random(3), tmp_path / "store"
     sentences = [np.arange(size) for size in (3, 1, 4, 2)]
     write_pairs(store, PairHeader(("en", "de"), 100, ""), [(sentences, sentences)])
@@ -381,7 +384,8 @@ def test_a_damaged_cache_of_a_text_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_an_error_of_checkpoints(tmp_path: Path) -> None:
-    """400 damaged pickles with right checksums: before the mend, one in some tens raised another error."""
+    """400 damaged pickles with right checksums: before the mend, one in some tens raised another
+    error."""
     draw, whole = random.Random(1), tmp_path / "whole"
     model = {"w": torch.randn(3, 4), "b": torch.zeros(2, dtype=torch.int64)}
     optimizer = {
@@ -436,7 +440,8 @@ def test_a_compressed_checkpoint_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["dense", "csr"])
 def test_a_damaged_store_is_an_error_of_the_data(tmp_path: Path, layout: str) -> None:
-    """In a process of its own: without the check of the pages, some of these end it with a bus error."""
+    """In a process of its own: without the check of the pages, some of these end it with a bus
+    error."""
     numbers, draw = np.random.default_rng(0), random.Random(2)
     with StoreWriter(tmp_path / "whole.lmdb", 6, layout=layout, rows_per_block=8) as writer:
         features = numbers.standard_normal((60, 6)) * (numbers.random((60, 6)) < 0.5)

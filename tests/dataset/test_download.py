@@ -1,4 +1,5 @@
-"""Downloads against a real server that misbehaves on demand, and archives that try to leave their folder."""
+"""Downloads against a real server that misbehaves on demand, and archives that try to leave their
+folder."""
 
 from __future__ import annotations
 

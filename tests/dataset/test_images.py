@@ -1,4 +1,5 @@
-"""Image data sets: what is read, what is refused, and that whole batches are what single images would be."""
+"""Image data sets: what is read, what is refused, and that whole batches are what single images
+would be."""
 
 from __future__ import annotations
 
@@ -713,7 +714,8 @@ def test_digits() -> None:
 
 
 def test_digits_of_another_size() -> None:
-    """At their own size they are scikit-learn's, with gray levels from 0 to 255 instead of 0 to 16."""
+    """At their own size they are scikit-learn's, with gray levels from 0 to 255 instead of 0 to
+    16."""
     from sklearn.datasets import load_digits
 
     own = Digits(channels=1, size=8, augment=False)
@@ -727,7 +729,8 @@ def test_digits_of_another_size() -> None:
 
 
 def test_digits_need_no_folder() -> None:
-    """A nearest-centroid rule tells the held-out digits apart, so images and labels belong together."""
+    """A nearest-centroid rule tells the held-out digits apart, so images and labels belong
+    together."""
     train, validation = Digits("/nowhere", augment=False), Digits("/nowhere", train=False)
     centres = torch.stack(
         [

@@ -184,7 +184,8 @@ def test_a_pass_resumes_at_the_next_batch(root: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_workers_share_the_steps_of_one_worker(root: Path, world_size: int) -> None:
-    """The k batches of b images of a step are those of one worker with kb images, and no image comes twice."""
+    """The k batches of b images of a step are those of one worker with kb images, and no image
+    comes twice."""
     files = find_jpegs(root, "train")
     workers = [
         JpegBatches(files, 2, CROP, rank=rank, world_size=world_size) for rank in range(world_size)

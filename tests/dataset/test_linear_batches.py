@@ -34,7 +34,8 @@ pytest.importorskip("lmdb", reason="the package lmdb is not installed")
 def numbered(
     folder: Path, rows: int, per_block: int = 10, layout: str = "dense", stores: int = 1
 ) -> LMDBDataset:
-    """A data set whose row i holds i and i + 0.5 and has the label i % 2, in one or several stores."""
+    """A data set whose row i holds i and i + 0.5 and has the label i % 2, in one or several
+    stores."""
     bounds = np.linspace(0, rows, stores + 1).astype(int)
     for number in range(stores):
         name = "n_train.lmdb" if stores == 1 else f"n_train-{number}.lmdb"
@@ -271,7 +272,8 @@ def test_repartition_gives_workers_other_rows_in_each_epoch_and_without_it_they_
 
 
 def test_workers_mix_their_rows_by_random_numbers_of_their_own(tmp_path: Path) -> None:
-    """Every worker has 10 blocks of 10 rows; permuted by one stream, their orders of blocks and rows would be equal."""
+    """Every worker has 10 blocks of 10 rows; permuted by one stream, their orders of blocks and
+    rows would be equal."""
     dataset = numbered(tmp_path, 200)
     samplers = [
         BlockBatchSampler(dataset, 10, rank=rank, world_size=2, min_pieces=1, window_blocks=1)

@@ -1,4 +1,5 @@
-"""The store of sentence pairs: what comes back, how it is written, and what is wrong with damaged ones."""
+"""The store of sentence pairs: what comes back, how it is written, and what is wrong with damaged
+ones."""
 
 from __future__ import annotations
 

@@ -152,7 +152,8 @@ def test_label_skew_deals_its_shards_at_random() -> None:
 
 
 def test_dirichlet_fills_the_workers_in_a_random_order() -> None:
-    """With a tiny alpha who is filled first has one class. Filled by rank, that would be worker 0 with every seed."""
+    """With a tiny alpha who is filled first has one class. Filled by rank, that would be worker 0
+    with every seed."""
     labels = [0] * 30 + [1] * 30
     pure = [0, 0, 0]
     for seed in range(30):

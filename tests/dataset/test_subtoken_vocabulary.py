@@ -1,4 +1,5 @@
-"""Sub-tokens in the file format of Tensor2Tensor: numbers worked out by hand, and text that comes back exactly."""
+"""Sub-tokens in the file format of Tensor2Tensor: numbers worked out by hand, and text that comes
+back exactly."""
 
 from __future__ import annotations
 

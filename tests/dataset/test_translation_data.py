@@ -469,7 +469,8 @@ def test_collater_makes_what_the_transformer_takes(real: tuple[Path, Path]) -> N
 
 
 def test_loaders_with_processes_give_the_same_batches(real: tuple[Path, Path]) -> None:
-    """Data sets, samplers and collate functions can be sent to processes: no pickles of open files or closures."""
+    """Data sets, samplers and collate functions can be sent to processes: no pickles of open files
+    or closures."""
     import pickle
 
     pairs = Multi30k(real[0], validation=True, vocab_size=1200, cache_dir=real[1])
@@ -663,7 +664,8 @@ def test_wmt17_is_downloaded(
 def test_an_archive_with_other_text_is_refused_at_every_start(
     server: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """newstest2014 has 3,003 lines; a copy with fewer must not be used silently, not even when it is there already."""
+    """newstest2014 has 3,003 lines; a copy with fewer must not be used silently, not even when it
+    is there already."""
     archive = serve(server, NEWSTEST2014, TEXT)
     served = {"validation": (dataclasses.replace(archive, lines=6),)}
     monkeypatch.setattr(wmt16_dataset, "WMT16_ARCHIVES", served)
@@ -688,7 +690,8 @@ def log_information(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_batches_go_through_both_models_to_text(real: tuple[Path, Path]) -> None:
-    """Untrained models say nonsense, but references are the text, so that BLEU compares what it should."""
+    """Untrained models say nonsense, but references are the text, so that BLEU compares what it
+    should."""
     from mlbench_core.models.pytorch.gnmt import GNMT, Translator
     from mlbench_core.models.pytorch.transformer import SequenceGenerator, TransformerModel
     from mlbench_core.models.pytorch.transformer.config import TransformerConfig

@@ -335,7 +335,8 @@ def test_workers_that_start_together_download_once_and_read_no_half_of_it(
 def test_second_mirror_has_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With stand-ins for the network and for pyarrow: its table has one row for each line, empty ones too."""
+    """With stand-ins for the network and for pyarrow: its table has one row for each line, empty
+    ones too."""
     asked = []
 
     def fail(*args: object) -> None:

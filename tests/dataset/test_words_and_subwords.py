@@ -115,7 +115,8 @@ def apply(word: tuple[str, ...], pair: tuple[str, str]) -> list[str]:
 
 
 def test_merges_and_division_are_those_of_the_plain_algorithm() -> None:
-    """The paper's loop: count all pairs, merge the most frequent one (of several, any will do), and count anew."""
+    """The paper's loop: count all pairs, merge the most frequent one (of several, any will do), and
+    count anew."""
     lines = [" ".join(split_words(line)) for line in read("newstest2014", "newstest2014.en")[:10]]
     words = Counter((*w[:-1], w[-1] + "</w>") for line in lines for w in line.split())
     subwords = learn_subwords(lines, merges=60)

@@ -1,4 +1,5 @@
-"""What each worker does in test_mpi.py, started by mpirun: every scenario once, and what went wrong into a file."""
+"""What each worker does in test_mpi.py, started by mpirun: every scenario once, and what went wrong
+into a file."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def size() -> int:
 
 
 def values(worker: int, dtype: torch.dtype, shape: tuple[int, ...] = (5, 3)) -> torch.Tensor:
-    """Small whole numbers that differ from worker to worker; products of four of them fit into every dtype."""
+    """Small whole numbers that differ from worker to worker; products of four of them fit into
+    every dtype."""
     count = int(torch.tensor(shape).prod()) if shape else 1
     numbers = torch.arange(count) % 3 + 1 + (torch.arange(count) + worker) % 2
     if dtype == torch.bool:
@@ -71,7 +73,8 @@ def values(worker: int, dtype: torch.dtype, shape: tuple[int, ...] = (5, 3)) -> 
 
 
 def reduced(op: Any, dtype: torch.dtype, shape: tuple[int, ...] = (5, 3)) -> torch.Tensor:
-    """What a reduction over all workers must give, computed one worker after the other in wide numbers."""
+    """What a reduction over all workers must give, computed one worker after the other in wide
+    numbers."""
     wide = (
         torch.complex128
         if dtype.is_complex

@@ -64,7 +64,8 @@ class Failing(torch.utils.data.Dataset[int]):
 
 
 def meet_errors(rank: int, world_size: int) -> list[tuple[str, str, str]]:
-    """Rank 0 meets errors of its own, then two of a worker that is gone: their types, texts and last calls."""
+    """Rank 0 meets errors of its own, then two of a worker that is gone: their types, texts and
+    last calls."""
     lost_workers.SILENCE_S = 0.1
     introduce()
     with naming_lost_workers():
@@ -121,7 +122,8 @@ def test_a_failure_of_a_store_of_the_users_own_is_none_of_a_collective() -> None
 
 
 def nested(rank: int, world_size: int) -> tuple[bool, str]:
-    """Rank 0 loses the other within two places that name lost workers, and catches it as scripts of 3.0 do."""
+    """Rank 0 loses the other within two places that name lost workers, and catches it as scripts of
+    3.0 do."""
     lost_workers.SILENCE_S = 0.1
     introduce()
     if rank == 1:

@@ -1,4 +1,5 @@
-"""torch.distributed over MPI: real workers started by mpirun, which report what went wrong in each scenario."""
+"""torch.distributed over MPI: real workers started by mpirun, which report what went wrong in each
+scenario."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ needs_mpi = pytest.mark.skipif(
 
 
 def _variables() -> dict[str, str]:
-    """This process's environment without what another mpirun, torchrun or SLURM may have left in it."""
+    """This process's environment without what another mpirun, torchrun or SLURM may have left in
+    it."""
     foreign = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "TORCHELASTIC_", "MASTER_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):

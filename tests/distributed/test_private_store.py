@@ -1,4 +1,5 @@
-"""The store of workers of one machine: a file that only their user can read, and no port for others."""
+"""The store of workers of one machine: a file that only their user can read, and no port for
+others."""
 
 from __future__ import annotations
 
@@ -254,7 +255,8 @@ def test_which_launchers_say_that_all_workers_are_here() -> None:
 
 
 def test_the_last_worker_removes_the_folder_also_if_torch_has_left_the_file(tmp_path: Path) -> None:
-    """Two workers that let go of torch's store at the same moment each take the other one for the last."""
+    """Two workers that let go of torch's store at the same moment each take the other one for the
+    last."""
     path = tmp_path / "store" / "file"
     path.parent.mkdir()
     path.write_text("")

@@ -510,7 +510,8 @@ def test_bleu_divides_text_as_the_tokenizer_says() -> None:
 
 
 def test_raw_bleu_of_sentences_shorter_than_four_words_counts_the_orders_there_are() -> None:
-    """The effective order of ``sacrebleu.raw_corpus_bleu``; without it every corpus of short sentences has 0."""
+    """The effective order of ``sacrebleu.raw_corpus_bleu``; without it every corpus of short
+    sentences has 0."""
     metric = BLEUScore(use_raw=True)
     pairs = [(["guten tag"], ["guten tag"]), (["auf wiedersehen"], ["auf bald"])]
     for output, target in pairs:

@@ -1,4 +1,5 @@
-"""Kill the master, the supervisor, a worker, the command, at random moments of a run of two workers.
+"""Kill the master, the supervisor, a worker, the command, at random moments of a run of two
+workers.
 
 The normal suite tries two moments each. ``MLBENCH_KILLS=20 pytest tests/faults/test_kills.py``
 tries twenty, and then each end must come within 10 s of the kill, or more in proportion to the load

@@ -1,4 +1,5 @@
-"""Kill the master while clients post: what it has acknowledged is there, and nothing is there twice.
+"""Kill the master while clients post: what it has acknowledged is there, and nothing is there
+twice.
 
 The normal suite kills it twice during 1,000 posts. ``MLBENCH_KILLS=20 pytest
 tests/faults/test_kills_of_posts.py`` kills it twenty times during 10,000."""

@@ -203,7 +203,8 @@ def test_a_disk_that_is_full_delays_no_delivery(
 
 
 def test_what_is_lost_is_stated(tmp_path: Path) -> None:
-    """A worker leaves an outbox with one good metric, one bad one, a damaged outbox, and the count of lost ones."""
+    """A worker leaves an outbox with one good metric, one bad one, a damaged outbox, and the count
+    of lost ones."""
     store = Store(f"sqlite:///{tmp_path / 'master.db'}")
     launcher = LocalLauncher(tmp_path / "runs")
     scheduler = Scheduler(store, launcher, EventBus(), {})

@@ -154,7 +154,8 @@ def test_a_run_that_takes_long_to_stop_delays_no_other(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_ends_a_master_in_the_background(tmp_path: Path) -> None:
-    """A shell starts a process in the background so that it ignores the interrupts of the terminal."""
+    """A shell starts a process in the background so that it ignores the interrupts of the
+    terminal."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with server(tmp_path / "data") as (_, process):

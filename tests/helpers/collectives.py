@@ -16,7 +16,8 @@ from mlbench_core.distributed.pytorch import process_groups
 
 @contextlib.contextmanager
 def recording_averages(record: Callable[[Tensor], Any]) -> Iterator[None]:
-    """Call a function with every message that is averaged in the block. All workers enter the block together."""
+    """Call a function with every message that is averaged in the block. All workers enter the block
+    together."""
     process_groups.is_on_one_machine()  # so that the comparison of machines is not recorded
     original = pairwise.average
 
@@ -31,7 +32,8 @@ def recording_averages(record: Callable[[Tensor], Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recording_collectives(record: Callable[[str, int], Any]) -> Iterator[None]:
-    """Call a function with the name and the bytes of every collective in the block; averages count as all-reduces."""
+    """Call a function with the name and the bytes of every collective in the block; averages count
+    as all-reduces."""
 
     def recorded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Scripts in processes of their own, forked from the server of tests/helpers/ranks.py that has torch imported.
+"""Scripts in processes of their own, forked from the server of tests/helpers/ranks.py that has
+torch imported.
 
 What ``python SCRIPT ARGUMENTS`` or ``python -m MODULE ARGUMENTS`` does, without the seconds in
 which a fresh interpreter imports torch. Exit status, output, signals, folder and environment are

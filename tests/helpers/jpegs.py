@@ -9,7 +9,8 @@ import numpy as np
 
 
 def write_jpegs(folder: Path, classes: int, per_class: int, seed: int = 0, side: int = 24) -> None:
-    """Write ``folder/n00/n00_0.JPEG`` and so on: noise around the color of the class, of different shapes."""
+    """Write ``folder/n00/n00_0.JPEG`` and so on: noise around the color of the class, of different
+    shapes."""
     from PIL import Image
 
     draw = np.random.default_rng(seed)
@@ -29,7 +30,8 @@ def write_jpegs(folder: Path, classes: int, per_class: int, seed: int = 0, side:
 
 
 def write_tar(path: Path, folder: Path, names: list[str] | None = None) -> None:
-    """Write a tar file of the files of a folder, with their paths in it as names; in the given order, if any."""
+    """Write a tar file of the files of a folder, with their paths in it as names; in the given
+    order, if any."""
     found = (
         names
         if names is not None

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def free_port() -> int:
-    """A TCP port on the loopback address that no other program is given as long as this process lives.
+    """A TCP port on the loopback address that no other program is given as long as this process
+    lives.
 
     The socket that holds it stays open and does not listen, so a server that reuses addresses
     (torch's store, the master) can listen there."""
@@ -32,7 +33,8 @@ def free_port() -> int:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment with changes, fit for worker processes: one thread each, the checkout importable."""
+    """This process's environment with changes, fit for worker processes: one thread each, the
+    checkout importable."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **changes}
 
 
@@ -55,7 +57,8 @@ def post_json(url: str, body: Any, timeout_s: float = 10.0) -> Any:
 
 
 def wait_for(condition: Any, timeout_s: float, what: str) -> Any:
-    """Poll until ``condition()`` is true and return its value; fail naming ``what`` after the limit."""
+    """Poll until ``condition()`` is true and return its value; fail naming ``what`` after the
+    limit."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         value = condition()

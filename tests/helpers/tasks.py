@@ -23,7 +23,8 @@ def train_task(
     light: bool = False,
     validation_only: bool = False,
 ) -> Tracker:
-    """Call the script's ``train`` on this worker, with the random generator that the command line would seed."""
+    """Call the script's ``train`` on this worker, with the random generator that the command line
+    would seed."""
     args.run_id, args.gpu, args.light_target, args.validation_only = (
         "1",
         False,

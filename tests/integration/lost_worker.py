@@ -1,4 +1,5 @@
-"""A worker of tests/integration/test_lost_worker.py: trains, and the worker to be lost ends in mid-reduction.
+"""A worker of tests/integration/test_lost_worker.py: trains, and the worker to be lost ends in
+mid-reduction.
 
 Usage: lost_worker.py RANK WORLD_SIZE STORE LOST HOW
 """

@@ -1,4 +1,5 @@
-"""A worker that is lost in the middle of a reduction is named by the others, who end soon and do not hang."""
+"""A worker that is lost in the middle of a reduction is named by the others, who end soon and do
+not hang."""
 
 from __future__ import annotations
 

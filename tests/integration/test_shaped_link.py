@@ -1,4 +1,5 @@
-"""Two workers on two emulated hosts: what compression gains on a slow link, and what a pulled cable does."""
+"""Two workers on two emulated hosts: what compression gains on a slow link, and what a pulled cable
+does."""
 
 from __future__ import annotations
 
@@ -126,7 +127,8 @@ def slowest(found: list[dict[str, Any]], name: str) -> dict[str, float]:
 
 
 def test_power_sgd_takes_several_steps_where_sgd_takes_one(tmp_path: Path) -> None:
-    """VGG11's gradient fills the link for three seconds; at rank 2 its factors take a few hundredths."""
+    """VGG11's gradient fills the link for three seconds; at rank 2 its factors take a few
+    hundredths."""
     with EmulatedNetwork(2, BANDWIDTH) as network, running(network, SPEED, tmp_path) as workers:
         found = answers(workers, tmp_path)
     sgd, power = (slowest(found, name) for name in ("sgd", "power"))

@@ -172,7 +172,8 @@ def test_torchrun_with_a_rendezvous_on_the_first_host(tmp_path: Path) -> None:
 def by_mpirun(
     network: EmulatedNetwork, folder: Path, worker: list[str], *options: str
 ) -> list[str]:
-    """The command line that starts one worker on each of two hosts; their remote shell is made in the folder."""
+    """The command line that starts one worker on each of two hosts; their remote shell is made in
+    the folder."""
     shell = folder / "remote_shell"
     shell.write_text(REMOTE_SHELL)
     shell.chmod(0o755)

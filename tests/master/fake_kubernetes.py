@@ -1,4 +1,5 @@
-"""A small Kubernetes for tests: an API server over HTTP (kmock), with the Job controller's part that runs need.
+"""A small Kubernetes for tests: an API server over HTTP (kmock), with the Job controller's part
+that runs need.
 
 It keeps Jobs, pods, Services, Secrets and logs. A resumed Job gets its pods; tests then say what
 becomes of them. It checks neither rights nor fields, and knows only what the launcher uses."""
@@ -91,7 +92,8 @@ class FakeKubernetes:
         return self.objects["pods"][f"{self.job(run_id)['metadata']['name']}-{rank}"]
 
     def state(self, rank: int, run_id: int = 1, **state: Any) -> None:
-        """Set the state of a worker's container: ``running={}``, ``waiting={...}`` or ``terminated={...}``."""
+        """Set the state of a worker's container: ``running={}``, ``waiting={...}`` or
+        ``terminated={...}``."""
         with self.lock:
             pod = self.pod(rank, run_id)
             pod["spec"]["nodeName"] = f"n{rank}"

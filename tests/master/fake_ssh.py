@@ -1,4 +1,5 @@
-"""A small ``ssh`` for tests: it runs the command on this machine, in a folder that stands for the host.
+"""A small ``ssh`` for tests: it runs the command on this machine, in a folder that stands for the
+host.
 
 ``python fake_ssh.py FOLDER ...`` has the options of the launcher. ``FOLDER/calls`` gets a line for
 each call. Files in the folder change what happens: ``<host>.error`` has the message of a call that

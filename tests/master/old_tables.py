@@ -1,4 +1,5 @@
-"""The tables of earlier versions of the master, as SQLAlchemy wrote them then, with one run and one metric."""
+"""The tables of earlier versions of the master, as SQLAlchemy wrote them then, with one run and one
+metric."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def old_tables(version: int, dialect: str) -> list[str]:
 
 
 def check_upgraded(store: Store) -> None:
-    """Check that a store has the rows and the tables it should have after it was opened with :func:`old_tables`."""
+    """Check that a store has the rows and the tables it should have after it was opened with
+    :func:`old_tables`."""
     assert [(run.id, run.name, run.num_cpus, run.goal) for run in store.runs()] == [
         (1, "kept", 1.5, None)
     ]
@@ -106,7 +108,8 @@ Store(sys.argv[1])
 
 
 def upgrade_until_killed(url: str) -> None:
-    """Open a database of an older version in a process that is killed after the last revision, before the commit."""
+    """Open a database of an older version in a process that is killed after the last revision,
+    before the commit."""
     done = subprocess.run(
         [sys.executable, "-c", _KILLED, url], env=environment(), timeout=60, check=False
     )

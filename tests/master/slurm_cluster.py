@@ -1,4 +1,5 @@
-"""A real Slurm on this machine for tests: one controller and several nodes, with ports and folders of their own."""
+"""A real Slurm on this machine for tests: one controller and several nodes, with ports and folders
+of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The page that compares runs: the table of the command, notes on every other run, figures, and a page that is live."""
+"""The page that compares runs: the table of the command, notes on every other run, figures, and a
+page that is live."""
 
 from __future__ import annotations
 

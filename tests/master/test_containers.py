@@ -1,4 +1,5 @@
-"""Workers of the local launcher in containers, with a program in the place of Podman that starts processes."""
+"""Workers of the local launcher in containers, with a program in the place of Podman that starts
+processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs whose workers have emulated hosts: placed, ended, cleaned up, and refused where they are not possible."""
+"""Runs whose workers have emulated hosts: placed, ended, cleaned up, and refused where they are not
+possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The launcher for hosts, with an ``ssh`` of this package's tests; ``test_hosts_real`` has a real one."""
+"""The launcher for hosts, with an ``ssh`` of this package's tests; ``test_hosts_real`` has a real
+one."""
 
 from __future__ import annotations
 
@@ -858,7 +859,8 @@ def test_calls_do_not_depend_on_the_number_of_runs(
 def test_a_late_answer_to_a_deleted_run_does_not_change_the_next_run(
     fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host removes its folder of a run slowly. Meanwhile the run is deleted, and another one gets its number."""
+    """A host removes its folder of a run slowly. Meanwhile the run is deleted, and another one gets
+    its number."""
     calls: list[str] = []
     late, end = threading.Event(), threading.Event()
     status = json.dumps({"returncode": 0, "reason": "", "finished_at": time.time()})
@@ -919,7 +921,8 @@ def test_the_launcher_needs_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """A folder whose path is short enough for a socket, as that of a temporary folder of pytest need not be."""
+    """A folder whose path is short enough for a socket, as that of a temporary folder of pytest
+    need not be."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
@@ -950,7 +953,8 @@ def test_folders_of_masters_that_were_killed_are_removed(
 def test_the_next_master_removes_the_folders_of_runs_that_had_ended(
     launcher: HostsLauncher, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one was killed after the end of a run, before the hosts had deleted their folders with the token."""
+    """The first one was killed after the end of a run, before the hosts had deleted their folders
+    with the token."""
     step = HostRun.step
 
     def before_the_end(run: HostRun, name: str) -> dict[str, Any] | None:

@@ -1,4 +1,5 @@
-"""The launcher for hosts with two real sshd in network namespaces; it is skipped where they cannot be started."""
+"""The launcher for hosts with two real sshd in network namespaces; it is skipped where they cannot
+be started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The quick way of reading metrics gives what pydantic gives, and requests that are written together stay apart."""
+"""The quick way of reading metrics gives what pydantic gives, and requests that are written
+together stay apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The launcher for Kubernetes, with a mock of its API server; nothing here has met a real cluster."""
+"""The launcher for Kubernetes, with a mock of its API server; nothing here has met a real
+cluster."""
 
 from __future__ import annotations
 
@@ -207,7 +208,8 @@ def lose_node(cluster: FakeKubernetes) -> None:
 
 
 def lose_contact(cluster: FakeKubernetes, rank: int) -> None:
-    """What the node controller does when a node does not answer: the kubelet's states stay as they were."""
+    """What the node controller does when a node does not answer: the kubelet's states stay as they
+    were."""
     cluster.condition(rank, type="Ready", status="False")
     cluster.condition(rank, type="ContainersReady", status="True")
 
@@ -365,7 +367,8 @@ def test_the_end_of_a_pod_that_is_gone_is_remembered(
 def test_a_job_that_waits_for_a_pod_of_a_lost_node_has_ended(
     launcher: KubernetesLauncher, cluster: FakeKubernetes
 ) -> None:
-    """Since Kubernetes 1.31, such a Job has the condition FailureTarget, and never the condition Failed."""
+    """Since Kubernetes 1.31, such a Job has the condition FailureTarget, and never the condition
+    Failed."""
     launcher.start(JOB)
     cluster.run_all()
     with cluster.lock:
@@ -492,7 +495,8 @@ def test_stop_waits_until_the_pods_are_gone_and_keeps_their_last_lines(
 def test_lines_are_neither_repeated_nor_lost_over_a_restart(
     launcher: KubernetesLauncher, cluster: FakeKubernetes, tmp_path: Path
 ) -> None:
-    """Lines of the same nanosecond, of the same second, an unfinished one, and one that is too long for a log."""
+    """Lines of the same nanosecond, of the same second, an unfinished one, and one that is too long
+    for a log."""
     launcher.start(JOB)
     cluster.run_all()
     second = 1_767_225_600 * 10**9

@@ -130,7 +130,8 @@ def test_kubernetes_knows_every_field(version: str) -> None:
 
 @pytest.mark.parametrize("number", range(4))
 def test_pods_are_as_the_restricted_standard_demands(number: int) -> None:
-    """https://kubernetes.io/docs/concepts/security/pod-security-standards/, with a template that asks for more."""
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/, with a template that
+    asks for more."""
     spec = variants()[number]["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & spec.keys()

@@ -300,7 +300,8 @@ def test_the_reason_has_no_prefix_of_torch(tmp_path: Path) -> None:
 
 
 def test_a_custom_backend_may_start_the_command_once(client: TestClient, tmp_path: Path) -> None:
-    """Without run_all_nodes the first worker starts the others, with an mpirun of its own for example."""
+    """Without run_all_nodes the first worker starts the others, with an mpirun of its own for
+    example."""
     own = tmp_path / "own.py"
     own.write_text(
         "import os, sys\nprint('args', sys.argv[1:], os.environ.get('WORLD_SIZE'), "
@@ -581,7 +582,8 @@ else:
 def test_nobody_takes_the_workers_port_before_they_listen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another program tries to between the choice of the port and the start of the workers, and afterwards."""
+    """Another program tries to between the choice of the port and the start of the workers, and
+    afterwards."""
     script = tmp_path / "meet.py"
     script.write_text(MEETING)
     launcher = LocalLauncher(tmp_path / "runs")

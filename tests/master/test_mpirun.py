@@ -1,4 +1,5 @@
-"""Runs with the backend ``mpi``: their workers are started through mpirun, logged, blamed and ended."""
+"""Runs with the backend ``mpi``: their workers are started through mpirun, logged, blamed and
+ended."""
 
 from __future__ import annotations
 

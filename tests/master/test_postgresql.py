@@ -1,4 +1,5 @@
-"""The master on a real PostgreSQL: a throwaway server on a Unix socket, with tests of the API and of its own.
+"""The master on a real PostgreSQL: a throwaway server on a Unix socket, with tests of the API and
+of its own.
 
 They are skipped where the programs of PostgreSQL or the package psycopg are missing.
 """
@@ -67,7 +68,8 @@ def program(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[str]:
-    """The folder of the socket of a server, which a user without rights runs: PostgreSQL refuses to run as root."""
+    """The folder of the socket of a server, which a user without rights runs: PostgreSQL refuses to
+    run as root."""
     initdb, control = program("initdb"), program("pg_ctl")
     # The path of a Unix socket has at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="mlbench-pg-", dir="/tmp"))

@@ -1,4 +1,5 @@
-"""A master behind a proxy that serves it below a path: every path of an answer begins with this path."""
+"""A master behind a proxy that serves it below a path: every path of an answer begins with this
+path."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ LINK = re.compile(
 
 @pytest.fixture(params=["the option", "the option, path removed", "the header"])
 def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
-    """A function that sends a request to an address below ROOT, as a browser would through the proxy."""
+    """A function that sends a request to an address below ROOT, as a browser would through the
+    proxy."""
     option = ROOT if "option" in request.param else ""
     app = create_app(data_dir=tmp_path, launcher=IdleLauncher(), token=TOKEN, root_path=option)
     headers = {} if option else {"X-Forwarded-Prefix": f"{ROOT}/"}

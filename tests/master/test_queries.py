@@ -1,4 +1,5 @@
-"""The number of SQL statements of a request does not depend on the number of workers and of metrics."""
+"""The number of SQL statements of a request does not depend on the number of workers and of
+metrics."""
 
 from __future__ import annotations
 

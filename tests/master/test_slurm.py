@@ -1,4 +1,5 @@
-"""The launcher for Slurm, with a small Slurm of this package's tests; ``test_slurm_real`` has a real one."""
+"""The launcher for Slurm, with a small Slurm of this package's tests; ``test_slurm_real`` has a
+real one."""
 
 from __future__ import annotations
 
@@ -596,7 +597,8 @@ def test_a_worker_that_sees_only_its_own_gpu_has_the_local_rank_0(
 
 @pytest.fixture
 def mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An mpirun that starts two workers, as Open MPI does: through srun, which counts one task on each node."""
+    """An mpirun that starts two workers, as Open MPI does: through srun, which counts one task on
+    each node."""
     program = tmp_path / "mpi" / "mpirun"
     program.parent.mkdir()
     program.write_text(

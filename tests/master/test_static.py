@@ -1,4 +1,5 @@
-"""The scripts and styles of the pages: those of others are unchanged, and nothing comes from another host."""
+"""The scripts and styles of the pages: those of others are unchanged, and nothing comes from
+another host."""
 
 from __future__ import annotations
 

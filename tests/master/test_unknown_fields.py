@@ -1,4 +1,5 @@
-"""Fields that the API does not have are refused by name, and those of version 3.0's pages are not."""
+"""Fields that the API does not have are refused by name, and those of version 3.0's pages are
+not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""LSTMs within autocast, on processors with and without the instructions that oneDNN needs for them."""
+"""LSTMs within autocast, on processors with and without the instructions that oneDNN needs for
+them."""
 
 from __future__ import annotations
 

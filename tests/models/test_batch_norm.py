@@ -36,7 +36,8 @@ def make_batches() -> list[Tensor]:
 
 
 def run(network: nn.Module, batches: list[Tensor]) -> dict[str, Any]:
-    """Outputs, gradients of a sum of losses, and buffers after a few batches, in training and then in evaluation."""
+    """Outputs, gradients of a sum of losses, and buffers after a few batches, in training and then
+    in evaluation."""
     outputs, inputs = [], [batch.clone().requires_grad_() for batch in batches]
     for batch in inputs:
         outputs.append(network(batch))

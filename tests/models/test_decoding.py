@@ -1,4 +1,5 @@
-"""The search against enumeration, against itself with one sentence, and its scores against formulas by hand."""
+"""The search against enumeration, against itself with one sentence, and its scores against formulas
+by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ PAD, EOS, START, VOCABULARY = 0, 1, 2, 5
 
 
 class TableModel:
-    """The next token depends on the sentence, the step and the two newest tokens, through a random table.
+    """The next token depends on the sentence, the step and the two newest tokens, through a random
+    table.
 
     It keeps what it was fed, so that a wrong ``reorder`` gives wrong scores.
     """
@@ -325,7 +327,8 @@ def test_a_language_model_continues_prompts(sampling: Sampling | None) -> None:
 
 
 class ModelOf30:
-    """``generate`` as in version 3.0, with a context of encoder outputs, lengths and a hidden state."""
+    """``generate`` as in version 3.0, with a context of encoder outputs, lengths and a hidden
+    state."""
 
     def __init__(self, batch_first: bool) -> None:
         self.batch_first = batch_first

@@ -1,4 +1,5 @@
-"""GNMT: against its formulas cell by cell, what may and what may not change its outputs, its size."""
+"""GNMT: against its formulas cell by cell, what may and what may not change its outputs, its
+size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Translating with GNMT: against enumeration, one by one, from numbers to text, and after learning to."""
+"""Translating with GNMT: against enumeration, one by one, from numbers to text, and after learning
+to."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ def test_sequence_generator_finds_the_same() -> None:
 
 
 def test_wide_beam_ranks_all_translations_as_enumeration_does() -> None:
-    """Six symbols, at most 3 words and the end: every translation is scored by the paper's formula, word by word."""
+    """Six symbols, at most 3 words and the end: every translation is scored by the paper's formula,
+    word by word."""
     model = make_model(vocab_size=6)
     source, lengths = torch.tensor([[4], [5], [3]]), torch.tensor([3])
     score = GNMTScore(0.6, 5.0, 0.1)

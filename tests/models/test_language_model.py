@@ -37,7 +37,8 @@ def seeded() -> None:
 def lstm_by_cells(
     x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One layer, one time step after the other, gate by gate: outputs (time, batch, width) and the last c."""
+    """One layer, one time step after the other, gate by gate: outputs (time, batch, width) and the
+    last c."""
     outputs = []
     for step in x:
         i, f, g, o = (step @ w_ih.T + h @ w_hh.T + b).chunk(4, dim=1)
@@ -129,7 +130,8 @@ def test_training_with_all_dropouts_equals_the_formula_with_the_masks_it_drew(
 def test_the_loss_is_the_cross_entropy_of_the_scores(
     onednn: bool, rows: int, tie_weights: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compute the loss in pieces, with and without a shorter last one, and at once. Two words are ignored."""
+    """Compute the loss in pieces, with and without a shorter last one, and at once. Two words are
+    ignored."""
     if onednn and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
@@ -466,7 +468,8 @@ def test_learns_a_repeating_text_and_prints_nothing(capsys: pytest.CaptureFixtur
 def test_weights_packed_for_cudnn_share_a_buffer_and_leave_the_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a stand-in for the one call that needs a GPU: it moves tensors into one buffer, as cuDNN's does."""
+    """With a stand-in for the one call that needs a GPU: it moves tensors into one buffer, as
+    cuDNN's does."""
     calls = []
 
     def flatten(weights: list[Tensor], per_layer: int, *others: object) -> None:

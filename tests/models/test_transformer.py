@@ -1,4 +1,5 @@
-"""The Transformer: attention against a formula, what may and what may not change its outputs, its size."""
+"""The Transformer: attention against a formula, what may and what may not change its outputs, its
+size."""
 
 from __future__ import annotations
 
@@ -293,7 +294,8 @@ def test_layers_are_torchs_layers(normalize_before: bool) -> None:
 
 
 def expected_parameters(vocabulary: int, d: int, f: int, layers: int) -> int:
-    """Vaswani et al. 2017: four d x d matrices an attention, two d x f a feed-forward network, layer norms of 2 d."""
+    """Vaswani et al. 2017: four d x d matrices an attention, two d x f a feed-forward network,
+    layer norms of 2 d."""
     attention, norm = 4 * d * d, 2 * d
     feed_forward = d * f + f + f * d + d
     encoder = layers * (attention + feed_forward + 2 * norm) + norm

@@ -76,7 +76,8 @@ def test_beam_search_finds_the_best_of_all_translations(len_penalty: float) -> N
 
 
 def test_length_penalty_by_hand() -> None:
-    """All 6 symbols are equally likely: 3 tokens and the end have log P = -4 log 6 = -7.167, divided by (9/6)^0.6."""
+    """All 6 symbols are equally likely: 3 tokens and the end have log P = -4 log 6 = -7.167,
+    divided by (9/6)^0.6."""
     model = make_model()
     with torch.no_grad():
         model.decoder.output_projection.weight.zero_()

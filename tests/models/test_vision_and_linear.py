@@ -40,7 +40,8 @@ def count(module: nn.Module) -> int:
 
 
 def expected_resnet(size: int, version: int, bottleneck: bool, shortcut: str, classes: int) -> int:
-    """Parameters counted from the papers' tables, layer by layer: k*k*in*out a convolution, 2*channels a batch norm."""
+    """Parameters counted from the papers' tables, layer by layer: k*k*in*out a convolution,
+    2*channels a batch norm."""
     grow = 4 if bottleneck else 1
     total = 3 * 16 * 9 + (2 * 16 if version == 1 else 0)
     width = 16
@@ -373,7 +374,8 @@ def test_resnet18_by_name_is_the_pre_activation_network_for_small_images(
 
 
 def test_resnet18_by_name_computes_what_its_blocks_say() -> None:
-    """Pre-activation written out; the classifier sees the mean of each channel, then the maximum."""
+    """Pre-activation written out; the classifier sees the mean of each channel, then the
+    maximum."""
     model = resnet18_bkj(10).eval()
     x = torch.randn(2, 3, 32, 32)
     y = model.stem(x)

@@ -1,4 +1,5 @@
-"""Delay, loss, racks, slow hosts, stragglers and cuts of an emulated network, as root and in a user namespace."""
+"""Delay, loss, racks, slow hosts, stragglers and cuts of an emulated network, as root and in a user
+namespace."""
 
 from __future__ import annotations
 

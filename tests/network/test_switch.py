@@ -33,7 +33,8 @@ def held(
     jitters_s: tuple[float, ...] = (),
     loss: float = 0.0,
 ) -> list[tuple[float, str, bytes]]:
-    """Let broadcast frames arrive at time 100 and return due time, port and frame, in the order of sending."""
+    """Let broadcast frames arrive at time 100 and return due time, port and frame, in the order of
+    sending."""
     monkeypatch.setattr(module, "_Port", Port)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 100.0))
     draws = iter(jitters_s)

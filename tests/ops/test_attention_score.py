@@ -1,4 +1,5 @@
-"""Attention's score: against its formula number by number, its derivatives, its operators, and what it keeps."""
+"""Attention's score: against its formula number by number, its derivatives, its operators, and what
+it keeps."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from mlbench_core.ops.pytorch import attention_score, attention_score_reference,
 from mlbench_core.ops.pytorch.attention_score import _blocks
 
 WORDY_BLOCKS = [1, 12, 24, 10**9]
-"""For 3 sentences of 4 queries, 2 keys and H = 3: one query, two queries, one sentence, everything at once."""
+"""For 3 sentences of 4 queries, 2 keys and H = 3: one query, two queries, one sentence, everything
+at once."""
 
 
 def inputs(dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> list[Tensor]:

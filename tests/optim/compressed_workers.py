@@ -86,7 +86,8 @@ def target(name: str, rank: int) -> Tensor:
 
 
 def gradient(name: str, rank: int, x: Tensor, t: int) -> Tensor:
-    """Of a quadratic, the same in the tests and in the workers; every fifth coordinate is zero on every worker."""
+    """Of a quadratic, the same in the tests and in the workers; every fifth coordinate is zero on
+    every worker."""
     g = (1 + rank) * (x - target(name, rank)) + 0.1 * t
     g.view(-1)[::5] = 0
     return g
@@ -213,7 +214,8 @@ def custom_denominators(rank: int, world_size: int) -> dict[str, list[Tensor]]:
 
 
 def partly_missing(rank: int, world_size: int) -> dict[str, Any]:
-    """A parameter with a gradient on rank 0 only, one frozen, one that loses its gradient everywhere."""
+    """A parameter with a gradient on rank 0 only, one frozen, one that loses its gradient
+    everywhere."""
     result = {}
     for name, make in OPTIMIZERS.items():
         one, frozen, lost = (nn.Parameter(torch.arange(1.0, 8.0)) for _ in range(3))
@@ -239,7 +241,8 @@ def partly_missing(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def by_layer(rank: int, world_size: int) -> dict[tuple[str, bool], Any]:
-    """Gradients aggregated in one message and in one per parameter, and the collectives of either."""
+    """Gradients aggregated in one message and in one per parameter, and the collectives of
+    either."""
     result: dict[tuple[str, bool], Any] = {}
     for name, make in AGGREGATIONS.items():
         for layered in (False, True):
@@ -283,7 +286,8 @@ def resume(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def accumulation(rank: int, world_size: int) -> dict[str, Any]:
-    """Parameters after steps on two passes each and on their sum, and the collectives called between the passes."""
+    """Parameters after steps on two passes each and on their sum, and the collectives called
+    between the passes."""
     result = {}
     for name, make in OPTIMIZERS.items():
         passes, sums = make_params(), make_params()
@@ -337,7 +341,8 @@ QUADRATIC: dict[str, tuple[Make, Callable[[int], float], int]] = {
 
 
 def quadratic(rank: int) -> tuple[Tensor, Tensor]:
-    """A and b of worker ``rank``, who minimises (x - b)' A (x - b) / 2; A has eigenvalues from about 0.5 to 3."""
+    """A and b of worker ``rank``, who minimises (x - b)' A (x - b) / 2; A has eigenvalues from
+    about 0.5 to 3."""
     generator = torch.Generator().manual_seed(50 + rank)
     half = torch.randn(6, 6, generator=generator, dtype=torch.float64) / 3
     return half @ half.T + 0.5 * torch.eye(6, dtype=torch.float64), torch.randn(
@@ -346,7 +351,8 @@ def quadratic(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def quadratics(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
-    """Every worker has its own quadratic and noisy gradients; the parameters after many steps, by 2 workers."""
+    """Every worker has its own quadratic and noisy gradients; the parameters after many steps, by 2
+    workers."""
     if world_size != 2:
         return {}
     A, b = quadratic(rank)
@@ -369,7 +375,8 @@ def quadratics(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
 
 
 def digits(rank: int, world_size: int) -> dict[str, float]:
-    """Share of test digits that a small net gets right, by optimizer; trained by 2 workers on halves of the batch."""
+    """Share of test digits that a small net gets right, by optimizer; trained by 2 workers on
+    halves of the batch."""
     if world_size != 2:
         return {}
     from sklearn.datasets import load_digits

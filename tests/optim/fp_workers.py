@@ -78,7 +78,8 @@ def exact_shares(rank: int, world_size: int) -> Tensor:
 
 
 def exact_in_two_passes(rank: int, world_size: int) -> tuple[Tensor, list[int]]:
-    """Master weights where each share is accumulated in two passes, and what was sent between these."""
+    """Master weights where each share is accumulated in two passes, and what was sent between
+    these."""
     model = half_line()
     optimizer = sgd(model, world_size, average_world=True)
     inputs, factors = (share(whole, rank, world_size).chunk(2) for whole in power_of_two_batch())
@@ -131,7 +132,8 @@ def adamw_alone() -> Tensor:
 
 
 def overflow_on_one(rank: int, world_size: int) -> dict[str, Any]:
-    """What each worker does when the last one alone has an inf or nan, with and without its gradients being summed."""
+    """What each worker does when the last one alone has an inf or nan, with and without its
+    gradients being summed."""
     result = {}
     for name, bad, options, is_local in (
         ("inf", float("inf"), {}, False),
@@ -175,7 +177,8 @@ def minimum_scale(rank: int, world_size: int) -> list[str]:
 
 
 def denominators(rank: int, world_size: int) -> dict[str, Tensor]:
-    """The unscaled gradients. Batch b of worker r has (r + 1) (b + 1) tokens, each with the gradient 1, 2, 4."""
+    """The unscaled gradients. Batch b of worker r has (r + 1) (b + 1) tokens, each with the
+    gradient 1, 2, 4."""
 
     def gradient(
         is_mean: bool, custom: bool, multiplier: Any = 1, denom: Any = None, scale: float = 128.0
@@ -227,7 +230,8 @@ def ranges(rank: int, world_size: int) -> dict[str, list[Any]]:
 
 
 class Mixed(nn.Module):
-    """Half precision with float32 normalisation, a frozen, an unused, a shared and a scalar parameter."""
+    """Half precision with float32 normalisation, a frozen, an unused, a shared and a scalar
+    parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +275,8 @@ def mixed(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def resume(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
-    """Masters and scales of a run, and of one that new objects take over in the middle; overflows included."""
+    """Masters and scales of a run, and of one that new objects take over in the middle; overflows
+    included."""
 
     def train(model: nn.Module, optimizer: FP16Optimizer, steps: range) -> None:
         for step in steps:
@@ -318,7 +323,8 @@ def like_the_reference(rank: int, world_size: int) -> tuple[Tensor, list[float]]
 
 
 def reference_gradient(rank: int, step: int, weights: Tensor, scale: float) -> Tensor:
-    """The scaled gradient of (rank + 1) |x|^2 / 8 (1 + step / 16): of one sign, so sums in any order overflow alike."""
+    """The scaled gradient of (rank + 1) |x|^2 / 8 (1 + step / 16): of one sign, so sums in any
+    order overflow alike."""
     return (weights.float() * (rank + 1) / 4 * (1 + step / 16) * scale).half()
 
 

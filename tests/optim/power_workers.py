@@ -82,7 +82,8 @@ def like_the_reference(rank: int, world_size: int) -> dict[bool, tuple[list[Tens
 
 
 def average_and_error(rank: int, world_size: int) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
-    """What went in (gradient + error), what came out and the new error, for every step, by variant."""
+    """What went in (gradient + error), what came out and the new error, for every step, by
+    variant."""
     variants: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
         "float64": (torch.float64, {}),
         "float32 warm": (torch.float32, {"reuse_query": True}),
@@ -111,7 +112,8 @@ def average_and_error(rank: int, world_size: int) -> dict[str, list[tuple[Tensor
 def exact_ranks(
     rank: int, world_size: int
 ) -> dict[tuple[int, torch.dtype, bool, tuple[int, int]], float]:
-    """Relative error where the average has a rank that suffices and the workers' own gradients do not."""
+    """Relative error where the average has a rank that suffices and the workers' own gradients do
+    not."""
     result = {}
     for actual, dtype in EXACT:
         for reuse_query in (False, True):
@@ -136,7 +138,8 @@ def exact_ranks(
 
 
 def growing_rank(rank: int, world_size: int) -> list[float]:
-    """Relative error with warm start while the rank of the gradient goes 0, 1, 2, 0, 2, with dead units throughout."""
+    """Relative error with warm start while the rank of the gradient goes 0, 1, 2, 0, 2, with dead
+    units throughout."""
     shape = (20, 15)
     aggregation = PowerAggregation(
         Matrices(shape), world_size=world_size, rank=RANK, reuse_query=True
@@ -153,7 +156,8 @@ def growing_rank(rank: int, world_size: int) -> list[float]:
 
 
 def messages(rank: int, world_size: int) -> dict[str, Any]:
-    """Sizes of all messages in bytes, of a model with four matrices, one of them too small, and two vectors."""
+    """Sizes of all messages in bytes, of a model with four matrices, one of them too small, and two
+    vectors."""
     shapes = ((10, 8), (6, 4, 3), (10, 8), (2, 2), (10,), ())
     result = {}
     for name, by_layer, options in (
@@ -180,7 +184,8 @@ def messages(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def missing_gradients(rank: int, world_size: int) -> dict[bool, dict[str, Any]]:
-    """Items: 0 has a gradient on rank 0 only, 1 on no worker in the second step, 2 always, 3 is never used."""
+    """Items: 0 has a gradient on rank 0 only, 1 on no worker in the second step, 2 always, 3 is
+    never used."""
     result = {}
     for by_layer in (False, True):
         model = Matrices(SHAPE, SHAPE, SHAPE, SHAPE)
@@ -233,7 +238,8 @@ WITHOUT_GRADIENT: dict[str, Callable[[nn.Module, int], Aggregation]] = {
 
 
 def steps_without_gradient(rank: int, world_size: int) -> dict[str, Any]:
-    """Weights, and all that is remembered of the tensors. Workers have equal gradients, and now and then none."""
+    """Weights, and all that is remembered of the tensors. Workers have equal gradients, and now and
+    then none."""
     result = {}
     for name, make in WITHOUT_GRADIENT.items():
         model = Matrices(SHAPE, SHAPE, (3,))

@@ -79,7 +79,8 @@ def qsgd(rank: int, world_size: int) -> list[Tensor]:
 
 
 def scaffold(rank: int, world_size: int) -> dict[str, Any]:
-    """Against the reference; and on quadratics of different curvatures and optima, beside local SGD."""
+    """Against the reference; and on quadratics of different curvatures and optima, beside local
+    SGD."""
     model = Weights(x=start())
     optimizer = SCAFFOLD(model=model, lr=0.1, period=5)
     history, sent = [], []
@@ -122,7 +123,8 @@ def sparse_loco(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def streaming(rank: int, world_size: int) -> dict[Any, Any]:
-    """Against the reference, resumed at every step, beside DiLoCo, and without waiting for the other workers."""
+    """Against the reference, resumed at every step, beside DiLoCo, and without waiting for the
+    other workers."""
     result: dict[Any, Any] = {}
     for quantize in (False, True):
         model, optimizer = _streaming(quantize=quantize, **STREAMING)
@@ -213,7 +215,8 @@ class Collectives:
 
 
 def delayed(rank: int, world_size: int) -> dict[Any, Any]:
-    """Local SGD against the reference, with what it sends; resumed at every step; and other uses of a delay."""
+    """Local SGD against the reference, with what it sends; resumed at every step; and other uses of
+    a delay."""
     result: dict[Any, Any] = {}
     for (period, delay), by_layer in itertools.product(DELAYED, (False, True)):
         model, optimizer = _delayed(period=period, delay=delay, by_layer=by_layer)
@@ -276,7 +279,8 @@ def _resumed(rank: int, cut: int) -> dict[str, Any]:
 
 
 def _late(rank: int) -> Tensor:
-    """A parameter outside the model that comes after the first step, so that it is averaged one step later."""
+    """A parameter outside the model that comes after the first step, so that it is averaged one
+    step later."""
     model, optimizer = _delayed(period=4, delay=2)
     late = nn.Parameter(start())
     fragment_step(rank, model, optimizer, 0)
@@ -288,7 +292,8 @@ def _late(rank: int) -> Tensor:
 
 
 def _kinds(rank: int) -> dict[str, Tensor]:
-    """Tensors of many kinds, with the value 1 + rank, which grow by 3 while their average travels."""
+    """Tensors of many kinds, with the value 1 + rank, which grow by 3 while their average
+    travels."""
     tensors = {
         "f64": torch.full((3,), rank + 1.0, dtype=torch.float64),
         "bf16": torch.full((2, 2), rank + 1.0, dtype=torch.bfloat16),
@@ -311,7 +316,8 @@ def _kinds(rank: int) -> dict[str, Tensor]:
 
 
 def _shorter(rank: int) -> list[Tensor]:
-    """A state with a message on its way, loaded by aggregations that have other delays and periods."""
+    """A state with a message on its way, loaded by aggregations that have other delays and
+    periods."""
     x = torch.full((2,), float(rank))
     first = PeriodicAggregation(AllReduceAggregation(), period=4, delay=3)
     for _ in range(4):
@@ -355,7 +361,8 @@ class Uncompressed(OneBitAggregation):
 
 
 def one_bit_adam(rank: int, world_size: int) -> dict[Any, Any]:
-    """Against the reference, uncompressed too; x has a coordinate without gradients, and the bytes of each step."""
+    """Against the reference, uncompressed too; x has a coordinate without gradients, and the bytes
+    of each step."""
     result: dict[Any, Any] = {}
     for kind in (OneBitAggregation, Uncompressed):
         model = Weights(x=start())
@@ -379,7 +386,8 @@ def partial_gradient(rank: int, x: Tensor, step: int) -> Tensor:
 
 
 def dion(rank: int, world_size: int) -> dict[str, Any]:
-    """Against the reference: a matrix, and a vector beside it; the first Q, and at the end momentum and bytes."""
+    """Against the reference: a matrix, and a vector beside it; the first Q, and at the end momentum
+    and bytes."""
     model = Weights(x=start(), y=start()[0])
     exchange = DionAggregation(rank=DION_RANK, momentum=0.9)
     optimizer = Dion(model.named_parameters(), lr=0.05, weight_decay=0.1, aggregation=exchange)
@@ -459,7 +467,8 @@ DIGITS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def digits(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
-    """Share of test digits that a small net gets right, and bytes sent, by optimizer; by 2 workers."""
+    """Share of test digits that a small net gets right, and bytes sent, by optimizer; by 2
+    workers."""
     if world_size != 2:
         return {}
     inputs, targets, order = digits_data()

@@ -1,4 +1,5 @@
-"""k workers with centralized optimizers: real processes over Gloo against independent computations."""
+"""k workers with centralized optimizers: real processes over Gloo against independent
+computations."""
 
 from __future__ import annotations
 

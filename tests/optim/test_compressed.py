@@ -1,4 +1,5 @@
-"""Sign and sparsified optimizers: real processes over Gloo against the readable references and exact invariants."""
+"""Sign and sparsified optimizers: real processes over Gloo against the readable references and
+exact invariants."""
 
 from __future__ import annotations
 
@@ -229,7 +230,8 @@ KINDS = ("float32", "float64", "float16", "bfloat16")  # in the order of each on
 
 
 def chunked_top_k_bytes(numel: int, b: int) -> int:
-    """Of two coordinates of each chunk of four: two means, positions of two bits (fewer in a last chunk), codes."""
+    """Of two coordinates of each chunk of four: two means, positions of two bits (fewer in a last
+    chunk), codes."""
     size_bytes = 0
     for chunks, length in ((numel // 4, 4), (numel % 4 > 0, numel % 4)):
         kept, bits = chunks * min(2, length), (0, 0, 1, 2, 2)[length]
@@ -389,7 +391,8 @@ def test_signs_settle_with_a_decaying_rate() -> None:
 
 
 def test_plain_sign_stalls_where_error_feedback_does_not() -> None:
-    """The one-dimensional counterexample of arXiv:1901.09847: x is -1 to 1, gradients 4 and three times -1."""
+    """The one-dimensional counterexample of arXiv:1901.09847: x is -1 to 1, gradients 4 and three
+    times -1."""
     ends = {}
     for make in (SignSGD, EFSignSGD):
         x = nn.Parameter(torch.zeros(1))
@@ -838,7 +841,8 @@ def test_a_step_that_a_scaler_skips_is_no_iterate() -> None:
 
 
 def test_the_estimate_needs_no_call_of_its_own() -> None:
-    """Scripts of version 3.0 call it after each step; the estimate is that of the paper with and without."""
+    """Scripts of version 3.0 call it after each step; the estimate is that of the paper with and
+    without."""
     estimates = []
     for calls in (True, False):
         x = nn.Parameter(torch.tensor([2.0, 1.0]))

@@ -1,4 +1,5 @@
-"""Settings of the exchange belong to the aggregation, and what contradicts it is refused with the way to write it."""
+"""Settings of the exchange belong to the aggregation, and what contradicts it is refused with the
+way to write it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Averaged SGD and what triggers it: against plain means, after a resume, and on several workers."""
+"""Averaged SGD and what triggers it: against plain means, after a resume, and on several
+workers."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def gradients(step: int) -> list[Tensor]:
 def take_steps(
     model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
 ) -> list[list[Tensor]]:
-    """Step along fixed gradients, with a rate that differs from step to step; the weights after each."""
+    """Step along fixed gradients, with a rate that differs from step to step; the weights after
+    each."""
     seen = []
     for step in steps:
         for p, gradient in zip(model.parameters(), gradients(step), strict=True):
@@ -103,7 +105,8 @@ def test_a_closure_is_evaluated_once_and_frozen_parameters_stay_out() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_step_without_a_gradient_counts_for_the_average(late: bool) -> None:
-    """The average is over the weights after every step, also those in which a parameter stayed as it was."""
+    """The average is over the weights after every step, also those in which a parameter stayed as
+    it was."""
     model, seen = make_model(), []
     optimizer = AveragedSGD(model.parameters(), lr=0.1)
     seen.append([p.detach().clone() for p in model.parameters()])
@@ -133,7 +136,8 @@ def test_hooks_run_once(plain_too: bool) -> None:
 
 
 def algorithm_1(values: list[float], n: int) -> int | None:
-    """The check at which algorithm 1 of arXiv 1708.02182 starts to average, word by word; None for never."""
+    """The check at which algorithm 1 of arXiv 1708.02182 starts to average, word by word; None for
+    never."""
     logs: list[float] = []
     for t, v in enumerate(values):
         if t > n and v > min(logs[: t - n]):
@@ -152,7 +156,8 @@ def patience_runs_out(values: list[float], patience: int) -> int | None:
 
 
 def when_it_averages(values: list[float], stop: int | None = None, **rule: int) -> int | None:
-    """The check at which NTASGD starts to average; with ``stop``, another object goes on from there."""
+    """The check at which NTASGD starts to average; with ``stop``, another object goes on from
+    there."""
     trigger = NTASGD(CentralizedSGD(model=nn.Linear(1, 1), lr=1.0), **rule)
     for t, value in enumerate(values):
         if t == stop:
@@ -361,7 +366,8 @@ def test_scaled_rate_is_given_back_after_an_exception() -> None:
 def language_model_run(
     rank: int, world_size: int, sequences: int = 4, overlap: bool = False
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], bool]:
-    """A language model in 10 batches with clipping, changing lengths and the switch; this worker's share of it."""
+    """A language model in 10 batches with clipping, changing lengths and the switch; this worker's
+    share of it."""
     torch.manual_seed(11)
     model = LSTMLanguageModel(19, 6, 8, 2, 0, 0, 0, 0, wdrop=0, tie_weights=True)
     optimizer = CustomCentralizedOptimizer(

@@ -1,4 +1,5 @@
-"""The SGD inside the optimizers has the bits of torch's plain SGD, whatever its tensors look like."""
+"""The SGD inside the optimizers has the bits of torch's plain SGD, whatever its tensors look
+like."""
 
 from __future__ import annotations
 

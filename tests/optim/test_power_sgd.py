@@ -1,4 +1,5 @@
-"""PowerSGD: real processes over Gloo against the reference, exact ranks and what must hold for every compression."""
+"""PowerSGD: real processes over Gloo against the reference, exact ranks and what must hold for
+every compression."""
 
 from __future__ import annotations
 
@@ -130,7 +131,8 @@ def test_parameters_without_gradient(ranks: Ranks, by_layer: bool) -> None:
 def test_steps_without_gradient_are_alike_for_one_worker_and_several(
     ranks: Ranks, name: str
 ) -> None:
-    """One worker with the gradient that all have: the same weights, memories, warm starts and counts."""
+    """One worker with the gradient that all have: the same weights, memories, warm starts and
+    counts."""
     alone = workers.steps_without_gradient(0, 1)[name]
     for result in ranks:
         for (weights, state), (expected, its_state) in zip(

@@ -1,4 +1,5 @@
-"""The methods of recent years: real processes over Gloo against the references, and the claims they are known for.
+"""The methods of recent years: real processes over Gloo against the references, and the claims they
+are known for.
 
 The contract tests cover what all optimizers share: resuming, copies, the order of collectives,
 bytes, subgroups."""
@@ -273,7 +274,8 @@ class TestSparseLoCo:
             assert torch.equal(found["history"][-1], ranks[0]["sparse_loco"]["history"][-1])
 
     def test_messages_are_as_small_as_the_formula_says(self, ranks: Ranks) -> None:
-        """Of 35 float64: two chunks of 16 with positions of 4 bits, and one of 3, of which all are sent."""
+        """Of 35 float64: two chunks of 16 with positions of 4 bits, and one of 3, of which all are
+        sent."""
         size_bytes = (2 * 16 + 3 + 2) + (16 + 1 + 1)
         for result in ranks:
             assert result["sparse_loco"]["sent"] == [0, 0, 0, 0, size_bytes] * 3
@@ -720,7 +722,8 @@ class TestDelayedAverages:
             assert large.isfinite().all(), "a sum of large numbers has no room in half precision"
 
     def test_a_state_may_be_loaded_with_another_delay(self, ranks: Ranks) -> None:
-        """A shorter one adds the correction in the next step; one of another period in its own time."""
+        """A shorter one adds the correction in the next step; one of another period in its own
+        time."""
         for result in ranks:
             at_once, *others = result["delayed"]["shorter"]
             average = torch.full((2,), (len(ranks) - 1) / 2)
@@ -960,7 +963,8 @@ class TestMuon:
     def test_a_step_is_nearly_orthonormal_whatever_the_gradient(
         self, shape: tuple[int, int]
     ) -> None:
-        """Its singular values are from 0.6 to 1.3, where those of the gradient span two orders of magnitude."""
+        """Its singular values are from 0.6 to 1.3, where those of the gradient span two orders of
+        magnitude."""
         generator = torch.Generator().manual_seed(0)
         u, _, v = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
         x = torch.zeros(shape, requires_grad=True)

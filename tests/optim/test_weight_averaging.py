@@ -1,4 +1,5 @@
-"""Decentralized and periodic optimizers: real processes over Gloo against the references and known solutions."""
+"""Decentralized and periodic optimizers: real processes over Gloo against the references and known
+solutions."""
 
 from __future__ import annotations
 
@@ -167,7 +168,8 @@ class TestMixing:
 
 
 def shared_random_k(world_size: int, ratio: float, seed: int) -> Callable[[Tensor], Tensor]:
-    """Random-k whose coordinates are drawn once a round and are the same for all workers, called in turn."""
+    """Random-k whose coordinates are drawn once a round and are the same for all workers, called in
+    turn."""
     generator, calls = torch.Generator().manual_seed(seed), 0
     kept = torch.empty(0)
 

@@ -148,7 +148,8 @@ def choco(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
 
 
 def gossip(rank: int, world_size: int) -> dict[Any, Any]:
-    """Average different weights, without gradients: distances to the average, and the last weights."""
+    """Average different weights, without gradients: distances to the average, and the last
+    weights."""
     result = {}
 
     def rounds(make: Callable[[], Any], count: int, every: int) -> tuple[list[float], Tensor]:
@@ -429,7 +430,8 @@ def local(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
 
 
 def added_later(rank: int, world_size: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """A parameter that is not the model's and comes after the first step: after its 2nd and its 8th step."""
+    """A parameter that is not the model's and comes after the first step: after its 2nd and its 8th
+    step."""
     graph = ring(world_size)
     makers: dict[str, Callable[[nn.Module], Optimizer]] = {
         "decentralized": lambda m: DecentralizedSGD(rank, graph.neighbours(rank), m, lr=0.1),
@@ -459,7 +461,8 @@ def added_later(rank: int, world_size: int) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def unfrozen(rank: int, world_size: int) -> dict[tuple[str, int], list[Tensor]]:
-    """A layer that is unfrozen after so many steps of an optimizer with H = 3: its bias after each of 9 steps."""
+    """A layer that is unfrozen after so many steps of an optimizer with H = 3: its bias after each
+    of 9 steps."""
     result = {}
     for name, make in {"local": LocalSGD, "diloco": DiLoCo}.items():
         for first_steps in (3, 1):
@@ -513,7 +516,8 @@ def steady_state(rank: int, world_size: int) -> dict[float, Tensor]:
 
 
 def digits(rank: int, world_size: int) -> dict[str, float]:
-    """Accuracy on the digits' test set, in percent, after 8 epochs with 4 workers, of the average of all workers."""
+    """Accuracy on the digits' test set, in percent, after 8 epochs with 4 workers, of the average
+    of all workers."""
     if world_size < 4:
         return {}
     from sklearn.datasets import load_digits

@@ -1,4 +1,5 @@
-"""The costs of collectives against values computed by hand, and against a simulation of a ring's messages."""
+"""The costs of collectives against values computed by hand, and against a simulation of a ring's
+messages."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ def scaled_sign(x):
 
 
 def choco_sgd(x, gradient, W, Q, eta, gamma, steps):
-    """Run ``steps`` rounds; x[i] is worker i's tensor, gradient(i, x_i, t) its stochastic gradient."""
+    """Run ``steps`` rounds; x[i] is worker i's tensor, gradient(i, x_i, t) its stochastic
+    gradient."""
     n = len(x)
     x_hat = [torch.zeros_like(x[i]) for i in range(n)]
     for t in range(steps):

@@ -1,4 +1,5 @@
-"""Mixed precision with loss scaling by k workers in one process (Micikevicius et al., arXiv:1710.03740)."""
+"""Mixed precision with loss scaling by k workers in one process (Micikevicius et al.,
+arXiv:1710.03740)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ import torch
 
 
 def quantize(v, s, u, size=512):
-    """Q(v) for a flat tensor in buckets; u holds uniform numbers from [0, 1), one for each coordinate."""
+    """Q(v) for a flat tensor in buckets; u holds uniform numbers from [0, 1), one for each
+    coordinate."""
     parts = []
     for bucket, draws in zip(v.split(size), u.split(size), strict=True):
         norm = bucket.norm()
@@ -18,7 +19,8 @@ def quantize(v, s, u, size=512):
 
 
 def qsgd(x, gradient, k, eta, steps, s, uniform, size=512):
-    """Run ``steps`` steps; gradient(i, x, t) is worker i's gradient, uniform(i, t) its draws, of the shape of x."""
+    """Run ``steps`` steps; gradient(i, x, t) is worker i's gradient, uniform(i, t) its draws, of
+    the shape of x."""
     for t in range(steps):
         sent = [
             quantize(gradient(i, x, t).reshape(-1), s, uniform(i, t).reshape(-1), size).view(

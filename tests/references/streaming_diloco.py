@@ -1,10 +1,12 @@
-"""Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512), k workers in one process; one tensor per fragment."""
+"""Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512), k workers in one process; one tensor
+per fragment."""
 
 import torch
 
 
 def four_bits(x):
-    """Round to a sign and an exponent of three bits, relative to the largest size; below, to zero."""
+    """Round to a sign and an exponent of three bits, relative to the largest size; below, to
+    zero."""
     levels = x.abs().max() * torch.tensor([0.0, *(2.0**e for e in range(-6, 1))], dtype=x.dtype)
     return x.sign() * levels[(x.abs()[..., None] - levels).abs().argmin(-1)]
 

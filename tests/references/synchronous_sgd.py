@@ -1,4 +1,5 @@
-"""Synchronous SGD (Goyal et al. 2017, arXiv:1706.02677): k workers take the step of one worker on the joined batch."""
+"""Synchronous SGD (Goyal et al. 2017, arXiv:1706.02677): k workers take the step of one worker on
+the joined batch."""
 
 from __future__ import annotations
 

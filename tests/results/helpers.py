@@ -47,7 +47,8 @@ def write_run(
     finish: bool = True, environment: Mapping[str, Any] = ENVIRONMENT,
     collectives: list[dict[str, Any]] | None = None, cpu_share: float | None = None, **configuration: Any,
 ) -> Path:  # fmt: skip
-    """Write the folder of a run with 10 batches in each epoch; the accuracy is 80, 85, 90, ... percent.
+    """Write the folder of a run with 10 batches in each epoch; the accuracy is 80, 85, 90, ...
+    percent.
 
     With ``cpu_share``, it has the processor time of communication, this share of the training time.
     Earlier versions did not write it."""

@@ -57,7 +57,8 @@ def stat(name: str, at_s: float, epoch: int, step: int, value: float | None = 1.
 
 
 def epoch_of(number: int, accuracy: float | None, at_s: float, validation_s: float) -> list[Line]:
-    """Return the lines of an epoch of 10 s: 6 s of training until the last record, 2 s more, and 2 s of validation."""
+    """Return the lines of an epoch of 10 s: 6 s of training until the last record, 2 s more, and 2
+    s of validation."""
     step, totals = 100 * (number + 1), {"validation_s": validation_s}
     return [
         stat("train_loss", at_s + 6, number, step),
@@ -80,7 +81,8 @@ REACHED = [*TWO_EPOCHS[:-1], goal(23.001, 1, 200), TWO_EPOCHS[-1], end(30)]
 
 @pytest.fixture
 def parsed(tmp_path: Path) -> Any:
-    """Return the lines as the package's own parser reads them from a file, which must not find an error."""
+    """Return the lines as the package's own parser reads them from a file, which must not find an
+    error."""
 
     def parse(
         lines: Sequence[Line], result: Line = RESULT, environment: Line | None = None

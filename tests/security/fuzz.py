@@ -1,4 +1,5 @@
-"""Send random requests to a master, and check that none is an error of the master and that every row can be read.
+"""Send random requests to a master, and check that none is an error of the master and that every
+row can be read.
 
 python -m tests.security.fuzz --cases 20000 [--seed 0]
 python -m tests.security.fuzz --cases 20000 --schemathesis PROGRAM
@@ -351,7 +352,8 @@ def fuzz(folder: Path, cases: int, seed: int) -> Counter[int]:
 
 
 def check_rows(client: Any, folder: Path, stored: int) -> None:
-    """Check that every row is in the answers, and that every page of a run with metrics is complete."""
+    """Check that every row is in the answers, and that every page of a run with metrics is
+    complete."""
     with contextlib.closing(sqlite3.connect(folder / "master.db")) as database:
         rows = dict(database.execute("SELECT owner, count(*) FROM metrics GROUP BY owner"))
         runs = dict(database.execute("SELECT id, name FROM runs"))

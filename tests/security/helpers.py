@@ -42,7 +42,8 @@ def as_another_user(action: Callable[[], Any]) -> Any:
 
 
 def request(base: str, method: str, path: str, body: Any = None, **headers: str) -> Answer:
-    """Send one request with nothing but the given headers; the status and the text of the answer."""
+    """Send one request with nothing but the given headers; the status and the text of the
+    answer."""
     connection = http.client.HTTPConnection(urlsplit(base).netloc, timeout=10)
     try:
         text = None if body is None else json.dumps(body)
@@ -105,7 +106,8 @@ class Listener:
 
 
 def all_routes(app: Any) -> list[tuple[str, str, Any]]:
-    """Method, path and route of everything that an application answers; ``GET`` for a folder of files."""
+    """Method, path and route of everything that an application answers; ``GET`` for a folder of
+    files."""
     try:
         from fastapi.routing import iter_route_contexts
     except ImportError:  # an older FastAPI copies the routes of a router

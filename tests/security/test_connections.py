@@ -1,4 +1,5 @@
-"""Clients that are slow on purpose, that open many connections, or that make the master write a long log."""
+"""Clients that are slow on purpose, that open many connections, or that make the master write a
+long log."""
 
 from __future__ import annotations
 

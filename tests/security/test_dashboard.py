@@ -1,4 +1,5 @@
-"""The dashboard in a real browser: many tabs, a master that goes away, and a log that is neither doubled nor lost."""
+"""The dashboard in a real browser: many tabs, a master that goes away, and a log that is neither
+doubled nor lost."""
 
 from __future__ import annotations
 
@@ -131,7 +132,8 @@ def test_a_page_catches_up_after_the_master_was_away(tmp_path: Path, browser: Br
 
 
 def test_the_log_of_the_page_and_of_the_events_fit_together(tmp_path: Path) -> None:
-    """As the page's script joins them: each line has its number, and the page has that of the next line."""
+    """As the page's script joins them: each line has its number, and the page has that of the next
+    line."""
     with server(tmp_path / "data", "--token", "sesame") as (base, _):
         run = talking(base, tmp_path)
         time.sleep(1)

@@ -1,4 +1,5 @@
-"""The log on the page of a run, in a real browser: search, streams, following, and lines that could do harm."""
+"""The log on the page of a run, in a real browser: search, streams, following, and lines that could
+do harm."""
 
 from __future__ import annotations
 

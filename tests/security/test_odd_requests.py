@@ -1,4 +1,5 @@
-"""Requests that look like others: two lengths of a body, names with invisible characters, pages of extensions."""
+"""Requests that look like others: two lengths of a body, names with invisible characters, pages of
+extensions."""
 
 from __future__ import annotations
 

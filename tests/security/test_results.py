@@ -59,7 +59,8 @@ def client(tmp_path: Path) -> Iterator[Any]:
 
 
 def answers(client: Any) -> tuple[int, zipfile.ZipFile]:
-    """Return the status of the result, and the archive; neither may have the secret, and the page must answer."""
+    """Return the status of the result, and the archive; neither may have the secret, and the page
+    must answer."""
     result = client.get("/api/runs/1/result/")
     packed = client.get("/api/metrics/1/?metric_type=run&format=zip")
     assert client.get("/runs/1/").status_code == 200

@@ -102,7 +102,8 @@ def outcome_of(cells: Cells) -> Outcome:
 
 
 def result(point: Point, run: float | str) -> RunRecord:
-    """Return a run that reached its goal after some seconds, or missed it; slow runs also send more."""
+    """Return a run that reached its goal after some seconds, or missed it; slow runs also send
+    more."""
     reached = isinstance(run, float)
     train_s = (
         run
@@ -141,7 +142,8 @@ def rank(outcome: Outcome, algorithm: str, place: Place) -> float:
 
 
 def counts(outcome: Outcome, algorithm: str) -> tuple[int, int]:
-    """Return in how many cases a method had the least median, and in how many of them a difference is shown."""
+    """Return in how many cases a method had the least median, and in how many of them a difference
+    is shown."""
     text = " ".join(summary(outcome))
     found = re.search(
         rf"\b{algorithm} had the least median time on [^.]*\. .*? in (\d+) of (\d+) cases", text
@@ -150,7 +152,8 @@ def counts(outcome: Outcome, algorithm: str) -> tuple[int, int]:
 
 
 def praise(outcome: Outcome, algorithm: str) -> set[tuple[str | None, str]]:
-    """Return where a sentence calls a method the fastest, or shows a difference in favor of it; None is one worker."""
+    """Return where a sentence calls a method the fastest, or shows a difference in favor of it;
+    None is one worker."""
     found: set[tuple[str | None, str]] = set()
     for network in outcome.networks:
         for sentence in per_network(outcome, network):
@@ -264,7 +267,8 @@ def test_a_prediction_starts_from_the_fastest_network_or_not_at_all(kind: str) -
 
 
 def drawn(outcome: Outcome, algorithm: str) -> dict[tuple[Any, ...], float]:
-    """Return the numbers of a method in the CSV files of the figures, and its places in the panels: less is better."""
+    """Return the numbers of a method in the CSV files of the figures, and its places in the panels:
+    less is better."""
     found: dict[tuple[Any, ...], float] = {}
     makers = {
         each.name: functools.partial(draw_rows, outcome, each)

@@ -91,7 +91,8 @@ def test_all_runs_in_order_and_once(tmp_path: Path, master: MemoryMaster) -> Non
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_killed_at_every_request(tmp_path: Path, when: str) -> None:
-    """A sweep that is killed at its n-th request, for every n, and started again has every run exactly once."""
+    """A sweep that is killed at its n-th request, for every n, and started again has every run
+    exactly once."""
     sweep = parse_sweep({**CONTENT, "workers": [1]})
     for number in itertools.count(1):
         master, folder = MemoryMaster(), tmp_path / str(number)
@@ -197,7 +198,8 @@ def test_nothing_starts_after_the_budget(tmp_path: Path, master: MemoryMaster) -
 def test_sweeps_on_one_master_leave_each_other_alone(
     tmp_path: Path, master: MemoryMaster, number: int
 ) -> None:
-    """One sweep is killed, another with the same names runs in between, and then the first one continues."""
+    """One sweep is killed, another with the same names runs in between, and then the first one
+    continues."""
     calls = itertools.count(1)
 
     def kill(name: str) -> None:

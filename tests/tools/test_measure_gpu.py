@@ -1,4 +1,5 @@
-"""``make gpu`` without a GPU: its plan, and its order, limits and resumption with short commands as steps."""
+"""``make gpu`` without a GPU: its plan, and its order, limits and resumption with short commands as
+steps."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def test_the_tests_for_a_gpu_import_only_what_the_machine_must_have() -> None:
-    """A package that is missing there would fail a whole file, or all of them if a conftest.py imports it."""
+    """A package that is missing there would fail a whole file, or all of them if a conftest.py
+    imports it."""
     left = [ROOT / name for name in measure_gpu.find_gpu_tests(ROOT / "tests")]
     left += {
         folder / "conftest.py"

@@ -1,4 +1,5 @@
-"""The generated parts of the reference, and the hand-written pages that must name everything that the code has."""
+"""The generated parts of the reference, and the hand-written pages that must name everything that
+the code has."""
 
 from __future__ import annotations
 

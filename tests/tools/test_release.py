@@ -1,4 +1,5 @@
-"""The source distribution and the wheel contain what they must, and ``make release`` says what is missing."""
+"""The source distribution and the wheel contain what they must, and ``make release`` says what is
+missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Modules that stand in for mlflow and wandb: the rules of mlflow 3.17 for names and runs, and a record of calls."""
+"""Modules that stand in for mlflow and wandb: the rules of mlflow 3.17 for names and runs, and a
+record of calls."""
 
 from __future__ import annotations
 
@@ -119,7 +120,8 @@ mlflow.entities = types.SimpleNamespace(Metric=Metric)
 
 
 def install() -> None:
-    """Put the modules in the place of the real ones; ``wandb.init(batch=9)`` continues a run with 9 batches."""
+    """Put the modules in the place of the real ones; ``wandb.init(batch=9)`` continues a run with 9
+    batches."""
     MlflowClient.server = Server()
     wandb.init = lambda project=None, batch=0: Run(batch > 0, batch)
     sys.modules["mlflow"], sys.modules["wandb"] = mlflow, wandb

@@ -1,4 +1,5 @@
-"""The numbers of an epoch beside the times of its steps, which a dashboard draws while the run goes on."""
+"""The numbers of an epoch beside the times of its steps, which a dashboard draws while the run goes
+on."""
 
 from __future__ import annotations
 

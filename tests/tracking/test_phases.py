@@ -1,4 +1,5 @@
-"""A synthetic run with known phases: the times are those of the phases, and leave no gap to the wall clock."""
+"""A synthetic run with known phases: the times are those of the phases, and leave no gap to the
+wall clock."""
 
 from __future__ import annotations
 

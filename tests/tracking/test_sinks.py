@@ -269,7 +269,8 @@ def test_two_runs_that_create_one_experiment_both_use_it(services: fake_services
 def train(
     sink: Any, batches: int, state: dict[str, Any] | None = None, epoch: int = 5
 ) -> dict[str, Any]:
-    """Train some batches, with a validation after each epoch of 5; return the state after the first epoch."""
+    """Train some batches, with a validation after each epoch of 5; return the state after the first
+    epoch."""
     saved: dict[str, Any] = {}
     with Tracker([], "7", 0, sinks=[sink]) as tracker:
         if state is not None:

@@ -36,7 +36,8 @@ def measured_everything(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def agreed_counts(rank: int, world_size: int) -> dict[str, Any]:
-    """Workers that see the clock differently agree on counts; barriers and operations are counted."""
+    """Workers that see the clock differently agree on counts; barriers and operations are
+    counted."""
     calls = {"barrier": 0, "all_reduce": 0, "_sequence": 0}
     with pytest.MonkeyPatch.context() as patch:
         for module, name in ((dist, "barrier"), (dist, "all_reduce"), (collectives, "_sequence")):
@@ -99,7 +100,8 @@ def wrong_reduction(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def subgroup(rank: int, world_size: int) -> Any:
-    """Workers 1 and 2 measure alone; the root of a broadcast is worker 1, and worker 3 stays out."""
+    """Workers 1 and 2 measure alone; the root of a broadcast is worker 1, and worker 3 stays
+    out."""
     group = dist.new_group([1, 2])
     if rank not in (1, 2):
         return None

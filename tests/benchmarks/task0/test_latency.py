@@ -82,7 +82,8 @@ def test_the_fit_finds_latency_and_bandwidth_in_noise(alpha_s: float, beta: floa
 
 
 def test_a_plain_least_squares_would_lose_the_latency() -> None:
-    """The reason for relative deviations: 1 % of noise in the largest times makes the latency negative."""
+    """The reason for relative deviations: 1 % of noise in the largest times makes the latency
+    negative."""
     noise = np.random.default_rng(1).normal(1, 0.01, size=len(SIZES))
     times = [(2e-6 + n / 1e9) * factor for n, factor in zip(SIZES, noise, strict=True)]
     plain = np.polynomial.polynomial.polyfit(SIZES, times, 1)[0]
