@@ -75,9 +75,7 @@ def test_the_page_about_the_architecture_describes_every_package_of_the_figure()
     assert sorted(rows) == sorted(packages)
 
 
-def test_the_figure_leaves_out_arrows_that_follow_from_others_and_puts_importing_packages_above() -> (
-    None
-):
+def test_the_figure_leaves_out_implied_arrows_and_puts_importing_packages_above() -> None:
     edges = {("a", "b"), ("b", "c"), ("c", "d"), ("a", "c"), ("a", "d"), ("e", "d")}
     drawn = draw_architecture.without_detours(edges)
     assert drawn == {("a", "b"), ("b", "c"), ("c", "d"), ("e", "d")}
@@ -125,9 +123,7 @@ def test_a_page_of_the_api_reference_has_a_section_for_each_module_with_what_it_
     assert "TimeDecayLR" in own_names(public_modules()["mlbench_core.lr_scheduler.pytorch.lr"])
 
 
-def test_constants_without_a_docstring_and_commands_of_click_have_entries_with_a_value_or_a_summary() -> (
-    None
-):
+def test_constants_without_a_docstring_and_commands_of_click_have_entries() -> None:
     code = """
 __all__ = ["A", "B", "C", "D", "E", "F", "Own", "shown"]
 A, B = 1, 2

@@ -43,7 +43,8 @@ def main(run_id, dataset_root, rank, world_size, batch_size, steps):
         session.run(tf.compat.v1.global_variables_initializer())
         tracker = Tracker(metrics, run_id, rank, task1_time_to_accuracy_goal())
         loop = TrainValidation(
-            train_op, session, loss, metrics, steps, dataset.train_init_op, dataset.validation_init_op, run_id, rank,
+            train_op, session, loss, metrics, steps, dataset.train_init_op,
+            dataset.validation_init_op, run_id, rank,
             lr_scheduler_level="epoch", tracker=tracker,
         )  # fmt: skip
         loop.train_and_eval(initial_epoch=0, lr_tensor_name=rate.name)

@@ -18,14 +18,17 @@ import mlbench_core
 
 NAMES = """
 mlbench_core.controlflow.tensorflow
-  TrainValidation(train_op, sess, loss, metrics, max_train_steps, train_set_init_op, validation_set_init_op, run_id,
+  TrainValidation(train_op, sess, loss, metrics, max_train_steps, train_set_init_op,
+    validation_set_init_op, run_id,
     rank, lr_scheduler_level="epoch", tracker=None)
   TrainValidation.train_one_epoch(self, lr_tensor_name=None)
   TrainValidation.valid_one_epoch(self)
   TrainValidation.train_and_eval(self, initial_epoch=0, lr_tensor_name=None)
-  train_round(session, train_set_init_op, train_op, loss_op, metrics, batch_size, num_batches_per_epoch, tracker,
+  train_round(session, train_set_init_op, train_op, loss_op, metrics, batch_size,
+    num_batches_per_epoch, tracker,
     lr_tensor=None, lr_scheduler_level=None)
-  validation_round(session, validation_set_init_op, loss_op, metrics, batch_size, num_batches_per_epoch, tracker)
+  validation_round(session, validation_set_init_op, loss_op, metrics, batch_size,
+    num_batches_per_epoch, tracker)
 mlbench_core.dataset.imagerecognition.tensorflow
   DatasetCifar(dataset, dataset_root, batch_size, world_size, rank, seed, tf_dtype=float32)
   DatasetCifar.input_fn(self, is_train, repeat_count=-1, num_shards=1, shard_index=0)
@@ -38,7 +41,8 @@ mlbench_core.lr_scheduler.tensorflow.lr
   manual_stepping(global_step, boundaries, rates, warmup=False)
 mlbench_core.models.tensorflow.resnet_model
   Cifar10Model(resnet_size, data_format=None, num_classes=10, resnet_version=2, dtype=float32)
-  Model(resnet_size, bottleneck, num_classes, num_filters, kernel_size, conv_stride, first_pool_size, first_pool_stride,
+  Model(resnet_size, bottleneck, num_classes, num_filters, kernel_size, conv_stride,
+    first_pool_size, first_pool_stride,
     block_sizes, block_strides, resnet_version=2, data_format=None, dtype=float32)
   fixed_padding(inputs, kernel_size, data_format)
   conv2d_fixed_padding(inputs, filters, kernel_size, strides, data_format)

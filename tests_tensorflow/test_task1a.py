@@ -29,7 +29,8 @@ def run(*words: str, world_size: int = 1) -> list[subprocess.CompletedProcess[st
         subprocess.Popen(
             [sys.executable, *words],
             env=environment(
-                RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
                 TF_CPP_MIN_LOG_LEVEL="2",
             ),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -53,7 +54,8 @@ def train(folder: Path, world_size: int, *arguments: str) -> dict[str, Any]:
         for root in ("dataset", "checkpoint", "output")
         for word in (f"--root-{root}", str(folder / root))
     ]
-    done = run(SCRIPT, "--run_id", str(world_size), "--dataset", "digits", "--image-size", "8", *roots, *arguments,
+    done = run(SCRIPT, "--run_id", str(world_size), "--dataset", "digits", "--image-size", "8",
+    *roots, *arguments,
                world_size=world_size)  # fmt: skip
     assert [worker.returncode for worker in done] == [0] * world_size, done
     found = folder / "output" / "task1a" / str(world_size)

@@ -37,7 +37,8 @@ RECORDS = 30
 def test_the_plateau_schedule_is_that_of_torch(warmup_epochs: float) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     theirs = ReduceLROnPlateauWithWarmup(
-        optimizer, 0.02, 0.06, warmup_epochs, batches_per_epoch=4, mode="min", factor=0.5, patience=1, threshold=0.01,
+        optimizer, 0.02, 0.06, warmup_epochs, batches_per_epoch=4, mode="min", factor=0.5,
+        patience=1, threshold=0.01,
         threshold_mode="abs", min_lr=0.02,
     )  # fmt: skip
     ours = PlateauWithWarmup(
@@ -128,7 +129,8 @@ def test_the_penalty_is_on_the_variables_that_the_filter_selects() -> None:
 
 def test_the_configuration_of_a_session() -> None:
     config = default_session_config(True, False, True)
-    assert (config.gpu_options.allow_growth, config.log_device_placement, config.allow_soft_placement) == (
+    assert (config.gpu_options.allow_growth, config.log_device_placement,
+    config.allow_soft_placement) == (
         True, False, True,
     )  # fmt: skip
 
@@ -221,7 +223,8 @@ def linear_graph(batches: int) -> dict[str, Any]:
     rate = tf.identity(manual_stepping(step, [batches], [1.0, 0.5]), name="rate")
     train_op = tf.compat.v1.train.GradientDescentOptimizer(rate).minimize(loss, global_step=step)
     return {
-        "init": iterator.initializer, "loss": loss, "train": train_op, "metrics": [TopKAccuracy(logits, labels)],
+        "init": iterator.initializer, "loss": loss, "train": train_op,
+        "metrics": [TopKAccuracy(logits, labels)],
         "rate": rate, "x": x, "y": y, "weights": weights,
     }  # fmt: skip
 
@@ -235,7 +238,8 @@ def test_rounds_train_measure_and_weigh_batches_by_their_sizes() -> None:
             for _ in range(3):
                 losses.append(
                     train_round(
-                        session, graph["init"], graph["train"], graph["loss"], graph["metrics"], 4, 10, tracker,
+                        session, graph["init"], graph["train"], graph["loss"], graph["metrics"], 4,
+                        10, tracker,
                         graph["rate"], "batch",
                     )
                 )  # fmt: skip
@@ -296,7 +300,8 @@ def test_train_validation_ends_with_its_batches_or_its_goal(goal: float, batches
         session.run(tf.compat.v1.global_variables_initializer())
         tracker = Tracker(graph["metrics"], "1", 0, reach)
         loop = TrainValidation(
-            graph["train"], session, graph["loss"], graph["metrics"], 12, graph["init"], graph["init"], "1", 0,
+            graph["train"], session, graph["loss"], graph["metrics"], 12, graph["init"],
+            graph["init"], "1", 0,
             tracker=tracker,
         )  # fmt: skip
         loop.train_and_eval(lr_tensor_name="rate:0")

@@ -6,8 +6,8 @@ results come first::
 
     probe -> tests -> timings
       |        |         |
-      |        `---------+---> OUTPUT/steps/NAME.json          moved into place whole when the step ends
-      `-> OUTPUT/environment.json   OUTPUT/results.json, table.md    written again after each step
+      |        `---------+---> OUTPUT/steps/NAME.json     moved into place when the step ends
+      `-> OUTPUT/environment.json   OUTPUT/results.json, table.md     written after each step
 
 So a run that is killed keeps all steps that had ended. The next run leaves out the steps that
 succeeded with the same sources, GPU and command."""
@@ -53,7 +53,10 @@ LEAST_CAPABILITY = (8, 0)  # earlier GPUs only emulate bfloat16
 TEST_PACKAGES = ("freezegun", "pytest", "pytest-mock", "scikit-learn")
 KILLED = 128 + signal.SIGKILL
 OUTPUT_KEPT = 20_000  # characters
-SMI = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw,power.limit,memory.total"
+SMI = (
+    "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,"
+    "temperature.gpu,power.draw,power.limit,memory.total"
+)
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,8 @@ def describe() -> dict[str, Any]:
     from mlbench_core.results.environment import describe_environment
 
     smi = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"], capture_output=True, text=True, timeout=20
+        ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv"], capture_output=True, text=True,
+         timeout=20
     ) if shutil.which("nvidia-smi") else None  # fmt: skip
     return {
         "missing": [],

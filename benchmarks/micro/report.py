@@ -17,11 +17,14 @@ PAGE = RESULTS.with_name("RESULTS.md")
 HEAD = """\
 # Timings of single parts
 
-This page is generated: `python benchmarks/micro/report.py` writes it from the files in `benchmarks/micro/results`, and
+This page is generated: `python benchmarks/micro/report.py` writes it from the files in \
+`benchmarks/micro/results`, and
 each script of this folder writes its file with `--save`.
 
-Variants run interleaved. A value is the median over the blocks, with their range in brackets. "times X" is the value
-divided by that of X: the median, and the range, of the ratios within a block. Machines are small and shared, so compare
+Variants run interleaved. A value is the median over the blocks, with their range in brackets. \
+"times X" is the value
+divided by that of X: the median, and the range, of the ratios within a block. Machines are small \
+and shared, so compare
 only values within one case.
 """
 

@@ -40,7 +40,8 @@ class LatencyReport:
 
     Example:
         >>> times = [(size, (1e-4 + size * 4e-9,)) for size in (1, 10, 100)]
-        >>> measured = [Measurement("all_reduce", "gloo", "cpu", "float32", 2, n, 4 * n, 9, t) for n, t in times]
+        >>> case = ("all_reduce", "gloo", "cpu", "float32", 2)
+        >>> measured = [Measurement(*case, n, 4 * n, 9, t) for n, t in times]
         >>> print(LatencyReport(measurements=measured).fits()["float32"])
         100 µs + n / (1 GB/s)
     """

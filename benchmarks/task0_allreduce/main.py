@@ -157,7 +157,8 @@ def show(report: LatencyReport) -> None:
 
 
 def main(
-    run_id: str, dataset_dir: str, ckpt_run_dir: str, output_dir: str, rank: int, backend: str, hosts: str | None,
+    run_id: str, dataset_dir: str, ckpt_run_dir: str, output_dir: str, rank: int, backend: str,
+    hosts: str | None,
     gpu: bool, args: argparse.Namespace, **_: object,
 ) -> None:  # fmt: skip
     """Run the task on this worker. Arguments that come unchanged from the command line are read

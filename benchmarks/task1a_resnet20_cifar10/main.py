@@ -83,8 +83,10 @@ def train(run: Run) -> None:
     network, optimizer = variants.make_network(model, plan.lr, args)
     if args.optimizer == "centralized_sgd" and args.precision == "fp32":
         optimizer = CentralizedSGD(
-            world_size=run.world_size, model=model, lr=plan.lr, momentum=0.9, nesterov=True, weight_decay=1e-4,
-            by_layer=False, use_cuda=run.gpu, fused=run.gpu or None, aggregation=variants.make_exchange(args, run.gpu),
+            world_size=run.world_size, model=model, lr=plan.lr, momentum=0.9, nesterov=True,
+            weight_decay=1e-4,
+            by_layer=False, use_cuda=run.gpu, fused=run.gpu or None,
+            aggregation=variants.make_exchange(args, run.gpu),
         )  # fmt: skip
     elif optimizer is None:
         optimizer = variants.make_optimizer(model, plan.lr, args, run.gpu)
@@ -92,7 +94,8 @@ def train(run: Run) -> None:
         scheduler = variants.make_scheduler_of_2018(optimizer, plan, len(batches))
     else:
         scheduler = ReduceLROnPlateauWithWarmup(
-            optimizer, warmup_init_lr=plan.lr, scaled_lr=plan.scaled_lr, warmup_epochs=plan.warmup_epochs,
+            optimizer, warmup_init_lr=plan.lr, scaled_lr=plan.scaled_lr,
+            warmup_epochs=plan.warmup_epochs,
             batches_per_epoch=len(batches), mode="min", factor=0.5,
             # torch acts one epoch later: after the second in a row without an improvement
             patience=1,
@@ -105,7 +108,8 @@ def train(run: Run) -> None:
         # Workers differ in BatchNorm's statistics, in some variants in all weights.
         with averaged_weights(model, tracker=tracker):
             return validation_round(
-                validation_batches, variants.in_precision(model, args), loss_function, metrics, args.precision,
+                validation_batches, variants.in_precision(model, args), loss_function, metrics,
+                args.precision,
                 tracker=tracker, use_cuda=run.gpu,
             )  # fmt: skip
 

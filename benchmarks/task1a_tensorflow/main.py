@@ -252,7 +252,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def run(
-    *, args: argparse.Namespace, run_id: str, dataset_dir: str, output_dir: str, rank: int, hosts: str | None,
+    *, args: argparse.Namespace, run_id: str, dataset_dir: str, output_dir: str, rank: int,
+    hosts: str | None,
     light_target: bool, **others: Any,
 ) -> None:  # fmt: skip
     """Train until the goal is reached or the budget of epochs is spent."""

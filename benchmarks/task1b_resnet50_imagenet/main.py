@@ -69,7 +69,8 @@ def load_data(run: Run) -> tuple[JpegBatches, JpegBatches]:
     batches, validation_batches = (
         JpegBatches(
             files, args.batch_size, crop, args.seed, run.rank, run.world_size,
-            processes=args.processes, device="cuda" if run.gpu else "cpu", gpu_decoding=args.gpu_decoding,
+            processes=args.processes, device="cuda" if run.gpu else "cpu",
+            gpu_decoding=args.gpu_decoding,
             memory_format=channels_last,
         )
         for files, crop in zip(parts, (preset.train, preset.validation), strict=True)

@@ -67,7 +67,8 @@ PRESETS = {
     # Goyal et al. 2017, arXiv:1706.02677, section 5.1.
     "full": Preset(
         "resnet50", RandomCrop(224), CenterCrop(224, resize=256),
-        sgd_lr=0.1, warmup_epochs=5, decay="step", epochs=TASK.max_epochs or 0, batch_size=256, processes=8,
+        sgd_lr=0.1, warmup_epochs=5, decay="step", epochs=TASK.max_epochs or 0, batch_size=256,
+        processes=8,
     ),
     # The rate, the smallest area and the epochs were chosen on CIFAR-10's test images.
     "small": Preset(

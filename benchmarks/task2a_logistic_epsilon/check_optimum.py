@@ -100,8 +100,10 @@ def reached(name: str, data: str, folder: str, workers: int, epochs: int) -> Qua
     validation sets."""
     roots = [f"--root-{root}={folder}" for root in ("dataset", "checkpoint", "output")]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), str(MAIN),
-         "--backend", "gloo", "--dataset", name, "--data", data, "--epochs", str(epochs), "--past-goal", "--full-train",
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+         str(workers), str(MAIN),
+         "--backend", "gloo", "--dataset", name, "--data", data, "--epochs", str(epochs),
+         "--past-goal", "--full-train",
          *roots],
         check=True, capture_output=True, text=True,
     )  # fmt: skip

@@ -111,7 +111,8 @@ def train(run: Run) -> None:
         DiceCoefficient(logits=True),
     ]
     optimizer = CentralizedSGD(
-        world_size=run.world_size, model=model, lr=chosen.lr * rate_factor, momentum=0, nesterov=False,
+        world_size=run.world_size, model=model, lr=chosen.lr * rate_factor, momentum=0,
+        nesterov=False,
         weight_decay=0, dampening=0, by_layer=False, use_cuda=run.gpu, overlap=args.overlap,
     )  # fmt: skip
     scheduler = chosen.schedule(optimizer)

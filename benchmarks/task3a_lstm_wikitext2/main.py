@@ -55,9 +55,11 @@ class Preset:
 
 
 FULL = {"ninp": 400, "nhid": 1150, "nlayers": 3,
-        "dropout": 0.4, "dropouth": 0.2, "dropouti": 0.65, "dropoute": 0.1, "wdrop": 0.5}  # fmt: skip
+        "dropout": 0.4, "dropouth": 0.2, "dropouti": 0.65, "dropoute": 0.1,
+        "wdrop": 0.5}  # fmt: skip
 SMALL = {"ninp": 200, "nhid": 400, "nlayers": 2,
-         "dropout": 0.2, "dropouth": 0.1, "dropouti": 0.2, "dropoute": 0.0, "wdrop": 0.1}  # fmt: skip
+         "dropout": 0.2, "dropouth": 0.1, "dropouti": 0.2, "dropoute": 0.0,
+         "wdrop": 0.1}  # fmt: skip
 PRESETS = {"full": Preset(FULL, 80, 70), "small": Preset(SMALL, 20, 35, dataset="wikitext2-small")}
 
 
@@ -155,7 +157,8 @@ def train(run: Run) -> None:
         # the weights.
         with averaging.averaged_weights():
             values, loss = validation_round(
-                batches, CarriedState(model), nn.CrossEntropyLoss(), metrics, None, tracker=tracker, use_cuda=run.gpu,
+                batches, CarriedState(model), nn.CrossEntropyLoss(), metrics, None, tracker=tracker,
+                use_cuda=run.gpu,
             )  # fmt: skip
         averaging.check(values[metrics[0]])
         return values, loss

@@ -176,7 +176,8 @@ def train(run: Run) -> None:
     # have fewer batches.
     updates = math.ceil(min(len(batches), args.max_batches or len(batches)) / update_freq)
     scheduler = ExponentialWarmupMultiStepLR(
-        optimizer, preset.epochs * updates, preset.warmup_steps, preset.remain_steps, preset.decay_interval,
+        optimizer, preset.epochs * updates, preset.warmup_steps, preset.remain_steps,
+        preset.decay_interval,
         decay_steps=4,
     )  # fmt: skip
     # The metric of the goal depends on the data set, see scores().

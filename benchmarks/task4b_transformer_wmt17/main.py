@@ -167,7 +167,8 @@ def train(run: Run) -> None:
         for part in run.parts(loader, args.validate_every, frequency):
             train_round_by_tokens(
                 part, model, optimizer, loss_function, scheduler, update_freq=frequency,
-                autocast=torch.bfloat16 if args.precision == "bf16" else None, use_cuda=run.gpu, tracker=tracker,
+                autocast=torch.bfloat16 if args.precision == "bf16" else None, use_cuda=run.gpu,
+                tracker=tracker,
             )  # fmt: skip
 
 

@@ -59,7 +59,8 @@ def divided(args: argparse.Namespace, world_size: int) -> tuple[int, int]:
     an update.
 
     Example:
-        >>> [divided(argparse.Namespace(global_tokens=2**17, max_tokens=8192), k) for k in (1, 16, 32, 64)]
+        >>> sizes = argparse.Namespace(global_tokens=2**17, max_tokens=8192)
+        >>> [divided(sizes, workers) for workers in (1, 16, 32, 64)]
         [(8192, 16), (8192, 1), (4096, 1), (2048, 1)]
     """
     return divide_batch(args.global_tokens, args.max_tokens, world_size)

@@ -210,8 +210,11 @@ def average_large_tensors(rank: int, world_size: int) -> dict[str, Any]:
                 op = AVG_WORLD if denominator is None else AVG_CUSTOM
                 aggregation.agg_grad(by_layer=by_layer)(model, op, denominator)
                 gradients = [p.grad for p in model.parameters()]
-                kept = addresses == [p.grad.data_ptr() for n, p in model.named_parameters() if p.grad is not None
-                                     and (rank or n != "sometimes")]  # fmt: skip
+                kept = addresses == [
+                    p.grad.data_ptr()
+                    for n, p in model.named_parameters()
+                    if p.grad is not None and (rank or n != "sometimes")
+                ]
                 results[f"{name}, by layer: {by_layer}, denominator: {denominator}", least] = (
                     gradients,
                     kept,

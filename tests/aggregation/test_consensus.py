@@ -144,9 +144,11 @@ def charged(rank: int, world_size: int) -> dict[str, Any]:
             inside = values(average)
         totals = tracker.totals()
         found[name] = {
-            "inside": inside, "train_s": totals["train_s"], "agg": totals["steps_s"].get("agg", 0.0),
+            "inside": inside, "train_s": totals["train_s"],
+            "agg": totals["steps_s"].get("agg", 0.0),
             "exposed_s": totals["communication_exposed_s"], "exchanges": totals["exchanges"],
-            "handed_over": totals["communication_size_bytes"], "on_wire": totals["communication_wire_bytes"],
+            "handed_over": totals["communication_size_bytes"],
+            "on_wire": totals["communication_wire_bytes"],
         }  # fmt: skip
     return found
 

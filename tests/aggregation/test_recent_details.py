@@ -57,7 +57,8 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
     ScaffoldAggregation: {"world_size": None},
     SparseLoCoAggregation: {"compressed": None, "outer_lr": 1.0},
     StreamingDiLoCoAggregation: {
-        "outer_optimizer": None, "world_size": None, "period": 100, "fragments": 4, "delay": 5, "mixing": 0.5,
+        "outer_optimizer": None, "world_size": None, "period": 100, "fragments": 4, "delay": 5,
+        "mixing": 0.5,
         "quantize": False,
     },
 }  # fmt: skip

@@ -33,7 +33,8 @@ def run_task(
     tmp_path: Path, *arguments: str, run_id: str = "1"
 ) -> subprocess.CompletedProcess[str]:
     return run_script(
-        [SMALL_DIGITS, SCRIPT, "--run_id", run_id, "--backend", "gloo", "--root-checkpoint", str(tmp_path / "ckpt"),
+        [SMALL_DIGITS, SCRIPT, "--run_id", run_id, "--backend", "gloo", "--root-checkpoint",
+         str(tmp_path / "ckpt"),
          "--root-output", str(tmp_path / "out"), *arguments],
         timeout_s=200, MASTER_PORT=str(free_port()),
     )  # fmt: skip
@@ -112,7 +113,8 @@ def assert_equal(a: object, b: object) -> None:
 def test_two_workers_by_torchrun(tmp_path: Path, script: str) -> None:
     done = run_script(
         ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-         SMALL_DIGITS, script, "--run_id", "1", "--backend", "gloo", "--dataset", "digits", "--epochs", "1",
+         SMALL_DIGITS, script, "--run_id", "1", "--backend", "gloo", "--dataset", "digits",
+         "--epochs", "1",
          "--channels-last", "--autocast", "bf16", "--root-checkpoint", str(tmp_path / "ckpt"),
          "--root-output", str(tmp_path / "out")],
         timeout_s=200,

@@ -104,7 +104,8 @@ def test_it_learns_classes_of_different_colors(
 def test_two_workers_by_torchrun(images: Path, tmp_path: Path) -> None:
     done = run_script(
         ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-         str(SCRIPT), "--run_id", "1", "--backend", "gloo", "--data", str(images), "--preset", "small",
+         str(SCRIPT), "--run_id", "1", "--backend", "gloo", "--data", str(images), "--preset",
+         "small",
          "--batch-size", "8", "--epochs", "1", "--root-checkpoint", str(tmp_path / "ckpt"),
          "--root-output", str(tmp_path / "out")],
         timeout_s=200,

@@ -191,7 +191,8 @@ def test_settings_of_2018() -> None:
         optimizer.step()
         schedule.step()
     assert seen == pytest.approx([400 / np.sqrt(max(1, t)) for t in range(5)])
-    assert [(main.settings("reference", k).batch_size, main.settings("reference", k).lr) for k in (1, 16)] == [
+    chosen = [main.settings("reference", workers) for workers in (1, 16)]
+    assert [(settings.batch_size, settings.lr) for settings in chosen] == [
         (128, 4.0), (128, 64.0)
     ]  # fmt: skip
 
@@ -266,7 +267,8 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_old_command_line_and_a_launcher_give_the_same_run(tmp_path: Path) -> None:
     common = (
-        "--light", "--dataset", "heart_scale", "--data", str(test_data("libsvm")), "--epochs", "3", "--past-goal",
+        "--light", "--dataset", "heart_scale", "--data", str(test_data("libsvm")), "--epochs", "3",
+        "--past-goal",
         *(f"--root-{name}={tmp_path / name}" for name in ("dataset", "checkpoint", "output")),
     )  # fmt: skip
     workers = [

@@ -221,7 +221,8 @@ def test_accumulated_batches_are_one_big_batch(text: Path, precision: str) -> No
             model, 0.01, 1, False, arguments(script, "--precision", precision)
         )
         train_round(
-            TeacherForcedBatches(pairs, order), TeacherForcedGNMT(model), optimizer, script.sentence_loss, [], None,
+            TeacherForcedBatches(pairs, order), TeacherForcedGNMT(model), optimizer,
+            script.sentence_loss, [], None,
             None, update_freq=len(order), step_arguments=lambda batches: {"denom": len(batches)},
         )  # fmt: skip
         assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
@@ -240,8 +241,10 @@ def test_accumulated_batches_are_one_big_batch(text: Path, precision: str) -> No
 def test_two_workers_score_the_whole_text(tmp_path: Path, text: Path) -> None:
     done = run_script(
         ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-         str(get_task("4a").script), "--run_id", "1", "--backend", "gloo", "--dataset", "multi30k", "--preset", "small",
-         "--data", str(text), "--epochs", "1", "--global-batch", "16", "--lr", "0.02", "--checkpoint", "--overlap",
+         str(get_task("4a").script), "--run_id", "1", "--backend", "gloo", "--dataset", "multi30k",
+         "--preset", "small",
+         "--data", str(text), "--epochs", "1", "--global-batch", "16", "--lr", "0.02",
+         "--checkpoint", "--overlap",
          "--root-checkpoint", str(tmp_path / "ckpt"), "--root-output", str(tmp_path / "out")],
         timeout_s=200,
     )  # fmt: skip

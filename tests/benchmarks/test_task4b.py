@@ -141,7 +141,8 @@ def test_validation_and_goal_are_as_they_were_defined(
 
     monkeypatch.setattr(script, "translation_round", recorded)
     monkeypatch.setattr(script, "train_round_by_tokens", counted)
-    tracker = train(script, tmp_path / "run", root, "--dataset", "wmt17", "--epochs", "1", "--max-tokens", "512",
+    tracker = train(script, tmp_path / "run", root, "--dataset", "wmt17", "--epochs", "1",
+    "--max-tokens", "512",
                     "--global-tokens", "1024", "--warmup-steps", "2")  # fmt: skip
     assert len(lengths) == len(texts) == (1 if stops else 4)
     assert all(length == lengths[0] and length % 2 == 0 for length in lengths[:-1])
@@ -194,7 +195,8 @@ def test_the_vocabulary_of_mlperfs_reference(
     parser = argparse.ArgumentParser()
     script.add_arguments(parser)
     args = parser.parse_args(["--vocabulary", str(file), "--preset", "small", "--max-tokens", "512",
-                              "--global-tokens", "1024", "--warmup-steps", "2", "--epochs", "1"])  # fmt: skip
+                              "--global-tokens", "1024", "--warmup-steps", "2", "--epochs",
+                              "1"])  # fmt: skip
     script.sizes.take_defaults(args)
     args.options = {"vocabulary": str(file)}
     tracker = train_task(script, args, root, tmp_path / "run", light=True)
@@ -244,7 +246,8 @@ def test_only_training_sentences_are_limited(
 def test_two_workers_by_torchrun(text: Path, tmp_path: Path) -> None:
     done = run_script(
         ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-         str(SCRIPT), "--run_id", "1", "--backend", "gloo", "--dataset", "multi30k", "--data", str(text),
+         str(SCRIPT), "--run_id", "1", "--backend", "gloo", "--dataset", "multi30k", "--data",
+         str(text),
          "--preset", "small", "--max-tokens", "128", "--global-tokens", "256", "--epochs", "1",
          "--root-checkpoint", str(tmp_path / "ckpt"), "--root-output", str(tmp_path / "out")],
         timeout_s=200, MLBENCH_HOME=str(text),

@@ -63,7 +63,8 @@ def test_run_by_a_master_reports_to_it(tmp_path: Path) -> None:
     with running_master(tmp_path / "master") as master:
         run = post_json(
             f"{master.url}/api/runs/",
-            {"name": "tutorial-2", "num_workers": 2, "num_cpus": 1, "max_bandwidth": 1000, "backend": "gloo",
+            {"name": "tutorial-2", "num_workers": 2, "num_cpus": 1, "max_bandwidth": 1000,
+             "backend": "gloo",
              "image_name": "custom_image",
              "custom_image_command": command.replace("$PWD/data", str(folder))},
         )  # fmt: skip

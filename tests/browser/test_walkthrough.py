@@ -30,7 +30,8 @@ TOO_WIDE = """(() => {
     const width = document.documentElement.clientWidth;
     const wide = (one) => !one.closest(".scroll") && one.getBoundingClientRect().right > width;
     if (document.documentElement.scrollWidth <= width) return [];
-    return [...document.querySelectorAll("main *")].filter(wide).map((one) => one.outerHTML.slice(0, 200));
+    const elements = [...document.querySelectorAll("main *")].filter(wide);
+    return elements.map((one) => one.outerHTML.slice(0, 200));
 })()"""
 
 

@@ -101,7 +101,8 @@ def test_an_imported_run_is_like_any_other(
 
     metrics = master.get(f"metrics/{run['id']}/", params={"metric_type": "run"}).json()
     assert sorted(metrics) == [
-        "TaskResult @ 0", "goal @ 0", "result @ 0", "train_loss @ 0", "train_loss @ 1", "val_global_Prec@1 @ 0",
+        "TaskResult @ 0", "goal @ 0", "result @ 0", "train_loss @ 0", "train_loss @ 1",
+        "val_global_Prec@1 @ 0",
         "val_global_Prec@1 @ 1",
     ]  # fmt: skip
     raw = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -214,7 +215,8 @@ def test_the_api_names_wrong_fields_and_starts_nothing(
     }  # fmt: skip
     for name, value in [
         ("fingerprint", "0" * 63), ("fingerprint", "%" * 64), ("name", "<b>"), ("state", "started"),
-        ("state", "initialized"), ("created_at", 5), ("finished_at", None), ("num_workers", 0), ("command", "\x00"),
+        ("state", "initialized"), ("created_at", 5), ("finished_at", None), ("num_workers", 0),
+         ("command", "\x00"),
     ]:  # fmt: skip
         answer = master.post("runs/import/", json={**good, name: value})
         assert (answer.status_code, name in answer.json()["message"]) == (400, True), answer.text

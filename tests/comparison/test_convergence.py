@@ -146,8 +146,10 @@ def test_no_reference_and_too_few_runs_are_verdicts() -> None:
 
 def configuration(**changes: Any) -> dict[str, Any]:
     return {
-        "task": "1a", "dataset": "digits", "preset": None, "algorithm": "centralized_sgd", "workers": 1,
-        "options": {"channels_last": True, "data": "/somewhere"}, "backend": "gloo", "seed": 7, "goal": dict(GOAL),
+        "task": "1a", "dataset": "digits", "preset": None, "algorithm": "centralized_sgd",
+        "workers": 1,
+        "options": {"channels_last": True, "data": "/somewhere"}, "backend": "gloo", "seed": 7,
+        "goal": dict(GOAL),
         **changes,
     }  # fmt: skip
 

@@ -34,7 +34,8 @@ MACHINE = {"cpu": "Model 7", "cores": 4, "hosts": 1, "gpus": 0}
 
 
 def record(
-    workers: int = 1, seed: int = 1, compute: float = 80.0, communication: float = 0.0, hidden: float = 0.0,
+    workers: int = 1, seed: int = 1, compute: float = 80.0, communication: float = 0.0,
+    hidden: float = 0.0,
     reached: bool = True, folder: Path | None = None, **configuration: Any,
 ) -> RunRecord:  # fmt: skip
     """A run with its computation, its communication and 2 s that belong to no phase."""

@@ -33,9 +33,11 @@ def make() -> ModuleType:
 def result_of(seed: int) -> dict[str, Any]:
     goal = {"metric": "Prec@1", "threshold": 95.0, "minimize": False}
     return {
-        "run": {"id": f"reference-digits-{seed}", "state": "finished", "ended_at": f"2026-11-{10 + seed}T10:00:00"},
+        "run": {"id": f"reference-digits-{seed}", "state": "finished",
+                "ended_at": f"2026-11-{10 + seed}T10:00:00"},
         "configuration": {
-            "task": "1a", "dataset": "digits", "preset": None, "algorithm": "centralized_sgd", "workers": 1,
+            "task": "1a", "dataset": "digits", "preset": None, "algorithm": "centralized_sgd",
+            "workers": 1,
             "options": {"channels_last": True, "data": f"/data/{seed}"}, "goal": goal, "seed": seed,
         },
         "goal": {**goal, "reached": True, "epochs": EPOCHS[seed], "step": 12 * EPOCHS[seed]},

@@ -32,7 +32,8 @@ def run(script: str, world_size: int, folder: Path, *arguments: str) -> list[Com
         for word in (f"--root-{root}", str(folder / root))
     ]
     workers = [
-        [str(HERE / "on_small_data.py"), str(HERE / f"{script}.py"), "--run_id", "1", "--hosts", hosts,
+        [str(HERE / "on_small_data.py"), str(HERE / f"{script}.py"), "--run_id", "1", "--hosts",
+         hosts,
          "--rank", str(rank), "--backend", "gloo", *roots, *arguments]
         for rank in range(world_size)
     ]  # fmt: skip
@@ -148,8 +149,10 @@ def write_translations(folder: Path) -> None:
     translation."""
     words = ["dog", "cat", "runs", "sleeps", "red", "blue", "small", "old"]
     draw = random.Random(0)
-    for name, pairs in (("train", 36), ("train.tok.clean.bpe.32000", 36), ("newstest2013", 6), ("newstest2014", 6),
-                        ("newstest2014.tok.bpe.32000", 6), ("test", 6), ("validation", 6)):  # fmt: skip
+    for name, pairs in (("train", 36), ("train.tok.clean.bpe.32000", 36), ("newstest2013", 6),
+                        ("newstest2014", 6),
+                        ("newstest2014.tok.bpe.32000", 6), ("test", 6),
+                        ("validation", 6)):  # fmt: skip
         text = "".join(
             " ".join(draw.choices(words, k=draw.randint(2, 6))) + "\n" for _ in range(pairs)
         )

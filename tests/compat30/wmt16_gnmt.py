@@ -31,12 +31,14 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda=False, light_target=F
     batch_size, update_freq = 3, 2
     lang = ("en", "de")
     train_set = WMT16Dataset(
-        dataset_dir, lang=lang, math_precision=math_precision, download=True, train=True, lazy=True, preprocessed=True,
+        dataset_dir, lang=lang, math_precision=math_precision, download=True, train=True, lazy=True,
+        preprocessed=True,
         sort=False, min_len=0, max_len=75,
     )  # fmt: skip
     train_set.prepare()
     val_set = WMT16Dataset(
-        dataset_dir, lang=lang, math_precision=math_precision, download=False, validation=True, lazy=False,
+        dataset_dir, lang=lang, math_precision=math_precision, download=False, validation=True,
+        lazy=False,
         preprocessed=True, min_len=0, max_len=150, sort=True,
     )  # fmt: skip
     tokenizer = train_set.tokenizer
@@ -50,8 +52,10 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda=False, light_target=F
     )
     model = model.half()
     fp_optimizer = FP16Optimizer(
-        model, world_size=world_size, use_cuda=use_cuda, use_horovod=False, by_layer=False, grad_clip=5.0,
-        init_scale=1024, scale_factor=2, scale_window=128, max_scale=8192, average_custom=True, divide_before=False,
+        model, world_size=world_size, use_cuda=use_cuda, use_horovod=False, by_layer=False,
+        grad_clip=5.0,
+        init_scale=1024, scale_factor=2, scale_window=128, max_scale=8192, average_custom=True,
+        divide_before=False,
     )  # fmt: skip
     fp_optimizer.set_optimizer(
         Adam(params=[fp_optimizer.fp32_params], lr=0.02, betas=(0.9, 0.999), eps=1e-8)
@@ -76,7 +80,8 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda=False, light_target=F
     criterion = LabelSmoothing(padding_idx=wmt16_config.PAD, smoothing=0.1)
     metrics = [BLEUScore()]
     translator = Translator(
-        model=model, trg_tokenizer=tokenizer, trg_lang="de", beam_size=2, len_norm_factor=0.6, len_norm_const=5.0,
+        model=model, trg_tokenizer=tokenizer, trg_lang="de", beam_size=2, len_norm_factor=0.6,
+        len_norm_const=5.0,
         cov_penalty_factor=0.1, max_seq_len=8,
     )  # fmt: skip
     checkpointer = Checkpointer(ckpt_run_dir=ckpt_run_dir, rank=rank, freq=CheckpointFreq.BEST)

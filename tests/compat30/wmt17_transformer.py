@@ -57,7 +57,8 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda=False, light_target=F
     model = TransformerModel(Arguments(), src_dict, trg_dict).half()
     criterion = LabelSmoothing(padding_idx=src_dict.pad(), smoothing=0.1, fast_xentropy=True)
     fp_optimizer = FP16Optimizer(
-        model, world_size=world_size, use_cuda=use_cuda, use_horovod=False, by_layer=False, init_scale=2**7,
+        model, world_size=world_size, use_cuda=use_cuda, use_horovod=False, by_layer=False,
+        init_scale=2**7,
         scale_factor=2, scale_window=2000, average_custom=True, divide_before=False,
     )  # fmt: skip
     optimizer = Adam([fp_optimizer.fp32_params], lr=1.976e-3, betas=(0.9, 0.98), eps=1e-9)
@@ -68,7 +69,8 @@ def train_loop(run_id, dataset_dir, ckpt_run_dir, use_cuda=False, light_target=F
     metrics = [BLEUScore(use_raw=True)]
     checkpointer = Checkpointer(ckpt_run_dir=ckpt_run_dir, rank=rank, freq=CheckpointFreq.NONE)
     translator = SequenceGenerator(
-        model, src_dict=src_dict, trg_dict=trg_dict, beam_size=4, stop_early=True, normalize_scores=True,
+        model, src_dict=src_dict, trg_dict=trg_dict, beam_size=4, stop_early=True,
+        normalize_scores=True,
         len_penalty=0.6, sampling=False, sampling_topk=-1, minlen=1,
     )  # fmt: skip
     tracker = Tracker(

@@ -347,8 +347,9 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 checkpointer = Checkpointer(sys.argv[1], 0, CheckpointFreq.ALL)
 checkpointer.save(SimpleNamespace(current_epoch=0), torch.nn.Linear(1, 1), None, None, False)
+larger = torch.nn.Linear(1000, 100)
 try:
-    checkpointer.save(SimpleNamespace(current_epoch=0), torch.nn.Linear(1000, 100), None, None, False)
+    checkpointer.save(SimpleNamespace(current_epoch=0), larger, None, None, False)
 except CheckpointError as error:
     print(error)
 """

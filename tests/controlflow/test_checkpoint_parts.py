@@ -308,7 +308,8 @@ def save_on_and_on(rank, epoch, acknowledge, permits):
     checkpointer = Checkpointer(folder, rank)
     while True:
         epoch += 1
-        checkpointer.save(SimpleNamespace(current_epoch=epoch), *make(rank, epoch), None, is_best=True)
+        tracker = SimpleNamespace(current_epoch=epoch)
+        checkpointer.save(tracker, *make(rank, epoch), None, is_best=True)
         os.write(acknowledge, b"+")
         os.read(permits, 1)  # as a collective would, of the next epoch
 
@@ -350,7 +351,8 @@ for attempt in range(20 * kills):
         loaded.add(int(model.weight[0, 0]))
     done = loaded.pop()
     assert not loaded and whole <= done <= whole + 1, (done, loaded, whole)
-    partial += any(f"best.{done + 1}-" in name or name.endswith(".tmp") for name in os.listdir(folder))
+    names = os.listdir(folder)
+    partial += any(f"best.{done + 1}-" in name or name.endswith(".tmp") for name in names)
 print(done, partial)
 """
 

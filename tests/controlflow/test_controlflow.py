@@ -171,7 +171,8 @@ def older_call(tracker: Tracker | None, metrics: list[Any], **kwargs: Any) -> An
         1,
     )
     return validation_round(
-        val_set, model, loss_func, metrics, run_id, rank, 'fp32', transform_target_type=None, use_cuda=False,
+        val_set, model, loss_func, metrics, run_id, rank, 'fp32', transform_target_type=None,
+        use_cuda=False,
         max_batch_per_epoch=n, tracker=tracker
     )  # fmt: skip
 
@@ -208,7 +209,8 @@ def test_the_older_call_by_position_or_keyword(log) -> None:
 
 def test_the_signature_is_the_present_one() -> None:
     assert list(inspect.signature(validation_round).parameters) == [
-        "dataloader", "model", "loss_function", "metrics", "dtype", "tracker", "transform_target_type", "use_cuda",
+        "dataloader", "model", "loss_function", "metrics", "dtype", "tracker",
+        "transform_target_type", "use_cuda",
         "max_batches",
     ]  # fmt: skip
 

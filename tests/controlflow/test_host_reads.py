@@ -154,7 +154,8 @@ def test_a_round_of_1000_batches_reads_at_most_once_in_25_with_a_sink_of_raw_lin
     tracker = Tracker([TopKAccuracy()], "run", 0, sinks=[lines], goal=task1_time_to_accuracy_goal)
     with HostReads() as reads:
         train_round(
-            batches_of(count), model, SGD(model.parameters(), 0.1), F.cross_entropy, tracker.metrics, None, "fp32",
+            batches_of(count), model, SGD(model.parameters(), 0.1), F.cross_entropy,
+            tracker.metrics, None, "fp32",
             tracker=tracker,
         )  # fmt: skip
     assert 0 < reads.waits <= count / 25
@@ -281,7 +282,8 @@ def test_a_loss_that_is_not_a_number_is_recorded_as_such() -> None:
     tracker = Tracker([], "run", 0)
     model = model_of()
     loss = train_round(
-        batches_of(3), model, SGD(model.parameters(), 0.0), lambda output, _: output.sum() * float("nan"), [], None,
+        batches_of(3), model, SGD(model.parameters(), 0.0),
+        lambda output, _: output.sum() * float("nan"), [], None,
         "fp32", tracker=tracker,
     )  # fmt: skip
     assert loss != loss
@@ -350,7 +352,8 @@ def test_a_goal_on_a_training_statistic_is_reached_at_its_batch(has_metric: bool
     tracker, model = Tracker([], "run", 0, goal=goal), model_of()
     batch_idx = iter(range(20))
     train_round(
-        batches_of(20), model, SGD(model.parameters(), 0.0), lambda output, _: output.sum() * 0 + next(batch_idx), [],
+        batches_of(20), model, SGD(model.parameters(), 0.0),
+        lambda output, _: output.sum() * 0 + next(batch_idx), [],
         None, "fp32", tracker=tracker,
     )  # fmt: skip
     assert tracker.time_to_goal_s == sum(tracker.batch_times[:4])
@@ -363,7 +366,8 @@ def test_a_goal_on_a_validation_statistic_waits_for_no_batch() -> None:
         tracker = Tracker([], "run", 0, goal=goal)
         with HostReads() as reads:
             train_round(
-                batches_of(LOG_EVERY_N_BATCHES), model, SGD(model.parameters(), 0.1), F.cross_entropy, [], None, "fp32",
+                batches_of(LOG_EVERY_N_BATCHES), model, SGD(model.parameters(), 0.1),
+                F.cross_entropy, [], None, "fp32",
                 tracker=tracker,
             )  # fmt: skip
         return reads.waits

@@ -101,7 +101,8 @@ def test_every_step_of_a_batch_is_marked_once_in_order(
     monkeypatch.setattr(tracker, "record_batch_step", lambda name: (marks.append(name), real(name)))
     model = model_of()
     train_round(
-        batches_of(1), model, optimizer_class(model.parameters(), 0.1), F.cross_entropy, [], None, "fp32",
+        batches_of(1), model, optimizer_class(model.parameters(), 0.1), F.cross_entropy, [], None,
+        "fp32",
         tracker=tracker,
     )  # fmt: skip
     assert marks == [
@@ -122,7 +123,8 @@ def test_loss_and_metrics_are_recorded_and_the_last_batch_is_sent(log) -> None:
     tracker.validation()
     model = model_of()
     train_round(
-        batches_of(30), model, SGD(model.parameters(), 0.1), F.cross_entropy, [metric], None, "fp32", tracker=tracker,
+        batches_of(30), model, SGD(model.parameters(), 0.1), F.cross_entropy, [metric], None,
+        "fp32", tracker=tracker,
         max_batch_per_epoch=28,
     )  # fmt: skip
     assert tracker.epoch_stats["train_loss"].count == 28 * 8
@@ -243,7 +245,8 @@ def test_accumulated_batches_are_one_big_batch_and_the_rest_is_the_last_update(
     schedule = StepLR(optimizer, 1, gamma=1.0)
     tracker = Tracker([], "run", 0)
     train_round(
-        batches, model, optimizer, summed if weighted else F.cross_entropy, [], schedule, "fp32", "batch",
+        batches, model, optimizer, summed if weighted else F.cross_entropy, [], schedule, "fp32",
+        "batch",
         tracker=tracker, update_freq=2, step_arguments=divisor if weighted else None,
     )  # fmt: skip
     assert torch.allclose(model.weight, big.weight, atol=1e-7)
@@ -325,7 +328,8 @@ def training(
     scheduler = StepLR(optimizer, 1, gamma=0.9)
     checkpoint = Checkpointer(str(folder), 0, CheckpointFreq.ALL) if folder is not None else None
     return TrainValidation(
-        model, optimizer, F.cross_entropy, metrics, scheduler, 8, epochs, 0, 1, "run", "fp32", checkpoint=checkpoint,
+        model, optimizer, F.cross_entropy, metrics, scheduler, 8, epochs, 0, 1, "run", "fp32",
+        checkpoint=checkpoint,
         **kwargs,
     )  # fmt: skip
 
@@ -396,7 +400,8 @@ def test_missing_batches_are_named() -> None:
 def train_and_average(rank: int, world_size: int) -> list[float]:
     model = model_of()
     run = TrainValidation(
-        model, SGD(model.parameters(), 0.05), F.cross_entropy, [TopKAccuracy()], None, 8, 1, rank, world_size, "run",
+        model, SGD(model.parameters(), 0.05), F.cross_entropy, [TopKAccuracy()], None, 8, 1, rank,
+        world_size, "run",
         "fp32", average_models=True,
     )  # fmt: skip
     run.run(batches_of(3, seed=rank), batches_of(2, seed=50 + rank))
@@ -458,7 +463,8 @@ def test_each_epochs_averaged_model_is_evaluated(world_size: int, tmp_path) -> N
         values, loss = validation_round(batches, model, F.cross_entropy, [metric], "fp32")
         for of_rank in results:
             assert of_rank[epoch] == {
-                "epoch": epoch, "loss": pytest.approx(loss, rel=1e-6), "Prec@1": pytest.approx(values[metric]),
+                "epoch": epoch, "loss": pytest.approx(loss, rel=1e-6),
+                "Prec@1": pytest.approx(values[metric]),
             }  # fmt: skip
 
 

@@ -214,7 +214,8 @@ def test_a_text_gives_the_partition_of_its_arguments(text: str, arguments: dict)
 
 @pytest.mark.parametrize(
     "text",
-    ["", "uniform:", "normal", "dirichlet", "dirichlet:0", "dirichlet:inf", "dirichlet:nan", "label_skew:0",
+    ["", "uniform:", "normal", "dirichlet", "dirichlet:0", "dirichlet:inf", "dirichlet:nan",
+     "label_skew:0",
      "label_skew:1.5", "label_skew:"],
 )  # fmt: skip
 def test_another_text_is_refused(text: str) -> None:

@@ -188,7 +188,8 @@ def test_variables_of_a_place() -> None:
 
 SCONTROL = """#!/bin/sh
 if [ "$1 $2" = "show hostnames" ]; then
-    case "$3" in "rack[1-2]-n[3-4]") printf 'no-such-host.invalid\\nrack1-n4\\n' ;; *) exit 1 ;; esac
+    [ "$3" = "rack[1-2]-n[3-4]" ] || exit 1
+    printf 'no-such-host.invalid\\nrack1-n4\\n'
 elif [ "$1 $2 $3" = "show node no-such-host.invalid" ]; then
     echo "NodeName=no-such-host.invalid Arch=x86_64 CoresPerSocket=1"
     echo "   NodeAddr={address} NodeHostName=vm Version=22.05.8"

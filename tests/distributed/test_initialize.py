@@ -40,7 +40,8 @@ args = parser.parse_args()
 before = dict(os.environ)
 results = []
 for _ in range(2):  # the port is free again after the first world
-    with initialize_backends("gloo", args.hosts, args.rank, "WARNING", ckpt_run_dir=args.out, timeout_s=60) as world:
+    settings = {"ckpt_run_dir": args.out, "timeout_s": 60}
+    with initialize_backends("gloo", args.hosts, args.rank, "WARNING", **settings) as world:
         rank, world_size, graph = world
         total = torch.tensor([rank + 1.0])
         dist.all_reduce(total)
@@ -177,7 +178,8 @@ def test_a_worker_that_waits_says_so_and_ends_at_ctrl_c() -> None:
     script = """
 import signal
 from mlbench_core.distributed.pytorch import initialize, initialize_backends
-signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in the background of a shell
+# A shell ignores it for commands in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 initialize._NOTICE_AFTER_S = 0.1
 with initialize_backends("gloo", "127.0.0.1,127.0.0.1", 0, "WARNING", timeout_s=20):
     pass

@@ -106,7 +106,8 @@ DYING = """
 import sys, torch, torch.distributed as dist
 from mlbench_core.utils.pytorch import initialize_backends
 torch.set_num_threads(1)
-with initialize_backends("mpi", logging_level="WARNING", ckpt_run_dir=sys.argv[1], timeout_s=float(sys.argv[3])):
+settings = {"ckpt_run_dir": sys.argv[1], "timeout_s": float(sys.argv[3])}
+with initialize_backends("mpi", logging_level="WARNING", **settings):
     dist.barrier()
     if dist.get_rank() == 1:
         if sys.argv[2] == "dies":
@@ -143,7 +144,8 @@ import torch, torch.distributed as dist
 def refused(variables, **arguments):
     os.environ.update(variables)
     try:
-        with initialize_backends("mpi", logging_level="WARNING", ckpt_run_dir=sys.argv[1], **arguments):
+        arguments["ckpt_run_dir"] = sys.argv[1]
+        with initialize_backends("mpi", logging_level="WARNING", **arguments):
             print("not refused")
     except ConfigurationError as error:
         print(error)

@@ -39,8 +39,9 @@ import torch.distributed as dist
 from mlbench_core.distributed.pytorch import initialize_backends, process_groups
 out = pathlib.Path(sys.argv[1])
 hosts = sys.argv[3] if len(sys.argv) > 3 else None
-with initialize_backends(sys.argv[2], hosts, int(os.environ.get("BY_HAND", -1)), "WARNING", timeout_s=60,
-                         ckpt_run_dir=out / "checkpoints") as (rank, size, _):
+by_hand = int(os.environ.get("BY_HAND", -1))
+settings = {"timeout_s": 60, "ckpt_run_dir": out / "checkpoints"}
+with initialize_backends(sys.argv[2], hosts, by_hand, "WARNING", **settings) as (rank, size, _):
     import mlbench_core.torch_private as private
     store = process_groups.store()
     path = getattr(store, "path", "") or getattr(store.underlying_store, "path", "")

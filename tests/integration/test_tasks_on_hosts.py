@@ -31,7 +31,8 @@ needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun here: instal
 LIMIT_S = 150.0
 FIRST_SIZE, SECOND_SIZE = 1000, 100_000
 REMOTE_SHELL = """#!/bin/sh
-# Stands for ssh: HOST COMMAND. A host has a name of its own: Open MPI takes hosts of equal names for one.
+# It is used as ssh: HOST COMMAND. Each host has another name: Open MPI takes hosts of equal names
+# for one.
 host=$1
 shift
 exec ip netns exec "$(cat "$(dirname "$0")/$host")" unshare --uts sh -c "hostname h-$host; $*"

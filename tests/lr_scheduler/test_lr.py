@@ -319,28 +319,28 @@ def test_plateau_by_epochs_has_no_batch_step(optimizer) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda o: LRLinearWarmUp(o, -0.1, 0.1, 3), ("init_lr must be finite and at least 0, "
-                                                    "not -0.1")),
-        (lambda o: LRLinearWarmUp(o, 0.1, float("nan"), 3), ("scaled_lr must be finite and at "
-                                                            "least 0, not nan")),
-        (lambda o: LRLinearWarmUp(o, 0.1, 0.1, -3), ("warmup_duration must be finite and at "
-                                                    "least 0, not -3")),
-        (lambda o: MultiStepLRLinearWarmUp(o, 0.1, [5, 3], 0.1), ("milestones must be in "
-                                                                 "increasing order, not [5, 3]")),
-        (lambda o: MultiStepLRLinearWarmUp(o, 0.1, [5, 9], 0.1, 0, 6), ("must be at most the "
-                                                                       "first milestone, 5, not 6")),
-        (lambda o: ReduceLROnPlateauWithWarmup(o, 0.1, 0.2, 3, 0), ("batches_per_epoch must be "
-                                                                   "finite and positive")),
+        (lambda o: LRLinearWarmUp(o, -0.1, 0.1, 3),
+         "init_lr must be finite and at least 0, not -0.1"),
+        (lambda o: LRLinearWarmUp(o, 0.1, float("nan"), 3),
+         "scaled_lr must be finite and at least 0, not nan"),
+        (lambda o: LRLinearWarmUp(o, 0.1, 0.1, -3),
+         "warmup_duration must be finite and at least 0, not -3"),
+        (lambda o: MultiStepLRLinearWarmUp(o, 0.1, [5, 3], 0.1),
+         "milestones must be in increasing order, not [5, 3]"),
+        (lambda o: MultiStepLRLinearWarmUp(o, 0.1, [5, 9], 0.1, 0, 6),
+         "must be at most the first milestone, 5, not 6"),
+        (lambda o: ReduceLROnPlateauWithWarmup(o, 0.1, 0.2, 3, 0),
+         "batches_per_epoch must be finite and positive"),
         (lambda o: SparsifiedSGDLR(o, 1.0, 0.0, 1.0), "l2_coef must be finite and positive, not 0"),
-        (lambda o: SparsifiedSGDLR(o, 1.0, 0.1, 0), ("shifting_param must be finite and "
-                                                    "positive, not 0")),
+        (lambda o: SparsifiedSGDLR(o, 1.0, 0.1, 0),
+         "shifting_param must be finite and positive, not 0"),
         (lambda o: TimeDecayLR(o, -1), "beta must be finite and at least 0, not -1"),
-        (lambda o: ExponentialWarmupMultiStepLR(o, 0), ("iterations must be finite and "
-                                                       "positive, not 0")),
-        (lambda o: ExponentialWarmupMultiStepLR(o, 10, decay_interval=0), ("decay_interval must "
-                                                                          "be finite and positive")),
-        (lambda o: PolyDecayLRLinearWarmup(o, 0.1, 0.2, 3, 0), ("decay_steps must be finite and "
-                                                               "positive, not 0")),
+        (lambda o: ExponentialWarmupMultiStepLR(o, 0),
+         "iterations must be finite and positive, not 0"),
+        (lambda o: ExponentialWarmupMultiStepLR(o, 10, decay_interval=0),
+         "decay_interval must be finite and positive"),
+        (lambda o: PolyDecayLRLinearWarmup(o, 0.1, 0.2, 3, 0),
+         "decay_steps must be finite and positive, not 0"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(make, message, optimizer) -> None:

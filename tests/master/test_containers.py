@@ -34,7 +34,9 @@ def values(option):
     return [words[i + 1] for i, word in enumerate(words) if word == option]
 if words[0] == "ps":
     label = words[-1].partition("label=")[2]
-    print(*(path.stem for path in state.glob("*.container") if path.read_text().split("\\n")[1] == label))
+    for path in state.glob("*.container"):
+        if path.read_text().split("\\n")[1] == label:
+            print(path.stem)
 elif words[0] == "rm":
     for name in words[2:]:
         path = state / f"{name}.container"
@@ -47,8 +49,10 @@ elif "no/such:1" in words:
 else:
     image = words.index("me/mine:1")
     given = [word.partition("=") for word in values("--env")]
-    env = {name: value if mark else os.environ[name] for name, mark, value in given if name != "MLBENCH_RUN_DIR"}
-    container = subprocess.Popen([*values("--entrypoint"), *words[image + 1:]], env=env, start_new_session=True)
+    env = {name: value if mark else os.environ[name] for name, mark, value in given}
+    env.pop("MLBENCH_RUN_DIR", None)
+    command = [*values("--entrypoint"), *words[image + 1:]]
+    container = subprocess.Popen(command, env=env, start_new_session=True)
     path = state / f"{values('--name')[0]}.container"
     path.write_text(f"{container.pid}\\n{values('--label')[0]}")
     signal.signal(signal.SIGTERM, lambda *_: container.terminate())

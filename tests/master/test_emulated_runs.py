@@ -223,7 +223,8 @@ def test_another_launcher_refuses_a_network_and_its_page_says_so(
 def test_the_form_offers_the_names_and_shows_the_network_again(client: Any, able: None) -> None:
     page = client.get("/runs/new/").text
     assert re.findall(r'<option value="([\w-]+)">[^<]*: ', page) == list(NETWORKS)
-    form = {"name": "demo", "num_workers": "2", "kind": "command", "command": "true", "num_cpus": "1",
+    form = {"name": "demo", "num_workers": "2", "kind": "command", "command": "true",
+    "num_cpus": "1",
             "backend": "gloo"}  # fmt: skip
     wrong = client.post("/runs/", data={**form, "network": "lan1g"})
     assert wrong.status_code == 400

@@ -178,8 +178,8 @@ def test_workers_run_on_their_hosts_with_the_variables_of_torchrun(
 @pytest.mark.parametrize(
     ("ending", "reason"),
     [
-        ("raise ValueError('bad shape')", ("worker 1 on host b failed: exit status 1: "
-                                          "ValueError: bad shape")),
+        ("raise ValueError('bad shape')",
+         "worker 1 on host b failed: exit status 1: ValueError: bad shape"),
         ("os.kill(os.getpid(), 9)", "worker 1 on host b died: signal 9 (SIGKILL)"),
         ("os.kill(os.getppid(), 9); time.sleep(99)",
          "the workers on host b were lost: the supervisor of the workers was killed"),
@@ -223,8 +223,8 @@ def test_a_failure_of_one_host_stops_the_others(
     [
         ("ssh: Could not resolve hostname b: Name or service not known",
          "host b does not answer: ssh: Could not resolve hostname b: Name or service not known"),
-        ("me@b: Permission denied (publickey).", ("host b refuses the login: me@b: Permission "
-                                                 "denied (publickey).")),
+        ("me@b: Permission denied (publickey).",
+         "host b refuses the login: me@b: Permission denied (publickey)."),
         ("Host key verification failed.", "host b does not answer: Host key verification failed."),
         ("", "host b does not answer: the connection broke"),
     ],
@@ -428,8 +428,8 @@ def test_a_run_that_can_never_start_is_refused_at_once(client: TestClient) -> No
         ({"engine_options": "--host loop,b", "num_workers": 2},
          "engine_options: the host 'loop' has the address "),
         ({"backend": "mpi", "num_workers": 1}, "backend: must be gloo or nccl, not mpi: "),
-        ({"engine_options": "--time=10"}, ("engine_options: unrecognized arguments: --time=10; "
-                                          "the options are")),
+        ({"engine_options": "--time=10"},
+         "engine_options: unrecognized arguments: --time=10; the options are"),
         ({"engine_options": "--hostfile /no/file"},
          "engine_options: the master cannot read the host file /no/file: No such file or"),
     ):  # fmt: skip

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.skipif(bool(ssh_hosts.why_not()), reason=ssh_hosts.why_
 
 MEET = """\
 import os, socket, time
-address, network = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), os.readlink("/proc/self/ns/net")
+address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+network = os.readlink("/proc/self/ns/net")
 if os.environ["RANK"] == "0":
     with socket.create_server(("", address[1])) as server, server.accept()[0] as other:
         print("other network", other.recv(100).decode() != network)
@@ -52,7 +53,8 @@ def launcher(
     monkeypatch.setenv("MLBENCH_SSH", hosts.ssh)
     # A connection that is cut is noticed after the second of two missing answers.
     monkeypatch.setattr(
-        hosts_ssh, "_OPTIONS", {**hosts_ssh._OPTIONS, "ConnectTimeout": "1", "ServerAliveInterval": "1",
+        hosts_ssh, "_OPTIONS", {**hosts_ssh._OPTIONS, "ConnectTimeout": "1",
+        "ServerAliveInterval": "1",
                                 "ServerAliveCountMax": "2"}
     )  # fmt: skip
     made = HostsLauncher(tmp_path / "runs", interval_s=0.2)

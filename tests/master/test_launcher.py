@@ -200,8 +200,8 @@ def test_a_worker_that_fails_ends_the_others(
         ("sys.exit('long ' * 100)", f"worker 1 failed: exit status 1: {('long ' * 100)[:300]}"),
         ("import faulthandler; faulthandler.enable(); os.abort()",
          "worker 1 died: signal 6 (SIGABRT): Fatal Python error: Aborted"),
-        ("int('x')", ("worker 1 failed: exit status 1: ValueError: invalid literal for int() "
-                     "with base 10: 'x'")),
+        ("int('x')",
+         "worker 1 failed: exit status 1: ValueError: invalid literal for int() with base 10: 'x'"),
         # The later of two chained exceptions ended the worker; only the first line of its message
         # is shown.
         ("import argparse; argparse.ArgumentParser('a.py').error('no --x')",
@@ -237,7 +237,8 @@ TORCHRUN = """\
 [rank0]: Traceback (most recent call last):
 [rank0]:   File "train.py", line 12, in <module>
 [rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1
-E1128 05:02:11.000 7 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1) local_rank: 1 (pid: 9)
+E1128 05:02:11.000 7 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1) \
+local_rank: 1 (pid: 9)
 Traceback (most recent call last):
   File "/bin/torchrun", line 8, in <module>
     sys.exit(main())

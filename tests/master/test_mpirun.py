@@ -33,7 +33,8 @@ needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun here: instal
 
 WORKER = """
 import os, sys, time
-place = {name: os.environ.get(name) for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "MASTER_ADDR")}
+names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "MASTER_ADDR")
+place = {name: os.environ.get(name) for name in names}
 print("worker", sys.argv[1:], list(place.values()), os.environ["ASKED"], flush=True)
 sys.stderr.write("to stderr\\n")
 if sys.argv[1] == "wait":

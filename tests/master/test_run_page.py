@@ -161,8 +161,10 @@ def test_phases_are_those_of_the_slowest_worker_and_hidden_communication_is_a_pa
     assert "No times yet" in part(page_of(client, run_id), "totals")
     for epoch, seconds in enumerate((10, 30)):
         send(
-            client, run_id, ("cum_fwd_pass @ 0", seconds), ("cum_fwd_pass @ 1", 2 * seconds), ("cum_agg @ 0", 8),
-            ("cum_agg @ 1", 1), ("cum_hidden_communication @ 0", seconds / 2), ("cum_validation @ 0", 3),
+            client, run_id, ("cum_fwd_pass @ 0", seconds), ("cum_fwd_pass @ 1", 2 * seconds),
+            ("cum_agg @ 0", 8),
+            ("cum_agg @ 1", 1), ("cum_hidden_communication @ 0", seconds / 2),
+             ("cum_validation @ 0", 3),
             ("cum_mine @ 0", epoch), epoch=epoch,
         )  # fmt: skip
     table = part(page_of(client, run_id), "times")

@@ -71,7 +71,8 @@ def test_runs_are_started_chosen_sorted_stopped_and_deleted(tmp_path: Path) -> N
         ).json()
         wait_for(lambda: page(NAMES) == "a,demo-2,demo-1", what="the new run")
         assert page("window.table.isConnected") is False
-        assert (page(CHOSEN), page("document.activeElement.checked"), page.text("#chosen-count")) == (
+        assert (page(CHOSEN), page("document.activeElement.checked"),
+        page.text("#chosen-count")) == (
             "Choose demo-2", True, "1 chosen"
         )  # fmt: skip
         assert page("document.querySelector('#filter-text').value") == "typed"

@@ -28,7 +28,8 @@ def client(tmp_path: Path) -> Iterator[TestClient]:
 
 def add(store: Store, name: str, **values: Any) -> Run:
     default: dict[str, Any] = {
-        "num_workers": 1, "num_cpus": 1.0, "max_bandwidth": 1000.0, "image": "custom_image", "backend": "gloo",
+        "num_workers": 1, "num_cpus": 1.0, "max_bandwidth": 1000.0, "image": "custom_image",
+        "backend": "gloo",
         "command": "sleep 1", "state": "finished", "created_at": now_us(),
     }  # fmt: skip
     return store.add_run(Run(**{"name": name, **default, **values}))
@@ -49,9 +50,11 @@ def test_the_list_can_be_filtered_and_sorted_by_each_column(client: Any) -> None
     second = 1_000_000
     goal = {"metric": "val_global_Prec@1", "threshold": 80.0, "minimize": False, "reached": True}
     add(store, "b-run", state="failed", num_workers=4, backend="mpi", created_at=3 * second)
-    add(store, "a-run", num_workers=2, created_at=1 * second, started_at=second, finished_at=9 * second,
+    add(store, "a-run", num_workers=2, created_at=1 * second, started_at=second,
+    finished_at=9 * second,
         goal=json.dumps({**goal, "time_to_goal_s": 12.5}))  # fmt: skip
-    add(store, "c_run", image="task0_allreduce", command="main.py --plot", created_at=2 * second, started_at=second,
+    add(store, "c_run", image="task0_allreduce", command="main.py --plot", created_at=2 * second,
+    started_at=second,
         finished_at=3 * second, goal=json.dumps({**goal, "time_to_goal_s": 5e-3}))  # fmt: skip
     for query, found in (
         ("", ["b-run", "c_run", "a-run"]),

@@ -238,14 +238,15 @@ def test_a_command_that_does_not_exist_says_so(launcher: SlurmLauncher) -> None:
         ("FAILED|None|1:00", {"begun": "1", "exit": "2", "logs/job.out": ("srun: error: Unable "
                                                                          "to create step\n")},
          "the script of job 1 of Slurm failed: exit status 2: srun: error: Unable to create step"),
-        ("FAILED|None|1:00", {"begun": "1", "exit": "1", "status/0": "143", "status/1": "x", "status/2": "7"},
+        ("FAILED|None|1:00", {"begun": "1", "exit": "1", "status/0": "143", "status/1": "x",
+         "status/2": "7"},
          "worker 2 failed: exit status 7"),
-        ("FAILED|None|1:00", {"begun": "1", "exit": "1", "status/0": "143"}, ("worker 0 died: "
-                                                                             "signal 15 (SIGTERM)")),
+        ("FAILED|None|1:00", {"begun": "1", "exit": "1", "status/0": "143"},
+         "worker 0 died: signal 15 (SIGTERM)"),
         (None, {}, "lost: Slurm has forgotten the job 1 of Slurm, and it left no status"),
         (None, {"begun": "1", "exit": "3", "status/1": "3"}, "worker 1 failed: exit status 3"),
-        (None, {"accounting": "1|CANCELLED by 1000|01:00:00|n1\n"}, ("was cancelled, but not by "
-                                                                    "MLBench")),
+        (None, {"accounting": "1|CANCELLED by 1000|01:00:00|n1\n"},
+         "was cancelled, but not by MLBench"),
     ],
 )  # fmt: skip
 def test_each_end_that_slurm_knows_has_a_reason(

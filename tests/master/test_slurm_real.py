@@ -31,7 +31,8 @@ else:
     deadline = time.monotonic() + 20
     while True:
         try:
-            print(socket.create_connection(place, timeout=5).recv(3).decode(), os.environ["SLURMD_NODENAME"])
+            answer = socket.create_connection(place, timeout=5).recv(3).decode()
+            print(answer, os.environ["SLURMD_NODENAME"])
             break
         except ConnectionRefusedError:
             assert time.monotonic() < deadline

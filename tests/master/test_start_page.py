@@ -56,7 +56,8 @@ def errors(page: str) -> dict[str, str]:
 
 
 def test_a_task_is_started_once_for_each_number_of_workers(client: Any) -> None:
-    form = {**TASK, "num_workers": "1 2, 4 2", "dataset": "digits", "optimizer": "ef_sign_sgd", "num_cpus": "0.5",
+    form = {**TASK, "num_workers": "1 2, 4 2", "dataset": "digits", "optimizer": "ef_sign_sgd",
+    "num_cpus": "0.5",
             "arguments": "--data 'a b'", "light_target": "true"}  # fmt: skip
     answer = client.post("/runs/", data=form)
     assert (answer.status_code, answer.headers["location"]) == (303, "/runs/")
@@ -97,8 +98,10 @@ def test_only_the_fields_of_the_chosen_program_count(
     client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A browser also sends the texts of the fields that are hidden."""
-    everything = {**TASK, "command": "sleep 1", "image_name": "custom_image", "custom_image_name": "me/mine:1",
-                  "arguments": "--channels-last", "dataset": "digits", "custom_backend": "x"}  # fmt: skip
+    everything = {**TASK, "command": "sleep 1", "image_name": "custom_image",
+    "custom_image_name": "me/mine:1",
+                  "arguments": "--channels-last", "dataset": "digits",
+                  "custom_backend": "x"}  # fmt: skip
     reference = TASKS["1a"].images[1].reference
     for number, (change, command, image) in enumerate((
         ({"kind": "task"}, "--dataset digits --channels-last", get_task("1a").folder),

@@ -38,9 +38,11 @@ def test_a_run_with_an_unknown_field_is_not_started(
     ("values", "field"),
     [
         ({"command": "true", "custom_backend": "x"}, "custom_backend"),
-        ({"image_name": "mlbench/pytorch-cifar10-resnet20-all-reduce:latest", "custom_image_name": "a/b"},
+        ({"image_name": "mlbench/pytorch-cifar10-resnet20-all-reduce:latest",
+         "custom_image_name": "a/b"},
          "custom_image_name"),
-        ({"image_name": "mlbench/pytorch-cifar10-resnet20-all-reduce:latest", "custom_image_command": "/x"},
+        ({"image_name": "mlbench/pytorch-cifar10-resnet20-all-reduce:latest",
+         "custom_image_command": "/x"},
          "custom_image_command"),
         ({"command": "true", "arguments": ["--epochs", "3"]}, "arguments"),
     ],

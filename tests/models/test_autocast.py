@@ -32,7 +32,8 @@ handler.emit = lambda record: messages.append(record.getMessage())
 logging.getLogger("mlbench_core").addHandler(handler)
 
 torch.manual_seed(0)
-gnmt, lstm = GNMT(20, hidden_size=8, num_layers=3, dropout=0.0), LSTMLanguageModel(11, 4, 6, 2, wdrop=0.5)
+gnmt = GNMT(20, hidden_size=8, num_layers=3, dropout=0.0)
+lstm = LSTMLanguageModel(11, 4, 6, 2, wdrop=0.5)
 words, lengths = torch.randint(4, 11, (5, 3)), torch.tensor([5, 4, 5])
 expected = gnmt(words, lengths, words)
 losses, errors = [], []
@@ -56,7 +57,8 @@ print(json.dumps({"messages": messages, "errors": errors, "finite": bool(finite)
 def test_models_with_lstms_train_within_autocast_without_avx_512() -> None:
     # Without the limit, torch may know more instructions than the processor of another reader has.
     run = subprocess.run(
-        [sys.executable, "-c", TRAIN_BOTH], env=environment(ONEDNN_MAX_CPU_ISA="AVX2"), capture_output=True, text=True,
+        [sys.executable, "-c", TRAIN_BOTH], env=environment(ONEDNN_MAX_CPU_ISA="AVX2"),
+         capture_output=True, text=True,
         timeout=240, check=True,
     )  # fmt: skip
     found = json.loads(run.stdout)

@@ -422,7 +422,7 @@ def run_all(rank: int, world_size: int) -> dict[str, Any]:
 
 
 # -- digits
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 
 
 def digits_accuracy(rank: int, world_size: int, images: Tensor, labels: Tensor) -> dict[str, float]:

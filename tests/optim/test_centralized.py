@@ -61,7 +61,8 @@ def test_float32_has_the_bits_of_all_reduce_division_and_torch_sgd(ranks: Ranks)
         ours, by_hand = result["float32_like_by_hand"]
         if len(ranks) == 2:
             assert_same(ours, by_hand)
-        else:  # with more workers Gloo's order of summation depends on where in a message a number lies
+        else:
+            # With more workers, Gloo's order of summation depends on a number's place in a message.
             for a, b in zip(ours, by_hand, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 

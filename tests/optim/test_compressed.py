@@ -519,9 +519,7 @@ def test_the_largest_are_found_on_both_sides_of_the_least_size_that_is_sampled(
     assert torch.equal(values, m[found])
 
 
-def test_the_largest_are_found_if_as_many_values_as_are_dropped_are_below_the_largest_of_the_sample() -> (
-    None
-):
+def test_the_largest_are_found_if_all_but_the_largest_of_the_sample_are_dropped() -> None:
     # The largest value of the sample is the last but one of all, so all values but one are below
     # the high threshold.
     m = torch.arange(400.0 * sparsified._STRIDE + 2)

@@ -201,7 +201,8 @@ def test_work_is_at_most_the_waiting_that_the_network_does_not_explain() -> None
 
 
 @pytest.mark.parametrize(("network", "workers", "error"), [
-    ("datacenter", 2, 0.055), ("datacenter", 3, 0.135), ("datacenter", 4, 0.135), ("datacenter", 8, 0.276),
+    ("datacenter", 2, 0.055), ("datacenter", 3, 0.135), ("datacenter", 4, 0.135),
+     ("datacenter", 8, 0.276),
     ("home-fibre", 2, 0.024), ("mobile-lte", 4, 0.024), ("wan-transatlantic", 8, 0.024),
     ("datacenter", 9, 0.353), (SLOW, 4, 0.353),
 ])  # fmt: skip
@@ -226,7 +227,8 @@ def test_a_prediction_without_messages_or_a_goal_has_no_range_of_them() -> None:
 
 
 @pytest.mark.parametrize(("network", "workers", "is_calibrated"), [
-    ("datacenter", 2, True), ("datacenter", 8, True), ("datacenter", 9, False), ("mobile-lte", 4, True),
+    ("datacenter", 2, True), ("datacenter", 8, True), ("datacenter", 9, False),
+     ("mobile-lte", 4, True),
     (SLOW, 4, False),
 ])  # fmt: skip
 def test_what_was_not_calibrated_is_named(network: str, workers: int, is_calibrated: bool) -> None:

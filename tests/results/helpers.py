@@ -43,9 +43,11 @@ def totals(train_s: float, rank: int = 0, batches: int = 0, **others: Any) -> di
 
 
 def write_run(
-    folder: Path, *, workers: int = 2, epochs: int = 3, epoch_s: float = 10.0, accuracies: tuple[float, ...] = (),
+    folder: Path, *, workers: int = 2, epochs: int = 3, epoch_s: float = 10.0,
+    accuracies: tuple[float, ...] = (),
     finish: bool = True, environment: Mapping[str, Any] = ENVIRONMENT,
-    collectives: list[dict[str, Any]] | None = None, cpu_share: float | None = None, **configuration: Any,
+    collectives: list[dict[str, Any]] | None = None, cpu_share: float | None = None,
+    **configuration: Any,
 ) -> Path:  # fmt: skip
     """Write the folder of a run with 10 batches in each epoch; the accuracy is 80, 85, 90, ...
     percent.
@@ -104,8 +106,10 @@ def write_run(
             sink.event("epoch", now)
         last = totals(epoch_s * len(values), rank, 10 * len(values), **known(epoch_s * len(values)))
         sink.event("end", {
-            "time_s": last["wall_s"], "totals": last, "epochs": len(values), "best_metric_value": max(values),
-            "best_epoch": len(values) - 1, "batch_times": [[0, 0], [1, 10 * len(values)]], "memory_peak_bytes": None,
+            "time_s": last["wall_s"], "totals": last, "epochs": len(values),
+            "best_metric_value": max(values),
+            "best_epoch": len(values) - 1, "batch_times": [[0, 0], [1, 10 * len(values)]],
+            "memory_peak_bytes": None,
             "energy_j": None, "collectives": collectives,
         })  # fmt: skip
         if finish:

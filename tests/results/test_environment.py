@@ -147,8 +147,10 @@ def test_the_limits_of_control_groups_of_version_2(
 ) -> None:
     group = "sys/fs/cgroup/a/b"
     system({
-        "proc/self/cgroup": "0::/a/b", f"{group}/cpu.max": "max 100000", "sys/fs/cgroup/a/cpu.max": "150000 100000",
-        f"{group}/cpuset.cpus.effective": "0-2,8", "sys/fs/cgroup/memory.max": "max", f"{group}/memory.max": "4096",
+        "proc/self/cgroup": "0::/a/b", f"{group}/cpu.max": "max 100000",
+        "sys/fs/cgroup/a/cpu.max": "150000 100000",
+        f"{group}/cpuset.cpus.effective": "0-2,8", "sys/fs/cgroup/memory.max": "max",
+        f"{group}/memory.max": "4096",
     })  # fmt: skip
     found = describe_system()
     assert (found["cores_limit"], found["memory_limit_bytes"]) == (1.5, 4096)
@@ -225,8 +227,10 @@ def test_torch_is_described_if_it_is_imported(patch: pytest.MonkeyPatch) -> None
     patch.delitem(sys.modules, "torch")
     patch.setitem(sys.modules, "pynvml", SimpleNamespace(
         nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 1, nvmlDeviceGetHandleByIndex=str,
-        nvmlDeviceGetName=lambda handle: f"GPU {handle}", nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(total=7),
-        nvmlDeviceGetCudaComputeCapability=lambda _: (8, 6), nvmlSystemGetDriverVersion=lambda: "1.2",
+        nvmlDeviceGetName=lambda handle: f"GPU {handle}",
+        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(total=7),
+        nvmlDeviceGetCudaComputeCapability=lambda _: (8, 6),
+        nvmlSystemGetDriverVersion=lambda: "1.2",
     ))  # fmt: skip
     patch.setattr(environment, "_SYS", Path("/nowhere"))
     assert describe_torch() is None
@@ -250,34 +254,43 @@ def test_tensorflow_is_described_only_if_it_is_imported(
 def test_no_secret_gets_into_the_description(patch: pytest.MonkeyPatch, no_packages: None) -> None:
     secret = "s3cr3t"
     variables = {
-        "MLBENCH_TOKEN": secret, "MLBENCH_MASTER_KEY": secret, "NCCL_DB_PASSWORD": secret, "AWS_ACCESS": secret,
+        "MLBENCH_TOKEN": secret, "MLBENCH_MASTER_KEY": secret, "NCCL_DB_PASSWORD": secret,
+        "AWS_ACCESS": secret,
         "MLBENCH_DATABASE_URL": f"postgresql://me:{secret}@host/db", "OMP_NUM_THREADS": "3",
-        "MLBENCH_MASTER_URL": f"http://host/?token={secret}&page=2#key={secret}", "SLURM_JOB_ACCOUNT": secret,
+        "MLBENCH_MASTER_URL": f"http://host/?token={secret}&page=2#key={secret}",
+        "SLURM_JOB_ACCOUNT": secret,
         "TORCH_LOGS": "\udcff", "MLBENCH_PWD": secret, "NCCL_BYPASS": "1",
-        "HF_PAT": secret, "MLBENCH_SENTRY_DSN": secret, "NCCL_PIN": secret, "NCCL_PIN_MODE": "2", "HF_PATH": "x",
+        "HF_PAT": secret, "MLBENCH_SENTRY_DSN": secret, "NCCL_PIN": secret, "NCCL_PIN_MODE": "2",
+        "HF_PATH": "x",
         "MLBENCH_SETTINGS": f'{{"lr": 1, "api_token": "{secret}", "key":"{secret}", "epochs": 3}}',
     }  # fmt: skip
     for name, value in variables.items():
         patch.setenv(name, value)
     patch.setattr(sys, "orig_argv", [
-        "python", "main.py", "--token", secret, f"--api-key={secret}", "-x", f"MLBENCH_TOKEN={secret}", "--lr", "0.1",
+        "python", "main.py", "--token", secret, f"--api-key={secret}", "-x",
+        f"MLBENCH_TOKEN={secret}", "--lr", "0.1",
         f"db.password={secret}", f"http://me:a@{secret}@host",
         f"sh -c 'run --auth-token \"{secret} {secret}\" --epochs 3'",
         ("Authorization: Bearer "
         f"{secret}"), "--max-tokens", "512", "--tokenizer", "bpe", "--no-token", "8080", "\udcff",
-        "--password", "--" + secret, "--no-secret", "--key", "--key", "x", f"X-Api-Key: {secret}", "--db-pass", secret,
+        "--password", "--" + secret, "--no-secret", "--key", "--key", "x", f"X-Api-Key: {secret}",
+        "--db-pass", secret,
     ])  # fmt: skip
     found = describe_environment()
     assert secret not in json.dumps(found, ensure_ascii=False).encode().decode()
     assert found["command_line"] == [
-        "python", "main.py", "--token", "***", "--api-key=***", "-x", "MLBENCH_TOKEN=***", "--lr", "0.1",
+        "python", "main.py", "--token", "***", "--api-key=***", "-x", "MLBENCH_TOKEN=***", "--lr",
+        "0.1",
         "db.password=***", "http://***@host", "sh -c 'run --auth-token *** --epochs 3'",
-        "Authorization: Bearer ***", "--max-tokens", "512", "--tokenizer", "bpe", "--no-token", "8080", "?",
-        "--password", "***", "--no-secret", "--key", "***", "x", "X-Api-Key: ***", "--db-pass", "***",
+        "Authorization: Bearer ***", "--max-tokens", "512", "--tokenizer", "bpe", "--no-token",
+        "8080", "?",
+        "--password", "***", "--no-secret", "--key", "***", "x", "X-Api-Key: ***", "--db-pass",
+        "***",
     ]  # fmt: skip
     assert {name: found["variables"].get(name) for name in variables} == {
         **dict.fromkeys(variables), "NCCL_BYPASS": "1", "NCCL_PIN_MODE": "2", "HF_PATH": "x",
-        **dict.fromkeys(("MLBENCH_TOKEN", "MLBENCH_MASTER_KEY", "NCCL_DB_PASSWORD", "MLBENCH_PWD"), "***"),
+        **dict.fromkeys(("MLBENCH_TOKEN", "MLBENCH_MASTER_KEY", "NCCL_DB_PASSWORD", "MLBENCH_PWD"),
+        "***"),
         **dict.fromkeys(("HF_PAT", "MLBENCH_SENTRY_DSN", "NCCL_PIN"), "***"),
         "MLBENCH_SETTINGS": '{"lr": 1, "api_token": "***", "key":"***", "epochs": 3}',
         "MLBENCH_DATABASE_URL": "postgresql://***@host/db", "OMP_NUM_THREADS": "3",
@@ -305,7 +318,8 @@ def test_data_files_have_checksums_within_a_budget(
         "sha256": hashlib.sha256(b"12345678").hexdigest(),
     }
     assert large == {
-        "path": str(paths[2]), "bytes": 8, "sha256": None, "modified_at": "1970-01-01T00:00:00+00:00",
+        "path": str(paths[2]), "bytes": 8, "sha256": None,
+        "modified_at": "1970-01-01T00:00:00+00:00",
         "sha256_of_parts": hashlib.sha256(b"abdegh").hexdigest(),
     }  # fmt: skip
     assert last["sha256"] == hashlib.sha256(b"90").hexdigest()
@@ -313,7 +327,7 @@ def test_data_files_have_checksums_within_a_budget(
     assert found["data_files_left_out"] == 2
 
 
-# ----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # checkouts
 
 

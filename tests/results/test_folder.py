@@ -336,9 +336,11 @@ def test_every_file_needs_a_checksum(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        '"epoch":"x"', '"step":-1', '"epoch":' + 20 * "9", '"step":1.5', '"time_s":NaN', '"totals":[]',
+        '"epoch":"x"', '"step":-1', '"epoch":' + 20 * "9", '"step":1.5', '"time_s":NaN',
+        '"totals":[]',
         '"totals":{"train_s":"1"}', '"rank":-1',
-        '"totals":{"train_s":1' + 400 * "0" + "}", '"totals":{"steps_s":{"agg":null}}', '"kind":"stat"',
+        '"totals":{"train_s":1' + 400 * "0" + "}", '"totals":{"steps_s":{"agg":null}}',
+        '"kind":"stat"',
     ],
 )  # fmt: skip
 def test_a_line_with_fields_of_wrong_types_is_skipped_and_named(tmp_path: Path, field: str) -> None:

@@ -22,8 +22,10 @@ START_MS = 1767323045000
 ACCURACY = "val_global_Prec@1"
 GOAL = {"metric": ACCURACY, "threshold": 90.0, "minimize": False}
 CONFIGURATION = {
-    "task": "1a", "program": "/x/main.py", "dataset": "cifar10", "algorithm": "power_sgd", "workers": 2, "light": False,
-    "options": {"batch_size": 64, "lr": 0.25, "precision": "fp32"}, "division": "open", "goal": GOAL, "seed": 7,
+    "task": "1a", "program": "/x/main.py", "dataset": "cifar10", "algorithm": "power_sgd",
+    "workers": 2, "light": False,
+    "options": {"batch_size": 64, "lr": 0.25, "precision": "fp32"}, "division": "open",
+    "goal": GOAL, "seed": 7,
 }  # fmt: skip
 RESULT = {
     "configuration": CONFIGURATION,
@@ -112,7 +114,8 @@ def test_the_events_of_a_run_that_reaches_its_goal(parsed: Any) -> None:
         ("block_start", 2), ("epoch_start", 2), ("epoch_stop", 10), ("block_stop", 10),
         ("eval_start", 10), ("eval_stop", 12), ("eval_accuracy", 12),
         ("block_start", 13), ("epoch_start", 13), ("epoch_stop", 21), ("block_stop", 21),
-        ("eval_start", 21), ("eval_stop", 23), ("eval_accuracy", 23), ("tracked_stats", 23.001), ("run_stop", 23.001),
+        ("eval_start", 21), ("eval_stop", 23), ("eval_accuracy", 23), ("tracked_stats", 23.001),
+         ("run_stop", 23.001),
     ]  # fmt: skip
     by_key = {each.key: each.value for each in found}
     assert by_key["run_stop"]["metadata"] == {"status": constants.SUCCESS}
@@ -129,7 +132,8 @@ def test_only_values_that_are_known(parsed: Any) -> None:
     found = {each.key: each.value["value"] for each in parsed(REACHED[:1])}
     assert found == {
         "submission_benchmark": "mlbench_task1a", "submission_division": "open",
-        "submission_platform": "1 x Ä (4 cores) with 2 x H", "cache_clear": False, "seed": 7, "opt_name": "power_sgd",
+        "submission_platform": "1 x Ä (4 cores) with 2 x H", "cache_clear": False, "seed": 7,
+        "opt_name": "power_sgd",
         "global_batch_size": 128, "opt_base_learning_rate": 0.25, "init_start": None,
     }  # fmt: skip
     environment = {"system": {"cpu": "B", "cores": 3}}
@@ -214,7 +218,8 @@ def test_a_killed_run_has_no_end(parsed: Any) -> None:
     assert [key for key, _ in events(parsed(TWO_EPOCHS[:2]))][-2:] == ["block_start", "epoch_start"]
     # The validation has ended, although no line follows. Nobody has counted its time.
     assert events(parsed(TWO_EPOCHS[:4]))[-5:] == [
-        ("epoch_stop", 8), ("block_stop", 8), ("eval_start", 8), ("eval_stop", 12), ("eval_accuracy", 12),
+        ("epoch_stop", 8), ("block_stop", 8), ("eval_start", 8), ("eval_stop", 12),
+         ("eval_accuracy", 12),
     ]  # fmt: skip
     assert [key for key, _ in events(parsed(TWO_EPOCHS[:1]))] == ["init_start"]
 
@@ -242,8 +247,10 @@ def test_the_parts_of_an_epoch_are_blocks(parsed: Any) -> None:
     # 6 s are the time of both validations.
     found = events(parsed([*first, *epoch_of(0, 60.0, 2, 6.0), end(20)]))
     assert found[3:] == [
-        ("block_start", 2), ("epoch_start", 2), ("block_stop", 4), ("eval_start", 4), ("eval_stop", 5),
-        ("eval_accuracy", 5), ("block_start", 5), ("epoch_stop", 8), ("block_stop", 8), ("eval_start", 8),
+        ("block_start", 2), ("epoch_start", 2), ("block_stop", 4), ("eval_start", 4),
+         ("eval_stop", 5),
+        ("eval_accuracy", 5), ("block_start", 5), ("epoch_stop", 8), ("block_stop", 8),
+         ("eval_start", 8),
         ("eval_stop", 12), ("eval_accuracy", 12), ("tracked_stats", 20), ("run_stop", 20),
     ]  # fmt: skip
     # The run ends at its goal, even if it continues.
@@ -268,7 +275,8 @@ def test_a_goal_of_the_training_ends_the_block(parsed: Any) -> None:
         )
     )
     assert found[3:] == [
-        ("block_start", 2), ("epoch_start", 2), ("epoch_stop", 7), ("block_stop", 7), ("tracked_stats", 7),
+        ("block_start", 2), ("epoch_start", 2), ("epoch_stop", 7), ("block_stop", 7),
+         ("tracked_stats", 7),
         ("run_stop", 7),
     ]  # fmt: skip
 
@@ -285,7 +293,8 @@ def test_a_resumed_run_starts_once_and_ends_once(parsed: Any) -> None:
     assert [key for key, _ in keys].count("run_start") == 1
     assert [key for key, _ in keys].count("run_stop") == 1
     assert keys[10:19] == [
-        ("block_start", 13), ("epoch_start", 13), ("epoch_stop", 15), ("block_stop", 15), ("block_start", 40),
+        ("block_start", 13), ("epoch_start", 13), ("epoch_stop", 15), ("block_stop", 15),
+         ("block_start", 40),
         ("epoch_start", 40), ("epoch_stop", 47), ("block_stop", 47), ("eval_start", 47),
     ]  # fmt: skip
     stopped = [each.value["metadata"] for each in found if each.key == "epoch_stop"]

@@ -44,8 +44,10 @@ def log_in(client: TestClient) -> None:
 
 def test_without_a_token_only_names_of_loopback_are_answered(tmp_path: Path) -> None:
     # The local network may resolve names without a dot, and a page can rebind them.
-    foreign = ("evil", "evil:5080", "wpad", "evil.example", "127.0.0.1:5080@evil.com", "127.0.0.1.evil.com", "10.0.0.1",
-               "", "x.localhost", "localhost:5080:80", "[::1", "::1", "[::2]", "0.0.0.0", "127.1", "localhost.evil.com",
+    foreign = ("evil", "evil:5080", "wpad", "evil.example", "127.0.0.1:5080@evil.com",
+    "127.0.0.1.evil.com", "10.0.0.1",
+               "", "x.localhost", "localhost:5080:80", "[::1", "::1", "[::2]", "0.0.0.0", "127.1",
+               "localhost.evil.com",
                "localhost:x", "localhost/", " localhost")  # fmt: skip
     with TestClient(create_app(data_dir=tmp_path), base_url="http://127.0.0.1:5080") as client:
         for host in foreign:

@@ -16,7 +16,9 @@ from tests.security.browser import Browser, chromium
 KEEP_PLOTS = """
 window.plots = [];
 const Plot = window.uPlot;
-window.uPlot = class extends Plot { constructor(...given) { const made = super(...given); window.plots.push(made); } };
+window.uPlot = class extends Plot {
+    constructor(...given) { const made = super(...given); window.plots.push(made); }
+};
 """
 
 

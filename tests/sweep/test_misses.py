@@ -112,9 +112,12 @@ def result(point: Point, run: float | str) -> RunRecord:
     )
     return RunRecord(
         point.name, state="unfinished" if run == "stopped" else "finished",
-        configuration={"workers": point.workers, "seed": point.seed, "goal": GOAL, "algorithm": point.algorithm},
-        reached=reached, time_to_goal_s=train_s if reached else None, train_s=train_s, best=96.0 if reached else 90.0,
-        epochs_to_goal=round(train_s) if reached else None, epochs=round(train_s), bytes_on_wire=1e5 * train_s,
+        configuration={"workers": point.workers, "seed": point.seed, "goal": GOAL,
+        "algorithm": point.algorithm},
+        reached=reached, time_to_goal_s=train_s if reached else None, train_s=train_s,
+        best=96.0 if reached else 90.0,
+        epochs_to_goal=round(train_s) if reached else None, epochs=round(train_s),
+        bytes_on_wire=1e5 * train_s,
         exchanges=round(train_s),
     )  # fmt: skip
 

@@ -44,8 +44,10 @@ algorithms = ["centralized_sgd", "power_sgd", "local_sgd"]
 def run(seed: int, time_s: float | None, workers: int = 2, sent: float = 2e6) -> RunRecord:
     """Return a run that reached its goal after some seconds, or missed it."""
     return RunRecord(
-        f"r{seed}", configuration={"workers": workers, "seed": seed, "goal": GOAL}, reached=time_s is not None,
-        time_to_goal_s=time_s, train_s=time_s or 110.0, bytes_sent=sent / 2, bytes_on_wire=sent, best=96.0,
+        f"r{seed}", configuration={"workers": workers, "seed": seed, "goal": GOAL},
+        reached=time_s is not None,
+        time_to_goal_s=time_s, train_s=time_s or 110.0, bytes_sent=sent / 2, bytes_on_wire=sent,
+        best=96.0,
         steps_to_goal=10,
     )  # fmt: skip
 

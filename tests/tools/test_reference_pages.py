@@ -130,7 +130,8 @@ def test_the_page_on_the_api_has_every_request_and_the_fields_of_each() -> None:
 
 
 def test_the_common_errors_of_the_page_are_those_of_every_request() -> None:
-    shared = set.intersection(*(set(operation["responses"]) for _, path, operation in rest_reference.list_requests()
+    shared = set.intersection(*(set(operation["responses"]) for _, path,
+    operation in rest_reference.list_requests()
                                 if path != "/api/health/"))  # fmt: skip
     assert shared == rest_reference.COMMON_ERRORS
     text = (REFERENCE / "rest_api.md").read_text()

@@ -27,8 +27,10 @@ from tests.client.stub_master import StubMaster
 
 Clock = Any
 TOTALS = {
-    "wall_s", "train_s", "validation_s", "compute_s", "communication_s", "metrics_s", "preprocess_s", "steps_s",
-    "batches", "samples", "tokens", "communication_total_s", "communication_exposed_s", "communication_size_bytes",
+    "wall_s", "train_s", "validation_s", "compute_s", "communication_s", "metrics_s",
+    "preprocess_s", "steps_s",
+    "batches", "samples", "tokens", "communication_total_s", "communication_exposed_s",
+    "communication_size_bytes",
     "communication_wire_bytes", "communication_measured", "communication_cpu_s", "exchanges",
 }  # fmt: skip
 
@@ -107,11 +109,13 @@ def test_sinks_learn_the_course_of_a_run(clock: Clock, log: MagicMock) -> None:
     text = goal.pop("text")
     assert text.startswith("80% Top 1 Validation Accuracy reached in 62.000 seconds")
     assert goal == {
-        "epoch": 1, "step": 2, "time_s": 190, "metric": "val_global_Prec@1", "threshold": 80, "minimize": False,
+        "epoch": 1, "step": 2, "time_s": 190, "metric": "val_global_Prec@1", "threshold": 80,
+        "minimize": False,
         "value": 80.5, "time_to_goal_s": 62,
     }  # fmt: skip
     assert set(end) == {
-        "time_s", "totals", "epochs", "best_metric_value", "best_epoch", "batch_times", "memory_peak_bytes", "energy_j",
+        "time_s", "totals", "epochs", "best_metric_value", "best_epoch", "batch_times",
+        "memory_peak_bytes", "energy_j",
         "collectives", "state",
     }  # fmt: skip
     assert (end["time_s"], end["epochs"], end["totals"]["train_s"]) == (190, 2, 62)
@@ -149,8 +153,10 @@ def test_the_master_gets_the_goal_as_data_when_it_is_reached_and_at_the_end(
     assert goals_sent(log) == []
     run_epoch(tracker, clock, 80.5)
     expected = {
-        "metric": "val_global_Prec@1", "threshold": 80, "minimize": False, "reached": True, "value": 80.5,
-        "time_to_goal_s": 62, "epochs": 2, "phases_s": {"compute": 4, "communication": 8, "metrics": 16, "data": 2},
+        "metric": "val_global_Prec@1", "threshold": 80, "minimize": False, "reached": True,
+        "value": 80.5,
+        "time_to_goal_s": 62, "epochs": 2, "phases_s": {"compute": 4, "communication": 8,
+        "metrics": 16, "data": 2},
     }  # fmt: skip
     assert goals_sent(log) == [expected]
     run_epoch(tracker, clock, 99.0)  # past the goal
@@ -163,7 +169,8 @@ def test_a_missed_goal_is_reported_at_the_end(clock: Clock, log: MagicMock) -> N
     with Tracker([], "7", 0, goal=task3_time_to_perplexity_goal) as tracker:
         run_epoch(tracker, clock, 1.0)
     assert goals_sent(log) == [{
-        "metric": "val_global_Perplexity", "threshold": 70, "minimize": True, "reached": False, "value": None,
+        "metric": "val_global_Perplexity", "threshold": 70, "minimize": True, "reached": False,
+        "value": None,
         "time_to_goal_s": None, "epochs": 1,
         "phases_s": {"compute": 2, "communication": 4, "metrics": 8, "data": 1},
     }]  # fmt: skip
@@ -247,8 +254,10 @@ def test_the_goal_of_a_fixed_time_has_the_best_value_until_then(
     assert tracker.goal_text is not None
     assert tracker.goal_text.startswith("90.000% Top 1 Validation Accuracy after 93.000 seconds")
     goal = goals_sent(log)[-1]
-    assert {name: goal[name] for name in ("value", "epochs", "time_to_goal_s", "threshold", "budget_s", "reached")} == {
-        "value": 90.0, "epochs": 3, "time_to_goal_s": 93.0, "threshold": None, "budget_s": 62.5, "reached": True,
+    assert {name: goal[name] for name in ("value", "epochs", "time_to_goal_s", "threshold",
+    "budget_s", "reached")} == {
+        "value": 90.0, "epochs": 3, "time_to_goal_s": 93.0, "threshold": None, "budget_s": 62.5,
+        "reached": True,
     }  # fmt: skip
 
 

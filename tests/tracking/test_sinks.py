@@ -191,7 +191,8 @@ tracker = Tracker([], "7", 0, sinks=[MLflowSink(), WandbSink()])
     assert done.returncode == {"FAILED": 1, "KILLED": -signal.SIGTERM, "FINISHED": 0}[state]
 
 
-NAMES = ("first", "a//b", "a/b", "../up", "/root", "a/", "Prec@1", "Prec_1", "half\ud800", "a\nb", "", "m" * 300,
+NAMES = ("first", "a//b", "a/b", "../up", "/root", "a/", "Prec@1", "Prec_1", "half\ud800", "a\nb",
+"", "m" * 300,
          "m" * 301, "損失", "refused", "last")  # fmt: skip
 
 
@@ -397,7 +398,8 @@ def with_argument(folder: str = "default") -> Any:
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Installed packages that bring sinks."""
-    values = {"plain": f"{__name__}:plain", "other": f"{__name__}:with_argument", "csv": f"{__name__}:plain",
+    values = {"plain": f"{__name__}:plain", "other": f"{__name__}:with_argument",
+    "csv": f"{__name__}:plain",
               "broken": f"{__name__}:no_such_sink"}  # fmt: skip
     entries = EntryPoints(
         EntryPoint(name, value, "mlbench.sinks") for name, value in values.items()
