@@ -152,8 +152,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _size(program: str, tag: str) -> str:
-    """Return the size of an image with all its layers. Images that start from the same one share
-    most of theirs."""
+    """Return the size of an image with all its layers.
+
+    Images that start from the same one share most of theirs.
+    """
     command = [program, "images", "--format", "{{.Size}}", tag]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
 

@@ -1,5 +1,4 @@
-"""A template for a training script of your own: the network of the tutorial, on MNIST, until 80 %
-are recognized.
+"""A template for your training script: the network of the tutorial, on MNIST, until 80 % accuracy.
 
 ``run_task`` reads the command line with ``task_main``, connects the workers, and writes the result
 folder. Replace the network, the data and the metrics by your own.
@@ -49,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def train(run: Run) -> None:
-    """Train one worker; ``run`` has its rank, the number of workers, the folders and the
-    arguments."""
+    """Train one worker; ``run`` has its rank, the number of workers, folders and arguments."""
     folder = run.args.data or run.dataset_dir
     train_data = MNIST(folder, train=True, download=True, channels=1, pad=0, augment=False)
     part = partition_dataset_by_rank(train_data, run.rank, run.world_size)
