@@ -17,6 +17,8 @@ def test_the_imports_are_found() -> None:
     """The other tests would pass on an empty list."""
     assert len(TREES) > 200
     assert len(IMPORTS) > 500
+    task = "benchmarks.task1a_resnet20_cifar10"
+    assert (f"{task}.main", f"{task}.variants") in {(each.source, each.target) for each in IMPORTS}
 
 
 def test_no_modules_import_one_another_in_a_circle() -> None:

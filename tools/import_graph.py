@@ -180,7 +180,10 @@ def read_imports(trees: Mapping[str, tuple[str, ast.Module]]) -> list[Import]:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
                 names = [name if name in trees else node.module for name in names]
-            for target in dict.fromkeys(names):
+            for name in dict.fromkeys(names):
+                # A script of a task imports the modules beside it by their last name.
+                beside = f"{source.rpartition('.')[0]}.{name.partition('.')[0]}"
+                target = name if name in trees else beside
                 if target in trees and target != source:
                     takes_a_face = target in faces and source not in faces
                     found.append(Import(file, node.lineno, source, target, takes_a_face))  # type: ignore[attr-defined]

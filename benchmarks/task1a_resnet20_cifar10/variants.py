@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from cuda_graphs import GraphedNetwork
-from ddp import ddp_sgd
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from mlbench_core.aggregation.pytorch import (
@@ -463,6 +463,16 @@ def in_precision(network: nn.Module, args: argparse.Namespace) -> nn.Module:
     if args.autocast is None and args.precision == "fp32":
         return network
     return Float32Output(network, torch.bfloat16 if args.autocast else None)
+
+
+def ddp_sgd(network: nn.Module, lr: float) -> tuple[DistributedDataParallel, SGD]:
+    """Return a network whose backward pass averages gradients over the workers, and its SGD."""
+    device = next(network.parameters()).device
+    device_ids = [device.index] if device.type == "cuda" else None
+    parallel = DistributedDataParallel(network, device_ids=device_ids)
+    return parallel, SGD(
+        parallel.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=1e-4
+    )
 
 
 def make_network(
