@@ -1,14 +1,18 @@
-"""Links of the README and of the documentation lead somewhere, without building the pages."""
+"""Links of the pages lead somewhere, every page is reached, and commands on pages exist."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import mlbench_core
+from mlbench_cli import cli_group
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -22,6 +26,11 @@ PAGES = [
     *sorted(ROOT.glob("benchmarks/*/*.md")),
 ]
 PAGES = [page for page in PAGES if "_build" not in page.parts]
+FOR_USERS = sorted(
+    str(page.relative_to(DOCS))
+    for folder in ("start", "tutorials", "howto")
+    for page in (DOCS / folder).rglob("*.md")
+)
 
 
 def targets(text: str) -> list[str]:
@@ -56,6 +65,52 @@ def test_links_within_the_repository_lead_to_something(page: Path) -> None:
             rf"^#+ .*{anchor.split('-')[0]}", page.read_text(), re.MULTILINE | re.IGNORECASE
         ):
             assert anchor in labels(), target
+
+
+def test_every_page_can_be_reached_through_the_navigation() -> None:
+    pages = {page for page in DOCS.rglob("*.md") if "_build" not in page.parts}
+    reached, waiting = set(), [DOCS / "index.md"]
+    while waiting:
+        page = waiting.pop()
+        reached.add(page)
+        for tree in re.findall(
+            r"^`{3,}\{toctree\}\n(.*?)^`{3,}", page.read_text(encoding="utf-8"), re.M | re.S
+        ):
+            entries = [
+                line for line in tree.splitlines() if line.strip() and not line.startswith(":")
+            ]
+            found = {
+                (page.parent / re.sub(r".*<(.*)>$", r"\1", entry).strip()).with_suffix(".md")
+                for entry in entries
+            }
+            waiting += found - reached
+    assert sorted(map(str, pages - reached)) == []
+
+
+@pytest.mark.parametrize("page", ["../README.md", *FOR_USERS])
+def test_commands_and_options_of_mlbench_exist(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    fences = re.findall(r"^ *(`{3,})(\S*)[^\n]*\n(.*?)^ *\1 *$", text, re.MULTILINE | re.DOTALL)
+    blocks = "\n".join(
+        content for _, language, content in fences if language in ("", "bash", "console")
+    )
+    for line in blocks.replace("\\\n", " ").splitlines():
+        called = re.match(r"(?:\$ )?mlbench ([a-z][\w-]*)(.*)", line.strip())
+        if called is None:
+            continue
+        context = click.Context(cli_group)
+        command: click.Command | None = cli_group.get_command(context, called[1])
+        assert command is not None, line
+        words = shlex.split(called[2].partition(" -- ")[0], comments=True)
+        words = list(takewhile(lambda word: word not in ("|", ">", "&", "&&"), words))
+        if (
+            isinstance(command, click.Group)
+            and words
+            and (inner := command.get_command(context, words[0]))
+        ):
+            command = inner
+        # It raises an error for an unknown option.
+        command.make_parser(click.Context(command)).parse_args(words)
 
 
 def test_no_warning_of_dead_links_is_suppressed() -> None:
