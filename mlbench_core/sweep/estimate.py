@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlbench_core.sweep.file import Point
@@ -12,7 +12,7 @@ from mlbench_core.sweep.folder import Done
 __all__ = ["Estimate", "estimate"]
 
 OVERHEAD_S = 3.0
-"""Seconds around a run: the master starts its workers, notices their end, and hands out the results."""
+"""Seconds around a run: the master starts its workers, notices their end and sends the results."""
 
 
 @dataclass(frozen=True)
@@ -54,27 +54,25 @@ def estimate(
         >>> estimate(points[1:], points, {"a-42": Done("finished", 7.0)}, limit_s=60).expected_s
         20.0
     """
-    ended = [(point, done[point.name].seconds) for point in points if point.name in done]
     pending = list(pending)
-    times = [_expected(point, ended) for point in pending]
+    ended = [point for point in points if point.name in done]
+    expected_s: float | None = None
+    if ended:
+        expected_s = sum(_expected_s(point, ended, done) + OVERHEAD_S for point in pending)
     longest_s = None if limit_s is None else len(pending) * (limit_s + OVERHEAD_S)
-    expected_s = sum(time + OVERHEAD_S for time in times if time is not None) if ended else None
     return Estimate(len(pending), expected_s, longest_s)
 
 
-def _expected(point: Point, ended: list[tuple[Point, float]]) -> float | None:
-    same: list[tuple[object, ...]] = [
-        (point.algorithm, point.network, point.workers),
-        (point.network, point.workers),
-        (point.workers,),
-        (),
-    ]
-    for key in same:
-        found = [
-            seconds
-            for other, seconds in ended
-            if (other.algorithm, other.network, other.workers)[3 - len(key) :] == key
-        ]
-        if found:
-            return statistics.fmean(found)
-    return None
+def _expected_s(point: Point, ended: Sequence[Point], done: Mapping[str, Done]) -> float:
+    """Return the mean time of the ended runs that are most like a run."""
+    key = _likeness(point)
+    # Each step ignores one more property: first the algorithm, then the network, then the workers.
+    for ignored in range(len(key) + 1):
+        similar = [other for other in ended if _likeness(other)[ignored:] == key[ignored:]]
+        if similar:
+            break
+    return statistics.fmean(done[other.name].seconds for other in similar)
+
+
+def _likeness(point: Point) -> tuple[str, str | None, int]:
+    return point.algorithm, point.network, point.workers

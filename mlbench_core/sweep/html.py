@@ -1,4 +1,4 @@
-"""Write the page of a sweep as HTML: one file without scripts, which loads nothing from elsewhere."""
+"""Write the page of a sweep as one HTML file without scripts, which loads no other file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ __all__ = ["Section", "html_page", "inline_svg"]
 _STYLE = Path(__file__).with_name("page.css")
 # Colors of the figures' style, and the names of the page's colors, which are others in the dark.
 _COLORS = {
-    "#ffffff": "card", "#000000": "ink", "#222222": "ink", "#dddddd": "grid", "#eeeeee": "card", "#444444": "axis",
-    "#555555": "faint",
-    "#0072b2": "c1", "#d55e00": "c2", "#009e73": "c3", "#cc79a7": "c4", "#e69f00": "c5", "#56b4e9": "c6",
+    "#ffffff": "card", "#eeeeee": "card", "#000000": "ink", "#222222": "ink", "#dddddd": "grid",
+    "#444444": "axis", "#555555": "faint",
+    "#0072b2": "c1", "#d55e00": "c2", "#009e73": "c3", "#cc79a7": "c4", "#e69f00": "c5",
+    "#56b4e9": "c6",
 }  # fmt: skip
 
 
@@ -72,11 +73,12 @@ def inline_svg(drawing: Drawing, label: str) -> str:
     # Two figures must not have the same identifiers on one page.
     prefix = re.sub(r"[^A-Za-z0-9]", "-", drawing.name)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
-    return re.sub("#[0-9a-f]{6}", lambda found: _color(found[0]), svg)
+    return re.sub("#[0-9a-f]{6}", _color, svg)
 
 
-def _color(value: str) -> str:
-    return f"var(--{_COLORS[value]})" if value in _COLORS else value
+def _color(match: re.Match[str]) -> str:
+    name = _COLORS.get(match[0])
+    return match[0] if name is None else f"var(--{name})"
 
 
 def html_page(
@@ -97,34 +99,30 @@ def html_page(
         table: Columns and rows of the table.
         source: The file of the sweep.
     """
-    names = [
-        ("words", "Which method when"),
-        *((each.name, each.title) for each in sections),
-        ("table", "Table"),
-    ]
-    links = "".join(
-        f'<a href="#{escape(name)}">{escape(text)}</a>' for name, text in [*names, ("file", "File")]
-    )
-    pairs = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items()
-    )
+    targets = [("words", "Which method when")]
+    targets += [(section.name, section.title) for section in sections]
+    targets += [("table", "Table"), ("file", "File")]
+    links = ""
+    for name, text in targets:
+        links += f'<a href="#{escape(name)}">{escape(text)}</a>'
+    pairs = ""
+    for name, value in facts.items():
+        pairs += f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>"
     parts = [
         f"<header><h1>{escape(title)}</h1><dl>{pairs}</dl><nav>{links}</nav></header>",
         _words(words),
         *map(_section, sections),
         _table(*table),
-        (
-            '<section id="file"><h2>The file of the sweep</h2><pre '
-            f'tabindex="0">{escape(source)}</pre></section>'
-        ),
+        '<section id="file"><h2>The file of the sweep</h2>'
+        f'<pre tabindex="0">{escape(source)}</pre></section>',
     ]
     style = _STYLE.read_text(encoding="utf-8")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         # The page loads nothing and runs nothing, whatever the names in the runs are.
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src '
-        "'unsafe-inline'\">"
+        '<meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         f"<title>{escape(title)}</title><style>\n{style}</style></head>\n<body><main>\n"
         + "\n".join(parts)
         + "\n</main></body></html>\n"
@@ -132,27 +130,28 @@ def html_page(
 
 
 def _words(words: Mapping[str, Sequence[str]]) -> str:
-    parts = [_list(words.get("", ()))]
-    each = [
-        f"<div><h3>{escape(name)}</h3>{_list(found)}</div>"
-        for name, found in words.items()
-        if name and found
-    ]
-    parts += [f'<div class="words">{"".join(each)}</div>'] if each else []
-    return f'<section id="words"><h2>Which method when</h2>{"".join(parts)}</section>'
+    networks = ""
+    for name, sentences in words.items():
+        if name and sentences:
+            networks += f"<div><h3>{escape(name)}</h3>{_list(sentences)}</div>"
+    if networks:
+        networks = f'<div class="words">{networks}</div>'
+    whole = _list(words.get("", ()))
+    return f'<section id="words"><h2>Which method when</h2>{whole}{networks}</section>'
 
 
 def _list(sentences: Sequence[str]) -> str:
-    return (
-        f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
-        if sentences
-        else ""
-    )
+    if not sentences:
+        return ""
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return f"<ul>{items}</ul>"
 
 
 def _section(section: Section) -> str:
     figures = "".join(f"<figure>{figure}</figure>" for figure in section.figures)
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in dict.fromkeys(section.notes))
+    notes = ""
+    for note in dict.fromkeys(section.notes):
+        notes += f'<p class="note">{escape(note)}</p>'
     return (
         f'<section id="{escape(section.name)}"><h2>{escape(section.title)}</h2>'
         f'<div class="figures">{figures}</div>{notes}</section>'
@@ -165,10 +164,10 @@ def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> str:
         return f"<{name}{attribute}>{escape(text)}</{name}>"
 
     head = "".join(tag(column, "th", column.header) for column in columns)
-    lines = "".join(
-        f"<tr>{''.join(tag(column, 'td', cell(column, row)) for column in columns)}</tr>"
-        for row in rows
-    )
+    lines = ""
+    for row in rows:
+        cells = "".join(tag(column, "td", cell(column, row)) for column in columns)
+        lines += f"<tr>{cells}</tr>"
     return (
         '<section id="table"><h2>Table</h2><div class="scroll" tabindex="0"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div></section>"

@@ -1,11 +1,14 @@
-"""Write the page of a sweep: tables, figures, the map of the fastest methods, and their conclusions in words."""
+"""Write the page of a sweep.
+
+It has tables, figures, the map of the fastest methods, and their conclusions in words.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +31,7 @@ from mlbench_core.sweep.words import per_network, summary
 
 if TYPE_CHECKING:
     from mlbench_core.comparison.figures import Drawing
+    from mlbench_core.sweep.figures import Quantity
 
 __all__ = ["read_outcome", "write_page"]
 
@@ -68,10 +72,9 @@ def write_page(
     maps = _maps(outcome, predict_time_to_goal, report)
     sections, captions, written = _figures(outcome, maps, pricing, folder, report)
     rows = table_rows(outcome, pricing)
-    words = {
-        "": summary(outcome, maps),
-        **{name: per_network(outcome, name) for name in outcome.networks},
-    }
+    words = {"": summary(outcome, maps)}
+    for name in outcome.networks:
+        words[name] = per_network(outcome, name)
     facts = _facts(outcome, pricing, folder, len(sweep.points()) - outcome.planned)
     columns = known_columns(rows)
     copy = folder / _COPY
@@ -92,7 +95,7 @@ def write_page(
     for name, text in texts.items():
         with replacing(folder / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
-    return [*(folder / name for name in texts), *written]
+    return [*map(folder.joinpath, texts), *written]
 
 
 def read_outcome(folder: Path, sweep: Sweep, title: str | None = None) -> Outcome:
@@ -108,12 +111,16 @@ def read_outcome(folder: Path, sweep: Sweep, title: str | None = None) -> Outcom
     """
     state = SweepFolder(folder)
     points = state.planned(sweep)
-    records = {point.name: _record(folder / RUNS / point.name, point) for point in points}
+    records = {}
+    for point in points:
+        record = _record(folder / RUNS / point.name, point)
+        if record is not None:
+            records[point.name] = record
     return gather(
         points,
-        {name: record for name, record in records.items() if record is not None},
+        records,
         sweep.networks,
-        failed=set(state.failures(points)) - {name for name, found in records.items() if found},
+        failed=set(state.failures(points)).difference(records),
         title=title or sweep.title,
         limit_s=sweep.limit_s,
     )
@@ -123,24 +130,23 @@ def _record(folder: Path, point: Point) -> RunRecord | None:
     """Return the result of a run; None if it has not ended."""
     if not folder.is_dir():
         return None
-    found = load([folder], empty_is_error=False)
-    if found:
+    loaded = load([folder], empty_is_error=False)
+    if loaded:
         # Its name at the master has random digits.
-        return dataclasses.replace(found[0], name=point.name)
+        return dataclasses.replace(loaded[0], name=point.name)
     # A run that was stopped before its workers wrote a line.
-    return RunRecord(
-        point.name, state="unfinished", configuration={"workers": point.workers}, reached=False
-    )
+    workers = {"workers": point.workers}
+    return RunRecord(point.name, state="unfinished", configuration=workers, reached=False)
 
 
 def _maps(outcome: Outcome, predict: Predict, report: Callable[[str], None]) -> list[Map]:
     maps = []
     for workers in outcome.several:
-        found = predict_map(outcome, workers, predict)
-        if found is None:
+        prediction = predict_map(outcome, workers, predict)
+        if prediction is None:
             report(f"the map for {workers} workers is not drawn: no algorithm has a prediction")
         else:
-            maps.append(found)
+            maps.append(prediction)
     return maps
 
 
@@ -161,22 +167,24 @@ def _figures(
         with style():
             for section, makers in _makers(outcome, maps, pricing):
                 whole, *single = makers
+                # The tables do not depend on a figure.
                 try:
                     drawing = whole()
-                except Exception as error:  # the tables do not depend on a figure
+                except Exception as error:
                     report(f"{section.name} is not drawn: {error}")
                     continue
                 written += save(drawing, folder)
                 captions[drawing.name] = drawing.caption
-                again: Sequence[Callable[[], Drawing] | None] = single or [None]
-                for make in again:
+                inline = [] if single else [drawing]
+                for make in single:
                     try:
-                        shown = make() if make is not None else drawing
+                        inline.append(make())
                     except Exception as error:
                         report(f"{section.name} is not drawn for every network: {error}")
-                        continue
+                for shown in inline:
                     section.figures.append(inline_svg(shown, f"{section.title}: {shown.name}"))
                     section.notes.append(drawing.caption)
+                # The maps of all numbers of workers share one section.
                 if not sections or sections[-1].name != section.name:
                     sections.append(section)
     except MissingDependencyError as error:
@@ -188,91 +196,91 @@ def _figures(
 def _makers(
     outcome: Outcome, maps: Sequence[Map], pricing: Pricing
 ) -> Iterator[tuple[Section, list[Callable[[], Drawing]]]]:
-    """Yield each section with the function of the figure of all networks, and those of the single networks."""
+    """Yield each section with the functions that draw its figures.
+
+    The first figure is that of all networks, and the others are those of the single networks.
+    """
     from mlbench_core.sweep.figure_map import draw_map
     from mlbench_core.sweep.figures import draw_bytes, draw_rows, quantities
 
-    every = list(quantities(outcome, pricing))
+    time, *others = quantities(outcome, pricing)
+    networks: tuple[str | None, ...] = (None, *outcome.networks)
 
-    def rows(quantity: Any) -> tuple[Section, list[Callable[[], Drawing]]]:
-        single = [
-            functools.partial(draw_rows, outcome, quantity, name) for name in outcome.networks
-        ]
-        return Section(quantity.name, quantity.title), [
-            lambda: draw_rows(outcome, quantity),
-            *single,
-        ]
+    def rows(quantity: Quantity) -> tuple[Section, list[Callable[[], Drawing]]]:
+        makers = [partial(draw_rows, outcome, quantity, name) for name in networks]
+        return Section(quantity.name, quantity.title), [*makers]
 
-    yield rows(every[0])
-    for_maps = Section("map", "Map: which method wins")
-    for found in maps:
-        yield for_maps, [functools.partial(draw_map, outcome, found)]
-    single = [functools.partial(draw_bytes, outcome, name) for name in outcome.networks]
-    yield Section("bytes_to_goal", "Bytes and time to goal"), [lambda: draw_bytes(outcome), *single]
-    for quantity in every[1:]:
-        yield rows(quantity)
+    yield rows(time)
+    map_section = Section("map", "Map: which method wins")
+    for prediction in maps:
+        yield map_section, [partial(draw_map, outcome, prediction)]
+    bytes_section = Section("bytes_to_goal", "Bytes and time to goal")
+    yield bytes_section, [partial(draw_bytes, outcome, name) for name in networks]
+    yield from map(rows, others)
 
 
 def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> dict[str, str]:
     groups = outcome.groups
     records = [record for group in groups for record in group.records]
     dates = sorted(str(record.started_at)[:10] for record in records if record.started_at)
+    date = ""
+    if dates:
+        date = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     hours = sum(_seconds(folder / RUNS / record.name) for record in records) / 3600
     facts = {
-        "Runs": f"{outcome.ended} of {outcome.planned} planned; "
-        f"{plural(sum(c.missed for c in outcome.cells), 'run')} "
-        f"missed the goal"
-        + ("" if outcome.limit_s is None else f", limit {duration(outcome.limit_s)}")
-        + _stopped(outcome)
-        + (
-            f"; {plural(left_out, 'run')} left out, because that with the first seed was stopped"
-            if left_out
-            else ""
-        ),
+        "Runs": _runs_text(outcome, left_out),
         "Goal": "; ".join(dict.fromkeys(record.goal_text for record in records if record.goal)),
         "Networks": "; ".join(f"{name} ({network})" for name, network in outcome.networks.items()),
         "Machine": "; ".join(dict.fromkeys(filter(None, map(machine_text, groups)))),
         "Software": "; ".join(dict.fromkeys(filter(None, map(software_text, groups)))),
-        "Date": ""
-        if not dates
-        else dates[0]
-        if dates[0] == dates[-1]
-        else f"{dates[0]} to {dates[-1]}",
+        "Date": date,
         "Time of all runs": f"{hours:.1f} h" if hours else "",
         "Price": " ".join(pricing.remarks).removeprefix("Price: "),
     }
     return {name: value for name, value in facts.items() if value}
 
 
+def _runs_text(outcome: Outcome, left_out: int) -> str:
+    missed = sum(cell.missed for cell in outcome.cells)
+    text = f"{outcome.ended} of {outcome.planned} planned; {plural(missed, 'run')} missed the goal"
+    if outcome.limit_s is not None:
+        text += f", limit {duration(outcome.limit_s)}"
+    text += _stopped(outcome)
+    if left_out:
+        text += (
+            f"; {plural(left_out, 'run')} left out, because that with the first seed was stopped"
+        )
+    return text
+
+
 def _stopped(outcome: Outcome) -> str:
-    """Say up to which training time all runs are judged."""
+    """Return the training times up to which all runs are judged."""
     if not outcome.judged_s:
         return ""
-    places = [
-        f"{seconds:.3g} s ({name or 'one machine'}, {plural(workers, 'worker')})"
-        for (name, workers), seconds in sorted(outcome.judged_s.items(), key=str)
-    ]
+    limits = []
+    for (name, workers), seconds in sorted(outcome.judged_s.items(), key=str):
+        limits.append(f"{seconds:.3g} s ({name or 'one machine'}, {plural(workers, 'worker')})")
     return (
-        "; all runs of a network and a number of workers are judged up to the least training "
-        "time at which one of them "
-        f"was stopped, and a run that reached the goal later counts as missed: {', '.join(places)}"
+        "; all runs of a network and a number of workers are judged up to the least training time "
+        "at which one of them was stopped, and a run that reached the goal later counts as "
+        f"missed: {', '.join(limits)}"
     )
 
 
 def _seconds(folder: Path) -> float:
-    """Return the seconds of a run from the start of its workers to their end; 0 if they are unknown."""
+    """Return the seconds from the start of a run's workers to their end; 0 if unknown."""
     try:
         return float(json.loads((folder / "run.json").read_text(encoding="utf-8"))["seconds"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
 
 
-def _map_json(found: Map) -> dict[str, Any]:
+def _map_json(prediction: Map) -> dict[str, Any]:
     return {
-        "workers": found.workers,
-        "predicted": [vars(cell) for cell in found.cells],
-        "measured": [vars(point) for point in found.points],
-        "left_out": found.left_out,
+        "workers": prediction.workers,
+        "predicted": list(map(vars, prediction.cells)),
+        "measured": list(map(vars, prediction.points)),
+        "left_out": prediction.left_out,
     }
 
 
@@ -283,60 +291,38 @@ def _markdown(
     captions: Mapping[str, str],
     rows: Sequence[dict[str, Any]],
 ) -> str:
-    lines = [
-        f"# {escape(title)}",
-        "",
-        *(f"- {name}: {escape(value)}" for name, value in facts.items()),
-        "",
-    ]
+    lines = [f"# {escape(title)}", ""]
+    for name, value in facts.items():
+        lines.append(f"- {name}: {escape(value)}")
     # A relative path in the file belongs to the folder from which the sweep was started.
-    lines += [
-        "Command, in the original folder of the file:",
-        "",
-        "```bash",
-        "mlbench sweep sweep.toml --output FOLDER",
-    ]
-    lines += ["```", "", "## Which method when", ""]
-    lines += [f"- {escape(sentence)}" for sentence in words[""]]
+    lines += ["", "Command, in the original folder of the file:", ""]
+    lines += ["```bash", "mlbench sweep sweep.toml --output FOLDER", "```", ""]
+    lines += ["## Which method when", "", *_list(words[""])]
     for name, sentences in words.items():
         if name and sentences:
-            lines += [
-                "",
-                f"### {escape(name)}",
-                "",
-                *(f"- {escape(sentence)}" for sentence in sentences),
-            ]
+            lines += ["", f"### {escape(name)}", "", *_list(sentences)]
     if captions:
         lines += ["", "## Figures", ""]
-        for name, caption in captions.items():
-            lines += [
-                f"![{name.replace('_', ' ')}]({name}.png)",
-                "",
-                f"{escape(caption)} ([SVG]({name}.svg))",
-                "",
-            ]
+    for name, caption in captions.items():
+        lines += [f"![{name.replace('_', ' ')}]({name}.png)", ""]
+        lines += [f"{escape(caption)} ([SVG]({name}.svg))", ""]
     columns = known_columns(rows)
-    lines += ["", "## Table", "", f"| {' | '.join(column.header for column in columns)} |"]
-    lines.append(
-        f"| {' | '.join('---' if column.digits is None else '---:' for column in columns)} |"
-    )
-    lines += [f"| {' | '.join(escape(cell(column, row)) for column in columns)} |" for row in rows]
+    lines += ["", "## Table", "", _table_line(column.header for column in columns)]
+    lines.append(_table_line("---" if column.digits is None else "---:" for column in columns))
+    for row in rows:
+        lines.append(_table_line(escape(cell(column, row)) for column in columns))
     lines += [
         "",
-        (
-            "[table.csv](table.csv) and [results.json](results.json) have the same numbers, "
-            "[sweep.toml](sweep.toml)"
-        ),
+        "[table.csv](table.csv) and [results.json](results.json) have the same numbers, "
+        "[sweep.toml](sweep.toml)",
+        "is the file of the sweep, and the folder `runs` has the result folder of each run.",
     ]
-    return (
-        "\n".join(
-            [
-                *lines,
-                (
-                    "is the file of the sweep, and the folder `runs` has the result folder of each "
-                    "run."
-                ),
-            ]
-        )
-        + "\n"
-    )
+    return "\n".join(lines) + "\n"
+
+
+def _list(sentences: Iterable[str]) -> list[str]:
+    return [f"- {escape(sentence)}" for sentence in sentences]
+
+
+def _table_line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

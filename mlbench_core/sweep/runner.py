@@ -15,6 +15,7 @@ again, and started again if it is the embedded one.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,10 @@ __all__ = ["Observer", "Runner"]
 
 POLL_S = 0.5
 GUARD_TIMES, GUARD_S = 10, 300.0
-"""A run is stopped after ``GUARD_TIMES`` times its limit plus ``GUARD_S`` seconds: it hangs, or ignores the limit."""
+"""A run is stopped after ``GUARD_TIMES`` times its limit plus ``GUARD_S`` seconds.
+
+It hangs, or its script ignores the limit.
+"""
 
 LOST_MASTER_S = 120.0
 """Seconds for which the master may not answer."""
@@ -179,9 +183,10 @@ class Runner:
         if current is None or not _is_same(current, point):
             return None
         item = self._find(current["run"])
-        if item is None or (
-            item.get("state") not in _OPEN and isinstance(self._judge(item), Failure)
-        ):
+        if item is None:
+            return None
+        # A run that failed is started again.
+        if item.get("state") not in _OPEN and isinstance(self._judge(item), Failure):
             return None
         self._observer.note(f"{point.name} was started before: going on with it")
         return item
@@ -191,14 +196,13 @@ class Runner:
         run = f"{point.name[: LONGEST_NAME - 9].rstrip('-')}-{secrets.token_hex(4)}"
         self._folder.set_current(point, run)
 
+        fields = {**point.request, **self._call_fields, "name": run}
+        if self._sweep.limit_s is not None:
+            limit = {TRAIN_LIMIT: repr(self._sweep.limit_s)}
+            fields["environment"] = {**fields.get("environment", {}), **limit}
+
         def create(master: Master) -> dict[str, Any]:
             # A request can arrive although its answer does not.
-            fields = {**point.request, **self._call_fields, "name": run}
-            if self._sweep.limit_s is not None:
-                fields["environment"] = {
-                    **fields.get("environment", {}),
-                    TRAIN_LIMIT: repr(self._sweep.limit_s),
-                }
             return self._find_at(master, run) or master.create(fields)
 
         return self._call(create)
@@ -212,7 +216,7 @@ class Runner:
                 raise
 
     def _wait(self, point: Point, item: dict[str, Any], is_new: bool) -> dict[str, Any]:
-        """Watch a run until it ends, and stop it if it hangs; return it as the master describes it then."""
+        """Watch a run until it ends, stop it if it hangs, and return it as it ended."""
         run_id = item["id"]
         started: float | None = None
         is_stopped = False
@@ -243,8 +247,8 @@ class Runner:
                 f"{self._sweep.limit_s:g} s"
             )
         details = item.get("job_metadata") or {}
-        lines = (str(details.get("stderr") or "") or str(details.get("stdout") or "")).splitlines()
-        return Failure(reason, log="\n".join(lines[-_LOG_LINES:]))
+        log = str(details.get("stderr") or details.get("stdout") or "")
+        return Failure(reason, log="\n".join(log.splitlines()[-_LOG_LINES:]))
 
     def _save(self, point: Point, item: Mapping[str, Any]) -> Done | Failure:
         """Save the result of a run."""
@@ -258,29 +262,31 @@ class Runner:
             self._folder.add(point, self._sweep, ended)
             return ended
         before = self._folder.failures([point]).get(point.name)
-        ended = Failure(ended.reason, tries=1 + (before.tries if before else 0), log=ended.log)
+        if before is not None:
+            ended = dataclasses.replace(ended, tries=before.tries + 1)
         self._folder.add_failure(point, ended)
         return ended
 
     def _fetch(self, point: Point, item: Mapping[str, Any], ended: Done) -> Done | Failure:
-        """Put the result folder of a run together, and return how the run ended by what its workers wrote.
+        """Put the result folder of a run together, and return how the run ended.
+
+        The outcome depends on the files that its workers wrote.
 
         Raises:
             ConfigurationError: The result is damaged.
         """
         folder = self._folder.prepare(point)
-        found = self._call(lambda master: master.fetch_result(item["id"], folder, unfinished=True))
-        if not found:
+        run_id = item["id"]
+        has_result = self._call(lambda master: master.fetch_result(run_id, folder, unfinished=True))
+        if not has_result:
             # A script of the user need not leave a result folder, and a stopped run may not have
             # begun.
-            save(
-                folder / "metrics.json", item, self._call(lambda master: master.metrics(item["id"]))
-            )
-        elif _has_finished(folder):
-            return Done(
-                "limit" if _missed_at(folder, self._sweep.limit_s) else "finished", ended.seconds
-            )
-        elif ended.outcome == "finished":
+            save(folder / "metrics.json", item, self._call(lambda master: master.metrics(run_id)))
+            return ended
+        if _has_finished(folder):
+            is_miss = _missed_at(folder, self._sweep.limit_s)
+            return Done("limit" if is_miss else "finished", ended.seconds)
+        if ended.outcome == "finished":
             return Failure(f"its workers left no {RESULT}, or one of a run that did not finish")
         return ended
 
@@ -300,7 +306,10 @@ class Runner:
 
     @staticmethod
     def _find_at(master: Master, run: str) -> dict[str, Any] | None:
-        return next((item for item in master.runs() if item.get("name") == run), None)
+        for item in master.runs():
+            if item.get("name") == run:
+                return item
+        return None
 
     def _call(self, request: Callable[[Master], T]) -> T:
         """Send a request, again and to a new master if the master does not answer."""
@@ -312,10 +321,11 @@ class Runner:
                 return request(self._master)
             except MasterError as error:
                 status = error.status if isinstance(error, MasterRequestError) else None
-                # A refusal stays, and a master that cannot be started was not there before.
-                if (status is not None and status < 500) or (
-                    self._master is None and failing_since is None
-                ):
+                # A refusal stays.
+                if status is not None and status < 500:
+                    raise
+                # A master that cannot be started was not there before.
+                if self._master is None and failing_since is None:
                     raise
                 now = time.monotonic()
                 if failing_since is None:
@@ -328,7 +338,7 @@ class Runner:
 
 
 def _guard_s(sweep: Sweep) -> float | None:
-    """Return the seconds after which a run is stopped, whatever its training does; None without a limit."""
+    """Return the seconds after which a run is stopped in any case; None without a limit."""
     return None if sweep.limit_s is None else GUARD_TIMES * sweep.limit_s + GUARD_S
 
 
@@ -339,12 +349,11 @@ def _missed_at(folder: Path, limit_s: float | None) -> bool:
     if goal is None or limit_s is None:
         return False
     # The goal may be reached in the epoch in which the limit lies.
-    seconds = (
-        goal["time_to_goal_s"]
-        if goal["reached"]
-        else {"slowest": result["times"]["slowest"]["train_s"]}
-    )
-    return bool(seconds["slowest"] > limit_s)
+    if goal["reached"]:
+        seconds = goal["time_to_goal_s"]["slowest"]
+    else:
+        seconds = result["times"]["slowest"]["train_s"]
+    return bool(seconds > limit_s)
 
 
 def _has_finished(folder: Path) -> bool:
@@ -370,10 +379,13 @@ def _date(text: Any) -> datetime | None:
 
 def _duration(item: Mapping[str, Any]) -> float:
     started, finished = _date(item.get("started_at")), _date(item.get("finished_at"))
-    return max(0.0, (finished - started).total_seconds()) if started and finished else 0.0
+    if started is None or finished is None:
+        return 0.0
+    return max(0.0, (finished - started).total_seconds())
 
 
 def _seconds_since(item: Mapping[str, Any]) -> float:
-    """Return the seconds since the workers of a run started, by the clocks of the master and of this machine."""
+    """Return the seconds since the workers of a run started."""
     started = _date(item.get("started_at"))
+    # The clocks of the master and of this machine may differ.
     return 0.0 if started is None else max(0.0, time.time() - started.timestamp())
