@@ -13,6 +13,7 @@ So pages always agree with the rows, and losing them costs only time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -22,7 +23,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["PAGE", "Columns", "epoch_of", "number_of"]
+__all__ = ["PAGE", "Columns", "date_of", "epoch_of", "number_of"]
 
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
@@ -56,37 +57,36 @@ class Columns:
 
     @classmethod
     def of_rows(cls, rows: Sequence[Any]) -> Columns:
-        """Make columns of rows of id, date, value and metadata, in which SQLite may hold any type."""
+        """Make columns of rows of id, date, value and metadata."""
+        # SQLite may hold any type in any column.
+        if rows:
+            ids, dates, values, metadata = zip(*rows, strict=True)
+        else:
+            ids = dates = values = metadata = ()
         # One look at each column is several times as fast as one at each value.
-        ids, dates, values, metadata = zip(*rows, strict=True) if rows else ((), (), (), ())
         if set(map(type, dates)) - {int}:
-            dates = tuple(date if isinstance(date, int) else 0 for date in dates)
-        try:
-            numbers = (
-                np.array([*map(float, values)], np.float64)
-                if set(map(type, values)) <= {str}
-                else None
-            )
-        except ValueError:
-            numbers = None
+            dates = tuple(map(date_of, dates))
+        numbers = None
+        if set(map(type, values)) <= {str}:
+            with contextlib.suppress(ValueError):
+                numbers = np.array([*map(float, values)], np.float64)
         if numbers is None:
-            numbers = np.array(
-                [number_of(value) for value in values], np.float64
-            )  # None becomes NaN
+            # NumPy converts None to NaN.
+            numbers = np.array([*map(number_of, values)], np.float64)
         numbers[~np.isfinite(numbers)] = math.nan
-        epochs = np.array([epoch_of(text) for text in metadata], np.float64)
+        epochs = np.array([*map(epoch_of, metadata)], np.float64)
         return cls(np.array(dates, np.int64), np.array(ids, np.int64), numbers, epochs)
 
     @classmethod
     def unpack(cls, page: bytes) -> Columns:
         """Return the columns that :meth:`pack` has packed."""
-        columns = np.frombuffer(page, "<i8").reshape(len(_KINDS), -1)
-        return cls(*(column.view(kind) for column, kind in zip(columns, _KINDS, strict=True)))
+        dates, ids, numbers, epochs = np.frombuffer(page, "<i8").reshape(len(_KINDS), -1)
+        return cls(dates, ids, numbers.view("<f8"), epochs.view("<f8"))
 
     @classmethod
     def join(cls, parts: Sequence[Columns]) -> Columns:
         """Return the columns of successive parts, at least one."""
-        return cls(*map(np.concatenate, zip(*(part._all() for part in parts), strict=True)))
+        return cls(*map(np.concatenate, zip(*map(cls._all, parts), strict=True)))
 
     def _all(self) -> tuple[Any, ...]:
         return self.dates, self.ids, self.numbers, self.epochs
@@ -107,12 +107,20 @@ class Columns:
 
 
 def number_of(value: object) -> float | None:
-    """Return the value of an entry as a number, or None if it is a text or not finite, which JSON does not have."""
+    """Return the value of an entry as a number, or None if it is a text or not finite."""
+    if not isinstance(value, str):
+        return None
     try:
-        number = float(value) if isinstance(value, str) else math.nan
+        number = float(value)
     except ValueError:
         return None
+    # JSON has neither infinity nor NaN.
     return number if math.isfinite(number) else None
+
+
+def date_of(value: object) -> int:
+    """Return a date of the database, 0 if it is not a number: SQLite may hold any type."""
+    return value if isinstance(value, int) else 0
 
 
 def epoch_of(metadata: object) -> float:
@@ -124,12 +132,10 @@ def epoch_of(metadata: object) -> float:
     try:
         content = json.loads(metadata)
         epoch = content.get("epoch") if isinstance(content, dict) else None
+        if isinstance(epoch, bool) or not isinstance(epoch, (int, float)):
+            return math.nan
         # A whole number may be too large for a float.
-        number = (
-            float(epoch)
-            if isinstance(epoch, (int, float)) and not isinstance(epoch, bool)
-            else math.nan
-        )
+        number = float(epoch)
     except (ValueError, OverflowError, RecursionError):
         return math.nan
     return number if math.isfinite(number) else math.nan

@@ -37,10 +37,9 @@ def curves_json(
     # Before everything else: the entries up to this id are in the answer, and later ones may be.
     last_id = store.last_id()
     if not names:
-        counts = {name: count for (_, name), count in store.metric_counts([owner]).items()}
-        yield json.dumps(
-            {"curves": [{"name": n, "count": c} for n, c in counts.items()], "last_id": last_id}
-        )
+        counts = store.metric_counts([owner])
+        curves = [{"name": name, "count": count} for (_, name), count in counts.items()]
+        yield json.dumps({"curves": curves, "last_id": last_id})
         return
     separator = '{"curves": ['
     if start_us is None:
@@ -80,38 +79,42 @@ def thin(parts: Iterable[Columns], count: int, most: int) -> tuple[Integers, Col
         The numbers of the kept entries within the metric, from 0, and these entries.
     """
     groups = count if count <= most else (most - 2) // 2
-    kept = [(np.empty(0, np.int64), Columns.of_rows([]))]
+    # The empty first parts serve a metric without entries.
+    all_steps = [np.empty(0, np.int64)]
+    all_kept = [Columns.of_rows([])]
     start = 0
     for part in parts:
-        kept.append(_kept(np.arange(start, start + len(part)), part, groups, count))
+        steps, kept = _kept(np.arange(start, start + len(part)), part, groups, count)
+        all_steps.append(steps)
+        all_kept.append(kept)
         start += len(part)
-    # A group may be in several parts, and the extremes of a group are those of the extremes of its
-    # parts.
-    whole = Columns.join([part for _, part in kept])
-    steps, chosen = _kept(np.concatenate([steps for steps, _ in kept]), whole, groups, count)
-    return steps[-most:], chosen.at(slice(-most, None))
+    # A group may be in several parts; its extremes are among the extremes of these parts.
+    steps, kept = _kept(np.concatenate(all_steps), Columns.join(all_kept), groups, count)
+    return steps[-most:], kept.at(slice(-most, None))
 
 
 def _kept(steps: Integers, part: Columns, groups: int, count: int) -> tuple[Integers, Columns]:
     """Return the extremes of each group of a part, its first entry and its last one."""
-    ends = np.arange(len(part))[[0, -1] if len(part) else []]
-    if groups <= 0 or not len(part):
+    if not len(part):
+        return steps, part
+    ends = np.array([0, len(part) - 1])
+    if groups <= 0:
         chosen = np.unique(ends)
         return steps[chosen], part.at(chosen)
     group = np.minimum(steps * groups // count, groups - 1)
     is_first = np.diff(group, prepend=-1) != 0
     firsts = np.flatnonzero(is_first)
-    # Number of the group within the part, of each entry.
-    place = np.cumsum(is_first) - 1
+    # The group of each entry, counted from 0 within this part.
+    groups_here = np.cumsum(is_first) - 1
     indices = [ends]
-    for extremes in (
-        np.fmin.reduceat(part.numbers, firsts),
-        np.fmax.reduceat(part.numbers, firsts),
-    ):
-        equal = np.flatnonzero(part.numbers == extremes[place])
+    # fmin and fmax ignore NaN unless the group has nothing else.
+    for extreme in (np.fmin, np.fmax):
+        extremes = extreme.reduceat(part.numbers, firsts)
+        equal = np.flatnonzero(part.numbers == extremes[groups_here])
+        # A group without a finite number keeps its first entry: NaN equals nothing.
         at = firsts.copy()
-        # Of several assignments to one place the last one counts, so the earliest entry comes last.
-        at[place[equal[::-1]]] = equal[::-1]
+        # Of several assignments to one index the last one counts, so the earliest entry comes last.
+        at[groups_here[equal[::-1]]] = equal[::-1]
         indices.append(at)
     chosen = np.unique(np.concatenate(indices))
     return steps[chosen], part.at(chosen)

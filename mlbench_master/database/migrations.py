@@ -28,7 +28,7 @@ REVISION_TABLE = "alembic_version"
 """Alembic's own table; its only row is the revision of the tables."""
 
 VERSION_TABLE = "schema_version"
-"""The table in which masters before Alembic look for the number, so that they refuse tables that are too new."""
+"""The table of masters before Alembic, which read the version there and refuse a newer one."""
 
 _log = logging.getLogger(__name__)
 _SCRIPTS = Path(__file__).parent / "_alembic"
@@ -66,11 +66,11 @@ def prepare_database(engine: sa.Engine, metadata: sa.MetaData) -> None:
         number = _version(connection, metadata, names)
         if number > int(HEAD):
             raise ConfigurationError(
-                f"a newer version of MLBench wrote it (version {number} of the tables, this "
-                "one knows up to "
-                f"{int(HEAD)}); update mlbench-core"
+                f"a newer version of MLBench wrote it (version {number} of the tables, "
+                f"this one knows up to {int(HEAD)}); update mlbench-core"
             )
-        revisions, versions = (metadata.tables[name] for name in (REVISION_TABLE, VERSION_TABLE))
+        revisions = metadata.tables[REVISION_TABLE]
+        versions = metadata.tables[VERSION_TABLE]
         if number == 0:
             metadata.create_all(connection)
             connection.execute(sa.insert(versions).values(version=int(HEAD)))
@@ -78,11 +78,8 @@ def prepare_database(engine: sa.Engine, metadata: sa.MetaData) -> None:
             revisions.create(connection, checkfirst=True)
             connection.execute(sa.insert(revisions).values(version_num=f"{number or int(HEAD):04}"))
         if 0 < number < int(HEAD):
-            _log.info(
-                "an older version wrote the database; its tables are brought from %04d to %s",
-                number,
-                HEAD,
-            )
+            text = "an older version wrote the database; its tables are brought from %04d to %s"
+            _log.info(text, number, HEAD)
             _upgrade(connection)
             connection.execute(sa.delete(versions))
             connection.execute(sa.insert(versions).values(version=int(HEAD)))
@@ -97,16 +94,16 @@ def _version(connection: sa.Connection, metadata: sa.MetaData, names: set[str]) 
     if VERSION_TABLE in names:
         name = REVISION_TABLE if REVISION_TABLE in names else VERSION_TABLE
         # Each of the two has one column.
-        found = connection.scalars(sa.select(*metadata.tables[name].columns)).all()
-        if len(found) == 1 and str(found[0]).isdecimal() and int(found[0]) > 0:
-            return int(found[0])
-        raise ConfigurationError(f"its table {name} is damaged: it has the versions {found[:5]}")
+        numbers = connection.scalars(sa.select(*metadata.tables[name].columns)).all()
+        if len(numbers) == 1 and str(numbers[0]).isdecimal() and int(numbers[0]) > 0:
+            return int(numbers[0])
+        raise ConfigurationError(f"its table {name} is damaged: it has the versions {numbers[:5]}")
     # Another program, such as MLflow, may have tables of these names and use Alembic as well.
     if names >= _TABLES_OF_VERSION_1 and REVISION_TABLE not in names:
         return 1
     raise ConfigurationError(
-        f"it belongs to another program, with the tables {', '.join(sorted(names)[:5])}; give "
-        "an empty database"
+        f"it belongs to another program, with the tables {', '.join(sorted(names)[:5])}; "
+        "give an empty database"
     )
 
 
@@ -118,8 +115,7 @@ def _upgrade(connection: sa.Connection) -> None:
     from alembic import command
     from alembic.config import Config
 
-    # Python's own way to read the configuration gives a % a meaning, and a folder's name may have
-    # one.
+    # Python's configparser interprets "%", and a folder's name may have one.
     config = Config()
     config.set_main_option("script_location", str(_SCRIPTS).replace("%", "%%"))
     config.attributes["connection"] = connection
@@ -127,35 +123,27 @@ def _upgrade(connection: sa.Connection) -> None:
 
 
 def _check_columns(connection: sa.Connection, metadata: sa.MetaData) -> None:
-    present = {
-        name: {column["name"] for column in columns}
-        for (_, name), columns in sa.inspect(connection).get_multi_columns().items()
-    }
+    # By schema and name; the schema of all tables is the default one.
+    tables = sa.inspect(connection).get_multi_columns()
     for table in metadata.sorted_tables:
-        missing = [
-            column.name
-            for column in table.columns
-            if column.name not in present.get(table.name, ())
-        ]
+        present = {column["name"] for column in tables.get((None, table.name), ())}
+        missing = [column.name for column in table.columns if column.name not in present]
         if missing:
             raise ConfigurationError(
                 f"its table {table.name} lacks the columns {', '.join(missing)}, so another "
-                "program wrote it; give an "
-                "empty database"
+                "program wrote it; give an empty database"
             )
 
 
 def _check_sqlite(connection: sa.Connection) -> None:
     """Find damage now, and not in the middle of a run."""
-    pages, size = (
-        connection.exec_driver_sql(f"PRAGMA {name}").scalar_one()
-        for name in ("page_count", "page_size")
-    )
+    pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+    size = connection.exec_driver_sql("PRAGMA page_size").scalar_one()
     if pages * size > _LARGEST_CHECKED_BYTES:
         return
     answer = str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one())
     if answer != "ok":
         raise ConfigurationError(
-            f"it is damaged ({answer.splitlines()[-1]}); move it away, or restore a copy "
-            "(sqlite3 FILE .recover)"
+            f"it is damaged ({answer.splitlines()[-1]}); "
+            "move it away, or restore a copy (sqlite3 FILE .recover)"
         )

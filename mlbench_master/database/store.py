@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import event
@@ -27,7 +27,7 @@ from sqlalchemy.pool import StaticPool
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.environment import mask_variables
-from mlbench_master.database.columns import PAGE, Columns
+from mlbench_master.database.columns import PAGE, Columns, date_of
 from mlbench_master.database.migrations import REVISION_TABLE, VERSION_TABLE, prepare_database
 from mlbench_master.dates import format_date, now_us
 from mlbench_master.goals import GOAL_METRIC, RunGoal, read_goal
@@ -62,10 +62,14 @@ RUN_COLUMNS = (
 """The columns by which a list of runs can be sorted."""
 
 RUN_SORTS = (*RUN_COLUMNS, "image", "duration", "goal")
-"""The names by which :meth:`Store.runs` sorts: the columns, the time since the start, and the time to the goal."""
+"""The keys by which :meth:`Store.runs` sorts.
+
+``duration`` is the time since the start, ``goal`` the time to the goal.
+"""
 
 # The first worker of a task sends this metric when it reaches the goal.
 GOAL_TEXT_METRIC = "TaskResult @ 0"
+_GOAL_METRICS = (GOAL_METRIC, GOAL_TEXT_METRIC)
 # Entries of the goal that are read in the search for the newest valid one.
 _LATEST_GOALS = 10
 # Entries that one statement reads: about 1 MB of memory if values are numbers.
@@ -74,13 +78,12 @@ _PAGE = 2000
 _MANY = 500
 _BUSY_MS = 30_000
 _NAME_CHARACTERS = 63
-# The largest INTEGER of PostgreSQL, which refuses to compare a column of that type with a larger
-# number.
+# The largest INTEGER of PostgreSQL, which cannot compare such a column with a larger number.
 _MAX_RUN_ID = 2**31 - 1
 # The entry in the metadata of an imported run that identifies it.
 _FINGERPRINT = "fingerprint"
 CALLER_ENVIRONMENT = "caller_environment"
-"""The entry in the metadata of a run that waits or runs with the variables of its call, which may be secrets."""
+"""The metadata entry of a waiting or running run with the variables of its call, maybe secrets."""
 # Packed pages that are read at once: 2 MB.
 _PACKED = 16
 # Metrics whose entries are counted, in about 10 MB.
@@ -89,6 +92,9 @@ _MOST_LOOSE = 50_000
 _INCREMENTAL = 2
 # One step moves 4 MB, in which other threads cannot write.
 _PAGES_AT_ONCE = 1000
+
+
+_Item = TypeVar("_Item")
 
 
 class NameInUseError(Exception):
@@ -130,10 +136,11 @@ class Run(_Base):
 
     @property
     def is_stopped(self) -> bool:
-        """Return True if a user stopped the run; its state is then ``failed``, as in version 3.0."""
-        return self.state == STOPPED.state and str(self.metadata_dict().get("reason")).startswith(
-            STOPPED.reason
-        )
+        """Return True if a user stopped the run."""
+        # As in version 3.0, its state is then "failed".
+        if self.state != STOPPED.state:
+            return False
+        return str(self.metadata_dict().get("reason")).startswith(STOPPED.reason)
 
     @property
     def shown_state(self) -> str:
@@ -157,8 +164,8 @@ class Run(_Base):
         """Return the job's metadata without the values of secret variables."""
         metadata = self.metadata_dict()
         metadata.pop(CALLER_ENVIRONMENT, None)  # it is long, and environment.json of the run has it
-        if isinstance(chosen := metadata.get("environment"), dict):
-            metadata["environment"] = mask_variables(chosen)
+        if isinstance(variables := metadata.get("environment"), dict):
+            metadata["environment"] = mask_variables(variables)
         return metadata
 
     def to_json(self) -> dict[str, Any]:
@@ -169,7 +176,8 @@ class Run(_Base):
             if isinstance(value, bytes) or (isinstance(value, float) and not math.isfinite(value)):
                 shown[name] = _text(value)
         for name in ("created_at", "started_at", "finished_at"):
-            shown[name] = None if shown[name] is None else format_date(shown[name])
+            if shown[name] is not None:
+                shown[name] = format_date(shown[name])
         shown["job_id"] = self.job_id or ""
         shown["stopped"] = self.is_stopped
         goal = self.goal_record
@@ -180,7 +188,8 @@ class Run(_Base):
 
     @property
     def worker_count(self) -> int:
-        """Return the number of workers, 0 if the record is damaged, which must not break the list of all workers."""
+        """Return the number of workers, 0 if the record is damaged."""
+        # A damaged record must not break the list of all workers.
         return self.num_workers if isinstance(self.num_workers, int) else 0
 
     def worker_names(self) -> list[str]:
@@ -218,7 +227,10 @@ _NEW_COLUMNS = "owner, name, date, value, cumulative, metadata, client_id"
 
 
 class NewMetric(NamedTuple):
-    """A metric that is not in the database yet; see :class:`Metric`. It is a row of the insert statement."""
+    """A metric that is not in the database yet; see :class:`Metric`.
+
+    It is a row of the insert statement.
+    """
 
     owner: str
     name: str
@@ -241,11 +253,12 @@ class Point:
 
 
 def _point(values: Iterable[Any]) -> Point:
-    """Make a point of a row, in which SQLite may hold any type in any column; one row must not hide the others."""
+    """Make a point of a row, in which SQLite may hold any type in any column."""
     point = Point(*values)
     if type(point.date) is int and type(point.value) is str and type(point.extra) is str:
         return point
-    date = point.date if isinstance(point.date, int) else 0
+    # One damaged row must not hide the others.
+    date = date_of(point.date)
     return replace(point, date=date, value=_text(point.value), extra=_text(point.extra))
 
 
@@ -253,12 +266,18 @@ def _text(value: object) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
+def _parts(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
+    """Yield items in parts that one statement takes as its parameters."""
+    for start in range(0, len(items), _MANY):
+        yield items[start : start + _MANY]
+
+
 # The columns of a Point, in its order.
 _POINT = (Metric.id, Metric.date, Metric.value, Metric.cumulative, Metric.extra)
 
 
 class _Page(_Base):
-    """A full page of the entries of one metric, by date; see :mod:`mlbench_master.database.columns`."""
+    """A full page of entries of one metric by date; see :mod:`mlbench_master.database.columns`."""
 
     __tablename__ = "metric_pages"
 
@@ -380,11 +399,9 @@ class Store:
         """Return the lease, or None if no master holds it."""
         with self._reading() as session:
             row = session.get(_Lease, 1)
-            return (
-                None
-                if row is None
-                else LeaseRow(**{f.name: getattr(row, f.name) for f in fields(LeaseRow)})
-            )
+            if row is None:
+                return None
+            return LeaseRow(**{field.name: getattr(row, field.name) for field in fields(LeaseRow)})
 
     def replace_lease(self, expected: LeaseRow | None, row: LeaseRow) -> bool:
         """Write the lease unless another master has changed it.
@@ -402,11 +419,10 @@ class Store:
                     session.add(_Lease(id=1, **vars(row)))
                     return True
                 unchanged = (_Lease.holder == expected.holder) & (_Lease.beat == expected.beat)
-                changed: Any = session.execute(
-                    sa.update(_Lease).where(unchanged).values(**vars(row))
-                )
-                return bool(changed.rowcount)
-        except IntegrityError:
+                update = sa.update(_Lease).where(unchanged).values(**vars(row))
+                result: Any = session.execute(update)
+                return bool(result.rowcount)
+        except IntegrityError:  # another master has added the lease in the meantime
             return False
 
     def delete_lease(self, holder: str) -> None:
@@ -435,14 +451,13 @@ class Store:
         names = [run.name for run in runs]
         try:
             with self._writing() as session:
-                for start in range(0, len(names), _MANY):
-                    known = sa.select(Run.name).where(Run.name.in_(names[start : start + _MANY]))
-                    if (taken := session.scalar(known.order_by(Run.id).limit(1))) is not None:
+                for part in _parts(names):
+                    same_name = sa.select(Run.name).where(Run.name.in_(part))
+                    if (taken := session.scalar(same_name.order_by(Run.id).limit(1))) is not None:
                         raise NameInUseError(taken)
                 session.add_all(runs)
-        except (
-            IntegrityError
-        ) as error:  # another program has added one in the meantime, or two names are the same
+        except IntegrityError as error:
+            # Another program has added one in the meantime, or two names are the same.
             raise NameInUseError(", ".join(names)) from error
         return list(runs)
 
@@ -458,11 +473,10 @@ class Store:
         """
         with self._writing() as session:
             # The output of a worker may hold the same text, so the metadata is parsed, too.
-            for found in session.scalars(
-                sa.select(Run).where(Run.job_metadata.contains(fingerprint))
-            ):
-                if found.metadata_dict().get(_FINGERPRINT) == fingerprint:
-                    return found
+            with_text = sa.select(Run).where(Run.job_metadata.contains(fingerprint))
+            for earlier in session.scalars(with_text):
+                if earlier.metadata_dict().get(_FINGERPRINT) == fingerprint:
+                    return earlier
             name = run.name
             for number in itertools.count(2):
                 if session.scalar(sa.select(Run.id).where(Run.name == run.name)) is None:
@@ -520,26 +534,26 @@ class Store:
         chosen = _chosen(sa.select(Run.id), states, text).where(Run.id > min(after, _MAX_RUN_ID))
         if name:
             chosen = chosen.where(Run.name.icontains(name, autoescape=True))
-        key = self._sort_key(sort.removeprefix("-"))
-        order: list[Any] = [part.desc() if sort.startswith("-") else part for part in (key, Run.id)]
+        order: list[Any] = [self._sort_key(sort.removeprefix("-")), Run.id]
+        if sort.startswith("-"):
+            order = [part.desc() for part in order]
+        # The two databases disagree about the order of NULLs.
         order[0] = order[0].nulls_last()
         if limit is not None or offset:
             # SQLite would read the whole record of each run that the offset leaves out.
             chosen = chosen.order_by(*order).limit(limit).offset(offset)
-        query = sa.select(*(value.label(key) for key, value in columns.items())).where(
-            Run.id.in_(chosen)
-        )
+        query = sa.select(*(value.label(key) for key, value in columns.items()))
+        query = query.where(Run.id.in_(chosen)).order_by(*order)
         with self._reading() as session:
-            rows = session.execute(query.order_by(*order)).mappings()
-            found = [Run(**row) for row in rows]
+            runs = [Run(**row) for row in session.execute(query).mappings()]
         if not is_sqlite:
             # PostgreSQL parses no JSON with an escaped NUL, which the output of a worker may hold.
-            for run in found:
+            for run in runs:
                 metadata = run.metadata_dict()
-                run.job_metadata = json.dumps(
-                    {k: v for k, v in metadata.items() if k not in ("stdout", "stderr")}
-                )
-        return found
+                metadata.pop("stdout", None)
+                metadata.pop("stderr", None)
+                run.job_metadata = json.dumps(metadata)
+        return runs
 
     def count_runs(self, *states: str, text: str = "") -> int:
         """Return the number of runs that :meth:`runs` finds with these states and this text."""
@@ -553,12 +567,9 @@ class Store:
             column: sa.ColumnElement[Any] = getattr(Run, name)
             return column
         if self._engine.dialect.name == "sqlite":
-            return sa.case(
-                (
-                    sa.func.json_valid(Run.goal) == 1,
-                    sa.func.json_extract(Run.goal, "$.time_to_goal_s"),
-                )
-            )
+            time_to_goal = sa.func.json_extract(Run.goal, "$.time_to_goal_s")
+            # json_extract fails on a damaged record.
+            return sa.case((sa.func.json_valid(Run.goal) == 1, time_to_goal))
         # A record that is damaged has no number here, where a cast to JSON would fail.
         number = sa.func.substring(Run.goal, r'"time_to_goal_s":\s*(\d+(?:\.\d+)?(?:e[+-]?\d\d?)?)')
         return sa.cast(number, sa.Float)
@@ -599,16 +610,14 @@ class Store:
             run = session.get(Run, run_id)
             if run is None:
                 return
-            # Databases limit the number of parameters of a statement, so the owners are deleted in
-            # parts.
             owners = [run_owner(run_id), *map(pod_owner, run.worker_names())]
-            for start in range(0, len(owners), _MANY):
-                part = owners[start : start + _MANY]
+            for part in _parts(owners):
                 session.execute(sa.delete(Metric).where(Metric.owner.in_(part)))
                 session.execute(sa.delete(_Page).where(_Page.owner.in_(part)))
             session.delete(run)
-        for key in [key for key in list(self._loose) if key[0] in owners]:
-            self._loose.pop(key, None)
+        for key in list(self._loose):  # other threads change it
+            if key[0] in owners:
+                self._loose.pop(key, None)
 
     def reclaim(self) -> None:
         """Give the space of deleted rows back to the disk; other threads write between its steps.
@@ -616,11 +625,9 @@ class Store:
         PostgreSQL reuses the space. A database of an earlier version of the master is rewritten
         once, when more than half of it is free.
         """
-        if (
-            self._engine.dialect.name != "sqlite"
-            or self._in_memory
-            or not self._reclaiming.acquire(blocking=False)
-        ):
+        if self._engine.dialect.name != "sqlite" or self._in_memory:
+            return
+        if not self._reclaiming.acquire(blocking=False):
             return
         connection = self._engine.raw_connection()
         try:
@@ -675,18 +682,19 @@ class Store:
         # Earliest date and number of entries of each metric.
         firsts: dict[tuple[str, str], int] = {}
         counts: Counter[tuple[str, str]] = Counter()
+        goals = []
         for metric in itertools.chain.from_iterable(batches):
             key = metric[:2]
             counts[key] += 1
             if key not in firsts or metric.date < firsts[key]:
                 firsts[key] = metric.date
-        # SQLAlchemy's own statements take three times as long for one row. Both databases
+            if metric.name in _GOAL_METRICS and metric.owner.startswith("run:"):
+                goals.append(metric)
+        # A statement of SQLAlchemy takes three times as long for one row. Both databases
         # understand this one.
         mark = _mark(self._engine)
-        insert = (
-            f"INSERT INTO metrics ({_NEW_COLUMNS}) VALUES ({', '.join([mark] * 7)}) ON "
-            "CONFLICT DO NOTHING"
-        )
+        marks = ", ".join([mark] * 7)
+        insert = f"INSERT INTO metrics ({_NEW_COLUMNS}) VALUES ({marks}) ON CONFLICT DO NOTHING"
         # An entry of the same date sorts behind the end of the page, because its id is larger.
         drop = (
             f"DELETE FROM metric_pages WHERE owner = {mark} AND name = {mark} AND end_date > {mark}"
@@ -694,25 +702,18 @@ class Store:
         with self._write_lock, self._engine.begin() as opened:
             # By default, SQLAlchemy does not keep the row count of an insert of many rows.
             connection = opened.execution_options(preserve_rowcount=True)
-            with (
-                _large_cache(connection)
-                if sum(counts.values()) > _PAGE
-                else contextlib.nullcontext()
-            ):
-                added = [
-                    connection.exec_driver_sql(insert, list(b)).rowcount if b else 0
-                    for b in batches
-                ]
+            added = []
+            with _cache_for(connection, sum(counts.values())):
+                for batch in batches:
+                    # SQLAlchemy would run the statement of an empty batch once, without values.
+                    count = connection.exec_driver_sql(insert, list(batch)).rowcount if batch else 0
+                    added.append(count)
             if firsts:
                 connection.exec_driver_sql(drop, [(*key, date) for key, date in firsts.items()])
-            if any(name in (GOAL_METRIC, GOAL_TEXT_METRIC) for _, name in firsts):
+            if goals:
                 with Session(connection) as session:
-                    for metric in itertools.chain.from_iterable(batches):
-                        if metric.name in (
-                            GOAL_METRIC,
-                            GOAL_TEXT_METRIC,
-                        ) and metric.owner.startswith("run:"):
-                            _record_goal(session, metric)
+                    for metric in goals:
+                        _record_goal(session, metric)
                     session.commit()
         if len(self._loose) > _MOST_LOOSE:
             # Metrics of runs that ended long ago, too. Those that go on are counted again from now
@@ -730,18 +731,18 @@ class Store:
             owner: From :func:`run_owner` or :func:`pod_owner`.
             names: The metrics; by default all that this process has written or read.
         """
-        for name in (
-            [name for found, name in list(self._loose) if found == owner]
-            if names is None
-            else names
-        ):
+        if names is None:
+            names = [name for loose_owner, name in list(self._loose) if loose_owner == owner]
+        for name in names:
             if self._loose[owner, name] >= PAGE:
                 # Without the pages, reading the metrics only takes longer.
                 with contextlib.suppress(SQLAlchemyError):
                     self.pack_pages(owner, name)
 
     def pack_pages(self, owner: str, name: str) -> None:
-        """Store the full pages of a metric that are not packed yet; other threads write between them.
+        """Store the full pages of a metric that are not packed yet.
+
+        Other threads write between two pages.
 
         Args:
             owner: From :func:`run_owner` or :func:`pod_owner`.
@@ -758,16 +759,8 @@ class Store:
                     return
                 data = Columns.of_rows(rows).pack()
                 end_id, end_date, *_ = rows[-1]
-                session.add(
-                    _Page(
-                        owner=owner,
-                        name=name,
-                        page=page,
-                        end_date=end_date,
-                        end_id=end_id,
-                        data=data,
-                    )
-                )
+                ends = {"end_date": end_date, "end_id": end_id}
+                session.add(_Page(owner=owner, name=name, page=page, data=data, **ends))
 
     def size(self, owner: str, name: str) -> int:
         """Return the number of entries of a metric."""
@@ -794,18 +787,16 @@ class Store:
             data = sa.case((_Page.page >= start, _Page.data)).label("data")
             query = sa.select(_Page.page, _Page.end_date, _Page.end_id, data)
             query = query.where(_Page.owner == owner, _Page.name == name)
-            query = query.where(_Page.page >= start - 1, _Page.page < start + _PACKED).order_by(
-                _Page.page
-            )
+            query = query.where(_Page.page >= start - 1, _Page.page < start + _PACKED)
             with self._reading() as session:
-                pages = session.execute(query).all()
+                pages = session.execute(query.order_by(_Page.page)).all()
             # Pages that a late entry has deleted in the meantime are read from the rows. They may
             # also have been packed again since then, and begin at another entry.
             if end is not None and (not pages or end != (pages[0].end_date, pages[0].end_id)):
                 break
-            pages = [
-                row for index, row in enumerate(pages[start > 0 :], start) if row.page == index
-            ]
+            if start:
+                pages = pages[1:]
+            pages = [row for index, row in enumerate(pages, start) if row.page == index]
             if pages:
                 yield Columns.join([Columns.unpack(row.data) for row in pages])
                 end = pages[-1].end_date, pages[-1].end_id
@@ -827,11 +818,9 @@ class Store:
 
     def points_with(self, ids: Sequence[int]) -> dict[int, Point]:
         """Return the entries with these ids, by id; at most 500 of them."""
+        query = sa.select(*_POINT).where(Metric.id.in_(ids))
         with self._reading() as session:
-            return {
-                row[0]: _point(row)
-                for row in session.execute(sa.select(*_POINT).where(Metric.id.in_(ids)))
-            }
+            return {row[0]: _point(row) for row in session.execute(query)}
 
     def thin_metrics(
         self,
@@ -853,46 +842,43 @@ class Store:
             until: Only entries before this date.
             interval_us: Length of an interval in microseconds.
         """
-        found = sa.select(Metric.id, Metric.name, Metric.date, Metric.value).order_by(
-            Metric.name, Metric.date
-        )
-        found = found.where(
-            Metric.owner == owner, Metric.name.in_(names), Metric.client_id.startswith(mark)
-        )
+        query = sa.select(Metric.id, Metric.name, Metric.date, Metric.value)
+        query = query.where(Metric.owner == owner, Metric.name.in_(names))
+        query = query.where(Metric.client_id.startswith(mark))
+        query = query.where(Metric.date >= since, Metric.date < until)
         with self._writing() as session:
-            rows = session.execute(found.where(Metric.date >= since, Metric.date < until)).all()
+            rows = session.execute(query.order_by(Metric.name, Metric.date)).all()
             changed = (_Page.owner == owner) & _Page.name.in_(names) & (_Page.end_date >= since)
             session.execute(sa.delete(_Page).where(changed))
-            for _, group in itertools.groupby(
-                rows, key=lambda row: (row.name, row.date // interval_us)
-            ):
-                entries = list(group)
-                if len(entries) < 2:
+            intervals = itertools.groupby(rows, key=lambda row: (row.name, row.date // interval_us))
+            for _, group in intervals:
+                ids, _names, dates, values = zip(*group, strict=True)
+                if len(ids) < 2:
                     continue
                 try:
-                    mean = sum(float(entry.value) for entry in entries) / len(entries)
+                    mean = sum(map(float, values)) / len(values)
                 except ValueError:  # of a damaged record
                     continue
-                date = sum(entry.date for entry in entries) // len(entries)
-                first, *others = (entry.id for entry in entries)
-                session.execute(
-                    sa.update(Metric)
-                    .where(Metric.id == first)
-                    .values(date=date, value=f"{mean:.15g}")
-                )
-                for start in range(0, len(others), _MANY):
-                    session.execute(
-                        sa.delete(Metric).where(Metric.id.in_(others[start : start + _MANY]))
-                    )
+                first, *others = ids
+                mean_entry = {"date": sum(dates) // len(dates), "value": f"{mean:.15g}"}
+                session.execute(sa.update(Metric).where(Metric.id == first).values(**mean_entry))
+                for part in _parts(others):
+                    session.execute(sa.delete(Metric).where(Metric.id.in_(part)))
 
     def newest_date(self, owners: Sequence[str], name: str) -> int:
-        """Return the latest date of a metric of any of the owners in microseconds since 1970; 0 without entries."""
-        latest = [0]
+        """Return the latest date of a metric of any of the owners.
+
+        Returns:
+            Microseconds since 1970, 0 without entries.
+        """
+        latest = 0
+        query = sa.select(sa.func.max(Metric.date)).where(Metric.name == name)
         with self._reading() as session:
-            for start in range(0, len(owners), _MANY):
-                part = sa.and_(Metric.owner.in_(owners[start : start + _MANY]), Metric.name == name)
-                latest.append(session.scalar(sa.select(sa.func.max(Metric.date)).where(part)) or 0)
-        return max(latest)
+            for part in _parts(owners):
+                date = session.scalar(query.where(Metric.owner.in_(part)))
+                if date is not None:
+                    latest = max(latest, date)
+        return latest
 
     def newest_value(self, owner: str, name: str) -> str | None:
         """Return the latest value of a metric, or None without one.
@@ -908,24 +894,16 @@ class Store:
     def existing_runs(self, ids: Iterable[int]) -> set[int]:
         """Return those of the ids that belong to runs."""
         wanted = [number for number in set(ids) if number <= _MAX_RUN_ID]
-        found: set[int] = set()
+        existing: set[int] = set()
         with self._reading() as session:
-            for start in range(0, len(wanted), _MANY):
-                found.update(
-                    session.scalars(
-                        sa.select(Run.id).where(Run.id.in_(wanted[start : start + _MANY]))
-                    )
-                )
-        return found
+            for part in _parts(wanted):
+                existing.update(session.scalars(sa.select(Run.id).where(Run.id.in_(part))))
+        return existing
 
     def pods_with_metrics(self) -> list[str]:
         """Return the names of all pods that have metrics, sorted."""
-        query = (
-            sa.select(Metric.owner)
-            .where(Metric.owner.startswith("pod:"))
-            .distinct()
-            .order_by(Metric.owner)
-        )
+        query = sa.select(Metric.owner).where(Metric.owner.startswith("pod:")).distinct()
+        query = query.order_by(Metric.owner)
         with self._reading() as session:
             return [owner[4:] for owner in session.scalars(query)]
 
@@ -942,28 +920,21 @@ class Store:
         Returns:
             Number of entries by owner and name, in the order of the owners and then of the names.
         """
-        query = sa.select(Metric.owner, Metric.name, sa.func.count()).group_by(
-            Metric.owner, Metric.name
-        )
+        query = sa.select(Metric.owner, Metric.name, sa.func.count())
+        query = query.group_by(Metric.owner, Metric.name).order_by(Metric.name)
         if name is not None:
             query = query.where(Metric.name == name)
         if since is not None:
             query = query.where(Metric.date >= since)
         counts: dict[tuple[str, str], int] = {}
         with self._reading() as session:
-            for start in range(0, len(owners), _MANY):
-                part = owners[start : start + _MANY]
-                rows = session.execute(query.where(Metric.owner.in_(part)).order_by(Metric.name))
-                counts.update(
-                    {
-                        (owner, metric): count
-                        for owner, metric, count in rows
-                        if isinstance(metric, str)
-                    }
-                )
+            for part in _parts(owners):
+                for owner, metric, count in session.execute(query.where(Metric.owner.in_(part))):
+                    if isinstance(metric, str):
+                        counts[owner, metric] = count
         # A database sorts owners by its own rules, so their order is restored here.
-        place = {owner: index for index, owner in enumerate(owners)}
-        return dict(sorted(counts.items(), key=lambda item: place[item[0][0]]))
+        positions = {owner: index for index, owner in enumerate(owners)}
+        return dict(sorted(counts.items(), key=lambda item: positions[item[0][0]]))
 
     def entries(
         self,
@@ -971,7 +942,9 @@ class Store:
         since: int | None = None,
         last_n: int | None = None,
     ) -> Iterator[tuple[str, str, Iterable[Point]]]:
-        """Yield the entries of metrics: those of small metrics from one statement, those of large ones page by page.
+        """Yield the entries of metrics.
+
+        One statement reads many small metrics; a large one is read page by page.
 
         The number of statements grows with the number of entries, but not with the number of
         metrics (up to 500), of which a run has one for each value and rank.
@@ -1007,20 +980,21 @@ class Store:
         # metrics_by_name. SQLite allows ORDER BY and LIMIT in a part of a UNION only inside a
         # subquery. SQLAlchemy's own objects would take longer to compile than the database needs
         # for the answer.
-        parts = (
-            f"SELECT * FROM (SELECT {index} AS part, id, date, value, cumulative, metadata AS "
-            "extra FROM metrics "
-            f"WHERE owner = :owner{index} AND name = :name{index} AND date >= :since "
-            f"ORDER BY date DESC, id DESC LIMIT :most) AS part{index}"
-            for index in range(len(metrics))
-        )
-        text = f"{' UNION ALL '.join(parts)} ORDER BY part, date, id"
-        values: dict[str, Any] = {
-            "since": -sys.maxsize if since is None else since,
-            "most": sys.maxsize if last_n is None else last_n,
-        }
+        parts = []
+        values: dict[str, Any] = {"since": -sys.maxsize, "most": sys.maxsize}
+        if since is not None:
+            values["since"] = since
+        if last_n is not None:
+            values["most"] = last_n
         for index, (owner, name) in enumerate(metrics):
+            parts.append(
+                f"SELECT * FROM (SELECT {index} AS part, id, date, value, cumulative, "
+                "metadata AS extra FROM metrics "
+                f"WHERE owner = :owner{index} AND name = :name{index} AND date >= :since "
+                f"ORDER BY date DESC, id DESC LIMIT :most) AS part{index}"
+            )
             values |= {f"owner{index}": owner, f"name{index}": name}
+        text = f"{' UNION ALL '.join(parts)} ORDER BY part, date, id"
         with self._reading() as session:
             rows = session.execute(sa.text(text).columns(sa.column("part"), *_POINT), values).all()
         for index, group in itertools.groupby(rows, key=lambda row: row[0]):
@@ -1029,7 +1003,9 @@ class Store:
     def points(
         self, owner: str, name: str, since: int | None = None, skip: int = 0
     ) -> Iterator[Point]:
-        """Yield the entries of one metric by date; entries of the same date come in the order of their arrival.
+        """Yield the entries of one metric by date.
+
+        Entries of the same date come in the order of their arrival.
 
         Args:
             owner: From :func:`run_owner` or :func:`pod_owner`.
@@ -1051,11 +1027,9 @@ class Store:
             yield from rows
             if len(rows) < _PAGE:
                 return
-            # Continue after the last row read: an offset would shift when entries arrive in the
-            # meantime.
-            query = page.where(
-                sa.tuple_(Metric.date, Metric.id) > sa.tuple_(rows[-1].date, rows[-1].id)
-            )
+            # Continue after the last row: an offset would shift when entries arrive in between.
+            last = sa.tuple_(rows[-1].date, rows[-1].id)
+            query = page.where(sa.tuple_(Metric.date, Metric.id) > last)
 
     def latest(self, owner: str) -> list[tuple[str, Point]]:
         """Return name and latest entry of each metric of an owner, by name, with one statement."""
@@ -1073,8 +1047,7 @@ class Store:
         names = names.union_all(
             sa.select(following.scalar_subquery()).where(names.c.name.is_not(None))
         )
-        # The index metrics_by_name ends with date and id, so the database reads one entry of each
-        # metric.
+        # metrics_by_name ends with date and id, so the database reads one entry of each metric.
         newest = sa.select(entry.id).where(entry.owner == owner, entry.name == names.c.name)
         newest = newest.order_by(entry.date.desc(), entry.id.desc()).limit(1)
         query = sa.select(Metric.name, *_POINT).join_from(
@@ -1093,7 +1066,7 @@ class Store:
         """Return the earliest date of the metrics of an owner, 0 without one."""
         with self._reading() as session:
             date = session.scalar(sa.select(sa.func.min(Metric.date)).where(Metric.owner == owner))
-        return date if isinstance(date, int) else 0
+        return date_of(date)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -1127,7 +1100,9 @@ def _end_of_pages(session: Session, owner: str, name: str) -> tuple[int, tuple[i
         _Page.owner == owner, _Page.name == name
     )
     last = session.execute(query.order_by(_Page.page.desc()).limit(1)).first()
-    return (0, None) if last is None else (last.page + 1, (last.end_date, last.end_id))
+    if last is None:
+        return 0, None
+    return last.page + 1, (last.end_date, last.end_id)
 
 
 def _rows_after(
@@ -1139,28 +1114,28 @@ def _rows_after(
     mark = _mark(connection)
     after = "" if end is None else f" AND (date, id) > ({mark}, {mark})"
     query = (
-        f"SELECT id, date, value, metadata FROM metrics WHERE owner = {mark} AND name = "
-        f"{mark}{after}"
+        "SELECT id, date, value, metadata FROM metrics "
+        f"WHERE owner = {mark} AND name = {mark}{after} ORDER BY date, id LIMIT {mark}"
     )
-    values = (owner, name, *(end or ()), most)
-    found = connection.exec_driver_sql(f"{query} ORDER BY date, id LIMIT {mark}", values)
-    assert found.cursor is not None
-    rows = list(found.cursor.fetchall())
-    found.close()
+    result = connection.exec_driver_sql(query, (owner, name, *(end or ()), most))
+    assert result.cursor is not None
+    rows = list(result.cursor.fetchall())
+    result.close()
     return rows
 
 
 @contextlib.contextmanager
-def _large_cache(connection: sa.Connection) -> Iterator[None]:
-    """Give SQLite 16 MB for many inserts: the ids of clients are random, so each one changes another page."""
-    is_sqlite = connection.dialect.name == "sqlite"
-    if is_sqlite:
+def _cache_for(connection: sa.Connection, inserts: int) -> Iterator[None]:
+    """Give SQLite 16 MB if there are many inserts."""
+    # The ids of clients are random, so each insert changes another page of their index.
+    is_larger = connection.dialect.name == "sqlite" and inserts > _PAGE
+    if is_larger:
         connection.exec_driver_sql("PRAGMA cache_size=-16000")
     try:
         yield
     finally:
-        # Its default. All connections together would need too much memory.
-        if is_sqlite:
+        # Back to the default: the caches of all connections would need too much memory.
+        if is_larger:
             connection.exec_driver_sql("PRAGMA cache_size=-2000")
 
 
@@ -1170,10 +1145,10 @@ def _mark(connection: sa.Connection | sa.Engine) -> str:
 
 
 def _chosen(query: sa.Select[Any], states: Collection[str], text: str) -> sa.Select[Any]:
-    """Limit a query to the runs in one of some states, all states if it is empty, with each word of a text."""
+    """Limit a query to runs in some states (by default all) with each word of a text."""
     if states:
-        # The text of the JSON, because PostgreSQL cannot parse what the output of a worker may
-        # hold.
+        # The text of the JSON, because PostgreSQL cannot parse an escaped NUL, which the output
+        # of a worker may hold.
         by_user = Run.job_metadata.contains(f'"reason": "{STOPPED.reason}', autoescape=True)
         failed = Run.state == STOPPED.state
         special = {
@@ -1182,8 +1157,10 @@ def _chosen(query: sa.Select[Any], states: Collection[str], text: str) -> sa.Sel
         }
         query = query.where(sa.or_(*(special.get(state, Run.state == state) for state in states)))
     for word in text.split():
-        places = (Run.name, Run.image, Run.backend, Run.command)
-        query = query.where(sa.or_(*(place.icontains(word, autoescape=True) for place in places)))
+        columns = (Run.name, Run.image, Run.backend, Run.command)
+        query = query.where(
+            sa.or_(*(column.icontains(word, autoescape=True) for column in columns))
+        )
     return query
 
 
@@ -1194,7 +1171,7 @@ def _newest(owner: str, name: str, count: int = 1) -> sa.Select[Any]:
 
 
 def _record_goal(session: Session, metric: NewMetric) -> None:
-    """Add the result of the goal to the record of the run, because pages and lists of runs show it."""
+    """Add the result of the goal to the record of the run, which pages and lists show."""
     run = session.get(Run, int(metric.owner[4:]))
     if run is None:
         return
@@ -1203,7 +1180,7 @@ def _record_goal(session: Session, metric: NewMetric) -> None:
         return
     # The goal is sent when it is reached and at the end, and the first one may arrive last.
     goals = map(read_goal, session.scalars(_newest(metric.owner, metric.name, _LATEST_GOALS)))
-    newest = next((goal for goal in goals if goal is not None), None)
+    newest = next(filter(None, goals), None)
     if newest is not None:
         run.goal = newest.model_dump_json()
 

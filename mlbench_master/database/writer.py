@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,10 +27,10 @@ __all__ = ["MetricWriter", "UnknownRunError"]
 
 # The lock of the database is held for about a tenth of a second.
 _MOST_METRICS = 10_000
-# Errors of the database and not of a metric. Each attempt may last until a timeout of half a
-# minute.
+# Errors of the database and not of a metric. Another attempt may wait half a minute for a timeout.
 _NOT_OF_METRICS = (OperationalError, TimeoutError)
 _Waiting = tuple[Sequence[NewMetric], "asyncio.Future[int]"]
+_Answer = tuple["asyncio.Future[int]", int | Exception]
 
 
 class UnknownRunError(Exception):
@@ -65,8 +67,7 @@ class MetricWriter:
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         with self._lock:
             if not self._is_busy:
-                # If the machine has no thread left, this request fails, and the next one tries
-                # again.
+                # If the machine has no thread left, only this request fails: _is_busy stays False.
                 self._thread.submit(self._write_all)
                 self._is_busy = True
             self._waiting.append((metrics, future))
@@ -80,15 +81,13 @@ class MetricWriter:
         """Write until no request is waiting."""
         while group := self._next_group():
             results = self._write([metrics for metrics, _ in group])
-            futures = [future for _, future in group]
-            for loop in {future.get_loop() for future in futures}:
-                own = [
-                    pair
-                    for pair in zip(futures, results, strict=True)
-                    if pair[0].get_loop() is loop
-                ]
+            # A future is not thread-safe, so its own event loop sets the result.
+            answers: defaultdict[asyncio.AbstractEventLoop, list[_Answer]] = defaultdict(list)
+            for (_, future), result in zip(group, results, strict=True):
+                answers[future.get_loop()].append((future, result))
+            for loop, pairs in answers.items():
                 with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
-                    loop.call_soon_threadsafe(_answer, own)
+                    loop.call_soon_threadsafe(_answer, pairs)
 
     def _next_group(self) -> list[_Waiting]:
         with self._lock:
@@ -103,33 +102,37 @@ class MetricWriter:
         return group
 
     def _write(self, batches: Sequence[Sequence[NewMetric]]) -> list[int | Exception]:
-        """Write the batches of several requests; return the number of new metrics, or the error, of each."""
+        """Write the metrics of several requests; return the number of new ones, or the error."""
         try:
-            owners = [{metric.owner for metric in batch} for batch in batches]
-            ids = {
-                int(owner[4:]) for found in owners for owner in found if owner.startswith("run:")
-            }
+            run_ids = [*map(_run_ids, batches)]
             # Metrics that arrive after the deletion of their run would stay for good.
             with self._store.alone():
-                missing = ids - self._store.existing_runs(ids)
-                unknown = [
-                    min((key for key in missing if f"run:{key}" in found), default=None)
-                    for found in owners
-                ]
-                known = [batch for batch, key in zip(batches, unknown, strict=True) if key is None]
-                added = iter(self._store.add_batches(known))
-            return [
-                next(added) if key is None else UnknownRunError(f"there is no run {key}")
-                for key in unknown
-            ]
+                existing = self._store.existing_runs(itertools.chain.from_iterable(run_ids))
+                missing = [ids - existing for ids in run_ids]
+                pairs = zip(batches, missing, strict=True)
+                added = iter(self._store.add_batches([batch for batch, ids in pairs if not ids]))
+            results: list[int | Exception] = []
+            for ids in missing:
+                if ids:
+                    results.append(UnknownRunError(f"there is no run {min(ids)}"))
+                else:
+                    results.append(next(added))
+            return results
         except Exception as error:
             if len(batches) == 1 or isinstance(error, _NOT_OF_METRICS):
                 return [error] * len(batches)
             # One request must not make the others fail.
-            return [result for batch in batches for result in self._write([batch])]
+            return [self._write([batch])[0] for batch in batches]
 
 
-def _answer(pairs: Sequence[tuple[asyncio.Future[int], int | Exception]]) -> None:
+def _run_ids(batch: Sequence[NewMetric]) -> set[int]:
+    """Return the ids of the runs to which metrics of a request belong."""
+    # A request has many metrics of few owners.
+    owners = {metric.owner for metric in batch}
+    return {int(owner[4:]) for owner in owners if owner.startswith("run:")}
+
+
+def _answer(pairs: Sequence[_Answer]) -> None:
     for future, result in pairs:
         if future.done():  # the request was cancelled
             continue

@@ -1,4 +1,4 @@
-"""Alembic runs this script before the revisions; the master gives it the connection, which is in a transaction."""
+"""Run the revisions on the connection of the master, which is in a transaction."""
 
 from alembic import context
 
