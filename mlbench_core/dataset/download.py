@@ -38,7 +38,7 @@ __all__ = [
 
 _CHUNK_BYTES = 1 << 16
 _RETRY_STATUS = (408, 429, 500, 502, 503, 504)
-# What the readers and decompressors raise for damaged archives.
+# The errors that the readers and decompressors raise for damaged archives.
 _DAMAGED = (
     tarfile.TarError,
     zipfile.BadZipFile,
@@ -153,19 +153,23 @@ def _fetch(
             _transfer(session, url, part, timeout_s)
             return resumed
         except requests.RequestException as error:
+            left -= 1
             # Any progress restores the full number of attempts, so that a long download over a bad
             # line completes.
-            left = attempts if _size(part) > before else left - 1
+            if _size(part) > before:
+                left = attempts
             if left <= 0:
                 raise DownloadError(
                     f"could not download {url}: {error} (tried {attempts} times); on a machine "
-                    "without a network, copy "
-                    f"the file to {part.with_suffix('')}"
+                    f"without a network, copy the file to {part.with_suffix('')}"
                 ) from error
 
 
 def _transfer(session: requests.Session, url: str, part: Path, timeout_s: float) -> None:
-    """Send one request: append the missing bytes, or start over if the server has another file or ignores ranges."""
+    """Send one request, and append the missing bytes.
+
+    The file starts over if the server ignores ranges or now has another file.
+    """
     import requests
 
     have = _size(part)
@@ -173,11 +177,13 @@ def _transfer(session: requests.Session, url: str, part: Path, timeout_s: float)
     headers = {"Accept-Encoding": "identity"}
     if have:
         headers["Range"] = f"bytes={have}-"
+        mark_file = _mark_file(part)
         # Some servers send no mark. Within one call, the transfer is then resumed without it.
-        mark = _mark_file(part).read_text() if _mark_file(part).exists() else ""
-        # RFC 9110, section 13.1.5: a weak ETag must not be used for ranges.
-        if mark and not mark.startswith("W/"):
-            headers["If-Range"] = mark
+        if mark_file.exists():
+            mark = mark_file.read_text()
+            # RFC 9110, section 13.1.5: a weak ETag must not be used for ranges.
+            if mark and not mark.startswith("W/"):
+                headers["If-Range"] = mark
     with session.get(url, headers=headers, stream=True, timeout=timeout_s) as answer:
         content_range = answer.headers.get("Content-Range", "")
         # 416: the server has no byte after these. Either the partial file is complete, or the
@@ -195,30 +201,34 @@ def _transfer(session: requests.Session, url: str, part: Path, timeout_s: float)
             )
         if answer.status_code not in (200, 206):
             raise DownloadError(
-                f"could not download {url}: the server answered {answer.status_code} "
-                f"{answer.reason}"
+                f"could not download {url}: "
+                f"the server answered {answer.status_code} {answer.reason}"
             )
         if answer.status_code == 206 and not content_range.startswith(f"bytes {have}-"):
             _discard(part)
             raise requests.ConnectionError("the server sent another range than the requested one")
         # 200: the server sends the whole file, because it ignores ranges or now has another file.
-        _write(answer, part, have if answer.status_code == 206 else 0)
+        if answer.status_code == 200:
+            have = 0
+        _write(answer, part, have)
 
 
 def _write(answer: requests.Response, part: Path, have: int) -> None:
     """Write the body of a response after the first ``have`` bytes of ``part``."""
+    total: int | None = None
     length = answer.headers.get("Content-Length", "")
-    missing = int(length) if length.isdigit() else None
-    free = shutil.disk_usage(part.parent).free
-    # Check this before the transfer, which may take an hour.
-    if missing is not None and missing > free:
-        raise DownloadError(
-            f"the disk is full: {answer.url} needs {missing} more bytes, {part.parent} has "
-            f"{free}; free some space"
-        )
+    if length.isdigit():
+        missing = int(length)
+        total = have + missing
+        free = shutil.disk_usage(part.parent).free
+        # Check this before the transfer, which may take an hour.
+        if missing > free:
+            raise DownloadError(
+                f"the disk is full: {answer.url} needs {missing} more bytes, "
+                f"{part.parent} has {free}; free some space"
+            )
     if mark := answer.headers.get("ETag") or answer.headers.get("Last-Modified"):
         _mark_file(part).write_text(mark)
-    total = None if missing is None else have + missing
     with (
         part.open("r+b" if have else "wb") as file,
         show_progress(part.name.removesuffix(".part"), total, have, of_bytes=True) as advance,
@@ -247,10 +257,9 @@ def show_progress(
     from rich.console import Console
     from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-    columns = (
-        *Progress.get_default_columns(),
-        *((DownloadColumn(), TransferSpeedColumn()) if of_bytes else ()),
-    )
+    columns = [*Progress.get_default_columns()]
+    if of_bytes:
+        columns += [DownloadColumn(), TransferSpeedColumn()]
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(name, total=total, completed=done)
         yield lambda count: bar.update(task, advance=count)
@@ -274,8 +283,11 @@ def _discard(part: Path) -> None:
 def _wrong_digest(path: Path, sha256: str | None, md5: str | None) -> str:
     """Return a description of the first wrong checksum of a file, or an empty text."""
     for name, expected in (("sha256", sha256), ("md5", md5)):
-        if expected and (found := files.digest(path, name)) != expected.lower():
-            return f"its {name} is {found}, not {expected.lower()}"
+        if not expected:
+            continue
+        digest = files.digest(path, name)
+        if digest != expected.lower():
+            return f"its {name} is {digest}, not {expected.lower()}"
     return ""
 
 
@@ -342,10 +354,11 @@ def maybe_download_and_extract_tar_gz(
     sha256: str | None = None,
     md5: str | None = None,
 ) -> Path:
-    """Download a ``.tar.gz`` (or otherwise compressed tar) if it does not exist yet, and unpack it into ``root``.
+    """Download a tar archive if it does not exist yet, and unpack it into ``root``.
 
-    The function writes only plain files and folders below ``root``. It refuses an archive with an
-    absolute path, ``..``, a link or a device as a whole, before it unpacks anything.
+    The archive may be plain or compressed in any format that :mod:`tarfile` reads. The function
+    writes only plain files and folders below ``root``. It refuses an archive with an absolute path,
+    ``..``, a link or a device as a whole, before it unpacks anything.
 
     Args:
         root: Folder; it is created if it does not exist.
@@ -363,11 +376,11 @@ def maybe_download_and_extract_tar_gz(
         DatasetError: The archive is damaged or tries to leave the folder.
     """
     folder = Path(root)
+    options: dict[str, Any] = {"filter": "data"}
     # Python before 3.10.12 and 3.11.4 has no filters. There, ignore the owners and permissions in
     # the archive.
-    how: dict[str, Any] = (
-        {"filter": "data"} if hasattr(tarfile, "data_filter") else {"set_attrs": False}
-    )
+    if not hasattr(tarfile, "data_filter"):
+        options = {"set_attrs": False}
     with (
         _archive(root, file_name, data_url, sha256, md5) as archive,
         tarfile.open(archive, "r:*") as tar,
@@ -375,11 +388,11 @@ def maybe_download_and_extract_tar_gz(
         members = tar.getmembers()
         # Check all members before the first one is unpacked.
         for member in members:
-            _check_member(folder, archive, member.name, plain=member.isfile() or member.isdir())
+            _check_member(folder, archive, member.name, member.isfile() or member.isdir())
         _check_room(folder, archive, sum(member.size for member in members))
         with _unpacking(archive, folder) as scratch:
             for member in members:
-                tar.extract(member, scratch, **how)
+                tar.extract(member, scratch, **options)
     return folder
 
 
@@ -418,10 +431,8 @@ def maybe_download_and_extract_zip(
         for entry in zipped.infolist():
             # Unix stores the type of a file in the upper 16 bits; archives of other systems have 0
             # there.
-            kind = stat.S_IFMT(entry.external_attr >> 16)
-            _check_member(
-                folder, archive, entry.filename, plain=kind in (0, stat.S_IFREG, stat.S_IFDIR)
-            )
+            is_plain = stat.S_IFMT(entry.external_attr >> 16) in (0, stat.S_IFREG, stat.S_IFDIR)
+            _check_member(folder, archive, entry.filename, is_plain)
         _check_room(folder, archive, sum(entry.file_size for entry in zipped.infolist()))
         with _unpacking(archive, folder) as scratch:
             zipped.extractall(scratch)
@@ -432,7 +443,7 @@ def maybe_download_and_extract_zip(
 def _archive(
     root: str | os.PathLike[str], file_name: str, data_url: str, sha256: str | None, md5: str | None
 ) -> Iterator[Path]:
-    """Yield the downloaded archive under a lock, and convert the errors of unpacking to DatasetError."""
+    """Yield the downloaded archive under a lock, and convert unpacking errors to DatasetError."""
     folder = Path(root)
     path = folder / file_name
     if not _is_below(folder, path) or path.name in ("", ".", ".."):
@@ -455,7 +466,7 @@ def _archive(
 
 @contextlib.contextmanager
 def _unpacking(archive: Path, folder: Path) -> Iterator[Path]:
-    """Yield an empty folder to unpack into. When the block ends, move its files to their places below ``folder``.
+    """Yield an empty folder to unpack into, and then move its files to ``folder``.
 
     So a full disk or a killed process never leaves an incomplete file that looks like a complete
     one.
@@ -469,16 +480,16 @@ def _unpacking(archive: Path, folder: Path) -> Iterator[Path]:
         yield scratch
         # Sorted, so that a folder comes before its files.
         for path in sorted(scratch.rglob("*")):
-            place = folder / path.relative_to(scratch)
+            target = folder / path.relative_to(scratch)
             if path.is_dir():
-                place.mkdir(parents=True, exist_ok=True)
+                target.mkdir(parents=True, exist_ok=True)
             else:
-                files.move_into_place(path, place)
+                files.move_into_place(path, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _check_member(folder: Path, archive: Path, name: str, plain: bool) -> None:
+def _check_member(folder: Path, archive: Path, name: str, is_plain: bool) -> None:
     """Refuse a member that could write outside the folder."""
     parts = name.replace("\\", "/").split("/")
     if (
@@ -490,7 +501,7 @@ def _check_member(folder: Path, archive: Path, name: str, plain: bool) -> None:
         raise DatasetError(
             f"{archive} tries to write outside {folder}: {name!r}; nothing was unpacked"
         )
-    if not plain:
+    if not is_plain:
         raise DatasetError(
             f"{archive} contains {name!r}, which is a link or a device; nothing was unpacked"
         )
@@ -501,8 +512,8 @@ def _check_room(folder: Path, archive: Path, size_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if size_bytes > free:
         raise DatasetError(
-            f"{archive} unpacks to {size_bytes} bytes, and {folder} has {free} free; nothing "
-            "was unpacked"
+            f"{archive} unpacks to {size_bytes} bytes, and {folder} has {free} free; "
+            "nothing was unpacked"
         )
 
 

@@ -1,4 +1,7 @@
-"""Find the files of a data set, plain or compressed, read them, and create names for files derived from them."""
+"""Find the files of a data set, plain or compressed, and read them.
+
+The module also creates names for files that are derived from them.
+"""
 
 from __future__ import annotations
 
@@ -55,16 +58,18 @@ def find_file(folders: Iterable[Path], names: Iterable[str]) -> Path | None:
     Returns:
         Its path, or None.
     """
-    candidates = (
-        folder / (name + ending)
-        for folder, name, ending in itertools.product(folders, names, COMPRESSIONS)
-    )
-    return next((path for path in candidates if path.is_file()), None)
+    for folder, name, ending in itertools.product(folders, names, COMPRESSIONS):
+        path = folder / (name + ending)
+        if path.is_file():
+            return path
+    return None
 
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading in binary mode, decompressed if its name ends in ``.gz``, ``.bz2`` or ``.xz``.
+    """Open a file for reading in binary mode.
+
+    The content is decompressed if the name ends in ``.gz``, ``.bz2`` or ``.xz``.
 
     Args:
         path: The file.
@@ -106,13 +111,12 @@ def read_lines(path: Path) -> Iterator[str]:
     """
     with open_file(path) as file:
         lines = _decoded(path, file)
-        if ".sgm" in path.suffixes[-2:]:
-            lines = (
-                html.unescape(match[1]).strip()
-                for line in lines
-                if (match := _SEGMENT.search(line))
-            )
-        yield from lines
+        if ".sgm" not in path.suffixes[-2:]:
+            yield from lines
+            return
+        for line in lines:
+            if match := _SEGMENT.search(line):
+                yield html.unescape(match[1]).strip()
 
 
 def _decoded(path: Path, file: IO[bytes]) -> Iterator[str]:
@@ -163,7 +167,7 @@ def count_lines(path: Path) -> int:
 
 
 def digest_texts(paths: Iterable[Path], settings: list[Any]) -> str:
-    """Return a digest of settings and of the path, size and mtime of each text, to name files derived from them.
+    """Return a digest of settings and texts, as a name for files derived from them.
 
     Args:
         paths: The texts.

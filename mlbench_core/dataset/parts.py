@@ -52,18 +52,23 @@ def divide_batch(total: int, most: int, world_size: int) -> tuple[int, int]:
 
 
 def part_sizes(count: int, world_size: int) -> list[int]:
-    """Return the number of samples of each worker. The sizes differ by at most 1, and the last part is the smallest.
+    """Return the number of samples of each worker.
+
+    The sizes differ by at most 1, and the last part is the smallest.
 
     Example:
         >>> part_sizes(5, 2)
         [3, 2]
     """
-    return [count // world_size + (worker < count % world_size) for worker in range(world_size)]
+    size, n_larger = divmod(count, world_size)
+    return [size + 1] * n_larger + [size] * (world_size - n_larger)
 
 
 def sample_order(count: int, shuffle: bool, seed: int) -> np.ndarray:
     """Return the positions of all samples in the order in which workers receive them."""
-    return np.random.default_rng(seed).permutation(count) if shuffle else np.arange(count)
+    if shuffle:
+        return np.random.default_rng(seed).permutation(count)
+    return np.arange(count)
 
 
 def uniform_part(

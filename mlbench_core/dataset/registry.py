@@ -7,6 +7,7 @@ checksums from here. This module imports no framework.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +28,21 @@ __all__ = [
 ]
 
 DEFAULT_FOLDER = ("datasets", "torch")
-"""The folder of all default folders, below that of the user; tasks without ``--root-dataset`` use it too."""
+"""The parent of all default folders, below the user's folder.
+
+Tasks without ``--root-dataset`` use it too.
+"""
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
-CIFAR10_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+CIFAR10_BATCHES = (
+    "data_batch_1",
+    "data_batch_2",
+    "data_batch_3",
+    "data_batch_4",
+    "data_batch_5",
+    "test_batch",
+)
 # The folders into which the two archives unpack.
 CIFAR10_FOLDERS = ("", "cifar-10-batches-bin", "cifar-10-batches-py")
 # The published checksums. No verifiable checksum of the other binary batches is published, so their
@@ -46,9 +57,8 @@ CIFAR10_MD5 = {
     "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
     "test_batch": "40351d587109b95175f43aff81a1287e",
 }
-_CIFAR10_BATCH_BYTES = 10_000 * (
-    1 + 3 * 32 * 32
-)  # of the binary version: a label and an image in each record
+# Of the binary version: a label and an image in each record.
+_CIFAR10_BATCH_BYTES = 10_000 * (1 + 3 * 32 * 32)
 
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 MNIST_FOLDERS = ("", "raw", "MNIST/raw")
@@ -68,14 +78,20 @@ MNIST_ARCHIVE_MD5 = {
 }
 
 WIKITEXT2_URL = "https://wikitext.smerity.com/wikitext-2-v1.zip"
-WIKITEXT2_HUB_URL = "https://huggingface.co/datasets/Salesforce/wikitext/resolve/main/wikitext-2-v1/{name}-00000-of-00001.parquet"
+WIKITEXT2_HUB_URL = (
+    "https://huggingface.co/datasets/Salesforce/wikitext/resolve/main/wikitext-2-v1/"
+    "{name}-00000-of-00001.parquet"
+)
 WIKITEXT2_TOKENS = {"train": 2_088_628, "valid": 217_646, "test": 245_569}
 WIKITEXT2_WORDS = 33_278
 WIKITEXT2_FOLDERS = ("", "wikitext-2")  # the archive unpacks to the second
 WIKITEXT2_NAMES = ("wiki.{part}.tokens", "{part}.txt")
 
 # The address has a fixed revision, so that the checksums below stay correct.
-MULTI30K_URL = "https://raw.githubusercontent.com/multi30k/dataset/a3d2e0d26b56f3846f66a952536ffed4e401d05a/data/task1/raw/"
+MULTI30K_URL = (
+    "https://raw.githubusercontent.com/multi30k/dataset/a3d2e0d26b56f3846f66a952536ffed4e401d05a/"
+    "data/task1/raw/"
+)
 MULTI30K_NAMES = {
     "train": ("train",),
     "validation": ("val", "validation"),
@@ -116,7 +132,8 @@ class Archive:
     lines: int
 
     def text_path(self, lang: str) -> str:
-        """Return the path of the text in one language in the archive; English is the source of the original."""
+        """Return the path of the text in one language in the archive."""
+        # In newstest2014's files, English is the source and German the reference translation.
         return self.member.format(lang=lang, side={"en": "src", "de": "ref"}.get(lang, ""))
 
 
@@ -190,7 +207,7 @@ class DataFile:
     forms: tuple[FileForm, ...]
 
     def find(self, folder: Path) -> tuple[Path, FileForm] | None:
-        """Return the path of the file, plain or compressed, and its form; None if it does not exist.
+        """Return the path of the file, plain or compressed, and its form, or None.
 
         Args:
             folder: Folder of the data set.
@@ -237,8 +254,12 @@ class DatasetRecord:
 
     @property
     def folder(self) -> Path:
-        """Return the default folder: the one that its first task reads without ``--data`` and ``--root-dataset``."""
-        return user_folder(*DEFAULT_FOLDER, f"task{self.tasks[0]}" if self.tasks else self.name)
+        """Return the default folder.
+
+        Its first task reads this folder without ``--data`` and ``--root-dataset``.
+        """
+        name = f"task{self.tasks[0]}" if self.tasks else self.name
+        return user_folder(*DEFAULT_FOLDER, name)
 
     @property
     def checks(self) -> tuple[str, ...]:
@@ -276,61 +297,67 @@ def _cifar_batch(name: str) -> DataFile:
     forms = []
     for folder in CIFAR10_FOLDERS:
         for file_name in (f"{name}.bin", name):
-            md5 = CIFAR10_MD5.get(file_name)
             path = f"{folder}/{file_name}".lstrip("/")
-            forms.append(
-                FileForm(path, "md5", md5) if md5 else FileForm(path, "bytes", _CIFAR10_BATCH_BYTES)
-            )
+            if md5 := CIFAR10_MD5.get(file_name):
+                forms.append(FileForm(path, "md5", md5))
+            else:
+                forms.append(FileForm(path, "bytes", _CIFAR10_BATCH_BYTES))
     return DataFile(name, tuple(forms))
 
 
 def _wikitext_part(part: str) -> DataFile:
-    names = [
-        f"{folder}/{name}".lstrip("/") for folder in WIKITEXT2_FOLDERS for name in WIKITEXT2_NAMES
-    ]
-    tokens = WIKITEXT2_TOKENS[part]
-    return DataFile(
-        part, tuple(FileForm(name.format(part=part), "tokens", tokens) for name in names)
-    )
+    forms = []
+    for folder in WIKITEXT2_FOLDERS:
+        for name in WIKITEXT2_NAMES:
+            path = f"{folder}/{name.format(part=part)}".lstrip("/")
+            forms.append(FileForm(path, "tokens", WIKITEXT2_TOKENS[part]))
+    return DataFile(part, tuple(forms))
 
 
 def _wmt_files(archives: Mapping[str, tuple[Archive, ...]]) -> tuple[DataFile, ...]:
     """Return the texts of all archives; the test sets are also known by their plain names."""
     files = []
-    for archive in (archive for part in archives.values() for archive in part):
+    for archive in itertools.chain.from_iterable(archives.values()):
         for lang in ("en", "de"):
             path = archive.text_path(lang)
-            plain = [f"newstest{year}.{lang}" for year in (2013, 2014) if f"newstest{year}" in path]
-            forms = [FileForm(each, "lines", archive.lines) for each in (*plain, path)]
+            forms = [FileForm(path, "lines", archive.lines)]
+            for test_set in ("newstest2013", "newstest2014"):
+                if test_set in path:
+                    forms.insert(0, FileForm(f"{test_set}.{lang}", "lines", archive.lines))
             files.append(DataFile(path.rsplit("/", 1)[-1], tuple(forms)))
     return tuple(files)
 
 
 def _wmt(name: str, title: str, archives: Mapping[str, tuple[Archive, ...]]) -> DatasetRecord:
-    urls = tuple(archive.url for part in archives.values() for archive in part)
-    return DatasetRecord(
-        name, title, "unknown (test sets: for research)", urls, 1_600_000_000, _wmt_files(archives)
-    )
+    urls = tuple(archive.url for archive in itertools.chain.from_iterable(archives.values()))
+    terms = "unknown (test sets: for research)"
+    return DatasetRecord(name, title, terms, urls, 1_600_000_000, _wmt_files(archives))
 
 
 def _linear(name: str) -> DatasetRecord:
-    known = KNOWN[name]
+    data = KNOWN[name]
     files = []
-    for part, text in known.files.items():
-        published, *others = text_names(name, part)
+    for part, text in data.files.items():
+        names = text_names(name, part)
         check: tuple[str, str | int] = ("lines", text.n_rows)
         # A checksum is that of the published file, so it is that of the content only if the file is
         # not compressed.
-        if text.sha256 is not None and published == text.file_name:
+        if text.sha256 is not None and names[0] == text.file_name:
             check = ("sha256", text.sha256)
-        files.append(DataFile(part, tuple(FileForm(each, *check) for each in (published, *others))))
-    urls = tuple(text.url for text in known.files.values())
-    return DatasetRecord(name, known.title, known.license, urls, known.download_bytes, tuple(files))
+        files.append(DataFile(part, tuple(FileForm(path, *check) for path in names)))
+    urls = tuple(text.url for text in data.files.values())
+    return DatasetRecord(name, data.title, data.license, urls, data.download_bytes, tuple(files))
 
 
 def _mnist_file(name: str) -> DataFile:
-    paths = [f"{folder}/{name}".lstrip("/") for folder in MNIST_FOLDERS]
-    return DataFile(name, tuple(FileForm(path, "md5", MNIST_MD5[name]) for path in paths))
+    forms = []
+    for folder in MNIST_FOLDERS:
+        forms.append(FileForm(f"{folder}/{name}".lstrip("/"), "md5", MNIST_MD5[name]))
+    return DataFile(name, tuple(forms))
+
+
+def _multi30k_file(name: str) -> DataFile:
+    return DataFile(name, (FileForm(name, "sha256", MULTI30K_SHA256[name]),))
 
 
 DATASETS: Mapping[str, DatasetRecord] = {
@@ -382,7 +409,9 @@ DATASETS: Mapping[str, DatasetRecord] = {
             "CC BY-SA",
             (
                 WIKITEXT2_URL,
-                *(WIKITEXT2_HUB_URL.format(name=name) for name in ("train", "validation", "test")),
+                WIKITEXT2_HUB_URL.format(name="train"),
+                WIKITEXT2_HUB_URL.format(name="validation"),
+                WIKITEXT2_HUB_URL.format(name="test"),
             ),
             4_000_000,
             tuple(map(_wikitext_part, WIKITEXT2_TOKENS)),
@@ -403,10 +432,7 @@ DATASETS: Mapping[str, DatasetRecord] = {
             "research and education, non-commercial",
             tuple(f"{MULTI30K_URL}{name}.gz" for name in MULTI30K_SHA256),
             1_296_271,
-            tuple(
-                DataFile(name, (FileForm(name, "sha256", sha256),))
-                for name, sha256 in MULTI30K_SHA256.items()
-            ),
+            tuple(map(_multi30k_file, MULTI30K_SHA256)),
         ),
     )
 }

@@ -8,10 +8,9 @@ cover every sample. Their sizes differ by at most 1.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -56,8 +55,10 @@ class Partition(Dataset):
 
     def __init__(self, data: Any, indices: Sequence[int], smallest_part: int | None = None) -> None:
         self.data = data
-        self.indices = [int(index) for index in indices]
-        self.smallest_part = len(self.indices) if smallest_part is None else smallest_part
+        self.indices = list(map(int, indices))
+        if smallest_part is None:
+            smallest_part = len(self.indices)
+        self.smallest_part = smallest_part
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -69,21 +70,17 @@ class Partition(Dataset):
         """Return several samples at once; torch's DataLoader calls this if a data set offers it."""
         positions = [self.indices[index] for index in indices]
         fetch_many = getattr(self.data, "__getitems__", None)
-        return (
-            fetch_many(positions)
-            if callable(fetch_many)
-            else [self.data[position] for position in positions]
-        )
+        if callable(fetch_many):
+            return fetch_many(positions)
+        return [self.data[position] for position in positions]
 
     @property
     def targets(self) -> Any:
         """Return the labels of this part, if the data set has ``targets``."""
         targets = self.data.targets
-        return (
-            [targets[index] for index in self.indices]
-            if isinstance(targets, list)
-            else targets[self.indices]
-        )
+        if isinstance(targets, list):
+            return [targets[index] for index in self.indices]
+        return targets[self.indices]
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this only for names that are missing here. Special names must stay missing,
@@ -156,13 +153,18 @@ class DataPartitioner(Partitioner):
         self.data = data
         self.rank = rank
         count = len(data)
+        ends = np.cumsum(np.asarray(sizes, dtype=np.float64))
         # Fractions such as 0.7, 0.2 and 0.1 do not add up to exactly 1 in floating point, but must
         # cover every sample.
-        whole = abs(total - 1) <= 1e-6
-        ends = np.cumsum(np.asarray(sizes, dtype=np.float64)) / (total if whole else 1.0)
-        bounds = [0, *(round(float(end) * count) for end in ends)]
+        if abs(total - 1) <= 1e-6:
+            ends = ends / total
         order = sample_order(count, shuffle, seed)
-        self.partitions = [order[start:stop] for start, stop in itertools.pairwise(bounds)]
+        self.partitions: list[np.ndarray] = []
+        start = 0
+        for end in ends.tolist():
+            stop = round(end * count)
+            self.partitions.append(order[start:stop])
+            start = stop
 
     def use(self, partition_ind: int) -> Partition:
         """Return one of the parts.
@@ -235,8 +237,8 @@ def partition_dataset_by_rank(
             no labels.
 
     Example:
-        >>> [partition_dataset_by_rank(range(5), rank, 2, shuffle=False).indices for rank in range(2)]
-        [[0, 1, 2], [3, 4]]
+        >>> partition_dataset_by_rank(range(5), rank=1, world_size=2, shuffle=False).indices
+        [3, 4]
 
     References:
         McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data,
@@ -268,7 +270,10 @@ def partition_dataset_by_rank(
         mine = parts[rank]
         # The samples are grouped by class here. Permute them, so that batches mix the classes of
         # this worker.
-        mine = generator.permutation(mine) if shuffle else np.sort(mine)
+        if shuffle:
+            mine = generator.permutation(mine)
+        else:
+            mine = np.sort(mine)
     # The first workers get the remainder of the division, so the last part is the smallest.
     return Partition(dataset, mine.tolist(), smallest_part=sizes[-1])
 
@@ -301,27 +306,24 @@ def parse_partition(text: str) -> dict[str, Any]:
             check_positive("alpha", alpha)
             return {"distribution": distribution, "alpha": alpha}
         if distribution == "label_skew":
-            return {
-                "distribution": distribution,
-                "classes_per_worker": check_int("classes_per_worker", int(number)),
-            }
+            count = check_int("classes_per_worker", int(number))
+            return {"distribution": distribution, "classes_per_worker": count}
     raise ConfigurationError(
-        "partition must be uniform, dirichlet:ALPHA with a finite ALPHA above 0, or "
-        "label_skew:N with a whole number N "
-        f"of at least 1, not {text!r}: write for example dirichlet:0.1"
+        "partition must be uniform, dirichlet:ALPHA with a finite ALPHA above 0, or label_skew:N "
+        f"with a whole number N of at least 1, not {text!r}: write for example dirichlet:0.1"
     )
 
 
 def _classes(dataset: Any, labels: Sequence[int] | None) -> np.ndarray:
     """Return the class of each sample, numbered from 0 without gaps."""
-    found = labels if labels is not None else getattr(dataset, "targets", None)
-    if found is None:
+    if labels is None:
+        labels = getattr(dataset, "targets", None)
+    if labels is None:
         raise ValueError(
             "labels must be the class of each sample, not None, because "
-            f"{type(dataset).__name__} has no `targets`: "
-            "pass labels=..."
+            f"{type(dataset).__name__} has no `targets`: pass labels=..."
         )
-    array = np.asarray(found)
+    array = np.asarray(labels)
     if array.shape != (len(dataset),):
         raise ValueError(
             f"labels must have shape ({len(dataset)},), one per sample, not {array.shape}"
@@ -339,29 +341,31 @@ def _dirichlet(
 ) -> list[np.ndarray]:
     """Fill each worker's part from the classes with its own proportions."""
     members = _members(classes, shuffle, generator)
-    left = np.array([len(member) for member in members])
+    left = np.array(list(map(len, members)))
     prior = left / max(1, left.sum())
     parts: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(sizes)
     # Workers draw in random order, because the last ones receive the classes that the others left.
     for worker in generator.permutation(len(sizes)):
         mixture = _draw_mixture(alpha * prior, generator)
         taken = _draw_counts(sizes[worker], mixture, left, generator)
-        # Samples are taken from the front of a class, so the `have` samples that are left are its
-        # last ones.
-        chosen = [
-            member[len(member) - have : len(member) - have + take]
-            for member, have, take in zip(members, left, taken, strict=True)
-        ]
+        chosen = []
+        for member, have, take in zip(members, left, taken, strict=True):
+            # Samples are taken from the front of a class, so the `have` samples that are left are
+            # its last ones.
+            start = len(member) - have
+            chosen.append(member[start : start + take])
         left = left - taken
-        parts[worker] = np.concatenate(chosen) if chosen else parts[worker]
+        if chosen:
+            parts[worker] = np.concatenate(chosen)
     return parts
 
 
 def _draw_mixture(concentration: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Draw from the Dirichlet distribution; if tiny concentrations underflow, draw from its limit: one class."""
+    """Draw from the Dirichlet distribution."""
     gammas = generator.standard_gamma(concentration)
     if gammas.sum() > 0:
         return gammas / gammas.sum()
+    # Tiny concentrations underflow, so draw from the limit of the distribution: a single class.
     mixture = np.zeros_like(concentration)
     if len(mixture):
         mixture[generator.choice(len(mixture), p=concentration / concentration.sum())] = 1.0
@@ -371,7 +375,7 @@ def _draw_mixture(concentration: np.ndarray, generator: np.random.Generator) -> 
 def _draw_counts(
     need: int, mixture: np.ndarray, left: np.ndarray, generator: np.random.Generator
 ) -> np.ndarray:
-    """Draw the number of samples to take from each class; draw again for samples that a class no longer has."""
+    """Draw the number of samples to take from each class."""
     taken = np.zeros_like(left)
     while need > 0:
         weights = np.where(left > taken, mixture, 0.0)
@@ -398,11 +402,9 @@ def _label_skew(
     in_order = np.concatenate([*_members(classes, shuffle, generator), np.empty(0, dtype=np.int64)])
     # The sizes of a worker's shards differ by at most one sample and add up to the size of its
     # part.
-    shards = [
-        (worker, size // per_worker + (s < size % per_worker))
-        for worker, size in enumerate(sizes)
-        for s in range(per_worker)
-    ]
+    shards: list[tuple[int, int]] = []
+    for worker, size in enumerate(sizes):
+        shards += [(worker, length) for length in part_sizes(size, per_worker)]
     parts: list[list[np.ndarray]] = [[] for _ in sizes]
     start = 0
     for position in generator.permutation(len(shards)):
@@ -416,8 +418,10 @@ def _members(
     classes: np.ndarray, shuffle: bool, generator: np.random.Generator
 ) -> list[np.ndarray]:
     """Return the samples of each class."""
-    arrange: Callable[[np.ndarray], np.ndarray] = generator.permutation if shuffle else np.asarray
-    return [
-        arrange(np.flatnonzero(classes == label))
-        for label in range(int(classes.max(initial=-1)) + 1)
-    ]
+    members = []
+    for label in range(int(classes.max(initial=-1)) + 1):
+        samples = np.flatnonzero(classes == label)
+        if shuffle:
+            samples = generator.permutation(samples)
+        members.append(samples)
+    return members

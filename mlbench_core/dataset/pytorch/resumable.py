@@ -60,7 +60,7 @@ class ResumablePasses(ABC):
         self._started = False
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position of the iteration, which a checkpoint needs to resume at the next batch.
+        """Return the position of the iteration, so that a run can resume at the next batch.
 
         A ``DataLoader`` with worker processes requests batches from a sampler ahead of time.
         Without worker processes, the next batch is the one after the last that was yielded.
@@ -71,12 +71,10 @@ class ResumablePasses(ABC):
         """
         # After the last batch, the position is the start of the next epoch: a resumed run must not
         # repeat this one.
-        finished = self._started and self._next_batch >= len(self)
-        return {
-            "epoch": self._epoch + 1 if finished else self._epoch,
-            "batch": 0 if finished else self._next_batch,
-            **self._settings(),
-        }
+        epoch, batch = self._epoch, self._next_batch
+        if self._started and batch >= len(self):
+            epoch, batch = epoch + 1, 0
+        return {"epoch": epoch, "batch": batch, **self._settings()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Resume at the position of a state.
@@ -99,7 +97,8 @@ class ResumablePasses(ABC):
         self._started = False
 
     def _begin(self) -> int:
-        """Begin a pass and return the number of its first batch; if a pass had begun, go to the next epoch first."""
+        """Begin a pass and return the number of its first batch."""
+        # A second pass without `set_epoch` is that of the next epoch.
         if self._started:
             self.set_epoch(self._epoch + 1)
         self._started = True
