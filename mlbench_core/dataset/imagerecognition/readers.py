@@ -39,11 +39,13 @@ def read_bytes(path: Path, md5: str | None = None) -> bytes:
         raise DatasetError(
             f"{path} has more than {_MOST_BYTES >> 20} MiB, and no file of a known data set has"
         )
+    if md5 is None:
+        return content
     # The checksum is that of the content, so that it is valid for any compression.
-    found = files.digest(content, "md5") if md5 else None
-    if found != md5:
+    digest = files.digest(content, "md5")
+    if digest != md5:
         raise DatasetError(
-            f"{path} is damaged: the md5 of its content is {found}, not {md5}; delete it and "
+            f"{path} is damaged: the md5 of its content is {digest}, not {md5}; delete it and "
             "get it again"
         )
     return content
@@ -74,8 +76,8 @@ def parse_cifar_binary(path: Path, content: bytes) -> tuple[np.ndarray, np.ndarr
 def parse_cifar_python(path: Path, content: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Parse CIFAR-10's "python version": a pickle of a dictionary with an array and a list.
 
-    An unpickler reads the pickle that allows only plain containers, numbers, text and numpy arrays.
-    It refuses every other class or function before it looks it up, so no code of the file runs.
+    The unpickler allows only plain containers, numbers, text and numpy arrays. It refuses every
+    other class or function before it looks it up, so no code of the file runs.
 
     Args:
         path: Path of the file, for messages.
@@ -90,10 +92,10 @@ def parse_cifar_python(path: Path, content: bytes) -> tuple[np.ndarray, np.ndarr
     try:
         entries = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
         # The keys are bytes in a pickle of Python 2, and text in one of Python 3.
-        named = {
-            key.decode() if isinstance(key, bytes) else key: value for key, value in entries.items()
-        }
-        rows, labels = np.asarray(named["data"]), np.asarray(named["labels"])
+        if b"data" in entries:
+            rows, labels = np.asarray(entries[b"data"]), np.asarray(entries[b"labels"])
+        else:
+            rows, labels = np.asarray(entries["data"]), np.asarray(entries["labels"])
     except DatasetError as error:
         raise DatasetError(f"{path}: {error}") from error
     # A damaged pickle may raise an exception of nearly any type.
@@ -129,7 +131,7 @@ def _images(path: Path, rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarra
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Encode text as latin-1, which pickles of Python 2 need for bytes; refuse every other encoding."""
+    """Encode text as latin-1, which pickles of Python 2 need for bytes."""
     if encoding not in ("latin1", "latin-1"):
         raise DatasetError(f"the pickle requests the encoding {encoding!r}, which no array needs")
     return text.encode("latin-1")
@@ -176,7 +178,7 @@ def parse_idx(path: Path, content: bytes, dimensions: int) -> np.ndarray:
         raise DatasetError(
             f"{path} is damaged: it is not an idx file of bytes with {dimensions} dimensions"
         )
-    shape = [int(size) for size in np.frombuffer(content, dtype=">u4", count=dimensions, offset=4)]
+    shape = np.frombuffer(content, dtype=">u4", count=dimensions, offset=4).tolist()
     # A truncated download has a correct header but too few bytes.
     if len(content) - start != int(np.prod(shape)):
         raise DatasetError(f"{path} is damaged: {len(content) - start} bytes for the sizes {shape}")

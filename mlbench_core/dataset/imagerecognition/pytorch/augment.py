@@ -112,9 +112,8 @@ def crop_and_flip(images: Tensor, draws: Draws, padding: int) -> Tensor:
     # view without a copy.
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)
     # One transfer for all draws.
-    tops, lefts, flips = send(
-        torch.stack([draws.tops, draws.lefts, draws.flips.to(draws.tops.dtype)]), images.device
-    )
+    stacked = torch.stack([draws.tops, draws.lefts, draws.flips.to(draws.tops.dtype)])
+    tops, lefts, flips = send(stacked, images.device)
     crops = windows[torch.arange(len(images), device=images.device), :, tops, lefts]
     return torch.where(flips.bool()[:, None, None, None], crops.flip(3), crops)
 
@@ -131,8 +130,9 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     """
     # A copy from other memory than pinned memory waits for all work that the GPU still has to do.
     # torch keeps the pinned memory until the copy has ended.
-    is_transfer = device.type == "cuda" and tensor.device.type == "cpu"
-    return tensor.pin_memory().to(device, non_blocking=True) if is_transfer else tensor.to(device)
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def crop_and_flip_reference(images: Tensor, draws: Draws, padding: int) -> Tensor:
@@ -150,7 +150,9 @@ def crop_and_flip_reference(images: Tensor, draws: Draws, padding: int) -> Tenso
     results = []
     for image, top, left, flip in zip(images, draws.tops, draws.lefts, draws.flips, strict=True):
         crop = F.pad(image, (padding,) * 4)[:, top : top + height, left : left + width]
-        results.append(crop.flip(2) if flip else crop)
+        if flip:
+            crop = crop.flip(2)
+        results.append(crop)
     return torch.stack(results)
 
 
@@ -160,7 +162,9 @@ def normalize(
     std: Sequence[float],
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Tensor:
-    """Convert bytes to numbers of mean 0 and standard deviation 1: (x/255 - mean) / std for each channel.
+    """Convert bytes to numbers of mean 0 and standard deviation 1.
+
+    The result is (x/255 - mean) / std for each channel.
 
     Args:
         images: uint8 of shape (batch, channels, height, width).
@@ -178,15 +182,12 @@ def normalize(
     ).float()
     scale, shift = send(constants, images.device)[:, :, None, None]
     result = torch.empty(images.shape, dtype=torch.float32, device=images.device)
+    count = len(images)
     # On a CPU, one part after the other: its values are still in the cache for the next operation.
-    count = (
-        len(images)
-        if images.device.type == "cuda"
-        else _CACHED_VALUES // max(1, images[:1].numel())
-    )
-    for values, pixels in zip(
-        result.split(max(1, count)), images.split(max(1, count)), strict=True
-    ):
+    if images.device.type != "cuda":
+        count = _CACHED_VALUES // max(1, images[:1].numel())
+    count = max(1, count)
+    for values, pixels in zip(result.split(count), images.split(count), strict=True):
         values.copy_(pixels).mul_(scale).add_(shift)
     # Change the memory format last: arithmetic is several times faster on contiguous planes than on
     # interleaved channels.

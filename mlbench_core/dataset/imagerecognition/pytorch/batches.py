@@ -62,7 +62,8 @@ class ImageBatches(ResumablePasses):
     Example:
         >>> import torch
         >>> images = torch.zeros(10, 3, 32, 32, dtype=torch.uint8)
-        >>> dataset = ImageDataset(images, torch.arange(10), list("abcdefghij"), (0.5,) * 3, (0.5,) * 3)
+        >>> mean, std = (0.5,) * 3, (0.5,) * 3
+        >>> dataset = ImageDataset(images, torch.arange(10), list("abcdefghij"), mean, std)
         >>> batches = ImageBatches(dataset, batch_size=4)
         >>> [tuple(x.shape) for x, y in batches]
         [(4, 3, 32, 32), (4, 3, 32, 32), (2, 3, 32, 32)]
@@ -95,7 +96,9 @@ class ImageBatches(ResumablePasses):
                 "augment must be False for a data set without augmentation, not True: set "
                 "`augmentation`"
             )
-        self.augment = self.images.augmentation is not None if augment is None else bool(augment)
+        if augment is None:
+            augment = self.images.augmentation is not None
+        self.augment = bool(augment)
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.memory_format = memory_format
@@ -104,11 +107,11 @@ class ImageBatches(ResumablePasses):
         """Return the number of batches of an epoch."""
         # The smallest part determines the number for all workers: otherwise some would wait in a
         # collective.
-        smallest = (
-            min(getattr(self.dataset, "smallest_part", len(self.dataset)), len(self.dataset))
-            // self.world_size
-        )
-        return smallest // self.batch_size if self.drop_last else -(-smallest // self.batch_size)
+        images = min(getattr(self.dataset, "smallest_part", len(self.dataset)), len(self.dataset))
+        images //= self.world_size
+        if self.drop_last:
+            return images // self.batch_size
+        return -(-images // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         first = self._begin()
@@ -121,9 +124,8 @@ class ImageBatches(ResumablePasses):
             # Shared images have one order for all workers; a worker with its own part has its own
             # order.
             rank = self.rank if self.world_size == 1 else 0
-            order = order[
-                torch.randperm(len(order), generator=self._generator(_ORDER, epoch, rank=rank))
-            ]
+            generator = self._generator(rank, _ORDER, epoch)
+            order = order[torch.randperm(len(order), generator=generator)]
         for number in range(first, len(self)):
             self._mark_yielded(number)
             chosen = order[number * together : (number + 1) * together]
@@ -132,21 +134,21 @@ class ImageBatches(ResumablePasses):
                 # share them evenly.
                 share = len(chosen) // self.world_size
                 chosen = chosen[self.rank * share : (self.rank + 1) * share]
-            generator = self._generator(_AUGMENTATION, epoch, number) if self.augment else None
-            yield self.images.batch(chosen, generator, self.memory_format, augment=self.augment)
+            draws = None
+            if self.augment:
+                draws = self._generator(self.rank, _AUGMENTATION, epoch, number)
+            yield self.images.batch(chosen, draws, self.memory_format, augment=self.augment)
 
-    def _generator(self, *purpose: int, rank: int | None = None) -> torch.Generator:
-        """Return a separate generator for each purpose; related seeds give unrelated streams."""
+    def _generator(self, rank: int, *purpose: int) -> torch.Generator:
+        """Return a separate generator for each rank and purpose."""
         # SeedSequence mixes the numbers: seeds 0 and 1 do not give related streams.
-        sequence = np.random.SeedSequence(
-            [self.seed, self.rank if rank is None else rank, *purpose]
-        )
-        return torch.Generator().manual_seed(
-            int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
-        )
+        sequence = np.random.SeedSequence([self.seed, rank, *purpose])
+        seed = sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)
+        return torch.Generator().manual_seed(int(seed))
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Resume at the position of a state; a state without ``world_size`` was saved with ``world_size=1``."""
+        """Resume at the position of a state."""
+        # A state without ``world_size`` was saved with ``world_size=1``.
         super().load_state_dict({"world_size": 1, **state})
 
     def _settings(self) -> dict[str, int]:

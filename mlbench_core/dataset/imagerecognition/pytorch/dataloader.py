@@ -1,4 +1,4 @@
-"""Image data sets: CIFAR-10, MNIST, scikit-learn's digits and folders of images such as ImageNet."""
+"""Image data sets: CIFAR-10, MNIST, scikit-learn's digits, and folders such as ImageNet."""
 
 from __future__ import annotations
 
@@ -37,6 +37,15 @@ from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 from mlbench_core.files import read_bytes
 
 __all__ = ["CIFAR10V1", "MNIST", "Digits", "Imagenet"]
+
+
+def _augmentation(
+    train: bool, augment: bool | None, padding: int, flip: bool = False
+) -> Augmentation | None:
+    """Return the augmentation of a part; by default, only training images have one."""
+    if augment is None:
+        augment = train
+    return Augmentation(padding, flip) if augment else None
 
 
 class CIFAR10V1(ImageDataset):
@@ -91,7 +100,7 @@ class CIFAR10V1(ImageDataset):
             CIFAR10_CLASSES,
             CIFAR10_MEAN,
             CIFAR10_STD,
-            Augmentation(padding=4, flip=True) if (train if augment is None else augment) else None,
+            _augmentation(train, augment, padding=4, flip=True),
         )
 
 
@@ -137,17 +146,14 @@ class MNIST(ImageDataset):
         self.root = Path(root)
         self.train = train
         gray, labels = read_mnist(root, train, download)
+        padded = F.pad(torch.from_numpy(gray)[:, None], (pad,) * 4)
         super().__init__(
-            F.pad(torch.from_numpy(gray)[:, None], (pad,) * 4)
-            .expand(-1, channels, -1, -1)
-            .contiguous(),
+            padded.expand(-1, channels, -1, -1).contiguous(),
             torch.from_numpy(labels),
-            [str(digit) for digit in range(10)],
+            list("0123456789"),
             (MNIST_MEAN,) * channels,
             (MNIST_STD,) * channels,
-            Augmentation(padding=4, flip=False)
-            if (train if augment is None else augment)
-            else None,
+            _augmentation(train, augment, padding=4),
         )
 
 
@@ -199,12 +205,10 @@ class Digits(ImageDataset):
         super().__init__(
             images[chosen].expand(-1, channels, -1, -1).contiguous(),
             torch.from_numpy(labels.astype(np.int64))[chosen],
-            [str(digit) for digit in range(10)],
+            list("0123456789"),
             (reference.mean().item(),) * channels,
             (reference.std().item(),) * channels,
-            Augmentation(padding=2, flip=False)
-            if (train if augment is None else augment)
-            else None,
+            _augmentation(train, augment, padding=2),
         )
 
 

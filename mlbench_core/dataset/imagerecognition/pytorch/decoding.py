@@ -1,7 +1,8 @@
-"""Check images before they are decoded, and convert the decoded ones to bytes of red, green and blue."""
+"""Check images before they are decoded, and convert decoded ones to bytes of RGB."""
 
 from __future__ import annotations
 
+import struct
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,7 +23,7 @@ Box: TypeAlias = tuple[int, int, int, int]
 """A part of an image: first row, first column, height and width."""
 
 MOST_PIXELS = 89_478_485
-"""Largest number of pixels of an image, 268 MB as RGB: the number above which Pillow warns of a bomb."""
+"""Largest number of pixels of an image, 268 MB as RGB. Above it, Pillow warns of a bomb."""
 
 MOST_BYTES = 1 << 28
 """Largest size of the file of an image."""
@@ -39,7 +40,7 @@ _SCAN, _END = 0xDA, 0xD9
 
 
 def check_encoded(name: str, encoded: bytes) -> None:
-    """Refuse bytes that are not a JPEG or PNG image, or whose header promises too many pixels or none.
+    """Refuse bytes that are not a JPEG or PNG image, or that have too many pixels or none.
 
     A decoder allocates the memory for all pixels that a header promises, so a file of some hundred
     bytes can ask for gigabytes. This function reads the header alone.
@@ -55,11 +56,11 @@ def check_encoded(name: str, encoded: bytes) -> None:
         >>> header = b"\\x89PNG\\r\\n\\x1a\\n\\0\\0\\0\\rIHDR" + (10**5).to_bytes(4, "big") * 2
         >>> check_encoded("a.png", header)
         Traceback (most recent call last):
-        mlbench_core.errors.DatasetError: a.png has 100000 x 100000 pixels, not 1 to 89478485: it is damaged or \
-too large; get it again, make it smaller, or delete it
+        mlbench_core.errors.DatasetError: a.png has 100000 x 100000 pixels, not 1 to 89478485: it \
+is damaged or too large; get it again, make it smaller, or delete it
     """
     if encoded.startswith(_PNG) and encoded[12:16] == b"IHDR" and len(encoded) >= 24:
-        width, height = (int.from_bytes(encoded[start : start + 4], "big") for start in (16, 20))
+        width, height = struct.unpack_from(">II", encoded, 16)
     elif encoded.startswith(_JPEG):
         height, width = _jpeg_size(name, encoded)
     else:
@@ -107,17 +108,17 @@ def without_ends(height: int, width: int) -> Box:
         ((0, 0, 333, 500), (0, 9984, 1, 32))
     """
     shorter = min(height, width)
-    # A multiple of the shorter side at each end, so that the pixels of the resized middle keep
-    # their places.
-    top, left = (
-        max(0, (length // shorter - _MOST_RATIO) // 2) * shorter for length in (height, width)
-    )
+    # Cut a multiple of the shorter side at each end, so that the pixels of the resized middle keep
+    # their positions.
+    top = max(0, (height // shorter - _MOST_RATIO) // 2) * shorter
+    left = max(0, (width // shorter - _MOST_RATIO) // 2) * shorter
     return top, left, height - 2 * top, width - 2 * left
 
 
 def _jpeg_size(name: str, encoded: bytes) -> tuple[int, int]:
-    """Return height and width of the first frame, found as libjpeg does: bytes between segments are skipped."""
+    """Return height and width of the first frame."""
     at = len(_JPEG)
+    # As in libjpeg, bytes between segments are skipped.
     while (at := encoded.find(b"\xff", at)) >= 0 and at + 4 <= len(encoded):
         marker = encoded[at + 1]
         if marker == 0xFF:  # any number of these may precede a marker
@@ -125,9 +126,7 @@ def _jpeg_size(name: str, encoded: bytes) -> tuple[int, int]:
         elif marker == 0 or marker in _ALONE:
             at += 2
         elif marker in _FRAMES and at + 9 <= len(encoded):
-            height, width = (
-                int.from_bytes(encoded[start : start + 2], "big") for start in (at + 5, at + 7)
-            )
+            height, width = struct.unpack_from(">HH", encoded, at + 5)
             return height, width
         elif marker in (_SCAN, _END):
             break

@@ -92,8 +92,8 @@ class ImageDataset(Dataset):
         self.targets: list[int] = targets.to(torch.int64).tolist()
         self._moved_labels: Tensor | None = None
         self.classes = list(classes)
-        self.mean = tuple(float(value) for value in mean)
-        self.std = tuple(float(value) for value in std)
+        self.mean = tuple(map(float, mean))
+        self.std = tuple(map(float, std))
         self.augmentation = augmentation
         self.transform: Callable[[Any], Any] | None = None
         self.target_transform: Callable[[int], Any] | None = None
@@ -106,8 +106,12 @@ class ImageDataset(Dataset):
         return self.__getitems__([range(len(self))[index]])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """Return several samples, created together; torch's DataLoader calls this for each batch."""
-        samples = self.batch(indices)[0] if self.transform is None else self._transformed(indices)
+        """Return several samples, created together; a DataLoader calls this for each batch."""
+        samples: Any
+        if self.transform is None:
+            samples, _ = self.batch(indices)
+        else:
+            samples = self._transformed(indices)
         return list(zip(samples, self._targets(indices), strict=True))
 
     def batch(
@@ -155,20 +159,16 @@ class ImageDataset(Dataset):
         pictures: Any = require("PIL.Image", "vision")
         pixels = self.data
         # PIL takes gray images as (height, width), without a channel.
-        is_gray = pixels.shape[-1] == 1
-        return [
-            self.transform(pictures.fromarray(pixels[i, :, :, 0] if is_gray else pixels[i]))
-            for i in indices
-        ]
+        if pixels.shape[-1] == 1:
+            pixels = pixels[..., 0]
+        return [self.transform(pictures.fromarray(pixels[index])) for index in indices]
 
     def _targets(self, indices: Sequence[int]) -> list[Any]:
         """Return the labels of some samples, one by one."""
         labels = [self.targets[index] for index in indices]
-        return (
-            labels
-            if self.target_transform is None
-            else [self.target_transform(label) for label in labels]
-        )
+        if self.target_transform is None:
+            return labels
+        return list(map(self.target_transform, labels))
 
     def _labels(self, chosen: Tensor) -> Tensor:
         """Return the labels of some samples as a tensor, on the device of the images."""
@@ -181,7 +181,7 @@ class ImageDataset(Dataset):
         return torch.stack([torch.as_tensor(label) for label in labels]).to(self.images.device)
 
     def to(self, device: torch.device | str) -> ImageDataset:
-        """Move images and labels to a device, so that batches are created there without further copies.
+        """Move images and labels to a device, so that batches are created there without copies.
 
         Args:
             device: For example ``"cuda"``.
@@ -190,12 +190,11 @@ class ImageDataset(Dataset):
             The data set itself.
         """
         self.images = self.images.to(device)
-        on_cpu = self.images.device.type == "cpu"
+        self._moved_labels = None
         # The CPU uses the list, because it may be changed. On another device, a tensor avoids a
         # copy for each batch.
-        self._moved_labels = (
-            None if on_cpu else torch.tensor(self.targets, dtype=torch.int64, device=device)
-        )
+        if self.images.device.type != "cpu":
+            self._moved_labels = torch.tensor(self.targets, dtype=torch.int64, device=device)
         return self
 
     @property
@@ -205,8 +204,11 @@ class ImageDataset(Dataset):
 
     @property
     def data(self) -> np.ndarray:
-        """Return the images as in torchvision: uint8 of shape (N, height, width, channels), a view on the CPU."""
-        # This is a view in another order, because torchvision's users expect the channels last.
+        """Return the images as in torchvision: uint8 of shape (N, height, width, channels).
+
+        On the CPU, the array is a view of the images.
+        """
+        # torchvision's users expect the channels last.
         return self.images.cpu().permute(0, 2, 3, 1).numpy()
 
     @property
@@ -215,7 +217,7 @@ class ImageDataset(Dataset):
         return {name: index for index, name in enumerate(self.classes)}
 
     def __repr__(self) -> str:
-        shape = "x".join(str(size) for size in self.images.shape[1:])
+        shape = "x".join(map(str, self.images.shape[1:]))
         return (
             f"{type(self).__name__}({len(self)} images of {shape}, "
             f"augmentation={self.augmentation})"

@@ -57,8 +57,8 @@ class _Members(NamedTuple):
     size: np.ndarray
 
 
-class _Found(NamedTuple):
-    """An image that was found: its class, its path, and its place if it is in a tar file."""
+class _Image(NamedTuple):
+    """The class and the path of an image, and its position if it is in a tar file."""
 
     label: str
     name: str
@@ -84,25 +84,24 @@ class JpegFiles:
     """
 
     def __init__(
-        self, root: Path, found: Sequence[_Found], archives: Sequence[Path] | None = None
+        self, root: Path, found: Sequence[_Image], archives: Sequence[Path] | None = None
     ) -> None:
         self.root = root
-        labels = {each.label for each in found}
+        labels = {image.label for image in found}
         # WebDataset's shards have numbers: as texts, 10 would come before 2.
-        self.classes = (
-            sorted(labels, key=int)
-            if all(label.isdecimal() for label in labels)
-            else sorted(labels)
-        )
+        if all(map(str.isdecimal, labels)):
+            self.classes = sorted(labels, key=int)
+        else:
+            self.classes = sorted(labels)
         numbers = {label: number for number, label in enumerate(self.classes)}
-        found = sorted(found, key=lambda each: (numbers[each.label], each.name))
-        self.targets = np.array([numbers[each.label] for each in found], dtype=np.int64)
-        self._names = np.array([os.fsencode(each.name) for each in found])
+        images = sorted(found, key=lambda image: (numbers[image.label], image.name))
+        self.targets = np.array([numbers[image.label] for image in images], dtype=np.int64)
+        self._names = np.array([os.fsencode(image.name) for image in images])
         self._members: _Members | None = None
         if archives is not None:
-            archive, offset, size = (
-                np.array([each[i] for each in found], dtype=np.int64) for i in (2, 3, 4)
-            )
+            archive = np.array([image.archive for image in images], dtype=np.int64)
+            offset = np.array([image.offset for image in images], dtype=np.int64)
+            size = np.array([image.size for image in images], dtype=np.int64)
             self._members = _Members(tuple(archives), archive, offset, size)
 
     def __len__(self) -> int:
@@ -128,9 +127,8 @@ class JpegFiles:
             if self._members is None:
                 return read_bytes(self.root / os.fsdecode(bytes(self._names[index])), MOST_BYTES)
             size = int(self._members.size[index])
-            with self._members.archives[self._members.archive[index]].open(
-                "rb", buffering=0
-            ) as file:
+            archive = self._members.archives[self._members.archive[index]]
+            with archive.open("rb", buffering=0) as file:
                 content = os.pread(file.fileno(), size, int(self._members.offset[index]))
         except OSError as error:
             raise DatasetError(f"{self.name(index)} cannot be read: {error}") from error
@@ -163,7 +161,7 @@ class JpegFiles:
 
 
 def find_jpegs(root: str | os.PathLike[str], part: str = "") -> JpegFiles:
-    """Find the JPEG images of a folder, see :mod:`mlbench_core.dataset.imagerecognition.pytorch.jpeg_files`.
+    """Find the JPEG images of a folder; the module describes the forms of such a folder.
 
     Files and members with other endings than ``.jpg`` and ``.jpeg``, in upper or lower case, are
     ignored. Every tar file is read once from header to header, without its images.
@@ -209,20 +207,17 @@ def find_jpegs(root: str | os.PathLike[str], part: str = "") -> JpegFiles:
         raise DatasetError(
             f"{archives[0]} is beside folders in {folder}: move the tar files or the folders away"
         )
-    if archives:
-        found = [
-            each
-            for number, path in enumerate(archives)
-            for each in _scan_archive(path, number, solution)
-        ]
-    else:
-        found = _scan_folder(folder, solution)
-    if not found:
+    images: list[_Image] = []
+    for number, path in enumerate(archives):
+        images += _scan_archive(path, number, solution)
+    if not archives:
+        images = _scan_folder(folder, solution)
+    if not images:
         where = ", ".join(map(str, archives[:3])) or folder
         raise DatasetNotFoundError(
             f"no JPEG images in {where}: their names must end with .jpg, .jpeg or .JPEG"
         )
-    return JpegFiles(folder, found, archives or None)
+    return JpegFiles(folder, images, archives or None)
 
 
 def _read_solution(root: Path) -> dict[str, str]:
@@ -233,10 +228,11 @@ def _read_solution(root: Path) -> dict[str, str]:
     try:
         # Spreadsheet programs write a byte order mark.
         with path.open(encoding="utf-8-sig", newline="") as file:
-            # "ILSVRC2012_val_00000001,n01751748 111 108 ...": a class, and boxes.
-            return {
-                row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(file)
-            }
+            solution = {}
+            for row in csv.DictReader(file):
+                # "ILSVRC2012_val_00000001,n01751748 111 108 ...": a class, and boxes.
+                solution[row["ImageId"]] = row["PredictionString"].split()[0]
+            return solution
     except (KeyError, IndexError, AttributeError, UnicodeDecodeError, csv.Error) as error:
         raise DatasetError(
             f"{path} is damaged: it does not have the columns ImageId and PredictionString; "
@@ -248,44 +244,39 @@ def _is_image(name: str) -> bool:
     return name.lower().endswith(_ENDINGS)
 
 
-def _scan_folder(folder: Path, solution: Mapping[str, str]) -> list[_Found]:
-    """Return the images in the folders of the classes, and those without a folder if the solution has their class."""
-    found: list[_Found] = []
+def _scan_folder(folder: Path, solution: Mapping[str, str]) -> list[_Image]:
+    """Return the images in the folders of the classes, and those that the solution has."""
+    images: list[_Image] = []
     try:
         with os.scandir(folder) as entries:
             visible = [entry for entry in entries if not entry.name.startswith(".")]
         for entry in visible:
             if entry.is_dir():
-                images = [
-                    _Found(entry.name, f"{entry.name}/{name}")
-                    for name in os.listdir(entry)
-                    if _is_image(name)
-                ]
+                names = list(filter(_is_image, os.listdir(entry)))
                 # Without an error, the other classes would get other numbers.
-                if not images:
+                if not names:
                     raise DatasetError(
                         f"{entry.path} has no JPEG images of the class {entry.name}: delete it "
                         "if it is empty"
                     )
-                found += images
+                images += [_Image(entry.name, f"{entry.name}/{name}") for name in names]
             elif _is_image(entry.name):
                 stem = entry.name.rpartition(".")[0]
                 if stem not in solution:
                     raise DatasetError(
                         f"the class of {entry.path} is not known: put images into one folder "
-                        "for each class, or "
-                        f"{_SOLUTION} of ImageNet into {folder.parent}"
+                        f"for each class, or {_SOLUTION} of ImageNet into {folder.parent}"
                     )
-                found.append(_Found(solution[stem], entry.name))
+                images.append(_Image(solution[stem], entry.name))
     except OSError as error:
         raise DatasetError(f"{folder} cannot be read: {error}") from error
-    return found
+    return images
 
 
-def _scan_archive(path: Path, number: int, solution: Mapping[str, str]) -> list[_Found]:
+def _scan_archive(path: Path, number: int, solution: Mapping[str, str]) -> list[_Image]:
     """Return the images of a tar file."""
     labels: dict[str, str] = {}
-    found: list[tuple[str, tarfile.TarInfo]] = []
+    members: list[tuple[str, tarfile.TarInfo]] = []
     try:
         # "r:" refuses compressed files, in which no position can be read without those before it.
         with tarfile.open(path, "r:") as archive:
@@ -301,7 +292,7 @@ def _scan_archive(path: Path, number: int, solution: Mapping[str, str]) -> list[
                     if ending == ".cls":
                         labels[base] = _read_class(archive, member, path)
                     else:
-                        found.append((base, member))
+                        members.append((base, member))
             _check_end(archive, path)
     # Wrong numbers in headers raise a ValueError.
     except (tarfile.TarError, OSError, ValueError) as error:
@@ -310,21 +301,20 @@ def _scan_archive(path: Path, number: int, solution: Mapping[str, str]) -> list[
             "or get it again"
         ) from error
 
-    def label(base: str) -> str:
+    images = []
+    for base, member in members:
         parts = PurePosixPath(base)
-        return labels.get(base) or parts.parent.name or solution.get(parts.name) or path.stem
-
-    return [
-        _Found(label(base), each.name, number, each.offset_data, each.size) for base, each in found
-    ]
+        # The docstring of the module describes this order.
+        label = labels.get(base) or parts.parent.name or solution.get(parts.name) or path.stem
+        images.append(_Image(label, member.name, number, member.offset_data, member.size))
+    return images
 
 
 def _read_class(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> str:
     """Return the content of a member ``NAME.cls``."""
-    stream = archive.extractfile(member) if member.size <= _CLASS_BYTES else None
-    label = (
-        stream.read().decode("utf-8-sig", errors="replace").strip() if stream is not None else ""
-    )
+    label = ""
+    if member.size <= _CLASS_BYTES and (stream := archive.extractfile(member)):
+        label = stream.read().decode("utf-8-sig", errors="replace").strip()
     if not label:
         raise DatasetError(
             f"{member.name} in {path} does not have the name or the number of a class in one line"
@@ -333,7 +323,8 @@ def _read_class(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -
 
 
 def _check_end(archive: tarfile.TarFile, path: Path) -> None:
-    """Refuse a tar file with a damaged header in the middle, at which tarfile stops as at the end."""
+    """Refuse a tar file with a damaged header in the middle."""
+    # tarfile stops there as at the end, without an error.
     with path.open("rb") as file:
         file.seek(archive.offset)
         # The end is a block of zeros, or that of the file.
