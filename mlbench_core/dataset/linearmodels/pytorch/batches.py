@@ -1,4 +1,7 @@
-"""Batches of rows that are shuffled by blocks and within them. A seed determines them, and a run can resume them."""
+"""Batches of rows that depend only on a seed, and that a run can resume.
+
+The rows are shuffled by blocks and within them.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ from torch.utils.data import Sampler
 from mlbench_core.arguments import check_int, check_rank
 from mlbench_core.dataset.linearmodels.pytorch.dataloader import LMDBDataset
 from mlbench_core.dataset.linearmodels.pytorch.subset import RowSubset
+from mlbench_core.dataset.parts import part_sizes
 from mlbench_core.dataset.pytorch.resumable import ResumablePasses
 
 __all__ = ["BlockBatchSampler", "LinearBatches"]
 
 # Purpose of a stream of random numbers; part of its seed, so that no two purposes share one.
 _CUT, _ORDER = 0, 1
-_LARGE_BYTES = (
-    32_000_000  # below 32 MiB, up to which glibc adapts its threshold; see LinearBatches.__iter__
-)
+# Below 32 MiB, up to which glibc adapts its threshold; see LinearBatches.__iter__.
+_LARGE_BYTES = 32_000_000
 
 
 class _BlockOrder(ResumablePasses):
@@ -51,8 +54,7 @@ class _BlockOrder(ResumablePasses):
         if len(dataset) < world_size:
             raise ValueError(
                 f"world_size must be at most {len(dataset)}, the rows of the data set, not "
-                f"{world_size}: each worker "
-                "needs at least one row"
+                f"{world_size}: each worker needs at least one row"
             )
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
         self.rank, self.world_size = rank, world_size
@@ -62,8 +64,10 @@ class _BlockOrder(ResumablePasses):
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch, the same on every worker."""
-        smallest = self._rows // self.world_size
-        return smallest // self.batch_size if self.drop_last else -(-smallest // self.batch_size)
+        rows = self._rows // self.world_size
+        if self.drop_last:
+            return rows // self.batch_size
+        return -(-rows // self.batch_size)
 
     def row_batches(self) -> Iterator[NDArray[np.int64]]:
         """Begin a pass.
@@ -77,14 +81,17 @@ class _BlockOrder(ResumablePasses):
         order, count = self.rows(self._epoch), len(self)
         for number in range(first, count):
             self._mark_yielded(number)
+            start, stop = number * self.batch_size, (number + 1) * self.batch_size
             # Workers' parts may differ by one row. It belongs to the last batch, so that every
             # worker has the same number of batches.
-            is_rest = number == count - 1 and not self.drop_last
-            stop = None if is_rest else (number + 1) * self.batch_size
-            yield np.sort(order[number * self.batch_size : stop])
+            if number == count - 1 and not self.drop_last:
+                stop = len(order)
+            yield np.sort(order[start:stop])
 
     def rows(self, epoch: int) -> NDArray[np.int64]:
-        """Return this worker's rows in the order of an epoch, before they are sorted within batches.
+        """Return this worker's rows in the order of an epoch.
+
+        The rows of a batch are sorted later.
 
         Args:
             epoch: From 0.
@@ -99,34 +106,30 @@ class _BlockOrder(ResumablePasses):
         generator = self._generator(_ORDER, self.rank, epoch)
         pieces = pieces[generator.permutation(len(pieces))]
         window = self.window_blocks * self._pieces_per_block
-        windows = [
-            generator.permutation(_positions(pieces[start : start + window]))
-            for start in range(0, len(pieces), window)
-        ]
+        windows = []
+        for start in range(0, len(pieces), window):
+            rows = _positions(pieces[start : start + window])
+            windows.append(generator.permutation(rows))
         return np.concatenate(windows)
 
     def _part(self, epoch: int) -> NDArray[np.int64]:
-        """Return this worker's pieces of blocks: their first rows and their ends, shape (pieces, 2)."""
+        """Return the first rows and the ends of this worker's pieces, shape (pieces, 2)."""
         pieces = np.stack([self._bounds[:-1], self._bounds[1:]], axis=1)
         if self.shuffle:
             # The rank is not part of the seed here: all workers must cut the same order into
             # disjoint parts.
             generator = self._generator(_CUT, epoch if self.repartition else 0)
             pieces = pieces[generator.permutation(len(pieces))]
-        share, more = divmod(self._rows, self.world_size)
+        sizes = part_sizes(self._rows, self.world_size)
         part = self.rank if self.world_size > 1 else 0
-        first = part * share + min(part, more)
-        last = first + share + (part < more)
+        first = sum(sizes[:part])
+        last = first + sizes[part]
         ends = np.cumsum(pieces[:, 1] - pieces[:, 0])
         begins = ends - (pieces[:, 1] - pieces[:, 0])
         # A worker's share may begin or end inside a piece, which is then cut there.
-        cut = np.stack(
-            [
-                pieces[:, 0] + np.maximum(first - begins, 0),
-                pieces[:, 1] - np.maximum(ends - last, 0),
-            ],
-            1,
-        )
+        starts = pieces[:, 0] + np.maximum(first - begins, 0)
+        stops = pieces[:, 1] - np.maximum(ends - last, 0)
+        cut = np.stack([starts, stops], axis=1)
         return cut[(begins < last) & (ends > first)]
 
     def _generator(self, *purpose: int) -> np.random.Generator:
@@ -149,7 +152,7 @@ class _BlockOrder(ResumablePasses):
 
 
 class BlockBatchSampler(_BlockOrder, Sampler[list[int]]):
-    r"""A sampler of row batches for one worker, shuffled by blocks and within a window of several blocks.
+    r"""A sampler of row batches for one worker, shuffled by blocks and within windows of blocks.
 
     The sampler reads rows together that are stored together, which is efficient for disk and page
     cache. The order is still random enough for training:
@@ -204,7 +207,8 @@ class BlockBatchSampler(_BlockOrder, Sampler[list[int]]):
     """
 
     def __iter__(self) -> Iterator[list[int]]:
-        return (rows.tolist() for rows in self.row_batches())
+        for rows in self.row_batches():
+            yield rows.tolist()
 
 
 class LinearBatches(_BlockOrder):
@@ -239,7 +243,7 @@ class LinearBatches(_BlockOrder):
 
 
 def _cut_blocks(bounds: NDArray[np.int64], min_pieces: int) -> tuple[NDArray[np.int64], int]:
-    """Cut blocks into enough pieces, and return the bounds of the pieces and the number of pieces per block."""
+    """Cut blocks into enough pieces, and return the pieces' bounds and their number per block."""
     count = -(-min_pieces // (len(bounds) - 1))
     if count <= 1:
         return bounds, 1

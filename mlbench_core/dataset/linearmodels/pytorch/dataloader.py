@@ -24,7 +24,7 @@ __all__ = ["LMDBDataset", "Rows", "collate_rows"]
 
 
 class Rows(Sequence[tuple[Tensor, Tensor]]):
-    """Several rows that were fetched at once, as a sequence of (features, label) and as two tensors.
+    """Several rows that were fetched at once: a sequence of (features, label), and two tensors.
 
     Attributes:
         features: Features of all rows, shape (rows, n_features).
@@ -44,7 +44,7 @@ class Rows(Sequence[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self.features.layout == torch.strided:
             return zip(self.features.unbind(), self.labels.unbind(), strict=True)
-        return (self[row] for row in range(len(self)))
+        return map(self.__getitem__, range(len(self)))
 
 
 def collate_rows(rows: Any) -> tuple[Tensor, Tensor]:
@@ -66,12 +66,13 @@ def collate_rows(rows: Any) -> tuple[Tensor, Tensor]:
 
 
 class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Labeled rows in LMDB files, created by :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`.
+    """Labeled rows in LMDB files.
 
-    A sample is a row of ``n_features`` numbers and its label, of shape (1,), so a batch of labels
-    has the shape of a linear model's output. Each process opens the files at its first use,
-    read-only and without locks. Therefore objects can be sent to the worker processes of a
-    ``DataLoader``, forked or spawned, and data may be on a read-only file system.
+    :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm` creates the files. A sample is a row of
+    ``n_features`` numbers and its label, of shape (1,), so a batch of labels has the shape of a
+    linear model's output. Each process opens the files at its first use, read-only and without
+    locks. Therefore objects can be sent to the worker processes of a ``DataLoader``, forked or
+    spawned, and data may be on a read-only file system.
 
     A ``DataLoader`` fetches a whole batch with one call through ``__getitems__``. Use it with
     :func:`collate_rows` and :class:`~mlbench_core.dataset.linearmodels.pytorch.BlockBatchSampler`
@@ -124,13 +125,12 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         self.name, self.data_type, self.root = name, data_type, Path(root)
         self.target_transform = target_transform
         self.layout = layout
-        self.stores = [
-            LinearStore(path, cache=cache) for path in find_stores(self.root, name, data_type)
-        ]
+        paths = find_stores(self.root, name, data_type)
+        self.stores = [LinearStore(path, cache=cache) for path in paths]
         # Files of different conversions may differ in columns or labels. A run would silently train
         # on wrong data.
         _check_together(self.stores)
-        self._ends = list(accumulate(len(store) for store in self.stores))
+        self._ends = list(accumulate(map(len, self.stores)))
         self._labels = torch.from_numpy(np.concatenate([store.labels for store in self.stores]))
 
     @property
@@ -145,16 +145,18 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def targets(self) -> Tensor:
-        """Return the labels of all rows as they are stored, before ``target_transform``; shape (rows,)."""
+        """Return the labels of all rows as they are stored, shape (rows,).
+
+        ``target_transform`` has not been applied to them.
+        """
         return self._labels
 
     @property
     def row_blocks(self) -> NDArray[np.int64]:
         """Return the first row of each stored block, and the number of rows at the end."""
-        firsts = [
-            np.arange(0, len(store), store.header.rows_per_block) + end - len(store)
-            for store, end in zip(self.stores, self._ends, strict=True)
-        ]
+        firsts = []
+        for store, end in zip(self.stores, self._ends, strict=True):
+            firsts.append(np.arange(0, len(store), store.header.rows_per_block) + end - len(store))
         return np.concatenate([*firsts, [len(self)]]).astype(np.int64)
 
     def __len__(self) -> int:
@@ -175,7 +177,9 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         """
         features, labels = self.batch([operator.index(index)])
         # torch's CSR layout has no vectors, so a sparse row stays a matrix of one row.
-        return (features[0] if self.layout == "dense" else features), labels[0]
+        if self.layout == "dense":
+            features = features[0]
+        return features, labels[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Rows:
         """Return several rows at once, as a ``DataLoader`` requests them.
@@ -209,13 +213,14 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         if outside.any():
             raise IndexError(
                 f"rows of {self.name} {self.data_type} must be from {-len(self)} to "
-                f"{len(self) - 1}, not "
-                f"{wanted[outside][0]}"
+                f"{len(self) - 1}, not {wanted[outside][0]}"
             )
         return self.fetch(np.where(wanted < 0, wanted + len(self), wanted))
 
     def fetch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return rows as :meth:`batch` does, but do not check the positions: loaders call this with correct ones.
+        """Return rows as :meth:`batch` does, but do not check the positions.
+
+        Loaders call this method with correct positions.
 
         Args:
             positions: Rows, each from 0 to ``len(self) - 1``. The result for other values is
@@ -227,12 +232,11 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         # Labels are in memory, only features are read from the file.
         labels = self._labels.index_select(0, torch.from_numpy(positions)).unsqueeze(1)
         if self.target_transform is not None:
-            labels = torch.stack(
-                [torch.as_tensor(self.target_transform(label)) for label in labels]
-            )
-        return (
-            self._dense(positions) if self.layout == "dense" else self._sparse(positions)
-        ), labels
+            transformed = map(self.target_transform, labels)
+            labels = torch.stack([torch.as_tensor(label) for label in transformed])
+        if self.layout == "dense":
+            return self._dense(positions), labels
+        return self._sparse(positions), labels
 
     def close(self) -> None:
         """Close the files; the next read opens them again."""
@@ -242,7 +246,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
     def _runs(
         self, rows: NDArray[np.int64]
     ) -> Iterator[tuple[LinearStore, NDArray[np.int64], slice]]:
-        """Yield runs of neighboring rows in one store: the store, the rows in it, and their place in ``rows``."""
+        """Yield runs of neighbors in one store: the store, rows in it, the slice of ``rows``."""
         if len(self.stores) == 1:
             yield self.stores[0], rows, slice(0, len(rows))
             return
@@ -252,7 +256,9 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
             number = bisect_right(self._ends, rows[start])
             first = self._ends[number] - len(self.stores[number])
             outside = (rows[start:] < first) | (rows[start:] >= self._ends[number])
-            stop = start + int(outside.argmax()) if outside.any() else len(rows)
+            stop = len(rows)
+            if outside.any():
+                stop = start + int(outside.argmax())
             yield self.stores[number], rows[start:stop] - first, slice(start, stop)
             start = stop
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mlbench_core.dataset.download import check_digest, progress_download, show_progress
 from mlbench_core.dataset.libsvm_names import KNOWN, SYNTHETIC, TextFile, text_names
@@ -48,10 +47,10 @@ __all__ = [
     "store_to_text",
 ]
 
-_DENSE_ROW_BYTES = (
-    1 << 14
-)  # text of unknown layout is stored dense if a dense row is at most this large ...
-_DENSE_SHARE = 0.5  # ... or if at least this share of its values is written out
+# Text of unknown layout is stored dense if a dense row is at most this large, or if at least this
+# share of its values is written out.
+_DENSE_ROW_BYTES = 1 << 14
+_DENSE_SHARE = 0.5
 _ROWS_AT_ONCE = 1024
 
 Advance = Callable[[int], None]
@@ -102,7 +101,7 @@ def convert(
         DatasetError: A line is wrong, ``dtype`` cannot hold a label, the text has no rows, other
             stores of that name exist, or the disk is full.
     """
-    paths, target = [Path(source) for source in sources], Path(dest)
+    paths, target = list(map(Path, sources)), Path(dest)
     if not paths:
         raise ValueError("sources is empty; give at least one file of text")
     if target.suffix != ".lmdb":
@@ -130,21 +129,22 @@ def convert(
                 path, n_features=n_features, dtype=dtype, zero_based=zero_based
             ):
                 writer.append(chunk.features, chunk.labels)
-                if inexact is None and (found := inexact_labels(chunk.labels, dtype)).size:
-                    inexact = path, rows + int(found[0]), float(chunk.labels[found[0]])
+                if inexact is None:
+                    wrong = inexact_labels(chunk.labels, dtype)
+                    if wrong.size:
+                        inexact = path, rows + int(wrong[0]), float(chunk.labels[wrong[0]])
                 rows += len(chunk.labels)
                 if advance is not None:
                     advance(chunk.text_bytes)
         # All stores share one label map, so that a text with only one of the labels is mapped in
         # the same way.
-        label_map = _label_map(
-            np.unique(np.concatenate([writer.labels_found() for writer in writers])), labels
-        )
+        distinct_labels = np.concatenate([writer.labels_found() for writer in writers])
+        label_map = _label_map(set(distinct_labels.tolist()), labels)
         # Labels that are mapped to 0 and 1 may be any.
         if label_map is None and inexact is not None:
             path, row, label = inexact
-            place = f"{path}, line {libsvm_text.line_of_row(path, row)}:"
-            raise DatasetError(f"{place} the row {describe_inexact(label, dtype)}")
+            line = libsvm_text.line_of_row(path, row)
+            raise DatasetError(f"{path}, line {line}: the row {describe_inexact(label, dtype)}")
         for number, writer in enumerate(writers):
             mine = paths[number : number + 1] if separate else paths
             writer.finish(
@@ -161,9 +161,10 @@ def store_to_text(
     *,
     advance: Advance | None = None,
 ) -> Path:
-    """Write stores as LIBSVM text, with the original labels and enough digits to restore exactly the same numbers.
+    """Write stores as LIBSVM text.
 
-    As is usual in LIBSVM text, the zeros of a dense store are left out.
+    The text has the original labels, and enough digits to restore exactly the same numbers. As is
+    usual in LIBSVM text, the zeros of a dense store are left out.
 
     Args:
         stores: The stores; their rows follow one another.
@@ -193,7 +194,7 @@ def store_to_text(
 
 
 def download(name: str, data_type: str, folder: str | os.PathLike[str]) -> Path:
-    """Download the text of a known data set into a folder, unless it exists there under one of its names.
+    """Download the text of a known data set into a folder, unless it exists there.
 
     Args:
         name: A known name.
@@ -279,12 +280,12 @@ class LIBSVMDataset:
 
 
 def __getattr__(name: str) -> Any:
-    """Name the replacement of the functions of version 3.0, which had one function for each storage layout."""
+    """Name the replacement of a removed function."""
+    # Version 3.0 had one function for each storage layout.
     if name.startswith("sequential_"):
         raise ImportError(
             f"{name} was removed: use generate_lmdb_from_libsvm(name, data_type, root) for a "
-            "known data set, or "
-            f"convert(files, dest) for any text"
+            "known data set, or convert(files, dest) for any text"
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -301,22 +302,24 @@ def _known_text(name: str, data_type: str) -> TextFile:
     return KNOWN[name].files[data_type]
 
 
-def _label_map(found: NDArray[np.float64], labels: Labels) -> dict[str, int] | None:
+def _label_map(text_labels: set[float], labels: Labels) -> dict[str, int] | None:
     """Return the mapping from the labels of a text to 0 and 1, or None to keep them."""
     if labels == "keep":
         return None
-    present = set(found.tolist())
+    if not isinstance(labels, str):
+        negative, positive = labels
+        if text_labels <= {negative, positive}:
+            return {f"{negative}": 0, f"{positive}": 1}
+        raise DatasetError(
+            f"the text has the labels {sorted(text_labels)[:9]}; "
+            f"expected only {negative} and {positive}"
+        )
     # The order of the pairs decides for a text with a single label; see the argument `labels` of
     # convert.
-    pairs = ((-1, 1), (0, 1), (1, 2)) if isinstance(labels, str) else (labels,)
-    for negative, positive in pairs:
-        if present <= {negative, positive}:
+    for negative, positive in ((-1, 1), (0, 1), (1, 2)):
+        if text_labels <= {negative, positive}:
             return {f"{negative}": 0, f"{positive}": 1}
-    if isinstance(labels, str):
-        return None
-    raise DatasetError(
-        f"the text has the labels {sorted(present)[:9]}; expected only {labels[0]} and {labels[1]}"
-    )
+    return None
 
 
 def _shape(
@@ -325,33 +328,35 @@ def _shape(
     """Return the number of columns and the layout, read from the texts if they were not given."""
     if n_features is not None and layout != "auto":
         return n_features, layout
-    found = [libsvm_text.scan(path, zero_based=zero_based) for path in paths]
-    columns = n_features or max(shape.n_features for shape in found)
+    n_rows = n_values = largest_index = 0
+    for path in paths:
+        shape = libsvm_text.scan(path, zero_based=zero_based)
+        n_rows += shape.n_rows
+        n_values += shape.n_values
+        largest_index = max(largest_index, shape.n_features)
+    columns = n_features or largest_index
     if layout == "auto":
-        written, all_values = sum(s.n_values for s in found), sum(s.n_rows for s in found) * columns
-        is_dense = (
-            columns * np.dtype(dtype).itemsize <= _DENSE_ROW_BYTES
-            or written >= _DENSE_SHARE * all_values
-        )
-        layout = "dense" if is_dense else "csr"
+        has_short_rows = columns * np.dtype(dtype).itemsize <= _DENSE_ROW_BYTES
+        is_full = n_values >= _DENSE_SHARE * (n_rows * columns)
+        layout = "dense" if has_short_rows or is_full else "csr"
     if columns < 1:
         raise DatasetError(f"{', '.join(map(str, paths))} has no values")
     return columns, layout
 
 
 def _targets(target: Path, count: int) -> list[Path]:
-    """Return the names of the stores; refuse to create them if another conversion left stores of the same name."""
-    numbered = [
-        target.with_name(f"{target.stem}-{number:05}-of-{count:05}.lmdb") for number in range(count)
-    ]
-    targets = [target] if count == 1 else numbered
+    """Return the names of the stores, and refuse to mix them with those of another conversion."""
+    targets = [target]
+    if count > 1:
+        names = (f"{target.stem}-{number:05}-of-{count:05}.lmdb" for number in range(count))
+        targets = list(map(target.with_name, names))
     # A reader would read other stores together with the new ones, or instead of them. A store that
     # the conversion replaces is not a conflict.
     others = {target, *target.parent.glob(f"{target.stem}-*-of-*.lmdb")} - set(targets)
     if left := sorted(path.name for path in others if path.exists()):
         raise DatasetError(
-            f"{target.parent} has other stores of the same name: {', '.join(left)}; delete "
-            "them first"
+            f"{target.parent} has other stores of the same name: {', '.join(left)}; "
+            "delete them first"
         )
     return targets
 
@@ -361,9 +366,8 @@ def _text_of(store: LinearStore) -> Iterator[tuple[str, int]]:
     label_map = store.header.label_map
     labels = store.labels
     if label_map is not None:
-        original = np.array(
-            [float(label) for label, _ in sorted(label_map.items(), key=lambda item: item[1])]
-        )
+        # Stored labels count from 0: each is the position of its original here.
+        original = np.array(list(map(float, sorted(label_map, key=label_map.__getitem__))))
         labels = original[labels.astype(np.int64)]
     # Blocks of rows bound the memory, even for a sparse store with millions of columns.
     for start in range(0, len(store), _ROWS_AT_ONCE):
@@ -375,7 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        arguments: Command line without the program's name; None takes the process's own.
+        arguments: Command line without the program's name; None takes that of the process.
 
     Returns:
         0, or 1 after an error in data, network or disk, which is reported in one line on standard
@@ -453,22 +457,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="compute the optimum with this penalty (minutes)",
     )
     options = parser.parse_args(arguments)
-    known = options.name in KNOWN or options.name == SYNTHETIC
-    if not (known or options.file or options.to_text is not None or options.verify):
+    is_known = options.name in KNOWN or options.name == SYNTHETIC
+    reads_stores = options.to_text is not None or options.verify
+    if not (is_known or options.file or reads_stores):
         parser.error(f"the name {options.name!r} is not known ({names}): give its text by --file")
-    if options.data_type is None and (
-        options.file or options.to_text is not None or options.verify or not known
-    ):
+    if options.data_type is None and (options.file or reads_stores or not is_known):
         parser.error("data_type must be train or test here, not left out")
-    if (
-        options.name in KNOWN
-        and options.data_type not in (None, *KNOWN[options.name].files)
-        and not options.file
-    ):
-        parser.error(
-            f"{options.name} has no part {options.data_type!r}; it has "
-            f"{', '.join(KNOWN[options.name].files)}"
-        )
+    if options.name in KNOWN and not options.file:
+        parts = KNOWN[options.name].files
+        if options.data_type not in (None, *parts):
+            parser.error(
+                f"{options.name} has no part {options.data_type!r}; it has {', '.join(parts)}"
+            )
     return options
 
 
@@ -477,21 +477,24 @@ def _run(options: argparse.Namespace) -> Iterator[str]:
     if options.to_text is not None or options.verify:
         yield from _read_stores(options)
         return
-    known = KNOWN.get(options.name)
-    all_parts = list(known.files) if known else ["train", "test"]
-    for part in [options.data_type] if options.data_type else all_parts:
+    parts = ["train", "test"]
+    if options.data_type:
+        parts = [options.data_type]
+    elif options.name in KNOWN:
+        parts = list(KNOWN[options.name].files)
+    for part in parts:
         for path in _make(options, part):
             header = LinearStore(path).header
             labels = "as they were" if header.label_map is None else header.label_map
             yield (
-                f"{path}: {header.n_rows} rows, {header.n_features} features, "
-                f"{header.layout}, labels {labels}"
+                f"{path}: {header.n_rows} rows, {header.n_features} features, {header.layout}, "
+                f"labels {labels}"
             )
 
 
 def _make(options: argparse.Namespace, part: str) -> list[Path]:
     """Create the stores of one part."""
-    known, dest = KNOWN.get(options.name), options.dest_dir / f"{options.name}_{part}.lmdb"
+    dest = options.dest_dir / f"{options.name}_{part}.lmdb"
     if options.name == SYNTHETIC and not options.file:
         features, rows = options.features or DEFAULT_FEATURES, options.rows or DEFAULT_ROWS[part]
         with show_progress(f"{options.name} {part}", rows) as advance:
@@ -506,14 +509,22 @@ def _make(options: argparse.Namespace, part: str) -> list[Path]:
             )
         return [dest]
     files = options.file or [download(options.name, part, options.dest_dir)]
+    n_features, layout, labels = options.features, options.layout, options.labels or "auto"
+    known = KNOWN.get(options.name)
+    # Options override the known properties of a data set.
+    if known:
+        n_features = n_features or known.n_features
+        labels = options.labels or known.labels
+        if layout == "auto":
+            layout = known.layout
     with show_text_progress(dest.name, files) as advance:
         paths = convert(
             files,
             dest,
-            n_features=options.features or (known.n_features if known else None),
-            layout=known.layout if known and options.layout == "auto" else options.layout,
+            n_features=n_features or None,
+            layout=layout,
             dtype=options.dtype,
-            labels=options.labels or (known.labels if known else "auto"),
+            labels=labels,
             zero_based=options.zero_based,
             separate=options.separate,
             advance=advance,
@@ -521,7 +532,7 @@ def _make(options: argparse.Namespace, part: str) -> list[Path]:
     if known and not options.file:
         # This is the only check of a text without a published checksum. Delete the stores, so that
         # the next run does not use them.
-        text, rows = known.files[part], sum(len(LinearStore(path)) for path in paths)
+        text, rows = known.files[part], sum(map(len, map(LinearStore, paths)))
         if rows != text.n_rows:
             for path in paths:
                 path.unlink()
@@ -542,15 +553,14 @@ def show_text_progress(name: str, texts: Sequence[Path]) -> Iterator[Advance]:
     Yields:
         The argument ``advance`` of :func:`convert`.
     """
-    # The total is the size of the text, which is unknown if a file is compressed.
-    sizes = [
-        path.stat().st_size
-        for path in texts
-        if path.is_file() and path.suffix not in COMPRESSIONS[1:]
-    ]
-    with show_progress(
-        name, sum(sizes) if len(sizes) == len(texts) else None, of_bytes=True
-    ) as advance:
+    total: int | None = 0
+    for path in texts:
+        # The size of the decompressed text is not known before its end.
+        if not path.is_file() or path.suffix in COMPRESSIONS[1:]:
+            total = None
+            break
+        total += path.stat().st_size
+    with show_progress(name, total, of_bytes=True) as advance:
         yield advance
 
 
@@ -559,7 +569,7 @@ def _labels(text: str) -> Labels:
     if text in ("auto", "keep"):
         return text
     try:
-        negative, positive = (int(part) for part in text.split(","))
+        negative, positive = map(int, text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not auto, keep or two integers, as in -1,1"
@@ -575,9 +585,11 @@ def _read_stores(options: argparse.Namespace) -> Iterator[str]:
             LinearStore(path).verify()
             yield f"{path}: all checksums are correct"
     if options.to_text is not None:
-        default = options.dest_dir / f"{options.name}_{options.data_type}.svm"
-        path = default if options.to_text == Path() else options.to_text
-        with show_progress(path.name, sum(len(LinearStore(store)) for store in stores)) as advance:
+        path = options.to_text
+        if path == Path():
+            path = options.dest_dir / f"{options.name}_{options.data_type}.svm"
+        n_rows = sum(map(len, map(LinearStore, stores)))
+        with show_progress(path.name, n_rows) as advance:
             store_to_text(stores, path, advance=advance)
         yield f"{path}: written"
 

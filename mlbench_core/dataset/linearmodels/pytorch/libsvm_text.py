@@ -139,13 +139,13 @@ def _wrong_line(
             f"it has a carriage return without a line feed, which does not end a line ({reason})"
         )
     return DatasetError(
-        f"{path}, line {first_line + low}: {shown!r} is not 'label index:value index:value "
-        f"...': {reason}"
+        f"{path}, line {first_line + low}: {shown!r} is not "
+        f"'label index:value index:value ...': {reason}"
     )
 
 
 def line_of_row(path: Path, row: int) -> int:
-    """Return the line of a row, for messages: lines without a row are empty or comments.
+    """Return the line of a row, for messages. Lines without a row are empty or comments.
 
     Args:
         path: The text.
@@ -185,7 +185,9 @@ def scan(path: Path, *, zero_based: bool = False) -> TextShape:
 def format_rows(
     indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any], labels: NDArray[Any]
 ) -> str:
-    """Format compressed sparse rows as text, with enough digits to read back exactly the same numbers.
+    """Format compressed sparse rows as text.
+
+    The text has enough digits to read back exactly the same numbers.
 
     Args:
         indptr: Start of each row, (rows + 1).
@@ -197,18 +199,21 @@ def format_rows(
         Lines, each ended by a newline.
 
     Example:
-        >>> format_rows(np.array([0, 2]), np.array([0, 3]), np.array([0.5, 2.0], np.float32), np.array([-1.0]))
+        >>> indptr, columns = np.array([0, 2]), np.array([0, 3])
+        >>> format_rows(indptr, columns, np.array([0.5, 2.0], np.float32), np.array([-1.0]))
         '-1 1:0.5 4:2\\n'
     """
-    # 9 significant digits restore every float32, and 17 every float64.
-    digits, label_digits = (9 if array.dtype == np.float32 else 17 for array in (values, labels))
+    digits, label_digits = _digits(values.dtype), _digits(labels.dtype)
     bounds, indices, numbers = indptr.tolist(), (columns + 1).tolist(), values.tolist()
     lines = []
     for row, label in enumerate(labels.tolist()):
         start, stop = bounds[row], bounds[row + 1]
-        pairs = [
-            f"{i}:{v:.{digits}g}"
-            for i, v in zip(indices[start:stop], numbers[start:stop], strict=True)
-        ]
-        lines.append(" ".join([f"{label:.{label_digits}g}", *pairs]) + "\n")
+        pairs = zip(indices[start:stop], numbers[start:stop], strict=True)
+        words = [f"{index}:{number:.{digits}g}" for index, number in pairs]
+        lines.append(" ".join([f"{label:.{label_digits}g}", *words]) + "\n")
     return "".join(lines)
+
+
+def _digits(dtype: np.dtype) -> int:
+    """Return the number of significant digits that restore every number of a dtype."""
+    return 9 if dtype == np.float32 else 17

@@ -1,6 +1,6 @@
-"""Read the rows of a linear model's data from an LMDB file that holds blocks of raw numbers, and no pickles.
+"""Read the rows of a linear model's data from an LMDB file.
 
-A store is one file. It has these values, by key:
+A store is one file that holds blocks of raw numbers, and no pickles. It has these values, by key:
 
 * ``header``: a JSON object, see :class:`StoreHeader`.
 * ``labels``: the labels of all rows, in the store's dtype.
@@ -116,8 +116,8 @@ class StoreHeader:
             DatasetError: The text is not a header, or the header is damaged or has another version.
         """
         try:
-            found = json.loads(text)
-            kind, version = found.pop("format"), found.pop("version")
+            fields = json.loads(text)
+            kind, version = fields.pop("format"), fields.pop("version")
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise _other_format(path) from error
         # An LMDB of another program may have a key `header` too.
@@ -128,41 +128,38 @@ class StoreHeader:
                 f"{path} has version {version} of the format; this library reads version {VERSION}"
             )
         try:
-            header = cls(
-                **{**found, "shard": tuple(found["shard"]), "source": tuple(found["source"])}
-            )
-            counts = (header.n_rows, header.n_features, header.rows_per_block)
-            is_valid = (
-                all(
-                    isinstance(count, int) and 0 < count < _MOST
-                    for count in (*counts, header.shard[1])
-                )
-                and isinstance(header.shard[0], int)
-                and isinstance(header.labels_crc32, int)
-                and (
-                    header.label_map is None
-                    or all(map(math.isfinite, map(float, header.label_map)))
-                )
-            )
+            fields["shard"], fields["source"] = tuple(fields["shard"]), tuple(fields["source"])
+            header = cls(**fields)
+            is_valid = header._is_valid()
         except (TypeError, KeyError, ValueError, IndexError) as error:
             raise DatasetError(
                 f"the header of {path} is damaged: {error}; convert the data again"
             ) from error
-        if not is_valid or header.layout not in LAYOUTS or header.dtype not in DTYPES:
+        if not is_valid:
             raise DatasetError(
                 f"the header of {path} is damaged: {str(header)[:300]}; convert the data again"
             )
         return header
 
+    def _is_valid(self) -> bool:
+        """Return True if all fields have possible values; fields of other types may raise."""
+        for count in (self.n_rows, self.n_features, self.rows_per_block, self.shard[1]):
+            if not isinstance(count, int) or not 0 < count < _MOST:
+                return False
+        if not isinstance(self.shard[0], int) or not isinstance(self.labels_crc32, int):
+            return False
+        if self.label_map is not None and not all(map(math.isfinite, map(float, self.label_map))):
+            return False
+        return self.layout in LAYOUTS and self.dtype in DTYPES
+
 
 def _other_format(path: Path) -> DatasetError:
     """Return the error for an LMDB that another program made."""
     return DatasetError(
-        f"{path} is an LMDB, but not of this format. An LMDB of version 3.0 holds pickled "
-        "rows. They are never loaded, "
-        "because a pickle can run any code: convert the text again, "
-        "python -m mlbench_core.dataset.util.pytorch.libsvm NAME [train|test] DEST_DIR [--file "
-        "TEXT]"
+        f"{path} is an LMDB, but not of this format. An LMDB of version 3.0 holds pickled rows. "
+        "They are never loaded, because a pickle can run any code: convert the text again, "
+        "python -m mlbench_core.dataset.util.pytorch.libsvm NAME [train|test] DEST_DIR "
+        "[--file TEXT]"
     )
 
 
@@ -201,16 +198,14 @@ class LinearStore:
             )
         if zlib.crc32(labels) != self.header.labels_crc32:
             raise DatasetError(
-                f"the labels of {self.path} have another checksum than when written; convert "
-                "the data again, or copy "
-                "it again"
+                f"the labels of {self.path} have another checksum than when written; "
+                "convert the data again, or copy it again"
             )
         # A wrong number of columns would make a batch of any size, before the first block shows it.
         if self.header.layout == "dense":
             _get_dense(self._open(), 0, self.header, self.path)
-        self.labels: NDArray[Any] = np.frombuffer(labels, self.header.number).astype(
-            self.header.dtype
-        )
+        stored: NDArray[Any] = np.frombuffer(labels, self.header.number)
+        self.labels = stored.astype(self.header.dtype)
 
     def __len__(self) -> int:
         return self.header.n_rows
@@ -252,10 +247,10 @@ class LinearStore:
         if self.header.layout == "csr":
             # Select neighboring rows of the same block together, so that the block is decoded once
             # for all of them.
-            parts = [
-                self._take_sparse(number, rows[start:stop] - number * self.header.rows_per_block)
-                for number, start, stop in self._runs(rows)
-            ]
+            parts = []
+            for number, start, stop in self._runs(rows):
+                local = rows[start:stop] - number * self.header.rows_per_block
+                parts.append(self._take_sparse(number, local))
             return join_csr(parts, np.dtype(self.header.dtype))
         out = torch.from_numpy(np.empty((len(rows), self.header.n_features), self.header.dtype))
         self.take(rows, out)
@@ -279,8 +274,7 @@ class LinearStore:
         if len(stored) != self.header.n_blocks * CHECKSUM.itemsize:
             raise DatasetError(
                 f"{self.path} has {len(stored) / CHECKSUM.itemsize:g} checksums for "
-                f"{self.header.n_blocks} blocks; "
-                f"{advice}"
+                f"{self.header.n_blocks} blocks; {advice}"
             )
         sums = np.frombuffer(stored, CHECKSUM)
         for number, expected in enumerate(sums.tolist()):
@@ -291,7 +285,7 @@ class LinearStore:
                 )
 
     def _open(self) -> _ReadEnvironment:
-        """Return the file as this process has opened it; views of the file are valid while it is open."""
+        """Return the file as this process has opened it; its views are valid while it is open."""
         if self._opened is None or self._opened.pid != os.getpid():
             self._opened, self._dense = _open_for_reading(self.path), None
         return self._opened
@@ -310,7 +304,7 @@ class LinearStore:
         return self._dense
 
     def _runs(self, rows: Rows) -> Iterator[tuple[int, int, int]]:
-        """Yield runs of neighboring rows in the same block: the block's number, start and stop in ``rows``."""
+        """Yield runs of neighbors in one block: the block's number, start and stop in ``rows``."""
         blocks = rows // self.header.rows_per_block
         # A run starts at each change of the block's number; -1 starts the first run.
         starts = np.flatnonzero(np.diff(blocks, prepend=-1)).tolist()
@@ -349,8 +343,9 @@ class LinearStore:
 
 def _is_csr(indptr: NDArray[np.int64], columns: NDArray[np.int32], n_features: int) -> bool:
     """Return True if starts of rows and columns are those of compressed sparse rows."""
-    has_rows = indptr[0] == 0 and bool((np.diff(indptr) >= 0).all())
-    return has_rows and (not columns.size or bool(0 <= columns.min() <= columns.max() < n_features))
+    if indptr[0] != 0 or (np.diff(indptr) < 0).any():
+        return False
+    return not columns.size or bool(0 <= columns.min() <= columns.max() < n_features)
 
 
 def _get(opened: _ReadEnvironment, key: bytes, path: Path) -> memoryview:
@@ -392,10 +387,16 @@ def join_csr(parts: Sequence[Csr], dtype: np.dtype) -> Csr:
     Returns:
         ``indptr``, columns and values of all parts together.
     """
-    lengths = [np.zeros(1, np.int64), *(np.diff(indptr) for indptr, _, _ in parts)]
-    columns = np.concatenate([np.empty(0, np.int64), *(columns for _, columns, _ in parts)])
-    values = np.concatenate([np.empty(0, dtype), *(values for _, _, values in parts)])
-    return np.cumsum(np.concatenate(lengths)), columns, values.astype(dtype, copy=False)
+    # The first elements keep the concatenations valid without parts.
+    lengths: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
+    columns: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
+    values: list[NDArray[Any]] = [np.empty(0, dtype)]
+    for part_indptr, part_columns, part_values in parts:
+        lengths.append(np.diff(part_indptr))
+        columns.append(part_columns)
+        values.append(part_values)
+    indptr = np.cumsum(np.concatenate(lengths))
+    return indptr, np.concatenate(columns), np.concatenate(values).astype(dtype, copy=False)
 
 
 def find_stores(root: Path, name: str, data_type: str) -> list[Path]:
@@ -415,24 +416,25 @@ def find_stores(root: Path, name: str, data_type: str) -> list[Path]:
     if root.is_file() or (root / "data.mdb").is_file():
         return [root]
     stem = f"{name}_{data_type}"
-    found = (
-        [root / f"{stem}.lmdb"]
-        if (root / f"{stem}.lmdb").exists()
-        else sorted(root.glob(f"{stem}-*.lmdb"))
-    )
-    if not found:
-        existing = sorted(path.name for path in root.glob("*.lmdb")) if root.is_dir() else []
+    single = root / f"{stem}.lmdb"
+    if single.exists():
+        return [single]
+    stores = sorted(root.glob(f"{stem}-*.lmdb"))
+    if not stores:
+        existing = sorted(path.name for path in root.glob("*.lmdb")) or ["no *.lmdb"]
         raise DatasetNotFoundError(
-            f"{root} has no {stem}.lmdb and no {stem}-*.lmdb (it has "
-            f"{', '.join(existing) or 'no *.lmdb'}); "
+            f"{root} has no {stem}.lmdb and no {stem}-*.lmdb (it has {', '.join(existing)}); "
             f"create it: python -m mlbench_core.dataset.util.pytorch.libsvm {name} {data_type} "
             f"{root}"
         )
-    return found
+    return stores
 
 
 class _ReadEnvironment:
-    """An LMDB environment that this process opened for reading; it is closed when its last user is deleted."""
+    """An LMDB environment that this process opened for reading.
+
+    It is closed when its last user is deleted.
+    """
 
     def __init__(self, environment: Any, path: Path, failure: type[Exception]) -> None:
         self._path, self._failure = path, failure
@@ -443,7 +445,7 @@ class _ReadEnvironment:
         self._lock = threading.Lock()  # two threads must not use a transaction at the same time
 
     def get(self, key: bytes) -> memoryview | None:
-        """Return a view of the file's pages, valid as long as this object lives; None if the key does not exist."""
+        """Return a view of the file's pages, valid while this object lives; None without a key."""
         try:
             with self._lock:
                 return self._transaction.get(key)
@@ -467,7 +469,7 @@ _opening = threading.Lock()  # two threads must not open one file at the same ti
 
 
 def _open_for_reading(path: Path) -> _ReadEnvironment:
-    """Return an LMDB, a file or a folder with a ``data.mdb``; open it unless this process has opened it before."""
+    """Return an LMDB, a file or a folder with a ``data.mdb``, that this process opens once."""
     lmdb: Any = require("lmdb", "linear")
     file = path / "data.mdb" if path.is_dir() else path
     try:
@@ -475,12 +477,12 @@ def _open_for_reading(path: Path) -> _ReadEnvironment:
     except FileNotFoundError:
         raise DatasetNotFoundError(f"the LMDB {path} does not exist") from None
     with _opening:
-        found = _environments.get((status.st_dev, status.st_ino))
-        if found is not None and found.pid == os.getpid():
-            return found
+        shared = _environments.get((status.st_dev, status.st_ino))
+        if shared is not None and shared.pid == os.getpid():
+            return shared
         # Inherited through fork: close this process's copy. The parent's stays open.
-        if found is not None:
-            found.close()
+        if shared is not None:
+            shared.close()
         if not stat.S_ISREG(status.st_mode):
             raise DatasetError(f"{file} is a folder, a pipe or a device, not a regular file")
         # A damaged page number could end the process with a bus error.
@@ -520,9 +522,8 @@ class _DenseRows:
         # written to it.
         self._cached = np.empty((header.n_rows, header.n_features), header.dtype) if cache else None
         self._row_bytes = header.n_features * header.number.itemsize
-        self._firsts = np.zeros(
-            header.n_blocks, np.int64
-        )  # address of each block; 0 if it is not known yet
+        # The address of each block; 0 if it is not known yet.
+        self._firsts = np.zeros(header.n_blocks, np.int64)
         self._low = self._high = 0  # the range of addresses that the matrix covers
         self._matrix = torch.empty(0)
 
@@ -535,9 +536,8 @@ class _DenseRows:
         if not firsts.all():
             self._locate(np.unique(blocks[firsts == 0]))
             firsts = self._firsts[blocks]
-        begins = (
-            firsts - self._low + (rows - blocks * self._header.rows_per_block) * self._row_bytes
-        )
+        local = rows - blocks * self._header.rows_per_block
+        begins = firsts - self._low + local * self._row_bytes
         torch.index_select(self._matrix, 0, torch.from_numpy(begins), out=out.view(torch.uint8))
 
     def _locate(self, blocks: Rows) -> None:

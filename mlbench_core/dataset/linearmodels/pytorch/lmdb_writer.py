@@ -1,4 +1,7 @@
-"""Write stores of a linear model's rows; :mod:`mlbench_core.dataset.linearmodels.pytorch.lmdb_store` reads them."""
+"""Write stores of a linear model's rows.
+
+:mod:`mlbench_core.dataset.linearmodels.pytorch.lmdb_store` describes their format and reads them.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +67,11 @@ def inexact_labels(labels: NDArray[np.float64], dtype: str) -> NDArray[np.int64]
 
 
 def describe_inexact(label: float, dtype: str) -> str:
-    """Describe a label of :func:`inexact_labels`, as the end of a sentence that begins with its place."""
-    other = "" if dtype == "float64" else "store it as float64, or "
-    return (
-        f"has the label {label:.17g}, which {dtype} cannot hold: {other}number the classes from 0"
-    )
+    """Describe a label of :func:`inexact_labels`, as the end of a sentence about its row."""
+    advice = "number the classes from 0"
+    if dtype != "float64":
+        advice = f"store it as float64, or {advice}"
+    return f"has the label {label:.17g}, which {dtype} cannot hold: {advice}"
 
 
 class StoreWriter:
@@ -170,18 +173,18 @@ class StoreWriter:
             raise ValueError(
                 f"features must have shape ({len(labels)}, {self.n_features}), not {features.shape}"
             )
-        given = np.asarray(labels)
-        for name, dtype in (("features", features.dtype), ("labels", given.dtype)):
+        raw_labels = np.asarray(labels)
+        for name, dtype in (("features", features.dtype), ("labels", raw_labels.dtype)):
             if dtype.kind not in "biuf":
                 raise ValueError(f"{name} must be real numbers, not {dtype}")
-        as_float64 = given.astype(np.float64)
+        as_float64 = raw_labels.astype(np.float64)
         # Large integers are rounded; in the other direction they would be equal only by chance.
         with np.errstate(invalid="ignore"):
-            wrong = np.flatnonzero(as_float64.astype(given.dtype) != given)
+            wrong = np.flatnonzero(as_float64.astype(raw_labels.dtype) != raw_labels)
         if wrong.size:
             row = wrong[0]
             raise ValueError(
-                f"labels must be numbers that float64 holds, not {given[row]} in row "
+                f"labels must be numbers that float64 holds, not {raw_labels[row]} in row "
                 f"{self.n_rows + row}"
             )
         # Copy the rows, because the caller may change its array. Sparse rows become dense later,
@@ -203,7 +206,7 @@ class StoreWriter:
         if self._pending_rows >= self._rows_per_block:
             self._write_blocks(self._rows_per_block)
 
-    def _check_finite(self, rows: Any, given: Any) -> None:
+    def _check_finite(self, rows: Any, features: Any) -> None:
         """Refuse values that are not finite in the store's dtype."""
         values = rows if isinstance(rows, np.ndarray) else rows.data
         if np.isfinite(values).all():
@@ -212,14 +215,13 @@ class StoreWriter:
         if isinstance(rows, np.ndarray):
             row, column = first.tolist()
         else:
-            row, column = (
-                int(np.searchsorted(rows.indptr, first[0], "right")) - 1,
-                int(rows.indices[first[0]]),
-            )
-        value = (given if isinstance(given, np.ndarray) else given.tocsr())[row, column]
+            row = int(np.searchsorted(rows.indptr, first[0], "right")) - 1
+            column = int(rows.indices[first[0]])
+        if not isinstance(features, np.ndarray):
+            features = features.tocsr()
         raise ValueError(
-            f"features must be finite in {self.dtype}, not {value} in row {self.n_rows + row}, "
-            f"column {column}"
+            f"features must be finite in {self.dtype}, not {features[row, column]} in row "
+            f"{self.n_rows + row}, column {column}"
         )
 
     def labels_found(self) -> NDArray[np.float64]:
@@ -234,7 +236,7 @@ class StoreWriter:
         source: tuple[str, ...] = (),
         extra: Mapping[str, Any] | None = None,
     ) -> StoreHeader:
-        """Write the remaining rows, the labels and the header, and rename the store to its final name.
+        """Write the remaining rows, the labels and the header, and give the store its final name.
 
         Args:
             label_map: The labels of the text and their new values; None keeps the labels.
@@ -257,9 +259,17 @@ class StoreWriter:
             self._write_blocks(1)
         labels = self._mapped(label_map).astype(np.dtype(self.dtype).newbyteorder("<")).tobytes()
         header = StoreHeader(
-            self.layout, self.dtype, self.n_rows, self.n_features, self._rows_per_block, label_map, shard, source,
-            zlib.crc32(labels), extra or {},
-        )  # fmt: skip
+            self.layout,
+            self.dtype,
+            self.n_rows,
+            self.n_features,
+            self._rows_per_block,
+            label_map,
+            shard,
+            source,
+            zlib.crc32(labels),
+            extra or {},
+        )
         checksums = np.array(self._checksums, CHECKSUM).tobytes()
         self._put((LABELS_KEY, labels), (CHECKSUMS_KEY, checksums), (HEADER_KEY, header.to_json()))
         with self._disk_errors():
@@ -288,23 +298,22 @@ class StoreWriter:
         if all(isinstance(part, np.ndarray) for part in self._pending):
             rows = np.concatenate(self._pending)
         else:
-            rows = self._sparse.vstack(
-                [self._sparse.csr_matrix(part) for part in self._pending], "csr"
-            )
+            rows = self._sparse.vstack(list(map(self._sparse.csr_matrix, self._pending)), "csr")
         start = 0
         while rows.shape[0] - start >= at_least:
             stop = min(start + self._rows_per_block, rows.shape[0])
             self._write_block(rows[start:stop])
             start = stop
-        self._pending = [rows[start:]] if start < rows.shape[0] else []
         self._pending_rows = rows.shape[0] - start
+        self._pending = [rows[start:]] if self._pending_rows else []
 
     def _write_block(self, rows: Any) -> None:
         """Write one block."""
         number = np.dtype(self.dtype).newbyteorder("<")
         if self.layout == "dense":
-            dense = rows if isinstance(rows, np.ndarray) else rows.toarray()
-            value = np.ascontiguousarray(dense, number).tobytes()
+            if not isinstance(rows, np.ndarray):
+                rows = rows.toarray()
+            value = np.ascontiguousarray(rows, number).tobytes()
         else:
             indptr, columns = rows.indptr.astype(INDPTR), rows.indices.astype(COLUMN)
             value = indptr.tobytes() + rows.data.astype(number).tobytes() + columns.tobytes()
@@ -340,8 +349,8 @@ class StoreWriter:
         # A label outside the map would otherwise be stored as NaN.
         if (wrong := np.flatnonzero(np.isnan(mapped))).size:
             raise DatasetError(
-                f"row {wrong[0]} has the label {labels[wrong[0]]:g}; the labels are "
-                f"{list(label_map)}"
+                f"row {wrong[0]} has the label {labels[wrong[0]]:g}; "
+                f"the labels are {list(label_map)}"
             )
         return mapped
 

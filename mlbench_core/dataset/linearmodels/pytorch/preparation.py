@@ -1,4 +1,4 @@
-"""Create the missing stores of a data set: from local text, from the network, or from a generator."""
+"""Create the missing stores of a data set from local text, the network, or a generator."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ __all__ = ["find_text", "prepare_stores"]
 
 logger = logging.getLogger(__name__)
 
-_PARTS = ("train", "test")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def prepare_stores(
@@ -56,9 +55,11 @@ def prepare_stores(
             full.
         ValueError: The name is unknown and ``text_folder`` is None.
     """
-    folder, texts = Path(root), None if text_folder is None else Path(text_folder)
-    if texts is not None:
-        if _found(find_stores, texts, name, "train"):
+    folder = Path(root)
+    texts: Path | None = None
+    if text_folder is not None:
+        texts = Path(text_folder)
+        if _find_or_none(find_stores, texts, name, "train"):
             return texts
         # Stores of different texts with the same data set name must not be confused.
         folder = folder / f"text-{zlib.crc32(os.fsencode(texts.resolve())):08x}"
@@ -95,8 +96,8 @@ def find_text(folder: str | os.PathLike[str], name: str, part: str) -> Path:
     )
 
 
-def _found(find: Callable[..., Found], *arguments: Any) -> Found | None:
-    """Return the result of :func:`find_text` or :func:`find_stores`, or None if they find nothing."""
+def _find_or_none(find: Callable[..., Result], *arguments: Any) -> Result | None:
+    """Return the result of :func:`find_text` or :func:`find_stores`, or None without one."""
     try:
         return find(*arguments)
     except DatasetNotFoundError:
@@ -108,22 +109,19 @@ def _parts(name: str, text_folder: Path | None) -> list[str]:
     if name in KNOWN:
         return list(KNOWN[name].files)
     if text_folder is not None:
-        return [
-            part
-            for part in _PARTS
-            if part == "train" or _found(find_text, text_folder, name, part) is not None
-        ]
+        has_test = _find_or_none(find_text, text_folder, name, "test") is not None
+        return ["train", "test"] if has_test else ["train"]
     if name == SYNTHETIC:
-        return list(_PARTS)
-    known = ", ".join(sorted([*KNOWN, SYNTHETIC]))
+        return ["train", "test"]
+    names = ", ".join(sorted([*KNOWN, SYNTHETIC]))
     raise ValueError(
-        f"name must be one of {known}, not {name!r}: any other needs a folder with its text"
+        f"name must be one of {names}, not {name!r}: any other needs a folder with its text"
     )
 
 
 def _make(name: str, part: str, folder: Path, text_folder: Path | None) -> None:
     """Create one store, unless it exists and is not older than its text."""
-    stores = _found(find_stores, folder, name, part)
+    stores = _find_or_none(find_stores, folder, name, part)
     if text_folder is None:
         if not stores:
             generate_lmdb_from_libsvm(name, part, folder)
@@ -135,8 +133,8 @@ def _make(name: str, part: str, folder: Path, text_folder: Path | None) -> None:
     dest = folder / f"{name}_{part}.lmdb"
     logger.info("converting %s to %s", text, dest)
     settings: dict[str, Any] = {}
-    if known := KNOWN.get(name):
-        settings = {"n_features": known.n_features, "layout": known.layout, "labels": known.labels}
+    if data := KNOWN.get(name):
+        settings = {"n_features": data.n_features, "layout": data.layout, "labels": data.labels}
     else:
         # Both parts must have the same columns, but the largest index of one part may be smaller.
         texts = [find_text(text_folder, name, other) for other in _parts(name, text_folder)]

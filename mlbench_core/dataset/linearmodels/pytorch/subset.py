@@ -58,7 +58,10 @@ class RowSubset(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def row_blocks(self) -> NDArray[np.int64]:
-        """Return the first row of each stored block with rows in this subset, and the number of rows at the end."""
+        """Return the first row of each stored block, and the number of rows at the end.
+
+        Blocks without a row in this subset are left out.
+        """
         return np.unique(np.searchsorted(self.rows, self.dataset.row_blocks))
 
     def __len__(self) -> int:
@@ -83,7 +86,7 @@ class RowSubset(Dataset[tuple[Tensor, Tensor]]):
         return self.dataset.batch(self.rows[np.asarray(rows, dtype=np.int64)])
 
     def fetch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return rows as :meth:`batch` does, but do not check the positions; see :meth:`LMDBDataset.fetch`.
+        """Return rows as :meth:`batch` does, but do not check the positions.
 
         Args:
             positions: Rows of this subset, each from 0 to ``len(self) - 1``.
@@ -118,10 +121,10 @@ def train_and_validation(
         DatasetError: A file is damaged.
     """
     train = LMDBDataset(name, "train", root)
+    if not layout:
+        layout = "sparse_csr" if train.stores[0].header.layout == "csr" else "dense"
     # Read both parts in one layout, because the test part may be stored in the other one.
-    train.layout = layout = layout or (
-        "sparse_csr" if train.stores[0].header.layout == "csr" else "dense"
-    )
+    train.layout = layout
     try:
         return train, LMDBDataset(name, "test", root, layout=layout)
     except DatasetNotFoundError:
