@@ -79,11 +79,11 @@ def create_app(
         MasterTokenError: The token has characters that a request cannot carry. The error is also a
             ``ValueError``.
     """
-    folder = (
-        Path(data_dir).expanduser().absolute() if data_dir is not None else user_folder("master")
-    )
-    # Only the owner may read the folder: it holds logs, and jobs with the token in their
-    # environment.
+    if data_dir is None:
+        folder = user_folder("master")
+    else:
+        folder = Path(data_dir).expanduser().absolute()
+    # The folder holds logs, and jobs with the token in their environment.
     make_private(folder)
     access = Access(folder, token)
     if database_url is None:
@@ -98,9 +98,8 @@ def create_app(
     # Before a run is touched: another master may be looking after them.
     lease = Lease(store)
     lease.acquire()
-    scheduler = Scheduler(
-        store, launcher, events, _worker_variables(master_url, access), lease=lease
-    )
+    variables = _worker_variables(master_url, access)
+    scheduler = Scheduler(store, launcher, events, variables, lease=lease)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -120,28 +119,28 @@ def create_app(
         version=mlbench_core.__version__,
         lifespan=lifespan,
         redirect_slashes=False,
-        # FastAPI's own pages load scripts from another server, which could then start commands
-        # here.
+        # FastAPI's own pages load scripts from another server, which could start commands here.
         docs_url=None,
         redoc_url=None,
         # login.py serves the description, with the root path.
         openapi_url=None,
     )
-    app.state.store, app.state.scheduler, app.state.launcher, app.state.events = (
-        store,
-        scheduler,
-        launcher,
-        events,
-    )
+    app.state.store = store
+    app.state.scheduler = scheduler
+    app.state.launcher = launcher
+    app.state.events = events
     app.state.writer = writer
-    app.include_router(router)
     app.state.access = access
+    app.include_router(router)
     app.include_router(make_pages())
     add_login(app, access)
-    app.mount(
-        "/static", StaticFiles(directory=Path(__file__).parent / "web" / "static"), name="static"
-    )
-    _add_error_handlers(app)
+    static = Path(__file__).parent / "web" / "static"
+    app.mount("/static", StaticFiles(directory=static), name="static")
+    app.add_exception_handler(StarletteHTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(SQLAlchemyError, _database_error)
+    app.add_exception_handler(TooManyStreamsError, _too_many_streams)
+    app.add_exception_handler(LauncherError, _launcher_error)
     set_description(app)
     app.add_middleware(GuardMiddleware, access=access)
     # The middleware that is added last runs first, so the guard sees only normalized paths.
@@ -161,8 +160,8 @@ def _check_engine(store: Store, launcher: Launcher) -> None:
         if engine != launcher.name:
             raise ConfigurationError(
                 f"run {run.name!r} was started by the launcher {engine!r} and has not ended: "
-                "start the master with "
-                f"--launcher {engine} until it has, or choose another folder with --data-dir"
+                f"start the master with --launcher {engine} until it has, "
+                "or choose another folder with --data-dir"
             )
 
 
@@ -178,18 +177,11 @@ def _worker_variables(master_url: str, access: Access) -> dict[str, str]:
     return variables
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    app.add_exception_handler(StarletteHTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(SQLAlchemyError, _database_error)
-    app.add_exception_handler(TooManyStreamsError, _too_many_streams)
-    app.add_exception_handler(LauncherError, _launcher_error)
-
-
 class _PathMiddleware:
-    """A middleware that adds a missing final slash, and turns ``/api/metrics/1.zip`` into a path and ``format=zip``.
+    """A middleware that normalizes paths and methods.
 
-    It also turns HEAD into GET without the body, so that all paths of GET answer it.
+    It adds a missing final slash, turns ``/api/metrics/1.zip`` into a path and ``format=zip``, and
+    HEAD into GET without the body, so that all paths of GET answer it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -201,18 +193,16 @@ class _PathMiddleware:
             suffix = _FORMAT_SUFFIX.fullmatch(path)
             if suffix is not None:
                 path = suffix[1]
-                query = scope["query_string"] + b"&" if scope["query_string"] else b""
-                scope = {**scope, "query_string": query + b"format=" + suffix[2].encode()}
+                query = [b"format=" + suffix[2].encode()]
+                if scope["query_string"]:
+                    query.insert(0, scope["query_string"])
+                scope = {**scope, "query_string": b"&".join(query)}
             if not path.endswith("/") and path.startswith(_WITH_FINAL_SLASH):
-                scope = {
-                    **scope,
-                    "path": path + "/",
-                    "raw_path": path.encode("utf-8", "replace") + b"/",
-                }
+                path += "/"
+                scope = {**scope, "path": path, "raw_path": path.encode("utf-8", "replace")}
             if scope["method"] == "HEAD":
-                await _answer_head(
-                    self._app, {**scope, "method": "GET", "is_head": True}, receive, send
-                )
+                scope = {**scope, "method": "GET", "is_head": True}
+                await _answer_head(self._app, scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -246,11 +236,8 @@ def _error(
     """Return an error as JSON, or as a page if somebody has opened a wrong address in a browser."""
     if wants_page(request.url.path, request.headers):
         return error_page(request, status, message, headers)
-    return JSONResponse(
-        {"status": HTTPStatus(status).phrase, "message": message},
-        status_code=status,
-        headers=headers,
-    )
+    content = {"status": HTTPStatus(status).phrase, "message": message}
+    return JSONResponse(content, status_code=status, headers=headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -266,27 +253,28 @@ def _allowed_methods(request: Request) -> list[str]:
     # For the routes, the word "import" in a path could be the id of a run.
     described = request.app.openapi()["paths"].get(request.url.path)
     if described is not None:
-        return sorted(
-            {*(method.upper() for method in described), *(["HEAD"] if "get" in described else [])}
-        )
-    routes = request.app.routes
-    found = {
-        method
-        for method in ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
-        if any(
-            route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes
-        )
-    }
-    # Files below /static do not have routes, and allow only reading.
-    return sorted({*found, "HEAD"}) if "GET" in found else sorted(found or {"GET", "HEAD"})
+        methods = set(map(str.upper, described))
+    else:
+        methods = set()
+        for method in ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT"):
+            scope = {**request.scope, "method": method}
+            if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes):
+                methods.add(method)
+        # Files below /static do not have routes, and allow only reading.
+        if not methods:
+            methods = {"GET"}
+    if "GET" in methods:
+        methods.add("HEAD")
+    return sorted(methods)
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    parts = [
-        f"{'.'.join(str(part) for part in item['loc'][1:])}: {item['msg']}"
-        for item in error.errors()
-    ]
+    parts = []
+    for item in error.errors():
+        # The first part is "path" or "query".
+        field = ".".join(map(str, item["loc"][1:]))
+        parts.append(f"{field}: {item['msg']}")
     return _error(request, 400, "; ".join(parts))
 
 

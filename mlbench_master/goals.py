@@ -1,10 +1,12 @@
-"""The goal of a run: its result, which the Tracker of the first worker sends as the metric ``goal``, and its plan.
+"""Read the goal of a run and its result, which the first worker sends as metrics.
 
-The metric ``plan`` comes after the first epoch, and a page shows by it how far a run is.
+The Tracker of this worker sends the metric ``goal`` with the result. The metric ``plan`` comes
+after the first epoch, and a page shows by it how far a run is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from typing import Annotated
 
@@ -29,7 +31,7 @@ GOAL_METRIC = "goal @ 0"
 """The metric of the first worker; its value is JSON text with the fields of :class:`RunGoal`."""
 
 PLAN_METRIC = "plan @ 0"
-"""The metric of the first worker with the plan; its value is JSON text with the fields of :class:`RunPlan`."""
+"""The metric of the first worker with the plan: JSON text with the fields of :class:`RunPlan`."""
 
 _MOST_CHARACTERS = 8192
 
@@ -62,14 +64,18 @@ class RunPlan(BaseModel):
     @classmethod
     def read(cls, text: str) -> RunPlan:
         """Return a plan from the value of its metric; an empty one if the value is not one."""
+        if len(text) > _MOST_CHARACTERS:
+            return cls()
         try:
-            return cls() if len(text) > _MOST_CHARACTERS else cls.model_validate_json(text)
+            return cls.model_validate_json(text)
         except ValidationError:
             return cls()
 
 
 class RunGoal(BaseModel):
-    """The goal of a run, and whether the run has reached it. Times are in seconds, by the slowest worker.
+    """The goal of a run, and whether the run has reached it.
+
+    Times are in seconds, by the slowest worker.
 
     Attributes:
         metric: Name of the metric of the goal; None if the goal is a plain function.
@@ -115,16 +121,20 @@ class RunGoal(BaseModel):
             'reached in 407.1 s (3 epochs)'
             >>> RunGoal(reached=False).outcome
             'not reached'
-            >>> RunGoal(reached=True, budget_s=60, value=91.52, time_to_goal_s=63.4, epochs=3).outcome
-            '91.52 after 63.4 s (3 epochs)'
+            >>> RunGoal(reached=True, budget_s=60, value=91.52, time_to_goal_s=63.4).outcome
+            '91.52 after 63.4 s'
         """
         if not self.reached:
             return "not reached"
-        is_timed = self.budget_s is not None and self.value is not None
-        result, preposition = (f"{self.value:.4g}", "after") if is_timed else ("reached", "in")
-        time = "" if self.time_to_goal_s is None else f" {preposition} {self.time_to_goal_s:.1f} s"
-        unit = "epoch" if self.epochs == 1 else "epochs"
-        return f"{result}{time}" + ("" if self.epochs is None else f" ({self.epochs} {unit})")
+        text, preposition = "reached", "in"
+        if self.budget_s is not None and self.value is not None:
+            text, preposition = f"{self.value:.4g}", "after"
+        if self.time_to_goal_s is not None:
+            text += f" {preposition} {self.time_to_goal_s:.1f} s"
+        if self.epochs is not None:
+            unit = "epoch" if self.epochs == 1 else "epochs"
+            text += f" ({self.epochs} {unit})"
+        return text
 
 
 def read_goal(text: str | bytes | None) -> RunGoal | None:
@@ -158,11 +168,10 @@ def task_of_image(image: str) -> Task | None:
         >>> task_of_image("task1a_resnet20_cifar10").key, task_of_image("custom_image")
         ('1a', None)
     """
-    for find in (get_task, lambda image: find_image(image)[0]):
-        try:
-            return find(image)
-        except ValueError:
-            continue
+    with contextlib.suppress(ValueError):
+        return get_task(image)
+    with contextlib.suppress(ValueError):
+        return find_image(image)[0]
     return None
 
 
@@ -175,7 +184,9 @@ def split_command(command: str) -> list[str]:
 
 
 def goal_of_task(image: str, command: str, light: bool) -> RunGoal | None:
-    """Return the goal that a run of a task pursues, before its workers have sent it; None without one.
+    """Return the goal that a run of a task pursues, or None.
+
+    It serves before the workers of the run have sent their goal.
 
     Args:
         image: The run's image.
@@ -195,4 +206,6 @@ def goal_of_task(image: str, command: str, light: bool) -> RunGoal | None:
     if budget_s is not None and budget_s >= 0:
         return goal.model_copy(update={"budget_s": budget_s})
     threshold = task.goal_of(words, light or "--light" in words)
-    return None if threshold is None else goal.model_copy(update={"threshold": threshold})
+    if threshold is None:
+        return None
+    return goal.model_copy(update={"threshold": threshold})

@@ -9,8 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 __all__ = ["IdleClock"]
 
-# The whole machine may be suspended between two polls. Runs and clients are suspended too, so that
-# time does not count.
+# The whole machine, with its runs and clients, may be suspended between two polls. This time does
+# not count.
 _LONGEST_STEP_S = 1.0
 
 

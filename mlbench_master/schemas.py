@@ -86,14 +86,12 @@ def _plain_text(text: str) -> str:
 
 def _one_line(text: str) -> str:
     if not text.isprintable():
-        unseen = next(
-            (character for character in text if unicodedata.category(character) in _UNSEEN), None
-        )
-        if unseen is not None:
-            raise ValueError(
-                "must not contain control characters or invisible ones, such as "
-                f"U+{ord(unseen):04X}"
-            )
+        for character in text:
+            if unicodedata.category(character) in _UNSEEN:
+                raise ValueError(
+                    "must not contain control characters or invisible ones, "
+                    f"such as U+{ord(character):04X}"
+                )
     if not text.strip():
         raise ValueError("must not be empty")
     return text
@@ -102,8 +100,8 @@ def _one_line(text: str) -> str:
 def _dns_label(text: str) -> str:
     if not is_run_name(text):
         raise ValueError(
-            "must be a DNS label: 1 to 63 of a-z, 0-9 and '-', not starting or ending with '-' "
-            "(for example my-run-2)"
+            "must be a DNS label: 1 to 63 of a-z, 0-9 and '-', "
+            "not starting or ending with '-' (for example my-run-2)"
         )
     return text
 
@@ -128,7 +126,9 @@ def _number_to_text(value: object) -> object:
 def _json_to_text(value: object) -> object:
     if value is None:
         return ""
-    return json.dumps(value) if isinstance(value, (dict, list, int, float)) else value
+    if isinstance(value, (dict, list, int, float)):
+        return json.dumps(value)
+    return value
 
 
 def _split(value: object) -> object:
@@ -162,7 +162,7 @@ Command = Annotated[Line, Field(max_length=16_384), AfterValidator(_command)]
 
 
 class _Body(BaseModel):
-    """A body or a query, of which empty form fields count as left out, and in which unknown fields are refused."""
+    """A body or a query: its empty form fields count as left out, and unknown ones are refused."""
 
     model_config = ConfigDict(extra="forbid", str_max_length=262_144)
 
@@ -171,13 +171,18 @@ class _Body(BaseModel):
     def _drop_empty(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             raise ValueError("must be an object with named fields")
-        # HTML forms send the fields that the user left empty.
-        given = {k: v for k, v in data.items() if v is not None and (v != "" or k in _MAY_BE_EMPTY)}
-        return {k: v for k, v in given.items() if k in cls.model_fields or k not in _OF_VERSION_3}
+        fields = {}
+        for name, value in data.items():
+            # HTML forms send the fields that the user left empty.
+            is_empty = value is None or (value == "" and name not in _MAY_BE_EMPTY)
+            is_ignored = name in _OF_VERSION_3 and name not in cls.model_fields
+            if not is_empty and not is_ignored:
+                fields[name] = value
+        return fields
 
 
 def _network(text: str) -> str:
-    """Return the text of a network that is given by its name or its text."""
+    """Return the text of a network, which has a name or a text."""
     # Do not reveal server paths: a client must not learn which files the master's machine has.
     if text.strip().endswith(".toml"):
         raise ValueError(
@@ -304,7 +309,11 @@ class RunIn(_Body):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "anyOf": [{"required": [name]} for name in ("command", "task", "image_name")]
+            "anyOf": [
+                {"required": ["command"]},
+                {"required": ["task"]},
+                {"required": ["image_name"]},
+            ]
         }
     )
 
@@ -341,7 +350,9 @@ class RunIn(_Body):
 
 
 class RunImport(_Body):
-    """A run that ended elsewhere, without this master; its metrics follow as those of any other run.
+    """A run that ended elsewhere, without this master.
+
+    Its metrics follow as those of any other run.
 
     Attributes:
         fingerprint: SHA-256 of what identifies the run, in hexadecimal digits. A run is imported
@@ -396,7 +407,7 @@ class MetricQuery(_Body):
 
 
 class CurvesQuery(_Body):
-    """The query parameters of ``GET /api/runs/{id}/curves/`` and of ``GET /api/pods/{name}/curves/``.
+    """The query parameters of the curves of a run or a pod.
 
     Attributes:
         metric: Names of the metrics to include; without one, the names and counts of all metrics.
@@ -497,7 +508,7 @@ def describe_errors(error: ValidationError) -> list[tuple[str, str]]:
     parts = []
     # A wrong body can have thousands of errors; the first five are enough to correct it.
     for item in error.errors(include_url=False, include_context=False)[:5]:
-        field = ".".join(str(part) for part in item["loc"])
+        field = ".".join(map(str, item["loc"]))
         message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
         if item["type"] == "missing":
             message = "is required"
@@ -510,12 +521,13 @@ def describe_errors(error: ValidationError) -> list[tuple[str, str]]:
 
 
 def _unknown(field: str, model: str) -> str:
-    """Return what is wrong with a field that a model does not have."""
-    fields = list(
-        next(body.model_fields for body in _Body.__subclasses__() if body.__name__ == model)
-    )
-    begun = [name for name in fields if name.startswith(f"{field.lower()}_")]
-    similar = begun or difflib.get_close_matches(field.lower(), fields, 1)
+    """Describe the error of a field that a model does not have."""
+    models = {body.__name__: body for body in _Body.__subclasses__()}
+    fields = list(models[model].model_fields)
+    # "image" means "image_name".
+    similar = [name for name in fields if name.startswith(f"{field.lower()}_")]
+    if not similar:
+        similar = difflib.get_close_matches(field.lower(), fields, 1)
     hint = f"did you mean {similar[0]!r}?" if similar else f"the fields are {', '.join(fields)}"
     return f"is not a field, and would be ignored: {hint}"
 
@@ -530,13 +542,16 @@ def describe_error(error: ValidationError, prefix: str = "") -> str:
     Returns:
         For example ``"num_workers: Input should be greater than or equal to 1 (got 0)"``.
     """
-    return "; ".join(
-        prefix + (f"{field}: {message}" if field else message)
-        for field, message in describe_errors(error)
-    )
+    parts = []
+    for field, message in describe_errors(error):
+        name = f"{field}: " if field else ""
+        parts.append(f"{prefix}{name}{message}")
+    return "; ".join(parts)
 
 
 def _short(value: object, limit: int = 80) -> str:
-    # ascii() of a body of megabytes would take long, so the text is cut first.
-    text = ascii(value if not isinstance(value, (str, bytes)) else value[:limit])
+    if isinstance(value, (str, bytes)):
+        # ascii() of a body of megabytes would take long.
+        value = value[:limit]
+    text = ascii(value)
     return text if len(text) <= limit else text[:limit] + "..."

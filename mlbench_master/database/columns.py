@@ -23,7 +23,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["PAGE", "Columns", "date_of", "epoch_of", "number_of"]
+from mlbench_master.dates import us_of
+
+__all__ = ["PAGE", "Columns", "epoch_of", "number_of"]
 
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
@@ -65,7 +67,7 @@ class Columns:
             ids = dates = values = metadata = ()
         # One look at each column is several times as fast as one at each value.
         if set(map(type, dates)) - {int}:
-            dates = tuple(map(date_of, dates))
+            dates = tuple(map(us_of, dates))
         numbers = None
         if set(map(type, values)) <= {str}:
             with contextlib.suppress(ValueError):
@@ -116,11 +118,6 @@ def number_of(value: object) -> float | None:
         return None
     # JSON has neither infinity nor NaN.
     return number if math.isfinite(number) else None
-
-
-def date_of(value: object) -> int:
-    """Return a date of the database, 0 if it is not a number: SQLite may hold any type."""
-    return value if isinstance(value, int) else 0
 
 
 def epoch_of(metadata: object) -> float:

@@ -27,9 +27,9 @@ from sqlalchemy.pool import StaticPool
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.environment import mask_variables
-from mlbench_master.database.columns import PAGE, Columns, date_of
+from mlbench_master.database.columns import PAGE, Columns
 from mlbench_master.database.migrations import REVISION_TABLE, VERSION_TABLE, prepare_database
-from mlbench_master.dates import format_date, now_us
+from mlbench_master.dates import format_date, now_us, us_of
 from mlbench_master.goals import GOAL_METRIC, RunGoal, read_goal
 from mlbench_master.launchers.interface import STOPPED
 
@@ -258,7 +258,7 @@ def _point(values: Iterable[Any]) -> Point:
     if type(point.date) is int and type(point.value) is str and type(point.extra) is str:
         return point
     # One damaged row must not hide the others.
-    date = date_of(point.date)
+    date = us_of(point.date)
     return replace(point, date=date, value=_text(point.value), extra=_text(point.extra))
 
 
@@ -1066,7 +1066,7 @@ class Store:
         """Return the earliest date of the metrics of an owner, 0 without one."""
         with self._reading() as session:
             date = session.scalar(sa.select(sa.func.min(Metric.date)).where(Metric.owner == owner))
-        return date_of(date)
+        return us_of(date)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
