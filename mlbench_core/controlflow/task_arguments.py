@@ -28,7 +28,7 @@ from mlbench_core.tasks import BACKENDS
 __all__ = ["DEFAULT_TIMEOUT_S", "add_run_arguments", "count", "seconds", "task_main"]
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""Default of ``--timeout``, the seconds to wait for other workers; it is torch's own default for Gloo."""
+"""Default of ``--timeout``, the seconds to wait for other workers, as torch has it for Gloo."""
 
 
 def task_main(
@@ -77,7 +77,8 @@ def task_main(
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     roots = [f"--root-{name}={folder}" for name in ("dataset", "checkpoint", "output")]
-        ...     task_main(main, "task1a", argv=["--run_id", "7", "--hosts", "a,b", "--rank", "1", *roots])
+        ...     argv = ["--run_id", "7", "--hosts", "a,b", "--rank", "1", *roots]
+        ...     task_main(main, "task1a", argv=argv)
         7 1 gloo
     """
     if not callable(main_func):
@@ -136,8 +137,11 @@ def task_main(
 
 def _options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
     """Return the options that differ from their defaults, as values that can be written as JSON."""
-    given = {name: value for name, value in vars(args).items() if value != parser.get_default(name)}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    options = {}
+    for name, value in vars(args).items():
+        if value != parser.get_default(name):
+            options[name] = str(value) if isinstance(value, Path) else value
+    return options
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None) -> None:
@@ -239,13 +243,13 @@ class _Parser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Return the options that a short form may mean, each once."""
-        return list(
-            {id(found[0]): found for found in super()._get_option_tuples(option_string)}.values()
-        )
+        # The first item of each tuple is the option's action, which its spellings share.
+        by_action = {id(match[0]): match for match in super()._get_option_tuples(option_string)}
+        return list(by_action.values())
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the shared arguments; every name is spelled with ``_`` and with ``-``."""
+    """Return the parser of the shared arguments; each name may have ``_`` or ``-``."""
     parser = _Parser(description="Run a benchmark task.")
 
     def add(name: str, **options: Any) -> None:
@@ -265,10 +269,10 @@ def _make_parser() -> argparse.ArgumentParser:
         ("checkpoint", "checkpoints"),
         ("output", "output"),
     ):
-        # A launcher sets MLBENCH_OUTPUT, so that it can read what the run leaves.
-        default = (os.environ.get("MLBENCH_OUTPUT") if name == "output" else None) or str(
-            user_folder(folder)
-        )
+        default = str(user_folder(folder))
+        # A launcher sets MLBENCH_OUTPUT, so that it can read the run's result.
+        if name == "output":
+            default = os.environ.get("MLBENCH_OUTPUT") or default
         # argparse formats help texts with %, and the name of a folder may contain %.
         shown = default.replace("%", "%%")
         add(
@@ -305,11 +309,11 @@ def _rank_and_hosts(
         ValueError: Rank and hosts contradict each other.
         ConfigurationError: The launcher's variables contradict each other.
     """
-    found = detect_environment(hosts, -1 if rank is None else rank, environment)
-    if not hosts or isinstance(found, TorchrunEnvironment):
-        return found.read_rank(), None
-    given = HostsEnvironment(hosts, found.read_rank(), environment)
-    return given.rank, ",".join(given.hosts)
+    launcher = detect_environment(hosts, -1 if rank is None else rank, environment)
+    if not hosts or isinstance(launcher, TorchrunEnvironment):
+        return launcher.read_rank(), None
+    world = HostsEnvironment(hosts, launcher.read_rank(), environment)
+    return world.rank, ",".join(world.hosts)
 
 
 def _default_backend(gpu: bool, environment: Mapping[str, str]) -> str:
@@ -321,7 +325,9 @@ def _default_backend(gpu: bool, environment: Mapping[str, str]) -> str:
     is_mpirun = isinstance(launcher, OpenMPIEnvironment) or (
         isinstance(launcher, MPICHEnvironment) and not environment.get("SLURM_PROCID")
     )
-    return "mpi" if is_mpirun and importlib.util.find_spec("mpi4py") is not None else "gloo"
+    if is_mpirun and importlib.util.find_spec("mpi4py") is not None:
+        return "mpi"
+    return "gloo"
 
 
 def _is_folder_name(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,10 @@ DTYPES = {
 
 
 class UnknownDtypeError(ValueError, NotImplementedError):
-    """The name of a floating-point type is unknown. Also a ``NotImplementedError``, as in version 3.0."""
+    """The name of a floating-point type is unknown.
+
+    It is also a ``NotImplementedError``, as in version 3.0.
+    """
 
 
 _TensorOrModule = TypeVar("_TensorOrModule", Tensor, nn.Module)
@@ -116,7 +120,8 @@ def prepare_batch(
         UnknownDtypeError: ``dtype`` is unknown.
 
     Example:
-        >>> data, target = prepare_batch(torch.ones(1, dtype=torch.float64), torch.tensor([1]), "fp32")
+        >>> values = torch.ones(1, dtype=torch.float64)
+        >>> data, target = prepare_batch(values, torch.tensor([1]), "fp32")
         >>> data.dtype, target.dtype
         (torch.float32, torch.int64)
         >>> images, tokens = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
@@ -125,13 +130,11 @@ def prepare_batch(
     """
 
     def prepare_data(tensor: Tensor) -> Tensor:
-        is_converted = tensor.is_floating_point() or (
-            tensor is data and tensor.dtype in _INTEGERS_OF_IMAGES
-        )
-        return convert_dtype(dtype, tensor) if is_converted else tensor
-
-    def prepare_target(tensor: Tensor) -> Tensor:
-        return convert_dtype(dtype, tensor) if transform_target_dtype else tensor
+        # Integers in a list or a dictionary are lengths, not an image.
+        is_image = tensor is data and tensor.dtype in _INTEGERS_OF_IMAGES
+        if tensor.is_floating_point() or is_image:
+            return convert_dtype(dtype, tensor)
+        return tensor
 
     # An unknown name raises here, even if the batch has nothing to convert.
     if dtype is not None:
@@ -140,6 +143,7 @@ def prepare_batch(
     # them.
     if use_cuda:
         data, target = _map_tensors(_to_gpu, data), _map_tensors(_to_gpu, target)
+    prepare_target = partial(convert_dtype, dtype if transform_target_dtype else None)
     return _map_tensors(prepare_data, data), _map_tensors(prepare_target, target)
 
 
@@ -155,11 +159,12 @@ def _map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
         return function(batch)
     if isinstance(batch, dict):
         return {key: _map_tensors(function, value) for key, value in batch.items()}
-    # A named tuple takes its fields as separate arguments.
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_map_tensors(function, value) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_map_tensors(function, value) for value in batch)
+        values = [_map_tensors(function, value) for value in batch]
+        # A named tuple takes its fields as separate arguments.
+        if hasattr(batch, "_fields"):
+            return type(batch)(*values)
+        return type(batch)(values)
     return batch
 
 
@@ -205,7 +210,6 @@ def batch_size(data: Any, output: Any) -> int:
             return len(candidate)
     raise TypeError(
         f"neither the model's output ({type(output).__name__}) nor the data "
-        f"({type(data).__name__}) has a length, so "
-        "the size of the batch is unknown; give tensors whose first dimension is the batch, or "
-        "lists"
+        f"({type(data).__name__}) has a length, so the size of the batch is unknown; "
+        "give tensors whose first dimension is the batch, or lists"
     )

@@ -35,7 +35,10 @@ _Path = str | os.PathLike[str]
 
 
 class CheckpointFreq(enum.IntEnum):
-    """The epochs that a :class:`Checkpointer` keeps. ``CheckpointFreq("best")`` is ``CheckpointFreq.BEST``."""
+    """The epochs that a :class:`Checkpointer` keeps.
+
+    ``CheckpointFreq("best")`` is ``CheckpointFreq.BEST``.
+    """
 
     ALL = 1
     """Every epoch, and a copy of the best one."""
@@ -46,7 +49,10 @@ class CheckpointFreq(enum.IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> CheckpointFreq | None:
-        return next((freq for freq in cls if freq.name.lower() == value), None)
+        for freq in cls:
+            if freq.name.lower() == value:
+                return freq
+        return None
 
 
 def _accepting_an_epoch(save: Callable[..., None]) -> Callable[..., None]:
@@ -62,14 +68,11 @@ def _accepting_an_epoch(save: Callable[..., None]) -> Callable[..., None]:
         *args: Any,
         **kwargs: Any,
     ) -> None:
+        first, second = (*args, None, None)[:2]
         # True is an Integral too, but it is never an epoch.
-        is_epoch = (
-            bool(args) and isinstance(args[0], numbers.Integral) and not isinstance(args[0], bool)
-        )
-        # The second argument of the current order is a sampler, which is none of these.
-        is_flag = len(args) > 1 and isinstance(
-            args[1], (bool, int, np.bool_, np.integer, torch.Tensor)
-        )
+        is_epoch = isinstance(first, numbers.Integral) and not isinstance(first, bool)
+        # The second argument of the current order is a sampler, which has none of these types.
+        is_flag = isinstance(second, (bool, int, np.bool_, np.integer, torch.Tensor))
         if is_epoch and ("is_best" in kwargs or is_flag):
             kwargs["epoch"], *args = args  # type: ignore[assignment]
         save(self, tracker, model, optimizer, scheduler, *args, **kwargs)
@@ -118,8 +121,9 @@ class Checkpointer:
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     checkpointer = Checkpointer(folder, rank=0, freq=CheckpointFreq.ALL, save_stats=False)
-        ...     checkpointer.save(SimpleNamespace(current_epoch=3), model, optimizer, None, is_best=True)
+        ...     checkpointer = Checkpointer(folder, 0, CheckpointFreq.ALL, save_stats=False)
+        ...     tracker = SimpleNamespace(current_epoch=3)
+        ...     checkpointer.save(tracker, model, optimizer, None, is_best=True)
         ...     sorted(os.listdir(folder))
         ['3_0.pth.tar', 'model_best.pth.tar']
     """
@@ -137,8 +141,8 @@ class Checkpointer:
         try:
             self.freq = CheckpointFreq(freq)
         except ValueError:
-            known = ", ".join(f"CheckpointFreq.{freq.name}" for freq in CheckpointFreq)
-            raise ValueError(f"freq must be one of {known}, not {freq!r}") from None
+            allowed = ", ".join(f"CheckpointFreq.{name}" for name in CheckpointFreq.__members__)
+            raise ValueError(f"freq must be one of {allowed}, not {freq!r}") from None
         self.save_stats = save_stats
         self._run: str | None = None
         # An epoch that is validated in parts is saved several times; each save needs its own id.
@@ -157,7 +161,9 @@ class Checkpointer:
         extra: Mapping[str, Any] | None = None,
         epoch: int | None = None,
     ) -> None:
-        """Save the state at the end of an epoch. Every worker must call it; no worker waits for another.
+        """Save the state at the end of an epoch.
+
+        Every worker must call it; no worker waits for another.
 
         With ``CheckpointFreq.ALL``, every worker writes its file of the epoch. Rank 0 also writes
         ``model_best.pth.tar`` if ``is_best``. With ``BEST``, files are written only if ``is_best``:
@@ -203,10 +209,10 @@ class Checkpointer:
                 "freq": self.freq.name.lower(),
                 "save_stats": bool(self.save_stats),
                 "model": states.capture("model", model),
-                "optimizer": None if optimizer is None else states.capture("optimizer", optimizer),
-                "scheduler": None if scheduler is None else states.capture("scheduler", scheduler),
+                "optimizer": states.capture_optional("optimizer", optimizer),
+                "scheduler": states.capture_optional("scheduler", scheduler),
                 "tracker": states.capture_tracker(tracker) if self.save_stats else None,
-                "sampler": None if sampler is None else states.capture("sampler", sampler),
+                "sampler": states.capture_optional("sampler", sampler),
                 "extra": {
                     name: states.capture(name, value) for name, value in (extra or {}).items()
                 },
@@ -236,11 +242,13 @@ class Checkpointer:
         records = getattr(tracker, "records", None)
         if not isinstance(records, Mapping) or not records:
             return
-        # JSON has no infinities and no nan, so they become null.
-        plain = {
-            str(name): {str(e): float(v) if math.isfinite(v) else None for e, v in values.items()}
-            for name, values in records.items()
-        }
+        plain: dict[str, dict[str, float | None]] = {}
+        for name, by_epoch in records.items():
+            numbers_by_epoch = plain[str(name)] = {}
+            for epoch_of_value, value in by_epoch.items():
+                # JSON has no infinities and no nan, so they become null.
+                number = float(value) if math.isfinite(value) else None
+                numbers_by_epoch[str(epoch_of_value)] = number
         run_id = getattr(tracker, "run_id", None)
         content = {
             "run_id": None if run_id is None else str(run_id),
@@ -314,17 +322,8 @@ class Checkpointer:
             )
         except MLBenchError:
             raise
-        # The checksums are right, but an entry is missing or has another type than any version
-        # writes.
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            IndexError,
-            RuntimeError,
-            OverflowError,
-        ) as error:
+        # The checksums are right, but an entry is missing or has a type that no version writes.
+        except states.MISFIT_ERRORS as error:
             raise CheckpointError(
                 f"the checkpoint {path} is damaged: {type(error).__name__}: {error}"
             ) from error
@@ -385,14 +384,13 @@ def determine_restore_ckpt_path(rank: int, checkpoint_root: _Path, run_id: str |
             FileNotFoundError.
     """
     folder = Path(checkpoint_root, str(run_id))
-    folder = folder if folder.is_dir() else Path(checkpoint_root)
+    if not folder.is_dir():
+        folder = Path(checkpoint_root)
     for candidate in files.find(folder, rank):
+        path = candidate.path
         # A part alone cannot be loaded, so the path is then that of rank 0's whole file.
-        path = (
-            candidate.first
-            if candidate.first is not None and names.is_part(candidate.path.name)
-            else candidate.path
-        )
+        if candidate.first is not None and names.is_part(path.name):
+            path = candidate.first
         if path.is_file():
             return os.fspath(path)
     raise CheckpointNotFoundError(f"there is no checkpoint of rank {rank} in {folder}")

@@ -3,15 +3,13 @@
 A *save* consists of the files that all k workers wrote at the same point of training. Its files
 have one id, so that files of different saves are never mixed:
 
-=======================================
-================================================================== ``{epoch}_{rank}.pth.tar``
-the state of worker ``rank`` after an epoch; the id is inside ``model_best.pth.tar``
-the state of rank 0 after the best epoch; the id is inside ``model_best.{id}.{rank}of{k}.pth.tar``
-the part of worker ``rank`` of the best epoch. The part of rank 0 is
-                                         ``model_best.pth.tar`` itself under a second name (a hard
-                                         link).
-=======================================
-==================================================================
+=======================================  =========================================================
+``{epoch}_{rank}.pth.tar``               state of worker ``rank`` after an epoch; the id is inside
+``model_best.pth.tar``                   state of rank 0 after the best epoch; the id is inside
+``model_best.{id}.{rank}of{k}.pth.tar``  part of worker ``rank`` of the best epoch
+=======================================  =========================================================
+
+The part of rank 0 is ``model_best.pth.tar`` itself under a second name (a hard link).
 
 The workers do not wait for one another while they save. So a save of the best epoch passes through
 these states:
@@ -19,14 +17,16 @@ these states:
 1. *partial*: some workers have written their file of the save. ``model_best.pth.tar`` may already
    be the new one. The previous save still exists, under the names that have its id.
 2. *whole*: all workers have written their file. The worker that finds all files deletes those of
-  previous saves.
+   previous saves.
 
 If a run is killed, the last save may be partial, but the one before it is whole.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import os
 import pickle
 import secrets
@@ -76,12 +76,12 @@ def name_run() -> str:
 
     It uses the store instead of a collective, because a script may save on some workers only.
     """
-    mine = secrets.token_hex(8)
+    own_id = secrets.token_hex(8)
     if process_groups.world_size() == 1:
-        return mine
+        return own_id
     # The first worker to get here sets the value; the others receive it.
     try:
-        shared: bytes = process_groups.store().compare_set("mlbench/checkpoint", "", mine)
+        shared: bytes = process_groups.store().compare_set("mlbench/checkpoint", "", own_id)
     except RuntimeError:
         # The MPI of torch itself has no store, so all runs have this id: saves of different runs
         # look alike.
@@ -119,15 +119,14 @@ def write(path: Path, content: Mapping[str, Any] | bytes, rank: int) -> None:
             cause = cause.__cause__ or cause.__context__
         raise CheckpointError(
             f"the checkpoint {path} could not be written ({cause or error}): free space or "
-            "choose another folder with "
-            f"--root-checkpoint; checkpoints written earlier are intact"
+            "choose another folder with --root-checkpoint; checkpoints written earlier are intact"
         ) from error
 
 
 def write_part(
     folder: Path, save: str, part: Mapping[str, Any] | None, rank: int, world_size: int
 ) -> None:
-    """Write this worker's file of a save of the best epoch, and delete files that are no longer needed.
+    """Write this worker's file of a save of the best epoch, and delete files of earlier ones.
 
     If the save is whole, all files of previous saves are deleted. Otherwise a worker deletes its
     own files except those of this save and of the last whole save.
@@ -147,44 +146,34 @@ def write_part(
         with files.replacing(path, _temporary(path, rank)) as temporary:
             try:
                 os.link(folder / names.BEST_NAME, temporary)
-            except OSError:  # a file system without hard links
+            except OSError:
+                # The file system has no hard links.
                 shutil.copy2(folder / names.BEST_NAME, temporary)
     # Listed after the write above, so that the last worker to write finds the files of all.
     saves = _best_saves(folder)
-    mine = saves.pop(save, _Save())
-    if world_size == 1:
-        _delete(path for other in saves.values() for path in other.files.values())
-    elif mine.is_whole:
-        start = min(_written_ns(path) for path in mine.files.values())
+    this_save = saves.pop(save, _Save())
+    others = list(saves.values())
+    if world_size == 1 or this_save.is_whole:
         # Newer files belong to a save that other workers have begun in the meantime.
-        _delete(
-            path
-            for other in saves.values()
-            for path in other.files.values()
-            if _written_ns(path) < start
-        )
-    else:
-        # A kill may come before this save is whole, so the newest whole one must stay.
-        kept = max(
-            [s for s in saves.values() if s.is_whole] or saves.values(),
-            key=_Save.written_ns,
-            default=None,
-        )
-        _delete(
-            other.files[rank]
-            for other in saves.values()
-            if other is not kept and rank in other.files
-        )
+        limit = math.inf
+        if world_size > 1:
+            limit = min(map(_written_ns, this_save.files.values()))
+        for other in others:
+            for path in other.files.values():
+                if _written_ns(path) < limit:
+                    path.unlink(missing_ok=True)
+        return
+    # A kill may come before this save is whole, so the newest whole one must stay.
+    whole = [other for other in others if other.is_whole]
+    kept = max(whole or others, key=_Save.written_ns, default=None)
+    for other in others:
+        if other is not kept and rank in other.files:
+            other.files[rank].unlink(missing_ok=True)
 
 
 def _temporary(path: Path, rank: int) -> Path:
     # One name per rank: the next save overwrites a file that a kill has left.
     return path.with_name(f".saving_{rank}.tmp")
-
-
-def _delete(paths: Iterator[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
 
 
 def _written_ns(path: Path) -> int:
@@ -225,9 +214,8 @@ def read(path: Path) -> dict[str, Any]:
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"the checkpoint {path} is damaged or holds pickled code, which is not run (files "
-            "of version 3.0 do): "
-            f"{str(error).splitlines()[0]}"
+            f"the checkpoint {path} is damaged or holds pickled code, which is not run "
+            f"(files of version 3.0 do): {str(error).splitlines()[0]}"
         ) from error
     # A damaged pickle may raise an exception of nearly any type.
     except Exception as error:
@@ -236,9 +224,9 @@ def read(path: Path) -> dict[str, Any]:
             f"the checkpoint {path} cannot be read, it is damaged or not a checkpoint: {reason}"
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+        saved_format = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise CheckpointError(
-            f"the checkpoint {path} has format {found!r}; this version reads format {FORMAT}"
+            f"the checkpoint {path} has format {saved_format!r}; this version reads format {FORMAT}"
         )
     for name, kind in _KINDS.items():
         if not isinstance(state.get(name), kind):
@@ -280,19 +268,17 @@ def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, 
             if failures:
                 _log.warning("%s; trying the one before it", failures[-1])
             return candidate, candidate.read()
-        except FileNotFoundError:  # rank 0 has no file, or a worker deleted one in the meantime
+        except FileNotFoundError:
+            # Rank 0 has no file, or a worker deleted one in the meantime.
             continue
         except CheckpointError as error:
             # The save before this one is tried next; if there is none, all failures are reported.
             failures.append(str(error))
     if failures:
         raise CheckpointError("; ".join(failures))
-    wanted = f"of epoch {epoch} " if epoch is not None else ""
-    looked_for = (
-        names.epoch_name(epoch, rank)
-        if epoch is not None
-        else f"<epoch>_{rank}.pth.tar and {names.BEST_NAME}"
-    )
+    wanted, looked_for = "", f"<epoch>_{rank}.pth.tar and {names.BEST_NAME}"
+    if epoch is not None:
+        wanted, looked_for = f"of epoch {epoch} ", names.epoch_name(epoch, rank)
     raise CheckpointNotFoundError(
         f"there is no checkpoint {wanted}of rank {rank} in {folder}; looked for {looked_for}"
     )
@@ -321,7 +307,10 @@ class Candidate:
         return path
 
     def read(self) -> dict[str, Any]:
-        """Read the state. A save is readable if rank 0's file is, so that all workers choose the same save."""
+        """Read the state.
+
+        A save is readable if rank 0's file is, so that all workers choose the same save.
+        """
         if self.first is None or self.own is None:
             return read(self.path)
         first = read(self.first)
@@ -378,23 +367,26 @@ def _of_epoch(files: Mapping[int, Path], rank: int) -> tuple[Candidate, bool]:
     """Return the save of one epoch, and True if it is whole."""
     if 0 not in files:
         return Candidate(None, files[rank]), False
-    alone = _header(files[rank]) if rank in files else None
-    # With Horovod torch knows one worker only, so each worker's file is a whole save.
-    if rank > 0 and alone is not None and alone.world_size == 1:
-        return Candidate(None, files[rank]), True
-    headers = {0: _header(files[0])}
-    world_size = headers[0].world_size if headers[0] is not None else None
+    if rank > 0 and rank in files:
+        # With Horovod torch knows one worker only, so each worker's file is a whole save.
+        header = _header(files[rank])
+        if header is not None and header.world_size == 1:
+            return Candidate(None, files[rank]), True
+    first = _header(files[0])
 
+    @functools.cache
     def belongs(other: int) -> bool:
-        if other in files and other not in headers:
-            headers[other] = _header(files[other])
         # A damaged file has no header; it counts here, because reading it reports the damage.
-        return other in files and headers[other] in (None, headers[0])
+        return other in files and _header(files[other]) in (None, first)
 
     own = files[rank] if rank != 0 and belongs(rank) else None
-    return Candidate(files[0], own), world_size is None or all(
-        belongs(other) for other in range(world_size)
+    # Versions that did not save the number of workers count as whole.
+    is_whole = (
+        first is None
+        or first.world_size is None
+        or all(belongs(other) for other in range(1, first.world_size))
     )
+    return Candidate(files[0], own), is_whole
 
 
 def _of_best(folder: Path, rank: int) -> Iterator[Candidate]:
@@ -402,22 +394,20 @@ def _of_best(folder: Path, rank: int) -> Iterator[Candidate]:
     saves = _best_saves(folder)
     path = folder / names.BEST_NAME
     header = _header(path)
-    parts = (
-        saves.pop(header.save, _Save())
-        if header is not None and header.save is not None
-        else _Save()
-    )
-    is_whole = header is None or all(
-        other in parts.files for other in range(1, header.world_size or 1)
-    )
-    best = Candidate(path, parts.files.get(rank) if rank else None, lacks_parts=not is_whole)
+    best_save = _Save()
+    is_whole = True
+    if header is not None:
+        if header.save is not None:
+            best_save = saves.pop(header.save, best_save)
+        is_whole = all(other in best_save.files for other in range(1, header.world_size or 1))
+    best = Candidate(path, best_save.part_of(rank), lacks_parts=not is_whole)
     if is_whole:
         yield best
     for save in sorted(saves.values(), key=_Save.written_ns, reverse=True):
         if save.is_whole:
             if not is_whole:
                 _warn_of_partial([names.BEST_NAME])
-            yield Candidate(save.files[0], save.files.get(rank) if rank else None)
+            yield Candidate(save.files[0], save.part_of(rank))
     if not is_whole:
         yield best
 
@@ -433,6 +423,10 @@ class _Save:
     def is_whole(self) -> bool:
         return all(rank in self.files for rank in range(self.world_size))
 
+    def part_of(self, rank: int) -> Path | None:
+        """Return the file of a worker; None for rank 0, whose file has the whole state."""
+        return self.files.get(rank) if rank > 0 else None
+
     def written_ns(self) -> int:
         return max(map(_written_ns, self.files.values()), default=0)
 
@@ -447,7 +441,7 @@ def _best_saves(folder: Path) -> dict[str, _Save]:
 
 @dataclass(frozen=True)
 class _Header:
-    """The id and the world size of the save that a file belongs to; None in files of versions without them."""
+    """The id and the world size of the save of a file; None in files of versions without them."""
 
     save: str | None
     world_size: int | None
@@ -475,9 +469,7 @@ def _names(folder: Path) -> list[str]:
 def _warn_of_partial(names: Sequence[str]) -> None:
     for name in names:
         _log.warning(
-            (
-                "other workers' files of the same save as %s are missing, as after a kill: taking "
-                "the save before"
-            ),
+            "other workers' files of the same save as %s are missing, as after a kill: "
+            "taking the save before",
             name,
         )

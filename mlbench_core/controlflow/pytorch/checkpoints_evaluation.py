@@ -94,8 +94,7 @@ class CheckpointsEvaluationControlFlow:
             use_cuda=self.use_cuda,
             max_batches=self.max_batch_per_epoch,
         )
-        return {
-            "epoch": epoch,
-            "loss": loss,
-            **{metric.name: value for metric, value in values.items()},
-        }
+        entry: dict[str, float] = {"epoch": epoch, "loss": loss}
+        for metric, value in values.items():
+            entry[metric.name] = value
+        return entry

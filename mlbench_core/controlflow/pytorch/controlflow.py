@@ -36,7 +36,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_N_BATCHES = 25
-"""Interval, in batches, at which training statistics go to the master; also at the end of an epoch."""
+"""Interval, in batches, at which training statistics go to the master; the last batch does too."""
 
 _Result = tuple[dict[MLBenchMetric, float], float]
 
@@ -58,9 +58,8 @@ def compute_train_batch_metrics(
     Returns:
         The value of each metric.
     """
-    return {
-        metric: value.item() for metric, value in batch_metrics(output, target, metrics).items()
-    }
+    results = batch_metrics(output, target, metrics)
+    return {metric: value.item() for metric, value in results.items()}
 
 
 def batch_metrics(
@@ -94,10 +93,11 @@ def record_train_batch_stats(
         num_batches_per_device_train: Number of this worker's batches in an epoch; None if it is not
             known.
     """
+    # Without a tracker the output needs no length.
+    if tracker is None:
+        return
     records = BatchRecords(tracker, num_batches_per_device_train)
-    records.add(
-        batch_idx, loss, batch_size(None, output) if tracker is not None else 0, metric_results
-    )
+    records.add(batch_idx, loss, batch_size(None, output), metric_results)
     records.read()
 
 
@@ -112,7 +112,7 @@ class _Record(NamedTuple):
 
 
 class BatchRecords:
-    """The losses and metrics of a round's training batches, which are read from the device once per interval.
+    """The losses and metrics of a round's training batches, read from the device in intervals.
 
     Reading a number makes the host wait for the device, and the device then waits for the next
     batch. So the values stay on the device up to batch 25, 50 and so on, and to the end of the
@@ -148,11 +148,17 @@ class BatchRecords:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # A device that has failed cannot be read; the error that ended the round says more than
         # that.
-        with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
+        try:
             self.read()
+        except RuntimeError:
+            if kind is None:
+                raise
 
     def start_batch(self) -> None:
-        """Start the clock of a batch. Call it before its data is drawn, so that waiting for the loader counts too."""
+        """Start the clock of a batch.
+
+        Call it before its data is drawn, so that waiting for the loader counts too.
+        """
         if self.tracker is not None:
             self.tracker.batch_start()
 
@@ -169,7 +175,9 @@ class BatchRecords:
         results: Mapping[MLBenchMetric, Tensor] | None = None,
         tokens: int = 0,
     ) -> None:
-        """Stop the clock of a batch, then add it: sending to the master is not part of the training time.
+        """Stop the clock of a batch, then add it.
+
+        In this order, sending to the master is not part of the training time.
 
         Args:
             batch_idx: As in :meth:`add`.
@@ -204,19 +212,11 @@ class BatchRecords:
         # Batch 0 is read with batch 25: the read at the end of the round would otherwise make it
         # one more per interval.
         ends_interval = is_logged and batch_idx > 0
-        values = [
-            ("loss", loss),
-            *((metric.name, value) for metric, value in (results or {}).items()),
-        ]
-        self._pending.append(
-            _Record(
-                batch_idx,
-                self.tracker.position(),
-                samples,
-                is_last or is_logged,
-                [(name, _copied(value)) for name, value in values],
-            )
-        )
+        position = self.tracker.position()
+        values = [("loss", _copied(loss))]
+        for metric, value in (results or {}).items():
+            values.append((metric.name, _copied(value)))
+        self._pending.append(_Record(batch_idx, position, samples, is_last or is_logged, values))
         # The last batch is read together with the mean loss of the round, in one transfer.
         if not is_last and (ends_interval or self.tracker.goal_watches_training()):
             self.read()
@@ -232,13 +232,17 @@ class BatchRecords:
         """
         # Emptied first: after an error while reading, the values are not read a second time.
         pending, self._pending = self._pending, []
-        tensors = [value for record in pending for _, value in record.values]
-        numbers = iter(_read(tensors + [_copied(value) for value in others]))
+        tensors = []
+        for record in pending:
+            tensors += [value for _, value in record.values]
+        tensors += map(_copied, others)
+        numbers = iter(_read(tensors))
         for record in pending:
             assert self.tracker is not None
             for name, _ in record.values:
+                number = next(numbers)
                 self.tracker.record_stat(
-                    name, next(numbers), record.samples, record.is_logged, at=record.at
+                    name, number, record.samples, record.is_logged, at=record.at
                 )
             if record.is_logged:
                 logger.debug("batch %d: %s", record.batch_idx, self.tracker)
@@ -246,20 +250,21 @@ class BatchRecords:
 
 
 def _copied(value: float | Tensor) -> Tensor:
-    """Return a float64 copy without dimensions: a function may return a view of a large tensor, or reuse its result."""
+    """Return a float64 copy without dimensions."""
     if not isinstance(value, Tensor):
         # Without the dtype, torch would round a Python float to float32.
         return torch.tensor(value, dtype=torch.float64).reshape(())
+    # A copy, because a function may return a view of a large tensor, or reuse its result.
     return value.detach().to(torch.float64, copy=True).reshape(())
 
 
 def _read(tensors: Sequence[Tensor]) -> list[float]:
-    """Read numbers from the device with one transfer, or one for each device if there are several."""
+    """Read numbers from their devices, with one transfer for each device."""
     # A metric may compute on the CPU, for example on text, while the loss is on a GPU.
-    of_device: dict[torch.device, list[Tensor]] = {}
+    by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        of_device.setdefault(tensor.device, []).append(tensor)
-    numbers = {device: iter(torch.stack(values).tolist()) for device, values in of_device.items()}
+        by_device.setdefault(tensor.device, []).append(tensor)
+    numbers = {device: iter(torch.stack(values).tolist()) for device, values in by_device.items()}
     return [next(numbers[tensor.device]) for tensor in tensors]
 
 
@@ -267,7 +272,7 @@ _OLDER_KEYWORDS = {"run_id", "rank", "max_batch_per_epoch"}
 
 
 def _accepts_older_call(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Dispatch calls of mlbench-core 2, which had ``run_id, rank`` before ``dtype``, to the older function."""
+    """Dispatch calls of mlbench-core 2, which have ``run_id, rank`` before ``dtype``."""
 
     @functools.wraps(function)
     def dispatch(*args: Any, **kwargs: Any) -> _Result:
@@ -286,7 +291,10 @@ def _accepts_older_call(function: Callable[..., _Result]) -> Callable[..., _Resu
 def validating(
     model: nn.Module, metrics: Iterable[MLBenchMetric], tracker: Tracker | None
 ) -> Iterator[None]:
-    """Reset the metrics, and run a block in evaluation mode and without gradients; its time counts as validation."""
+    """Reset the metrics, and run a block in evaluation mode and without gradients.
+
+    The time of the block counts as validation.
+    """
     for metric in metrics:
         metric.reset()
     if tracker is not None:
@@ -360,9 +368,8 @@ def validation_round(
     deprecated_in="3.0.0",
     removed_in="6.0.0",
     current_version=__version__,
-    details="Call validation_round(dataloader, model, loss_function, metrics, dtype, "
-    "tracker=...) without run_id and "
-    "rank, then record_validation_stats(metrics_values, loss, tracker, rank).",
+    details="Call validation_round(dataloader, model, loss_function, metrics, dtype, tracker=...) "
+    "without run_id and rank, then record_validation_stats(metrics_values, loss, tracker, rank).",
 )
 def _validation_round_of_run(
     dataloader: Iterable[Any],

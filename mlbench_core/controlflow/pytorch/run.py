@@ -83,15 +83,18 @@ class Run:
         >>> from mlbench_core.optim.pytorch import CentralizedSGD
         >>> def train(run):
         ...     batches = [(torch.eye(2), torch.tensor([0, 1]))]
-        ...     model, loss_function, metrics = nn.Linear(2, 2), nn.CrossEntropyLoss(), [TopKAccuracy(topk=1)]
+        ...     model, loss = nn.Linear(2, 2), nn.CrossEntropyLoss()
+        ...     metrics = [TopKAccuracy(topk=1)]
         ...     optimizer = CentralizedSGD(world_size=run.world_size, model=model, lr=1.0)
         ...     tracker = run.track(metrics)
         ...
         ...     def validate():
-        ...         return validation_round(batches, model, loss_function, metrics, "fp32", tracker=tracker)
+        ...         return validation_round(batches, model, loss, metrics, "fp32", tracker=tracker)
         ...
         ...     for epoch in run.epochs(model, optimizer, None, validate):
-        ...         train_round(batches, model, optimizer, loss_function, metrics, None, "fp32", tracker=tracker)
+        ...         train_round(
+        ...             batches, model, optimizer, loss, metrics, None, "fp32", tracker=tracker
+        ...         )
         ...     print(tracker.current_epoch, tracker.best_metric_value)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     roots = [f"--root-{name}={folder}" for name in ("dataset", "checkpoint", "output")]
@@ -138,10 +141,10 @@ class Run:
         goal: Goal | Callable[[], Goal] | None = None,
         **options: Any,
     ) -> Tracker:
-        """Make the run's tracker and its result folder; every worker calls it once, before :meth:`epochs`.
+        """Make the run's tracker and its result folder.
 
-        Rank 0 also writes to the sinks of ``--sink``, see
-        :func:`~mlbench_core.tracking.sinks.make_sink`.
+        Every worker calls it once, before :meth:`epochs`. Rank 0 also writes to the sinks of
+        ``--sink``, see :func:`~mlbench_core.tracking.sinks.make_sink`.
 
         Args:
             metrics: The run's metrics; the first is the primary one, which decides about the best
@@ -259,10 +262,10 @@ class Run:
             is_best = validate_and_record()
             needed = getattr(tracker.goal, "metric", None)
             if isinstance(needed, str) and needed not in tracker.records:
+                recorded = ", ".join(sorted(tracker.records))
                 raise ConfigurationError(
                     "metric of the goal must be a statistic that this run records, not "
-                    f"{needed!r}: use one of "
-                    f"{', '.join(sorted(tracker.records))}"
+                    f"{needed!r}: use one of {recorded}"
                 )
             return is_best
 
@@ -282,10 +285,11 @@ class Run:
             self._is_best = None
             yield epoch
             # parts() has already validated after the last part.
-            is_best = validate_in_training() if self._is_best is None else self._is_best
+            if self._is_best is None:
+                self._is_best = validate_in_training()
             # The epoch ends before it is saved, so that a resumed run begins with the next one.
             tracker.epoch_end()
-            checkpointer.save(tracker, model, optimizer, scheduler, is_best, extra=extra)
+            checkpointer.save(tracker, model, optimizer, scheduler, self._is_best, extra=extra)
             if self._limit.ends(tracker):
                 break
         tracker.publish_summary(self.world_size)
@@ -329,31 +333,34 @@ class Run:
     def _validate_checkpoints(
         self, load: Callable[..., object], validate: Callable[[], object]
     ) -> None:
-        """Load and validate every checkpoint of an epoch, or else the best one; rank 0 writes the statistics."""
+        """Load and validate every checkpoint of an epoch, or else the best one.
+
+        Rank 0 writes the statistics.
+        """
         tracker = self.tracker
         names = ["loss", *(metric.name for metric in tracker.metrics)]
         stats: dict[str, list[dict[str, Any]]] = {"train": [], "val": []}
         # Workers may have different folders, in which a kill left different files. All must load
         # the same epochs.
-        found = saved_epochs(self.ckpt_run_dir, self.rank)
-        newest = smallest(max(found, default=-1))
-        kept: list[int | None] = [
-            epoch for epoch in range(newest + 1) if smallest(int(epoch in found))
-        ]
-        for epoch in kept or [None]:
+        own_epochs = saved_epochs(self.ckpt_run_dir, self.rank)
+        newest = smallest(max(own_epochs, default=-1))
+        # smallest() is a message of all workers, so each of them asks for the same numbers.
+        epochs: list[int | None] = []
+        for number in range(newest + 1):
+            if smallest(int(number in own_epochs)):
+                epochs.append(number)
+        for epoch in epochs or [None]:
             load(epoch=epoch)
             # A checkpoint from within an epoch has the means of its last validation.
             tracker.reset_epoch_stats()
             validate()
             for part, prefix in (("train", "train_"), ("val", "val_global_")):
-                series = {name: tracker.records.get(prefix + name) for name in names}
-                latest = {
-                    name: next(reversed(by_epoch.values()))
-                    for name, by_epoch in series.items()
-                    if by_epoch
-                }
-                numbers = {name: finite(value) for name, value in latest.items()}
-                stats[part].append({"epoch": tracker.current_epoch, **numbers})
+                entry: dict[str, Any] = {"epoch": tracker.current_epoch}
+                for name in names:
+                    by_epoch = tracker.records.get(prefix + name)
+                    if by_epoch:
+                        entry[name] = finite(next(reversed(by_epoch.values())))
+                stats[part].append(entry)
         if self.rank == 0 and self._output_dir is not None:
             for part, entries in stats.items():
                 with replacing(Path(self._output_dir, f"{part}_stats.json")) as temporary:
@@ -364,7 +371,7 @@ class _AgreedAfterTime(AccuracyAfterTime):
     """The goal of ``--goal-after``, for several workers whose clocks differ."""
 
     def is_over(self, train_time_s: float) -> bool:
-        """Return True on all workers as soon as the time of one is over: the times of a run are the slowest's."""
+        """Return True on all workers as soon as the time of one is over."""
         return any_is_over(train_time_s, self.budget_s)
 
 
@@ -440,8 +447,6 @@ def run_task(
             ) as run:
                 train(run)
             if rank == 0 and not args.validation_only:
-                logger.info(
-                    "%s", "goal reached" if run.tracker.goal_reached else "goal not reached"
-                )
+                logger.info("goal reached" if run.tracker.goal_reached else "goal not reached")
 
     task_main(main, uid, argv=argv, add_arguments=add_arguments)

@@ -31,7 +31,7 @@ class _ProcessGroup(run_results.Workers):
     def sum(self, numbers: Sequence[int]) -> list[int]:
         total = get_backend_tensor(torch.tensor(numbers, dtype=torch.int64))
         dist.all_reduce(total)
-        return [int(number) for number in total.tolist()]
+        return list(map(int, total.tolist()))
 
     def broadcast(self, content: bytes, sender: int) -> bytes:
         is_sender = process_groups.rank() == sender
@@ -52,9 +52,10 @@ class _ProcessGroup(run_results.Workers):
 
 
 class RunResults(run_results.RunFolder):
-    """The result folder of a run; every worker makes one at the same time, after the process group exists.
+    """The result folder of a run.
 
-    Pass :attr:`sink` to the tracker. Use it as a context manager around the tracker: at its end the
+    Every worker makes one at the same time, after the process group exists. Pass :attr:`sink` to
+    the tracker. Use it as a context manager around the tracker: at its end the
     result is written, also after an exception. The tasks do this through
     :class:`~mlbench_core.controlflow.pytorch.run.Run`.
 
@@ -125,7 +126,9 @@ def task_results(
     output_dir: str,
     dataset_dir: str,
 ) -> RunResults:
-    """Open the result folder of a task from its command line; every worker calls it at the same time.
+    """Open the result folder of a task from its command line.
+
+    Every worker calls it at the same time.
 
     Args:
         args: The command line, as :func:`~mlbench_core.controlflow.task_arguments.task_main` read

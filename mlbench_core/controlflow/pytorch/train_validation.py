@@ -143,11 +143,8 @@ def train_round(
             samples += size
         loss_sum = records.read(loss_sum)[0]
     # A scheduler for plateaus needs the result of a validation, which only the caller has.
-    if (
-        scheduler is not None
-        and schedule_per == "epoch"
-        and not isinstance(scheduler, ReduceLROnPlateau)
-    ):
+    waits = scheduler is None or isinstance(scheduler, ReduceLROnPlateau)
+    if schedule_per == "epoch" and not waits:
         scheduler.step()
     return loss_sum / max(1, samples)
 
@@ -155,7 +152,7 @@ def train_round(
 def _number_of_batches(
     dataloader: Iterable[Any], maximum: int | None, update_freq: int
 ) -> int | None:
-    """Return the number of batches that every worker trains on, or None if the loaders do not know their length."""
+    """Return the number of batches of every worker, or None if the loaders have no length."""
     try:
         length = len(dataloader)  # type: ignore[arg-type]
     except TypeError:
@@ -163,14 +160,15 @@ def _number_of_batches(
             return None
         raise ValueError(
             f"update_freq is {update_freq}, but {type(dataloader).__name__} has no length, so "
-            "the last update of the "
-            "epoch cannot be known in time; give a loader with __len__"
+            "the last update of the epoch cannot be known in time; give a loader with __len__"
         ) from None
-    return process_groups.smallest(length if maximum is None else min(length, maximum))
+    if maximum is not None:
+        length = min(length, maximum)
+    return process_groups.smallest(length)
 
 
 class Updates:
-    """Gradient accumulation: a training step for each batch, and an update of the weights after several batches.
+    """Gradient accumulation: a training step per batch, and an update after several batches.
 
     Args:
         model: Called with the data of a batch, for example a module.
@@ -198,7 +196,11 @@ class Updates:
             records.tracker.learning_rate = _learning_rate(optimizer)
 
     def train_batch(self, batch_idx: int, data: Any, target: Any) -> tuple[Tensor, Any, bool]:
-        """Add the gradients of a batch; return the detached loss, the output, and True after an update."""
+        """Add the gradients of a batch.
+
+        Returns:
+            The detached loss, the output, and True after an update.
+        """
         # Gradients accumulate until the update, so only its first batch starts from zero.
         if not self.batches:
             self.optimizer.zero_grad()
@@ -209,16 +211,21 @@ class Updates:
         self.records.mark("comp_loss")
         # The last update of an epoch may have fewer batches.
         first = batch_idx - len(self.batches)
-        total = self.records.total
-        count = self.frequency if total is None else min(self.frequency, total - first)
+        count = self.frequency
+        if self.records.total is not None:
+            count = min(count, self.records.total - first)
         self.batches.append((data, target))
         is_last = len(self.batches) == count
+        share = loss
+        sync: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         # The last backward pass of an update may send gradients while it runs; the ones before it
         # must not.
-        waits = not is_last and hasattr(self.optimizer, "no_sync")
-        with self.optimizer.no_sync() if waits else contextlib.nullcontext():
+        if not is_last and hasattr(self.optimizer, "no_sync"):
+            sync = self.optimizer.no_sync()
+        with sync:
             # step_arguments gives the optimizer the divisor; otherwise the loss is divided here.
-            share = loss if self.step_arguments is not None or count == 1 else loss / count
+            if self.step_arguments is None and count != 1:
+                share = loss / count
             if hasattr(self.optimizer, "backward_loss"):
                 self.optimizer.backward_loss(share)
             else:
@@ -230,7 +237,9 @@ class Updates:
         return loss.detach(), output, is_last
 
     def _step(self) -> None:
-        arguments = self.step_arguments(self.batches) if self.step_arguments is not None else {}
+        arguments: Mapping[str, Any] = {}
+        if self.step_arguments is not None:
+            arguments = self.step_arguments(self.batches)
         # An optimizer that takes a tracker marks its own steps.
         tracker = self.records.tracker
         if tracker is not None and "tracker" in inspect.signature(self.optimizer.step).parameters:
@@ -243,9 +252,10 @@ class Updates:
 def _learning_rate(optimizer: Any) -> float | None:
     """Return the learning rate of the first group of parameters, or None without one."""
     groups = getattr(optimizer, "param_groups", None)
-    rate = groups[0].get("lr") if groups else None
+    if not groups or groups[0].get("lr") is None:
+        return None
     # A rate that is a tensor is read once per round.
-    return None if rate is None else float(rate)
+    return float(groups[0]["lr"])
 
 
 def _step_after_batch(scheduler: Any) -> None:
@@ -257,7 +267,7 @@ def _step_after_batch(scheduler: Any) -> None:
 
 
 class TrainValidation:
-    """A loop that trains and validates in turn, until the goal is reached or all epochs are finished.
+    """A loop that trains and validates in turn, up to the goal or the last epoch.
 
     Args:
         model: The model.
@@ -334,7 +344,9 @@ class TrainValidation:
         resume: bool = False,
         repartition_per_epoch: bool = False,
     ) -> None:
-        """Train until the goal is reached or all epochs are finished, or for the time that a sweep sets as its limit.
+        """Train until the goal is reached or all epochs are finished.
+
+        A sweep may also limit the training time.
 
         Args:
             dataloader_train: This worker's training batches.
@@ -350,9 +362,9 @@ class TrainValidation:
                 checkpointer.
         """
         make_train = _maker("dataloader_train", dataloader_train, dataloader_train_fn)
-        make_val = (
-            _maker("dataloader_val", dataloader_val, dataloader_val_fn) if self.validate else None
-        )
+        make_val: Callable[[], Iterable[Any] | None] = _no_batches
+        if self.validate:
+            make_val = _maker("dataloader_val", dataloader_val, dataloader_val_fn)
         if resume:
             if self.checkpoint is None:
                 raise ValueError(
@@ -363,14 +375,12 @@ class TrainValidation:
             Checkpointer.load(self.checkpoint.dirname, self.rank, *trained, tracker=self.tracker)
         elif self.tracker.current_epoch == 0 and self.tracker.start_time is None:
             self.tracker.start()
-        train_batches = make_train()
-        val_batches = make_val() if make_val is not None else None
+        train_batches, val_batches = make_train(), make_val()
         first_epoch, limit = self.tracker.current_epoch, TrainLimit()
         for epoch in self.tracker.epochs(self.train_epochs):
             # The batches of the first epoch were made just before.
             if repartition_per_epoch and epoch > first_epoch:
-                train_batches = make_train()
-                val_batches = make_val() if make_val is not None else None
+                train_batches, val_batches = make_train(), make_val()
             self._run_epoch(train_batches, val_batches)
             if limit.ends(self.tracker):
                 break
@@ -419,15 +429,18 @@ class TrainValidation:
             self.checkpoint.save(self.tracker, self.model, self.optimizer, self.scheduler, is_best)
 
 
+def _no_batches() -> None:
+    return None
+
+
 def _maker(
     name: str, batches: Iterable[Any] | None, make: Callable[[], Iterable[Any]] | None
 ) -> Callable[[], Iterable[Any]]:
-    """Return a function that returns the batches, from whichever of the two arguments was given."""
-    if (batches is None) == (make is None):
-        raise ValueError(
-            f"pass either {name} or {name}_fn, "
-            f"{'not both' if make is not None else 'one is missing'}"
-        )
+    """Return a function that returns the batches, from the one of the two arguments that is set."""
+    if batches is None and make is None:
+        raise ValueError(f"pass either {name} or {name}_fn, one is missing")
+    if batches is not None and make is not None:
+        raise ValueError(f"pass either {name} or {name}_fn, not both")
     if make is not None:
         return make
     return lambda: batches  # type: ignore[return-value]

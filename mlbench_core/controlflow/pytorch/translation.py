@@ -1,4 +1,4 @@
-"""Train and validate translation models with batches of N tokens, in which every token has the same weight.
+"""Train and validate translation models, in which every token has the same weight.
 
 Batches are dictionaries as the ``collater`` of
 :class:`~mlbench_core.dataset.nlp.pytorch.wmt17_dataset.WMT17Dataset` makes them.
@@ -85,7 +85,8 @@ def epoch_parts(
         )
     # A worker with more parts than another would wait for it indefinitely in the next validation.
     total = process_groups.smallest(len(batches))
-    total = total if most is None else min(total, most)
+    if most is not None:
+        total = min(total, most)
     updates = -(-total // update_freq)
     length = max(1, round(share * updates)) * update_freq
     # All parts share one iterator, so that no part draws batches of another.
@@ -106,13 +107,14 @@ def train_round_by_tokens(
     use_cuda: bool = False,
     tracker: Tracker | None = None,
 ) -> float:
-    r"""Train for one epoch with updates along the mean gradient of all tokens that all workers read for them.
+    r"""Train for one epoch with updates along the mean gradient of the tokens of all workers.
 
     With k workers, u = ``update_freq`` batches of each before an update, the summed loss
     :math:`L_{ij}` of worker i's j-th batch and :math:`n_{ij}` tokens in it, an update follows
 
-    .. math:: g = \frac{\sum_{i=1}^{k} \sum_{j=1}^{u} \nabla L_{ij}}{\sum_{i=1}^{k} \sum_{j=1}^{u}
-      n_{ij}},
+    .. math::
+        g = \frac{\sum_{i=1}^{k} \sum_{j=1}^{u} \nabla L_{ij}}
+                 {\sum_{i=1}^{k} \sum_{j=1}^{u} n_{ij}},
 
     the gradient of one batch of all these tokens, however they are distributed. It costs a message
     of 8 bytes for the denominator n. An optimizer with a loss scale divides by k u in half
@@ -148,11 +150,13 @@ def train_round_by_tokens(
         >>> from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
         >>> from mlbench_core.optim.pytorch import CustomCentralizedOptimizer
         >>> model = nn.Embedding(4, 4)  # scores of the next word, from this one alone
-        >>> batch = {"net_input": {"input": torch.tensor([[1, 2]])}, "target": torch.tensor([[2, 3]]), "ntokens": 2}
+        >>> words, next_words = torch.tensor([[1, 2]]), torch.tensor([[2, 3]])
+        >>> batch = {"net_input": {"input": words}, "target": next_words, "ntokens": 2}
         >>> sgd = torch.optim.SGD(model.parameters(), lr=1.0)
         >>> optimizer = CustomCentralizedOptimizer(model, None, sgd, average_custom=True)
-        >>> losses = [train_round_by_tokens([batch], model, optimizer, LabelSmoothing(0)) for _ in range(2)]
-        >>> losses[1] < losses[0]
+        >>> loss_function = LabelSmoothing(0)
+        >>> first = train_round_by_tokens([batch], model, optimizer, loss_function)
+        >>> train_round_by_tokens([batch], model, optimizer, loss_function) < first
         True
 
     References:
@@ -193,7 +197,7 @@ def train_round_by_tokens(
 
 
 def _scores(output: Any) -> Tensor:
-    """Return the scores of an output. They are the first item of a tuple, as in ``TransformerModel``."""
+    """Return the scores of an output: the first item of a tuple, as in ``TransformerModel``."""
     scores: Tensor = output[0] if isinstance(output, tuple) else output
     return scores
 
@@ -201,7 +205,7 @@ def _scores(output: Any) -> Tensor:
 def _divisor(
     optimizer: Any, batches: Sequence[tuple[Batch, Tensor]], update_freq: int
 ) -> dict[str, Any]:
-    """Return the divisor of the sum of all workers' gradients, which is the number of tokens of all workers.
+    """Return the divisor of the sum of all workers' gradients: the tokens of all workers.
 
     Args:
         optimizer: The optimizer. With a loss scale it receives the divisor in two parts.

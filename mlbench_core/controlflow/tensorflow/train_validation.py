@@ -78,17 +78,17 @@ def train_round(
         elif lr_scheduler_level == "epoch":
             tracker.record_stat("lr", tracker.learning_rate, log_to_api=True)
     mean = AverageMeter()
-    for index, found in enumerate(_batches(session, fetches, num_batches_per_epoch, tracker)):
-        size = int(found.get("size", batch_size))
+    for index, values in enumerate(_batches(session, fetches, num_batches_per_epoch, tracker)):
+        size = int(values.get("size", batch_size))
         tracker.record_batch_opt_step()
         tracker.batch_end(samples=size)
         logs = index % _LOG_EVERY == 0
-        tracker.record_loss(found["loss"], size, log_to_api=logs)
-        for name, value in found["metrics"].items():
+        tracker.record_loss(values["loss"], size, log_to_api=logs)
+        for name, value in values["metrics"].items():
             tracker.record_metric(name, value, size, log_to_api=logs)
-        if "lr" in found:
-            tracker.record_stat("lr", found["lr"], log_to_api=logs)
-        mean.update(float(found["loss"]), size)
+        if "lr" in values:
+            tracker.record_stat("lr", values["lr"], log_to_api=logs)
+        mean.update(float(values["loss"]), size)
     return mean.avg
 
 
@@ -101,7 +101,9 @@ def validation_round(
     num_batches_per_epoch: int,
     tracker: Tracker,
 ) -> tuple[dict[Any, float], float]:
-    """Validate, and record the means as the result of all workers: each of them validates on all images.
+    """Validate, and record the means as the result of all workers.
+
+    Each worker validates on all images.
 
     Args:
         session: As in :func:`train_round`.
@@ -123,16 +125,16 @@ def validation_round(
     try:
         session.run(validation_set_init_op)
         fetches = {"loss": loss_op, "metrics": _operations(metrics), **_size(metrics)}
-        for found in _batches(session, fetches, num_batches_per_epoch):
-            size = int(found.get("size", batch_size))
-            loss.update(float(found["loss"]), size)
+        for values in _batches(session, fetches, num_batches_per_epoch):
+            size = int(values.get("size", batch_size))
+            loss.update(float(values["loss"]), size)
             for metric, mean in means.items():
-                mean.update(float(found["metrics"][metric.name]), size)
+                mean.update(float(values["metrics"][metric.name]), size)
     finally:
         tracker.validation_end()
-    values = {metric: mean.avg for metric, mean in means.items()}
-    record_validation_stats(values, loss.avg, tracker, tracker.rank)
-    return values, loss.avg
+    averages = {metric: mean.avg for metric, mean in means.items()}
+    record_validation_stats(averages, loss.avg, tracker, tracker.rank)
+    return averages, loss.avg
 
 
 def _operations(metrics: Sequence[Any]) -> dict[str, Any]:
@@ -141,14 +143,16 @@ def _operations(metrics: Sequence[Any]) -> dict[str, Any]:
 
 def _size(metrics: Sequence[Any]) -> dict[str, Any]:
     """Return the tensor of the batch's size under its name, if a metric has it."""
-    size = next((metric.size for metric in metrics if hasattr(metric, "size")), None)
-    return {} if size is None else {"size": size}
+    for metric in metrics:
+        if hasattr(metric, "size"):
+            return {} if metric.size is None else {"size": metric.size}
+    return {}
 
 
 def _batches(
     session: Any, fetches: Mapping[str, Any], most: int, tracker: Tracker | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the results of the batches until the data set ends; with a tracker, start its clock before each of them."""
+    """Yield the results of the batches until the data set ends; start the clock before each."""
     for _ in range(most):
         if tracker is not None:
             tracker.batch_start()
@@ -159,7 +163,7 @@ def _batches(
 
 
 class TrainValidation:
-    """A loop that trains and validates in turn, until the goal is reached or all batches are trained.
+    """A loop that trains and validates in turn, up to the goal or the last batch.
 
     Args:
         train_op: As in :func:`train_round`.
@@ -195,10 +199,8 @@ class TrainValidation:
         check_at_least("max_train_steps", max_train_steps, 0)
         self.train_op, self.sess, self.loss, self.metrics = train_op, sess, loss, metrics
         self.max_train_steps = max_train_steps
-        self.train_set_init_op, self.validation_set_init_op = (
-            train_set_init_op,
-            validation_set_init_op,
-        )
+        self.train_set_init_op = train_set_init_op
+        self.validation_set_init_op = validation_set_init_op
         self.run_id, self.rank = run_id, rank
         self.lr_scheduler_level = lr_scheduler_level
         self.tracker = tracker if tracker is not None else Tracker(metrics, run_id, rank)
@@ -210,13 +212,13 @@ class TrainValidation:
             lr_tensor_name: Name of the learning rate's tensor, for example ``"rate:0"``; None to
                 record no rate.
         """
-        rate = (
-            None if lr_tensor_name is None else self.sess.graph.get_tensor_by_name(lr_tensor_name)
-        )
+        rate = None
+        if lr_tensor_name is not None:
+            rate = self.sess.graph.get_tensor_by_name(lr_tensor_name)
         left = self.max_train_steps - self.tracker.position()[0]
         return train_round(
-            self.sess, self.train_set_init_op, self.train_op, self.loss, self.metrics, 1, left, self.tracker,
-            rate, self.lr_scheduler_level,
+            self.sess, self.train_set_init_op, self.train_op, self.loss, self.metrics, 1, left,
+            self.tracker, rate, self.lr_scheduler_level,
         )  # fmt: skip
 
     def valid_one_epoch(self) -> tuple[dict[Any, float], float]:
