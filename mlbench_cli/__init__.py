@@ -26,8 +26,8 @@ __all__ = ["cli", "cli_group", "main"]
 _subpackage = lazy_subpackages(__name__, "cli")
 
 
-# Not imported here: click is looked for only after main() has taken the user's folder from the
-# places of modules.
+# Not imported here: Python must look for click only after main() has removed the user's folder from
+# sys.path.
 def __getattr__(name: str) -> Any:
     return _subpackage("cli").cli_group if name == "cli_group" else _subpackage(name)
 
@@ -45,11 +45,14 @@ def main() -> None:
 def _leave_out_current_folder() -> None:
     """Import nothing from the current folder, in which a user may have a ``click.py``."""
     try:
-        here = os.getcwd()
-    except OSError:  # it was deleted
-        here = ""
+        current = os.getcwd()
+    # The folder was deleted.
+    except OSError:
+        current = ""
     # A checkout that is not installed is found only there.
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    sys.path[:] = [
-        place for place in sys.path if place and (place == own or os.path.realpath(place) != here)
-    ]
+
+    def stays(folder: str) -> bool:
+        return bool(folder) and (folder == own or os.path.realpath(folder) != current)
+
+    sys.path[:] = filter(stays, sys.path)

@@ -39,7 +39,7 @@ def state_of(run: Mapping[str, Any]) -> str:
 
 
 class RunSource(Protocol):
-    """Something that starts runs and knows how they go on: a master, or without one the engine itself."""
+    """A source of runs: a master, or the engine itself without one."""
 
     def runs(self) -> list[dict[str, Any]]:
         """Return all runs."""
@@ -48,7 +48,10 @@ class RunSource(Protocol):
         """Start a run and return it."""
 
     def check(self, request: Mapping[str, Any]) -> None:
-        """Raise an error if a run with the name of an existing one would be refused for another reason."""
+        """Raise an error if a request would be refused for another reason than its name.
+
+        The name is that of an existing run.
+        """
 
     def run(self, run_id: Any) -> dict[str, Any]:
         """Return the run with an id."""
@@ -78,7 +81,10 @@ class RunSource(Protocol):
 
 
 class MasterClient(RestClient):
-    """A client of the master; each method raises ``MasterRequestError`` with a one-line message if it fails."""
+    """A client of the master.
+
+    Each method raises ``MasterRequestError`` with a one-line message if it fails.
+    """
 
     def health(self) -> dict[str, Any]:
         """Return ``{"status": "ok", "version": ...}``."""
@@ -101,18 +107,21 @@ class MasterClient(RestClient):
         runs = self.runs()
         # Names come first: a run may have a name that is the id of another run.
         for key in ("name", "id"):
-            found = [run for run in runs if str(run.get(key)) == name]
-            if found:
-                return found[-1]
-        known = ", ".join(str(run.get("name")) for run in runs[-10:]) or "none yet"
-        raise MasterRequestError(f"no run {name!r} at {self.url}; runs there: {known}", 404)
+            matching = [run for run in runs if str(run.get(key)) == name]
+            if matching:
+                return matching[-1]
+        latest = ", ".join(str(run.get("name")) for run in runs[-10:]) or "none yet"
+        raise MasterRequestError(f"no run {name!r} at {self.url}; runs there: {latest}", 404)
 
     def create(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Start a run and return it."""
         return self.json(dict, "POST", "runs/", json=dict(request))
 
     def check(self, request: Mapping[str, Any]) -> None:
-        """Raise an error if a run with the name of an existing one would be refused for another reason."""
+        """Raise an error if a request would be refused for another reason than its name.
+
+        The name is that of an existing run.
+        """
         try:
             self.create(request)
         except MasterRequestError as error:
@@ -134,12 +143,13 @@ class MasterClient(RestClient):
         Raises:
             MasterRequestError: There are too many; the message has the number that fits.
         """
-        most = self.health().get("most_workers")  # masters before this field did not refuse them
+        # Masters before this field did not refuse any number.
+        most = self.health().get("most_workers")
         if most is not None and num_workers > most and not oversubscribe:
             raise MasterRequestError(
-                f"the number of workers must be at most {most} at {self.url}, not "
-                f"{num_workers}: more of them on its "
-                "cores mostly wait for each other; start fewer, or give --oversubscribe"
+                f"the number of workers must be at most {most} at {self.url}, not {num_workers}: "
+                "more of them on its cores mostly wait for each other; start fewer, or give "
+                "--oversubscribe"
             )
 
     def stop(self, run_id: int | str) -> None:
@@ -153,7 +163,9 @@ class MasterClient(RestClient):
     def logs(
         self, run_id: int | str, since_line: int = 0, filters: Mapping[str, Any] | None = None
     ) -> tuple[list[dict[str, Any]], int]:
-        """Return all lines of a run's log from ``since_line`` on, and the number of the line after the last one.
+        """Return all lines of a run's log from ``since_line`` on.
+
+        The second value is the number of the line after the last one.
 
         Args:
             run_id: The run.
@@ -178,7 +190,9 @@ class MasterClient(RestClient):
     def metrics(
         self, run_id: int | str, metric_filter: str | None = None, last_n: int | None = None
     ) -> dict[str, list[dict[str, Any]]]:
-        """Return metrics of a run: ``{name: [{"date", "value", "cumulative"}, ...]}``, oldest first.
+        """Return metrics of a run, oldest first.
+
+        They have the form ``{name: [{"date", "value", "cumulative"}, ...]}``.
 
         Args:
             run_id: The run.
@@ -190,9 +204,8 @@ class MasterClient(RestClient):
 
     def download_metrics(self, run_id: int | str, target: Path) -> int:
         """Stream the zip file of a run's metrics into ``target`` and return its size in bytes."""
-        return self.download(
-            f"metrics/{path_part(run_id)}/", target, params={"metric_type": "run", "format": "zip"}
-        )
+        params = {"metric_type": "run", "format": "zip"}
+        return self.download(f"metrics/{path_part(run_id)}/", target, params=params)
 
     def fetch_result(self, run_id: int | str, target: Path, *, unfinished: bool = False) -> bool:
         """Download the result folder of a run.
@@ -218,7 +231,8 @@ class MasterClient(RestClient):
 
     def stop_command(self, runs: Sequence[Mapping[str, Any]]) -> str:
         """Return the command that stops runs."""
-        return " ".join(["mlbench stop", *(str(run["name"]) for run in runs)])
+        names = [str(run["name"]) for run in runs]
+        return " ".join(["mlbench stop", *names])
 
     def log_place(self, run: Mapping[str, Any]) -> str:
         """Return the command that shows a run's log."""

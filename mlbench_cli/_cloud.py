@@ -1,12 +1,20 @@
-"""Clusters at clouds, by SkyPilot: its program ``sky`` rents the machines, and MLBench's master runs on the first one.
+"""Clusters at clouds, by SkyPilot.
 
-SkyPilot is a program here and not a library, because it requires older versions of packages that
-MLBench uses. It has its own environment. The master listens on the first machine's 127.0.0.1 only;
-a tunnel of ``ssh`` leads there::
+Its program ``sky`` rents the machines, and MLBench's master runs on the first one. SkyPilot is a
+program here and not a library, because it requires older versions of packages that MLBench uses. It
+has its own environment. The master listens on the first machine's 127.0.0.1 only; a tunnel of
+``ssh`` leads there::
 
-    mlbench run ---> 127.0.0.1:PORT ---- ssh tunnel ----> 127.0.0.1:PORT on the first machine: mlbench master
-                                                                  | launcher "hosts": ssh
-                                                                  +--> worker on each machine
+    mlbench run ---> 127.0.0.1:PORT
+                          |
+                      ssh tunnel
+                          |
+                          v
+                     127.0.0.1:PORT on the first machine: mlbench master
+                          |
+                      launcher "hosts": ssh
+                          |
+                          +--> worker on each machine
 
 The port is the same at both ends, because the proof of a master includes its own port.
 """
@@ -52,6 +60,7 @@ DOWN_MIN = 5
 ANSWER_S = 120.0
 POLL_S = 2.0
 _EXTRAS = "[master,vision]"
+_SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 
 
 @dataclass(frozen=True)
@@ -91,15 +100,13 @@ def task_text(cluster: Cluster, options: CloudOptions) -> str:
     """Return SkyPilot's description of a cluster in YAML; it holds no secret."""
     lines = [f"name: {cluster.name}", f"num_nodes: {cluster.num_workers}", "resources:"]
     # A value in JSON is also one in YAML.
-    lines += [
-        f"  {name}: {json.dumps(value)}" for name, value in _resources(cluster, options).items()
-    ]
+    for name, value in _resources(cluster, options).items():
+        lines.append(f"  {name}: {json.dumps(value)}")
     package, mounts = _package(options)
     if mounts:
-        lines += [
-            "file_mounts:",
-            *(f"  {json.dumps(there)}: {json.dumps(here)}" for there, here in mounts.items()),
-        ]
+        lines.append("file_mounts:")
+    for target, source in mounts.items():
+        lines.append(f"  {json.dumps(target)}: {json.dumps(source)}")
     idle = f" --end-when-idle {options.autostop_min * 60}" if options.autostop_min else ""
     slots = max(options.num_gpus, 1)
     setup = f"""
@@ -107,7 +114,8 @@ setup: |
   python3 -m venv ~/mlbench-env
   ~/mlbench-env/bin/pip install {package}
 run: |
-  # The other machines only wait for workers. This job lasts as long as the master; then SkyPilot's idle time begins.
+  # The other machines only wait for workers. This job lasts as long as the master; \
+then SkyPilot's idle time begins.
   if [ "$SKYPILOT_NODE_RANK" = 0 ]; then
     echo "$SKYPILOT_NODE_IPS" | sed 's/$/ slots={slots}/' > ~/mlbench-hosts
     export MLBENCH_HOME=~/mlbench MLBENCH_HOSTFILE=~/mlbench-hosts
@@ -118,30 +126,31 @@ run: |
 
 
 def _resources(cluster: Cluster, options: CloudOptions) -> dict[str, Any]:
-    place = [
-        CLOUDS[cluster.provider],
-        options.region or ("*" if options.zone else None),
-        options.zone,
-    ]
-    found: dict[str, Any] = {"infra": "/".join(part for part in place if part)}
+    region = options.region
+    # A zone is the third part of SkyPilot's CLOUD/REGION/ZONE.
+    if options.zone and not region:
+        region = "*"
+    parts = filter(None, (CLOUDS[cluster.provider], region, options.zone))
+    resources: dict[str, Any] = {"infra": "/".join(parts)}
     if options.machine_type is not None:
-        found["instance_type"] = options.machine_type
+        resources["instance_type"] = options.machine_type
     else:
-        found["cpus"] = f"{options.num_cpus}+"
+        resources["cpus"] = f"{options.num_cpus}+"
     if options.num_gpus:
-        found["accelerators"] = {_gpu_name(options.gpu_type): options.num_gpus}
-    found["disk_size"] = options.disk_size
-    found["use_spot"] = options.spot
+        resources["accelerators"] = {_gpu_name(options.gpu_type): options.num_gpus}
+    resources["disk_size"] = options.disk_size
+    resources["use_spot"] = options.spot
     if options.image is not None:
-        found["image_id"] = options.image
+        resources["image_id"] = options.image
     if options.autostop_min:
         # Not "jobs_and_ssh", the default: the tunnel would keep the machines.
-        found["autostop"] = {"idle_minutes": DOWN_MIN, "down": True, "wait_for": "jobs"}
-    return found
+        resources["autostop"] = {"idle_minutes": DOWN_MIN, "down": True, "wait_for": "jobs"}
+    return resources
 
 
 def _gpu_name(name: str) -> str:
-    """Return SkyPilot's name of a GPU; version 3.0 used those of Google Cloud, such as ``nvidia-tesla-t4``."""
+    """Return SkyPilot's name of a GPU."""
+    # Version 3.0 used the names of Google Cloud, such as nvidia-tesla-t4.
     for prefix in ("nvidia-tesla-", "nvidia-"):
         if name.startswith(prefix):
             return name.removeprefix(prefix).upper()
@@ -150,12 +159,11 @@ def _gpu_name(name: str) -> str:
 
 def _package(options: CloudOptions) -> tuple[str, dict[str, str]]:
     """Return the word for pip, quoted for a shell, and the files to copy to the machines."""
-    chosen = options.package
-    if chosen is None:
+    if options.package is None:
         return f"'mlbench-core{_EXTRAS}=={__version__}'", {}
-    if not chosen.endswith(".whl"):
-        return _quote(chosen), {}
-    wheel = Path(chosen).absolute()
+    if not options.package.endswith(".whl"):
+        return _quote(options.package), {}
+    wheel = Path(options.package).absolute()
     if not wheel.is_file():
         raise ConfigurationError(
             f"{wheel} does not exist: give --package a requirement or a wheel that exists"
@@ -180,31 +188,19 @@ def task_file(cluster: Cluster) -> Path:
 
 def price(cluster: Cluster) -> Step:
     """Return the call that shows the machines that SkyPilot chooses, and their price."""
-    command = [
-        "sky",
-        "launch",
-        "--dryrun",
-        "--yes",
-        "--cluster",
-        cluster.name,
-        str(task_file(cluster)),
-    ]
+    command = _launch(cluster, "--dryrun", "--yes")
     return Step("show the machines and the price of all of them per hour", command)
 
 
 def steps(cluster: Cluster) -> list[Step]:
     """Return the calls that make a cluster."""
     # Detached: the job lasts as long as the master.
-    command = [
-        "sky",
-        "launch",
-        "--yes",
-        "--detach-run",
-        "--cluster",
-        cluster.name,
-        str(task_file(cluster)),
-    ]
+    command = _launch(cluster, "--yes", "--detach-run")
     return [Step("rent the machines and start the master", command)]
+
+
+def _launch(cluster: Cluster, *options: str) -> list[str]:
+    return ["sky", "launch", *options, "--cluster", cluster.name, str(task_file(cluster))]
 
 
 def write_task(cluster: Cluster, options: CloudOptions) -> None:
@@ -214,12 +210,15 @@ def write_task(cluster: Cluster, options: CloudOptions) -> None:
 
 
 def create(cluster: Cluster, options: CloudOptions, *, confirmed: bool) -> Cluster:
-    """Show the price, ask the user, rent the machines, start the master, and return the cluster's record.
+    """Show the price, ask the user, rent the machines and start the master.
 
     Args:
         cluster: The record.
         options: What the user chose.
         confirmed: True to begin without a question.
+
+    Returns:
+        The record with the secrets of the master.
 
     Raises:
         ConfigurationError: A program is missing.
@@ -247,9 +246,8 @@ def create(cluster: Cluster, options: CloudOptions, *, confirmed: bool) -> Clust
     # Ctrl-C too must tell the user what is left.
     except BaseException as error:
         hint = (
-            "Machines may be left, and they cost money: 'sky status' shows them, the same "
-            "command goes on, and "
-            f"'mlbench delete-cluster {cluster.provider} {cluster.name}' deletes them"
+            "Machines may be left, and they cost money: 'sky status' shows them, the same command "
+            f"goes on, and 'mlbench delete-cluster {cluster.provider} {cluster.name}' deletes them"
         )
         if isinstance(error, ProgramFailed):
             raise ProgramFailed(f"{error}. {hint}") from error
@@ -268,11 +266,14 @@ def _end(options: CloudOptions) -> str:
 
 
 def connect(cluster: Cluster, wait_s: float = 0.0) -> Cluster:
-    """Read the secrets of a cluster's master, open the tunnel to it if it is not open, and return the new record.
+    """Read the secrets of a cluster's master, and open the tunnel to it if it is not open.
 
     Args:
         cluster: The record.
         wait_s: How long to wait for the master.
+
+    Returns:
+        The record with the secrets.
 
     Raises:
         ProgramFailed: The machine cannot be reached, or no master runs there.
@@ -281,17 +282,7 @@ def connect(cluster: Cluster, wait_s: float = 0.0) -> Cluster:
     while True:
         try:
             # SkyPilot writes the name of each cluster to the configuration of ssh.
-            text = ask(
-                [
-                    "ssh",
-                    "-o",
-                    "BatchMode=yes",
-                    "-o",
-                    "ConnectTimeout=10",
-                    cluster.name,
-                    "cat mlbench/master.json",
-                ]
-            )
+            text = ask(["ssh", *_SSH_OPTIONS, cluster.name, "cat mlbench/master.json"])
             break
         except ProgramFailed as error:
             if time.monotonic() >= deadline:
@@ -328,9 +319,7 @@ def open_tunnel(cluster: Cluster) -> None:
         return
     forward = f"127.0.0.1:{cluster.port}:127.0.0.1:{cluster.port}"
     # The process ends when the machine does not answer any more, so nothing must end it.
-    options = _options(
-        "BatchMode=yes", "ConnectTimeout=10", "ExitOnForwardFailure=yes", "ServerAliveInterval=15"
-    )
+    options = [*_SSH_OPTIONS, "-o", "ExitOnForwardFailure=yes", "-o", "ServerAliveInterval=15"]
     command = ["ssh", "-f", "-N", *options, "-L", forward, cluster.name]
     log = user_folder("clusters", f"{cluster.name}.ssh.log")
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -340,18 +329,13 @@ def open_tunnel(cluster: Cluster) -> None:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
         )
     if done.returncode != 0:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
-            "it wrote nothing"
-        ]
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else "it wrote nothing"
         raise ProgramFailed(
-            f"no tunnel to the cluster {cluster.name}: {lines[-1]}; see its state with "
-            "'mlbench list-clusters', or "
-            "return to the master of this machine with 'mlbench set-cluster --none'"
+            f"no tunnel to the cluster {cluster.name}: {reason}; see its state with 'mlbench "
+            "list-clusters', or return to the master of this machine with 'mlbench set-cluster "
+            "--none'"
         )
-
-
-def _options(*options: str) -> list[str]:
-    return [word for option in options for word in ("-o", option)]
 
 
 def _is_open(port: int) -> bool:
@@ -370,8 +354,8 @@ def states() -> dict[str, str]:
     text = clean(ask(["sky", "status", "--refresh", "--output", "json"], timeout_s=120.0))
     try:
         # Messages may come before the list and after it.
-        found, _ = json.JSONDecoder().raw_decode(text, text.index("["))
-        return {str(each["name"]): str(each["status"]).lower() for each in found}
+        clusters, _ = json.JSONDecoder().raw_decode(text, text.index("["))
+        return {str(each["name"]): str(each["status"]).lower() for each in clusters}
     except (ValueError, TypeError, KeyError):
         raise ProgramFailed(
             "'sky status' gave an unknown answer; SkyPilot 0.14 is known to work"

@@ -43,25 +43,22 @@ def open_runs(name: str, data_dir: Path | None) -> MasterlessRuns:
 
 
 def show_submitted(runs: MasterlessRuns, started: Sequence[Mapping[str, Any]], waits: bool) -> None:
-    """Write the jobs and the folders of submitted runs, and how to go on if the command does not wait."""
-    rows = [
-        (
-            item["name"],
-            item["num_workers"],
-            item["job_metadata"]["slurm_job"],
-            item["job_metadata"]["folder"],
-        )
-        for item in started
-    ]
+    """Write the jobs and the folders of submitted runs.
+
+    If the command does not wait, also write how to go on.
+    """
+    rows = []
+    for item in started:
+        details = item["job_metadata"]
+        row = (item["name"], item["num_workers"], details["slurm_job"], details["folder"])
+        rows.append(row)
     if waits:
         for name, _, job, folder in rows:
             remark(clean(f"{name} is job {job} in {folder}"))
         return
     print_table(("RUN", "WORKERS", "JOB", "FOLDER"), rows, right=(1, 2))
     jobs = ",".join(str(job) for _, _, job, _ in rows)
-    place = clean(shlex.quote(str(runs.folder)))
-    remark(
-        f"'squeue --jobs={jobs}' shows the jobs, and '{clean(runs.stop_command(started))}' "
-        "ends them"
-    )
-    remark(f"when they have ended, 'mlbench compare {place}' shows their results")
+    stop_command = clean(runs.stop_command(started))
+    remark(f"'squeue --jobs={jobs}' shows the jobs, and '{stop_command}' ends them")
+    path = clean(shlex.quote(str(runs.folder)))
+    remark(f"when they have ended, 'mlbench compare {path}' shows their results")

@@ -90,17 +90,15 @@ def configured(dashboard_url: str | None = None) -> Location | None:
             open_tunnel(cluster)
         # MLBENCH_TOKEN may be that of another master; the client finds the recorded one.
         return Location(cluster.url, None, f"the cluster {cluster.name}")
-    chosen = settings.read(settings.SETTINGS)
     for address, source in (
         (dashboard_url, "--dashboard-url"),
         (os.environ.get("MLBENCH_MASTER_URL"), "MLBENCH_MASTER_URL"),
-        (chosen.get("master_url"), settings.SETTINGS),
+        (settings.read(settings.SETTINGS).get("master_url"), settings.SETTINGS),
     ):
         if address:
-            url = base_url(str(address))
             # If the user gave no token, the client looks for a recorded one and has the server
             # prove its identity.
-            return Location(url, token, source)
+            return Location(base_url(str(address)), token, source)
     return None
 
 
@@ -138,7 +136,7 @@ def _why_silent(record: MasterRecord, reason: str) -> str:
 
 
 def _listens(record: MasterRecord) -> bool:
-    """Return True if the process of a record is one of this user's and listens on the port of the record."""
+    """Return True if the process of a record is this user's and listens on the recorded port."""
     import psutil
 
     try:
@@ -182,7 +180,7 @@ def connect(dashboard_url: str | None = None) -> MasterClient:
 
 
 def find_or_start(dashboard_url: str | None = None, engine: str | None = None) -> Location:
-    """Return the location of the master, and start the embedded master if no master is named or running.
+    """Return the location of the master; start the embedded one if none is named or running.
 
     The embedded master runs in the background. Two calls at the same time start only one.
 
@@ -219,17 +217,17 @@ def _check_engine(location: Location, engine: str | None) -> None:
     if engine is None:
         return
     with MasterClient(location.url, location.token) as client:
-        found = client.health().get("engine", "local")  # masters before this field had no other one
-    if found != engine:
+        # Masters before this field had no other engine.
+        current = client.health().get("engine", "local")
+    if current != engine:
         cluster = current_cluster()
         if cluster is not None and location.url == cluster.url:
             instead = "use the master of this machine with 'mlbench set-cluster --none'"
         else:
             instead = "stop it with 'mlbench master --stop'"
         raise ConfigurationError(
-            f"the master at {location.url} starts runs with the engine {found}, not {engine}: "
-            f"{instead}, or name one "
-            f"with --dashboard-url that was started with --launcher {engine}"
+            f"the master at {location.url} starts runs with the engine {current}, not {engine}: "
+            f"{instead}, or name one with --dashboard-url that was started with --launcher {engine}"
         )
 
 
@@ -250,16 +248,16 @@ def check_installed() -> None:
         MissingDependencyError: A package is missing; the message has the pip command.
     """
     for package in ("fastapi", "jinja2", "uvicorn", "sqlalchemy", "psutil", "mlbench_master"):
-        # Found but not imported: the master runs in another process.
+        # Not imported here: the master runs in another process.
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(
-                f"the master needs the package '{package}', which is not installed: pip "
-                "install 'mlbench-core[master]'"
+                f"the master needs the package '{package}', which is not installed: "
+                "pip install 'mlbench-core[master]'"
             )
 
 
 def master_command(host: str, port: int) -> list[str]:
-    """Return the command of a master process; secrets are not in it, because all users can see arguments."""
+    """Return the command of a master process, without secrets: all users can see arguments."""
     address = ("--host", host, "--port", str(port))
     return module_command(
         "mlbench_cli", "master", *address, "--end-when-idle", f"{END_WHEN_IDLE_S:g}"
@@ -301,16 +299,16 @@ def _start(engine: str | None) -> Location:
 
 
 def _start_at(port: int, engine: str | None) -> Location:
+    command = master_command(DEFAULT_HOST, port)
+    if engine is not None:
+        command = [*command, "--launcher", engine]
     log = user_folder("master.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     # Other users must not read the log: it shows an address that logs a browser in.
     with open(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as output:
         os.chmod(log, 0o600)
         process = subprocess.Popen(
-            [
-                *master_command(DEFAULT_HOST, port),
-                *([] if engine is None else ["--launcher", engine]),
-            ],
+            command,
             env=safe_environment(),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -319,11 +317,8 @@ def _start_at(port: int, engine: str | None) -> Location:
             start_new_session=True,
         )
     # The new process inherits MLBENCH_TOKEN; without it, the client finds the token in the record.
-    location = Location(
-        f"http://{DEFAULT_HOST}:{port}",
-        os.environ.get("MLBENCH_TOKEN") or None,
-        "the embedded master",
-    )
+    token = os.environ.get("MLBENCH_TOKEN") or None
+    location = Location(f"http://{DEFAULT_HOST}:{port}", token, "the embedded master")
     try:
         _await_health(process, location, log)
     # Ctrl-C too must not leave a master behind that nobody knows of.
@@ -341,29 +336,21 @@ def _await_health(process: subprocess.Popen[bytes], location: Location, log: Pat
     deadline = time.monotonic() + START_TIMEOUT_S
     pause = threading.Event()
     while True:
-        healthy = _healthy(location)
+        is_healthy = False
+        with contextlib.suppress(TimeoutError):
+            is_healthy = _answers(location, only_healthy=True)
         # Checked after the answer: if our process has ended, another server answered.
         if process.poll() is not None:
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
-                "it wrote nothing"
-            ]
-            raise MasterError(
-                f"the master ended at its start: {lines[-1].strip()} (all of it: {log})"
-            )
-        if healthy:
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            reason = lines[-1].strip() if lines else "it wrote nothing"
+            raise MasterError(f"the master ended at its start: {reason} (all of it: {log})")
+        if is_healthy:
             return
         if time.monotonic() > deadline:
             raise MasterError(
                 f"the master did not answer within {START_TIMEOUT_S:g} s; its log: {log}"
             )
         pause.wait(0.1)
-
-
-def _healthy(location: Location) -> bool:
-    try:
-        return _answers(location, only_healthy=True)
-    except TimeoutError:
-        return False
 
 
 def _answers(location: Location, only_healthy: bool = False) -> bool:
@@ -399,7 +386,9 @@ def _answers(location: Location, only_healthy: bool = False) -> bool:
 
 
 def stop_embedded() -> Mapping[str, Any]:
-    """Stop the embedded master, even if it does not answer; its runs continue, and the next master takes them over.
+    """Stop the embedded master, even if it does not answer.
+
+    Its runs continue, and the next master takes them over.
 
     Returns:
         The ``url`` and the ``pid`` of the stopped master.
@@ -458,7 +447,7 @@ def _has_ended(record: MasterRecord, limit_s: float) -> bool:
 
 
 def _send(record: MasterRecord, number: signal.Signals) -> None:
-    """Send a signal to the process of a record, but not to another one that got its id a moment ago."""
+    """Send a signal to the process of a record, but not to one that got its id a moment ago."""
     if not hasattr(signal, "pidfd_send_signal"):
         os.kill(record.pid, number)
         return

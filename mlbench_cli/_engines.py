@@ -13,14 +13,15 @@ __all__ = ["EngineType"]
 
 
 class EngineType(click.ParamType):
-    """The name of a launcher; those of other packages are looked for only when a value is given."""
+    """The name of a launcher."""
 
     name = "engine"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        known = launcher_names()
-        if value not in known:
-            self.fail(f"{value!r} must be one of {', '.join(known)}", param, ctx)
+        # The launchers of other packages are looked for only when a value is given.
+        names = launcher_names()
+        if value not in names:
+            self.fail(f"{value!r} must be one of {', '.join(names)}", param, ctx)
         return str(value)
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:

@@ -55,12 +55,12 @@ def follow(
     records = [_save(client, item, folder, problems) for item in ended]
     chart = _draw(folder, records)
     if as_json:
-        places = {
-            "folder": str(folder.absolute()),
-            "chart": str(chart.absolute()) if chart else None,
-        }
-        compared = {"comparison": compare_records(records)[1].as_json()} if pooled else {}
-        print_json({"results": [record.as_json() for record in records], **compared, **places})
+        answer: dict[str, Any] = {"results": [record.as_json() for record in records]}
+        if pooled:
+            answer["comparison"] = compare_records(records)[1].as_json()
+        answer["folder"] = str(folder.absolute())
+        answer["chart"] = None if chart is None else str(chart.absolute())
+        print_json(answer)
     else:
         if pooled and usable(records)[0]:
             print_comparison(compare_records(records)[1], "table")
@@ -78,8 +78,7 @@ def follow(
         if missing:
             problems.append(f"results of run {item['name']} are incomplete: {clean(str(missing))}")
         elif item.get("state") == "finished" and reason_of(item):
-            # A run that has finished has a reason only if something of it was lost, such as lines
-            # of its output.
+            # A finished run has a reason only if a part of it was lost, such as output lines.
             problems.append(f"run {item['name']} finished, but {clean(reason_of(item))}")
     if problems:
         raise MLBenchError("; ".join(problems))
@@ -88,9 +87,8 @@ def follow(
 def _interrupted(client: RunSource, started: Sequence[Mapping[str, Any]]) -> str:
     """Ask on a terminal if Ctrl-C should also stop the runs, and return what became of them."""
     names = " ".join(clean(item["name"]) for item in started)
-    continues = (
-        f"stopped waiting; the runs continue ('{clean(client.stop_command(started))}' stops them)"
-    )
+    stop_command = clean(client.stop_command(started))
+    continues = f"stopped waiting; the runs continue ('{stop_command}' stops them)"
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return continues
     try:
@@ -114,7 +112,7 @@ def _interrupted(client: RunSource, started: Sequence[Mapping[str, Any]]) -> str
 def _save(
     client: RunSource, item: Mapping[str, Any], folder: Path, problems: list[str]
 ) -> RunRecord:
-    """Save the metrics of a run as ``NAME.json``, and its result folder beside it if there is one.
+    """Save the metrics of a run as ``NAME.json``, and its result folder next to it, if any.
 
     A result folder that exists and cannot be fetched is added to the problems.
     """
@@ -132,7 +130,7 @@ def _save(
 
 
 def _draw(folder: Path, records: Sequence[RunRecord]) -> Path | None:
-    """Draw the overview of the runs that have results, or write a remark on why they cannot be drawn."""
+    """Draw the overview of the runs that have results, or write why they cannot be drawn."""
     drawable = [record for record in usable(records)[0] if record.phases_s]
     if not drawable:
         return None
@@ -148,13 +146,21 @@ def _draw(folder: Path, records: Sequence[RunRecord]) -> Path | None:
 
 
 def _show_log(client: RunSource, item: Mapping[str, Any]) -> None:
-    """Write the last lines of the workers, which usually show the cause, and the launcher's final message."""
+    """Write the last lines of the workers, and the final message of the launcher."""
     lines, _ = client.logs(item["id"])
-    workers = [line for line in lines if line.get("rank") is not None][-LOG_LINES_SHOWN:]
-    others = [line for line in lines if line.get("rank") is None]
-    verdict = [line for line in others if line.get("stream") == "system"][-1:]
-    remark(
-        f"--- the last lines of {clean(item['name'])} (all lines: {clean(client.log_place(item))})"
-    )
-    for line in [*(workers or others[-LOG_LINES_SHOWN:]), *verdict]:
+    workers: list[Mapping[str, Any]] = []
+    others: list[Mapping[str, Any]] = []
+    verdict: list[Mapping[str, Any]] = []
+    for line in lines:
+        if line.get("rank") is not None:
+            workers.append(line)
+            continue
+        others.append(line)
+        if line.get("stream") == "system":
+            verdict = [line]
+    name, log = clean(item["name"]), clean(client.log_place(item))
+    remark(f"--- the last lines of {name} (all lines: {log})")
+    # The lines of the workers usually show the cause.
+    shown = (workers or others)[-LOG_LINES_SHOWN:]
+    for line in [*shown, *verdict]:
         remark(log_line(line))

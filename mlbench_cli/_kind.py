@@ -1,8 +1,12 @@
-"""Clusters of Kubernetes in containers of this machine, by the program ``kind``, with MLBench's Helm chart in them."""
+"""Clusters of Kubernetes in containers of this machine, by the program ``kind``.
+
+MLBench's Helm chart is installed in them.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -57,9 +61,11 @@ def chart_folder() -> Path:
     Raises:
         ConfigurationError: The chart is not installed.
     """
-    found = importlib.util.find_spec("mlbench_helm")
-    roots = [Path(root) for root in (found.submodule_search_locations or ())] if found else []
-    # In a checkout, the chart is in the folder helm beside the library, even if it is not
+    spec = importlib.util.find_spec("mlbench_helm")
+    roots: list[Path] = []
+    if spec is not None:
+        roots += map(Path, spec.submodule_search_locations or ())
+    # In a checkout, the chart is in the folder helm next to the library, even if it is not
     # installed.
     roots.append(Path(__file__).resolve().parents[1] / "helm")
     for root in roots:
@@ -78,15 +84,14 @@ def check() -> None:
     Raises:
         ConfigurationError: A program is missing, or no engine runs.
     """
-    engine = _engine()
-    check_programs(["kind", "kubectl", "helm", engine or "docker"])
+    engine = _engine() or "docker"
+    check_programs(["kind", "kubectl", "helm", engine])
     try:
-        ask([engine or "docker", "info"])
+        ask([engine, "info"])
     except ProgramFailed as error:
         raise ConfigurationError(
             f"kind needs a container engine that runs, but {error}: start it, for example with "
-            "'sudo systemctl start "
-            "docker'"
+            "'sudo systemctl start docker'"
         ) from error
 
 
@@ -94,24 +99,24 @@ def steps(cluster: Cluster, options: KindOptions, *, exists: bool = False) -> li
     """Return the calls that make a cluster.
 
     Args:
-        cluster: Its record; without a token, a placeholder stands in its place.
+        cluster: Its record; without a token, a placeholder is used.
         options: What the user chose.
         exists: True if the cluster was created by an earlier call that ended before its end.
     """
     context = ("--context", f"kind-{cluster.name}", "--namespace", NAMESPACE)
-    found = [] if exists else [_create_step(cluster, options)]
+    calls = [] if exists else [_create_step(cluster, options)]
     images = [*_local_images(), *options.images]
     if images:
         load = ["kind", "load", "docker-image", *dict.fromkeys(images), "--name", cluster.name]
-        found.append(Step("load the images of this machine", load))
+        calls.append(Step("load the images of this machine", load))
     # Without a namespace in the arguments, because this call makes the namespace.
     token = ["kubectl", *context[:2], "apply", "--filename", "-"]
     hidden = _token_manifest("<a random token>")
-    manifest = _token_manifest(cluster.token or "<a random token>")
-    found.append(Step("store the token of the master", token, manifest, shown=hidden))
-    found.append(_helm_step(cluster, options))
+    manifest = _token_manifest(cluster.token) if cluster.token else hidden
+    calls.append(Step("store the token of the master", token, manifest, shown=hidden))
+    calls.append(_helm_step(cluster, options))
     wait = ["kubectl", *context, "rollout", "status", _DEPLOYMENT, "--timeout", "300s"]
-    return [*found, Step("wait for the master", wait)]
+    return [*calls, Step("wait for the master", wait)]
 
 
 def create(cluster: Cluster, options: KindOptions) -> Cluster:
@@ -137,11 +142,11 @@ def create(cluster: Cluster, options: KindOptions) -> Cluster:
     else:
         cluster = replace(cluster, token=secrets.token_hex(32))
     todo = steps(cluster, options, exists=exists)
-    if not any(word.startswith("mlbench/master:") for step in todo for word in step.command):
+    words = itertools.chain.from_iterable(step.command for step in todo)
+    if not any(word.startswith("mlbench/master:") for word in words):
         remark(
             "no image mlbench/master was found in Docker, so the cluster pulls it from its "
-            "registry; to build it here, "
-            "see docs/howto/docker.md"
+            "registry; to build it here, see docs/howto/docker.md"
         )
     # Stored before the first step: whatever happens, delete-cluster then knows the cluster.
     remember_cluster(cluster)
@@ -149,7 +154,7 @@ def create(cluster: Cluster, options: KindOptions) -> Cluster:
         for step in todo:
             perform(step)
         _await_answer(cluster)
-    # Ctrl-C too must tell the user what is left.
+    # After Ctrl-C, too, the user must read what is left.
     except BaseException as error:
         hint = _hint(cluster)
         if isinstance(error, (ProgramFailed, MasterError)):
@@ -160,7 +165,7 @@ def create(cluster: Cluster, options: KindOptions) -> Cluster:
 
 
 def names() -> list[str]:
-    """Return the names of all clusters that ``kind`` knows, also of those that mlbench did not make."""
+    """Return the names of all clusters of ``kind``, also of those that mlbench did not create."""
     # "No kind clusters found." goes to standard error.
     return ask(["kind", "get", "clusters"]).split()
 
@@ -171,7 +176,7 @@ def delete_steps(cluster: Cluster) -> list[Step]:
 
 
 def _hint(cluster: Cluster) -> str:
-    """Say what a call that failed has left; a cluster without anything is forgotten."""
+    """Describe what a failed call has left, and forget the cluster if nothing is left."""
     try:
         left = cluster.name in names()
     except ProgramFailed:
@@ -180,46 +185,34 @@ def _hint(cluster: Cluster) -> str:
         forget_cluster(cluster.name)
         return "Nothing is left of the cluster"
     return (
-        f"The cluster {cluster.name} is left: look at it with 'kubectl --context "
-        f"kind-{cluster.name} --namespace "
-        f"{NAMESPACE} get pods', repeat the command to go on, or remove it with 'mlbench "
-        "delete-cluster kind "
-        f"{cluster.name}'"
+        f"The cluster {cluster.name} is left: look at it with "
+        f"'kubectl --context kind-{cluster.name} --namespace {NAMESPACE} get pods', repeat the "
+        f"command to go on, or remove it with 'mlbench delete-cluster kind {cluster.name}'"
     )
 
 
 def _engine() -> str | None:
     """Return the container engine that ``kind`` will use, or None if there is none."""
     chosen = os.environ.get("KIND_EXPERIMENTAL_PROVIDER")
-    return chosen or next((engine for engine in _ENGINES if shutil.which(engine)), None)
+    return chosen or next(filter(shutil.which, _ENGINES), None)
 
 
 def _create_step(cluster: Cluster, options: KindOptions) -> Step:
-    command = [
-        "kind",
-        "create",
-        "cluster",
-        "--name",
-        cluster.name,
-        "--config",
-        "-",
-        "--wait",
-        "300s",
-    ]
+    command = ["kind", "create", "cluster", "--name", cluster.name]
+    command += ["--config", "-", "--wait", "300s"]
     if options.kubernetes_version is not None:
         version = _VERSION.fullmatch(options.kubernetes_version)
         if version is None:
             raise ConfigurationError(
                 "--kubernetes-version must be a full version such as 1.33.1, not "
-                f"{options.kubernetes_version}: kind "
-                "publishes images of full versions only"
+                f"{options.kubernetes_version}: kind publishes images of full versions only"
             )
         command += ["--image", f"kindest/node:v{version[1]}"]
     return Step("create the cluster", command, _configuration(cluster))
 
 
 def _configuration(cluster: Cluster) -> str:
-    """Return the configuration for ``kind``: one control plane, the workers, and the port of the master."""
+    """Return the configuration for ``kind``: a control plane, workers, the port of the master."""
     # On 127.0.0.1 only, because the token travels over http.
     return (
         f"""kind: Cluster
@@ -240,12 +233,8 @@ def _token_manifest(token: str) -> str:
     labels = {"app": "mlbench"}
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
     metadata = {"name": _SECRET, "namespace": NAMESPACE, "labels": labels}
-    secret = {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": metadata,
-        "stringData": {"token": token},
-    }
+    data = {"token": token}
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": data}
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": [namespace, secret]}, indent=2)
 
 
@@ -258,8 +247,8 @@ def _helm_step(cluster: Cluster, options: KindOptions) -> Step:
             "token": {"existingSecret": _SECRET},
         },
     }
-    place = ["--kube-context", f"kind-{cluster.name}", "--namespace", NAMESPACE, "--values", "-"]
-    command = ["helm", "upgrade", "--install", RELEASE, str(chart), *place]
+    context = ["--kube-context", f"kind-{cluster.name}", "--namespace", NAMESPACE]
+    command = ["helm", "upgrade", "--install", RELEASE, str(chart), *context, "--values", "-"]
     for value in options.values:
         command += ["--set", value]
     return Step("install MLBench in the cluster", command, json.dumps(values, indent=2))
@@ -271,12 +260,12 @@ def _local_images() -> Sequence[str]:
     if _engine() != "docker":
         return []
     try:
-        found = ask(["docker", "images", "--format", "{{.Repository}}:{{.Tag}}"]).split()
+        images = ask(["docker", "images", "--format", "{{.Repository}}:{{.Tag}}"]).split()
     except ProgramFailed:
         return []
-    return [
-        image for image in found if image.startswith("mlbench/") and not image.endswith(":<none>")
-    ]
+    own = [image for image in images if image.startswith("mlbench/")]
+    # An image that lost its tag to a newer one cannot be named.
+    return [image for image in own if not image.endswith(":<none>")]
 
 
 def _await_answer(cluster: Cluster) -> None:
@@ -289,7 +278,6 @@ def _await_answer(cluster: Cluster) -> None:
                 return
             except MasterError as error:
                 if time.monotonic() > deadline:
-                    raise ProgramFailed(
-                        f"the master does not answer at {cluster.url}: {error}"
-                    ) from error
+                    reason = f"the master does not answer at {cluster.url}: {error}"
+                    raise ProgramFailed(reason) from error
                 time.sleep(1.0)

@@ -40,7 +40,7 @@ class NetworkType(click.ParamType):
         from click.shell_completion import CompletionItem
 
         return [
-            CompletionItem(name, help=known.title)
-            for name, known in NETWORKS.items()
+            CompletionItem(name, help=network.title)
+            for name, network in NETWORKS.items()
             if name.startswith(incomplete)
         ]

@@ -42,22 +42,16 @@ _CONTROL = re.compile(rf"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f\x80-\x9
 
 def json_option(command: Command) -> Command:
     """Give a command the flag ``--json`` (argument ``as_json``)."""
-    return click.option("--json", "as_json", is_flag=True, help="Write JSON instead of text.")(
-        command
-    )
+    help_text = "Write JSON instead of text."
+    return click.option("--json", "as_json", is_flag=True, help=help_text)(command)
 
 
 def dashboard_option(command: Command) -> Command:
     """Give a command the option ``--dashboard-url``, the master's address."""
-    return click.option(
-        "--dashboard-url",
-        "-u",
-        metavar="URL",
-        help=(
-            "Address of the master (default: MLBENCH_MASTER_URL, or else the master on this "
-            "machine)."
-        ),
-    )(command)
+    help_text = (
+        "Address of the master (default: MLBENCH_MASTER_URL, or else the master on this machine)."
+    )
+    return click.option("--dashboard-url", "-u", metavar="URL", help=help_text)(command)
 
 
 def print_json(value: object) -> None:
@@ -107,7 +101,8 @@ def log_line(line: Mapping[str, Any]) -> str:
         ('[1] epoch 2', 'started')
     """
     rank = line.get("rank")
-    return ("" if rank is None else f"[{rank}] ") + clean(line.get("text", ""))
+    text = clean(line.get("text", ""))
+    return text if rank is None else f"[{rank}] {text}"
 
 
 def number(value: float | None, digits: int = 1) -> str:
@@ -129,30 +124,34 @@ def seconds(value: float) -> str:
     """
     minutes, rest = divmod(int(value), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    if not hours:
+        return f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{rest:02d}"
 
 
 def local_time(date: str) -> str:
-    """Format a date of the master, ISO 8601 in UTC, as local time with its offset and without fractions of a second.
+    """Format a date of the master, ISO 8601 in UTC, as local time with its offset.
+
+    Fractions of a second are left out.
 
     Example:
         >>> local_time("2026-01-31T12:00:00.500000Z")  # doctest: +SKIP
         '2026-01-31 13:00:00 +01:00'
     """
     # Before version 3.11, Python did not know the letter for UTC.
-    text = (
-        datetime.fromisoformat(date.replace("Z", "+00:00")).astimezone().isoformat(" ", "seconds")
-    )
+    local = datetime.fromisoformat(date.replace("Z", "+00:00")).astimezone()
+    text = local.isoformat(" ", "seconds")
     return f"{text[:19]} {text[19:]}"
 
 
 def terminal_width() -> int | None:
-    """Return the width of the terminal, or None if standard output is not one: a file or a pipe gets everything."""
+    """Return the width of the terminal, or None if standard output is not one."""
+    # A file or a pipe gets everything.
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def print_field(name: str, value: object, indent: int = 14) -> None:
-    """Write a name and its value, which continues below itself on a terminal that is too narrow for it."""
+    """Write a name and its value, wrapped below itself on a terminal that is too narrow."""
     line = f"{name + ':':{indent}}{clean(value)}"
     width = terminal_width()
     if width is not None:
@@ -163,29 +162,41 @@ def print_field(name: str, value: object, indent: int = 14) -> None:
 def print_table(
     header: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()
 ) -> None:
-    """Write a table with aligned columns, of which the widest ones are cut to the width of a terminal.
+    """Write a table with aligned columns.
+
+    The widest columns are cut to the width of a terminal.
 
     Args:
         header: Titles of the columns.
         rows: Cells, written with ``str``; control characters are dropped.
         right: Columns to align on the right.
     """
-    # A line break in a cell would break the table.
-    cells = [[clean(cell).replace("\n", " ") for cell in row] for row in [header, *rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    most = terminal_width()
-    while (
-        most is not None and sum(widths) + 2 * (len(widths) - 1) > most and max(widths) > _NARROWEST
-    ):
-        widths[widths.index(max(widths))] -= 1
-    for index, row in enumerate(cells):
-        row = [
-            cell if len(cell) <= w else f"{cell[: w - 3]}..."
-            for cell, w in zip(row, widths, strict=True)
-        ]
-        parts = [
-            cell.rjust(w) if i in right else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
+    lines = [[_one_line(cell) for cell in row] for row in [header, *rows]]
+    widths = _widths(lines, terminal_width())
+    for index, row in enumerate(lines):
+        parts = []
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            if len(cell) > width:
+                cell = f"{cell[: width - 3]}..."
+            parts.append(cell.rjust(width) if column in right else cell.ljust(width))
         line = "  ".join(parts).rstrip()
-        click.secho(line, bold=True) if index == 0 else click.echo(line)
+        if index == 0:
+            click.secho(line, bold=True)
+        else:
+            click.echo(line)
+
+
+def _one_line(cell: object) -> str:
+    # A line break in a cell would break the table.
+    return clean(cell).replace("\n", " ")
+
+
+def _widths(rows: Sequence[Sequence[str]], most: int | None) -> list[int]:
+    """Return the widths of the columns, of which the widest are cut so that a row fits."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    while most is not None and sum(widths) + 2 * (len(widths) - 1) > most:
+        widest = max(widths)
+        if widest <= _NARROWEST:
+            break
+        widths[widths.index(widest)] -= 1
+    return widths

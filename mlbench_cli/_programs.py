@@ -65,10 +65,11 @@ def check_programs(names: Sequence[str]) -> None:
     Raises:
         ConfigurationError: At least one program is missing.
     """
-    missing = [name for name in names if shutil.which(name) is None]
+    missing = [f"{name} ({SOURCES[name]})" for name in names if shutil.which(name) is None]
     if missing:
-        sources = "; ".join(f"{name} ({SOURCES[name]})" for name in missing)
-        raise ConfigurationError(f"install these programs, which were not found: {sources}")
+        raise ConfigurationError(
+            f"install these programs, which were not found: {'; '.join(missing)}"
+        )
 
 
 def show(steps: Sequence[Step]) -> None:
@@ -76,10 +77,11 @@ def show(steps: Sequence[Step]) -> None:
     for step in steps:
         text = step.shown or step.stdin
         click.echo(f"# {step.title}")
-        here = "" if text is None else " <<'END'"
-        click.echo(f"{shlex.join(step.command)}{here}")
-        if text is not None:
-            click.echo(f"{text.rstrip()}\nEND")
+        command = shlex.join(step.command)
+        if text is None:
+            click.echo(command)
+        else:
+            click.echo(f"{command} <<'END'\n{text.rstrip()}\nEND")
 
 
 def perform(step: Step) -> None:
@@ -90,7 +92,7 @@ def perform(step: Step) -> None:
     """
     remark(f"{step.title}: {shlex.join(step.command)}")
     try:
-        # Standard output of the command holds only its result, so what programs say goes to
+        # Standard output of the command holds only its result, so the output of programs goes to
         # standard error.
         done = subprocess.run(
             step.command,
@@ -106,8 +108,7 @@ def perform(step: Step) -> None:
     if done.returncode != 0:
         raise ProgramFailed(
             f"could not {step.title}: '{shlex.join(step.command)}' ended with exit status "
-            f"{done.returncode}, and its "
-            "message is above"
+            f"{done.returncode}, and its message is above"
         )
 
 

@@ -42,7 +42,7 @@ FORMATS = ("table", "csv", "json", "markdown")
 
 
 def price_options(command: Command) -> Command:
-    """Give a command the options ``--prices``, ``--machine`` and ``--spot`` (argument ``pricing``)."""
+    """Give a command ``--prices``, ``--machine`` and ``--spot`` (argument ``pricing``)."""
 
     @functools.wraps(command)
     def with_pricing(
@@ -52,18 +52,16 @@ def price_options(command: Command) -> Command:
             raise click.UsageError(
                 "--prices and --spot need --machine: the machine on which each worker runs"
             )
-        found = None
-        if machine is not None:
-            known = load_prices(prices)
-            if machine not in known:
-                raise click.BadParameter(
-                    f"the machine must be one of {', '.join(known)}, not {machine!r}: add it "
-                    "to a copy of the "
-                    "table and give the copy as --prices",
-                    param_hint="--machine",
-                )
-            found = known[machine]
-        return command(*arguments, pricing=Pricing(found, spot), **options)
+        if machine is None:
+            return command(*arguments, pricing=Pricing(None, spot), **options)
+        machines = load_prices(prices)
+        if machine not in machines:
+            raise click.BadParameter(
+                f"the machine must be one of {', '.join(machines)}, not {machine!r}: add it to a "
+                "copy of the table and give the copy as --prices",
+                param_hint="--machine",
+            )
+        return command(*arguments, pricing=Pricing(machines[machine], spot), **options)
 
     for option in (
         click.option("--spot", is_flag=True, help="Use the price of interruptible machines."),
@@ -96,23 +94,26 @@ def find_records(places: Sequence[str], dashboard_url: str | None) -> list[RunRe
         MasterNotFoundError: A place is not a path, and no master is found.
         MasterRequestError: The master has no such run.
     """
-    paths = [place for place in places if Path(place).exists()]
-    names = [place for place in places if place not in paths]
+    paths: list[str] = []
+    names: list[str] = []
+    for place in places:
+        (paths if Path(place).exists() else names).append(place)
     records = load(paths)
-    if names:
-        with connect(dashboard_url) as client:
-            runs = client.runs()
-            chosen: dict[Any, dict[str, Any]] = {}
-            for name in names:
-                # Without a match, find() raises an error that lists the latest runs.
-                matching = [run for run in runs if fnmatch.fnmatchcase(str(run["name"]), name)] or [
-                    client.find(name)
-                ]
-                chosen.update({run["id"]: run for run in matching})
-            known = {(record.name, record.started_at) for record in records}
-            # A run whose result folder is among the paths is the same run.
-            found = from_master(client, list(chosen.values()))
-            records += [record for record in found if (record.name, record.started_at) not in known]
+    if not names:
+        return records
+    with connect(dashboard_url) as client:
+        runs = client.runs()
+        chosen: dict[Any, dict[str, Any]] = {}
+        for name in names:
+            matching = [run for run in runs if fnmatch.fnmatchcase(str(run["name"]), name)]
+            # Without a match, find() raises an error that lists the latest runs.
+            for run in matching or [client.find(name)]:
+                chosen[run["id"]] = run
+        # A run whose result folder is among the paths is the same run.
+        loaded = {(record.name, record.started_at) for record in records}
+        for record in from_master(client, list(chosen.values())):
+            if (record.name, record.started_at) not in loaded:
+                records.append(record)
     return records
 
 
@@ -128,12 +129,15 @@ def from_master(client: MasterClient, runs: Sequence[dict[str, Any]]) -> list[Ru
 
 
 def matches(name: str, pattern: str | None) -> bool:
-    """Return True if a name matches a shell pattern or contains a text; without a pattern every name matches."""
+    """Return True if a name matches a shell pattern or contains a text.
+
+    Without a pattern, every name matches.
+    """
     if not pattern:
         return True
-    return (
-        fnmatch.fnmatchcase(name, pattern) if any(c in pattern for c in "*?[") else pattern in name
-    )
+    if set(pattern) & set("*?["):
+        return fnmatch.fnmatchcase(name, pattern)
+    return pattern in name
 
 
 def compare_records(
@@ -170,12 +174,16 @@ def print_comparison(comparison: Comparison, form: str) -> None:
     if form == "csv":
         click.echo(comparison.as_csv(), nl=False)
     else:
-        for place, (columns, rows) in enumerate(comparison.tables()):
-            if place:
+        for number_of_table, (columns, rows) in enumerate(comparison.tables()):
+            if number_of_table > 0:
                 click.echo()
-            cells = [[cell(column, row) for column in columns] for row in rows]
-            right = [index for index, column in enumerate(columns) if column.digits is not None]
-            print_table([column.header for column in columns], cells, right)
+            headers = []
+            right = []
+            for index, column in enumerate(columns):
+                headers.append(column.header)
+                if column.digits is not None:
+                    right.append(index)
+            print_table(headers, [[cell(column, row) for column in columns] for row in rows], right)
     for note in comparison.notes():
         remark(clean(note))
 
@@ -183,7 +191,7 @@ def print_comparison(comparison: Comparison, form: str) -> None:
 def write_comparison(
     groups: Sequence[Group], comparison: Comparison, folder: Path, pricing: Pricing | None = None
 ) -> list[Path]:
-    """Write the comparison as table.csv, table.md and results.json, and draw its figures as PNG and SVG.
+    """Write the comparison as table.csv, table.md and results.json, and draw its figures.
 
     Returns:
         The files.
@@ -199,49 +207,32 @@ def write_comparison(
 def write_texts(folder: Path, contents: Mapping[str, Any]) -> list[Path]:
     """Write files of text, or of JSON if the content is not a text, and return their paths."""
     for name, content in contents.items():
+        text = content
+        if not isinstance(content, str):
+            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         with replacing(folder / name) as temporary:
-            text = (
-                content
-                if isinstance(content, str)
-                else json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-            )
             temporary.write_text(text, encoding="utf-8")
-    return [folder / name for name in contents]
+    return list(map(folder.joinpath, contents))
 
 
 def print_records(records: Sequence[RunRecord]) -> None:
     """Write a table with one row for each run, ``-`` for a value that it did not report."""
-    known = [
-        phase
-        for phase in PHASES
-        if phase != "other" or any(record.phases_s.get(phase) for record in records)
-    ]
+    phases = list(PHASES)
+    if not any(record.phases_s.get("other") for record in records):
+        phases.remove("other")
     rows = []
     for record in records:
-        outcome = {True: "yes", False: "no", None: "-"}[record.reached]
-        # If the run's record is missing, only the goal can show how the run ended.
-        if record.state != "finished" and not (
-            record.state == UNKNOWN and record.reached is not None
-        ):
-            outcome = record.state
-        phases = (number(record.phases_s.get(phase)) for phase in known)
         workers = "-" if record.workers is None else record.workers
-        rows.append(
-            (
-                record.name,
-                workers,
-                outcome,
-                number(record.total_s),
-                *phases,
-                number(record.samples_per_s, 0),
-            )
-        )
-    header = (
-        "RUN",
-        "WORKERS",
-        "REACHED",
-        "SECONDS",
-        *(phase.upper() for phase in known),
-        "SAMPLES/S",
-    )
+        times = [number(record.phases_s.get(phase)) for phase in phases]
+        row = (record.name, workers, _outcome(record), number(record.total_s), *times)
+        rows.append((*row, number(record.samples_per_s, 0)))
+    header = ("RUN", "WORKERS", "REACHED", "SECONDS", *map(str.upper, phases), "SAMPLES/S")
     print_table(header, rows, right=(1, *range(3, len(header))))
+
+
+def _outcome(record: RunRecord) -> str:
+    # If the run's record is missing, only the goal can show how the run ended.
+    is_missing = record.state == UNKNOWN and record.reached is not None
+    if record.state != "finished" and not is_missing:
+        return record.state
+    return {True: "yes", False: "no", None: "-"}[record.reached]

@@ -27,7 +27,9 @@ _BUSY_S = 5.0
 
 
 class StateFiles:
-    """The runs in a master's data folder, with the methods of :class:`MasterClient` that need no master.
+    """The runs in a master's data folder.
+
+    It has the methods of :class:`MasterClient` that need no master.
 
     Args:
         folder: The data folder.
@@ -50,13 +52,12 @@ class StateFiles:
 
     def runs(self) -> list[dict[str, Any]]:
         """Return all runs, as they were when the master answered last."""
+        address = f"{self._database.as_uri()}?mode=ro"
+        query = f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY id"
         try:
-            with contextlib.closing(
-                sqlite3.connect(f"{self._database.as_uri()}?mode=ro", uri=True, timeout=_BUSY_S)
-            ) as database:
-                rows = database.execute(
-                    f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY id"
-                ).fetchall()
+            connection = sqlite3.connect(address, uri=True, timeout=_BUSY_S)
+            with contextlib.closing(connection) as database:
+                rows = database.execute(query).fetchall()
         except sqlite3.Error as error:
             raise MasterRequestError(
                 f"{self._problem}; its database cannot be read either: {error}"
@@ -67,9 +68,9 @@ class StateFiles:
         """Return the run with a name, or with an id if no run has the name."""
         runs = self.runs()
         for key in ("name", "id"):
-            found = [run for run in runs if str(run[key]) == name]
-            if found:
-                return found[-1]
+            matching = [run for run in runs if str(run[key]) == name]
+            if matching:
+                return matching[-1]
         raise MasterRequestError(f"no run {name!r} in {self._database}", 404)
 
     def run(self, run_id: int) -> dict[str, Any]:
@@ -89,10 +90,12 @@ class StateFiles:
         from mlbench_master.launchers.interface import LogFilter, LogRange
 
         job_id = self.run(run_id)["job_id"]
-        wanted = {name: value for name, value in (filters or {}).items() if value is not None}
-        rank = wanted.get("rank")
-        if rank is not None:
-            wanted["rank"] = int(rank) if str(rank).isdecimal() else rank
+        wanted: dict[str, Any] = {}
+        for name, value in (filters or {}).items():
+            if name == "rank" and str(value).isdecimal():
+                wanted[name] = int(value)
+            elif value is not None:
+                wanted[name] = value
         lines: list[dict[str, Any]] = []
         while job_id is not None:
             page = self._launcher.logs(job_id, LogRange(since_line, wanted=LogFilter(**wanted)))
@@ -109,9 +112,8 @@ class StateFiles:
             return
         if run["job_id"] is None:
             raise MasterRequestError(
-                f"{self._problem}; run {run['name']} waits for its start, and only the master "
-                "can remove it: try again "
-                "when it answers, or end it with 'mlbench master --stop'"
+                f"{self._problem}; run {run['name']} waits for its start, and only the master can "
+                "remove it: try again when it answers, or end it with 'mlbench master --stop'"
             )
         self._launcher.note(run["job_id"], "stopped by a user, while the master did not answer")
         self._launcher.stop(run["job_id"])
@@ -119,7 +121,7 @@ class StateFiles:
 
 @contextlib.contextmanager
 def connect_or_read(dashboard_url: str | None) -> Iterator[MasterClient | StateFiles]:
-    """Yield a client of the master; if this user's master runs and does not answer, what its files say.
+    """Yield a client of the master, or its files if it runs and does not answer.
 
     Args:
         dashboard_url: Value of ``--dashboard-url``.
@@ -133,8 +135,9 @@ def connect_or_read(dashboard_url: str | None) -> Iterator[MasterClient | StateF
         client = MasterClient(location.url, location.token)
     except _embedded.SilentMasterError as error:
         remark(f"{clean(str(error))}; reading its files instead")
-        folder = Path(error.record.folder) if error.record.folder else user_folder("master")
-        yield StateFiles(folder, error.record.engine, str(error))
+        record = error.record
+        folder = Path(record.folder) if record.folder else user_folder("master")
+        yield StateFiles(folder, record.engine, str(error))
         return
     with client:
         yield client

@@ -51,8 +51,9 @@ class _Output(io.RawIOBase):
 
 
 class _Ascii(io.TextIOWrapper):
-    """A text stream whose encoding has another name, because click would write UTF-8 to a stream of ``ascii``."""
+    """A text stream of ASCII whose encoding has another name."""
 
+    # click would write UTF-8 to a stream of "ascii".
     encoding = "7bit"
 
 
@@ -61,29 +62,40 @@ _replaced: list[TextIO | None] = []
 
 
 def open_streams() -> None:
-    """Replace ``sys.stdout`` and ``sys.stderr`` by streams that raise no error; call it once, at the start."""
+    """Replace ``sys.stdout`` and ``sys.stderr`` by streams that raise no error.
+
+    Call it once, at the start.
+    """
     global _stdout
     _open_closed()
     _stdout = _Output(1)
     sys.stdout = _text(_stdout, sys.stdout)
     sys.stderr = _text(_Output(2), sys.stderr)
     if sys.stdin is None:
-        sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 - for the whole process
+        # Open for the whole process.
+        sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
 
 
 def stdout_is_closed() -> bool:
-    """Return whether nobody reads standard output any more, so that a command that only writes can end."""
+    """Return True if nobody reads standard output any more.
+
+    A command that only writes can end then.
+    """
     return _stdout is not None and _stdout.error is not None
 
 
 def lost_output() -> OSError | None:
     """Return why standard output was lost, None if it was not, or if its reader has closed it."""
-    error = None if _stdout is None else _stdout.error
-    return None if error is None or error.errno in _CLOSED else error
+    if _stdout is None or _stdout.error is None or _stdout.error.errno in _CLOSED:
+        return None
+    return _stdout.error
 
 
 def _open_closed() -> None:
-    """Open the standard descriptors that are closed, so that no file or socket of the command gets their numbers."""
+    """Open the standard descriptors that are closed.
+
+    Otherwise a file or socket of the command would get the number of one of them.
+    """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -94,18 +106,19 @@ def _open_closed() -> None:
                 os.close(opened)
 
 
-def _text(output: _Output, known: TextIO | None) -> TextIO:
-    encoding = "utf-8" if known is None else known.encoding or "utf-8"
-    if known is not None:
+def _text(output: _Output, replaced: TextIO | None) -> TextIO:
+    encoding = "utf-8"
+    if replaced is not None:
+        encoding = replaced.encoding or encoding
         with contextlib.suppress(OSError, ValueError):
-            known.flush()
+            replaced.flush()
     is_ascii = encoding.lower() in ("ascii", "us-ascii", "ansi_x3.4-1968", "646")
-    made = (_Ascii if is_ascii else io.TextIOWrapper)(
-        io.BufferedWriter(output),
-        encoding=encoding,
-        errors="replace",
-        line_buffering=output.isatty() or output.fileno() == 2,
+    stream_class = _Ascii if is_ascii else io.TextIOWrapper
+    is_line_buffered = output.isatty() or output.fileno() == 2
+    buffer = io.BufferedWriter(output)
+    stream = stream_class(
+        buffer, encoding=encoding, errors="replace", line_buffering=is_line_buffered
     )
-    # Its end would close the descriptor.
-    _replaced.append(known)
-    return made
+    # Kept, because its end would close the descriptor.
+    _replaced.append(replaced)
+    return stream

@@ -64,11 +64,9 @@ class _Lines(Observer):
 
     def left(self, elapsed_s: float) -> str:
         """Return the time that is left when the current run has taken some seconds."""
-        return (
-            ""
-            if self._left_s is None
-            else f", about {seconds(max(self._left_s - elapsed_s, 0))} left"
-        )
+        if self._left_s is None:
+            return ""
+        return f", about {seconds(max(self._left_s - elapsed_s, 0))} left"
 
     def _expected_s(self, pending: Sequence[Point]) -> float | None:
         return estimate(pending, self._points, self._done, self._sweep.limit_s).expected_s
@@ -104,10 +102,9 @@ class _Bar(Observer):
         self._bar.update(self._task, total=self._lines.total)
 
     def watch(self, point: Point, state: str, seconds: float) -> None:
-        elapsed = f" {int(seconds)} s" if state == "started" else f" {state}"
-        self._bar.update(
-            self._task, description=clean(f"{point.name}{elapsed}{self._lines.left(seconds)}")
-        )
+        progress = f"{int(seconds)} s" if state == "started" else state
+        text = clean(f"{point.name} {progress}{self._lines.left(seconds)}")
+        self._bar.update(self._task, description=text)
 
     def end(self, point: Point, ended: Done | Failure) -> None:
         self._lines.end(point, ended)

@@ -27,7 +27,7 @@ POLL_S = 1.0
 _GLOBAL_METRIC = re.compile(r"val_global_(.*) @ 0")
 _PLAN = "plan @ 0"
 LOST_MASTER_S = 120.0
-"""Seconds for which requests to the master may fail (a restart, a network failure) before waiting ends."""
+"""Seconds for which requests to the master may fail, as at a restart, before waiting ends."""
 
 # A narrower terminal has no room for the time, and for less of the bar.
 _WIDE = 100
@@ -73,34 +73,40 @@ class Progress:
         """Return the seconds since the run was first seen running, 0 before."""
         if self.started_at is None:
             return 0.0
-        return (time.monotonic() if self.ended_at is None else self.ended_at) - self.started_at
+        end = time.monotonic() if self.ended_at is None else self.ended_at
+        return end - self.started_at
+
+    @property
+    def most_epochs(self) -> int | None:
+        """Return the number of epochs after which the run ends without its goal, if known."""
+        return self.goal.max_epochs if self.goal else None
 
     @property
     def most_left_s(self) -> float | None:
-        """Return the seconds until the run ends if it does not reach its goal, or None if they are unknown."""
-        most = self.goal.max_epochs if self.goal else None
-        if self.state != "started" or self.epoch_s is None or most is None:
+        """Return the seconds until the run ends without its goal, or None if they are unknown."""
+        if self.state != "started" or self.epoch_s is None or self.most_epochs is None:
             return None
-        return max(most - self.epochs, 0) * self.epoch_s
+        return max(self.most_epochs - self.epochs, 0) * self.epoch_s
 
     @property
     def metric_text(self) -> str:
         """Return the name and the value of the metric, with the goal if it is known."""
         if self.value is None:
             return "-"
-        threshold = self.goal.aim.threshold if self.goal else None
-        target = f" of {threshold:g}" if threshold else ""
-        return f"{self.metric} {self.value:.4g}{target}"
+        text = f"{self.metric} {self.value:.4g}"
+        if self.goal and self.goal.aim.threshold:
+            text += f" of {self.goal.aim.threshold:g}"
+        return text
 
     @property
     def epoch_text(self) -> str:
         """Return the number of epochs that are done, with the largest number if it is known."""
-        most = self.goal.max_epochs if self.goal else None
-        return f"{self.epochs}/{most}" if most else str(self.epochs)
+        return f"{self.epochs}/{self.most_epochs}" if self.most_epochs else str(self.epochs)
 
     @property
     def fraction(self) -> float:
-        """Return the progress of the metric toward the goal, from 0 to 1; 1 if the run has finished."""
+        """Return the progress of the metric toward the goal, from 0 to 1."""
+        # A run can finish without its goal, after its last epoch.
         if self.state == "finished":
             return 1.0
         return self.goal.aim.fraction(self.value) if self.goal else 0.0
@@ -117,7 +123,8 @@ class Progress:
             parts.append(self.waits_for)
         # A number of epochs and not "epoch N", because the logs of the workers count epochs from 0.
         if self.epochs:
-            parts.append(f"{self.epochs} epoch{'' if self.epochs == 1 else 's'} done")
+            noun = "epoch" if self.epochs == 1 else "epochs"
+            parts.append(f"{self.epochs} {noun} done")
         if self.value is not None:
             parts.append(self.metric_text)
         return clean(", ".join(parts))
@@ -142,19 +149,20 @@ def wait_for(
     Raises:
         MasterRequestError: The master was unreachable for too long.
     """
-    watched = {run["id"]: Progress(name=str(run["name"]), goal=goal) for run in runs}
-    latest = {run["id"]: dict(run) for run in runs}
+    watched: dict[Any, Progress] = {}
+    latest: dict[Any, dict[str, Any]] = {}
+    for run in runs:
+        watched[run["id"]] = Progress(name=str(run["name"]), goal=goal)
+        latest[run["id"]] = dict(run)
     failing_since: float | None = None
     with _display() as show:
         while True:
             try:
                 for run_id, progress in watched.items():
-                    # The second condition repeats a request for metrics that failed after the run
-                    # had ended.
-                    if (
-                        latest[run_id].get("state") not in FINAL_STATES
-                        or progress.state not in FINAL_STATES
-                    ):
+                    # The progress is behind if a request for metrics failed after the run had
+                    # ended, and is then made again.
+                    states = {latest[run_id].get("state"), progress.state}
+                    if not states <= FINAL_STATES:
                         latest[run_id] = client.run(run_id)
                         _update(client, progress, latest[run_id])
                 failing_since = None
@@ -179,7 +187,9 @@ def wait_for(
 def _update(client: RunSource, progress: Progress, run: Mapping[str, Any]) -> None:
     if run.get("state") != "initialized":
         name = _metric_name(client, progress, run["id"])
-        entries = client.metrics(run["id"], metric_filter=name).get(name, []) if name else []
+        entries: Sequence[Mapping[str, Any]] = []
+        if name:
+            entries = client.metrics(run["id"], metric_filter=name).get(name, [])
         if entries:
             # A script records one value of a global validation metric per epoch.
             progress.epochs = len(entries)
@@ -198,31 +208,38 @@ def _epoch_s(entries: Sequence[Mapping[str, Any]]) -> float | None:
     if len(entries) < 2:
         return None
     try:
-        # Before version 3.11, Python did not know the letter for UTC.
-        first, last = (
-            datetime.fromisoformat(str(entries[i]["date"]).replace("Z", "+00:00")) for i in (0, -1)
-        )
-        return (last - first).total_seconds() / (len(entries) - 1)
+        total = _date(entries[-1]) - _date(entries[0])
     except (KeyError, TypeError, ValueError):
         return None
+    return total.total_seconds() / (len(entries) - 1)
+
+
+def _date(entry: Mapping[str, Any]) -> datetime:
+    # Before version 3.11, Python did not know the letter for UTC.
+    return datetime.fromisoformat(str(entry["date"]).replace("Z", "+00:00"))
 
 
 def _metric_name(client: RunSource, progress: Progress, run_id: int | str) -> str | None:
-    """Return the full name of the metric to show: the goal's, or else the first global validation metric."""
+    """Return the full name of the metric to show.
+
+    It is the metric of the goal, or else the first global validation metric.
+    """
     if progress.goal is None:
         progress.goal = _planned_goal(client, run_id)
     if progress.goal is not None:
         progress.metric = (progress.goal.aim.metric or "").removeprefix("val_global_")
     if progress.metric is None:
-        known = sorted(client.metrics(run_id, last_n=1))
-        progress.metric = next(
-            (found[1] for name in known if (found := _GLOBAL_METRIC.fullmatch(name))), None
-        )
+        matches = map(_GLOBAL_METRIC.fullmatch, sorted(client.metrics(run_id, last_n=1)))
+        match = next(filter(None, matches), None)
+        progress.metric = None if match is None else match[1]
     return None if progress.metric is None else f"val_global_{progress.metric} @ 0"
 
 
 def _planned_goal(client: RunSource, run_id: int | str) -> Goal | None:
-    """Return the goal that a script sends after its first epoch; None before, or if it watches another metric."""
+    """Return the goal that a script sends after its first epoch.
+
+    None before, or if the goal has another metric than a global validation metric.
+    """
     try:
         (entry,) = client.metrics(run_id, metric_filter=_PLAN, last_n=1)[_PLAN]
         plan = json.loads(entry["value"])
@@ -261,13 +278,16 @@ def _lines() -> Show:
 
 @contextlib.contextmanager
 def live_table() -> Iterator[Callable[[Sequence[Progress]], None]]:
-    """Show a table on standard error that is updated in place; the function that it yields sets a row for each run."""
+    """Show a table on standard error that is updated in place.
+
+    The function that it yields sets a row for each run.
+    """
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
     rows: Sequence[Progress] = ()
-    told: dict[str, str] = {}
+    shown: dict[str, str] = {}
     # get_renderable draws the table again between two calls, so that the elapsed time goes on.
     console = Console(stderr=True)
 
@@ -281,8 +301,8 @@ def live_table() -> Iterator[Callable[[Sequence[Progress]], None]]:
             rows = runs
             # Above the table, whose cells are too narrow for a sentence.
             for run in runs:
-                if run.waits_for and told.get(run.name) != run.waits_for:
-                    told[run.name] = run.waits_for
+                if run.waits_for and shown.get(run.name) != run.waits_for:
+                    shown[run.name] = run.waits_for
                     console.print(Text(clean(f"{run.name} {run.waits_for}")))
             live.refresh()
 
@@ -297,22 +317,19 @@ def _table(runs: Sequence[Progress], is_wide: bool) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("RUN", "GOAL", "METRIC"):
         table.add_column(title, no_wrap=True)
-    for title in ("EPOCH", "S/EPOCH", *(["TIME"] if is_wide else [])):
-        table.add_column(title, no_wrap=True, justify="right")
+    for title in ("EPOCH", "S/EPOCH", "TIME"):
+        if title != "TIME" or is_wide:
+            table.add_column(title, no_wrap=True, justify="right")
     table.add_column("STATE", no_wrap=True)
     for run in runs:
         bar = ProgressBar(total=1.0, completed=run.fraction, width=20 if is_wide else 8)
-        cells = [
-            run.metric_text,
-            run.epoch_text,
-            number(run.epoch_s),
-            *([seconds(run.elapsed_s)] if is_wide else []),
-        ]
+        texts = [run.metric_text, run.epoch_text, number(run.epoch_s)]
+        if is_wide:
+            texts.append(seconds(run.elapsed_s))
         # Text and not str, because rich would read a name with brackets as a style.
+        name = Text(clean(run.name), style="bold")
         state = Text(_state(run), style=_COLORS.get(run.state, "dim"))
-        table.add_row(
-            Text(clean(run.name), style="bold"), bar, *(Text(clean(cell)) for cell in cells), state
-        )
+        table.add_row(name, bar, *map(Text, map(clean, texts)), state)
     return table
 
 

@@ -1,4 +1,6 @@
-"""The command group: it loads subcommands on first use and reports errors as one line and an exit status.
+"""The command group.
+
+It loads subcommands on first use, and reports errors as one line and an exit status.
 
 Import only click here: this module determines how fast ``mlbench --help`` is.
 """
@@ -53,7 +55,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Subcommands: name to (module in this package, line in ``mlbench --help``)."""
 
-
 # Commands that do something besides writing their output.
 _DOING = (
     "create-cluster",
@@ -96,8 +97,10 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
         module = importlib.import_module(f"mlbench_cli.commands.{COMMANDS[cmd_name][0]}")
+        name = cmd_name.replace("-", "_")
         # "import" is a word of Python, so its function is called import_.
-        name = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name.replace("-", "_")
+        if keyword.iskeyword(name):
+            name += "_"
         command: click.Command = getattr(module, name)
         return command
 
@@ -126,14 +129,13 @@ class LazyGroup(click.Group):
             formatter.write_dl(sorted(rows))
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Return the subcommands that begin with ``incomplete``, loading none of them, and the group's options."""
+        """Return the subcommands that begin with ``incomplete``, and the group's options."""
         from click.shell_completion import CompletionItem
 
-        items = [
-            CompletionItem(name, help=line)
-            for name, (_, line) in COMMANDS.items()
-            if name.startswith(incomplete)
-        ]
+        items = []
+        for name, (_, line) in COMMANDS.items():
+            if name.startswith(incomplete):
+                items.append(CompletionItem(name, help=line))
         # Not the group's own method, which would import the module of every command.
         return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
@@ -153,8 +155,10 @@ class LazyGroup(click.Group):
         except BrokenPipeError:
             raise
         except OSError as error:
-            place = f": {error.filename}" if error.filename else ""
-            raise CommandFailed(f"{error.strerror or error}{place}") from error
+            message = str(error.strerror or error)
+            if error.filename:
+                message += f": {error.filename}"
+            raise CommandFailed(message) from error
 
 
 def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:

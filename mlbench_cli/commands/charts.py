@@ -75,15 +75,15 @@ def charts(
             f"{folder} does not exist: name a folder with results, or make it to draw the runs "
             "of the master into it"
         )
-    found = load([folder], empty_is_error=False) if not dashboard_url else []
-    if found:
-        results = [result for result in found if matches(result.name, pattern)]
+    loaded = [] if dashboard_url else load([folder], empty_is_error=False)
+    if loaded:
+        results = [result for result in loaded if matches(result.name, pattern)]
     else:
         results = _from_master(folder, dashboard_url, pattern)
     if not results:
-        which = f" that matches {pattern!r}" if pattern else ""
-        where = f"in {folder}" if found else "at the master has finished"
-        raise ConfigurationError(f"no run{which} {where}: nothing to draw")
+        subject = f"no run that matches {pattern!r}" if pattern else "no run"
+        where = f"in {folder}" if loaded else "at the master has finished"
+        raise ConfigurationError(f"{subject} {where}: nothing to draw")
     kept, left_out = usable(results)
     for reason in left_out:
         remark(f"{clean(reason)} of the charts")
@@ -92,16 +92,11 @@ def charts(
 
     if not as_json:
         print_records(results)
-    written = draw_all(
-        pool(kept), output or folder, price_per_hour, lambda text: remark(clean(text))
-    )
+    groups, target = pool(kept), output or folder
+    written = draw_all(groups, target, price_per_hour, lambda text: remark(clean(text)))
     if as_json:
-        print_json(
-            {
-                "results": [result.as_json() for result in results],
-                "files": [str(path) for path in written],
-            }
-        )
+        files = list(map(str, written))
+        print_json({"results": [result.as_json() for result in results], "files": files})
         return
     for path in written:
         click.echo(path)
@@ -117,8 +112,9 @@ def _from_master(folder: Path, dashboard_url: str | None, pattern: str | None) -
             f"{error}"
         ) from None
     with client:
-        runs = [run for run in client.runs() if matches(str(run.get("name")), pattern)]
-        return from_master(client, [run for run in runs if run.get("state") == "finished"])
+        finished = [run for run in client.runs() if run.get("state") == "finished"]
+        chosen = [run for run in finished if matches(str(run.get("name")), pattern)]
+        return from_master(client, chosen)
 
 
 def draw_overview(groups: Sequence[Group], path: Path) -> Path:

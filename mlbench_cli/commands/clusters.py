@@ -36,25 +36,17 @@ _LONGEST_NAME = 63
 # A node of kind has a host name: that of the cluster, and "-control-plane".
 _LONGEST_KIND_NAME = _LONGEST_NAME - 14
 
-# Options of version 3.0 without a meaning today: name in the function, and what takes its place.
 _NO_KUBERNETES = "the machines of a cloud run MLBench without Kubernetes"
+_NO_REGISTRY = "the images of this machine are loaded without a registry; see --load-image"
+# Options of version 3.0 without a meaning today: name in the function, option and reason.
 _WITHOUT_MEANING = {
     "kubernetes_version": ("--kubernetes-version", _NO_KUBERNETES),
     "custom_value": ("--custom-value", _NO_KUBERNETES),
     "chart_location": ("--chart-location", _NO_KUBERNETES),
     "ssh_key": ("--ssh-key", "SkyPilot makes its own key"),
-    "registry_name": (
-        "--registry_name",
-        "the images of this machine are loaded without a registry; see --load-image",
-    ),
-    "registry_port": (
-        "--registry_port",
-        "the images of this machine are loaded without a registry; see --load-image",
-    ),
-    "host_port": (
-        "--host_port",
-        "the images of this machine are loaded without a registry; see --load-image",
-    ),
+    "registry_name": ("--registry_name", _NO_REGISTRY),
+    "registry_port": ("--registry_port", _NO_REGISTRY),
+    "host_port": ("--host_port", _NO_REGISTRY),
 }
 
 
@@ -195,8 +187,8 @@ def kind(num_workers: int, name: str, dry_run: bool, as_json: bool, **chosen: An
     _say_what_has_no_meaning(chosen, ("registry_name", "registry_port", "host_port"))
     if chosen["num_gpus"]:
         raise click.UsageError(
-            "--num-gpus must be 0: a cluster of kind has no GPUs; 'mlbench run --gpu' uses "
-            "them here"
+            "--num-gpus must be 0: a cluster of kind has no GPUs; 'mlbench run --gpu' uses them "
+            "here"
         )
     cluster = _new_cluster("kind", num_workers, name)
     options = _kind.KindOptions(
@@ -220,9 +212,8 @@ def gcloud(**chosen: Any) -> None:
     """Rent machines of Google Cloud, with SkyPilot."""
     if chosen.pop("project") is not None:
         raise click.UsageError(
-            "--project must not be given: SkyPilot uses the project of 'gcloud config set "
-            "project NAME', or "
-            "gcp.project_id in ~/.sky/config.yaml"
+            "--project must not be given: SkyPilot uses the project of 'gcloud config set project "
+            "NAME', or gcp.project_id in ~/.sky/config.yaml"
         )
     _create_cloud("gcloud", chosen)
 
@@ -248,20 +239,19 @@ def _create_cloud(provider: str, chosen: Mapping[str, Any]) -> None:
         chosen, ("kubernetes_version", "custom_value", "chart_location", "ssh_key")
     )
     cluster = _new_cluster(provider, chosen["num_workers"], chosen["name"])
-    same = (
-        "num_cpus",
-        "num_gpus",
-        "gpu_type",
-        "machine_type",
-        "region",
-        "zone",
-        "disk_size",
-        "spot",
-        "package",
-    )
-    values = {field: chosen[field] for field in same}
     options = _cloud.CloudOptions(
-        **values, image=chosen.get("image"), autostop_min=chosen["autostop"]
+        num_cpus=chosen["num_cpus"],
+        num_gpus=chosen["num_gpus"],
+        gpu_type=chosen["gpu_type"],
+        machine_type=chosen["machine_type"],
+        region=chosen["region"],
+        zone=chosen["zone"],
+        disk_size=chosen["disk_size"],
+        spot=chosen["spot"],
+        # Only Amazon's command has the option.
+        image=chosen.get("image"),
+        autostop_min=chosen["autostop"],
+        package=chosen["package"],
     )
     if chosen["dry_run"]:
         text = _cloud.task_text(cluster, options)
@@ -275,25 +265,24 @@ def _create_cloud(provider: str, chosen: Mapping[str, Any]) -> None:
 
 
 def _new_cluster(provider: str, num_workers: int, name: str) -> Cluster:
-    """Return the record of a cluster with a port that nothing uses; that of an earlier call keeps its port."""
+    """Return the record of an earlier call, or a new one with a port that nothing uses."""
     full_name = f"{name}-{num_workers}"
     longest = _LONGEST_KIND_NAME if provider == "kind" else _LONGEST_NAME
     if not is_run_name(full_name) or not name[0].isalpha() or len(full_name) > longest:
         raise click.BadParameter(
-            f"{name!r} must have lowercase letters, digits and hyphens, begin with a letter, "
-            "and have at most "
-            f"{longest - len(full_name) + len(name)} characters",
+            f"{name!r} must have lowercase letters, digits and hyphens, begin with a letter, and "
+            f"have at most {longest - len(full_name) + len(name)} characters",
             param_hint="NAME",
         )
-    known = read_clusters()
-    if full_name in known:
-        if known[full_name].provider != provider:
+    clusters = read_clusters()
+    earlier = clusters.get(full_name)
+    if earlier is not None:
+        if earlier.provider != provider:
             raise ConfigurationError(
-                f"cluster {full_name} already exists at {known[full_name].provider}: choose "
-                "another name"
+                f"cluster {full_name} already exists at {earlier.provider}: choose another name"
             )
-        return known[full_name]
-    taken = {cluster.port for cluster in known.values()}
+        return earlier
+    taken = {cluster.port for cluster in clusters.values()}
     for port in range(FIRST_PORT, FIRST_PORT + _PORTS_TRIED):
         if port not in taken and _is_free(port):
             return Cluster(full_name, provider, num_workers, port)
@@ -323,8 +312,11 @@ def _show_plan(
     cluster: Cluster, steps: Sequence[Step], as_json: bool, task: str | None = None
 ) -> None:
     if as_json:
-        plan = {"cluster": cluster.public(), "steps": [step.public() for step in steps]}
-        print_json(plan if task is None else {**plan, "task": task})
+        plan: dict[str, Any] = {"cluster": cluster.public()}
+        plan["steps"] = [step.public() for step in steps]
+        if task is not None:
+            plan["task"] = task
+        print_json(plan)
         return
     if task is not None:
         click.echo(f"# {_cloud.task_file(cluster)}\n{task}")
@@ -349,13 +341,12 @@ def _complete(
 ) -> list[CompletionItem]:
     """Return the names of clusters, and at the first place also the providers."""
     words = ctx.params.get("words") or ()
-    known = read_clusters().values()
-    names = [each.name for each in known if not words or each.provider == words[0]]
-    return [
-        CompletionItem(each)
-        for each in [*names, *(() if words else PROVIDERS)]
-        if each.startswith(incomplete)
-    ]
+    clusters = read_clusters().values()
+    if words:
+        choices = [cluster.name for cluster in clusters if cluster.provider == words[0]]
+    else:
+        choices = [*(cluster.name for cluster in clusters), *PROVIDERS]
+    return [CompletionItem(choice) for choice in choices if choice.startswith(incomplete)]
 
 
 def _find(words: Sequence[str]) -> Cluster:
@@ -392,9 +383,10 @@ def delete_cluster(
     for option, value in (("--project", project), ("--zone", zone)):
         if value is not None:
             remark(f"{option} has no effect: SkyPilot knows where it created {cluster.name}")
-    steps = (
-        _kind.delete_steps(cluster) if cluster.provider == "kind" else _cloud.delete_steps(cluster)
-    )
+    if cluster.provider == "kind":
+        steps = _kind.delete_steps(cluster)
+    else:
+        steps = _cloud.delete_steps(cluster)
     if dry_run:
         _show_plan(cluster, steps, as_json)
         return
@@ -420,38 +412,41 @@ def list_clusters(as_json: bool) -> None:
     current = current_cluster()
     clusters = list(read_clusters().values())
     states = _states(clusters)
-    rows = [
-        {**each.public(), "state": states[each.name], "current": each == current}
-        for each in clusters
-    ]
+    rows = []
+    cells = []
+    for cluster in clusters:
+        state, is_current = states[cluster.name], cluster == current
+        row = {**cluster.public(), "state": state, "current": is_current}
+        rows.append(row)
+        name = f"{row['name']} *" if is_current else row["name"]
+        cells.append((name, row["provider"], state, row["url"]))
     if as_json:
         print_json(rows)
         return
-    cells = [
-        (
-            f"{row['name']} *" if row["current"] else row["name"],
-            *(row[key] for key in ("provider", "state", "url")),
-        )
-        for row in rows
-    ]
     print_table(("CLUSTER", "PROVIDER", "STATE", "MASTER"), cells)
     remark("* is the cluster in use" if current else "in use: the master of this machine")
 
 
 def _states(clusters: Sequence[Cluster]) -> dict[str, str]:
-    """Ask the programs once each; a program that fails leaves the states of its clusters unknown."""
-    found: dict[str, str] = {}
-    for is_kind in (True, False):
-        own = [each.name for each in clusters if (each.provider == "kind") == is_kind]
-        if not own:
-            continue
-        try:
-            known = dict.fromkeys(_kind.names(), "exists") if is_kind else _cloud.states()
-            found.update({name: known.get(name, "gone") for name in own})
-        except ProgramFailed as error:
-            remark(f"mlbench: {error}")
-            found.update(dict.fromkeys(own, "unknown"))
-    return found
+    """Return the states of clusters by name, after one call of each program that knows some."""
+    of_kind = [cluster.name for cluster in clusters if cluster.provider == "kind"]
+    of_clouds = [cluster.name for cluster in clusters if cluster.provider != "kind"]
+    return {
+        **_ask_states(of_kind, lambda: dict.fromkeys(_kind.names(), "exists")),
+        **_ask_states(of_clouds, _cloud.states),
+    }
+
+
+def _ask_states(names: Sequence[str], ask: Callable[[], dict[str, str]]) -> dict[str, str]:
+    if not names:
+        return {}
+    try:
+        states = ask()
+    except ProgramFailed as error:
+        # The clusters of the other program can still be shown.
+        remark(f"mlbench: {error}")
+        return dict.fromkeys(names, "unknown")
+    return {name: states.get(name, "gone") for name in names}
 
 
 @click.command("set-cluster")
@@ -468,14 +463,12 @@ def set_cluster(words: tuple[str, ...], none: bool, as_json: bool) -> None:
     # Asked again here, because the master of a cluster may have started again with new secrets.
     if cluster is not None and cluster.provider != "kind":
         cluster = _cloud.connect(cluster)
-    choose_cluster(cluster.name if cluster else None)
+    choose_cluster(None if cluster is None else cluster.name)
     if os.environ.get("MLBENCH_MASTER_URL"):
         remark("MLBENCH_MASTER_URL is set, and the commands use that master as long as it is")
     if as_json:
         print_json(None if cluster is None else cluster.public())
+    elif cluster is None:
+        click.echo("in use: the master of this machine")
     else:
-        click.echo(
-            f"in use: {cluster.name} ({cluster.url})"
-            if cluster
-            else "in use: the master of this machine"
-        )
+        click.echo(f"in use: {cluster.name} ({cluster.url})")

@@ -32,15 +32,18 @@ def completion(shell: str) -> None:
 
     It works in a new shell. In zsh, compinit must run before.
     """
-    found = get_completion_class(shell)
-    assert found is not None  # click has a class for each of SHELLS
-    click.echo(found(cli_group, {}, "mlbench", "_MLBENCH_COMPLETE").source())
+    completion_class = get_completion_class(shell)
+    assert completion_class is not None, "click has a class for each of SHELLS"
+    click.echo(completion_class(cli_group, {}, "mlbench", "_MLBENCH_COMPLETE").source())
 
 
 def complete_runs(
     ctx: click.Context, _parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Return the names of the master's runs that begin with ``incomplete``; none if it does not answer in time."""
+    """Return the names of the master's runs that begin with ``incomplete``.
+
+    There are none if the master does not answer in time.
+    """
     names: list[str] = []
 
     def ask() -> None:
@@ -48,7 +51,8 @@ def complete_runs(
             contextlib.suppress(MLBenchError, OSError),
             connect(ctx.params.get("dashboard_url")) as client,
         ):
-            names.extend(str(run.get("name")) for run in client.runs())
+            for run in client.runs():
+                names.append(str(run.get("name")))
 
     # Timeouts of a request hold for each of its steps, and only a thread can be left after a given
     # time.
@@ -64,5 +68,5 @@ def complete_runs(
 def complete_runs_and_files(
     ctx: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Return the names of runs as :func:`complete_runs`, and have the shell complete file names, too."""
+    """Return the names of runs as :func:`complete_runs`, and let the shell complete files."""
     return [*complete_runs(ctx, parameter, incomplete), CompletionItem(incomplete, type="file")]

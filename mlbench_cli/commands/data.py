@@ -1,4 +1,4 @@
-"""``mlbench data``: the data sets of the tasks: their sources, downloads, preparation and checks."""
+"""``mlbench data``: the sources, downloads, preparation and checks of the tasks' data sets."""
 
 from __future__ import annotations
 
@@ -48,29 +48,21 @@ def list_(as_json: bool) -> None:
     With --json, the list also has all addresses, and the expected checksum or size of each file. A
     value that nobody has verified is 'unknown', or null in JSON.
     """
-    records = DATASETS.values()
+    records = []
+    rows = []
+    for record in DATASETS.values():
+        fields = dataclasses.asdict(record)
+        records.append({**fields, "tasks": record.tasks, "folder": str(record.folder)})
+        tasks, checks = ", ".join(record.tasks) or "-", ", ".join(record.checks) or "-"
+        source, *others = record.sources
+        if others:
+            source += f" and {len(others)} more"
+        size = _size(record.download_bytes)
+        row = (record.name, tasks, record.title, record.license, size, checks, source)
+        rows.append((*row, record.folder.name))
     if as_json:
-        print_json(
-            [
-                {**dataclasses.asdict(record), "tasks": record.tasks, "folder": str(record.folder)}
-                for record in records
-            ]
-        )
+        print_json(records)
         return
-    rows = [
-        (
-            record.name,
-            ", ".join(record.tasks) or "-",
-            record.title,
-            record.license,
-            _size(record.download_bytes),
-            ", ".join(record.checks) or "-",
-            record.sources[0]
-            + (f" and {len(record.sources) - 1} more" if record.sources[1:] else ""),
-            record.folder.name,
-        )
-        for record in records
-    ]
     headers = ("NAME", "TASKS", "DATA SET", "LICENSE", "DOWNLOAD", "CHECKED BY", "SOURCE", "FOLDER")
     print_table(headers, rows, right=(4,))
     # The whole paths would need most of the width of a terminal.
@@ -90,13 +82,8 @@ def fetch(name: str, folder: Path | None, as_json: bool) -> None:
     record = DATASETS[name]
     paths = preparation.fetch(record, folder)
     if as_json:
-        print_json(
-            {
-                "name": name,
-                "folder": str(folder or record.folder),
-                "files": [str(path) for path in paths],
-            }
-        )
+        files = list(map(str, paths))
+        print_json({"name": name, "folder": str(folder or record.folder), "files": files})
         return
     for path in paths:
         click.echo(clean(path))
@@ -126,13 +113,14 @@ def prepare(name: str, folder: Path | None, as_json: bool, vocabulary: Path | No
     if vocabulary is not None and name != "wmt17":
         raise click.UsageError(f"--vocabulary is for wmt17, not for {name}: leave it out")
     prepared = preparation.prepare(DATASETS[name], folder, vocabulary=vocabulary)
-    if as_json:
-        print_json(
-            prepared
-            and {"name": name, **dataclasses.asdict(prepared), "folder": str(prepared.folder)}
-        )
-    elif prepared is None:
-        remark(f"{name} needs no preparation")
+    if prepared is None:
+        if as_json:
+            print_json(None)
+        else:
+            remark(f"{name} needs no preparation")
+    elif as_json:
+        fields = dataclasses.asdict(prepared)
+        print_json({"name": name, **fields, "folder": str(prepared.folder)})
     else:
         for part, count in prepared.counts.items():
             click.echo(f"{part}: {count:,} {prepared.unit}")
@@ -150,20 +138,19 @@ def verify(name: str, folder: Path | None, as_json: bool) -> None:
     from mlbench_core.dataset import verification
 
     record = DATASETS[name]
-    found = verification.verify(record, folder)
+    checks = verification.verify(record, folder)
+    rows = []
+    wrong = 0
+    for check in checks:
+        rows.append({"path": str(check.path), "status": check.status, "detail": check.detail})
+        if check.status != "ok":
+            wrong += 1
+        if not as_json:
+            click.echo(clean(f"{check.path}: {check.status} ({check.detail})"))
     if as_json:
-        print_json(
-            [
-                {"path": str(each.path), "status": each.status, "detail": each.detail}
-                for each in found
-            ]
-        )
-    else:
-        for each in found:
-            click.echo(clean(f"{each.path}: {each.status} ({each.detail})"))
-    wrong = sum(each.status != "ok" for each in found)
+        print_json(rows)
     if wrong:
-        message = f"{wrong} of {len(found)} files of {name} are missing or damaged"
+        message = f"{wrong} of {len(checks)} files of {name} are missing or damaged"
         if record.origin == "download":
             message += f": delete damaged ones; 'mlbench data fetch {name}' downloads missing ones"
         raise DatasetError(message)

@@ -39,7 +39,7 @@ PACKAGES = (
 # This runs in another process, because a torch that crashes or hangs while it loads must not break
 # the command. Its first line leaves out the current folder, in which a user may have a torch.py.
 _ASK_TORCH = """
-import sys; sys.path[:] = [place for place in sys.path if place]
+import sys; sys.path[:] = filter(None, sys.path)
 import importlib.util, json
 import torch.distributed as dist
 from mlbench_core import _torchvision
@@ -49,20 +49,24 @@ vision = None
 if importlib.util.find_spec("torchvision"):
     try:
         _torchvision.load()
-        vision = "loads without its compiled operators" if _torchvision.lacks_operators() else "loads"
+        vision = "loads"
+        if _torchvision.lacks_operators():
+            vision += " without its compiled operators"
     except Exception as error:
         vision = "does not load: " + " ".join(str(error).split())
-gpus, on = environment.describe_gpus(), dist.is_available()
+gpus, backends = environment.describe_gpus(), []
+if dist.is_available() and dist.is_gloo_available():
+    backends.append("gloo")
+if dist.is_available() and dist.is_nccl_available() and gpus:
+    backends.append("nccl")
+if mpi.is_available():
+    backends.append("mpi")
 print(json.dumps({
     **environment.describe_torch(),
     "torchvision": vision,
     "driver": environment.driver_version(),
     "gpus": gpus,
-    "backends": [name for name, there in (
-        ("gloo", on and dist.is_gloo_available()),
-        ("nccl", on and dist.is_nccl_available() and gpus),
-        ("mpi", mpi.is_available()),
-    ) if there],
+    "backends": backends,
 }))
 """
 _TORCH_TIMEOUT_S = 120.0
@@ -70,18 +74,21 @@ _TORCH_TIMEOUT_S = 120.0
 
 def describe() -> dict[str, Any]:
     """Return everything that ``mlbench env`` prints, as values that can be written as JSON."""
+    master: dict[str, Any] | None = None
     try:
-        found = _embedded.configured() or _embedded.embedded()
-        master = found and {"url": found.url, "source": found.source}
+        location = _embedded.configured() or _embedded.embedded()
+        if location is not None:
+            master = {"url": location.url, "source": location.source}
     except MLBenchError as error:
         master = {"problem": str(error)}
     installed = describe_packages()
+    torch = {"problem": "not installed: pip install 'mlbench-core[torch]'"}
+    if "torch" in installed:
+        torch = _torch()
     return {
         "system": describe_system(),
         "packages": {name: installed.get(name) for name in PACKAGES},
-        "torch": _torch()
-        if "torch" in installed
-        else {"problem": "not installed: pip install 'mlbench-core[torch]'"},
+        "torch": torch,
         "mlbench": {"folder": str(user_folder()), "master": master},
     }
 
@@ -102,19 +109,20 @@ def _torch() -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"problem": f"did not load within {_TORCH_TIMEOUT_S:g} s"}
     except (ValueError, IndexError):
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        return {"problem": f"does not load: {lines[-1]}"}
+        lines = done.stderr.strip().splitlines()
+        reason = lines[-1] if lines else f"exit status {done.returncode}"
+        return {"problem": f"does not load: {reason}"}
 
 
 @click.command()
 @json_option
 def env(as_json: bool) -> None:
     """Describe this machine: hardware, versions, backends. Put it into a bug report."""
-    found = describe()
+    description = describe()
     if as_json:
-        print_json(found)
+        print_json(description)
         return
-    for section, values in found.items():
+    for section, values in description.items():
         click.secho(section, bold=True)
         for key, value in values.items():
             click.echo(f"  {key:18} {_text(key, value)}")
@@ -126,7 +134,7 @@ def _text(key: str, value: object) -> str:
     if key.endswith("_bytes") and isinstance(value, int):
         return f"{value / 2**30:.1f} GiB"
     if isinstance(value, dict):
-        return clean(", ".join(f"{k} {_text(k, v)}" for k, v in value.items()))
+        return clean(", ".join(f"{name} {_text(name, each)}" for name, each in value.items()))
     if isinstance(value, list):
         return clean("; ".join(_text("", item) for item in value) or "-")
     return clean(value)

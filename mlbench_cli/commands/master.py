@@ -67,9 +67,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     "--root-path",
     default="",
     metavar="PATH",
-    help="Path below which a proxy serves the master, for example /user/me/proxy/5080; by "
-    "default that in the header "
-    "X-Forwarded-Prefix of the proxy.",
+    help="Path below which a proxy serves the master, for example /user/me/proxy/5080; by default "
+    "that in the header X-Forwarded-Prefix of the proxy.",
 )
 @click.option(
     "--data-dir",
@@ -119,20 +118,19 @@ def master(
     Ctrl-C ends it. Its runs continue, and the next master takes them over.
     """
     if stop:
-        known = _embedded.stop_embedded()
+        stopped = _embedded.stop_embedded()
         if as_json:
-            print_json(dict(known))
+            print_json(dict(stopped))
         else:
-            click.echo(f"stopped the master at {known['url']} (process {known['pid']})")
+            click.echo(f"stopped the master at {stopped['url']} (process {stopped['pid']})")
         return
     if as_json:
         raise click.UsageError("--json needs --stop: a master that runs prints a log")
     token = _token(ctx, token, token_file, no_token)
     if not token and not is_loopback(host):
         raise click.UsageError(
-            f"--host {host} can be reached from other machines, whose users must know the "
-            "token: give one with "
-            "--token-file, --token or MLBENCH_TOKEN, or stay on 127.0.0.1"
+            f"--host {host} can be reached from other machines, whose users must know the token: "
+            "give one with --token-file, --token or MLBENCH_TOKEN, or stay on 127.0.0.1"
         )
     if key and not certificate:
         raise click.UsageError("--key needs --certificate")
@@ -141,9 +139,8 @@ def master(
     running = _embedded.embedded()
     if running is not None and not (data_dir or database_url):
         raise ConfigurationError(
-            f"a master with the same data runs at {running.url}; use it, stop it with 'mlbench "
-            "master --stop', "
-            "or choose another folder with --data-dir"
+            f"a master with the same data runs at {running.url}; use it, stop it with "
+            "'mlbench master --stop', or choose another folder with --data-dir"
         )
     _embedded.check_installed()
     # After the check, because this import fails if a package of the master is missing.
@@ -157,8 +154,8 @@ def master(
         folder = (data_dir or user_folder("master")).expanduser().absolute()
         remember_master(url, os.getpid(), access.token, access.key, str(folder), launcher)
 
+    listen = Listen(host, port, certificate, key)
     try:
-        listen = Listen(host, port, certificate, key)
         serve(
             listen,
             token,
@@ -179,11 +176,10 @@ def _token(
 ) -> str | None:
     """Return the token that the user gave, or None."""
     # A variable in the environment is a default; options overrule it.
-    if ctx.get_parameter_source("token") == click.core.ParameterSource.ENVIRONMENT and (
-        token_file or no_token
-    ):
+    is_default = ctx.get_parameter_source("token") == click.core.ParameterSource.ENVIRONMENT
+    if is_default and (token_file or no_token):
         token = None
-    if sum((token is not None, token_file is not None, no_token)) > 1:
+    if [token is not None, token_file is not None, no_token].count(True) > 1:
         raise click.UsageError(
             "--token, --token-file and --no-token exclude each other: give one of them"
         )

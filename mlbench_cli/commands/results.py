@@ -42,27 +42,27 @@ def verify(folders: Sequence[Path], as_json: bool) -> None:
     """
     from mlbench_core.sweep.folder import stopped_at_limit
 
-    places = result_folders(folders)
-    stopped = {
-        str(place) for place in places if not (place / RESULT).exists() and stopped_at_limit(place)
-    }
-    problems = {
-        str(place): [] if str(place) in stopped else verify_folder(place) for place in places
-    }
+    problems: dict[str, list[str]] = {}
+    for folder in result_folders(folders):
+        is_stopped = not (folder / RESULT).exists() and stopped_at_limit(folder)
+        problems[str(folder)] = [] if is_stopped else verify_folder(folder)
     if as_json:
         print_json(problems)
     else:
-        for name, found in problems.items():
-            fine = "stopped at the limit, has no result" if name in stopped else _ok(Path(name))
-            for problem in found or [fine]:
+        for name, of_folder in problems.items():
+            for problem in of_folder or [_without_problems(Path(name))]:
                 click.echo(f"{clean(name)}: {clean(problem)}")
-    wrong = sum(bool(found) for found in problems.values())
+    wrong = len(list(filter(None, problems.values())))
     if wrong:
         raise MLBenchError(f"{wrong} of {len(problems)} result folders cannot be verified")
 
 
-def _ok(folder: Path) -> str:
-    """Return the line for a folder without problems, which names the numbers that an earlier version did not write."""
+def _without_problems(folder: Path) -> str:
+    """Return the line for a folder without problems."""
+    # A folder without a result was stopped at the limit: otherwise, that is a problem.
+    if not (folder / RESULT).exists():
+        return "stopped at the limit, has no result"
+    # Numbers that an earlier version did not write.
     names = lacking(read_result(folder))
     return f"ok, written by an earlier version without {' and '.join(names)}" if names else "ok"
 
@@ -73,15 +73,16 @@ def result_folders(folders: Sequence[Path]) -> list[Path]:
     Raises:
         ConfigurationError: None exists at or below one of them.
     """
-    found = []
+    inside: list[Path] = []
     for folder in folders:
-        inside = list(find_folders(folder)) if folder.is_dir() else []
-        if not inside:
+        of_folder = list(find_folders(folder)) if folder.is_dir() else []
+        if not of_folder:
             raise ConfigurationError(
                 f"{folder} is not a result folder and has none below it: give the folder of a run"
             )
-        found += inside
-    return list(dict.fromkeys(found))
+        inside += of_folder
+    # A folder can be given twice, or together with one above it.
+    return list(dict.fromkeys(inside))
 
 
 @results.command()
@@ -96,17 +97,14 @@ def check(folders: Sequence[Path], as_json: bool) -> None:
     from mlbench_core.comparison.rules import check_rules
 
     findings = check_rules(load(result_folders(folders)))
-    if as_json:
-        print_json(
-            [
-                {"status": each.status, "subject": each.subject, "reason": each.reason}
-                for each in findings
-            ]
-        )
-    else:
-        for each in findings:
+    rows = []
+    for each in findings:
+        rows.append({"status": each.status, "subject": each.subject, "reason": each.reason})
+        if not as_json:
             click.echo(clean(each))
-    failed = sum(each.status == "fail" for each in findings)
+    if as_json:
+        print_json(rows)
+    failed = [each.status for each in findings].count("fail")
     if failed:
         raise MLBenchError(f"{failed} of {len(findings)} checks failed")
 
@@ -163,7 +161,7 @@ def collect(
     texts = {"index.md": page, "table.csv": comparison.as_csv(), "runs.csv": runs_csv(records)}
     paths = [*write_texts(output, {**texts, "results.json": comparison.as_json()}), *written]
     if as_json:
-        print_json({"files": [str(path) for path in paths]})
+        print_json({"files": list(map(str, paths))})
         return
     for path in paths:
         click.echo(path)

@@ -35,10 +35,22 @@ from mlbench_core.files import replacing
 __all__ = ["delete", "download", "logs", "status", "stop"]
 
 FOLLOW_POLL_S = 0.5
+_DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z")
 # The parts of a name at the master: the phase, "global_" for a value of all workers, the name
 # itself, and the rank of the worker that sent it.
-_DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z")
 _METRIC_NAME = re.compile(r"(?:train_|val_)?(?:global_)?(.*?)(?: @ \d+)?", re.DOTALL)
+# The fields of a run that are shown, if they have a value.
+_FIELDS = (
+    "name",
+    "id",
+    "state",
+    "num_workers",
+    "backend",
+    "image",
+    "command",
+    "created_at",
+    "finished_at",
+)
 
 
 @click.command()
@@ -57,26 +69,27 @@ def status(name: str | None, metric: str | None, dashboard_url: str | None, as_j
         raise click.UsageError("--metric needs the NAME of a run")
     with connect(dashboard_url) as client:
         if name is None:
-            runs = client.runs()
-            if as_json:
-                print_json(runs)
-            else:
-                keys = ("num_workers", "backend", "created_at", "finished_at")
-                rows = [
-                    [run["name"], run["id"], state_of(run), *(_cell(run.get(key)) for key in keys)]
-                    for run in runs
-                ]
-                print_table(
-                    ("RUN", "ID", "STATE", "WORKERS", "BACKEND", "CREATED", "FINISHED"),
-                    rows,
-                    right=(1, 3),
-                )
+            _show_runs(client.runs(), as_json)
             return
         run = client.find(name)
         if metric is None:
             _show_run(run, client.metrics(run["id"], last_n=1), as_json)
         else:
             _show_metric(client, run, metric, as_json)
+
+
+def _show_runs(runs: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print_json(runs)
+        return
+    rows = []
+    for run in runs:
+        row = [run["name"], run["id"], state_of(run)]
+        for key in ("num_workers", "backend", "created_at", "finished_at"):
+            row.append(_cell(run.get(key)))
+        rows.append(row)
+    header = ("RUN", "ID", "STATE", "WORKERS", "BACKEND", "CREATED", "FINISHED")
+    print_table(header, rows, right=(1, 3))
 
 
 def _show_run(
@@ -87,27 +100,17 @@ def _show_run(
         print_json({"run": dict(run), "metrics": latest})
         return
     shown = {**run, "state": state_of(run)}
-    for key in (
-        "name",
-        "id",
-        "state",
-        "num_workers",
-        "backend",
-        "image",
-        "command",
-        "created_at",
-        "finished_at",
-    ):
+    for key in _FIELDS:
         if shown.get(key) is not None:
             print_field(key, _cell(shown[key]))
     if reason_of(run):
         print_field("reason", reason_of(run))
     if latest:
         click.echo()
-        # The value comes last, because a text such as the summary may be longer than a line.
-        rows = [
-            (name, _cell(entry.get("date")), entry.get("value")) for name, entry in latest.items()
-        ]
+        rows = []
+        for name, entry in latest.items():
+            # The value comes last, because a text such as the summary may be longer than a line.
+            rows.append((name, _cell(entry.get("date")), entry.get("value")))
         print_table(("METRIC", "DATE", "LATEST"), rows)
 
 
@@ -119,34 +122,37 @@ def _show_metric(client: MasterClient, run: Mapping[str, Any], metric: str, as_j
     else:
         if name != metric:
             remark(f"{clean(metric)} is {clean(name)}")
-        print_table(
-            ("DATE", "VALUE"), [(_cell(entry.get("date")), entry.get("value")) for entry in entries]
-        )
+        rows = [(_cell(entry.get("date")), entry.get("value")) for entry in entries]
+        print_table(("DATE", "VALUE"), rows)
 
 
-def _full_name(metric: str, known: Sequence[str], run: str) -> str:
+def _full_name(metric: str, names: Sequence[str], run: str) -> str:
     """Find the full name of a metric at the master, if the user left out its prefix or its rank.
 
     The validation metric over all workers takes precedence over others of the same name, because
     the goal refers to it.
     """
     for name in (metric, f"{metric} @ 0", f"val_global_{metric} @ 0"):
-        if name in known:
+        if name in names:
             return name
-    found = [name for name in known if _METRIC_NAME.fullmatch(name)[1] == metric]  # type: ignore[index]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    # The pattern matches every text.
+    matching = [name for name in names if _METRIC_NAME.fullmatch(name)[1] == metric]  # type: ignore[index]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
         raise MasterRequestError(
-            f"run {run} has several metrics {metric!r}: give one of {', '.join(found)}"
+            f"run {run} has several metrics {metric!r}: give one of {', '.join(matching)}"
         )
     raise MasterRequestError(
-        f"run {run} has no metric {metric!r}; it has: {', '.join(known) or 'none yet'}"
+        f"run {run} has no metric {metric!r}; it has: {', '.join(names) or 'none yet'}"
     )
 
 
 def _cell(value: object) -> str:
-    """Format a value for a table; a date of the master is written in local time, with its offset from UTC."""
+    """Format a value for a table.
+
+    A date of the master is written in local time, with its offset from UTC.
+    """
     text = "-" if value is None else str(value)
     return local_time(text) if _DATE.fullmatch(text) else text
 
@@ -196,16 +202,14 @@ def stop(names: tuple[str, ...], dashboard_url: str | None, as_json: bool) -> No
         # All names are looked up first, so that a wrong one stops nothing.
         runs = [client.find(name) for name in names]
         for run in runs:
-            has_ended = run.get("state") in FINAL_STATES
-            if not has_ended:
+            name = clean(run["name"])
+            if run.get("state") in FINAL_STATES:
+                outcome = f"{name} has ended already ({state_of(run)})"
+            else:
                 client.stop(run["id"])
+                outcome = f"stopped {name}"
             if not as_json:
-                name = clean(run["name"])
-                click.echo(
-                    f"{name} has ended already ({state_of(run)})"
-                    if has_ended
-                    else f"stopped {name}"
-                )
+                click.echo(outcome)
         if as_json:
             print_json([client.run(run["id"]) for run in runs])
 
@@ -222,7 +226,7 @@ def delete(names: tuple[str, ...], yes: bool, dashboard_url: str | None, as_json
         runs = [client.find(name) for name in names]
         names_text = clean(", ".join(str(run["name"]) for run in runs))
         if not yes and not confirm_deletion(f"Delete {names_text} with all metrics?"):
-            click.echo("nothing deleted", err=True)
+            remark("nothing deleted")
             if as_json:
                 print_json([])
             return

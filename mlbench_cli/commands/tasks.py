@@ -17,24 +17,17 @@ __all__ = ["tasks"]
 @json_option
 def tasks(as_json: bool) -> None:
     """List the benchmark tasks with their goals."""
-    known = [TASKS[key] for key in sorted(TASKS)]
+    ordered = [TASKS[key] for key in sorted(TASKS)]
     if as_json:
-        print_json([dataclasses.asdict(task) for task in known])
+        print_json(list(map(dataclasses.asdict, ordered)))
         return
-    sign = {True: "<=", False: ">="}
-    rows = [
-        (
-            task.key,
-            task.title,
-            task.model,
-            task.data,
-            GoalAim(task.metric, task.goal, task.minimize).text if task.has_goal else "-",
-            f"{sign[task.minimize]} {task.light_goal:g}" if task.has_goal else "-",
-            task.max_epochs or "-",
-            ", ".join(task.backends),
-        )
-        for task in known
-    ]
-    print_table(
-        ("TASK", "TITLE", "MODEL", "DATA", "GOAL", "LIGHT", "EPOCHS", "BACKENDS"), rows, right=(6,)
-    )
+    rows = []
+    for task in ordered:
+        goal = light = "-"
+        if task.has_goal:
+            goal = GoalAim(task.metric, task.goal, task.minimize).text
+            light = f"{'<=' if task.minimize else '>='} {task.light_goal:g}"
+        row = (task.key, task.title, task.model, task.data, goal, light)
+        rows.append((*row, task.max_epochs or "-", ", ".join(task.backends)))
+    header = ("TASK", "TITLE", "MODEL", "DATA", "GOAL", "LIGHT", "EPOCHS", "BACKENDS")
+    print_table(header, rows, right=(6,))
