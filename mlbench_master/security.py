@@ -68,23 +68,22 @@ _OPEN_PATHS = ("/api/health/", "/login/")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::\d{1,5})?")
 _NONCE = re.compile(r"[0-9a-f]{32,64}")
-# The pages load nothing from other servers, and no other page can show them in a frame to catch
-# clicks.
+# The pages load nothing from other servers, and no other page can frame them to catch clicks.
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; "
-    "form-action 'self'; "
-    "frame-ancestors 'none'",
+    "Content-Security-Policy": (
+        "default-src 'self'; object-src 'none'; base-uri 'none'; "
+        "form-action 'self'; frame-ancestors 'none'"
+    ),
     "X-Frame-Options": "DENY",
     "X-Content-Type-Options": "nosniff",
-    # Not "no-referrer": a browser would then send "Origin: null" with the forms of the master's own
-    # pages.
+    # With "no-referrer", a browser would send "Origin: null" with the forms of the master's pages.
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 
 
 def make_private(folder: Path) -> None:
-    """Create the master's data folder, or tighten an existing one, so that only its owner can read it.
+    """Create the master's data folder so that only its owner can read it, or tighten it.
 
     Raises:
         ConfigurationError: The folder is shared by design, such as ``/tmp``, or belongs to another
@@ -102,11 +101,10 @@ def make_private(folder: Path) -> None:
             folder.chmod(0o700)
         except PermissionError:
             raise ConfigurationError(
-                f"{folder} belongs to another user, who could read the token: choose another "
-                "with --data-dir"
+                f"{folder} belongs to another user, who could read the token: "
+                "choose another with --data-dir"
             ) from None
-    # Files of earlier versions. In the closed folder nobody reaches them, but a copy of it keeps
-    # their modes.
+    # Files of earlier versions. Nobody reaches them in the folder, but a copy of it keeps modes.
     for path in (*folder.glob("master.db*"), *folder.glob("*.log")):
         path.chmod(0o600)
 
@@ -161,8 +159,8 @@ class Access:
         secret = _secret(folder)
         self.key = _derive(secret, "key")
         self.cookie = f"mlbench_session_{_derive(secret, 'cookie')[:12]}"
-        # Nobody can guess a random token. A token that a user chose may be short, so guesses of it
-        # are limited.
+        # Nobody can guess a random token. One that a user chose may be short, so guesses of it are
+        # limited.
         self._is_random = token == _derive(secret, "token")
         self._path = folder / "sessions.json"
         self._lock = threading.Lock()
@@ -174,10 +172,10 @@ class Access:
         except (OSError, ValueError, TypeError, AttributeError):
             self._sessions = {}
 
-    def accepts(self, given: str) -> bool:
+    def accepts(self, text: str) -> bool:
         """Return True if a text is the token."""
         # In constant time, so that an attacker cannot find the token byte by byte.
-        return self.token is not None and hmac.compare_digest(_bytes(given), _bytes(self.token))
+        return self.token is not None and hmac.compare_digest(_bytes(text), _bytes(self.token))
 
     def new_code(self) -> str:
         """Return a code that logs a browser in once."""
@@ -219,19 +217,16 @@ class Access:
             try:
                 self._path.unlink(missing_ok=True)
             except OSError as error:
-                _log.error(
-                    "a logout ends with this master, because %s cannot be deleted: %s",
-                    self._path,
-                    error,
-                )
+                text = "a logout ends with this master, because %s cannot be deleted: %s"
+                _log.error(text, self._path, error)
 
     def must_wait(self, address: str) -> bool:
         """Return True if a client has guessed wrongly too often within a minute."""
         with self._lock:
             times = self._guesses.get(_network(address), [])
-            return (
-                len(times) >= _MAX_GUESSES and time.monotonic() - times[-_MAX_GUESSES] < _GUESSES_S
-            )
+        if len(times) < _MAX_GUESSES:
+            return False
+        return time.monotonic() - times[-_MAX_GUESSES] < _GUESSES_S
 
     def limits_tokens_of(self, address: str) -> bool:
         """Return True if also tokens in headers count as guesses.
@@ -250,7 +245,15 @@ class Access:
             _drop_oldest(self._guesses, _MAX_ADDRESSES)
 
     def prove(self, nonce: str, scope: Scope) -> str | None:
-        """Return the proof of the master's identity for the connection of a request, or None for a malformed nonce."""
+        """Return the proof of the master's identity for the connection of a request.
+
+        Args:
+            nonce: The random text of the client.
+            scope: The request.
+
+        Returns:
+            The proof, or None for a malformed nonce.
+        """
         server = scope.get("server")
         if not server or server[1] is None or not _NONCE.fullmatch(nonce):
             return None
@@ -264,18 +267,16 @@ class Access:
         return "" if morsel is None else morsel.value
 
     def _save(self) -> bool:
-        """Write the sessions; return False if the disk does not take them. They are valid until the master ends."""
+        """Write the sessions; return False if the disk does not take them."""
         try:
-            # Only digests: who reads the file, such as a backup, cannot log in with them.
+            # Only digests: a reader of the file or of its backup cannot log in with them.
             with files.replacing(self._path) as temporary:
                 temporary.touch(mode=0o600)
                 temporary.write_text(json.dumps(self._sessions))
         except OSError as error:
-            _log.warning(
-                "logins are lost when the master ends, because %s cannot be written: %s",
-                self._path,
-                error,
-            )
+            # The sessions in memory stay valid.
+            text = "logins are lost when the master ends, because %s cannot be written: %s"
+            _log.warning(text, self._path, error)
             return False
         return True
 
@@ -301,8 +302,8 @@ class GuardMiddleware:
         async def send_protected(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                # With every answer, so that a client knows a master of which the database fails,
-                # too.
+                # With every answer, errors included: a client must recognize also a master whose
+                # database fails.
                 proof = self._access.prove(Headers(scope=scope).get(NONCE_HEADER, ""), scope)
                 if proof is not None:
                     headers[PROOF_HEADER] = proof
@@ -318,32 +319,30 @@ class GuardMiddleware:
     def _refusal(self, scope: Scope) -> ASGIApp | None:
         headers = Headers(scope=scope)
         path = scope["path"]
-        # A proxy in front of the master may believe the other one of the two, and see another
-        # request in the body.
+        # A proxy in front of the master may believe the other header, and see another request in
+        # the body (request smuggling).
         if "content-length" in headers and "transfer-encoding" in headers:
             message = "Content-Length: must be left out with Transfer-Encoding"
             return _refuse(400, "Bad Request", message, {"Connection": "close"})
         if self._access.token is None:
             if not _is_loopback_host(headers.get("host", "")):
-                return _refuse(
-                    403,
-                    "Forbidden",
-                    (
-                        "Host: a master without a token answers only to localhost; start it with a "
-                        "token"
-                    ),
+                message = (
+                    "Host: a master without a token answers only to localhost; "
+                    "start it with a token"
                 )
+                return _refuse(403, "Forbidden", message)
         elif "authorization" in headers:
             address = scope["client"][0] if scope.get("client") else ""
             limited = self._access.limits_tokens_of(address)
             if limited and self._access.must_wait(address):
                 message = (
-                    "Authorization: too many wrong tokens came from this address; try "
-                    "again in a minute"
+                    "Authorization: too many wrong tokens came from this address; "
+                    "try again in a minute"
                 )
                 return _refuse(429, "Too Many Requests", message, TOO_MANY_GUESSES)
-            scheme, _, given = headers["authorization"].partition(" ")
-            if scheme.lower() == "bearer" and self._access.accepts(given.strip()):
+            scheme, _, token = headers["authorization"].partition(" ")
+            if scheme.lower() == "bearer" and self._access.accepts(token.strip()):
+                # A page of another site does not have the token, so the Origin does not matter.
                 return None
             if limited:
                 self._access.count_guess(address)
@@ -357,15 +356,9 @@ class GuardMiddleware:
             return _unauthorized()
         # Any web page can make a browser send a request, so only the master's own pages may write.
         origin = headers.get("origin")
-        if (
-            scope["method"] not in _SAFE_METHODS
-            and origin is not None
-            and not _same_origin(origin, headers)
-        ):
-            return _refuse(
-                403, "Forbidden", f"Origin: {origin[:80]!r} may not write to this master"
-            )
-        return None
+        if scope["method"] in _SAFE_METHODS or origin is None or _same_origin(origin, headers):
+            return None
+        return _refuse(403, "Forbidden", f"Origin: {origin[:80]!r} may not write to this master")
 
 
 def wants_page(path: str, headers: Headers) -> bool:
@@ -379,7 +372,8 @@ def _unauthorized() -> JSONResponse:
 
 
 def _is_loopback_host(host: str) -> bool:
-    """Accept only names that mean this machine everywhere; anybody on a local network may answer for another name."""
+    """Accept only names that mean this machine everywhere."""
+    # Anybody on a local network may answer for another name.
     match = _HOST.fullmatch(host)
     name = "" if match is None else match[1].strip("[]").lower()
     if name == "localhost":
@@ -391,14 +385,9 @@ def _is_loopback_host(host: str) -> bool:
 
 
 def _same_origin(origin: str, headers: Headers) -> bool:
-    # Other schemes are refused: a page of a browser's extension does not belong to the master,
-    # whatever its host.
-    scheme, separator, place = origin.partition("://")
-    return (
-        bool(separator)
-        and scheme.lower() in ("http", "https")
-        and place.lower() == headers.get("host", "").lower()
-    )
+    host = headers.get("host", "").lower()
+    # Not other schemes: a page of a browser's extension does not belong to the master.
+    return origin.lower() in (f"http://{host}", f"https://{host}")
 
 
 def _network(address: str) -> str:

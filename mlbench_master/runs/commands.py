@@ -58,9 +58,8 @@ def resolve_command(run: RunIn, in_container: bool = False) -> tuple[str, str]:
         except ValueError as error:
             raise ValueError(f"task: {error}") from None
     if run.command is not None:
-        return run.image_name or run.custom_image_name or CUSTOM_IMAGE, _with_flags(
-            run.command, run
-        )
+        image = run.image_name or run.custom_image_name or CUSTOM_IMAGE
+        return image, _with_flags(run.command, run)
     if run.image_name is None:
         raise ValueError(
             f"task: give a task ({', '.join(sorted(TASKS))}), a command, or an image_name"
@@ -85,8 +84,10 @@ def image_of_record(image: str) -> str:
         has none.
 
     Example:
-        >>> image_of_record("task1a_resnet20_cifar10").partition(":")[0], image_of_record("me/mine:1")
-        ('mlbench/task1a', 'me/mine:1')
+        >>> image_of_record("task1a_resnet20_cifar10").partition(":")[0]
+        'mlbench/task1a'
+        >>> image_of_record("me/mine:1")
+        'me/mine:1'
     """
     if image.startswith(CUSTOM_IMAGE):
         return ""
@@ -125,7 +126,7 @@ def resolve_backend(run: RunIn) -> str:
 
 
 def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
-    """Refuse options that the launcher cannot fulfill, and note options that it fulfills differently.
+    """Refuse options that the launcher cannot fulfill, and note those that it fulfills differently.
 
     Args:
         run: The requested run.
@@ -145,52 +146,43 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
     notes = []
     if run.max_bandwidth < DEFAULT_BANDWIDTH and not launcher.limits_bandwidth:
         raise ValueError(
-            (
-                f"max_bandwidth: must be at least {DEFAULT_BANDWIDTH:g} (Mbit/s, the default), not "
-                f"{run.max_bandwidth:g}: "
-            )
-            + no_bandwidth_limit(launcher)
+            f"max_bandwidth: must be at least {DEFAULT_BANDWIDTH:g} (Mbit/s, the default), "
+            f"not {run.max_bandwidth:g}: {no_bandwidth_limit(launcher)}"
         )
     check_cores(run.num_workers, run.oversubscribe, launcher)
     if run.gpu_enabled:
         check_gpus(run.num_workers, launcher)
-        if (
-            launcher.gpus is not None
-            and run.caller is not None
-            and "CUDA_VISIBLE_DEVICES" in run.caller.environment
-        ):
+        variables = {} if run.caller is None else run.caller.environment
+        if launcher.gpus is not None and "CUDA_VISIBLE_DEVICES" in variables:
             notes.append(
-                "note: the workers get the GPUs that the master lends, not "
-                "CUDA_VISIBLE_DEVICES of the call"
+                "note: the workers get the GPUs that the master lends, "
+                "not CUDA_VISIBLE_DEVICES of the call"
             )
-    # As in version 3.0, only a custom backend may start a single worker; known backends start all
-    # of them.
+    # As in version 3.0, only a custom backend may start a single worker.
     all_nodes = run.run_all_nodes or run.backend.lower() != CUSTOM_BACKEND or run.num_workers == 1
     if not all_nodes:
         if run.command is None and run.custom_image_command is None:
             raise ValueError(
-                "run_all_nodes: must be true for a task, not false: each of its workers starts "
-                "the same script"
+                "run_all_nodes: must be true for a task, not false: "
+                "each of its workers starts the same script"
             )
         if not launcher.starts_first_worker_alone:
             raise ValueError(
-                f"run_all_nodes: must be true for {run.num_workers} workers on "
-                f"{launcher.name}, not false: the "
-                "first worker cannot start the others there; let every worker run the command"
+                f"run_all_nodes: must be true for {run.num_workers} workers on {launcher.name}, "
+                "not false: the first worker cannot start the others there; "
+                "let every worker run the command"
             )
         notes.append(
             f"note: run_all_nodes is false, so only worker 0 of {run.num_workers} runs the "
-            "command; it has to start "
-            "the others itself, as mpirun does"
+            "command; it has to start the others itself, as mpirun does"
         )
     if run.network:
         notes += _check_network(run, launcher, all_nodes)
     if run.num_workers * run.num_cpus > launcher.capacity:
         notes.append(
             f"warning: {plural(run.num_workers, 'worker')} x {plural(run.num_cpus, 'core')} "
-            "want more than the "
-            f"{plural(launcher.capacity, 'core')} of this machine; they share them, so times "
-            "are not comparable"
+            f"want more than the {plural(launcher.capacity, 'core')} of this machine; "
+            "they share them, so times are not comparable"
         )
     return all_nodes, notes
 
@@ -204,8 +196,7 @@ def resolve_folder(run: RunIn, launcher: Launcher, command: str) -> tuple[str, l
         command: A worker's command line.
 
     Returns:
-        The absolute path, empty for a folder of the run's own; and notes for the run's log and
-        page.
+        The absolute path, empty for a new folder of the run; and notes for the run's log and page.
 
     Raises:
         ValueError: The folder is missing or cannot be chosen, or the command has no program there;
@@ -215,33 +206,32 @@ def resolve_folder(run: RunIn, launcher: Launcher, command: str) -> tuple[str, l
         if run.cwd is not None:
             raise ValueError(
                 f"cwd: must be left out, not {run.cwd[:80]!r}: the workers of the "
-                f"{launcher.name} launcher start in a "
-                "container, in the folder of its image"
+                f"{launcher.name} launcher start in a container, in the folder of its image"
             )
         return "", []
-    cwd = run.cwd or (run.caller.cwd if run.caller is not None else "")
+    cwd = run.cwd or ""
+    environment = run.environment
+    if run.caller is not None:
+        cwd = run.cwd or run.caller.cwd
+        environment = {**run.caller.environment, **run.environment}
     is_task = run.task is not None or (run.command is None and run.custom_image_command is None)
     if not cwd or not launcher.sees_folders:
         return cwd, []
     if not os.path.isdir(cwd):
         if run.cwd is None and is_task:
             # The script of a task needs no file of the user's folder.
-            return "", [
-                (
-                    "note: the workers start in the folder of the run, because the master's "
-                    f"machine has no {cwd}"
-                )
-            ]
+            note = (
+                "note: the workers start in the folder of the run, "
+                f"because the master's machine has no {cwd}"
+            )
+            return "", [note]
         raise ValueError(
-            f"cwd: must be a folder on the machine of the master, not {cwd[:200]!r}: give one "
-            "that exists there, for "
-            "example with 'mlbench run --cwd /'"
+            f"cwd: must be a folder on the machine of the master, not {cwd[:200]!r}: "
+            "give one that exists there, for example with 'mlbench run --cwd /'"
         )
-    environment = {**(run.caller.environment if run.caller is not None else {}), **run.environment}
+    search_path = environment.get("PATH") or python_environment()["PATH"]
     try:
-        launcher.check_program(
-            shlex.split(command), cwd, environment.get("PATH") or python_environment()["PATH"]
-        )
+        launcher.check_program(shlex.split(command), cwd, search_path)
     except ValueError as error:
         raise ValueError(f"command: {error}") from None
     return cwd, []
@@ -250,19 +240,19 @@ def resolve_folder(run: RunIn, launcher: Launcher, command: str) -> tuple[str, l
 def no_network(launcher: Launcher) -> str:
     """Return why a run cannot have an emulated network, and what to do."""
     return (
-        f"the {launcher.name} launcher cannot emulate a network; leave it out, or choose "
-        "the engine local"
+        f"the {launcher.name} launcher cannot emulate a network; "
+        "leave it out, or choose the engine local"
     )
 
 
 def _check_network(run: RunIn, launcher: Launcher, all_nodes: bool) -> list[str]:
     """Refuse an emulated network that the launcher cannot give, and return notes about it."""
-    given = f"network: must be left out, not {run.network[:80]!r}"
+    refusal = f"network: must be left out, not {run.network[:80]!r}"
     if not launcher.emulates_networks:
-        raise ValueError(f"{given}: {no_network(launcher)}")
+        raise ValueError(f"{refusal}: {no_network(launcher)}")
     if launcher.uses_image(run.engine_options):
         raise ValueError(
-            f"{given}: containers have their own network; leave out the network or the container"
+            f"{refusal}: containers have their own network; leave out the network or the container"
         )
     try:
         return check_network(run.network, run.num_workers, run.backend.lower(), all_nodes=all_nodes)
@@ -272,46 +262,44 @@ def _check_network(run: RunIn, launcher: Launcher, all_nodes: bool) -> list[str]
 
 def no_bandwidth_limit(launcher: Launcher) -> str:
     """Return why a run cannot have a bandwidth, and what to do."""
-    other = (
-        "give a network"
-        if launcher.emulates_networks
-        else "limit the network itself, for example with tc"
-    )
-    return f"the {launcher.name} launcher cannot limit the bandwidth; leave it out and {other}"
+    remedy = "limit the network itself, for example with tc"
+    if launcher.emulates_networks:
+        remedy = "give a network"
+    return f"the {launcher.name} launcher cannot limit the bandwidth; leave it out and {remedy}"
 
 
 def no_gpu(launcher: Launcher) -> str:
     """Return why a run cannot have GPUs, and what to do."""
     return (
-        f"the {launcher.name} launcher found no GPU on this machine; leave it out to compute "
-        "on the CPU, or check "
-        "nvidia-smi and CUDA_VISIBLE_DEVICES and restart the master"
+        f"the {launcher.name} launcher found no GPU on this machine; "
+        "leave it out to compute on the CPU, "
+        "or check nvidia-smi and CUDA_VISIBLE_DEVICES and restart the master"
     )
 
 
 def _check_combination(run: RunIn, launcher: Launcher) -> None:
-    """Refuse fields that would be ignored because of ``task`` or ``command``, which no client of version 3.0 sends."""
+    """Refuse fields that would be ignored because of ``task`` or ``command``."""
+    # No client of version 3.0 sends these two.
     chosen = "task" if run.task is not None else "command"
     is_custom = run.image_name is not None and run.image_name.startswith(CUSTOM_IMAGE)
     if run.arguments and run.task is None and (run.command is not None or is_custom):
-        given = str(run.arguments)[:80]
+        arguments = str(run.arguments)[:80]
         raise ValueError(
-            f"arguments: must be left out without a task, not {given}: add them to the command"
+            f"arguments: must be left out without a task, not {arguments}: add them to the command"
         )
     if run.custom_backend is not None and run.backend.lower() != CUSTOM_BACKEND:
         raise ValueError(
-            f"custom_backend: must be left out with backend {run.backend}, not "
-            f"{run.custom_backend!r}: it would be "
-            f"ignored; leave it out, or give backend={CUSTOM_BACKEND}"
+            f"custom_backend: must be left out with backend {run.backend}, "
+            f"not {run.custom_backend!r}: "
+            f"it would be ignored; leave it out, or give backend={CUSTOM_BACKEND}"
         )
     if run.image_name is not None and not is_custom:
         for field in ("custom_image_name", "custom_image_command"):
             value = getattr(run, field)
             if value not in (None, CUSTOM_IMAGE):
                 raise ValueError(
-                    f"{field}: must be left out with this image_name, not {value[:80]!r}: it "
-                    "would be ignored; leave "
-                    f"it out, or give image_name={CUSTOM_IMAGE}"
+                    f"{field}: must be left out with this image_name, not {value[:80]!r}: "
+                    f"it would be ignored; leave it out, or give image_name={CUSTOM_IMAGE}"
                 )
     if run.task is None and run.command is None:
         return
@@ -323,29 +311,27 @@ def _check_combination(run: RunIn, launcher: Launcher) -> None:
     for field, value in rivals.items():
         if value not in (None, CUSTOM_IMAGE):
             raise ValueError(
-                f"{field}: must be left out with {chosen}, not {value[:80]!r}: the "
-                f"{launcher.name} launcher would "
-                f"ignore it; leave out {field} or {chosen}"
+                f"{field}: must be left out with {chosen}, not {value[:80]!r}: "
+                f"the {launcher.name} launcher would ignore it; leave out {field} or {chosen}"
             )
     if not run.run_all_nodes and run.num_workers > 1 and run.backend.lower() in BACKENDS:
         raise ValueError(
-            f"run_all_nodes: must be true with backend {run.backend.lower()}, not false: every "
-            "worker runs the "
-            "command; leave it out, or give a custom_backend whose first worker starts the others"
+            f"run_all_nodes: must be true with backend {run.backend.lower()}, not false: "
+            "every worker runs the command; leave it out, "
+            "or give a custom_backend whose first worker starts the others"
         )
 
 
 def _check_image(run: RunIn, launcher: Launcher) -> None:
-    """Refuse an own image if no container will run it, and a container without an image."""
+    """Refuse a custom image if no container will run it, and a container without an image."""
     uses_image = launcher.uses_image(run.engine_options)
     own_image = run.custom_image_name not in (None, CUSTOM_IMAGE) and run.task is None
     if own_image and not uses_image:
         raise ValueError(
             f"custom_image_name: must be left out, not {str(run.custom_image_name)[:80]!r}: "
-            f"the {launcher.name} "
-            f"launcher starts processes, not containers; {launcher.container_advice}, or leave "
-            "out the image to run "
-            "the command with the Python and the packages of the master"
+            f"the {launcher.name} launcher starts processes, not containers; "
+            f"{launcher.container_advice}, or leave out the image to run the command "
+            "with the Python and the packages of the master"
         )
     if not uses_image:
         return
@@ -353,12 +339,13 @@ def _check_image(run: RunIn, launcher: Launcher) -> None:
     if not image:
         raise ValueError(
             "custom_image_name: must be given for a command in a container of the "
-            f"{launcher.name} launcher: name the "
-            "image that has the command, or give a task, which has its own image"
+            f"{launcher.name} launcher: name the image that has the command, "
+            "or give a task, which has its own image"
         )
     problem = image_problem(image)
     if problem:
-        raise ValueError(f"{'custom_image_name' if own_image else 'image_name'}: {problem}")
+        field = "custom_image_name" if own_image else "image_name"
+        raise ValueError(f"{field}: {problem}")
 
 
 def check_cores(num_workers: int, oversubscribe: bool, launcher: Launcher) -> None:
@@ -375,11 +362,10 @@ def check_cores(num_workers: int, oversubscribe: bool, launcher: Launcher) -> No
     most = launcher.most_workers
     if most is not None and num_workers > most and not oversubscribe:
         raise ValueError(
-            f"num_workers: must be at most {most}, not {num_workers}: more than "
-            f"{WORKERS_PER_CORE} workers on each of "
-            f"the {plural(most // WORKERS_PER_CORE, 'core')} mostly wait for each other; start "
-            "fewer, or give "
-            "--oversubscribe (the field oversubscribe)"
+            f"num_workers: must be at most {most}, not {num_workers}: "
+            f"more than {WORKERS_PER_CORE} workers on each of the "
+            f"{plural(most // WORKERS_PER_CORE, 'core')} mostly wait for each other; "
+            "start fewer, or give --oversubscribe (the field oversubscribe)"
         )
 
 
@@ -399,25 +385,25 @@ def check_gpus(num_workers: int, launcher: Launcher) -> None:
     if not gpus:
         raise ValueError(f"gpu_enabled: must be false, not true: {no_gpu(launcher)}")
     raise ValueError(
-        f"num_workers: must be at most {len(gpus)} with gpu_enabled, not {num_workers}: each "
-        f"worker needs its own GPU, and the {launcher.name} launcher has {len(gpus)}; start fewer "
-        "workers"
+        f"num_workers: must be at most {len(gpus)} with gpu_enabled, not {num_workers}: "
+        f"each worker needs its own GPU, and the {launcher.name} launcher has {len(gpus)}; "
+        "start fewer workers"
     )
 
 
 def _task_command(
     task: Task, run: RunIn, of_image: Sequence[str] = (), *, in_container: bool = False
 ) -> tuple[str, str]:
-    """Return folder and command of a task; the user's arguments follow those of the image and override them."""
+    """Return folder and command of a task."""
+    # The user's arguments come later than those of the image, so they override them.
     arguments = [shlex.quote(argument) for argument in (*of_image, *run.arguments)]
     arguments += _flags(run, run.arguments)
     try:
-        # Found but not imported, because that takes seconds. Without it, each worker would end with
-        # a traceback.
+        # Each worker would end with a traceback. The module is not imported, which takes seconds.
         if not in_container and importlib.util.find_spec("torch") is None:
             raise MissingDependencyError(
-                f"task {task.key} needs the package 'torch', which is not installed: pip "
-                "install 'mlbench-core[torch]'"
+                f"task {task.key} needs the package 'torch', which is not installed: "
+                "pip install 'mlbench-core[torch]'"
             )
         return task.folder, task.command(*arguments, in_container=in_container)
     except ConfigurationError as error:
@@ -425,21 +411,24 @@ def _task_command(
 
 
 def _with_flags(command: str, run: RunIn) -> str:
-    """Return the user's own command with the flags of :func:`_flags` at its end, as in version 3.0."""
+    """Return the user's command with the flags of :func:`_flags` at its end, as in version 3.0."""
     return " ".join([command, *_flags(run, shlex.split(command))])
 
 
-def _flags(run: RunIn, given: Sequence[str]) -> list[str]:
+def _flags(run: RunIn, words: Sequence[str]) -> list[str]:
     """Return the flags for the light goal and for GPUs, except those that the user gave."""
     wanted = {"--light": run.light_target, "--gpu": run.gpu_enabled}
-    return [flag for flag, is_wanted in wanted.items() if is_wanted and flag not in given]
+    return [flag for flag, is_wanted in wanted.items() if is_wanted and flag not in words]
 
 
 def _task_of_image(image: str) -> tuple[Task, tuple[str, ...]]:
-    """Return the task of an image of version 3.0 or of a task's name, and the arguments that the image implies."""
+    """Return the task of an image and the arguments that the image implies.
+
+    The image is one of version 3.0, or it is named after a task.
+    """
     try:
-        task, known = find_image(image)
-        return task, known.arguments
+        task, image_of_3_0 = find_image(image)
+        return task, image_of_3_0.arguments
     except ValueError:
         pass
     # An image that is not in the list may be named after a task:

@@ -60,8 +60,13 @@ def make_job(
         gpus: The GPUs that are lent to the run.
     """
     facts = run.metadata_dict()
-    chosen: dict[str, str] = facts.get("environment", {})
-    named = {NAMED_VARIABLES: " ".join(chosen)} if chosen else {}
+    env: dict[str, str] = {**facts.get("environment", {})}
+    if env:
+        env[NAMED_VARIABLES] = " ".join(env)
+    # The variables of the master come last: a run cannot replace them.
+    env.update(worker_env)
+    env["MLBENCH_RUN_ID"] = str(run.id)
+    env["MLBENCH_RUN_NAME"] = run.name
     return Job(
         run_id=run.id,
         name=run.name,
@@ -73,13 +78,7 @@ def make_job(
         gpus=tuple(gpus),
         all_nodes=run.run_all_nodes,
         image=image_of_record(run.image),
-        env={
-            **chosen,
-            **named,
-            **worker_env,
-            "MLBENCH_RUN_ID": str(run.id),
-            "MLBENCH_RUN_NAME": run.name,
-        },
+        env=env,
         notes=tuple(facts.get("notes", ())),
         options=tuple(facts.get("engine_options", ())),
         network=str(facts.get("network", "")),
@@ -91,19 +90,19 @@ def make_job(
 
 
 def _first_metadata(wanted: RunIn, notes: list[str], cwd: str) -> dict[str, Any]:
-    known: dict[str, Any] = {"notes": notes}
+    metadata: dict[str, Any] = {"notes": notes}
     if wanted.exclusive:
-        known["exclusive"] = True
+        metadata["exclusive"] = True
     if wanted.engine_options:
-        known["engine_options"] = wanted.engine_options
+        metadata["engine_options"] = wanted.engine_options
     if wanted.network:
-        known["network"] = wanted.network
+        metadata["network"] = wanted.network
     if wanted.environment:
-        known["environment"] = wanted.environment
+        metadata["environment"] = wanted.environment
     if wanted.caller is not None:
-        known[CALLER_ENVIRONMENT] = wanted.caller.environment
+        metadata[CALLER_ENVIRONMENT] = wanted.caller.environment
     if cwd:
-        known["cwd"] = cwd
+        metadata["cwd"] = cwd
     if wanted.oversubscribe:
-        known["oversubscribe"] = True
-    return known
+        metadata["oversubscribe"] = True
+    return metadata

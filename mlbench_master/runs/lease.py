@@ -75,9 +75,8 @@ class Lease:
                 seen = row
             else:
                 raise ConfigurationError(
-                    f"another master uses the database (process {row.pid} on {row.host}); stop "
-                    "it, or give another "
-                    "database with --database-url or --data-dir"
+                    f"another master uses the database (process {row.pid} on {row.host}); "
+                    "stop it, or give another database with --database-url or --data-dir"
                 )
             time.sleep(self._expires_s / 100)
 
@@ -101,22 +100,20 @@ class Lease:
     def _renew(self) -> None:
         while not self._stop.wait(self._expires_s / 5):
             try:
-                mine = self._row(self._beat)
-                if not self._write(mine):
+                if not self._write(self._row(self._beat)):
                     self._lost = True
                     _log.error(
-                        "another master has taken over the database; this one no longer looks "
-                        "after runs"
+                        "another master has taken over the database; "
+                        "this one no longer looks after runs"
                     )
                     return
-            except (
-                SQLAlchemyError
-            ) as error:  # the scheduler stops when the lease has expired, and goes on afterwards
-                _log.warning(
-                    "the lease of the database cannot be renewed: %s", str(error).splitlines()[0]
-                )
+            except SQLAlchemyError as error:
+                # The scheduler stops when the lease has expired, and goes on after a renewal.
+                reason = str(error).splitlines()[0]
+                _log.warning("the lease of the database cannot be renewed: %s", reason)
 
     def _write(self, expected: LeaseRow | None) -> bool:
+        # Not after the statement, or this master would believe in its lease for too long.
         before = time.monotonic()
         if not self._store.replace_lease(expected, self._row(self._beat + 1)):
             return False
@@ -126,12 +123,12 @@ class Lease:
 
     def _row(self, beat: int) -> LeaseRow:
         pid = os.getpid()
-        return LeaseRow(
-            self._holder, beat, socket.gethostname()[:255], self._place, pid, start_mark(pid) or ""
-        )
+        host = socket.gethostname()[:255]
+        return LeaseRow(self._holder, beat, host, self._place, pid, start_mark(pid) or "")
 
     def _is_dead(self, row: LeaseRow) -> bool:
-        """Return whether the holder has certainly ended, which only its own machine and container can know."""
+        """Return whether the holder has certainly ended."""
+        # Only the holder's own machine and container can know that.
         if row.place != self._place:
             return False
         return row.pid == os.getpid() or start_mark(row.pid) != row.started

@@ -33,12 +33,15 @@ _MOST_BYTES = 2**30
 _MOST_LINE_BYTES = 16 * 2**20
 # Other runs wait while the metrics of one are stored, about 100,000 of them in a second.
 _LONGEST_S = 60.0
+_OUTBOX_COLUMNS = [("key", "TEXT", 0), ("line", "TEXT", 0)]
 # SQLite asks after this number of steps of its machine if it may go on; 1 ms or less.
 _STEPS = 10_000
 
 
 def store_leftovers(spool: Path, store: Store) -> str:
-    """Store all metrics of a folder of outboxes, and delete the files; ids keep a repetition harmless.
+    """Store all metrics of a folder of outboxes, and delete the files.
+
+    The ids of metrics keep a repetition harmless.
 
     Args:
         spool: The folder. It belongs to workers, so every file may have any content. Only tables of
@@ -72,13 +75,24 @@ def store_leftovers(spool: Path, store: Store) -> str:
                 path.with_suffix(suffix).unlink()
     if refused:
         problems.append(f"{refused} that are not valid")
-    lost = [re.fullmatch(LOST_NAME, path.name) for path in spool.glob("*")]
-    if count := sum(int(name[1]) for name in lost if name is not None):
-        problems.append(f"{count} that a worker could not keep on disk")
+    if lost := _count_lost(spool):
+        problems.append(f"{lost} that a worker could not keep on disk")
     damaged = len(list(spool.glob("*.damaged-*[0-9]")))
     if damaged:
         problems.append(f"an unknown number in {damaged} damaged file(s) in {spool}")
-    return f"metrics are missing: {', '.join(problems)}" if problems else ""
+    if not problems:
+        return ""
+    return f"metrics are missing: {', '.join(problems)}"
+
+
+def _count_lost(spool: Path) -> int:
+    """Return the number of metrics that workers could not keep, from the names of files."""
+    count = 0
+    for path in spool.glob("*"):
+        match = re.fullmatch(LOST_NAME, path.name)
+        if match is not None:
+            count += int(match[1])
+    return count
 
 
 def _open(path: Path, deadline: float) -> sqlite3.Connection:
@@ -90,9 +104,10 @@ def _open(path: Path, deadline: float) -> sqlite3.Connection:
     """
     for file in (path, Path(f"{path}-journal")):
         with contextlib.suppress(FileNotFoundError):
-            found = file.lstat()
+            status = file.lstat()
+            is_regular = stat.S_ISREG(status.st_mode)
             # A link could lead to the database of the master.
-            if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_size > _MOST_BYTES:
+            if not is_regular or status.st_nlink > 1 or status.st_size > _MOST_BYTES:
                 raise ValueError(
                     f"{file.name} is not a regular file of at most {_MOST_BYTES >> 20} MiB"
                 )
@@ -102,19 +117,14 @@ def _open(path: Path, deadline: float) -> sqlite3.Connection:
         connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
         if hasattr(connection, "setlimit"):  # from Python 3.11 on
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_LINE_BYTES)
-        # Statements of the file, such as those of a view or of a default value, may call no
-        # function.
+        # Statements of the file, for example of a view or a default value, must not call functions.
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.text_factory = lambda data: data.decode(errors="replace")
         # One row more than allowed, because a file may have any number of them.
         entries = connection.execute("SELECT type, name FROM sqlite_master LIMIT 2").fetchall()
-        columns = connection.execute(
-            "SELECT name, type, hidden FROM pragma_table_xinfo('metrics') LIMIT 3"
-        ).fetchall()
-        if entries != [("table", "metrics")] or columns != [
-            ("key", "TEXT", 0),
-            ("line", "TEXT", 0),
-        ]:
+        query = "SELECT name, type, hidden FROM pragma_table_xinfo('metrics') LIMIT 3"
+        columns = connection.execute(query).fetchall()
+        if entries != [("table", "metrics")] or columns != _OUTBOX_COLUMNS:
             raise ValueError("it has other tables than an outbox")
         connection.set_authorizer(_allow_reading)
     except BaseException:
@@ -124,10 +134,11 @@ def _open(path: Path, deadline: float) -> sqlite3.Connection:
 
 
 def _allow_reading(action: int, table: str | None, column: str | None, *_: str | None) -> int:
-    reads = action == sqlite3.SQLITE_SELECT or (
-        action == sqlite3.SQLITE_READ and table == "metrics"
-    )
-    return sqlite3.SQLITE_OK if reads else sqlite3.SQLITE_DENY
+    if action == sqlite3.SQLITE_SELECT:
+        return sqlite3.SQLITE_OK
+    if action == sqlite3.SQLITE_READ and table == "metrics":
+        return sqlite3.SQLITE_OK
+    return sqlite3.SQLITE_DENY
 
 
 def _batches(connection: sqlite3.Connection, deadline: float) -> Iterator[list[str]]:
@@ -153,8 +164,13 @@ def new_metric(metric: MetricIn, now: int) -> NewMetric:
         metric: The metric as a client sent it.
         now: The date of a metric without one, in microseconds since 1970.
     """
+    if metric.run_id is not None:
+        owner = run_owner(metric.run_id)
+    else:
+        assert metric.pod_name is not None  # MetricIn demands one of the two
+        owner = pod_owner(metric.pod_name)
     return NewMetric(
-        owner=pod_owner(metric.pod_name) if metric.run_id is None else run_owner(metric.run_id),  # type: ignore[arg-type]
+        owner=owner,
         name=metric.name,
         date=now if metric.date is None else to_us(metric.date),
         value=metric.value,
@@ -170,8 +186,11 @@ def _store(lines: list[str], store: Store) -> int:
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             metrics.append(MetricIn.model_validate(json.loads(line)))
-    known = store.existing_runs(metric.run_id for metric in metrics if metric.run_id is not None)
-    metrics = [metric for metric in metrics if metric.run_id is None or metric.run_id in known]
+    existing = store.existing_runs(metric.run_id for metric in metrics if metric.run_id is not None)
     now = now_us()
-    store.add_metrics([new_metric(metric, now) for metric in metrics])
-    return len(lines) - len(metrics)
+    added = []
+    for metric in metrics:
+        if metric.run_id is None or metric.run_id in existing:
+            added.append(new_metric(metric, now))
+    store.add_metrics(added)
+    return len(lines) - len(added)

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from sqlalchemy.exc import SQLAlchemyError
 
 from mlbench_master.database.store import NewMetric, Run, Store, pod_owner
-from mlbench_master.dates import Date, format_date, now_us, to_us
+from mlbench_master.dates import Date, format_date, now_us, to_us, us_of
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.interface import Launcher, LogLine
 from mlbench_master.launchers.supervisor.load_sampler import LOAD_METRICS
@@ -27,12 +27,12 @@ __all__ = ["LOAD_MARK", "LoadKeeper"]
 
 _log = logging.getLogger(__name__)
 LOAD_MARK = "load "
-"""The beginning of the id of an entry of the launcher, which tells it from an entry that a worker has sent."""
+"""The first characters of the id of a sample; an entry that a worker has sent begins otherwise."""
 
 _MINUTE_US = 60 * 1_000_000
 _KEPT_US = 60 * _MINUTE_US
 _MEAN_US = 5 * _MINUTE_US
-# The supervisor keeps about 18,000 lines, and a worker, which can write more, must not hold up the
+# The supervisor keeps about 18,000 lines. A worker, which can write more, must not hold up the
 # master.
 _MOST_PAGES = 20
 _LARGEST = 1e18
@@ -102,16 +102,16 @@ class LoadKeeper:
             if run.id not in self._positions:
                 stored = min(self._store.newest_date(pods, "memory"), now_us())
                 # A run of the last hour has nothing to thin.
-                begin = run.started_at if isinstance(run.started_at, int) else 0
-                thinned = max(_thinnable(stored) - _MEAN_US, begin // _MEAN_US * _MEAN_US)
+                begin = us_of(run.started_at) // _MEAN_US * _MEAN_US
+                thinned = max(_thinnable(stored) - _MEAN_US, begin)
                 self._positions[run.id] = _Position(0, stored, thinned)
             position = self._positions[run.id]
             page = self._launcher.load(run.job_id, position.next)
             if not page.lines:
                 return False
-            metrics = [
-                metric for line in page.lines for metric in _metrics(pods, line, position.stored_us)
-            ]
+            metrics: list[NewMetric] = []
+            for line in page.lines:
+                metrics.extend(_metrics(pods, line, position.stored_us))
             self._store.add_metrics(metrics)
             position.next = page.next
             until = _thinnable(max((metric.date for metric in metrics), default=0))
@@ -122,11 +122,8 @@ class LoadKeeper:
                     )
                 position.thinned_us = until
         except SQLAlchemyError as error:
-            _log.warning(
-                "run %s: the load of its workers cannot be stored: %s",
-                run.id,
-                str(error).splitlines()[0],
-            )
+            reason = str(error).splitlines()[0]
+            _log.warning("run %s: the load of its workers cannot be stored: %s", run.id, reason)
             return False
         if metrics and self._events.has_subscribers:
             self._events.publish("metric", *map(_event, metrics))
@@ -139,22 +136,18 @@ def _thinnable(us: int) -> int:
 
 
 def _metrics(pods: list[str], line: LogLine, after_us: int) -> Iterator[NewMetric]:
-    """Yield the metrics of a line; none of one that is stored already, or that is not from the supervisor."""
+    """Yield the metrics of a line that is not stored yet and that the supervisor wrote."""
     rank = line["rank"]
     try:
         load = json.loads(line["text"])
         date = to_us(_date.validate_python(line["date"]))
     except (ValueError, RecursionError):
         return
-    if (
-        rank is None
-        or not 0 <= rank < len(pods)
-        or not isinstance(load, dict)
-        or not after_us < date <= now_us()
-    ):
+    if rank is None or not 0 <= rank < len(pods):
         return
-    # The figures of a machine are not those of a worker, so every reader of the metric has to see
-    # it.
+    if not isinstance(load, dict) or not after_us < date <= now_us():
+        return
+    # These figures are not those of a worker, which every reader of the metric must see.
     extra = json.dumps({"network": "machine"}) if load.get("network") == "machine" else ""
     for name in LOAD_METRICS:
         value = load.get(name)

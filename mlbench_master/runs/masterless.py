@@ -1,7 +1,8 @@
-"""Start and follow runs without a master: their jobs are submitted here, and their results are read from their folders.
+"""Start and follow runs without a master.
 
-This is for an engine with its own queue, on a machine where no master may stay. The runs of one
-name share a folder, which all nodes must see::
+Their jobs are submitted here, and their results are read from their folders. This is for an engine
+with its own queue, on a machine on which no master may stay. The runs of one name share a folder,
+which all nodes must see::
 
     <folder>/<number>/           the run's folder, see the module ``launchers.slurm``
     <folder>/<number>/run.json   the run as the API of a master would show it
@@ -44,9 +45,10 @@ _Metrics = dict[str, list[dict[str, Any]]]
 
 
 class MasterlessRuns:
-    """Runs of Slurm without a master, with the methods of the client of a master that ``mlbench run`` uses.
+    """Runs of Slurm without a master.
 
-    Use it as a context manager. Its end leaves the jobs as they are.
+    It has the methods of the client of a master that ``mlbench run`` uses. Use it as a context
+    manager. Its end leaves the jobs as they are.
 
     Args:
         folder: Folder for the runs, on a file system that all nodes share.
@@ -59,8 +61,8 @@ class MasterlessRuns:
         self._launcher = SlurmLauncher(folder)
         self.folder = folder.expanduser().absolute()
         self._runs: dict[int, Run] = {}
-        # Of each selection of metrics the sizes of the files when they were read, because they grow
-        # about once per epoch, and are asked for once per second.
+        # The sizes of the files when each selection of metrics was read. They grow about once per
+        # epoch, and metrics are requested once per second.
         self._read: dict[tuple[Any, ...], tuple[list[int], _Metrics]] = {}
 
     def __enter__(self) -> Self:
@@ -76,12 +78,12 @@ class MasterlessRuns:
 
     def runs(self) -> list[dict[str, Any]]:
         """Return all runs of the folder as they were recorded last."""
-        found = []
+        records = []
         for number in self._numbers():
             with contextlib.suppress(OSError, ValueError):
-                record = json.loads((self.run_folder(number) / _RECORD).read_text(encoding="utf-8"))
-                found.append({**record, "id": number})
-        return found
+                text = (self.run_folder(number) / _RECORD).read_text(encoding="utf-8")
+                records.append({**json.loads(text), "id": number})
+        return records
 
     def create(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Submit a run, and return it.
@@ -104,9 +106,8 @@ class MasterlessRuns:
                 raise
             run.job_id = job_id
             self._runs[run.id] = run
-            self._record(
-                run, slurm_job=self._launcher.slurm_id(job_id), folder=str(self.run_folder(run.id))
-            )
+            slurm_job = self._launcher.slurm_id(job_id)
+            self._record(run, slurm_job=slurm_job, folder=str(self.run_folder(run.id)))
         return run.to_json()
 
     def check(self, request: Mapping[str, Any]) -> None:
@@ -138,9 +139,8 @@ class MasterlessRuns:
             run.state = state
             run.started_at = None if began_s is None else int(began_s * 1e6)
             if state in ("finished", "failed"):
-                run.finished_at = (
-                    now_us() if status.finished_at is None else int(status.finished_at * 1e6)
-                )
+                ended_s = status.finished_at
+                run.finished_at = now_us() if ended_s is None else int(ended_s * 1e6)
             self._record(run, reason=status.reason, returncode=status.returncode)
         return run.to_json()
 
@@ -174,24 +174,29 @@ class MasterlessRuns:
     def metrics(
         self, run_id: int, metric_filter: str | None = None, last_n: int | None = None
     ) -> _Metrics:
-        """Return metrics of a run, as a master has them: ``{name: [{"date", "value", "cumulative"}, ...]}``.
+        """Return metrics of a run as a master has them.
 
         Args:
             run_id: The run.
             metric_filter: Return only the metric with exactly this name.
             last_n: Return at most this many of the latest entries of each metric.
+
+        Returns:
+            ``{name: [{"date", "value", "cumulative"}, ...]}``.
         """
         key = (run_id, metric_filter, last_n)
-        sizes, known = self._read.get(key, ([], {}))
+        sizes_before, metrics = self._read.get(key, ([], {}))
         # At the end of a run, its worker 0 joins the files, which disappear meanwhile.
         with contextlib.suppress(OSError):
             folder = self._result_folder(run_id)
-            files = [] if folder is None else [*read_lines(folder).paths, folder / RESULT]
-            now = [path.stat().st_size for path in files if path.exists()]
-            if folder is not None and now != sizes:
-                known = _newest(_metrics_in(folder), metric_filter, last_n)
-                self._read[key] = now, known
-        return known
+            if folder is None:
+                return metrics
+            paths = [*read_lines(folder).paths, folder / RESULT]
+            sizes = [path.stat().st_size for path in paths if path.exists()]
+            if sizes != sizes_before:
+                metrics = _newest(_metrics_in(folder), metric_filter, last_n)
+                self._read[key] = sizes, metrics
+        return metrics
 
     def fetch_result(self, run_id: int, target: Path) -> bool:
         """Copy the result folder of a run, also of one that was killed.
@@ -209,11 +214,8 @@ class MasterlessRuns:
         new = target.with_name(f".{target.name}.new")
         with creating_folder(new) as temporary:
             for path in source.iterdir():
-                if (
-                    path.is_file()
-                    and not path.is_symlink()
-                    and (path.name in FILES or _RAW_LINES.fullmatch(path.name))
-                ):
+                is_result = path.name in FILES or _RAW_LINES.fullmatch(path.name)
+                if is_result and path.is_file() and not path.is_symlink():
                     shutil.copyfile(path, temporary / path.name)
         shutil.rmtree(target, ignore_errors=True)
         new.replace(target)
@@ -225,7 +227,8 @@ class MasterlessRuns:
 
     def stop_command(self, runs: Sequence[Mapping[str, Any]]) -> str:
         """Return the command that ends runs."""
-        return " ".join(["scancel", *(str(run["job_metadata"]["slurm_job"]) for run in runs)])
+        jobs = [str(run["job_metadata"]["slurm_job"]) for run in runs]
+        return " ".join(["scancel", *jobs])
 
     def log_place(self, run: Mapping[str, Any]) -> str:
         """Return the place of a run's log, for people."""
@@ -242,11 +245,14 @@ class MasterlessRuns:
 
     def _result_folder(self, run_id: int) -> Path | None:
         root = self._launcher.results(_job_id(run_id))
-        found = list(find_folders(root)) if root.is_dir() else []
-        # A command can start several programs. The raw lines tell which of them wrote last.
-        dated = [
-            (path.stat().st_mtime, folder) for folder in found for path in read_lines(folder).paths
-        ]
+        if not root.is_dir():
+            return None
+        # A command can start several programs. The dates of the raw lines show which one wrote
+        # last.
+        dated = []
+        for folder in find_folders(root):
+            for path in read_lines(folder).paths:
+                dated.append((path.stat().st_mtime, folder))
         return max(dated)[1] if dated else None
 
     def _record(self, run: Run, **facts: Any) -> None:
@@ -260,17 +266,16 @@ def _job_id(run_id: int) -> str:
 
 
 def _newest(metrics: Iterator[Mapping[str, Any]], name: str | None, last_n: int | None) -> _Metrics:
-    found: dict[str, deque[dict[str, Any]]] = defaultdict(lambda: deque(maxlen=last_n))
+    newest: dict[str, deque[dict[str, Any]]] = defaultdict(lambda: deque(maxlen=last_n))
     for metric in metrics:
         if name in (None, metric["name"]):
-            found[metric["name"]].append(
-                {"date": metric["date"], "value": metric["value"], "cumulative": False}
-            )
-    return {name: list(entries) for name, entries in found.items()}
+            entry = {"date": metric["date"], "value": metric["value"], "cumulative": False}
+            newest[metric["name"]].append(entry)
+    return {name: list(entries) for name, entries in newest.items()}
 
 
 def _metrics_in(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the metrics that the raw lines of a run have so far, and at its end its goal and its result."""
+    """Yield the metrics in the raw lines of a run, and at its end its goal and its result."""
     result = None
     if (folder / RESULT).exists():
         # Without a sound result, the raw lines still count.
@@ -281,10 +286,8 @@ def _metrics_in(folder: Path) -> Iterator[Mapping[str, Any]]:
         return
     for line in read_lines(folder):
         if line["kind"] == "stat" and isinstance(line.get("time"), str):
-            value = line.get("value")
             name = f"{line['name']} @ {line['rank']}"
-            yield {
-                "name": name,
-                "date": line["time"],
-                "value": "nan" if value is None else str(value),
-            }
+            value = line.get("value")
+            # The raw lines have null for a value that is not finite.
+            text = "nan" if value is None else str(value)
+            yield {"name": name, "date": line["time"], "value": text}

@@ -30,7 +30,10 @@ PHASE_TITLES = {
     "other": "Other",
     "validation": "Validation",
 }
-"""Phases and their titles in the order in which bars stack them. Hidden communication runs while workers compute."""
+"""Phases and their titles in the order in which bars stack them.
+
+Hidden communication runs while workers compute.
+"""
 
 MOST_EPOCHS = 100
 """Number of the latest epochs that are shown."""
@@ -76,7 +79,7 @@ class PhaseBar:
 def total_phases(
     latest: Iterable[tuple[str, Point]], result: Mapping[str, Any], to_goal: Mapping[str, float]
 ) -> list[PhaseBar]:
-    """Return the total times of a run: those of the slowest worker in each phase, and those of worker 0.
+    """Return the times of the slowest worker in each phase and those of worker 0.
 
     Args:
         latest: Name and latest entry of each metric of the run.
@@ -85,28 +88,36 @@ def total_phases(
     """
     times = result.get("times")
     if isinstance(times, dict):
-        workers = {name: _of_result(times.get(name)) for name in ("slowest", "rank_0")}
+        slowest = _of_result(times.get("slowest"))
+        rank_0 = _of_result(times.get("rank_0"))
     else:
-        by_rank: dict[int, dict[str, float]] = {}
-        for name, point in latest:
-            found = _CUMULATIVE.fullmatch(name)
-            seconds = number_of(point.value) if found else None
-            if found and seconds is not None:
-                phases = by_rank.setdefault(int(found[2]), {})
-                phases[_phase(found[1])] = phases.get(_phase(found[1]), 0.0) + seconds
-        names = {phase for phases in by_rank.values() for phase in phases}
-        slowest = {
-            phase: max(phases.get(phase, 0.0) for phases in by_rank.values()) for phase in names
-        }
-        workers = {"slowest": slowest, "rank_0": by_rank.get(0, {})}
-    bars = [
-        PhaseBar("Slowest worker in each phase", _stacked(workers["slowest"])),
-        PhaseBar("Worker 0", _stacked(workers["rank_0"])),
-    ]
-    shown = [bar for bar in bars if bar.seconds] or [PhaseBar("Until the goal", _stacked(to_goal))]
-    if len(shown) == 2 and shown[0].seconds == shown[1].seconds:
-        shown.pop()
-    return [bar for bar in shown if bar.seconds]
+        by_rank = _by_rank(latest)
+        rank_0 = by_rank.get(0, {})
+        slowest = {}
+        for phase in set[str]().union(*by_rank.values()):
+            slowest[phase] = max(phases.get(phase, 0.0) for phases in by_rank.values())
+    bars = {"Slowest worker in each phase": _stacked(slowest), "Worker 0": _stacked(rank_0)}
+    if not any(bars.values()):
+        bars = {"Until the goal": _stacked(to_goal)}
+    elif bars["Slowest worker in each phase"] == bars["Worker 0"]:
+        del bars["Worker 0"]
+    return [PhaseBar(label, seconds) for label, seconds in bars.items() if seconds]
+
+
+def _by_rank(latest: Iterable[tuple[str, Point]]) -> dict[int, dict[str, float]]:
+    """Return the total time of each phase by rank."""
+    by_rank: dict[int, dict[str, float]] = {}
+    for name, point in latest:
+        match = _CUMULATIVE.fullmatch(name)
+        if match is None:
+            continue
+        seconds = number_of(point.value)
+        if seconds is not None:
+            phases = by_rank.setdefault(int(match[2]), {})
+            # Several steps may belong to one phase.
+            phase = _phase(match[1])
+            phases[phase] = phases.get(phase, 0.0) + seconds
+    return by_rank
 
 
 def epoch_phases(store: Store, owner: str, latest: Iterable[tuple[str, Point]]) -> list[PhaseBar]:
@@ -117,27 +128,22 @@ def epoch_phases(store: Store, owner: str, latest: Iterable[tuple[str, Point]]) 
         owner: Owner of the metrics.
         latest: Name and latest entry of each metric of the run.
     """
-    steps = {
-        name: found[1]
-        for name, _ in latest
-        if (found := _CUMULATIVE.fullmatch(name)) and found[2] == "0"
-    }
+    steps = {}
+    for name, _ in latest:
+        match = _CUMULATIVE.fullmatch(name)
+        if match is not None and match[2] == "0":
+            steps[name] = match[1]
     # One more entry than epochs, because the time of an epoch is the difference of two totals.
     wanted = MOST_EPOCHS + 1
-    entries = {
-        name: list(points)
-        for _, name, points in store.entries(
-            {(owner, name): wanted for name in steps}, last_n=wanted
-        )
-    }
-    most = max(map(len, entries.values()), default=0)
-    longest = next((points for points in entries.values() if len(points) == most), [])
-    epochs: list[dict[str, float]] = [{} for _ in range(most)]
+    counts = {(owner, name): wanted for name in steps}
+    entries = {name: list(points) for _, name, points in store.entries(counts, last_n=wanted)}
+    longest = max(entries.values(), key=len, default=[])
+    epochs: list[dict[str, float]] = [{} for _ in longest]
     for name, points in entries.items():
         phase = _phase(steps[name])
         before = 0.0
         # A step that comes later in the run has fewer entries, and the last epoch has one of each.
-        for index, point in enumerate(points, most - len(points)):
+        for index, point in enumerate(points, len(longest) - len(points)):
             total = number_of(point.value) or 0.0
             # A resumed run may continue with less than its first part had.
             epochs[index][phase] = epochs[index].get(phase, 0.0) + max(total - before, 0.0)
@@ -161,7 +167,7 @@ def is_measured(totals: Iterable[PhaseBar], result: Mapping[str, Any], workers: 
     """
     if workers == 1 or any({"communication", "hidden"} & bar.seconds.keys() for bar in totals):
         return True
-    # Results of earlier versions have zeros where nothing was measured. Counted collectives may
+    # Results of earlier versions have zeros also if nothing was measured. Counted collectives may
     # take no time.
     return bool(result.get("collectives")) or result.get("exchanges") is not None
 
@@ -171,23 +177,24 @@ def _phase(step: str) -> str:
 
 
 def _of_result(times: Any) -> dict[str, float]:
-    """Return phases of the times in a result, which a worker wrote, so they may be anything."""
-    found = times if isinstance(times, dict) else {}
-    sources = {
-        **{phase: f"{phase}_s" for phase in PHASE_TITLES},
-        "hidden": "communication_hidden_s",
-    }
-    return {
-        phase: float(seconds)
-        for phase, source in sources.items()
-        if isinstance(seconds := found.get(source), (int, float)) and 0 <= seconds < 1e12
-    }
+    """Return the phases of the times in a result."""
+    phases: dict[str, float] = {}
+    # A worker wrote the result, so it may hold anything.
+    if not isinstance(times, dict):
+        return phases
+    for phase in PHASE_TITLES:
+        seconds = times.get("communication_hidden_s" if phase == "hidden" else f"{phase}_s")
+        if isinstance(seconds, (int, float)) and 0 <= seconds < 1e12:
+            phases[phase] = float(seconds)
+    return phases
 
 
 def _stacked(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the phases with any time in their order, with hidden communication as a part of the compute time."""
-    hidden = min(seconds.get("hidden", 0.0), seconds.get("compute", 0.0))
-    stacked = {**seconds, "hidden": hidden, "compute": seconds.get("compute", 0.0) - hidden}
+    """Return the phases with any time in their order."""
+    # Hidden communication is a part of the compute time.
+    compute = seconds.get("compute", 0.0)
+    hidden = min(seconds.get("hidden", 0.0), compute)
+    stacked = {**seconds, "hidden": hidden, "compute": compute - hidden}
     return {phase: stacked[phase] for phase in PHASE_TITLES if stacked.get(phase, 0.0) > 0}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ __all__ = ["RunProgress", "progress_of"]
 # Metrics that a worker sends at the end of each epoch, and of each validation.
 _OF_EPOCH = "CumulativeTrainTimeEpoch @ 0"
 _MOST_VALUES = 2000
+_AIM_FIELDS = ("metric", "threshold", "minimize", "budget_s")
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,14 @@ def progress_of(store: Store, run: Run, latest: Mapping[str, Point]) -> RunProgr
     """
     sent = latest.get(PLAN_METRIC)
     plan = RunPlan() if sent is None else RunPlan.read(sent.value)
-    goal = run.goal_record
-    known: Any = goal if goal is not None else plan
-    aim = {name: getattr(known, name) for name in ("metric", "threshold", "minimize", "budget_s")}
+    # At the end, the goal has the same fields as the plan.
+    source = run.goal_record or plan
+    aim: dict[str, Any] = {name: getattr(source, name) for name in _AIM_FIELDS}
     if aim["metric"] is None:
         # A task is known before its first epoch ends: by its command.
-        aim |= describe_run(run.to_json()).get("goal") or {}
+        goal_of_task = describe_run(run.to_json()).get("goal")
+        if goal_of_task:
+            aim |= goal_of_task
     plan = plan.model_copy(update=aim)
     best = _best(store, run, plan)
     return RunProgress(
@@ -71,12 +73,18 @@ def _best(store: Store, run: Run, plan: RunPlan) -> float | None:
         return None
     owner = (run_owner(run.id), f"{plan.metric} @ 0")
     for *_, points in store.entries({owner: _MOST_VALUES}, last_n=_MOST_VALUES):
-        numbers = [number for point in points if (number := number_of(point.value)) is not None]
+        numbers = []
+        for point in points:
+            number = number_of(point.value)
+            if number is not None:
+                numbers.append(number)
         return (min if plan.minimize else max)(numbers, default=None)
     return None
 
 
 def _epochs(point: Point | None) -> int:
     """Return the number of epochs that were finished with an entry."""
-    epoch = math.nan if point is None else epoch_of(point.extra)
+    if point is None:
+        return 0
+    epoch = epoch_of(point.extra)
     return int(epoch) + 1 if epoch.is_integer() else 0

@@ -37,7 +37,7 @@ FILES: dict[str, int] = {
 
 # During the run, and if it is stopped, each worker has its raw lines in a separate file.
 _LINES_OF_WORKER = re.compile(r"metrics\.rank-\d{1,5}\.jsonl", re.ASCII)
-# A job has one result folder unless its command starts several programs, and a worker can make any
+# A job has one result folder unless its command starts several programs. A worker can make any
 # number of folders.
 _MOST_FOLDERS = 100
 # Systems without these flags (Windows) cannot open a file by its name in an open folder either; see
@@ -93,12 +93,13 @@ class ResultFolder:
             return None
         try:
             with _opened(root) as top:
-                found = [
-                    (age, task, run) for task in _names(top) for age, run in _dated_runs(top, task)
-                ]
-                if not found:
+                dated = []
+                for task in _names(top):
+                    for age, run in _dated_runs(top, task):
+                        dated.append((age, task, run))
+                if not dated:
                     return None
-                _, task, run = max(found)
+                _, task, run = max(dated)
                 with _opened(task, top) as middle:
                     return cls(root / task / run, os.open(run, _FOLDER, dir_fd=middle))
         except OSError:  # deleted or replaced in the meantime
@@ -112,40 +113,37 @@ class ResultFolder:
 
         Raises:
             FileNotFoundError: It does not exist.
-            RefusedFileError: It is not a file of its own in this folder, is too large, or cannot be
-                read.
+            RefusedFileError: It is not a regular file of this folder, too large, or not readable.
         """
         try:
             descriptor = os.open(name, _AS_IT_IS, dir_fd=self._descriptor)
         except FileNotFoundError:
             raise
         except OSError as error:  # a link, a socket, or a file that the master may not read
-            raise RefusedFileError(
-                f"it cannot be read as a regular file ({error.strerror})"
-            ) from error
+            reason = f"it cannot be read as a regular file ({error.strerror})"
+            raise RefusedFileError(reason) from error
         file = os.fdopen(descriptor, "rb")
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
+        most = FILES.get(name, FILES["metrics.jsonl"])
         reason = ""
         # A second name of a file can lead outside the folder as a link does.
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             reason = "it is not a regular file with one name"
-        elif found.st_size > (most := FILES.get(name, FILES["metrics.jsonl"])):
-            reason = f"it has {found.st_size} bytes, and at most {most} are passed on"
+        elif status.st_size > most:
+            reason = f"it has {status.st_size} bytes, and at most {most} are passed on"
         if reason:
             file.close()
             raise RefusedFileError(reason)
-        return file, found.st_size
+        return file, status.st_size
 
     def lines_of_workers(self) -> list[str]:
-        """Return the names of the files in which workers of a run without result have their raw lines."""
+        """Return the names of the files with raw lines of the workers of a run without result."""
         with contextlib.suppress(OSError):
-            return sorted(
-                name for name in _names(self._descriptor) if _LINES_OF_WORKER.fullmatch(name)
-            )
+            return sorted(filter(_LINES_OF_WORKER.fullmatch, _names(self._descriptor)))
         return []
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of one of :data:`FILES`, or None if it does not exist or is refused."""
+        """Return the content of one of :data:`FILES`, None if it does not exist or is refused."""
         try:
             file, size = self.open(name)
             with file:
@@ -169,13 +167,13 @@ def is_result(content: str | bytes | None) -> bool:
     """Return True if a text or a file is a JSON object, and so can be a result.
 
     Example:
-        >>> is_result('{"schema_version": 1}'), is_result("[1]"), is_result('{"value": NaN}'), is_result(None)
-        (True, False, False, False)
+        >>> is_result('{"schema_version": 1}'), is_result("[1]"), is_result('{"value": NaN}')
+        (True, False, False)
     """
+    if content is None:
+        return False
     try:
-        return content is not None and isinstance(
-            pydantic_core.from_json(content, allow_inf_nan=False), dict
-        )
+        return isinstance(pydantic_core.from_json(content, allow_inf_nan=False), dict)
     except ValueError:
         return False
 
@@ -195,19 +193,21 @@ def _names(folder: int) -> list[str]:
 
 
 def _dated_runs(top: int, task: str) -> Iterator[tuple[tuple[bool, int], str]]:
-    """Yield the folders of a task that have results, each with a value that is the largest for the newest result."""
+    """Yield the folders of a task that have results, each with a key that sorts them by age."""
     with contextlib.suppress(OSError), _opened(task, top) as middle:
         for run in _names(middle):
             with contextlib.suppress(OSError), _opened(run, middle) as folder:
                 dates = {name: _date(folder, name) for name in FILES}
-                if any(dates.values()):
-                    yield (dates[RESULT_FILE] > 0, dates[RESULT_FILE] or max(dates.values())), run
+                newest = dates[RESULT_FILE] or max(dates.values())
+                if newest:
+                    # A folder with a result counts as newer than those without one.
+                    yield (dates[RESULT_FILE] > 0, newest), run
 
 
 def _date(folder: int, name: str) -> int:
-    """Return the time of the last change of a file in nanoseconds since 1970, 0 without a regular file."""
+    """Return the time of the last change of a regular file in nanoseconds since 1970, or 0."""
     try:
-        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except OSError:
         return 0
-    return max(found.st_mtime_ns, 1) if stat.S_ISREG(found.st_mode) else 0
+    return max(status.st_mtime_ns, 1) if stat.S_ISREG(status.st_mode) else 0

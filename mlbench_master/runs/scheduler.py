@@ -34,7 +34,7 @@ _OPEN = ("initialized", "started")
 
 
 class Scheduler:
-    """A thread that starts waiting runs when enough cores and GPUs are free, and records how they end.
+    """A thread that starts waiting runs when cores and GPUs are free, and records how they end.
 
     The run with the fewest cores starts first. A run with GPUs takes one for each worker until it
     ends. A run for which too few are free lets others pass.
@@ -93,13 +93,12 @@ class Scheduler:
         self._patience_s = patience_s
         # Reentrant, because an exception while a run starts ends it.
         self._lock = threading.RLock()
-        self.has_runs = True  # at the last poll, waiting or running; True while it is unknown
-        self._stopping: set[int] = (
-            set()
-        )  # runs that stop_run is ending, so that no poll records another reason
-        self._unrecorded: set[int] = (
-            set()
-        )  # runs that a user stopped while the database could not be written
+        # Runs that wait or run at the last poll; True while it is unknown.
+        self.has_runs = True
+        # Runs that stop_run is ending, so that no poll records another reason.
+        self._stopping: set[int] = set()
+        # Runs that a user stopped while the database could not be written.
+        self._unrecorded: set[int] = set()
         self._wake = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -159,9 +158,8 @@ class Scheduler:
             except SQLAlchemyError as error:
                 # The run has ended, which the answer must say. The next polls try to record it.
                 self._unrecorded.add(run_id)
-                _log.warning(
-                    "run %s is stopped, but the database cannot record it yet: %s", run_id, error
-                )
+                text = "run %s is stopped, but the database cannot record it yet: %s"
+                _log.warning(text, run_id, error)
                 run.state = STOPPED.state
                 run.job_metadata = json.dumps({**run.metadata_dict(), "reason": STOPPED.reason})
                 return run
@@ -182,8 +180,8 @@ class Scheduler:
         running = [run for run in self._store.runs("started") if self._goes_on(self._watch, run)]
         with self._lock:
             until = time.monotonic() + _LONGEST_START_S
-            used = sum(_cores(run) for run in running)
-            lent = {gpu for run in running for gpu in _lent_gpus(run)}
+            used = sum(map(_cores, running))
+            lent = set[str]().union(*map(_lent_gpus, running))
             waiting = self._store.runs("initialized")
             self.has_runs = bool(running or waiting)
             waits: dict[int, str] = {}
@@ -200,9 +198,8 @@ class Scheduler:
                     continue
                 free = self._free_gpus(run, lent)
                 if running and (free is None or not self._has_room(run)):
-                    waits[run.id] = (
-                        f"waits for {'GPUs' if free is None else 'slots'}: {run.num_workers} needed"
-                    )
+                    scarce = "GPUs" if free is None else "slots"
+                    waits[run.id] = f"waits for {scarce}: {run.num_workers} needed"
                     # Larger runs may need fewer GPUs, or other hosts.
                     if self._has_waited_long(run):
                         ahead = run
@@ -224,9 +221,9 @@ class Scheduler:
             return ""
         # Runs on one machine share its memory bandwidth and its network, so a run that is to be
         # measured runs alone. While it waits its turn, the runs after it wait, too.
-        alone = next((other for other in running if _is_exclusive(other)), None)
-        if alone is not None:
-            return f"waits for run {alone.name}, which is exclusive"
+        for other in running:
+            if _is_exclusive(other):
+                return f"waits for run {other.name}, which is exclusive"
         if _is_exclusive(run):
             return f"waits for run {running[0].name}, because this run is exclusive"
         if used + _cores(run) > self._launcher.capacity:
@@ -235,26 +232,30 @@ class Scheduler:
         return ""
 
     def _turn(self, run: Run) -> tuple[bool, float, int]:
-        """Return the place of a waiting run in the queue."""
-        waited_long = self._has_waited_long(run)
-        return not waited_long, 0 if waited_long else _cores(run), run.id
+        """Return the sort key of a waiting run in the queue."""
+        if self._has_waited_long(run):
+            return False, 0, run.id
+        return True, _cores(run), run.id
 
     def _has_waited_long(self, run: Run) -> bool:
         return now_us() - run.created_at >= self._patience_s * 1e6
 
     def _free_gpus(self, run: Run, lent: Collection[str]) -> tuple[str, ...] | None:
-        """Return the GPUs that a run would get, empty if it needs none; None if it has to wait for some."""
+        """Return the GPUs that a run would get, or None if it has to wait for some."""
         gpus = self._launcher.gpus if run.gpu_enabled else None
         if gpus is None:
             return ()
         free = tuple(gpu for gpu in gpus if gpu not in lent)
-        return free[: run.num_workers] if run.num_workers <= len(free) else None
+        if len(free) < run.num_workers:
+            return None
+        return free[: run.num_workers]
 
     def _has_room(self, run: Run) -> bool:
-        return self._launcher.has_room(run.num_workers, _engine_options(run))
+        options = run.metadata_dict().get("engine_options", ())
+        return self._launcher.has_room(run.num_workers, tuple(options))
 
     def _loop(self) -> None:
-        known = ""
+        last_error = ""
         while not self._closed:
             self._wake.clear()
             try:
@@ -263,17 +264,20 @@ class Scheduler:
                     self.tick()
                 else:
                     self.has_runs = False
-                known = ""
+                last_error = ""
             except Exception as error:  # the thread must outlive an unreachable database
                 self.has_runs = True
                 # Once and not four times a second, which would fill the disk.
-                if known != repr(error):
-                    known = repr(error)
+                if last_error != repr(error):
+                    last_error = repr(error)
                     _log.exception("looking after the runs failed; trying again")
             self._wake.wait(self._poll_s)
 
     def _goes_on(self, step: Callable[[Run], bool], run: Run) -> bool:
-        """Run a step, which ends the run if it raises an exception; return whether the run continues."""
+        """Run a step and return whether the run continues.
+
+        An exception of the step ends the run.
+        """
         try:
             return step(run)
         except SQLAlchemyError:
@@ -308,13 +312,13 @@ class Scheduler:
         if status.state == "unstarted":
             # A master with another folder sees no run of the earlier one, and a second start would
             # mix their metrics.
-            place = run.metadata_dict().get("started_at_place")
-            if place != self._launcher.place:
-                self._finish(run, JobStatus("lost", f"lost: another master started it in {place}"))
+            started_in = run.metadata_dict().get("started_at_place")
+            if started_in != self._launcher.place:
+                reason = f"lost: another master started it in {started_in}"
+                self._finish(run, JobStatus("lost", reason))
                 return False
-            self._store.update_run(
-                run.id, only_in=("started",), state="initialized", job_id=None, started_at=None
-            )
+            changes: dict[str, Any] = {"state": "initialized", "job_id": None, "started_at": None}
+            self._store.update_run(run.id, only_in=("started",), **changes)
             return False
         if status.state == "lost":
             self._note(run, status.reason)
@@ -324,49 +328,50 @@ class Scheduler:
         return False
 
     def _note(self, run: Run, text: str) -> None:
-        """Add a line to a run's log, once even if the database fails and the end of the run is recorded later."""
+        """Add a line to a run's log once."""
+        # If the database fails, the end of the run is recorded later, with the same line.
         if run.job_id is not None and (run.id, text) not in self._noted:
             self._noted.add((run.id, text))
             self._launcher.note(run.job_id, text)
 
     def _show_problem(self, run: Run, status: JobStatus) -> None:
-        """Record a problem of a run that continues, or why it waits, as its reason, or that this has passed."""
+        """Record the problem of a run that continues, or the reason why its job waits.
+
+        An empty reason means that the problem has passed.
+        """
         reason = status.reason
         if self._problems.get(run.id, "") != reason:
             self._problems[run.id] = reason
-            # An engine may have hundreds of jobs in its queue.
-            level = (
-                logging.DEBUG
-                if status.state == "waiting"
-                else logging.WARNING
-                if reason
-                else logging.INFO
-            )
+            if status.state == "waiting":
+                # An engine may have hundreds of jobs in its queue.
+                level = logging.DEBUG
+            elif reason:
+                level = logging.WARNING
+            else:
+                level = logging.INFO
             _log.log(level, "run %s: %s", run.id, reason or "it runs without a problem")
-            self._events.publish(
-                "state", {"id": run.id, "name": run.name, "state": run.state, "reason": reason}
-            )
+            event = {"id": run.id, "name": run.name, "state": run.state, "reason": reason}
+            self._events.publish("state", event)
         if run.metadata_dict().get("reason", "") != reason:
-            # A disk that is full for the log is often full for the database, too; the next poll
-            # tries again.
+            # A disk that is full for the log is often full for the database; the next poll tries
+            # again.
             with contextlib.suppress(SQLAlchemyError):
                 self._store.update_run(run.id, {"reason": reason}, only_in=("started",))
 
     def _launch(self, run: Run, gpus: tuple[str, ...]) -> bool:
         """Start a run with the GPUs lent to it; return whether it continues."""
         job = make_job(run, self._launcher, self._worker_env, gpus)
+        if run.id in self._stopping:
+            return False
         # Record the job before it starts: if the master dies in between, the next master looks for
         # it.
         job_id = f"{self._launcher.name}-{run.id}"
-        started = None
-        if run.id not in self._stopping:
-            changes: dict[str, Any] = {"state": "started", "job_id": job_id, "started_at": now_us()}
-            # The GPUs are recorded, too, so that the next master does not lend them to another run.
-            facts = {
-                "started_at_place": self._launcher.place,
-                **({"gpus": list(gpus)} if gpus else {}),
-            }
-            started = self._store.update_run(run.id, facts, only_in=("initialized",), **changes)
+        changes: dict[str, Any] = {"state": "started", "job_id": job_id, "started_at": now_us()}
+        facts: dict[str, Any] = {"started_at_place": self._launcher.place}
+        if gpus:
+            # So that the next master does not lend them to another run.
+            facts["gpus"] = list(gpus)
+        started = self._store.update_run(run.id, facts, only_in=("initialized",), **changes)
         if started is None:
             return False
         try:
@@ -383,9 +388,11 @@ class Scheduler:
         return True
 
     def _finish(self, run: Run, status: JobStatus) -> Run | None:
-        """Record the end of a run with the last lines of its output, after its last metrics have been stored."""
+        """Record the end of a run with the last lines of its output and its last metrics."""
+        missing = ""
         spool = None if run.job_id is None else self._launcher.spool(run.job_id)
-        missing = "" if spool is None else store_leftovers(spool, self._store)
+        if spool is not None:
+            missing = store_leftovers(spool, self._store)
         if missing:
             self._note(run, missing)
         self._load.finish(run)
@@ -396,18 +403,14 @@ class Scheduler:
 
     def _record_end(self, run: Run, status: JobStatus, output: dict[str, Any]) -> Run | None:
         state = "finished" if status.state == "finished" else "failed"
-        details: dict[str, Any] = {
-            **output,
-            "reason": status.reason,
-            "returncode": status.returncode,
-        }
+        details = {**output, "reason": status.reason, "returncode": status.returncode}
         details.update(_without_secrets(run))
         self._log_lines.pop(run.id, None)
         self._problems.pop(run.id, None)
         finished_at = now_us()
-        # The workers may have ended long before, while no master ran. The clock may have been set
-        # since.
         if status.finished_at is not None:
+            # The workers may have ended long before, while no master ran. The clock may have been
+            # set since.
             finished_at = min(max(int(status.finished_at * 1e6), run.started_at or 0), finished_at)
         changed = self._store.update_run(
             run.id, details, only_in=_OPEN, state=state, finished_at=finished_at
@@ -416,9 +419,8 @@ class Scheduler:
         self._noted = {note for note in self._noted if note[0] != run.id}
         if changed is None:  # deleted, or ended by another thread
             return None
-        self._events.publish(
-            "state", {"id": run.id, "name": run.name, "state": state, "reason": status.reason}
-        )
+        event = {"id": run.id, "name": run.name, "state": state, "reason": status.reason}
+        self._events.publish("state", event)
         return changed
 
     def waits_for(self, run: Run) -> str:
@@ -438,15 +440,13 @@ class Scheduler:
         lines = [] if run.job_id is None else self._launcher.log_tail(run.job_id)
         out = [line["text"] for line in lines if line["stream"] == "stdout"]
         err = [line["text"] for line in lines if line["stream"] != "stdout"]
-        problem = self._problems.get(run.id)
-        return {
-            "stdout": _last_lines(out),
-            "stderr": _last_lines(err),
-            **({"reason": problem} if problem else {}),
-        }
+        tails: dict[str, Any] = {"stdout": _last_lines(out), "stderr": _last_lines(err)}
+        if problem := self._problems.get(run.id):
+            tails["reason"] = problem
+        return tails
 
     def _publish_logs(self, run: Run) -> None:
-        """Publish the lines since the last call with their numbers, by which a page knows lines that it has shown."""
+        """Publish the lines since the last call."""
         if run.job_id is None:
             return
         if not self._events.has_subscribers:
@@ -457,6 +457,7 @@ class Scheduler:
             self._log_lines[run.id] = self._launcher.log_end(run.job_id)
         page = self._launcher.logs(run.job_id, LogRange(self._log_lines[run.id]))
         self._log_lines[run.id] = page.next
+        # A page knows by their numbers which lines it shows already.
         self._events.publish("log", *({"run_id": run.id, **line} for line in page.lines))
 
 
@@ -466,7 +467,9 @@ def _last_lines(lines: list[str]) -> list[str]:
     while first > 0 and size + len(lines[first - 1]) < _TAIL_CHARACTERS:
         first -= 1
         size += len(lines[first]) + 1
-    return lines[first:] or [line[-_TAIL_CHARACTERS:] for line in lines[-1:]]
+    if lines and first == len(lines):
+        return [lines[-1][-_TAIL_CHARACTERS:]]
+    return lines[first:]
 
 
 def _is_exclusive(run: Run) -> bool:
@@ -476,21 +479,20 @@ def _is_exclusive(run: Run) -> bool:
 def _lent_gpus(run: Run) -> list[str]:
     gpus = run.metadata_dict().get("gpus")
     # A damaged record may hold anything.
-    return [gpu for gpu in gpus if isinstance(gpu, str)] if isinstance(gpus, list) else []
+    if not isinstance(gpus, list):
+        return []
+    return [gpu for gpu in gpus if isinstance(gpu, str)]
 
 
 def _without_secrets(run: Run) -> dict[str, Any]:
     """Return the entries of a run's metadata that had secrets for its workers, without them."""
-    known = run.metadata_dict()
-    shown: dict[str, Any] = {CALLER_ENVIRONMENT: {}} if CALLER_ENVIRONMENT in known else {}
-    return {
-        **shown,
-        **{name: value for name, value in run.public_metadata().items() if name == "environment"},
-    }
-
-
-def _engine_options(run: Run) -> tuple[str, ...]:
-    return tuple(run.metadata_dict().get("engine_options", ()))
+    entries: dict[str, Any] = {}
+    if CALLER_ENVIRONMENT in run.metadata_dict():
+        entries[CALLER_ENVIRONMENT] = {}
+    public = run.public_metadata()
+    if "environment" in public:
+        entries["environment"] = public["environment"]
+    return entries
 
 
 def _cores(run: Run) -> float:
