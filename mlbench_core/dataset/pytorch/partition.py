@@ -153,7 +153,7 @@ class DataPartitioner(Partitioner):
         self.data = data
         self.rank = rank
         count = len(data)
-        ends = np.cumsum(np.asarray(sizes, dtype=np.float64))
+        ends: np.ndarray = np.cumsum(np.asarray(sizes, dtype=np.float64))
         # Fractions such as 0.7, 0.2 and 0.1 do not add up to exactly 1 in floating point, but must
         # cover every sample.
         if abs(total - 1) <= 1e-6:
@@ -420,7 +420,7 @@ def _members(
     """Return the samples of each class."""
     members = []
     for label in range(int(classes.max(initial=-1)) + 1):
-        samples = np.flatnonzero(classes == label)
+        samples: np.ndarray = np.flatnonzero(classes == label)
         if shuffle:
             samples = generator.permutation(samples)
         members.append(samples)

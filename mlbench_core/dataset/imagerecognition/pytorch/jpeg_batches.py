@@ -188,11 +188,11 @@ def _resize(image: Tensor, height: int, width: int) -> Tensor:
     """Resize an image of bytes, bilinearly and with antialiasing."""
     if image.shape[1:] == (height, width):
         return image
-    resize = functools.partial(F.interpolate, size=(height, width), mode="bilinear", antialias=True)
-    # The kernel for bytes exists on CPUs only.
     if image.device.type == "cpu":
-        return resize(image[None])[0]
-    return resize(image[None].float())[0].round_().clamp_(0, 255).to(torch.uint8)
+        return F.interpolate(image[None], (height, width), mode="bilinear", antialias=True)[0]
+    # The kernel for bytes exists on CPUs only.
+    pixels = F.interpolate(image[None].float(), (height, width), mode="bilinear", antialias=True)
+    return pixels[0].round_().clamp_(0, 255).to(torch.uint8)
 
 
 @functools.cache

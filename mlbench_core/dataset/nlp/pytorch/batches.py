@@ -41,7 +41,7 @@ _Order = npt.NDArray[np.int64]
 def build_collate_fn(
     batch_first: bool = False, sort: bool = False, *, pad: int = 0, multiple: int = 1
 ) -> Callable[[Sequence[tuple[Tensor, Tensor]]], tuple[PaddedBatch, PaddedBatch]]:
-    """Return a ``collate_fn`` for a ``DataLoader`` that pads the sentences of a batch to one length.
+    """Return a ``collate_fn`` for a ``DataLoader`` that pads the sentences of a batch.
 
     Args:
         batch_first: If True, the first dimension is the sentence instead of the time.
@@ -59,8 +59,8 @@ def build_collate_fn(
         ValueError: ``multiple`` is not positive.
 
     Example:
-        >>> pairs = [(torch.tensor([2, 7, 3]), torch.tensor([2, 3])), (torch.tensor([2, 3]), torch.tensor([2, 5, 3]))]
-        >>> (source, lengths), _ = build_collate_fn()(pairs)
+        >>> long, short = torch.tensor([2, 7, 3]), torch.tensor([2, 3])
+        >>> (source, lengths), _ = build_collate_fn()([(long, short), (short, long)])
         >>> source.tolist(), lengths.tolist()
         ([[2, 2], [7, 3], [3, 0]], [3, 2])
     """
@@ -78,20 +78,30 @@ def _collate(
     if sort:
         pairs = sorted(pairs, key=lambda pair: -len(pair[0]))
     sides = []
-    for sentences in ([source for source, _ in pairs], [target for _, target in pairs]):
+    for side in (0, 1):
+        sentences = [pair[side] for pair in pairs]
         batch = _pad(sentences, pad, multiple)
-        lengths = torch.tensor([len(sentence) for sentence in sentences], dtype=torch.int64)
-        sides.append((batch if batch_first else batch.T.contiguous(), lengths))
+        if not batch_first:
+            batch = batch.T.contiguous()
+        sides.append((batch, _lengths(sentences)))
     return sides[0], sides[1]
 
 
+def _lengths(sentences: Sequence[Tensor]) -> Tensor:
+    return torch.tensor(list(map(len, sentences)), dtype=torch.int64)
+
+
 def _pad(sentences: Sequence[Tensor], pad: int, multiple: int, left: bool = False) -> Tensor:
-    """Return sentences of ids as one tensor of shape (sentences, time); its length is a multiple of ``multiple``."""
+    """Return sentences of ids as one tensor of shape (sentences, time).
+
+    The time is a multiple of ``multiple``.
+    """
     # In validation, a worker without pairs gets an empty batch.
     width = -(-max(map(len, sentences), default=0) // multiple) * multiple
     batch = torch.full((len(sentences), width), pad, dtype=torch.int64)
     for row, sentence in zip(batch, sentences, strict=True):
-        (row[width - len(sentence) :] if left else row[: len(sentence)]).copy_(sentence)
+        start = width - len(sentence) if left else 0
+        row[start : start + len(sentence)].copy_(sentence)
     return batch
 
 
@@ -126,8 +136,9 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
             training step.
 
     Example:
-        >>> samplers = [BucketBatchSampler([3, 9, 4, 8], 1, rank=rank, world_size=2, buckets=2) for rank in (0, 1)]
-        >>> sorted(sorted(one + other) for one, other in zip(*samplers))
+        >>> one = BucketBatchSampler([3, 9, 4, 8], 1, rank=0, world_size=2, buckets=2)
+        >>> other = BucketBatchSampler([3, 9, 4, 8], 1, rank=1, world_size=2, buckets=2)
+        >>> sorted(sorted(batch + other_batch) for batch, other_batch in zip(one, other))
         [[0, 2], [1, 3]]
     """
 
@@ -142,12 +153,9 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
         world_size: int = 1,
         buckets: int = 5,
     ) -> None:
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("buckets", buckets, 1),
-            ("seed", seed, 0),
-        ):
-            check_int(name, value, least)
+        check_int("batch_size", batch_size)
+        check_int("buckets", buckets)
+        check_int("seed", seed, 0)
         check_rank(rank, world_size)
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
@@ -156,8 +164,8 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
         if shuffle and len(self.lengths) < batch_size * world_size:
             raise ValueError(
                 f"lengths must have at least {batch_size * world_size} pairs, a batch of "
-                f"{batch_size} for each of "
-                f"{world_size} workers, not {len(self.lengths)}: use smaller batches"
+                f"{batch_size} for each of {world_size} workers, not {len(self.lengths)}: "
+                "use smaller batches"
             )
 
     def __len__(self) -> int:
@@ -165,7 +173,9 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
         # The number depends on the number of pairs alone, so workers agree on it without
         # communication.
         together = self.batch_size * self.world_size
-        return len(self.lengths) // together if self.shuffle else -(-len(self.lengths) // together)
+        if self.shuffle:
+            return len(self.lengths) // together
+        return -(-len(self.lengths) // together)
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._generate(self._begin())
@@ -178,30 +188,32 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
 
     def _validation_batches(self) -> list[_Order]:
         order = np.argsort(self.lengths, kind="stable")
+        if not len(order):
+            return []
         # Cut the shares of all workers and batches at once, so that they differ by at most one
         # pair.
-        return (
-            np.array_split(order, len(self) * self.world_size)[self.rank :: self.world_size]
-            if len(order)
-            else []
-        )
+        shares = np.array_split(order, len(self) * self.world_size)
+        return shares[self.rank :: self.world_size]
 
     def _training_batches(self) -> list[_Order]:
         """Return this worker's share of the batches of all workers."""
         generator = np.random.default_rng((self.seed, self._epoch))
         together = self.batch_size * self.world_size
-        full, rest = [], []
+        full: list[_Order] = []
+        rest: list[_Order] = []
         for bucket in np.array_split(np.argsort(self.lengths, kind="stable"), self.buckets):
             order = generator.permutation(bucket)
             # Cut only whole batches here. The rest of each bucket is cut below.
             whole = len(order) // together * together
-            full += np.split(order[:whole], whole // together) if whole else []
+            if whole:
+                full += np.split(order[:whole], whole // together)
             rest.append(order[whole:])
         left = np.concatenate(rest)
         # Drop pairs at random: dropping the last ones would always drop long pairs.
         drop = generator.permutation(len(left))[: len(left) % together]
         left = np.delete(left, drop)
-        full += np.split(left, len(left) // together) if len(left) else []
+        if len(left):
+            full += np.split(left, len(left) // together)
         # Each batch in `full` is that of all workers, so that k workers see the batches of one
         # worker with k times the batch size.
         mine = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
@@ -249,13 +261,12 @@ class TeacherForcedBatches:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor], Tensor]]:
-        """Yield ``((source, lengths, target without its last row), target without its first row)``, time first.
+        """Yield ``((source, lengths, inputs), next_words)``, time first.
 
-        Ids have the shapes (source, batch), (target - 1, batch) and (target - 1, batch); the
-        sources' lengths, of shape (batch,), stay on the CPU, because packing sentences needs them
-        there.
+        ``inputs`` is the target without its last row, ``next_words`` without its first row. Ids
+        have the shapes (source, batch), (target - 1, batch) and (target - 1, batch); the sources'
+        lengths, of shape (batch,), stay on the CPU, because packing sentences needs them there.
         """
-        # The decoder reads the target without its last row, and predicts it without its first row.
         for (source, lengths), (target, _) in self.loader:
             target = target.to(self.device, non_blocking=True)
             yield (source.to(self.device, non_blocking=True), lengths, target[:-1]), target[1:]
@@ -266,7 +277,7 @@ class SizedPairs(Protocol):
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
-        """Return the tokens of each pair in a batch, which are those of its longer side; shape (pairs,)."""
+        """Return the tokens of each pair's longer side in a batch, shape (pairs,)."""
 
     @property
     def shuffle(self) -> bool:
@@ -323,19 +334,20 @@ def get_batches(
         longest = int(sizes.argmax())
         raise ValueError(
             f"max_tokens must be at least {sizes[longest]}, the tokens of pair {longest}, not "
-            f"{max_tokens}: raise it, "
-            f"or give the data set smaller max_positions"
+            f"{max_tokens}: raise it, or give the data set smaller max_positions"
         )
     # The generator depends on the seed alone, so every worker cuts the same batches without
     # communication.
     generator = np.random.default_rng(seed)
-    order = (
-        generator.permutation(len(sizes)) if shuffle and dataset.shuffle else np.arange(len(sizes))
-    )
+    order: _Order = np.arange(len(sizes))
+    if shuffle and dataset.shuffle:
+        order = generator.permutation(len(sizes))
     # A stable sort keeps the random order of pairs of the same size.
     order = order[np.argsort(sizes[order], kind="stable")]
     batches = _cut(order, sizes[order], max_tokens, max_sentences, bsz_mult)
-    return [batches[i] for i in generator.permutation(len(batches))] if shuffle else batches
+    if not shuffle:
+        return batches
+    return [batches[number] for number in generator.permutation(len(batches))]
 
 
 def _cut(
@@ -349,8 +361,9 @@ def _cut(
     most = len(order) if max_sentences is None else max_sentences
     batches, start = [], 0
     while start < len(order):
-        stop = start
-        while stop < min(len(order), start + most) and (
+        stop, limit = start, min(len(order), start + most)
+        # Sizes increase, so the next pair is the longest one of the batch.
+        while stop < limit and (
             max_tokens is None or (stop + 1 - start) * sizes[stop] <= max_tokens
         ):
             stop += 1
@@ -365,7 +378,7 @@ def _cut(
 def shard_batches(
     batches: Sequence[list[int]], rank: int, world_size: int, *, drop_last: bool = True
 ) -> list[list[int]]:
-    """Return every k-th batch of a list that is the same on every worker, as this worker's share.
+    """Return every k-th batch of a list that is the same on every worker.
 
     All workers get the same number of batches; otherwise some would wait indefinitely in a
     collective.
@@ -394,16 +407,20 @@ def shard_batches(
         [[[0], [2]], [[1], []]]
     """
     check_rank(rank, world_size)
-    rounds = len(batches) // world_size if drop_last else -(-len(batches) // world_size)
+    rounds = len(batches) // world_size
     if drop_last and rounds == 0:
         raise ValueError(
             f"batches must have one for each of {world_size} workers, not {len(batches)} in "
             "total: use smaller batches"
         )
+    if not drop_last:
+        rounds = -(-len(batches) // world_size)
     # Neighboring batches that are not shuffled have similar sizes, so every k-th batch gives
     # workers similar work.
     mine = list(batches[rank : rounds * world_size : world_size])
-    return mine + [[] for _ in range(rounds - len(mine))]
+    if len(mine) < rounds:
+        mine.append([])
+    return mine
 
 
 def collate_batch(
@@ -434,8 +451,8 @@ def collate_batch(
 
     Example:
         >>> sample = {"id": 7, "source": torch.tensor([5, 1]), "target": torch.tensor([8, 9, 1])}
-        >>> batch = collate_batch([sample], pad_idx=0, eos_idx=1, seq_len_multiple=4)
-        >>> batch["net_input"]["src_tokens"].tolist(), batch["net_input"]["prev_output_tokens"].tolist()
+        >>> inputs = collate_batch([sample], pad_idx=0, eos_idx=1, seq_len_multiple=4)["net_input"]
+        >>> inputs["src_tokens"].tolist(), inputs["prev_output_tokens"].tolist()
         ([[0, 0, 5, 1]], [[1, 8, 9, 0]])
     """
     if not samples:
@@ -448,10 +465,10 @@ def collate_batch(
     previous = [torch.cat((end, target[:-1])) for target in targets]
     return {
         "id": torch.tensor([sample["id"] for sample in samples], dtype=torch.int64),
-        "ntokens": sum(len(target) for target in targets),
+        "ntokens": sum(map(len, targets)),
         "net_input": {
             "src_tokens": _pad(sources, pad_idx, seq_len_multiple, left_pad_source),
-            "src_lengths": torch.tensor([len(source) for source in sources], dtype=torch.int64),
+            "src_lengths": _lengths(sources),
             "prev_output_tokens": _pad(previous, pad_idx, seq_len_multiple, left_pad_target),
         },
         "target": _pad(targets, pad_idx, seq_len_multiple, left_pad_target),

@@ -76,7 +76,9 @@ class Dictionary:
         return word in self.word2idx
 
     def __eq__(self, other: object) -> bool:
-        return self.idx2word == other.idx2word if isinstance(other, Dictionary) else NotImplemented
+        if not isinstance(other, Dictionary):
+            return NotImplemented
+        return self.idx2word == other.idx2word
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -147,9 +149,8 @@ def _read_corpus(texts: Mapping[str, Path]) -> Corpus:
 
     # `ids` is an iterator, because a list of the words of a large text would take many times the
     # memory of their ids.
-    return Corpus(
-        dictionary, {part: np.fromiter(ids(path), dtype=np.int32) for part, path in texts.items()}
-    )
+    parts = {part: np.fromiter(ids(path), dtype=np.int32) for part, path in texts.items()}
+    return Corpus(dictionary, parts)
 
 
 def _save_cache(folder: Path, corpus: Corpus) -> None:
@@ -159,13 +160,12 @@ def _save_cache(folder: Path, corpus: Corpus) -> None:
             np.save(new / f"{part}.npy", ids, allow_pickle=False)
         tokens = {part: len(ids) for part, ids in corpus.parts.items()}
         content = {"format": _FORMAT, "tokens": tokens, "words": corpus.dictionary.idx2word}
-        (new / "dictionary.json").write_text(
-            json.dumps(content, ensure_ascii=False), encoding="utf-8"
-        )
+        text = json.dumps(content, ensure_ascii=False)
+        (new / "dictionary.json").write_text(text, encoding="utf-8")
 
 
 def _load_cache(folder: Path, texts: Mapping[str, Path]) -> Corpus | None:
-    """Map a cache into memory; return None if it does not exist, or if it was damaged and is deleted now."""
+    """Map a cache into memory, or return None without one; a damaged cache is deleted."""
     # Do not delete anything in this case: another process may be creating the cache.
     if not folder.is_dir():
         return None

@@ -1,4 +1,7 @@
-"""Multi30k, English-German: captions of photos, small enough to train both translation models on two cores."""
+"""Multi30k, English-German: captions of photos.
+
+The data is small enough to train both translation models on two cores.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +67,14 @@ class Multi30k(RecurrentPairs):
 
     Example:
         >>> import tempfile
+        >>> english, german = "A dog runs.\\nIt sleeps.\\n", "Ein Hund rennt.\\nEr schläft.\\n"
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = Path(folder, "train.en").write_text("A dog runs.\\nIt sleeps.\\n", encoding="utf-8")
-        ...     _ = Path(folder, "train.de").write_text("Ein Hund rennt.\\nEr schläft.\\n", encoding="utf-8")
+        ...     _ = Path(folder, "train.en").write_text(english, encoding="utf-8")
+        ...     _ = Path(folder, "train.de").write_text(german, encoding="utf-8")
         ...     pairs = Multi30k(folder, train=True, vocab_size=60, cache_dir=Path(folder, "cache"))
         ...     source, target = pairs[1]
-        ...     len(pairs), pairs.tokenizer.detokenize(target), pairs.for_transformer()[0]["source"][-1].item()
+        ...     sample = pairs.for_transformer()[0]
+        ...     len(pairs), pairs.tokenizer.detokenize(target), sample["source"][-1].item()
         (2, 'Er schläft.', 1)
 
     References:
@@ -131,15 +136,14 @@ class Multi30k(RecurrentPairs):
 
 
 def _files(folder: Path, languages: tuple[str, str], name: str) -> PairFiles:
-    found = find_files(folder, MULTI30K_NAMES[name], languages)
-    if found is None:
+    files = find_files(folder, MULTI30K_NAMES[name], languages)
+    if files is None:
         names = " and ".join(f"{MULTI30K_NAMES[name][0]}.{lang}" for lang in languages)
         raise DatasetNotFoundError(
             f"{folder} has no {names} (or the same compressed); 'mlbench data fetch multi30k' "
-            "downloads them from "
-            f"data/task1/raw of https://github.com/multi30k/dataset"
+            "downloads them from data/task1/raw of https://github.com/multi30k/dataset"
         )
-    return found
+    return files
 
 
 def download_text(folder: Path) -> None:

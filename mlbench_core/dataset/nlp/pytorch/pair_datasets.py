@@ -38,7 +38,7 @@ class _PartPairs(Dataset[Item]):
     indices: Lengths
 
     def references(self) -> list[str]:
-        """Return the targets as they are in the text, in this data set's order; not for training parts.
+        """Return the targets as they are in the text, in this data set's order.
 
         Raises:
             ValueError: This is a training part, from which pairs were left out, or its text is not
@@ -61,7 +61,7 @@ class _PartPairs(Dataset[Item]):
 
 
 class RecurrentPairs(_PartPairs[tuple[Tensor, Tensor]]):
-    """Pairs for GNMT: each side begins with the id of the beginning and ends with the id of the end.
+    """Pairs for GNMT: each side begins with the id of the beginning and ends with that of the end.
 
     Attributes:
         tokenizer: The tokenizer that creates the ids.
@@ -107,9 +107,14 @@ class RecurrentPairs(_PartPairs[tuple[Tensor, Tensor]]):
         # Scores are comparable only on the whole text, so log a warning if pairs of a validation or
         # test part are left out.
         if part.has_references and not kept.all():
-            _log.warning("%d of %d pairs are left out, with sides of fewer than %d or more "
-                         "than %s sub-words: a score "
-                         "is not that of the whole text", (~kept).sum(), len(kept), min_len, max_len)  # fmt: skip
+            _log.warning(
+                "%d of %d pairs are left out, with sides of fewer than %d or more than %s "
+                "sub-words: a score is not that of the whole text",
+                (~kept).sum(),
+                len(kept),
+                min_len,
+                max_len,
+            )
         self.indices: Lengths = np.flatnonzero(kept)[:max_size]
         if sort:
             self.indices = self.indices[np.argsort(-lengths[self.indices, 0], kind="stable")]
@@ -122,15 +127,16 @@ class RecurrentPairs(_PartPairs[tuple[Tensor, Tensor]]):
 
     @property
     def sizes(self) -> Lengths:
-        """Return the number of ids of each pair's longer side, with beginning and end; int64 of shape (pairs,)."""
+        """Return the number of ids of each pair's longer side, int64 of shape (pairs,).
+
+        Beginning and end count.
+        """
         return self.lengths.max(axis=1, initial=0) + 2
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return source and target, int64 of shape (tokens + 2,)."""
-        source, target = (
-            torch.from_numpy(self.tokenizer.to_ids(numbers)) for numbers in self._numbers(index)
-        )
-        return source, target
+        source, target = map(self.tokenizer.to_ids, self._numbers(index))
+        return torch.from_numpy(source), torch.from_numpy(target)
 
     def __repr__(self) -> str:
         return (
@@ -189,7 +195,8 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
         self.seq_len_multiple, self.shuffle = seq_len_multiple, shuffle
         if isinstance(part.subwords, SubtokenVocabulary):
             pad, eos, *symbols = part.subwords.symbols
-            self.dictionary, self._shift = Dictionary(pad, eos, symbols=symbols), 0
+            self.dictionary = Dictionary(pad, eos, symbols=symbols)
+            self._shift = 0
         else:
             self.dictionary = Dictionary(symbols=[_UNKNOWN_SYMBOL, *part.subwords.symbols])
             # In the store, unknown text has the number 0 and symbols have numbers from 1.
@@ -203,21 +210,28 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
             )
         self.src_dict = self.trg_dict = self.dictionary
         lengths = _lengths(part) + 1
-        wanted = np.arange(len(lengths)) if indices is None else np.asarray(indices, dtype=np.int64)
+        wanted: Lengths = np.arange(len(lengths))
+        if indices is not None:
+            wanted = np.asarray(indices, dtype=np.int64)
         too_long = (lengths[wanted] > np.asarray(max_positions)).any(axis=1)
         if too_long.any():
+            message = "%d of %d pairs %s: they have more than %s tokens"
             effect = "are left out" if part.is_cleaned else "are cut"
-            _log.warning(("%d of %d pairs %s: they have more than %s "
-                         "tokens"), too_long.sum(), len(wanted), effect,
-                         " and ".join(map(str, max_positions)))  # fmt: skip
-        self.indices: Lengths = wanted[~too_long] if part.is_cleaned else wanted
+            limits = " and ".join(map(str, max_positions))
+            _log.warning(message, too_long.sum(), len(wanted), effect, limits)
+        if part.is_cleaned:
+            wanted = wanted[~too_long]
+        self.indices: Lengths = wanted
         # Use the lengths after cutting: `get_batches` would refuse a sentence that is longer than a
         # batch.
         self.lengths: Lengths = np.minimum(lengths, np.asarray(max_positions))[self.indices]
 
     @property
     def sizes(self) -> Lengths:
-        """Return the tokens of each pair in a batch: those of its longer side, rounded up; int64 of shape (pairs,)."""
+        """Return the tokens of each pair in a batch, int64 of shape (pairs,).
+
+        They are those of its longer side, rounded up.
+        """
         longest = self.lengths.max(axis=1, initial=0)
         return -(-longest // self.seq_len_multiple) * self.seq_len_multiple
 
@@ -236,12 +250,17 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``id``, the index, and ``source`` and ``target``, int64 of shape (tokens,)."""
-        sides = zip(self._numbers(index), self.max_positions, strict=True)
-        source, target = (self._symbols(numbers[: limit - 1]) for numbers, limit in sides)
-        return {"id": index, "source": source, "target": target}
+        source, target = self._numbers(index)
+        source_limit, target_limit = self.max_positions
+        return {
+            "id": index,
+            "source": self._symbols(source, source_limit),
+            "target": self._symbols(target, target_limit),
+        }
 
-    def _symbols(self, numbers: npt.NDArray[Any]) -> Tensor:
-        """Convert a sentence from the store's numbers to the dictionary's."""
+    def _symbols(self, numbers: npt.NDArray[Any], limit: int) -> Tensor:
+        """Convert a sentence from the store's numbers to the dictionary's, and cut it."""
+        numbers = numbers[: limit - 1]
         # The end symbol fills the array; all but its last element are overwritten.
         symbols = np.full(len(numbers) + 1, self.dictionary.eos(), dtype=np.int64)
         symbols[:-1] = numbers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +38,10 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 SPECIAL_SYMBOLS = ("<pad>", "<unk>", "<s>", "</s>")
-"""Symbols that other programs write into their vocabulary files. Here they have fixed numbers and are not written."""
+"""Symbols that other programs write into their vocabulary files.
+
+Here they have fixed numbers and are not written.
+"""
 
 _NEWSTEST2014_LINES = 3_003
 _NEWSTEST2014_FILTERED_LINES = 2_737
@@ -88,11 +92,10 @@ class Part:
         if self.is_cleaned:
             raise ValueError(
                 "references must be of a complete part, not of a training part, from which "
-                "pairs were left out: use "
-                "another part"
+                "pairs were left out: use another part"
             )
         # Read the text, because the store has sub-words and not the original lines.
-        lines = [line for path in self.files.targets for line in read_lines(path)]
+        lines = list(itertools.chain.from_iterable(map(read_lines, self.files.targets)))
         return [lines[index] for index in indices]
 
 
@@ -116,9 +119,11 @@ def choose_part(**parts: bool) -> str:
 
 
 def find_files(folder: Path, names: Iterable[str], languages: Sequence[str]) -> PairFiles | None:
-    """Return the text of a part, under the first of its names that exists as ``NAME.LANG`` in both languages."""
+    """Return the first of some names that exists as ``NAME.LANG`` in both languages."""
+    source_lang, target_lang = languages
     for name in names:
-        source, target = (find_file([folder], [f"{name}.{lang}"]) for lang in languages)
+        source = find_file([folder], [f"{name}.{source_lang}"])
+        target = find_file([folder], [f"{name}.{target_lang}"])
         if source and target:
             if name.startswith("newstest2014"):
                 _check_newstest2014(source)
@@ -150,16 +155,16 @@ def download_files(
     pairs = []
     for archive in archives:
         paths = [folder / archive.text_path(lang) for lang in languages]
-        missing = next((path for path in paths if not path.is_file()), None)
-        if missing is not None:
-            if not download:
-                raise DatasetNotFoundError(
-                    f"{missing} does not exist; download=True or 'mlbench data fetch' gets it "
-                    f"from {archive.url}"
-                )
+        missing = [path for path in paths if not path.is_file()]
+        if missing and not download:
+            raise DatasetNotFoundError(
+                f"{missing[0]} does not exist; download=True or 'mlbench data fetch' gets it "
+                f"from {archive.url}"
+            )
+        if missing:
             # One process downloads. The others find the files once they have the lock.
             with lock(folder / ".download.lock"):
-                if not all(path.is_file() for path in paths):
+                if not all(map(Path.is_file, paths)):
                     _download(folder, archive, languages)
         pairs.append(paths)
     sources, targets = zip(*pairs, strict=True)
@@ -198,50 +203,58 @@ def load_part(
             already, and the vocabulary is missing.
         DatasetError: The file is not a vocabulary.
     """
+    subwords: Subwords | SubtokenVocabulary | None = None
     # Before find(): an error in the file must show before a long download.
-    given = None if vocabulary is None else (SubtokenVocabulary.load(vocabulary), vocabulary.parent)
+    if vocabulary is not None:
+        subwords, folder = SubtokenVocabulary.load(vocabulary), vocabulary.parent
     files = find(name)
     cache = Path(cache_dir) if cache_dir else user_folder("cache", "text")
-    subwords: Subwords | SubtokenVocabulary
-    if given is not None:
-        subwords, folder = given
-    elif any(root.glob("vocab.bpe.*")):
-        subwords, folder = Subwords.load(root, recipe.separator, skip=SPECIAL_SYMBOLS), root
-    elif recipe.tokenizer is None:
-        raise DatasetNotFoundError(
-            f"{root} has no vocabulary vocab.bpe.NAME, which text that is divided already needs"
-        )
-    else:
-        subwords, folder = prepare_subwords(find("train"), recipe, cache)
+    if subwords is None:
+        subwords, folder = _find_subwords(find, recipe, root, cache)
     # Drop the merges, because divided text must not be divided again.
     if recipe.tokenizer is None:
         subwords = Subwords(subwords.symbols, None, recipe.separator)
+    cleaning = None
     # The program that divided a text has also cleaned it.
-    cleaning = Cleaning() if name == "train" and recipe.tokenizer is not None else None
+    if name == "train" and recipe.tokenizer is not None:
+        cleaning = Cleaning()
     store = prepare_store(files, recipe, subwords, cache, cleaning=cleaning, in_memory=in_memory)
     return Part(files, store, subwords, folder, recipe, cleaning is not None)
 
 
+def _find_subwords(
+    find: Callable[[str], PairFiles], recipe: Recipe, root: Path, cache: Path
+) -> tuple[Subwords, Path]:
+    """Return the vocabulary of the data's folder, or learn one from the training text."""
+    if any(root.glob("vocab.bpe.*")):
+        return Subwords.load(root, recipe.separator, skip=SPECIAL_SYMBOLS), root
+    if recipe.tokenizer is None:
+        raise DatasetNotFoundError(
+            f"{root} has no vocabulary vocab.bpe.NAME, which text that is divided already needs"
+        )
+    return prepare_subwords(find("train"), recipe, cache)
+
+
 def _download(folder: Path, archive: Archive, languages: Sequence[str]) -> None:
-    """Download and unpack an archive below ``downloads``; move its text into place if it is complete."""
+    """Download and unpack an archive, and move its text into place if it is complete."""
     file_name = archive.url.rsplit("/", 1)[1]
     unpacked = folder / "downloads" / file_name.partition(".")[0]
     maybe_download_and_extract_tar_gz(unpacked, file_name, archive.url)
-    texts = [archive.text_path(lang) for lang in languages]
-    found = [unpacked / text for text in texts]
-    # Count the lines of all files before the first one gets its place, so that a wrong text is
-    # never used.
-    for path in found:
+    # Count the lines of all files before the first one is moved, so that a wrong text is never
+    # used.
+    for lang in languages:
+        path = unpacked / archive.text_path(lang)
         lines = count_lines(path) if path.is_file() else 0
         if lines != archive.lines:
             raise DownloadError(
                 f"{path} from {archive.url} has {lines} lines, not {archive.lines}: delete "
                 f"{path.parent} and get the archive from another place"
             )
-    for path, text in zip(found, texts, strict=True):
-        place = folder / text
-        place.parent.mkdir(parents=True, exist_ok=True)
-        move_into_place(path, place)
+    for lang in languages:
+        text = archive.text_path(lang)
+        target = folder / text
+        target.parent.mkdir(parents=True, exist_ok=True)
+        move_into_place(unpacked / text, target)
 
 
 def _check_newstest2014(path: Path) -> None:

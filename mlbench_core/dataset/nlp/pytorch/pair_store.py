@@ -35,7 +35,6 @@ FORMAT_VERSION = 1
 
 Numbers = npt.NDArray[np.integer[Any]]
 
-_SIDES = ("source", "target")
 _ADVICE = "delete the folder, and it is created again"
 
 
@@ -90,7 +89,7 @@ class Sentences:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> Numbers:
-        """Return the numbers of a sentence, of shape (tokens,), as a view that must not be written to."""
+        """Return a view of the numbers of a sentence, of shape (tokens,); do not write to it."""
         if not 0 <= index < len(self):
             raise IndexError(
                 f"index must be at least 0 and below {len(self)}, the number of sentences, not "
@@ -127,8 +126,8 @@ class PairStore:
         ...     header = PairHeader(("en", "de"), vocabulary_size=10, vocabulary_checksum="")
         ...     pair = (np.array([1, 2, 3]), np.array([4, 5]))
         ...     store = write_pairs(Path(folder, "store"), header, [([pair[0]], [pair[1]])])
-        ...     len(store), store.source[0].tolist(), store.target.lengths.tolist(), store.source.numbers.dtype
-        (1, [1, 2, 3], [2], dtype('uint16'))
+        ...     len(store), store.source[0].tolist(), store.target.lengths.tolist()
+        (1, [1, 2, 3], [2])
     """
 
     def __init__(
@@ -139,18 +138,14 @@ class PairStore:
     ) -> None:
         self.folder = Path(folder)
         self.header = _read_header(self.folder)
-        if (
-            vocabulary_checksum is not None
-            and vocabulary_checksum != self.header.vocabulary_checksum
-        ):
+        if vocabulary_checksum not in (None, self.header.vocabulary_checksum):
             raise DatasetError(
                 f"{self.folder} has the vocabulary {self.header.vocabulary_checksum}, not "
                 f"{vocabulary_checksum}: {_ADVICE}"
             )
-        self.source, self.target = (
-            self._load(side, tokens, mapped=not in_memory)
-            for side, tokens in zip(_SIDES, self.header.tokens, strict=True)
-        )
+        source_tokens, target_tokens = self.header.tokens
+        self.source = self._load("source", source_tokens, mapped=not in_memory)
+        self.target = self._load("target", target_tokens, mapped=not in_memory)
 
     def _load(self, side: str, tokens: int, mapped: bool) -> Sentences:
         try:
@@ -163,8 +158,8 @@ class PairStore:
                 f"{self.folder} is damaged: the {side} is {numbers.dtype} of shape "
                 f"{numbers.shape}, not {tokens} numbers of {self.header.dtype}; {_ADVICE}"
             )
-        is_known = (offsets.dtype, offsets.shape) == (np.dtype("<i8"), (self.header.pairs + 1,))
-        if not is_known or offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 0).any():
+        has_form = (offsets.dtype, offsets.shape) == (np.dtype("<i8"), (self.header.pairs + 1,))
+        if not has_form or offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 0).any():
             raise DatasetError(
                 f"{self.folder} is damaged: the {side} does not have {self.header.pairs} "
                 f"sentences, one after the other, with {tokens} numbers; {_ADVICE}"
@@ -211,14 +206,11 @@ def write_pairs(
                     )
                 source.append(sources)
                 target.append(targets)
-        counts = {
-            "pairs": len(source.offsets) - 1,
-            "tokens": (source.offsets[-1], target.offsets[-1]),
-        }
-        content = {**asdict(header), **counts}
-        (new / "header.json").write_text(
-            json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8"
-        )
+        content = asdict(header)
+        content["pairs"] = len(source.offsets) - 1
+        content["tokens"] = (source.offsets[-1], target.offsets[-1])
+        text = json.dumps(content, indent=1, sort_keys=True) + "\n"
+        (new / "header.json").write_text(text, encoding="utf-8")
         # The new store is complete here. Remove the old one, because leaving this block renames the
         # new one.
         shutil.rmtree(folder, ignore_errors=True)
@@ -226,7 +218,10 @@ def write_pairs(
 
 
 class _NumberFile:
-    """A one-dimensional .npy file that grows; closing it also writes the file of its sentences' offsets."""
+    """A one-dimensional .npy file that grows.
+
+    Closing it also writes the file of its sentences' offsets.
+    """
 
     def __init__(self, path: Path, header: PairHeader) -> None:
         self.path = path
@@ -248,7 +243,7 @@ class _NumberFile:
             )
         # Write block by block, so that a text of millions of pairs is never in memory as a whole.
         self.file.write(numbers.astype(self.header.dtype).tobytes())
-        ends = self.offsets[-1] + np.cumsum([len(sentence) for sentence in sentences])
+        ends = self.offsets[-1] + np.cumsum(list(map(len, sentences)))
         self.offsets += ends.tolist()
 
     def _write_header(self) -> None:
@@ -281,10 +276,8 @@ def _read_header(folder: Path) -> PairHeader:
                 f"{FORMAT_VERSION}: {_ADVICE}"
             )
         # JSON has no tuples, only lists.
-        content["languages"], content["tokens"] = (
-            tuple(content["languages"]),
-            tuple(content["tokens"]),
-        )
+        content["languages"] = tuple(content["languages"])
+        content["tokens"] = tuple(content["tokens"])
         return PairHeader(**content)
     except FileNotFoundError:
         raise DatasetNotFoundError(f"the store {folder} does not exist") from None

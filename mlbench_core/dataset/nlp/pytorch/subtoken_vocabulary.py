@@ -1,4 +1,4 @@
-r"""The vocabulary of MLPerf's Transformer reference: sub-tokens in the file format of Tensor2Tensor.
+r"""The vocabulary of MLPerf's Transformer reference: sub-tokens in Tensor2Tensor's format.
 
 A file has one sub-token per line, in single or double quotes; padding and end come first. The
 number of a sub-token is that of its line, from 0. Text becomes numbers in three steps:
@@ -66,7 +66,8 @@ class SubtokenVocabulary:
             character is missing.
 
     Example:
-        >>> vocabulary = SubtokenVocabulary(["<pad>", "<EOS>", "dog_", "do", *"dogs\\_u;0123456789"])
+        >>> characters = "dogs\\_u;0123456789"
+        >>> vocabulary = SubtokenVocabulary(["<pad>", "<EOS>", "dog_", "do", *characters])
         >>> (numbers,) = vocabulary.encode(["dog dogs"])
         >>> [vocabulary.symbols[number] for number in numbers], vocabulary.decode(numbers)
         (['dog_', 'do', 'g', 's', '_'], 'dog dogs')
@@ -82,10 +83,12 @@ class SubtokenVocabulary:
         self.subtokens = list(subtokens)
         self.symbols = [_WHITE_SPACE.sub(_escape, subtoken) for subtoken in self.subtokens]
         for number, allowed in enumerate(_SPECIAL):
-            found = self.subtokens[number] if number < len(self.subtokens) else "nothing"
-            if found not in allowed:
+            subtoken = "nothing"
+            if number < len(self.subtokens):
+                subtoken = self.subtokens[number]
+            if subtoken not in allowed:
                 raise ValueError(
-                    f"line {number + 1} must be the sub-token {allowed[0]}, not {found}"
+                    f"line {number + 1} must be the sub-token {allowed[0]}, not {subtoken}"
                 )
         first: dict[str, int] = {}
         for number, symbol in enumerate(self.symbols):
@@ -93,9 +96,8 @@ class SubtokenVocabulary:
                 raise ValueError(f"line {number + 1} must be a sub-token, not empty")
             if first.setdefault(symbol, number) != number:
                 raise ValueError(
-                    f"sub-tokens must be different, not {self.subtokens[number]!r} in both "
-                    f"lines {first[symbol] + 1} "
-                    f"and {number + 1}"
+                    f"sub-tokens must be different, not {self.subtokens[number]!r} in both lines "
+                    f"{first[symbol] + 1} and {number + 1}"
                 )
         # The special sub-tokens are not text.
         self._numbers = {
@@ -135,7 +137,7 @@ class SubtokenVocabulary:
         Raises:
             IndexError: A number is not in the vocabulary.
         """
-        found = []
+        pieces = []
         for number in numbers:
             if not 0 <= number < len(self.subtokens):
                 raise IndexError(
@@ -144,8 +146,8 @@ class SubtokenVocabulary:
             if number == _EOS:
                 break
             if number != _PAD:
-                found.append(self.subtokens[number])
-        return _restore("".join(found))
+                pieces.append(self.subtokens[number])
+        return _restore("".join(pieces))
 
     def join(self, text: str) -> str:
         """Return the text that symbols represent.
@@ -165,14 +167,13 @@ class SubtokenVocabulary:
 
     @property
     def checksum(self) -> str:
-        """Return the SHA-256 in hexadecimal digits of the file with single quotes that has these sub-tokens.
+        """Return the SHA-256 of the file with these sub-tokens, in hexadecimal digits.
 
-        Tensor2Tensor and MLPerf's reference write single quotes, so this is what ``sha256sum``
-        shows for their files.
+        The file has single quotes, as Tensor2Tensor and MLPerf's reference write them. Therefore
+        ``sha256sum`` shows the same digits for their files.
         """
-        return files.digest(
-            "".join(f"'{subtoken}'\n" for subtoken in self.subtokens).encode("utf-8")
-        )
+        content = "".join(f"'{subtoken}'\n" for subtoken in self.subtokens)
+        return files.digest(content.encode("utf-8"))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SubtokenVocabulary:
@@ -226,7 +227,10 @@ class SubtokenVocabulary:
     def _cut(self, token: str) -> list[int]:
         """Return the numbers of the longest sub-tokens of a token, from left to right."""
         escaped = token.replace("\\", "\\\\").replace("_", "\\u")
-        escaped = "".join(c if c in self._numbers else f"\\{ord(c)};" for c in escaped) + "_"
+        # The characters of escapes are sub-tokens, so no escape is escaped again.
+        for character in set(escaped) - self._numbers.keys():
+            escaped = escaped.replace(character, f"\\{ord(character)};")
+        escaped += "_"
         numbers, start = [], 0
         while start < len(escaped):
             end = min(start + self._longest, len(escaped))
@@ -243,7 +247,10 @@ def _restore(escaped: str) -> str:
     tokens = [_ESCAPES.sub(_unescape, token) for token in escaped.split("_") if token]
     pieces = tokens[:1]
     for before, token in itertools.pairwise(tokens):
-        pieces += [" ", token] if before[0].isalnum() and token[0].isalnum() else [token]
+        # The space between two tokens of letters and digits was left out.
+        if before[0].isalnum() and token[0].isalnum():
+            pieces.append(" ")
+        pieces.append(token)
     return "".join(pieces)
 
 

@@ -84,7 +84,8 @@ class Wikitext2Dataset:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = Path(folder, "train.txt").write_text("a b c\na b d\n")
-        ...     dataset = Wikitext2Dataset(folder, bptt=2, train=True, cache_dir=Path(folder, "cache"))
+        ...     cache = Path(folder, "cache")
+        ...     dataset = Wikitext2Dataset(folder, bptt=2, train=True, cache_dir=cache)
         >>> dataset.tokens.tolist(), dataset.dictionary.idx2word
         ([0, 1, 2, 3, 0, 1, 4, 3], ['a', 'b', 'c', '<eos>', 'd'])
         >>> dataset.generate_batches(global_bsz=2)
@@ -133,13 +134,12 @@ class Wikitext2Dataset:
     @sequence_lengths.setter
     def sequence_lengths(self, lengths: Tensor | Sequence[int]) -> None:
         tensor = torch.as_tensor(lengths)
-        if tensor.dim() != 1 or (
-            len(tensor) and (tensor.is_floating_point() or tensor.is_complex())
-        ):
+        is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+        # torch makes floating-point numbers of an empty list.
+        if tensor.dim() != 1 or (len(tensor) and not is_integer):
             raise ValueError(
                 f"sequence_lengths must be integers of shape (batches,), not {tensor.dtype} of "
-                "shape "
-                f"{tuple(tensor.shape)}: give the length of each batch"
+                f"shape {tuple(tensor.shape)}: give the length of each batch"
             )
         self._sequence_lengths = tensor.to(torch.int64)
 
@@ -172,18 +172,16 @@ class Wikitext2Dataset:
             ValueError: The text is too short for the streams, the worker's streams are not among
                 them, or both ``worker_bsz`` and ``world_size`` are given.
         """
-        words_in_stream = len(self.tokens) // global_bsz if global_bsz > 0 else 0
-        if words_in_stream < 2:
+        if not 1 <= global_bsz <= len(self.tokens) // 2:
             raise ValueError(
                 f"global_bsz must be from 1 to {len(self.tokens) // 2}, not {global_bsz}: each "
-                "stream needs 2 of the "
-                f"{len(self.tokens)} words of the text"
+                f"stream needs 2 of the {len(self.tokens)} words of the text"
             )
         first, last = _share(global_bsz, worker_bsz, rank, world_size)
+        length = len(self.tokens) // global_bsz
         # This is a view of the mapped ids, without a copy of the text.
-        self._streams = self.tokens[: words_in_stream * global_bsz].reshape(
-            global_bsz, words_in_stream
-        )[first:last]
+        streams = self.tokens[: length * global_bsz].reshape(global_bsz, length)
+        self._streams = streams[first:last]
         self.generate_sequence_lengths(random=False)
 
     def set_epoch(self, epoch: int) -> None:
@@ -225,7 +223,10 @@ class Wikitext2Dataset:
             self._epoch += 1
         else:
             full, rest = divmod(to_predict, self.bptt)
-            self.sequence_lengths = [self.bptt] * full + [rest] * (rest > 0)
+            lengths = [self.bptt] * full
+            if rest:
+                lengths.append(rest)
+            self.sequence_lengths = lengths
 
     def _draw_lengths(self, to_predict: int) -> list[int]:
         """Draw random lengths whose sum is ``to_predict``."""
@@ -248,7 +249,9 @@ class Wikitext2Dataset:
         Raises:
             RuntimeError: :meth:`generate_batches` was not called before.
         """
-        return len(self.sequence_lengths) if len(self._stream_array()) else 0
+        if not len(self._stream_array()):
+            return 0
+        return len(self.sequence_lengths)
 
     def get_batch(self, i: int, cuda: bool = False) -> tuple[Tensor, Tensor]:
         """Return one batch.
@@ -278,14 +281,13 @@ class Wikitext2Dataset:
         to_predict = streams.shape[1] - 1
         if length < 1 or start < 0 or start + length > to_predict:
             raise ValueError(
-                f"sequence_lengths must be at least 1 and have a sum of at most {to_predict}, "
-                f"not {length} after "
-                f"{start} words: generate them again or send those of one worker to all"
+                f"sequence_lengths must be at least 1 and have a sum of at most {to_predict}, not "
+                f"{length} after {start} words: generate them again or send those of one worker "
+                "to all"
             )
         # Read one word more than the length, because the targets are the words shifted by one.
-        words = torch.from_numpy(
-            streams[:, start : start + length + 1].T.astype(np.int64, order="C")
-        )
+        window = streams[:, start : start + length + 1]
+        words = torch.from_numpy(window.T.astype(np.int64, order="C"))
         # Pinned memory lets the copy overlap with the computation of the batch before.
         if cuda:
             words = words.pin_memory().cuda(non_blocking=True)
@@ -322,9 +324,8 @@ def _share(
     first, last = rank * worker_bsz, (rank + 1) * worker_bsz
     if not 0 <= first < last <= global_bsz:
         raise ValueError(
-            f"worker_bsz must be the share of one worker, so that streams {first} to "
-            f"{last - 1} of rank {rank} are "
-            f"among the {global_bsz} of global_bsz, not {worker_bsz}"
+            f"worker_bsz must be the share of one worker, so that streams {first} to {last - 1} "
+            f"of rank {rank} are among the {global_bsz} of global_bsz, not {worker_bsz}"
         )
     return first, last
 
@@ -334,14 +335,13 @@ def _load(folder: Path, part: str, download: bool, cache_dir: Path) -> Corpus:
     if download:
         download_text(folder)
     texts = _find_texts(folder)
-    missing = [name for name in dict.fromkeys(("train", part)) if name not in texts]
-    if missing:
-        names = " or ".join(name.format(part=missing[0]) for name in WIKITEXT2_NAMES)
-        raise DatasetNotFoundError(
-            f"{folder} has no {names} (or the same compressed); put the files of WikiText-2 "
-            "there, from "
-            f"{WIKITEXT2_URL} or by 'mlbench data fetch wikitext2'"
-        )
+    for required in ("train", part):
+        if required not in texts:
+            names = " or ".join(_names(required))
+            raise DatasetNotFoundError(
+                f"{folder} has no {names} (or the same compressed); put the files of WikiText-2 "
+                f"there, from {WIKITEXT2_URL} or by 'mlbench data fetch wikitext2'"
+            )
     return load_corpus(texts, cache_dir)
 
 
@@ -366,15 +366,20 @@ def download_text(folder: Path) -> None:
 def _find_texts(folder: Path) -> dict[str, Path]:
     """Return the file of each part that exists, the training part first."""
     folders = [folder / below for below in WIKITEXT2_FOLDERS]
-    names = {
-        part: [name.format(part=part) for name in WIKITEXT2_NAMES] for part in WIKITEXT2_TOKENS
-    }
-    found = {part: find_file(folders, names[part]) for part in names}
-    return {part: path for part, path in found.items() if path is not None}
+    texts = {}
+    for part in WIKITEXT2_TOKENS:
+        if path := find_file(folders, _names(part)):
+            texts[part] = path
+    return texts
+
+
+def _names(part: str) -> list[str]:
+    """Return the names that the file of a part may have, without the ending of a compression."""
+    return [name.format(part=part) for name in WIKITEXT2_NAMES]
 
 
 def _download(folder: Path) -> None:
-    """Download the text from the first mirror that has it, check it, and move it into place in one step.
+    """Download the text from the first mirror that has it, check it, and move it in one step.
 
     No published checksum is valid for all mirrors, so the function checks the numbers of tokens and
     words instead.
@@ -391,15 +396,14 @@ def _download(folder: Path) -> None:
     if tokens != WIKITEXT2_TOKENS or len(corpus.dictionary) != WIKITEXT2_WORDS:
         raise DatasetError(
             f"the download in {unpacked} is not WikiText-2: it has {tokens} tokens and "
-            f"{len(corpus.dictionary)} words instead of {WIKITEXT2_TOKENS} and "
-            f"{WIKITEXT2_WORDS}; delete the folder "
-            f"and get the data from another place"
+            f"{len(corpus.dictionary)} words instead of {WIKITEXT2_TOKENS} and {WIKITEXT2_WORDS}; "
+            "delete the folder and get the data from another place"
         )
     files.move_into_place(unpacked / WIKITEXT2_FOLDERS[1], folder / WIKITEXT2_FOLDERS[1])
 
 
 def _download_from_hub(folder: Path, reason: DownloadError) -> None:
-    """Download the tables of the Hugging Face hub, which have one line of text per row, and write them as text."""
+    """Download the tables of the Hugging Face hub, and write their rows as lines of text."""
     try:
         parquet: Any = require("pyarrow.parquet", "text")
     except MissingDependencyError as error:
@@ -410,13 +414,12 @@ def _download_from_hub(folder: Path, reason: DownloadError) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for part, name in (("train", "train"), ("valid", "validation"), ("test", "test")):
         with tempfile.TemporaryDirectory(prefix=".table-", dir=folder) as scratch:
+            url = WIKITEXT2_HUB_URL.format(name=name)
             try:
-                table = progress_download(
-                    WIKITEXT2_HUB_URL.format(name=name), Path(scratch, f"{name}.parquet")
-                )
+                table = progress_download(url, Path(scratch, f"{name}.parquet"))
             except DownloadError as error:
                 raise reason from error  # it names the file that the user can bring along
             rows = parquet.read_table(table, columns=["text"])["text"].to_pylist()
         # Some rows may end with a line feed; each line of the file needs exactly one.
-        lines = (row.removesuffix("\n") + "\n" for row in rows)
-        (folder / f"wiki.{part}.tokens").write_text("".join(lines), encoding="utf-8")
+        text = "".join(row.removesuffix("\n") + "\n" for row in rows)
+        (folder / f"wiki.{part}.tokens").write_text(text, encoding="utf-8")

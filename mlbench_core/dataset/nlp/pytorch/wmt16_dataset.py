@@ -28,7 +28,10 @@ _DIVIDED_NAMES = {
 
 
 class WMT16Dataset(RecurrentPairs):
-    """One part of WMT16 English-German: Europarl 7, Common Crawl and News Commentary 11; newstest2014 for validation.
+    """One part of WMT16 English-German.
+
+    The training text is Europarl 7, Common Crawl and News Commentary 11; newstest2014 is for
+    validation.
 
     The text is cleaned and split into words, and the words into sub-words with a vocabulary of both
     languages. If ``root`` has a vocabulary (``vocab.bpe.32000`` and ``bpe.32000``), it is used.
@@ -116,25 +119,27 @@ class WMT16Dataset(RecurrentPairs):
         )
 
     def prepare(self) -> None:
-        """Do nothing: the data set is ready after construction. Scripts of version 3.0 call this before they use it."""
+        """Do nothing, for scripts of version 3.0: the data set is ready after construction."""
 
 
 def _files(
     folder: Path, languages: tuple[str, str], download: bool, preprocessed: bool, name: str
 ) -> PairFiles:
     """Return the text of a part; download it if it is missing."""
+    names: tuple[str, ...] = _NAMES[name]
     # The names of divided text come first; plain names are accepted as well.
-    names = (*_DIVIDED_NAMES[name], *_NAMES[name]) if preprocessed else _NAMES[name]
-    if found := find_files(folder, names, languages):
-        return found
+    if preprocessed:
+        names = _DIVIDED_NAMES[name] + names
+    if files := find_files(folder, names, languages):
+        return files
     if not preprocessed:
         return download_files(folder, WMT16_ARCHIVES[name], languages, download)
     advice = "pass preprocessed=False, which reads raw text"
     if binary := next(folder.glob("*.bin"), None):
         advice = (
-            f"{binary.name}, data that version 3.0 prepared, may contain pickled code and is "
-            "not read; put its text "
-            "and vocabulary into the folder, or pass preprocessed=False, which reads raw text"
+            f"{binary.name}, data that version 3.0 prepared, may contain pickled code and is not "
+            "read; put its text and vocabulary into the folder, or pass preprocessed=False, which "
+            "reads raw text"
         )
     raise DatasetError(f"{folder} has no {names[0]}.{languages[0]}: {advice}")
 

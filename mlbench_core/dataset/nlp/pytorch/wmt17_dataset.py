@@ -24,12 +24,15 @@ _NAMES = {
     "test": ("newstest2014", "test"),
 }
 _SPECIAL = 3  # padding, end and unknown are not in the vocabulary's file
-# characters of other scripts, which are frequent in text from the web, would fill the vocabulary
+# Characters of other scripts, which are frequent in text from the web, would fill the vocabulary.
 _RARE = 50
 
 
 class WMT17Dataset(TransformerPairs):
-    """One part of WMT17 English-German: Europarl 7, Common Crawl and News Commentary 12; newstest2013 and 2014.
+    """One part of WMT17 English-German.
+
+    The training text is Europarl 7, Common Crawl and News Commentary 12; newstest2013 is for
+    validation and newstest2014 for test.
 
     The text is cleaned and split into words, and the words into sub-words with a vocabulary of both
     languages. If ``root`` has a vocabulary (``vocab.bpe.NAME`` and ``bpe.NAME``), it is used.
@@ -110,12 +113,10 @@ class WMT17Dataset(TransformerPairs):
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         folder, name = Path(root), choose_part(train=train, validation=validation, test=test)
-        if vocabulary is None:
-            file, recipe = (
-                None,
-                Recipe(lang, size=vocab_size - _SPECIAL, min_character_count=min_character_count),
-            )
-        else:
+        file: Path | None = None
+        size = vocab_size - _SPECIAL
+        recipe = Recipe(lang, size=size, min_character_count=min_character_count)
+        if vocabulary is not None:
             file, recipe = Path(vocabulary), Recipe(lang, tokenizer="lines")
         find = functools.partial(_files, folder, lang, download)
         part = load_part(
@@ -132,8 +133,8 @@ class WMT17Dataset(TransformerPairs):
 
 def _files(folder: Path, languages: tuple[str, str], download: bool, name: str) -> PairFiles:
     """Return the text of a part; download it if it is missing."""
-    found = find_files(folder, _NAMES[name], languages)
-    return found or download_files(folder, WMT17_ARCHIVES[name], languages, download)
+    files = find_files(folder, _NAMES[name], languages)
+    return files or download_files(folder, WMT17_ARCHIVES[name], languages, download)
 
 
 def download_text(folder: Path) -> None:

@@ -25,7 +25,10 @@ __all__ = [
 ]
 
 SPACING_MARK = "\uffed"
-"""The mark before a word whose spacing is the reverse of Moses' rules: ``U+FFED``, a small black square."""
+"""The mark before a word whose spacing is the reverse of Moses' rules.
+
+It is ``U+FFED``, a small black square.
+"""
 
 _REPLACEMENT = "\u25a0"
 _ESCAPES = {
@@ -118,7 +121,9 @@ def join_words(words: Iterable[str], delim: str = " ") -> str:
     spaces = _usual_spaces(plain) ^ toggled
     pieces, position = [], 0
     for word in plain:
-        pieces += [delim, word] if position and position in spaces else [word]
+        if position and position in spaces:
+            pieces.append(delim)
+        pieces.append(word)
         position += len(word)
     return "".join(pieces)
 
@@ -156,14 +161,16 @@ def _mark_spacing(words: list[str], spaces: set[int]) -> list[str]:
         return words
     marked, position = [], 0
     for word in words:
-        marked += [SPACING_MARK, word] if position in unusual else [word]
+        if position in unusual:
+            marked.append(SPACING_MARK)
+        marked.append(word)
         position += len(word)
     return marked
 
 
 def _spaces(text: str) -> set[int]:
     """Return the positions of spaces in a text, as the number of other characters before each."""
-    return set(itertools.accumulate(len(piece) for piece in text.split(" ")[:-1]))
+    return set(itertools.accumulate(map(len, text.split(" ")[:-1])))
 
 
 def _usual_spaces(words: list[str]) -> set[int]:

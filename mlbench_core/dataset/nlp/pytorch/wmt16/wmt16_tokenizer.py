@@ -91,11 +91,11 @@ class WMT16Tokenizer:
         self.lang = lang
         self.escaped = escaped
         self.subwords = Subwords.load(Path(base_dir), separator, skip=SPECIAL_SYMBOLS)
+        self.tokenizer = tokenizer
         # Without merges, lines are divided already: splitting would break the marks of parts.
         # spaCy's words have none.
-        self.tokenizer = (
-            tokenizer if self.subwords.merges is not None or tokenizer == "spacy" else None
-        )
+        if self.subwords.merges is None and tokenizer != "spacy":
+            self.tokenizer = None
         self.symbols = [*SPECIAL_SYMBOLS, *self.subwords.symbols]
         # Tensor cores need sizes that are multiples of 8 in half precision.
         missing = -len(self.symbols) % _MULTIPLES[math_precision]
@@ -119,8 +119,11 @@ class WMT16Tokenizer:
         """
         if self.tokenizer is not None:
             words = split_words(line, lang or self.lang, self.tokenizer)
-            line = " ".join(escape_words(words) if self.escaped else words)
-        return [int(i) for i in self.to_ids(self.subwords.encode([line])[0])]
+            if self.escaped:
+                words = escape_words(words)
+            line = " ".join(words)
+        (numbers,) = self.subwords.encode([line])
+        return self.to_ids(numbers).tolist()
 
     def to_ids(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Convert the numbers of a sentence in a store to ids.
@@ -154,12 +157,15 @@ class WMT16Tokenizer:
         Raises:
             IndexError: An id is not in the vocabulary.
         """
-        ids = inputs.tolist() if isinstance(inputs, Tensor) else [int(i) for i in inputs]
+        ids = inputs.tolist() if isinstance(inputs, Tensor) else list(map(int, inputs))
         # Ids that a model generates after the end of the sentence have no meaning.
         if EOS in ids:
             ids = ids[: ids.index(EOS)]
-        words = join_parts((self._symbol(i) for i in ids if i not in (PAD, BOS)), self.separator)
-        return join_words(unescape_words(words) if self.escaped else words, delim)
+        symbols = [self._symbol(i) for i in ids if i not in (PAD, BOS)]
+        words = join_parts(symbols, self.separator)
+        if self.escaped:
+            words = unescape_words(words)
+        return join_words(words, delim)
 
     def _symbol(self, i: int) -> str:
         if not 0 <= i < len(self.symbols):

@@ -26,8 +26,10 @@ class Dictionary:
     Example:
         >>> import torch
         >>> dictionary = Dictionary(symbols=["a_", "fine_", "wor@@", "d"])
-        >>> len(dictionary), dictionary.pad(), dictionary.eos(), dictionary.index("fine_"), dictionary[3]
-        (6, 0, 1, 3, 'fine_')
+        >>> len(dictionary), dictionary.pad(), dictionary.eos()
+        (6, 0, 1)
+        >>> dictionary.index("fine_"), dictionary[3]
+        (3, 'fine_')
         >>> dictionary.string(torch.tensor([4, 5, 1, 0]), bpe_symbol="@@ ")
         'word'
     """
@@ -74,7 +76,7 @@ class Dictionary:
         return number
 
     def string(self, tensor: Tensor, bpe_symbol: str | None = None) -> str:
-        """Return the text of a sentence, or of several, one per line, without padding and end symbols.
+        """Return the text of a sentence, or of several, one per line.
 
         Args:
             tensor: Numbers, of shape (tokens,) or (sentences, tokens).
@@ -84,7 +86,8 @@ class Dictionary:
                 joined.
 
         Returns:
-            The symbols, separated by spaces, with the parts of divided words joined.
+            The symbols without padding and end, separated by spaces, with the parts of divided
+            words joined.
 
         Raises:
             ValueError: The tensor has another number of dimensions.
@@ -98,9 +101,8 @@ class Dictionary:
                 f"{tuple(tensor.shape)}"
             )
         # Padding and end have no text.
-        symbols = [
-            self[number] for number in tensor.tolist() if number not in (self._pad, self._eos)
-        ]
+        hidden = (self._pad, self._eos)
+        symbols = [self[number] for number in tensor.tolist() if number not in hidden]
         if bpe_symbol is None:
             return " ".join(symbols)
         if bpe_symbol == "_":
