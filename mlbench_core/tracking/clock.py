@@ -79,11 +79,11 @@ class DeviceClock:
         self._marks.append((name, event))
 
     def skip(self) -> None:
-        """Leave out the time since the previous mark: it belongs neither to a step nor to the batch."""
+        """Leave out the time since the previous mark, which is not of the batch."""
         self.mark(_SKIPPED)
 
     def batch_end(self) -> None:
-        """Mark the end of a batch, and read the times of the batches that the device has finished."""
+        """Mark the end of a batch, and read the times of those that the device has finished."""
         self.mark(None)
         self._pending.append(self._marks)
         self._marks = []

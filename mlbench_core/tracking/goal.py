@@ -32,7 +32,10 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Goal = Callable[[str, float, Any], "str | None"]
-"""A goal is called ``(metric_name, value, tracker)``, see :class:`~mlbench_core.tracking.tracker.Tracker`."""
+"""A goal is called ``(metric_name, value, tracker)``.
+
+See :class:`~mlbench_core.tracking.tracker.Tracker`.
+"""
 
 
 class TrackedRun(Protocol):
@@ -69,8 +72,7 @@ def as_goal(goal: Any) -> Goal | None:
             return made
     raise TypeError(
         f"goal must be callable as (metric_name, value, tracker), not {goal!r}: pass such a "
-        "function, or one without "
-        "required arguments that returns it"
+        "function, or one without required arguments that returns it"
     )
 
 
@@ -114,22 +116,30 @@ def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
     # A script may set goal_reached to False in order to continue.
     result = tracker.goal_result if tracker.goal_reached else None
     goal = GoalAim.of(tracker.goal).to_dict()
-    if result is not None:
-        goal.update({name: result[name] for name in (*goal, "budget_s") if name in result})
-    # Checkpoints of earlier versions say that the goal was reached, but not when.
-    is_known = result is not None or not tracker.goal_reached
-    totals = tracker.totals() if result is None else result["totals"]
-    epochs = tracker.current_epoch if result is None else result["epoch"] + 1
-    return {
+    value = None
+    if result is None:
+        totals, epochs = tracker.totals(), tracker.current_epoch
+    else:
+        totals, epochs, value = result["totals"], result["epoch"] + 1, result["value"]
+        for name in (*goal, "budget_s"):
+            if name in result:
+                goal[name] = result[name]
+    metric = {
         **goal,
         "reached": tracker.goal_reached,
-        "value": None if result is None else result["value"],
-        "time_to_goal_s": tracker.time_to_goal_s if tracker.goal_reached else None,
-        "epochs": epochs if is_known else None,
-        "phases_s": {phase: totals[f"{tracked}_s"] for phase, tracked in TRACKER_PHASES.items()}
-        if is_known
-        else {},
+        "value": value,
+        "time_to_goal_s": None,
+        "epochs": None,
+        "phases_s": {},
     }
+    if tracker.goal_reached:
+        metric["time_to_goal_s"] = tracker.time_to_goal_s
+    # Checkpoints of earlier versions record that the goal was reached, but not when.
+    if result is not None or not tracker.goal_reached:
+        metric["epochs"] = epochs
+        for phase, tracked in TRACKER_PHASES.items():
+            metric["phases_s"][phase] = totals[f"{tracked}_s"]
+    return metric
 
 
 # ---------------------------------------------------------------------- the end of the process
@@ -149,7 +159,7 @@ def end_at_exit(tracker: TrackedRun) -> None:
 
 
 def send_at_exit(key: object, metric: tuple[Any, ...] | None) -> None:
-    """Keep the arguments of ``LogMetrics.log`` until the interpreter exits; None forgets those of this key."""
+    """Keep arguments of ``LogMetrics.log`` until the interpreter exits; None forgets them."""
     if metric is None:
         _last_metrics.pop(key, None)
     else:

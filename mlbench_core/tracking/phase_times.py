@@ -55,8 +55,9 @@ class PhaseTimes:
 
     @property
     def epoch_metrics(self) -> dict[str, list[float]]:
-        """Return the seconds of each step in each epoch. The current epoch is last if it has any time.
+        """Return the seconds of each step in each epoch.
 
+        The current epoch is last if it has any time.
         In a long run each of the last ``history_size`` epochs has an entry. The first entry then
         also includes all epochs before it.
         """
@@ -64,7 +65,10 @@ class PhaseTimes:
 
     @property
     def cumulative_train_time(self) -> list[float]:
-        """Return the seconds inside training batches in each epoch, see :attr:`epoch_metrics`. The sum is the total."""
+        """Return the seconds inside training batches in each epoch, see :attr:`epoch_metrics`.
+
+        The sum is the total.
+        """
         return self._by_epoch(lambda totals: totals.train_s)
 
     @property
@@ -97,7 +101,7 @@ class PhaseTimes:
 
     def _by_epoch(self, pick: Callable[[Totals], float]) -> list[float]:
         """Return the growth of one of the totals in each epoch."""
-        totals, now = list(self._epoch_ends), self._totals()
-        if now != (totals[-1] if totals else Totals()):
+        totals, now = [Totals(), *self._epoch_ends], self._totals()
+        if now != totals[-1]:
             totals.append(now)
-        return [pick(after) - pick(before) for before, after in pairwise([Totals(), *totals])]
+        return [pick(after) - pick(before) for before, after in pairwise(totals)]

@@ -1,6 +1,6 @@
-"""Tell services how this process ends: normally, by an exception, or because it is stopped.
+"""Notify services how this process ends: normally, by an exception, or because it is stopped.
 
-A service keeps a run until somebody says that it has ended. A script may not close its sinks, and
+A service keeps a run until it is notified of the end. A script may not close its sinks, and
 SIGTERM, with which launchers and job queues stop a process, ends Python without any handler.
 """
 
@@ -34,13 +34,16 @@ def state_after(error: BaseException | None) -> str:
     """
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return "finished"
-    return "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped"
+    return "failed"
 
 
 def uncaught_error() -> BaseException | None:
-    """Return the exception with which the interpreter is ending; only for handlers of :mod:`atexit`.
+    """Return the exception with which the interpreter is ending.
 
-    The status of a ``sys.exit(1)`` outside the ``with`` block of a tracker is not known.
+    It is only for handlers of :mod:`atexit`. The status of a ``sys.exit(1)`` outside the ``with``
+    block of a tracker is not known.
     """
     # In an interactive session, this is the latest error of many, and the session went on after it.
     if hasattr(sys, "ps1"):
@@ -91,7 +94,8 @@ def _at_sigterm(*_: Any) -> None:
 
 
 def _watch_sigterm() -> None:
-    _replace_handler(signal.SIG_DFL, _at_sigterm if _functions else signal.SIG_DFL)
+    if _functions:
+        _replace_handler(signal.SIG_DFL, _at_sigterm)
 
 
 def _release_sigterm() -> None:
@@ -100,10 +104,8 @@ def _release_sigterm() -> None:
 
 def _replace_handler(old: Any, new: Any) -> None:
     # Python allows it in the main thread only.
-    if (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGTERM) is old
-    ):
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is old:
         signal.signal(signal.SIGTERM, new)
 
 

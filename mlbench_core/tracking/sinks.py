@@ -1,4 +1,4 @@
-"""Write the numbers of a tracker to files, TensorBoard, other services or any function, in addition to the master.
+"""Write the numbers of a tracker to files, services or functions, in addition to the master.
 
 A sink is called ``sink(name, value, epoch, step)``. It may also have these methods:
 
@@ -7,7 +7,7 @@ A sink is called ``sink(name, value, epoch, step)``. It may also have these meth
   itself is then called only for numbers that the events contain, too: the times of the steps, and
   the result of the goal.
 * ``event(kind, content)`` receives the events of the run, see :meth:`SinkList.event`. The event
-  ``"end"`` says how the run ended.
+  ``"end"`` has the state in which the run ended.
 * ``flush()`` is called after each epoch and at the end.
 * ``write_summary(summary)`` and ``close()`` are called at the end.
 
@@ -79,7 +79,9 @@ class Sink(Protocol):
 
 
 class SinkList(list[Sink]):
-    """The sinks of a tracker. A sink that raises an exception (a full disk) is removed, and the run continues.
+    """The sinks of a tracker.
+
+    A sink that raises an exception, for example on a full disk, is removed, and the run continues.
 
     Attributes:
         latest: The numbers of the latest step: name to [value, epoch]. A checkpoint of the tracker
@@ -100,11 +102,14 @@ class SinkList(list[Sink]):
                 )
 
     def resume(self, step: int, latest: dict[str, list[Any]]) -> None:
-        """Continue from a step with the :attr:`latest` numbers of its checkpoint; the sinks receive nothing here."""
+        """Continue from a step with the :attr:`latest` numbers of its checkpoint."""
         self._step, self.latest = step, latest
 
     def record(self, name: str, value: float | str, epoch: int, step: int, time_s: float) -> None:
-        """Pass a statistic to every sink; without ``time_s`` to those that have no method ``record``."""
+        """Pass a statistic to every sink.
+
+        Sinks without a method ``record`` receive it without ``time_s``.
+        """
         self._keep(name, value, epoch, step)
         # A copy, because a sink that fails is removed while the loop runs.
         for sink in tuple(self):
@@ -140,14 +145,15 @@ class SinkList(list[Sink]):
         """
         receivers = [sink for sink in self if hasattr(sink, "event")]
         if receivers:
-            made = content()
+            event = content()
             for sink in receivers:
-                self._try(sink, sink.event, kind, made)
+                self._try(sink, sink.event, kind, event)
 
     def call(self, method: str, *arguments: Any) -> None:
         """Call a method of every sink that has it."""
         for sink in tuple(self):
-            self._try(sink, getattr(sink, method, lambda *_: None), *arguments)
+            if hasattr(sink, method):
+                self._try(sink, getattr(sink, method), *arguments)
 
     def _try(self, sink: Sink, function: Callable[..., Any], *arguments: Any) -> None:
         try:
@@ -276,8 +282,8 @@ class TensorBoardSink:
                 self._writer.add_text(_utf8(name), _utf8(value), step)
             else:
                 self._writer.add_scalar(_utf8(name), value, step)
-        # Of the value, for example an integer that is too large. A full disk raises OSError, which
-        # ends the sink.
+        # Errors of the value, for example of an integer that is too large. A full disk raises
+        # OSError, which ends the sink.
         except (TypeError, ValueError, OverflowError) as error:
             self._refused.add(name)
             _warn_of_refused(type(self).__name__, name, error)
@@ -303,7 +309,10 @@ class TensorBoardSink:
 
 
 class _ServiceSink:
-    """A sink with a run on a service, which learns how this process ends even if nobody closes the sink."""
+    """A sink with a run on a service.
+
+    The service is notified how this process ends, even if nobody closes the sink.
+    """
 
     def __init__(self) -> None:
         self._refused: set[str] = set()
@@ -434,24 +443,23 @@ class MLflowSink(_ServiceSink):
             self._client.update_run(earlier, status="RUNNING")
             self._last_steps = {}
         else:
-            self._run = self._client.create_run(
-                self._experiment(experiment), run_name=run_name
-            ).info.run_id
+            experiment_id = self._experiment(experiment)
+            self._run = self._client.create_run(experiment_id, run_name=run_name).info.run_id
         super().__init__()
 
     def _experiment(self, name: str) -> str:
         """Return the id of an experiment, which is created if it does not exist."""
-        found = self._client.get_experiment_by_name(name)
-        if found is not None:
-            return str(found.experiment_id)
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
         try:
             return str(self._client.create_experiment(name))
         except Exception:
             # Another run may have created it since.
-            found = self._client.get_experiment_by_name(name)
-            if found is None:
+            experiment = self._client.get_experiment_by_name(name)
+            if experiment is None:
                 raise
-            return str(found.experiment_id)
+            return str(experiment.experiment_id)
 
     def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
         """Queue one metric, or write a text."""
@@ -479,19 +487,18 @@ class MLflowSink(_ServiceSink):
             self.flush()
 
     def _allowed_name(self, name: str) -> str:
-        """Return the name of a metric in MLflow. Different names stay different, so no curve mixes two metrics."""
+        """Return the name of a metric in MLflow."""
         parts = re.sub(r"[^\w./ -]", "_", name).split("/")
         allowed = "/".join("_" if part in ("", ".", "..") else part for part in parts)
-        taken = self._names.values()
-        endings = itertools.chain([""], (f"_{number}" for number in itertools.count(2)))
-        allowed = next(
-            cut
-            for ending in endings
-            if (cut := posixpath.normpath(allowed[: self._LONGEST_NAME - len(ending)]) + ending)
-            not in taken
-        )
-        self._names[name] = allowed
-        return allowed
+        unique = posixpath.normpath(allowed[: self._LONGEST_NAME])
+        # Different names stay different, so that no curve mixes two metrics.
+        number = 2
+        while unique in self._names.values():
+            ending = f"_{number}"
+            unique = posixpath.normpath(allowed[: self._LONGEST_NAME - len(ending)]) + ending
+            number += 1
+        self._names[name] = unique
+        return unique
 
     def flush(self) -> None:
         """Write the queued metrics."""
@@ -541,12 +548,14 @@ def _warn_of_refused(sink: str, name: str, error: Exception) -> None:
 
 
 def _strict(value: Any) -> Any:
-    """Return plain containers without NaN and infinities, which JSON does not have: they become None."""
+    """Return plain containers with None in place of NaN and infinities, which JSON lacks."""
     if isinstance(value, Mapping):
         return {name: _strict(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_strict(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _utf8(text: str) -> str:
@@ -594,11 +603,11 @@ def make_sink(text: str, run_id: str | None = None, resume: bool = False) -> Sin
         JSONLSink('run.jsonl')
     """
     name, _, argument = text.partition(":")
-    # A package must not replace a sink of this one.
-    makers: dict[str, Callable[..., Sink] | EntryPoint] = {
-        **{entry.name: entry for entry in entry_points(group="mlbench.sinks")},
-        **_BUILT_IN,
-    }
+    makers: dict[str, Callable[..., Sink] | EntryPoint] = {}
+    for entry in entry_points(group="mlbench.sinks"):
+        makers[entry.name] = entry
+    # Added last, because a package must not replace a sink of this one.
+    makers.update(_BUILT_IN)
     if name not in makers:
         raise ConfigurationError(
             f"sink must be NAME or NAME:ARGUMENT, not {text!r}: NAME is one of {sorted(makers)}"
@@ -636,14 +645,18 @@ def _own_path(argument: str, run_id: str, resume: bool, is_folder: bool) -> str:
     resumed run takes its last one.
     """
     path = Path(argument.replace("{run_id}", run_id))
-    in_shared_folder = is_folder and "{run_id}" not in argument
     # A terminal or a pipe.
     if not is_folder and path.exists() and not path.is_file():
         return str(path)
-    first = path / run_id if in_shared_folder else path
-    stem, suffix = (first.name, "") if in_shared_folder else (f"{path.stem}-{run_id}", path.suffix)
+    if is_folder and "{run_id}" not in argument:
+        # Several runs share the folder.
+        first = path / run_id
+        stem, suffix, candidates = first.name, "", [first]
+    else:
+        first = path
+        stem, suffix = f"{path.stem}-{run_id}", path.suffix
+        candidates = [first, first.with_name(stem + suffix)]
     others = (first.with_name(f"{stem}-{number}{suffix}") for number in itertools.count(2))
-    candidates = [first] if in_shared_folder else [first, first.with_name(stem + suffix)]
     last: Path | None = None
     try:
         first.parent.mkdir(parents=True, exist_ok=True)
@@ -651,19 +664,23 @@ def _own_path(argument: str, run_id: str, resume: bool, is_folder: bool) -> str:
             if resume and candidate.exists():
                 last = candidate
                 continue
-            if last is None:
-                # At most one of several runs that start at once can create it.
-                try:
-                    candidate.mkdir() if is_folder else candidate.touch(exist_ok=False)
-                except FileExistsError:
-                    continue
+            if last is not None:
+                break
+            # At most one of several runs that start at once can create it.
+            try:
+                if is_folder:
+                    candidate.mkdir()
+                else:
+                    candidate.touch(exist_ok=False)
+            except FileExistsError:
+                continue
             break
     except OSError as error:
         reason = error.strerror or error
         raise ConfigurationError(
             f"sink must have a path that can be written, not {argument!r}: {reason}"
         ) from error
-    found = last or candidate
-    if found != first:
-        logger.warning("sink: %s exists, so run %s writes to %s", first, run_id, found)
-    return str(found)
+    chosen = last or candidate
+    if chosen != first:
+        logger.warning("sink: %s exists, so run %s writes to %s", first, run_id, chosen)
+    return str(chosen)

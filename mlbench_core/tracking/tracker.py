@@ -76,7 +76,7 @@ class _Validation:
 
 
 def _step_method(name: str) -> Callable[[Tracker], None]:
-    """Return a method that does the same as ``record_batch_step(name)``, in the usual case without calling it."""
+    """Return a method that does the same as ``record_batch_step(name)``."""
 
     # These methods run several times per batch. The usual case (host clock, known step) is written
     # out here, because a delegated call would add to the time that is measured.
@@ -218,7 +218,7 @@ class Tracker(PhaseTimes):
         self._sinks = SinkList(sinks)
         self.current_epoch = 0
         self.best_epoch = 0
-        self.best_metric_value = self._worst
+        self.best_metric_value = _worst_value(minimize)
         self._is_latest_best = False
         self.goal_reached = False
         self.goal_text: str | None = None
@@ -277,7 +277,10 @@ class Tracker(PhaseTimes):
 
     @property
     def goal(self) -> Goal | None:
-        """Return the goal, which is called ``(metric_name, value, tracker)``. It may be set at any time."""
+        """Return the goal, which is called ``(metric_name, value, tracker)``.
+
+        It may be set at any time.
+        """
         return self._goal
 
     @goal.setter
@@ -288,8 +291,8 @@ class Tracker(PhaseTimes):
         """Return True if a training statistic may reach the goal.
 
         It is False without a goal, after it was reached, and for a goal whose attribute ``metric``
-        names a validation statistic, as that of each goal of the tasks does. Of another function it
-        is not known, so it is True.
+        names a validation statistic, as that of each goal of the tasks does. For another function
+        it is True, because its statistics are not known.
         """
         if self._goal is None or self.goal_reached:
             return False
@@ -355,12 +358,14 @@ class Tracker(PhaseTimes):
         """
         # Times are kept only as totals since the start, so the times of one epoch are the
         # difference of two totals.
-        before, now = self._epoch_ends[-1] if self._epoch_ends else Totals(), self._totals()
+        before = self._epoch_ends[-1] if self._epoch_ends else Totals()
+        now = self._totals()
         self._epoch_ends.append(now)
         if self._batches_in_epoch:
             numbers = {name: now.of([name]) - before.of([name]) for name in now.steps_s}
             numbers["CumulativeTrainTimeEpoch"] = now.train_s - before.train_s
-            numbers.update({f"cum_{name}": total for name, total in now.steps_s.items()})
+            for name, total in now.steps_s.items():
+                numbers[f"cum_{name}"] = total
             numbers.update(self._other_numbers(before, now))
             for name, value in numbers.items():
                 self._send(name, value)
@@ -378,7 +383,7 @@ class Tracker(PhaseTimes):
         self._send_plan()
 
     def epochs(self, most: int, past_goal: bool = False) -> Iterator[int]:
-        """Yield the epochs to train: from the current one until the goal is reached or the budget is spent.
+        """Yield the epochs to train, until the goal is reached or the budget is spent.
 
         A run that continues from a checkpoint yields only the remaining epochs, and none after its
         goal.
@@ -410,13 +415,19 @@ class Tracker(PhaseTimes):
 
     def _empty_meters(self, metrics: Iterable[Any]) -> dict[str, AverageMeter]:
         names = ["loss", *(metric.name for metric in metrics)]
-        prefixes = (self.train_prefix, self.val_prefix, f"{self.val_prefix}global_")
-        return {f"{prefix}{name}": AverageMeter() for prefix in prefixes for name in names}
+        meters: dict[str, AverageMeter] = {}
+        for prefix in (self.train_prefix, self.val_prefix, f"{self.val_prefix}global_"):
+            for name in names:
+                meters[prefix + name] = AverageMeter()
+        return meters
 
     # ------------------------------------------------------------------ batches and their steps
 
     def batch_start(self) -> None:
-        """Start a batch. If another batch is still open, its time up to its last mark counts as training time."""
+        """Start a batch.
+
+        If another batch is still open, its time up to its last mark counts as training time.
+        """
         if self._batch_start is not None or not self._prepared:
             self._before_batch()
         if self._device is not None:
@@ -449,7 +460,7 @@ class Tracker(PhaseTimes):
             )
 
     def record_batch_step(self, name: str) -> None:
-        """Mark the end of a step. Its time runs from the previous mark. Outside a batch, do nothing.
+        """Mark the end of a step, whose time runs from the previous mark; only within a batch.
 
         Args:
             name: Any name of a step, including names that are not in the constructor's lists.
@@ -500,12 +511,9 @@ class Tracker(PhaseTimes):
         Raises:
             ValueError: An argument is negative or not a number.
         """
-        for name, value in (
-            ("total_s", total_s),
-            ("exposed_s", exposed_s),
-            ("size_bytes", size_bytes),
-        ):
-            check_at_least(name, value, 0)
+        check_at_least("total_s", total_s, 0)
+        check_at_least("exposed_s", exposed_s, 0)
+        check_at_least("size_bytes", size_bytes, 0)
         if cpu_s is not None:
             check_at_least("cpu_s", cpu_s, 0)
         self._counters.communication_total_s += float(total_s)
@@ -520,10 +528,11 @@ class Tracker(PhaseTimes):
     def charge_validation_average(
         self, seconds: float, size_bytes: int, *, cpu_s: float | None = None
     ) -> None:
-        """Add an average of weights that a validation needed to the training time, as exposed communication.
+        """Add the average of weights for a validation to the training time.
 
-        Without it, a method whose workers differ would get the average for nothing, just before its
-        goal is checked. Call it outside of a batch and of a validation.
+        It counts as exposed communication. Otherwise a method whose workers differ would get the
+        average at no cost, just before its goal is checked. Call it outside of a batch and of a
+        validation.
 
         Args:
             seconds: Seconds that the average took.
@@ -550,13 +559,14 @@ class Tracker(PhaseTimes):
     def _add_exposed(self, exposed_s: float, cpu_s: float | None) -> None:
         """Add exposed communication. Its processor time is known only if that of every part is."""
         counters = self._counters
-        known_s = counters.communication_cpu_s if counters.communication_exposed_s > 0 else 0.0
-        if cpu_s is None or known_s is None:
-            # A part that took no time changes nothing.
-            if exposed_s > 0:
-                counters.communication_cpu_s = None
-        else:
-            counters.communication_cpu_s = known_s + float(min(cpu_s, exposed_s))
+        earlier_cpu_s = counters.communication_cpu_s
+        if counters.communication_exposed_s <= 0:
+            earlier_cpu_s = 0.0
+        if cpu_s is not None and earlier_cpu_s is not None:
+            counters.communication_cpu_s = earlier_cpu_s + float(min(cpu_s, exposed_s))
+        # A part that took no time changes nothing.
+        elif exposed_s > 0:
+            counters.communication_cpu_s = None
         counters.communication_exposed_s += exposed_s
 
     def _count_exchange(self) -> None:
@@ -566,7 +576,9 @@ class Tracker(PhaseTimes):
     def record_collective(
         self, op: str, group: int, size_bytes: int, calls: int, overlapped: bool
     ) -> None:
-        """Count collectives of training, from which :mod:`mlbench_core.prediction` predicts times on other networks.
+        """Count collectives of training, to predict times on other networks.
+
+        The predictions are those of :mod:`mlbench_core.prediction`.
 
         Args:
             op: The kind, for example ``"all_reduce"``; ``"neighbors"`` is an exchange with all
@@ -644,16 +656,13 @@ class Tracker(PhaseTimes):
         name = metric if isinstance(metric, str) else metric.name
         value = _number(self._prefix + name, value)
         # The best value is updated before the statistic is recorded, because a goal may read it.
-        if (
-            not self.is_training
-            and self.primary_metric is not None
-            and name == self.primary_metric.name
-        ):
+        primary = self.primary_metric
+        if not self.is_training and primary is not None and name == primary.name:
             self._add_to_validation(value, n)
         self.record_stat(name, value, n, log_to_api)
 
     def position(self) -> tuple[int, float]:
-        """Return the number of batches finished so far and the seconds since :meth:`start`, as ``history`` has them."""
+        """Return the number of finished batches and the seconds since :meth:`start`."""
         return self._counters.batches, self._wall_s()
 
     def record_stat(
@@ -711,10 +720,9 @@ class Tracker(PhaseTimes):
         """
         value = _number("the primary metric", new_metric_value)
         # Discard the mean of the values that record_metric received in this validation.
-        if self._validation.best_before is not None:
-            self.best_metric_value, self.best_epoch, self._is_latest_best = (
-                self._validation.best_before
-            )
+        best_before = self._validation.best_before
+        if best_before is not None:
+            self.best_metric_value, self.best_epoch, self._is_latest_best = best_before
             self._validation.best_before = None
         self._validation.has_final_value = True
         self._compare_with_best(value)
@@ -729,28 +737,23 @@ class Tracker(PhaseTimes):
             self.best_epoch = self.current_epoch
 
     def _add_to_validation(self, value: float, n: float) -> None:
-        """Add a recorded value to the mean of this validation, and compare the mean with the best value before it."""
+        """Add a value to the mean of this validation, and compare the mean with the best before."""
         mean = self._validation.mean
         is_first = mean.count == 0
         mean.update(value, n)
         if self._validation.has_final_value or mean.count == 0:
             return
-        if self._validation.best_before is None:
-            self._validation.best_before = (
-                self.best_metric_value,
-                self.best_epoch,
-                self._is_latest_best,
-            )
-        else:
-            self.best_metric_value, self.best_epoch, self._is_latest_best = (
-                self._validation.best_before
-            )
+        best_before = self._validation.best_before
+        if best_before is None:
+            best_before = (self.best_metric_value, self.best_epoch, self._is_latest_best)
+            self._validation.best_before = best_before
+        self.best_metric_value, self.best_epoch, self._is_latest_best = best_before
         # The first value is compared directly: a mean of one value (v * n / n) may differ from it
         # by rounding.
         self._compare_with_best(value if is_first else mean.avg)
 
     def is_best(self) -> bool:
-        """Return True if the latest value of the primary metric belongs to this epoch and is the best so far."""
+        """Return True if the latest value of the primary metric is of this epoch and the best."""
         return self._is_latest_best and self.best_epoch == self.current_epoch
 
     # ------------------------------------------------------------------ totals
@@ -771,7 +774,9 @@ class Tracker(PhaseTimes):
         return [entry[2] for entry in self.history if entry[1] == "batch_time_s"]
 
     def totals(self) -> dict[str, Any]:
-        """Return seconds and counts since the start of the run; on CUDA without the batches that are not finished.
+        """Return seconds and counts since the start of the run.
+
+        On CUDA they lack the batches that the device has not finished.
 
         Returns:
             ``wall_s``, ``train_s``, ``validation_s``, ``compute_s``, ``communication_s``,
@@ -781,7 +786,10 @@ class Tracker(PhaseTimes):
             ``exchanges`` and ``communication_measured``, see
             :class:`~mlbench_core.tracking.summary.TrackerSummary`. Parts before a resumption count.
         """
-        now, counts = self._totals(), self._collectives
+        now = self._totals()
+        wire_bytes = None
+        if self._collectives is not None:
+            wire_bytes = total_wire_bytes(self._collectives.as_list())
         return {
             "wall_s": self._wall_s(),
             "compute_s": now.of(self.compute_steps),
@@ -790,14 +798,18 @@ class Tracker(PhaseTimes):
             "preprocess_s": now.of(self.preprocess_steps),
             "steps_s": dict(now.steps_s),
             **asdict(self._counters),
-            "communication_wire_bytes": None
-            if counts is None
-            else total_wire_bytes(counts.as_list()),
+            "communication_wire_bytes": wire_bytes,
         }
 
     def summary(self) -> TrackerSummary:
-        """Return the totals of the run so far; on CUDA without the batches that the device has not finished."""
-        has_best = self._has_best
+        """Return the totals of the run so far.
+
+        On CUDA they lack the batches that the device has not finished.
+        """
+        best_value: float | None = None
+        best_epoch: int | None = None
+        if self._has_best:
+            best_value, best_epoch = self.best_metric_value, self.best_epoch
         return TrackerSummary(
             run_id=str(self.run_id),
             rank=self.rank,
@@ -808,18 +820,18 @@ class Tracker(PhaseTimes):
             batch_p99_s=self._batch_times.quantile(0.99),
             memory_peak_bytes=self._memory_peak_bytes(),
             energy_j=self._energy_j(),
-            best_metric_value=self.best_metric_value if has_best else None,
-            best_epoch=self.best_epoch if has_best else None,
+            best_metric_value=best_value,
+            best_epoch=best_epoch,
             goal_reached=self.goal_reached,
             goal_text=self.goal_text,
             time_to_goal_s=self.time_to_goal_s,
         )
 
     def publish_summary(self, world_size: int = 1) -> None:
-        """Send the totals of the run to the master as one metric ``summary``, a JSON text. Only rank 0 sends.
+        """Send the totals of the run to the master as one metric ``summary``, a JSON text.
 
-        ``mlbench run --wait`` and ``mlbench charts`` draw their tables and charts from it. The
-        metric ``goal`` is sent again, see :meth:`close`.
+        Only rank 0 sends. ``mlbench run --wait`` and ``mlbench charts`` draw their tables and
+        charts from it. The metric ``goal`` is sent again, see :meth:`close`.
 
         Args:
             world_size: Number of workers. The throughput of the run is this worker's throughput
@@ -833,17 +845,16 @@ class Tracker(PhaseTimes):
         self._published = self._counters.batches
 
     def __str__(self) -> str:
-        """Return one line: the epoch, the means of its statistics, the best value and the training time.
+        """Return one line: epoch, means of its statistics, best value and training time.
 
         Epochs count from 0, as in the log. Between two epochs, the line has the number of finished
         epochs instead.
         """
         count, meters = self.current_epoch, self.epoch_stats.values()
         has_begun = self._batches_in_epoch > 0 or any(meter.count for meter in meters)
-        is_between = count > 0 and not has_begun
-        parts = [
-            f"{count} epoch{'' if count == 1 else 's'} done" if is_between else f"Epoch {count}"
-        ]
+        parts = [f"Epoch {count}"]
+        if count > 0 and not has_begun:
+            parts = [f"{count} epochs done" if count > 1 else "1 epoch done"]
         global_prefix = f"{self.val_prefix}global_"
         for name, meter in self.epoch_stats.items():
             # A statistic of all workers replaces this worker's own, to keep the line short.
@@ -861,7 +872,7 @@ class Tracker(PhaseTimes):
     # ------------------------------------------------------------------ end, and state
 
     def close(self) -> None:
-        """End the run: remove the progress bar, flush and close the sinks, send the remaining numbers to the master.
+        """End the run: flush and close the sinks, and send the remaining numbers to the master.
 
         Rank 0 sends the metric ``goal`` again, also if the goal was missed. The call waits for the
         device, and at most 5 seconds for the master. A second call does nothing. A tracker that is
@@ -886,14 +897,17 @@ class Tracker(PhaseTimes):
             self._progress = None
         if self._device is not None:
             self._device.drain(wait=not at_exit)
-        for gap in self.summary().gaps() if self._check_times else ():
-            logger.warning("run %s: %s", self.run_id, gap)
+        if self._check_times:
+            for gap in self.summary().gaps():
+                logger.warning("run %s: %s", self.run_id, gap)
         # A tracker that only validates a checkpoint says nothing about the goal of a run.
         if self._has_started and self._published != self._counters.batches:
             self._report_goal()
         send_at_exit(self._exit_key, None)
         if self._sinks:
-            state = state_after(uncaught_error() if at_exit else error)
+            if at_exit:
+                error = uncaught_error()
+            state = state_after(error)
             self._sinks.event("end", lambda: {"state": state, **self._end_event()})
             self._sinks.call("write_summary", self.summary().to_dict())
             self._sinks.call("flush")
@@ -920,9 +934,11 @@ class Tracker(PhaseTimes):
         """
         self._drain()
         state: dict[str, Any] = {"version": _STATE_VERSION}
-        state.update({name.lstrip("_"): getattr(self, name) for name in _STATE_ATTRIBUTES})
+        for name in _STATE_ATTRIBUTES:
+            state[name.lstrip("_")] = getattr(self, name)
         state.update(asdict(self._counters))
-        state.update({group: list(getattr(self, group)) for group in _STEP_GROUPS})
+        for group in _STEP_GROUPS:
+            state[group] = list(getattr(self, group))
         state["metrics"] = [str(metric.name) for metric in self.metrics]
         # JSON has no infinities, so None means "no value yet".
         state["best_metric_value"] = self.best_metric_value if self._has_best else None
@@ -932,17 +948,19 @@ class Tracker(PhaseTimes):
         state["energy_j"] = self._energy_j()
         state["memory_peak_bytes"] = self._memory_peak_bytes()
         state["batch_times"] = self._batch_times.state()
-        state["collectives"] = (
-            None if self._collectives is None else self._collectives.as_list(merged_if_many=False)
-        )
-        state["epoch_stats"] = {
-            name: [m.val, m.sum, m.count] for name, m in self.epoch_stats.items() if m.count
-        }
-        state["epoch_ends"] = [asdict(totals) for totals in self._epoch_ends]
-        state["records"] = {
-            name: [[e, v] for e, v in values.items()] for name, values in self.records.items()
-        }
-        state["history"] = [list(entry) for entry in self.history]
+        state["collectives"] = None
+        if self._collectives is not None:
+            state["collectives"] = self._collectives.as_list(merged_if_many=False)
+        state["epoch_stats"] = {}
+        for name, meter in self.epoch_stats.items():
+            if meter.count:
+                state["epoch_stats"][name] = [meter.val, meter.sum, meter.count]
+        state["epoch_ends"] = list(map(asdict, self._epoch_ends))
+        state["records"] = {}
+        for name, by_epoch in self.records.items():
+            # Pairs, because JSON turns the keys of a dictionary into text.
+            state["records"][name] = list(map(list, by_epoch.items()))
+        state["history"] = list(map(list, self.history))
         state["latest"] = dict(self._sinks.latest)
         return state
 
@@ -966,8 +984,7 @@ class Tracker(PhaseTimes):
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"state must be that of a tracker (version {_STATE_VERSION}), but "
-                f"{type(error).__name__}: {error}: "
-                "pass the result of Tracker.state_dict()"
+                f"{type(error).__name__}: {error}: pass the result of Tracker.state_dict()"
             ) from error
         for name, value in attributes.items():
             setattr(self, name, value)
@@ -985,25 +1002,25 @@ class Tracker(PhaseTimes):
         if state["version"] != _STATE_VERSION:
             raise ValueError(f"version {state['version']!r}")
         new: dict[str, Any] = {name: state[name.lstrip("_")] for name in _STATE_ATTRIBUTES}
-        # Checkpoints of an earlier version lack these.
-        later = {
+        counts = {
+            # Checkpoints of an earlier version lack these three.
             "exchanges": None,
             "communication_cpu_s": None,
             "communication_measured": bool(state["communication_size_bytes"]),
+            **state,
         }
         new["_counters"] = Counters(
-            **{name: {**later, **state}[name] for name in (f.name for f in fields(Counters))}
+            **{entry.name: counts[entry.name] for entry in fields(Counters)}
         )
         # A checkpoint from before they were counted has none, and half a run's would be wrong.
-        collectives = state.get("collectives")
-        new["_collectives"] = (
-            None if collectives is None else CollectiveCounts.from_list(collectives)
-        )
-        new.update({group: _steps(group, state[group], []) for group in _STEP_GROUPS})
-        best = state["best_metric_value"]
-        new["best_metric_value"] = (
-            best if best is not None else (float("inf") if new["minimize"] else float("-inf"))
-        )
+        new["_collectives"] = state.get("collectives")
+        if new["_collectives"] is not None:
+            new["_collectives"] = CollectiveCounts.from_list(new["_collectives"])
+        for group in _STEP_GROUPS:
+            new[group] = _steps(group, state[group], [])
+        new["best_metric_value"] = state["best_metric_value"]
+        if new["best_metric_value"] is None:
+            new["best_metric_value"] = _worst_value(new["minimize"])
         if not self.metrics and state["metrics"]:
             new["metrics"] = [SimpleNamespace(name=name) for name in state["metrics"]]
             new["primary_metric"] = new["metrics"][0]
@@ -1013,16 +1030,15 @@ class Tracker(PhaseTimes):
             meter.val, meter.sum, meter.count = val, total, count
             meter.avg = total / count if count else 0
         new["epoch_stats"] = meters
-        new["records"] = {
-            name: {int(e): v for e, v in values} for name, values in state["records"].items()
-        }
+        new["records"] = {}
+        for name, pairs in state["records"].items():
+            new["records"][name] = {int(epoch): value for epoch, value in pairs}
         new["history"] = deque(map(tuple, state["history"]), maxlen=self.history.maxlen)
         # Checkpoints that were written before these entries existed lack them.
         new["goal_result"] = state.get("goal_result")
         new["_earlier_memory_peak_bytes"] = state.get("memory_peak_bytes")
-        new["_epoch_ends"] = deque(
-            (Totals(**ends) for ends in state.get("epoch_ends", ())), maxlen=self._epoch_ends.maxlen
-        )
+        ends = [Totals(**totals) for totals in state.get("epoch_ends", ())]
+        new["_epoch_ends"] = deque(ends, maxlen=self._epoch_ends.maxlen)
         new["_batch_times"] = sketch = QuantileSketch()
         sketch.load(state["batch_times"])
         new["_step_s"] = {str(name): float(seconds) for name, seconds in state["steps_s"].items()}
@@ -1037,15 +1053,11 @@ class Tracker(PhaseTimes):
         return self.train_prefix if self.is_training else self.val_prefix
 
     @property
-    def _worst(self) -> float:
-        return float("inf") if self.minimize else float("-inf")
-
-    @property
     def _has_best(self) -> bool:
-        return self.best_metric_value != self._worst
+        return self.best_metric_value != _worst_value(self.minimize)
 
     def _before_batch(self) -> None:
-        """Finish a batch that was left open, and prepare the clocks and the progress bar before the first batch."""
+        """Finish a batch that was left open; before the first, prepare clocks and progress bar."""
         if self._batch_start is not None and self._mark is not None and self._device is None:
             self._counters.train_s += self._mark - self._batch_start
         if self._prepared:
@@ -1054,7 +1066,7 @@ class Tracker(PhaseTimes):
         self._begin()
         # Checked here and not in the constructor, because a script may initialize CUDA after it
         # creates the tracker.
-        if cuda_in_use() if self._use_cuda is None else self._use_cuda:
+        if self._use_cuda or (self._use_cuda is None and cuda_in_use()):
             self._device = DeviceClock(self._book_step, self._book_batch)
             self._joules = energy_counter()
         if self._progress is None and wants_progress(self._wanted_progress, self.rank):
@@ -1101,9 +1113,9 @@ class Tracker(PhaseTimes):
         return numbers
 
     def _wall_s(self) -> float:
-        return self._earlier_wall_s + (
-            0.0 if self._start_s is None else time.perf_counter() - self._start_s
-        )
+        if self._start_s is None:
+            return self._earlier_wall_s
+        return self._earlier_wall_s + (time.perf_counter() - self._start_s)
 
     def _energy_j(self) -> float | None:
         if self._joules is None:
@@ -1111,18 +1123,17 @@ class Tracker(PhaseTimes):
         return (self._earlier_energy_j or 0.0) + self._joules()
 
     def _begin(self) -> None:
-        """Start the wall clock, and tell the sinks about the start; a second call does nothing."""
+        """Start the wall clock, and notify the sinks; a second call does nothing."""
         is_first, self._has_started = not self._has_started, True
         if is_first:
             end_at_exit(self)
         if self._start_s is None:
             self._start_s = time.perf_counter()
         if is_first:
-            batches = self._counters.batches
             start: dict[str, Any] = {
                 "resumed": self._is_resumed,
                 "epoch": self.current_epoch,
-                "step": batches,
+                "step": self._counters.batches,
             }
             if self._is_resumed:
                 start["latest"] = dict(self._sinks.latest)
@@ -1140,27 +1151,26 @@ class Tracker(PhaseTimes):
     def _end_event(self) -> dict[str, Any]:
         """Return the content of the event ``"end"``."""
         totals, summary = self.totals(), self.summary()
-        names = ("epochs", "best_metric_value", "best_epoch", "memory_peak_bytes", "energy_j")
-        numbers = {name: getattr(summary, name) for name in names}
-        times = {
+        event: dict[str, Any] = {
             "time_s": totals["wall_s"],
             "totals": totals,
             "batch_times": self._batch_times.state(),
         }
-        counts = self._collectives
-        return {**times, **numbers, "collectives": None if counts is None else counts.as_list()}
+        for name in ("epochs", "best_metric_value", "best_epoch", "memory_peak_bytes", "energy_j"):
+            event[name] = getattr(summary, name)
+        event["collectives"] = None
+        if self._collectives is not None:
+            event["collectives"] = self._collectives.as_list()
+        return event
 
     def _memory_peak_bytes(self) -> int | None:
-        peaks = [
-            peak
-            for peak in (self._earlier_memory_peak_bytes, memory_peak_bytes())
-            if peak is not None
-        ]
-        return max(peaks, default=None)
+        peaks = (self._earlier_memory_peak_bytes, memory_peak_bytes())
+        return max((peak for peak in peaks if peak is not None), default=None)
 
     def _check_goal(self, name: str, value: float) -> None:
         """Call the goal. If it is reached, record that; rank 0 sends the result."""
-        text = self._goal(name, value, self) if self._goal is not None else None
+        assert self._goal is not None
+        text = self._goal(name, value, self)
         if text is None:
             return
         self.goal_reached = True
@@ -1168,27 +1178,24 @@ class Tracker(PhaseTimes):
         self.time_to_goal_s = self.get_total_train_time()
         # The goal of a fixed training time has the best value so far as its result.
         best_value = getattr(self._goal, "best_value", None)
-        value = value if best_value is None else best_value(value, self)
-        others = {
+        if best_value is not None:
+            value = best_value(value, self)
+        self.goal_result = {
+            **self._moment(),
+            **GoalAim.of(self._goal).to_dict(),
             "value": finite(value),
             "text": self.goal_text,
             "time_to_goal_s": self.time_to_goal_s,
         }
-        self.goal_result = {**self._moment(), **GoalAim.of(self._goal).to_dict(), **others}
         logger.info("goal reached: %s", text)
         result: dict[str, float | str] = {
             "TaskResult": self.goal_text,
             "TotalCumulativeTrainTime": self.time_to_goal_s,
         }
-        known = [
-            *self.preprocess_steps,
-            *self.compute_steps,
-            *self.communication_steps,
-            *self.metrics_steps,
-        ]
-        result.update(
-            {f"global_cum_{step}": self._step_s.get(step, 0.0) for step in [*known, *self._step_s]}
-        )
+        groups = (self.preprocess_steps, self.compute_steps, self.communication_steps)
+        for steps in (*groups, self.metrics_steps, self._step_s):
+            for step in steps:
+                result[f"global_cum_{step}"] = self._step_s.get(step, 0.0)
         for key, entry in result.items():
             if self.rank == 0:
                 self._send(key, entry)
@@ -1197,12 +1204,16 @@ class Tracker(PhaseTimes):
         self._sinks.event("goal", lambda: self.goal_result or {})
 
     def _report_goal(self, sends: bool = True) -> None:
-        """Send the metric ``goal``, and keep it for the end of the process in case this tracker is deleted before.
+        """Send the metric ``goal``, and keep it for the end of the process.
+
+        It is then sent again, also if this tracker has been deleted before.
 
         Args:
             sends: False to keep it only.
         """
-        metric = goal_metric(self) if self.rank == 0 else None
+        if self.rank != 0:
+            return
+        metric = goal_metric(self)
         if metric is None:
             return
         text = json.dumps(metric)
@@ -1211,21 +1222,21 @@ class Tracker(PhaseTimes):
         send_at_exit(self._exit_key, (self.run_id, self.rank, self.current_epoch, "goal", text))
 
     def _send_plan(self) -> None:
-        """Send the goal and the budget of epochs once, so that the master can show how far the run is."""
-        if (
-            self.rank != 0
-            or self._has_sent_plan
-            or (self._goal is None and self._most_epochs is None)
-        ):
+        """Send the goal and the budget of epochs once, for the progress that the master shows."""
+        has_plan = self._goal is not None or self._most_epochs is not None
+        if self.rank != 0 or self._has_sent_plan or not has_plan:
             return
         self._has_sent_plan = True
-        self._send(
-            "plan",
-            json.dumps({**GoalAim.of(self._goal).to_dict(), "max_epochs": self._most_epochs}),
-        )
+        plan = {**GoalAim.of(self._goal).to_dict(), "max_epochs": self._most_epochs}
+        self._send("plan", json.dumps(plan))
 
     def _send(self, name: str, value: float | str) -> None:
         LogMetrics.log(self.run_id, self.rank, self.current_epoch, name, value)
+
+
+def _worst_value(minimize: bool) -> float:
+    """Return the best value of a metric before its first value."""
+    return float("inf") if minimize else float("-inf")
 
 
 def _steps(argument: str, steps: str | Iterable[str] | None, default: list[str]) -> list[str]:
@@ -1240,9 +1251,12 @@ def _steps(argument: str, steps: str | Iterable[str] | None, default: list[str])
 
 
 def _number(name: str, value: Any) -> float:
-    """Return a plain number. Tensors of one element are converted, so that no autograd graph is kept alive."""
+    """Return a plain number."""
+    if type(value) in (int, float):
+        return value
+    # A tensor is converted, because it would keep its autograd graph alive.
     try:
-        return value if type(value) in (int, float) else float(value)
+        return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"{name} must be a number or a tensor of one element, not {value!r}"
