@@ -41,37 +41,36 @@ def import_(folders: Sequence[Path], force: bool, dashboard_url: str | None, as_
     'mlbench results verify'. One with a problem is left out unless --force is given. A run that was
     imported before is left out, too. Exit status 1 if a run was left out.
     """
-    places = result_folders(folders)
+    result_paths = result_folders(folders)
     added = []
     with connect(dashboard_url) as client:
-        for place in places:
+        for path in result_paths:
             try:
-                run = _import(client, place, force)
+                run = _import(client, path, force)
             except MLBenchError as error:
                 # Without an answer of the master, the next folders would fail as well.
                 if isinstance(error, MasterRequestError) and error.status is None:
                     raise
-                remark(f"{clean(place)}: {clean(error)}")
+                remark(f"{clean(path)}: {clean(error)}")
                 continue
             added.append(run)
             if not as_json:
-                click.echo(
-                    f"{clean(place)}: added as {run['run']} (id {run['id']}, {run['metrics']} "
-                    "metrics)"
-                )
+                details = f"(id {run['id']}, {run['metrics']} metrics)"
+                click.echo(f"{clean(path)}: added as {run['run']} {details}")
     if as_json:
         print_json(added)
-    if len(added) < len(places):
-        raise MLBenchError(
-            f"{len(places) - len(added)} of {len(places)} result folders were not imported"
-        )
+    left_out = len(result_paths) - len(added)
+    if left_out:
+        raise MLBenchError(f"{left_out} of {len(result_paths)} result folders were not imported")
 
 
 def _import(client: MasterClient, folder: Path, force: bool) -> dict[str, Any]:
     problems = verify_folder(folder)
     if problems and not force:
-        more = f" (and {len(problems) - 1} more problems)" if problems[1:] else ""
-        raise MLBenchError(f"{problems[0]}{more}; --force adds it nevertheless")
+        text = problems[0]
+        if len(problems) > 1:
+            text += f" (and {len(problems) - 1} more problems)"
+        raise MLBenchError(f"{text}; --force adds it nevertheless")
     result = read_result(folder)
     record = run_record(folder, result)
     run = client.import_run(record)

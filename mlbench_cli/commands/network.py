@@ -28,14 +28,10 @@ def network() -> None:
 def list_(as_json: bool) -> None:
     """List the named networks."""
     if as_json:
-        print_json(
-            [{"name": name, **dataclasses.asdict(known)} for name, known in NETWORKS.items()]
-        )
+        print_json([{"name": name, **dataclasses.asdict(each)} for name, each in NETWORKS.items()])
         return
-    print_table(
-        ("NAME", "NETWORK", "TITLE"),
-        [(name, known.text, known.title) for name, known in NETWORKS.items()],
-    )
+    rows = [(name, each.text, each.title) for name, each in NETWORKS.items()]
+    print_table(("NAME", "NETWORK", "TITLE"), rows)
 
 
 @network.command()
@@ -43,27 +39,22 @@ def list_(as_json: bool) -> None:
 @json_option
 def show(described: Network, as_json: bool) -> None:
     """Show a network: a name, a TOML file, or a text such as '100mbit,20ms'."""
-    known = next((known for known in NETWORKS.values() if known.network == described), None)
+    named = next((each for each in NETWORKS.values() if each.network == described), None)
     if as_json:
-        print_json(
-            {
-                "text": str(described),
-                **dataclasses.asdict(described),
-                "source": known.source if known else None,
-            }
-        )
+        source = None if named is None else named.source
+        fields = dataclasses.asdict(described)
+        print_json({"text": str(described), **fields, "source": source})
         return
     print_field("network", described)
-    if known is not None:
-        print_field("title", known.title)
-        print_field("source", known.source)
+    if named is not None:
+        print_field("title", named.title)
+        print_field("source", named.source)
     if described.between is None:
         print_field("hosts", "any number at one switch")
         _print_link("links", described.link)
     else:
-        print_field(
-            "hosts", f"{described.num_hosts}: {described.racks} racks of {described.hosts_per_rack}"
-        )
+        racks = f"{described.racks} racks of {described.hosts_per_rack}"
+        print_field("hosts", f"{described.num_hosts}: {racks}")
         _print_link("in a rack", described.link)
         _print_link("between", described.between)
     for number, settings in sorted(described.hosts.items()):
@@ -71,14 +62,14 @@ def show(described: Network, as_json: bool) -> None:
 
 
 def _print_link(name: str, link: Link) -> None:
-    bandwidth = (
-        "no limit"
-        if link.bandwidth is None
-        else f"{link.bandwidth / 1e6:g} Mbit/s in each direction"
-    )
-    parts = [bandwidth, f"round trip {link.round_trip_s * 1e3:g} ms"]
-    parts += [f"jitter {link.jitter_s * 1e3:g} ms"] if link.jitter_s else []
-    parts += [f"loss {link.loss * 100:g} %"] if link.loss else []
+    parts = ["no limit"]
+    if link.bandwidth is not None:
+        parts = [f"{link.bandwidth / 1e6:g} Mbit/s in each direction"]
+    parts.append(f"round trip {link.round_trip_s * 1e3:g} ms")
+    if link.jitter_s:
+        parts.append(f"jitter {link.jitter_s * 1e3:g} ms")
+    if link.loss:
+        parts.append(f"loss {link.loss * 100:g} %")
     print_field(name, ", ".join(parts))
 
 
@@ -102,34 +93,31 @@ def test(described: Network, hosts: int | None, as_json: bool) -> None:
     if as_json:
         print_json(dataclasses.asdict(report))
         return
-    rows = [row for path in report.paths for row in _path_rows(path)]
+    rows: list[tuple[str, ...]] = []
+    for path in report.paths:
+        rows += _path_rows(path)
     for each in report.all_reduce:
-        rows.append(
-            ("all", f"all-reduce of {each.num_bytes:,} B", "", f"{each.seconds * 1e3:,.2f} ms", "")
-        )
+        time = f"{each.seconds * 1e3:,.2f} ms"
+        rows.append(("all", f"all-reduce of {each.num_bytes:,} B", "", time, ""))
     if report.all_reduce:
-        rows.append(
-            (
-                "",
-                "its bus bandwidth",
-                "",
-                f"{report.all_reduce[-1].bus_bandwidth / 1e6:,.1f} Mbit/s",
-                "",
-            )
-        )
+        bandwidth = f"{report.all_reduce[-1].bus_bandwidth / 1e6:,.1f} Mbit/s"
+        rows.append(("", "its bus bandwidth", "", bandwidth, ""))
     print_table(("HOSTS", "PROPERTY", "ASKED", "MEASURED", "DIFFERENCE"), rows, right=(2, 3, 4))
     machine = report.machine
     remark(
-        f"{report.network} with {report.hosts} hosts on {machine['cores']} cores, load "
-        f"{machine['load']} at the start, "
+        f"{report.network} with {report.hosts} hosts on {machine['cores']} cores, "
+        f"load {machine['load']} at the start, "
         f"TCP congestion control {machine['congestion_control']}"
     )
 
 
-@network.command()
+@network.command(
+    help="Remove emulated networks whose processes have ended, and the processes that still run in "
+    "them."
+)
 @json_option
 def clean(as_json: bool) -> None:
-    """Remove emulated networks whose processes have ended, and the processes that still run in them."""
+    """Remove emulated networks whose processes have ended."""
     from mlbench_core.network.emulated import EmulatedNetwork
 
     removed = EmulatedNetwork.cleanup()
@@ -148,14 +136,15 @@ def _path_rows(path: PathReport) -> list[tuple[str, ...]]:
         ("", "round trip", *_compare(asked.round_trip_s, path.round_trip_s, 1e-3, "ms")),
     ]
     if asked.jitter_s:
-        limits = (asked.round_trip_s - asked.jitter_s, asked.round_trip_s + asked.jitter_s)
-        ranges = [
-            f"{low * 1e3:.1f} to {high * 1e3:.1f} ms" for low, high in (limits, path.round_trips_s)
-        ]
-        rows.append(("", "its range", *ranges, ""))
+        low, high = asked.round_trip_s - asked.jitter_s, asked.round_trip_s + asked.jitter_s
+        rows.append(("", "its range", _range_ms(low, high), _range_ms(*path.round_trips_s), ""))
     if path.loss is not None:
         rows.append(("", "loss", f"{asked.loss:.2%}", f"{path.loss:.2%}", ""))
     return rows
+
+
+def _range_ms(low_s: float, high_s: float) -> str:
+    return f"{low_s * 1e3:.1f} to {high_s * 1e3:.1f} ms"
 
 
 def _compare(asked: float | None, measured: float, unit: float, name: str) -> tuple[str, str, str]:
@@ -163,5 +152,5 @@ def _compare(asked: float | None, measured: float, unit: float, name: str) -> tu
         return "no limit", f"{measured / unit:,.1f} {name}", ""
     if not asked:
         return f"0 {name}", f"{measured / unit:,.2f} {name}", f"{measured / unit:+,.2f} {name}"
-    shown = [f"{value / unit:,.1f} {name}" for value in (asked, measured)]
-    return shown[0], shown[1], f"{measured / asked - 1:+.1%}"
+    difference = f"{measured / asked - 1:+.1%}"
+    return f"{asked / unit:,.1f} {name}", f"{measured / unit:,.1f} {name}", difference

@@ -1,11 +1,13 @@
-"""``mlbench predict``: the time of measured runs on other networks and with other numbers of workers."""
+"""``mlbench predict``: the time of measured runs with other networks and numbers of workers."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import operator
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,62 +89,71 @@ def predict(
     def leave_out(reason: str) -> None:
         remark(clean(f"{reason} of the prediction"))
 
-    rows = []
-    found = load(map(Path, places), unreadable=lambda problem: leave_out(f"{problem}: left out"))
-    kept, reasons = usable(found)
+    loaded = load(map(Path, places), unreadable=lambda problem: leave_out(f"{problem}: left out"))
+    kept, reasons = usable(loaded)
     for reason in reasons:
         leave_out(reason)
     if not kept:
         raise ConfigurationError("no run in PATH has ended and recorded its times: give others")
+    rows = []
     for records in _by_configuration(kept):
-        for network in networks:
-            rows += [_row(records, network, count, critical_workers) for count in workers]
-    if all(row["error"] for row in rows):
-        raise ConfigurationError("; ".join(dict.fromkeys(row["error"] for row in rows)))
+        for network, count in itertools.product(networks, workers):
+            rows.append(_row(records, network, count, critical_workers))
+    errors = dict.fromkeys(row["error"] for row in rows)
+    if all(errors):
+        raise ConfigurationError("; ".join(errors))
     for row in rows:
+        row["price"] = None
         seconds = row["time_to_goal_s"]
-        machine = None if seconds is None else pricing.machine
-        row["price"] = (
-            None if machine is None else price_of(seconds, row["workers"], machine, pricing.spot)
-        )
+        if seconds is not None and pricing.machine is not None:
+            row["price"] = price_of(seconds, row["workers"], pricing.machine, pricing.spot)
     if as_json:
         print_json(rows)
         return
-    headers = (
-        [*_HEADERS, f"PRICE ({pricing.machine.currency})"] if pricing.machine else list(_HEADERS)
-    )
+    headers = list(_HEADERS)
+    if pricing.machine is not None:
+        headers.append(f"PRICE ({pricing.machine.currency})")
     print_table(headers, [_cells(row)[: len(headers)] for row in rows], right=(2, 4, 5, 6, 7, 8, 9))
     if pricing.per_hour is None:
         for text in pricing.remarks:
             remark(clean(text))
-    notes = [(row["run"], row["error"] or row["assumption"]) for row in rows]
-    notes += [
-        (row["run"], f"{row['network']}, {row['workers']} workers: {text}")
-        for row in rows
-        for text in row["caveats"]
-    ]
-    for run, text in dict.fromkeys(notes):
+    _show_notes(rows)
+
+
+def _show_notes(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write errors and assumptions, then caveats, each once."""
+    notes = []
+    for row in rows:
+        text = row["error"] or row["assumption"]
         if text:
-            remark(clean(f"{run}: {text}"))
+            notes.append(f"{row['run']}: {text}")
+    for row in rows:
+        for caveat in row["caveats"]:
+            notes.append(f"{row['run']}: {row['network']}, {row['workers']} workers: {caveat}")
+    for note in dict.fromkeys(notes):
+        remark(clean(note))
 
 
 def _by_configuration(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """Group records that differ only in network, number of workers and seed."""
-    found: dict[str, list[RunRecord]] = {}
+    groups: dict[str, list[RunRecord]] = {}
     for record in records:
-        kept = {
-            k: v for k, v in record.configuration.items() if k not in ("network", "workers", "seed")
-        }
-        found.setdefault(
-            json.dumps([kept, record.machine.get("cpu")], sort_keys=True, default=str), []
-        ).append(record)
-    return list(found.values())
+        settings = dict(record.configuration)
+        for name in ("network", "workers", "seed"):
+            settings.pop(name, None)
+        # As JSON, because settings such as the goal are dictionaries, which cannot be keys.
+        key = json.dumps([settings, record.machine.get("cpu")], sort_keys=True, default=str)
+        groups.setdefault(key, []).append(record)
+    return list(groups.values())
 
 
 def _row(
     records: Sequence[RunRecord], network: Network, workers: int, critical_workers: int | None
 ) -> dict[str, Any]:
-    """Return the measured figures of a network and a number of workers, else the predicted ones, else the reason."""
+    """Return the figures of a network and a number of workers.
+
+    They are the measured ones, or else the predicted ones, or else the reason why there are none.
+    """
     from mlbench_core.network.named import get_network
 
     configuration = records[0].configuration
@@ -154,28 +165,21 @@ def _row(
         "caveats": [],
         "error": None,
     }
-    same = [record for record in records if record.workers == workers and record.batches]
-
-    def has_network(record: RunRecord) -> bool:
+    measured = []
+    for record in records:
+        if record.workers != workers or not record.batches:
+            continue
         text = record.configuration.get("network")
-        return workers == 1 or (text is not None and get_network(text) == network)
-
-    measured = [_figures(record) for record in same if has_network(record)]
+        if workers == 1 or (text is not None and get_network(text) == network):
+            measured.append(_figures(record))
     if measured:
         return {**row, "figures": "measured", **_medians(measured), **dict.fromkeys(_RANGES)}
     try:
-        return {
-            **row,
-            "figures": "predicted",
-            **_predicted(records, network, workers, critical_workers),
-        }
+        figures = _predicted(records, network, workers, critical_workers)
     except ConfigurationError as error:
-        return {
-            **row,
-            "figures": "none",
-            **dict.fromkeys((*_NUMBERS, *_RANGES)),
-            "error": str(error),
-        }
+        nothing = dict.fromkeys((*_NUMBERS, *_RANGES))
+        return {**row, "figures": "none", **nothing, "error": str(error)}
+    return {**row, "figures": "predicted", **figures}
 
 
 def _predicted(
@@ -184,11 +188,12 @@ def _predicted(
     """Return the predicted figures and the assumption behind them."""
     from mlbench_core.prediction.model import predict as predict_run
 
-    several = [
-        record for record in records if (record.workers or 0) > 1 and record.collectives is not None
-    ]
-    nearest = min((abs((record.workers or 0) - workers) for record in several), default=0)
-    bases = [record for record in several if abs((record.workers or 0) - workers) == nearest]
+    by_distance: dict[int, list[RunRecord]] = {}
+    for record in records:
+        count = record.workers or 0
+        if count > 1 and record.collectives is not None:
+            by_distance.setdefault(abs(count - workers), []).append(record)
+    bases = by_distance[min(by_distance)] if by_distance else []
     alone = next((record for record in records if record.workers == 1 and record.batches), None)
     # Without a run of several workers, the prediction says what is missing.
     predictions, problems = [], []
@@ -200,45 +205,44 @@ def _predicted(
             problems.append(error)
     if not predictions:
         raise problems[0]
-    figures: dict[str, Any] = {
-        **_medians([dataclasses.asdict(prediction) for prediction in predictions])
-    }
+    figures: dict[str, Any] = {**_medians(list(map(dataclasses.asdict, predictions)))}
     for name in _RANGES:
-        ranges = [getattr(prediction, name) for prediction in predictions]
-        # All have the same error, so this is the range of the median.
-        figures[name] = (
-            None
-            if None in ranges
-            else [statistics.median(ends) for ends in zip(*ranges, strict=True)]
-        )
-    caveats = dict.fromkeys(text for prediction in predictions for text in prediction.caveats)
-    return {**figures, "assumption": predictions[0].assumption, "caveats": list(caveats)}
+        ranges = list(map(operator.attrgetter(name), predictions))
+        figures[name] = None
+        if None not in ranges:
+            # All have the same error, so this is the range of the median.
+            figures[name] = list(map(statistics.median, zip(*ranges, strict=True)))
+    caveats = itertools.chain.from_iterable(prediction.caveats for prediction in predictions)
+    figures["assumption"] = predictions[0].assumption
+    figures["caveats"] = list(dict.fromkeys(caveats))
+    return figures
 
 
 def _figures(record: RunRecord) -> dict[str, float | None]:
     """Return the figures of a measured run."""
     to_goal = record.steps_to_goal if record.reached else None
-    steps, sent = to_goal or record.batches or 1, record.bytes_sent
+    steps = to_goal or record.batches or 1
     waiting_s = 0.0 if record.workers == 1 else record.communication_exposed_s
+    sent: float | None = None
+    if to_goal is not None and record.bytes_sent is not None:
+        # A record has the bytes of the whole run, which may have gone on after the goal.
+        sent = record.bytes_sent * to_goal / (record.batches or to_goal)
     return {
         "step_s": None if record.total_s is None else record.total_s / steps,
         "exposed_s": None if waiting_s is None else waiting_s / steps,
         "steps": to_goal,
         "time_to_goal_s": record.time_to_goal_s,
-        # A record has the bytes of the whole run, which may have gone on after the goal.
-        "bytes_sent": None
-        if to_goal is None or sent is None
-        else sent * to_goal / (record.batches or to_goal),
+        "bytes_sent": sent,
     }
 
 
 def _medians(figures: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """Return the median of each number over repeats; None if one repeat lacks it."""
-    found: dict[str, float | None] = {}
+    medians: dict[str, float | None] = {}
     for name in _NUMBERS:
         values = [each[name] for each in figures]
-        found[name] = None if None in values else statistics.median(values)
-    return found
+        medians[name] = None if None in values else statistics.median(values)
+    return medians
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -249,14 +253,18 @@ def _cells(row: dict[str, Any]) -> list[str]:
         text = scaled(name, factor, digits)
         if row[ends] is None:
             return text
-        low, high = (number(end * factor, digits) for end in row[ends])
-        return f"{text} ({low} to {high})"
+        low, high = row[ends]
+        return f"{text} ({number(low * factor, digits)} to {number(high * factor, digits)})"
 
-    texts = [clean(row["run"]), row["network"], str(row["workers"]), row["figures"]]
-    numbers = [
+    return [
+        clean(row["run"]),
+        row["network"],
+        str(row["workers"]),
+        row["figures"],
         ranged("step_s", "step_range_s", 1e3, 2),
         scaled("exposed_s", 1e3, 2),
         scaled("steps", 1, 0),
+        ranged("time_to_goal_s", "time_to_goal_range_s", 1, 1),
+        scaled("bytes_sent", 1e-6, 1),
+        scaled("price", 1, 3),
     ]
-    to_goal = ranged("time_to_goal_s", "time_to_goal_range_s", 1, 1)
-    return [*texts, *numbers, to_goal, scaled("bytes_sent", 1e-6, 1), scaled("price", 1, 3)]

@@ -46,30 +46,15 @@ from mlbench_master.launchers.containers.launcher import PROGRAMS
 __all__ = ["run"]
 
 CUSTOM_IMAGE = "custom_image"
-# What only a shell understands as the first word of a command.
+# Words that only a shell understands as the first one of a command.
 _SHELL_WORDS = (
-    *(
-        ".",
-        "alias",
-        "cd",
-        "eval",
-        "exec",
-        "export",
-        "for",
-        "if",
-        "pushd",
-        "set",
-        "source",
-        "ulimit",
-        "umask",
-        "unset",
-    ),
-    *("while", "(", "{", "!", "&&"),
-)
+    ".", "alias", "cd", "eval", "exec", "export", "for", "if", "pushd", "set", "source", "ulimit",
+    "umask", "unset", "while", "(", "{", "!", "&&",
+)  # fmt: skip
 _QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.", re.DOTALL)
 _OPERATOR = re.compile(r"(?:^|\s)(&&|\|\|?|;|&|\d?>>?(?:&\d)?|<)(?=\s|$)|(?<=\S)(;)(?=\s|$)")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-# These tasks validate several times per epoch, so the number of validations does not tell how many
+# These tasks validate several times per epoch, so the number of validations does not show how many
 # epochs are left.
 _VALIDATED_OFTEN = ("4a",)
 
@@ -97,7 +82,7 @@ class _TaskType(click.ParamType):
 
 
 class _Cores(click.FloatRange):
-    """A positive number of cores. Python also reads ``nan`` and ``inf`` as numbers, which JSON cannot hold."""
+    """A positive number of cores."""
 
     def __init__(self) -> None:
         super().__init__(min=0, min_open=True)
@@ -106,15 +91,17 @@ class _Cores(click.FloatRange):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         number: float = super().convert(value, param, ctx)
+        # Python also reads nan and inf as numbers, which JSON cannot hold.
         if not math.isfinite(number):
             self.fail(f"{value!r} must be a positive number of cores, for example 0.5", param, ctx)
         return number
 
 
 class _RunCommand(click.Command):
-    """A command that keeps the words after ``--`` for the script; click would parse them as numbers of workers."""
+    """A command that keeps the words after ``--`` for the script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # click would parse the words after "--" as numbers of workers.
         cut = args.index("--") if "--" in args else len(args)
         # ctx.obj carries the words to run(), because click has no parameter for words that it does
         # not parse.
@@ -164,7 +151,7 @@ class _Options:
     arguments: list[str]
 
     def complete(self, ctx: click.Context) -> None:
-        """Ask for missing values, check all of them, and remember them as the defaults of the next questions.
+        """Ask for missing values, check all of them, and remember them for the next questions.
 
         Raises:
             click.UsageError: Values contradict each other, or one is missing and standard input is
@@ -183,26 +170,20 @@ class _Options:
         asked = self.task is None and self.command is None and self.image is None
         self.name = self.name or _ask("the name", "NAME", last.get("name"))
         _check_name(self.name)
+        numbers = self.num_workers or _ask_workers(last.get("num_workers"))
         # A number that is given twice would start two runs of the same name.
-        self.num_workers = tuple(
-            dict.fromkeys(self.num_workers or _ask_workers(last.get("num_workers")))
-        )
+        self.num_workers = tuple(dict.fromkeys(numbers))
         for name, _ in RunSeries(self.name, self.num_workers, {}, repeats=self.repeats).names():
             _check_name(name)
         if asked:
             self.task = _ask_task(ctx, last.get("task"))
             if self.task is None:
-                self.image = _ask(
-                    f"the image ({CUSTOM_IMAGE}: none)",
-                    "--image",
-                    last.get("image") or CUSTOM_IMAGE,
-                )
+                subject, default = f"the image ({CUSTOM_IMAGE}: none)", last.get("image")
+                self.image = _ask(subject, "--image", default or CUSTOM_IMAGE)
         if self.task is None and not self.command:
-            subject = (
-                "the command"
-                if self.image in (None, CUSTOM_IMAGE)
-                else f"the command of image {self.image}"
-            )
+            subject = "the command"
+            if self.image not in (None, CUSTOM_IMAGE):
+                subject += f" of image {self.image}"
             self.command = _ask(subject, "--command", last.get("command"))
         try:
             check_placeholders(self.command or "")
@@ -213,10 +194,11 @@ class _Options:
             ) from None
         if self.backend is None and asked:
             default = last.get("backend") or BACKENDS[0]
-            self.backend = click.prompt(
-                "Backend", type=click.Choice(BACKENDS), default=default, err=True
-            )
-        self.backend = self.backend or (self.task.backends if self.task else BACKENDS)[0]
+            choice = click.Choice(BACKENDS)
+            self.backend = click.prompt("Backend", type=choice, default=default, err=True)
+        if not self.backend:
+            backends = BACKENDS if self.task is None else self.task.backends
+            self.backend = backends[0]
         try:
             check_backend(self.backend, self.task, self.gpu)
         except ValueError as error:
@@ -225,19 +207,18 @@ class _Options:
             self.series.check_seeds()
         except ValueError as error:
             raise click.UsageError(str(error)) from None
-        task = self.task.key if self.task else None
         values = {
             "name": self.name,
             "num_workers": self.num_workers,
-            "task": task,
+            "task": None if self.task is None else self.task.key,
             "image": self.image,
+            "command": self.command,
+            "backend": self.backend,
         }
-        settings.remember(
-            settings.LAST_RUN, {**values, "command": self.command, "backend": self.backend}
-        )
+        settings.remember(settings.LAST_RUN, values)
 
     def _check_engine(self) -> None:
-        """Refuse ``--container`` with another engine, ``--no-master`` with options that need one, and the reverse."""
+        """Refuse ``--container`` with another engine, and options that need a master or none."""
         if self.container is not None and self.engine not in (None, "local"):
             # Another engine may have an option of this name with another meaning, as sbatch has.
             raise click.UsageError(
@@ -246,8 +227,8 @@ class _Options:
         if not self.no_master:
             if self.data_dir is not None:
                 raise click.UsageError(
-                    "--data-dir needs --no-master: the folder of a master is an option of "
-                    "'mlbench master'"
+                    "--data-dir needs --no-master: the folder of a master is an option of 'mlbench "
+                    "master'"
                 )
             return
         if self.engine != _direct.ENGINE:
@@ -303,10 +284,10 @@ class _Options:
         if self.task is not None:
             return {**request, "task": self.task.key, "arguments": self.arguments}
         words = _split(self.command or "", "--command")
+        line = shlex.join([*words, *self.arguments])
         if self.image in (None, CUSTOM_IMAGE):
             self._check_script(words)
-            return {**request, "command": shlex.join([*words, *self.arguments])}
-        line = shlex.join([*words, *self.arguments])
+            return {**request, "command": line}
         return {
             **request,
             "image_name": CUSTOM_IMAGE,
@@ -319,28 +300,28 @@ class _Options:
         operator = _OPERATOR.search(_QUOTED.sub("_", self.command or ""))
         if operator:
             raise click.UsageError(
-                "--command must be one program with its arguments, and "
-                f"{operator[0].strip()!r} is for a shell: write "
-                "bash -c '...', or quote it"
+                f"--command must be one program with its arguments, and {operator[0].strip()!r} is "
+                "for a shell: write bash -c '...', or quote it"
             )
         first = words[0] if words else ""
-        if first in _SHELL_WORDS or _ASSIGNMENT.match(first):
-            advice = f"env {first} ..." if _ASSIGNMENT.match(first) else f"bash -c '{first} ...'"
+        is_assignment = _ASSIGNMENT.match(first)
+        if first in _SHELL_WORDS or is_assignment:
+            advice = f"env {first} ..." if is_assignment else f"bash -c '{first} ...'"
             raise click.UsageError(
                 f"--command must begin with a program, not {first[:80]!r}: no shell runs it, "
                 f"so write {advice}"
             )
         folder = Path(call_folder(self.cwd))
-        if not folder.is_dir():  # it is one of another machine
+        # The folder is one of another machine.
+        if not folder.is_dir():
             return
         # The script is the first word, or it follows an interpreter.
         for position, word in enumerate(words[:2]):
             path = folder / word
+            if not word.endswith(".py") or path.is_file() or Path(word).is_absolute():
+                continue
             # The first word can be a program anywhere on the PATH.
-            is_missing = (
-                word.endswith(".py") and not path.is_file() and not Path(word).is_absolute()
-            )
-            if is_missing and (position or not shutil.which(word)):
+            if position > 0 or not shutil.which(word):
                 raise click.UsageError(
                     f"the script {path} does not exist: give its path from this folder"
                 )
@@ -504,26 +485,25 @@ def run(ctx: click.Context, **values: Any) -> None:
         client.check_workers(max(options.num_workers), options.oversubscribe)
         started = _start(client, requests, options.replace)
         if not (options.wait or options.as_json):
-            rows = [
-                (item["name"], item["id"], item.get("num_workers"), item.get("state"))
-                for item in started
-            ]
+            rows = []
+            for item in started:
+                row = (item["name"], item["id"], item.get("num_workers"), item.get("state"))
+                rows.append(row)
             print_table(("RUN", "ID", "WORKERS", "STATE"), rows, right=(1, 2))
             remark(
-                f"watch them at {client.url} or with 'mlbench status NAME' and 'mlbench logs "
-                "NAME --follow'"
+                f"watch them at {client.url} or with 'mlbench status NAME' and "
+                "'mlbench logs NAME --follow'"
             )
         _finish(client, options, started)
 
 
 def _finish(client: RunSource, options: _Options, started: Sequence[dict[str, Any]]) -> None:
-    """Wait for the runs and show their results with ``--wait``, or else describe them with ``--json``."""
+    """Wait for the runs and show their results, or only describe them without ``--wait``."""
     if options.wait:
         goal = _goal(options.task, options.light, options.arguments)
         folder = options.output or Path("mlbench-results") / options.name
-        _follow.follow(
-            client, started, goal, folder, options.as_json, pooled=(options.repeats or 1) > 1
-        )
+        has_repeats = options.repeats is not None and options.repeats > 1
+        _follow.follow(client, started, goal, folder, options.as_json, pooled=has_repeats)
     elif options.as_json:
         print_json(started)
 
@@ -540,7 +520,7 @@ def _split(text: str, option: str) -> list[str]:
 
 def _variables(words: Sequence[str]) -> dict[str, str]:
     """Return the variables of ``--env``; one without a value has that of this process."""
-    found = {}
+    variables = {}
     for word in words:
         name, equals, value = word.partition("=")
         try:
@@ -549,8 +529,8 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
                 raise ValueError(f"{name} is not set here: set it, or write {name}=VALUE")
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--env") from None
-        found[name] = value if equals else os.environ[name]
-    return found
+        variables[name] = value if equals else os.environ[name]
+    return variables
 
 
 def _interactive() -> bool:
@@ -562,14 +542,13 @@ def _ask(subject: str, option: str, default: str | None) -> str:
     # A script must not hang on a question that nobody answers.
     if not _interactive():
         raise click.UsageError(f"{subject} is missing: give {option}")
-    answer: str = click.prompt(
-        subject.removeprefix("the ").capitalize(), default=default, type=str, err=True
-    )
+    question = subject.removeprefix("the ").capitalize()
+    answer: str = click.prompt(question, default=default, type=str, err=True)
     return answer
 
 
 def _ask_task(ctx: click.Context, default: str | None) -> Task | None:
-    """Let the user choose a task by its number or key; return None if the user chooses an own command."""
+    """Let the user choose a task by its number or key, or None for an own command."""
     if _interactive():
         # The numbers start at 0, as in the menu of version 3.0.
         for index, task in enumerate(TASKS.values()):
@@ -584,9 +563,8 @@ def _ask_task(ctx: click.Context, default: str | None) -> Task | None:
 
 
 def _ask_workers(default: Sequence[int] | None) -> tuple[int, ...]:
-    text = _ask(
-        "the number of workers", "NUM_WORKERS", " ".join(map(str, default)) if default else None
-    )
+    default_text = " ".join(map(str, default)) if default else None
+    text = _ask("the number of workers", "NUM_WORKERS", default_text)
     try:
         return parse_workers(text)
     except ValueError as error:
@@ -596,9 +574,8 @@ def _ask_workers(default: Sequence[int] | None) -> tuple[int, ...]:
 def _check_name(name: str) -> None:
     if not is_run_name(name):
         raise click.BadParameter(
-            "the name of a run must be 1 to 63 lowercase letters, digits and '-', without '-' "
-            "at its ends, "
-            f"not {name!r}",
+            "the name of a run must be 1 to 63 lowercase letters, digits and '-', without '-' at "
+            f"its ends, not {name!r}",
             param_hint="NAME",
         )
 
@@ -606,17 +583,18 @@ def _check_name(name: str) -> None:
 def _start(
     client: RunSource, requests: Sequence[Mapping[str, Any]], replace: bool
 ) -> list[dict[str, Any]]:
-    """Start all runs, after a check of all names; with ``replace``, delete earlier runs of the same names."""
+    """Start all runs, after a check of all names.
+
+    With ``replace``, earlier runs of the same names are deleted.
+    """
     earlier = {item.get("name"): item for item in client.runs()}
     for request in requests:
         if request["name"] not in earlier:
             continue
         if not replace:
             raise MasterRequestError(
-                (
-                    f"run {request['name']} exists already: choose another NAME, or give --replace "
-                    "to delete it first"
-                ),
+                f"run {request['name']} exists already: choose another NAME, or give --replace to "
+                "delete it first",
                 409,
             )
         client.check(request)
@@ -630,36 +608,37 @@ def _start(
             item = client.create(request)
         except MLBenchError:
             if started:
-                remark(
-                    "started before the failure: "
-                    f"{', '.join(str(item['name']) for item in started)}"
-                )
+                names = ", ".join(str(item["name"]) for item in started)
+                remark(f"started before the failure: {names}")
             raise
         started.append(item)
-        # The master notes here which options it cannot carry out, for example a container image.
         job = item.get("job_metadata")
-        for note in (job.get("notes") if isinstance(job, Mapping) else None) or ():
-            remark(f"{clean(item['name'])}: {clean(note)}")
+        if isinstance(job, Mapping):
+            # The master notes here which options it cannot carry out, for example a container
+            # image.
+            for note in job.get("notes") or ():
+                remark(f"{clean(item['name'])}: {clean(note)}")
     return started
 
 
 def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goal | None:
-    """Return the goal for the progress display. Its threshold is None if there is none, for example on the data set."""
+    """Return the goal for the progress display."""
     if task is None or task.metric is None:
         return None
-    threshold = (
-        task.goal_of(arguments, light) if option_value(arguments, "--goal-after") is None else None
-    )
+    threshold: float | None = None
+    # The goal of --goal-after is a training time, which has no threshold.
+    if option_value(arguments, "--goal-after") is None:
+        threshold = task.goal_of(arguments, light)
     aim = GoalAim(f"val_global_{task.metric}", threshold, task.minimize)
     return _wait.Goal(aim, _max_epochs(task, arguments))
 
 
 def _max_epochs(task: Task, arguments: Sequence[str]) -> int | None:
-    """Return the number of epochs after which a run of a task ends without its goal, or None if it is not known."""
+    """Return the number of epochs after which a run ends without its goal, or None if unknown."""
     if task.key in _VALIDATED_OFTEN:
         return None
-    given = option_value(arguments, "--epochs")
-    if given is not None:
-        return int(given) if given.isdecimal() else None
+    epochs = option_value(arguments, "--epochs")
+    if epochs is not None:
+        return int(epochs) if epochs.isdecimal() else None
     # A preset may have its own budget, which only the script knows.
     return task.max_epochs if option_value(arguments, "--preset") is None else None

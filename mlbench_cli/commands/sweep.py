@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,10 @@ def sweep(
         is_whole = _run(described, folder, points, pending, done, dashboard_url, call)
     points = folder.planned(described)
     done, failures = folder.done(described, points), folder.failures(points)
-    outcome = _read_outcome(output, described)
+    # Imported here, because --dry-run does not need it.
+    from mlbench_core.sweep.page import read_outcome
+
+    outcome = read_outcome(output, described)
     page = _write_page(output, described) if outcome.groups else None
     if as_json:
         print_json(_as_json(points, done, failures, folder, described))
@@ -111,11 +115,10 @@ def sweep(
             click.echo(f"page: {page.absolute()}")
     if not is_whole:
         remark("the budget has ended; start the same command again to continue")
-    failed = [
-        f"{name} ({clean(failure.reason)})"
-        for name, failure in failures.items()
-        if name not in done
-    ]
+    failed = []
+    for name, failure in failures.items():
+        if name not in done:
+            failed.append(f"{name} ({clean(failure.reason)})")
     if failed:
         raise MLBenchError(
             f"{len(failed)} of {len(points)} runs failed (see {output / 'failed'}): "
@@ -155,17 +158,10 @@ def _run(
 def _show_plan(
     points: Sequence[Point], done: Mapping[str, Done], failures: Mapping[str, Failure]
 ) -> None:
-    rows = [
-        (
-            point.name,
-            point.algorithm,
-            point.workers,
-            point.network or "-",
-            point.seed,
-            _state(point, done, failures),
-        )
-        for point in points
-    ]
+    rows = []
+    for point in points:
+        row = (point.name, point.algorithm, point.workers, point.network or "-", point.seed)
+        rows.append((*row, _state(point, done, failures)))
     print_table(("RUN", "ALGORITHM", "WORKERS", "NETWORK", "SEED", "STATE"), rows, right=(2, 4))
 
 
@@ -174,14 +170,11 @@ def _show_estimate(
 ) -> None:
     print_field("runs", f"{runs}, of which {len(done)} are done and {expected.runs} are to run")
     if expected.runs and expected.expected_s is not None:
-        print_field(
-            "expected", f"{seconds(expected.expected_s)} (h:min:s) by the runs that are done"
-        )
+        text = f"{seconds(expected.expected_s)} (h:min:s) by the runs that are done"
+        print_field("expected", text)
     if expected.runs and expected.longest_s is not None:
-        text = (
-            f"{seconds(expected.longest_s)} if every run reaches the limit, and its "
-            "validations and last epochs"
-        )
+        longest = seconds(expected.longest_s)
+        text = f"{longest} if every run reaches the limit, and its validations and last epochs"
         print_field("at limit", text)
     if described.budget_s is not None:
         print_field("budget", f"{seconds(described.budget_s)}, after which no run starts")
@@ -189,20 +182,12 @@ def _show_estimate(
 
 def _show_results(outcome: Outcome) -> None:
     """Print one row for each algorithm, number of workers and network."""
-    rows = [
-        (
-            cell.algorithm,
-            cell.workers,
-            cell.network or "-",
-            cell.runs,
-            len(cell.reached),
-            number(cell.median_s),
-        )
-        for cell in outcome.cells
-    ]
-    print_table(
-        ("ALGORITHM", "WORKERS", "NETWORK", "RUNS", "REACHED", "MEDIAN S"), rows, right=(1, 3, 4, 5)
-    )
+    rows = []
+    for cell in outcome.cells:
+        row = (cell.algorithm, cell.workers, cell.network or "-", cell.runs, len(cell.reached))
+        rows.append((*row, number(cell.median_s)))
+    header = ("ALGORITHM", "WORKERS", "NETWORK", "RUNS", "REACHED", "MEDIAN S")
+    print_table(header, rows, right=(1, 3, 4, 5))
 
 
 def _records(
@@ -213,20 +198,17 @@ def _records(
 
     records = {}
     for point in points:
-        found = load([folder.run_folder(point)], empty_is_error=False) if point.name in done else []
-        if found:
-            records[point.name] = found[0]
+        if point.name not in done:
+            continue
+        loaded = load([folder.run_folder(point)], empty_is_error=False)
+        # A run that was stopped before its workers wrote a line has no record.
+        if loaded:
+            records[point.name] = loaded[0]
     return records
 
 
-def _read_outcome(path: Path, described: Sweep) -> Outcome:
-    # Imported here and in _write_page, because --dry-run does not need it.
-    from mlbench_core.sweep.page import read_outcome
-
-    return read_outcome(path, described)
-
-
 def _write_page(path: Path, described: Sweep) -> Path:
+    # Imported here, because --dry-run does not need it.
     from mlbench_core.sweep.page import write_page
 
     write_page(path, sweep=described, report=remark)
@@ -246,11 +228,8 @@ def _pending(
     done: Mapping[str, Done],
     failures: Mapping[str, Failure],
 ) -> list[Point]:
-    return [
-        point
-        for point in points
-        if point.name not in done and folder.may_try(failures.get(point.name))
-    ]
+    pending = [point for point in points if point.name not in done]
+    return [point for point in pending if folder.may_try(failures.get(point.name))]
 
 
 def _as_json(
@@ -264,22 +243,16 @@ def _as_json(
     records = _records(folder, points, done)
     rows = []
     for point in points:
-        row: dict[str, Any] = {
-            "name": point.name,
-            "algorithm": point.algorithm,
-            "workers": point.workers,
-        }
-        row.update(network=point.network, seed=point.seed, outcome=None, seconds=None, reason=None)
+        row: dict[str, Any] = {"name": point.name, "algorithm": point.algorithm}
+        row.update(workers=point.workers, network=point.network, seed=point.seed)
+        row.update(outcome=None, seconds=None, reason=None)
         if point.name in done:
             row.update(outcome=done[point.name].outcome, seconds=done[point.name].seconds)
         elif point.name in failures:
             row.update(outcome="failed", reason=failures[point.name].reason)
         record = records.get(point.name)
-        row.update({name: getattr(record, name, None) for name in _RESULTS})
+        for name in _RESULTS:
+            row[name] = getattr(record, name, None)
         rows.append(row)
-    time_left = {
-        "runs": expected.runs,
-        "expected_s": expected.expected_s,
-        "longest_s": expected.longest_s,
-    }
+    time_left = dataclasses.asdict(expected)
     return {"title": described.title, "points": rows, "left": time_left}
