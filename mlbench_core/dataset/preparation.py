@@ -133,7 +133,7 @@ def prepare(
 def _fetch_images(name: str, folder: Path) -> None:
     from mlbench_core.dataset.imagerecognition.pytorch.dataloader import CIFAR10V1, MNIST
 
-    # Creating a data set downloads the files of its part alone.
+    # The classes download the missing files of their part when they are created.
     for train in (True, False):
         if name == "cifar10":
             CIFAR10V1(folder, train=train, download=True)

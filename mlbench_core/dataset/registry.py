@@ -8,7 +8,7 @@ checksums from here. This module imports no framework.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -360,80 +360,83 @@ def _multi30k_file(name: str) -> DataFile:
     return DataFile(name, (FileForm(name, "sha256", MULTI30K_SHA256[name]),))
 
 
-DATASETS: Mapping[str, DatasetRecord] = {
-    record.name: record
-    for record in (
-        DatasetRecord(
-            "cifar10",
-            "CIFAR-10: color images of 32x32 in ten classes",
-            "none stated",
-            (CIFAR10_URL,),
-            162_000_000,
-            tuple(map(_cifar_batch, CIFAR10_BATCHES)),
+def _urls(folder: str, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{folder}{name}.gz" for name in names)
+
+
+_RECORDS = (
+    DatasetRecord(
+        "cifar10",
+        "CIFAR-10: color images of 32x32 in ten classes",
+        "none stated",
+        (CIFAR10_URL,),
+        162_000_000,
+        tuple(map(_cifar_batch, CIFAR10_BATCHES)),
+    ),
+    DatasetRecord(
+        "mnist",
+        "MNIST: handwritten digits, 28x28",
+        "none stated; commonly CC BY-SA 3.0",
+        _urls(MNIST_URL, MNIST_MD5),
+        11_594_722,
+        tuple(map(_mnist_file, MNIST_MD5)),
+    ),
+    DatasetRecord(
+        "digits",
+        "Handwritten digits of scikit-learn, 8x8",
+        "unknown",
+        ("scikit-learn",),
+        0,
+        origin="installed",
+    ),
+    DatasetRecord(
+        "imagenet",
+        "ImageNet, or images in one folder for each class",
+        "unknown",
+        ("https://image-net.org/download",),
+        origin="by hand",
+    ),
+    *map(_linear, KNOWN),
+    DatasetRecord(
+        SYNTHETIC,
+        "Dense rows of a logistic model",
+        "not applicable",
+        ("this library",),
+        0,
+        origin="generated",
+    ),
+    DatasetRecord(
+        "wikitext2",
+        "WikiText-2: articles of Wikipedia, in words",
+        "CC BY-SA",
+        (
+            WIKITEXT2_URL,
+            WIKITEXT2_HUB_URL.format(name="train"),
+            WIKITEXT2_HUB_URL.format(name="validation"),
+            WIKITEXT2_HUB_URL.format(name="test"),
         ),
-        DatasetRecord(
-            "mnist",
-            "MNIST: handwritten digits, 28x28",
-            "none stated; commonly CC BY-SA 3.0",
-            tuple(f"{MNIST_URL}{name}.gz" for name in MNIST_MD5),
-            11_594_722,
-            tuple(map(_mnist_file, MNIST_MD5)),
-        ),
-        DatasetRecord(
-            "digits",
-            "Handwritten digits of scikit-learn, 8x8",
-            "unknown",
-            ("scikit-learn",),
-            0,
-            origin="installed",
-        ),
-        DatasetRecord(
-            "imagenet",
-            "ImageNet, or images in one folder for each class",
-            "unknown",
-            ("https://image-net.org/download",),
-            origin="by hand",
-        ),
-        *map(_linear, KNOWN),
-        DatasetRecord(
-            SYNTHETIC,
-            "Dense rows of a logistic model",
-            "not applicable",
-            ("this library",),
-            0,
-            origin="generated",
-        ),
-        DatasetRecord(
-            "wikitext2",
-            "WikiText-2: articles of Wikipedia, in words",
-            "CC BY-SA",
-            (
-                WIKITEXT2_URL,
-                WIKITEXT2_HUB_URL.format(name="train"),
-                WIKITEXT2_HUB_URL.format(name="validation"),
-                WIKITEXT2_HUB_URL.format(name="test"),
-            ),
-            4_000_000,
-            tuple(map(_wikitext_part, WIKITEXT2_TOKENS)),
-        ),
-        _wmt(
-            "wmt16",
-            "WMT16 English-German: Europarl, Common Crawl, News Commentary 11",
-            WMT16_ARCHIVES,
-        ),
-        _wmt(
-            "wmt17",
-            "WMT17 English-German: Europarl, Common Crawl, News Commentary 12",
-            WMT17_ARCHIVES,
-        ),
-        DatasetRecord(
-            "multi30k",
-            "Multi30k: captions of photos, English-German",
-            "research and education, non-commercial",
-            tuple(f"{MULTI30K_URL}{name}.gz" for name in MULTI30K_SHA256),
-            1_296_271,
-            tuple(map(_multi30k_file, MULTI30K_SHA256)),
-        ),
-    )
-}
+        4_000_000,
+        tuple(map(_wikitext_part, WIKITEXT2_TOKENS)),
+    ),
+    _wmt(
+        "wmt16",
+        "WMT16 English-German: Europarl, Common Crawl, News Commentary 11",
+        WMT16_ARCHIVES,
+    ),
+    _wmt(
+        "wmt17",
+        "WMT17 English-German: Europarl, Common Crawl, News Commentary 12",
+        WMT17_ARCHIVES,
+    ),
+    DatasetRecord(
+        "multi30k",
+        "Multi30k: captions of photos, English-German",
+        "research and education, non-commercial",
+        _urls(MULTI30K_URL, MULTI30K_SHA256),
+        1_296_271,
+        tuple(map(_multi30k_file, MULTI30K_SHA256)),
+    ),
+)
+
+DATASETS: Mapping[str, DatasetRecord] = {record.name: record for record in _RECORDS}
 """All data sets by name."""

@@ -124,8 +124,8 @@ class ImageBatches(ResumablePasses):
             # Shared images have one order for all workers; a worker with its own part has its own
             # order.
             rank = self.rank if self.world_size == 1 else 0
-            generator = self._generator(rank, _ORDER, epoch)
-            order = order[torch.randperm(len(order), generator=generator)]
+            permutation = torch.randperm(len(order), generator=self._generator(rank, _ORDER, epoch))
+            order = order[permutation]
         for number in range(first, len(self)):
             self._mark_yielded(number)
             chosen = order[number * together : (number + 1) * together]
@@ -134,10 +134,10 @@ class ImageBatches(ResumablePasses):
                 # share them evenly.
                 share = len(chosen) // self.world_size
                 chosen = chosen[self.rank * share : (self.rank + 1) * share]
-            draws = None
+            generator = None
             if self.augment:
-                draws = self._generator(self.rank, _AUGMENTATION, epoch, number)
-            yield self.images.batch(chosen, draws, self.memory_format, augment=self.augment)
+                generator = self._generator(self.rank, _AUGMENTATION, epoch, number)
+            yield self.images.batch(chosen, generator, self.memory_format, augment=self.augment)
 
     def _generator(self, rank: int, *purpose: int) -> torch.Generator:
         """Return a separate generator for each rank and purpose."""

@@ -282,17 +282,18 @@ def _scan_archive(path: Path, number: int, solution: Mapping[str, str]) -> list[
         with tarfile.open(path, "r:") as archive:
             for member in archive:
                 base, ending = os.path.splitext(member.name)
-                if not member.isdir() and (ending == ".cls" or _is_image(ending)):
-                    # A link would lead out of the archive, and a sparse file has its bytes
-                    # elsewhere.
-                    if not member.isreg() or member.issparse() or member.size < 0:
-                        raise DatasetError(
-                            f"{member.name} in {path} is a link or a device, not a regular file"
-                        )
-                    if ending == ".cls":
-                        labels[base] = _read_class(archive, member, path)
-                    else:
-                        members.append((base, member))
+                is_class = ending == ".cls"
+                if member.isdir() or not (is_class or _is_image(ending)):
+                    continue
+                # A link would lead out of the archive, and a sparse file has its bytes elsewhere.
+                if not member.isreg() or member.issparse() or member.size < 0:
+                    raise DatasetError(
+                        f"{member.name} in {path} is a link or a device, not a regular file"
+                    )
+                if is_class:
+                    labels[base] = _read_class(archive, member, path)
+                else:
+                    members.append((base, member))
             _check_end(archive, path)
     # Wrong numbers in headers raise a ValueError.
     except (tarfile.TarError, OSError, ValueError) as error:

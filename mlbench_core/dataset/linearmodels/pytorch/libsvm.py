@@ -510,13 +510,13 @@ def _make(options: argparse.Namespace, part: str) -> list[Path]:
         return [dest]
     files = options.file or [download(options.name, part, options.dest_dir)]
     n_features, layout, labels = options.features, options.layout, options.labels or "auto"
-    known = KNOWN.get(options.name)
+    data = KNOWN.get(options.name)
     # Options override the known properties of a data set.
-    if known:
-        n_features = n_features or known.n_features
-        labels = options.labels or known.labels
+    if data:
+        n_features = n_features or data.n_features
+        labels = options.labels or data.labels
         if layout == "auto":
-            layout = known.layout
+            layout = data.layout
     with show_text_progress(dest.name, files) as advance:
         paths = convert(
             files,
@@ -529,10 +529,10 @@ def _make(options: argparse.Namespace, part: str) -> list[Path]:
             separate=options.separate,
             advance=advance,
         )
-    if known and not options.file:
+    if data and not options.file:
         # This is the only check of a text without a published checksum. Delete the stores, so that
         # the next run does not use them.
-        text, rows = known.files[part], sum(map(len, map(LinearStore, paths)))
+        text, rows = data.files[part], sum(map(len, map(LinearStore, paths)))
         if rows != text.n_rows:
             for path in paths:
                 path.unlink()

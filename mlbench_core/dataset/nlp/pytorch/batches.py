@@ -253,7 +253,9 @@ class TeacherForcedBatches:
         order: Iterable[list[int]],
         device: torch.device | str = "cpu",
     ) -> None:
-        self.loader = DataLoader(pairs, batch_sampler=order, collate_fn=build_collate_fn())  # type: ignore[arg-type]
+        # Any sequence of pairs has the methods that a DataLoader needs.
+        dataset: Any = pairs
+        self.loader = DataLoader(dataset, batch_sampler=order, collate_fn=build_collate_fn())
         self.device = torch.device(device)
 
     def __len__(self) -> int:
