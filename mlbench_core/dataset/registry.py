@@ -35,14 +35,7 @@ Tasks without ``--root-dataset`` use it too.
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
-CIFAR10_BATCHES = (
-    "data_batch_1",
-    "data_batch_2",
-    "data_batch_3",
-    "data_batch_4",
-    "data_batch_5",
-    "test_batch",
-)
+CIFAR10_BATCHES = (*map("data_batch_{}".format, range(1, 6)), "test_batch")
 # The folders into which the two archives unpack.
 CIFAR10_FOLDERS = ("", "cifar-10-batches-bin", "cifar-10-batches-py")
 # The published checksums. No verifiable checksum of the other binary batches is published, so their

@@ -178,7 +178,7 @@ class ImageDataset(Dataset):
         labels = self._targets(chosen.tolist())
         if self.target_transform is None:
             return torch.tensor(labels, dtype=torch.int64)
-        return torch.stack([torch.as_tensor(label) for label in labels]).to(self.images.device)
+        return torch.stack(list(map(torch.as_tensor, labels))).to(self.images.device)
 
     def to(self, device: torch.device | str) -> ImageDataset:
         """Move images and labels to a device, so that batches are created there without copies.

@@ -99,9 +99,9 @@ class JpegFiles:
         self._names = np.array([os.fsencode(image.name) for image in images])
         self._members: _Members | None = None
         if archives is not None:
-            archive = np.array([image.archive for image in images], dtype=np.int64)
-            offset = np.array([image.offset for image in images], dtype=np.int64)
-            size = np.array([image.size for image in images], dtype=np.int64)
+            positions = [(image.archive, image.offset, image.size) for image in images]
+            # Each of the three columns is contiguous after the copy.
+            archive, offset, size = np.array(positions, dtype=np.int64).T.copy()
             self._members = _Members(tuple(archives), archive, offset, size)
 
     def __len__(self) -> int:
@@ -195,7 +195,7 @@ def find_jpegs(root: str | os.PathLike[str], part: str = "") -> JpegFiles:
     folder = root / part
     archives = sorted(folder.glob("*.tar"))
     if part:
-        archives += sorted(path for path in root.glob(f"{part}*.tar") if path.is_file())
+        archives += sorted(filter(Path.is_file, root.glob(f"{part}*.tar")))
     if not folder.is_dir() and not archives:
         tars = f", nor do tar files {root / part}*.tar" if part else ""
         raise DatasetNotFoundError(
@@ -203,7 +203,7 @@ def find_jpegs(root: str | os.PathLike[str], part: str = "") -> JpegFiles:
             "(for ImageNet see https://image-net.org/download)"
         )
     solution = _read_solution(root)
-    if archives and folder.is_dir() and any(path.is_dir() for path in folder.glob("[!.]*")):
+    if archives and folder.is_dir() and any(map(Path.is_dir, folder.glob("[!.]*"))):
         raise DatasetError(
             f"{archives[0]} is beside folders in {folder}: move the tar files or the folders away"
         )

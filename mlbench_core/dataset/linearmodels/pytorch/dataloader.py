@@ -233,7 +233,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         labels = self._labels.index_select(0, torch.from_numpy(positions)).unsqueeze(1)
         if self.target_transform is not None:
             transformed = map(self.target_transform, labels)
-            labels = torch.stack([torch.as_tensor(label) for label in transformed])
+            labels = torch.stack(list(map(torch.as_tensor, transformed)))
         if self.layout == "dense":
             return self._dense(positions), labels
         return self._sparse(positions), labels
