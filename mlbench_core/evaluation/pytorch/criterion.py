@@ -60,8 +60,7 @@ def _as_output(output: Tensor, target: Tensor) -> Tensor:
         if (*target.shape, 1) != tuple(output.shape) and tuple(target.shape) != (*output.shape, 1):
             raise ValueError(
                 f"target must have the shape of the output {tuple(output.shape)} up to a last "
-                "dimension of 1, not "
-                f"{tuple(target.shape)}"
+                f"dimension of 1, not {tuple(target.shape)}"
             )
         target = target.reshape(output.shape)
     return target.to(output.dtype)
@@ -266,8 +265,8 @@ class MSELossRegularized(_Penalized, nn.MSELoss):
             return super().forward(input_, target) + self._penalty()
         if self.weight.shape != input_.shape:
             raise ValueError(
-                f"weight must have the shape of the input {tuple(input_.shape)}, not "
-                f"{tuple(self.weight.shape)}"
+                "weight must have the shape of the input "
+                f"{tuple(input_.shape)}, not {tuple(self.weight.shape)}"
             )
         errors = self.weight * F.mse_loss(input_, target, reduction="none")
         if self.reduction == "none":
@@ -332,8 +331,8 @@ class LabelSmoothing(nn.Module):
         """
         if x.shape[:-1].numel() != target.numel():
             raise ValueError(
-                f"x must be (..., classes) and target (...), not {tuple(x.shape)} and "
-                f"{tuple(target.shape)}"
+                "x must be (..., classes) and target (...), not "
+                f"{tuple(x.shape)} and {tuple(target.shape)}"
             )
         x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
         compute_dtype = torch.promote_types(x.dtype, torch.float32)

@@ -201,9 +201,8 @@ class _StatisticsMetric(MLBenchMetric):
         if self._has_statistics not in (None, has_statistics):
             raise ValueError(
                 "perc must be a value that this metric returned, in all updates or in none, "
-                f"not {float(value)} now: "
-                "call the metric with each batch and pass its result to update(), or call "
-                "reset() before"
+                f"not {float(value)} now: call the metric with each batch and pass its result "
+                "to update(), or call reset() before"
             )
         self._has_statistics = has_statistics
 
@@ -317,8 +316,7 @@ class TopKAccuracy(MLBenchMetric):
         if self.topk >= classes:
             raise ValueError(
                 f"topk must be at most {classes - 1} for {classes} classes, not {self.topk}: "
-                "with more, every sample "
-                "would be right"
+                "with more, every sample would be right"
             )
         target = target.reshape(-1, 1)
         if output.shape[1] == 1:
@@ -375,9 +373,8 @@ class Perplexity(_StatisticsMetric):
             return self._value_of(torch.stack([loss, torch.ones_like(loss)]), is_per_sample=True)
         if target is None:
             raise ValueError(
-                f"target must be token ids for an output of shape {tuple(output.shape)}, not "
-                "None: pass them, or the "
-                "mean loss as the output"
+                f"target must be token ids for an output of shape {tuple(output.shape)}, not None: "
+                "pass them, or the mean loss as the output"
             )
         scores = _classes_last(output, target).to(torch.promote_types(output.dtype, torch.float32))
         losses = F.cross_entropy(
@@ -551,16 +548,16 @@ class BLEUScore(_StatisticsMetric):
         bleu = cast(Any, require("sacrebleu.metrics", "text")).BLEU
         if use_raw and tokenize is not None:
             raise ValueError(
-                f"tokenize must be left out with use_raw=True, not {tokenize!r}: raw text is "
-                "tokenized already"
+                "tokenize must be left out with use_raw=True, not "
+                f"{tokenize!r}: raw text is tokenized already"
             )
         self.use_raw = use_raw
         self.tokenize = "none" if use_raw else (tokenize or "intl")
         self.lowercase = (not use_raw) if lowercase is None else lowercase
         if self.tokenize not in bleu.TOKENIZERS:
             raise ValueError(
-                f"tokenize must be one of {sorted(bleu.TOKENIZERS)}, not {tokenize!r}: pass "
-                "one of them"
+                f"tokenize must be one of {sorted(bleu.TOKENIZERS)}, "
+                f"not {tokenize!r}: pass one of them"
             )
         self._smoothing: dict[str, Any]
         if use_raw:
@@ -602,8 +599,8 @@ class BLEUScore(_StatisticsMetric):
                 )
         if len(output) != len(target):
             raise ValueError(
-                f"target must have a reference for each of {len(output)} translations, not "
-                f"{len(target)}"
+                "target must have a reference for each of "
+                f"{len(output)} translations, not {len(target)}"
             )
         if len(output) == 0:
             return self._value_of(self._no_statistics())
@@ -674,8 +671,8 @@ def _flat_pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return both as float64 vectors, because sums of half-precision or float32 elements would lose counts."""
     if output.numel() != target.numel():
         raise ValueError(
-            f"target must have as many elements as the output {tuple(output.shape)}, not shape "
-            f"{tuple(target.shape)}"
+            "target must have as many elements as the output "
+            f"{tuple(output.shape)}, not shape {tuple(target.shape)}"
         )
     return output.detach().reshape(-1).to(torch.float64), target.detach().reshape(-1).to(
         torch.float64
@@ -691,9 +688,8 @@ def _classes_last(output: Tensor, target: Tensor) -> Tensor:
     if is_second and is_last:
         raise ValueError(
             f"output must not have shape {tuple(output.shape)} with a target of shape "
-            f"{tuple(target.shape)}: its "
-            "classes may be the second or the last dimension, so pass (tokens, classes) and "
-            "(tokens,)"
+            f"{tuple(target.shape)}: its classes may be the second or the last dimension, "
+            "so pass (tokens, classes) and (tokens,)"
         )
     if is_second:
         return output.movedim(1, -1).reshape(-1, output.shape[1])
@@ -701,7 +697,7 @@ def _classes_last(output: Tensor, target: Tensor) -> Tensor:
     if is_last or (is_flat and output.shape[:-1].numel() == target.numel()):
         return output.reshape(-1, output.shape[-1])
     raise ValueError(
-        "output must be (..., classes) and target (...), or output (batch, classes, ...) and "
-        "target (batch, ...), not "
-        f"{tuple(output.shape)} and {tuple(target.shape)}: give each token one row of scores"
+        "output must be (..., classes) and target (...), "
+        "or output (batch, classes, ...) and target (batch, ...), "
+        f"not {tuple(output.shape)} and {tuple(target.shape)}: give each token one row of scores"
     )

@@ -42,8 +42,7 @@ def softmax_cross_entropy_with_logits_v2_l2_regularized(
     if not variables:
         raise ValueError(
             f"l2 must be 0 in a graph without variables, not {l2}: build the model in the same "
-            "graph, or add the "
-            "penalty of your variables yourself"
+            "graph, or add the penalty of your variables yourself"
         )
     chosen = [
         tf.nn.l2_loss(tf.cast(variable, tf.float32))

@@ -255,8 +255,7 @@ class MultiStepLRLinearWarmUp(_AbsoluteLR):
         if milestones and warmup_duration > milestones[0]:
             raise ValueError(
                 f"warmup_duration must be at most the first milestone, {milestones[0]}, not "
-                f"{warmup_duration}: "
-                "shorten the warm-up, or move the milestone"
+                f"{warmup_duration}: shorten the warm-up, or move the milestone"
             )
         self.gamma = gamma
         self.milestones = milestones
@@ -360,8 +359,7 @@ class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
         if self.batches_per_epoch is None and self.is_warming_up:
             raise ValueError(
                 "batches_per_epoch must be a number for batch_step(), not None: pass it to the "
-                "schedule to warm up by "
-                "batches, or call only step(metrics), once per epoch"
+                "schedule to warm up by batches, or call only step(metrics), once per epoch"
             )
         self._warm_up()
 

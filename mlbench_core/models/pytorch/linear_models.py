@@ -133,9 +133,8 @@ class Standardization(nn.Module):
         super().__init__()
         if mean.dim() != 1 or mean.shape != deviation.shape:
             raise ValueError(
-                "mean and deviation must both have shape (n_features,), not "
-                f"{tuple(mean.shape)} and "
-                f"{tuple(deviation.shape)}"
+                f"mean and deviation must both have shape (n_features,), not {tuple(mean.shape)} "
+                f"and {tuple(deviation.shape)}"
             )
         if bool((deviation < 0).any()):
             raise ValueError(f"deviation must be at least 0, not {deviation.min().item():g}")

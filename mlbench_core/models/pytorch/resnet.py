@@ -289,8 +289,8 @@ class ResNetCIFAR(_ResNet32):
             examples = ", ".join(str(per_block * n + 2) for n in (1, 2, 3, 5, 7, 9, 18))
             kind = "with bottlenecks" if bottleneck else "without bottlenecks"
             raise ValueError(
-                f"resnet_size must be {per_block}n + 2 with n >= 1 {kind} ({examples}, ...), "
-                f"not {resnet_size}"
+                f"resnet_size must be {per_block}n + 2 with n >= 1 "
+                f"{kind} ({examples}, ...), not {resnet_size}"
             )
         if version not in _VERSIONS:
             raise ValueError(

@@ -285,8 +285,8 @@ class Model(tf.Module):
         check_at_least("num_classes", num_classes, 1)
         if resnet_version not in _VERSIONS:
             raise ValueError(
-                "resnet_version must be 1 (He et al. 2015) or 2 (He et al. 2016), not "
-                f"{resnet_version!r}"
+                "resnet_version must be 1 (He et al. 2015) or 2 "
+                f"(He et al. 2016), not {resnet_version!r}"
             )
         if data_format is None:
             data_format = (
@@ -302,8 +302,8 @@ class Model(tf.Module):
             )
         if len(block_sizes) != len(block_strides):
             raise ValueError(
-                f"block_strides must have one number for each of the {len(block_sizes)} "
-                f"stages, not {block_strides}"
+                "block_strides must have one number for each of the "
+                f"{len(block_sizes)} stages, not {block_strides}"
             )
         self.resnet_size, self.resnet_version = resnet_size, resnet_version
         self.data_format, self.dtype = data_format, tf.as_dtype(dtype)
@@ -393,8 +393,8 @@ class Cifar10Model(Model):
     ) -> None:
         if resnet_size < 8 or (resnet_size - 2) % 6:
             raise ValueError(
-                "resnet_size must be 6n + 2 with n >= 1 (8, 14, 20, 32, 44, 56, ...), not "
-                f"{resnet_size}"
+                "resnet_size must be 6n + 2 with n >= 1 "
+                f"(8, 14, 20, 32, 44, 56, ...), not {resnet_size}"
             )
         blocks = (resnet_size - 2) // 6
         super().__init__(
@@ -509,6 +509,5 @@ def _check_in_graph(function: str) -> None:
     if tf.compat.v1.executing_eagerly_outside_functions():
         raise RuntimeError(
             f"{function} must be called in a graph, not eagerly, because each call creates "
-            "variables: call it within "
-            "`with tf.Graph().as_default():`, or use Cifar10Model"
+            "variables: call it within `with tf.Graph().as_default():`, or use Cifar10Model"
         )

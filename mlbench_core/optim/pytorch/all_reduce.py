@@ -81,9 +81,9 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         overlaps = isinstance(aggregation, AllReduceAggregation) and aggregation.overlap
         if average_custom and overlaps and aggregation.comm_dtype == torch.float16:  # type: ignore[union-attr]
             raise ValueError(
-                "comm_dtype must not be torch.float16 with overlap and average_custom, because "
-                "sums are sent before "
-                "step() gets the denom and may overflow: use torch.bfloat16, or overlap=False"
+                "comm_dtype must not be torch.float16 with overlap and "
+                "average_custom, because sums are sent before step() gets the denom "
+                "and may overflow: use torch.bfloat16, or overlap=False"
             )
         if optimizer is None:
             raise ValueError(
@@ -293,7 +293,6 @@ def _fused(
     if gap is not None:
         raise ValueError(
             f"fused must be False or None, not True: {gap!r} is a part of a larger tensor, and "
-            "torch's fused kernel "
-            "would write into the rest of this tensor"
+            "torch's fused kernel would write into the rest of this tensor"
         )
     return True

@@ -138,8 +138,8 @@ class CompressedOptimizer(Optimizer):
         """
         raise ValueError(
             "clip_grad_norm_ must have gradients that are averaged, but the workers of "
-            f"{type(self).__name__} exchange "
-            "compressed steps: clip the gradients of each worker by torch.nn.utils.clip_grad_norm_"
+            f"{type(self).__name__} exchange compressed steps: clip the gradients of each worker "
+            "by torch.nn.utils.clip_grad_norm_"
         )
 
     def _before_step(self) -> None:
@@ -200,8 +200,8 @@ class CompressedOptimizer(Optimizer):
             # Two parameters of one name would share an error memory.
             if repeated:
                 raise ValueError(
-                    f"several parameters are called {', '.join(repeated)}: give every "
-                    "parameter its own name"
+                    f"several parameters are called {', '.join(repeated)}: "
+                    "give every parameter its own name"
                 )
             refuse_complex(
                 self.aggregation,

@@ -53,9 +53,8 @@ class GossipOptimizer(GenericCentralizedOptimizer):
             for name, value in (("rank", rank), ("neighbors", neighbors)):
                 if value is not None:
                     raise ValueError(
-                        f"{name} must be left out, not {value!r}, because the aggregation has "
-                        "its own: write it in "
-                        f"{self._kind.__name__}(...)"
+                        f"{name} must be left out, not {value!r}, because the aggregation has its "
+                        f"own: write it in {self._kind.__name__}(...)"
                     )
         super().__init__(
             None,

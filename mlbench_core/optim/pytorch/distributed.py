@@ -260,11 +260,9 @@ def refuse_partial_state(
     if torch_private.is_called_by_checkpoint_functions() and (extra is None or extra()):
         raise RuntimeError(
             f"torch.distributed.checkpoint.state_dict cannot save {type(optimizer).__name__}, "
-            "because it would lose "
-            "the state of the communication, such as error memories or shared weights: save "
-            "optimizer.state_dict() on "
-            "every worker by torch.save and restore it by load_state_dict, or use the "
-            "Checkpointer of mlbench_core"
+            "because it would lose the state of the communication, such as error memories or "
+            "shared weights: save optimizer.state_dict() on every worker by torch.save and restore "
+            "it by load_state_dict, or use the Checkpointer of mlbench_core"
         )
 
 
@@ -437,9 +435,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             for parameter in group["params"]
         ):
             raise ValueError(
-                "optimizer must update parameters of the model, but "
-                f"{type(optimizer).__name__} has none of them: "
-                "create it with model.parameters() of the same model"
+                f"optimizer must update parameters of the model, but {type(optimizer).__name__} "
+                "has none of them: create it with model.parameters() of the same model"
             )
 
     def extra_state(self) -> dict[str, Any]:
@@ -529,20 +526,18 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         if not self.agg_grad:
             raise ValueError(
                 f"clip_grad_norm_ must have gradients that are averaged, but {name} combines "
-                "weights: clip the "
-                "gradients of each worker by torch.nn.utils.clip_grad_norm_"
+                "weights: clip the gradients of each worker by torch.nn.utils.clip_grad_norm_"
             )
         if not self.aggregation.averages_gradients:
             raise ValueError(
-                "clip_grad_norm_ must have gradients that are averaged, but the result of "
-                f"{name} is another "
-                "direction: clip the gradients of each worker by torch.nn.utils.clip_grad_norm_"
+                f"clip_grad_norm_ must have gradients that are averaged, but the result of {name} "
+                "is another direction: clip the gradients of each worker by "
+                "torch.nn.utils.clip_grad_norm_"
             )
         if self.agg_mode == AVG_CUSTOM:
             raise ValueError(
                 "clip_grad_norm_ must have averages over the workers, not sums divided by the "
-                "denom of step(): give "
-                "grad_clip to the optimizer"
+                "denom of step(): give grad_clip to the optimizer"
             )
         if not self._is_aggregated:
             self._communicate(None)
@@ -589,8 +584,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         if self._is_aggregated and getattr(self, "grad_scale", None) is not None:
             raise ValueError(
                 "clip_grad_norm_ must get gradients without the scale of a GradScaler: call "
-                "scaler.unscale_(optimizer) "
-                "before it"
+                "scaler.unscale_(optimizer) before it"
             )
         if self._reduction is not None and hasattr(self, "found_inf") and not self._is_aggregated:
             looked_too_early = not self._reduction.is_reduced
@@ -682,9 +676,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             for p, gradient, version in self._clipped
         ):
             raise RuntimeError(
-                "clip_grad_norm_ must come right before step(), but gradients have changed "
-                "since: call it after the "
-                "last backward pass, and after zero_grad()"
+                "clip_grad_norm_ must come right before step(), but gradients have changed since: "
+                "call it after the last backward pass, and after zero_grad()"
             )
         self._is_aggregated, self._clipped = False, []
         if tracker is not None:
@@ -733,24 +726,22 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         }
         if getattr(self.aggregation, "shared_memory", False) and devices:
             raise ValueError(
-                f"shared_memory must be False for a model on {', '.join(sorted(devices))}, "
-                "because it sums in the "
-                "host's memory: leave it out of the aggregation"
+                f"shared_memory must be False for a model on {', '.join(sorted(devices))}, because "
+                "it sums in the host's memory: leave it out of the aggregation"
             )
 
     def _make_reduction(self, by_layer: bool) -> OverlappedReduction | None:
         """Make the reduction during the backward pass; None for one worker, who has nothing to send."""
         if not self.agg_grad:
             raise ValueError(
-                "overlap must be False with agg_grad=False, because it sends gradients during "
-                "the backward pass and "
-                "not weights after the step: leave one of the two out"
+                "overlap must be False with agg_grad=False, because it sends gradients during the "
+                "backward pass and not weights after the step: leave one of the two out"
             )
         if by_layer:
             raise ValueError(
-                "by_layer must be False with overlap, which sends buckets of parameters: for a "
-                "message per parameter "
-                "write AllReduceAggregation(overlap=True, bucket_size_bytes=0)"
+                "by_layer must be False with overlap, which sends buckets of "
+                "parameters: for a message per parameter write "
+                "AllReduceAggregation(overlap=True, bucket_size_bytes=0)"
             )
         # Only this aggregation has the setting.
         assert isinstance(self.aggregation, AllReduceAggregation)
@@ -785,16 +776,14 @@ def check_aggregation(
         workers = f"{aggregation.world_size} worker{'s' if aggregation.world_size > 1 else ''}"
         raise ValueError(
             f"world_size is {world_size}, but the process group has {workers}, and so the "
-            "aggregation: give "
-            f"{aggregation.world_size}, or leave world_size out"
+            f"aggregation: give {aggregation.world_size}, or leave world_size out"
         )
     for argument, value in given.items():
         own = getattr(aggregation, argument, None)
         if value is not None and value != own:
             raise ValueError(
-                f"{argument} must be left out or {own!r}, not {value!r}, because the "
-                "aggregation decides on it: "
-                f"write {argument}={value!r} in {name}(...)"
+                f"{argument} must be left out or {own!r}, not {value!r}, because the aggregation "
+                f"decides on it: write {argument}={value!r} in {name}(...)"
             )
     return aggregation
 
@@ -910,10 +899,9 @@ def must_skip(
     aggregation.any_worker(found_inf)
     if found_inf.item() == _TOO_EARLY:
         raise ValueError(
-            "a GradScaler read the gradients of a worker before they were averaged, because "
-            "the worker had no backward "
-            "pass outside no_sync: use mlbench_core.optim.pytorch.DistributedGradScaler, which "
-            "averages them first"
+            "a GradScaler read the gradients of a worker before they were averaged, because the "
+            "worker had no backward pass outside no_sync: use "
+            "mlbench_core.optim.pytorch.DistributedGradScaler, which averages them first"
         )
     if found_inf.item() > 0:
         return True
@@ -934,8 +922,8 @@ def _unscale(optimizer: Optimizer, scale: Tensor) -> None:
                 continue
             if parameter.grad.dtype == torch.float16:
                 raise ValueError(
-                    "a GradScaler needs float32 parameters under autocast, but these gradients "
-                    "are float16, in which "
-                    "unscaled gradients vanish: train a float16 model with FP16Optimizer"
+                    "a GradScaler needs float32 parameters under autocast, but these "
+                    "gradients are float16, in which unscaled gradients vanish: "
+                    "train a float16 model with FP16Optimizer"
                 )
             parameter.grad.mul_(inverse.to(parameter.grad.device))

@@ -116,12 +116,10 @@ class DynamicLossScaler:
             self.updates_without_overflow = 0
             if self.min_scale is not None and self.loss_scale <= self.min_scale:
                 raise FloatingPointError(
-                    f"the loss scale fell to {self.loss_scale:g}, which is not above the "
-                    "minimum scale "
-                    f"{self.min_scale:g}: gradients overflow however little the loss is "
-                    "scaled, so training diverges; "
-                    "lower the learning rate, clip gradients (grad_clip), or look for inf and "
-                    "nan in data and loss"
+                    f"the loss scale fell to {self.loss_scale:g}, which is not above the minimum "
+                    f"scale {self.min_scale:g}: gradients overflow however little the loss is "
+                    "scaled, so training diverges; lower the learning rate, clip gradients "
+                    "(grad_clip), or look for inf and nan in data and loss"
                 )
         else:
             self.updates_without_overflow += 1
@@ -148,8 +146,7 @@ class DynamicLossScaler:
         if missing:
             raise ValueError(
                 f"the state of a DynamicLossScaler lacks {sorted(missing)}; it has "
-                f"{sorted(state_dict)}: give what "
-                "its state_dict() returned"
+                f"{sorted(state_dict)}: give what its state_dict() returned"
             )
         loss_scale = _in_range("loss_scale", state_dict["loss_scale"], 0.0)
         self.updates_without_overflow = check_int(
@@ -161,13 +158,13 @@ class DynamicLossScaler:
         init_scale = _in_range("init_scale", init_scale, 0.0)
         if self.max_scale is not None and init_scale > self.max_scale:
             raise ValueError(
-                f"init_scale is {init_scale:g}, above max_scale {self.max_scale:g}: start at "
-                "most there"
+                f"init_scale is {init_scale:g}, above max_scale "
+                f"{self.max_scale:g}: start at most there"
             )
         if self.min_scale is not None and init_scale <= self.min_scale:
             raise ValueError(
-                f"init_scale is {init_scale:g}, not above min_scale {self.min_scale:g}: start "
-                "above it"
+                f"init_scale is {init_scale:g}, not above "
+                f"min_scale {self.min_scale:g}: start above it"
             )
         return init_scale
 
@@ -336,9 +333,8 @@ class FP16Optimizer(OptimizerWrapper):
             aggregation = make(world_size, divide_before, use_cuda)
         elif use_horovod and not isinstance(aggregation, AllReduceAggregationHVD):
             raise ValueError(
-                f"use_horovod must be False, not True, because {type(aggregation).__name__} "
-                "sends without Horovod: "
-                "give AllReduceAggregationHVD(...) as aggregation"
+                f"use_horovod must be False, not True, because {type(aggregation).__name__} sends "
+                "without Horovod: give AllReduceAggregationHVD(...) as aggregation"
             )
         # The state of another aggregation, such as an error memory, would be missing in
         # state_dict().
@@ -351,9 +347,8 @@ class FP16Optimizer(OptimizerWrapper):
         )
         if aggregation.overlap:
             raise ValueError(
-                "overlap must be False with FP16Optimizer, which sends all gradients in "
-                "step(): leave it out of the "
-                "aggregation"
+                "overlap must be False with FP16Optimizer, which sends all gradients in step(): "
+                "leave it out of the aggregation"
             )
         return aggregation
 
@@ -376,15 +371,14 @@ class FP16Optimizer(OptimizerWrapper):
             p is self.fp32_params for group in optimizer.param_groups for p in group["params"]
         ):
             raise ValueError(
-                f"{type(optimizer).__name__} does not optimize the float32 master weights: "
-                "build it over "
-                "[fp_optimizer.fp32_params], not over model.parameters()"
+                f"{type(optimizer).__name__} does not optimize the float32 master weights: build "
+                "it over [fp_optimizer.fp32_params], not over model.parameters()"
             )
         if evaluates_repeatedly(optimizer):
             raise ValueError(
-                f"{type(optimizer).__name__} evaluates the loss several times in a step, which "
-                "a scale that may "
-                "change at each overflow does not allow: use an optimizer that needs no closure"
+                f"{type(optimizer).__name__} evaluates the loss several times in a "
+                "step, which a scale that may change at each overflow does not "
+                "allow: use an optimizer that needs no closure"
             )
 
     def backward_loss(self, loss: Tensor) -> None:
@@ -421,9 +415,8 @@ class FP16Optimizer(OptimizerWrapper):
             ValueError: Always.
         """
         raise ValueError(
-            "clip_grad_norm_ must have gradients without a loss scale, which only step() "
-            "removes: give "
-            f"FP16Optimizer(..., grad_clip={max_norm}), or set its attribute grad_clip"
+            "clip_grad_norm_ must have gradients without a loss scale, which only step() removes: "
+            f"give FP16Optimizer(..., grad_clip={max_norm}), or set its attribute grad_clip"
         )
 
     @torch.no_grad()
@@ -518,9 +511,8 @@ class FP16Optimizer(OptimizerWrapper):
         if master.shape != self.fp32_params.shape:
             raise ValueError(
                 f"the state has {master.numel()} master weights, but the model has "
-                f"{self.fp32_params.numel()} "
-                "trainable ones: load it into the model that it was saved with, with the same "
-                "parameters frozen"
+                f"{self.fp32_params.numel()} trainable ones: load it into the model that it was "
+                "saved with, with the same parameters frozen"
             )
         self.loss_scaler.load_state_dict(extra["loss_scaler"])
         self.fp32_params.copy_(master)
@@ -542,8 +534,8 @@ class FP16Optimizer(OptimizerWrapper):
             multiplier = multiplier.item()
         if not (math.isfinite(multiplier) and multiplier > 0):
             raise ValueError(
-                f"multiplier must be a positive finite number, not {multiplier}: gradients are "
-                "divided by it"
+                "multiplier must be a positive finite number, not "
+                f"{multiplier}: gradients are divided by it"
             )
         return multiplier * self.loss_scaler.loss_scale
 
@@ -612,8 +604,7 @@ def _trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         if parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise TypeError(
                 f"parameter {name!r} is {parameter.dtype}, which float32 master weights cannot "
-                "hold: convert the model "
-                "with .half() or .bfloat16(), or freeze that parameter"
+                "hold: convert the model with .half() or .bfloat16(), or freeze that parameter"
             )
     devices = sorted({str(parameter.device) for parameter in weights.values()})
     if len(devices) > 1:

@@ -116,9 +116,8 @@ class LocalSGD(GenericCentralizedOptimizer):
         )
         if isinstance(aggregation, PeriodicAggregation):
             raise ValueError(
-                "aggregation must be the average of every H-th step, not a "
-                "PeriodicAggregation: write LocalSGD(..., "
-                f"period={aggregation.period}, "
+                "aggregation must be the average of every H-th step, not a PeriodicAggregation: "
+                f"write LocalSGD(..., period={aggregation.period}, "
                 f"aggregation={type(aggregation.inside).__name__}(...))"
             )
         super().__init__(
@@ -222,8 +221,8 @@ class DiLoCo(GenericCentralizedOptimizer):
             )
         elif lr is not required:
             raise ValueError(
-                f"lr must be left out, not {lr!r}, because inner_optimizer has its own: write "
-                "it there"
+                f"lr must be left out, not {lr!r}, because "
+                "inner_optimizer has its own: write it there"
             )
         if outer_optimizer is not None and (outer_lr, outer_momentum) != (0.7, 0.9):
             raise ValueError(
@@ -239,9 +238,8 @@ class DiLoCo(GenericCentralizedOptimizer):
             aggregation = DiLoCoAggregation(outer_optimizer, world_size, use_cuda=use_cuda)
         elif (outer_lr, outer_momentum, outer_optimizer) != (0.7, 0.9, None):
             raise ValueError(
-                "outer_lr, outer_momentum and outer_optimizer must be left out if aggregation "
-                "is given: write "
-                "DiLoCoAggregation(outer_optimizer)"
+                "outer_lr, outer_momentum and outer_optimizer must be left out if aggregation is "
+                "given: write DiLoCoAggregation(outer_optimizer)"
             )
         self._outer = check_aggregation(
             aggregation, DiLoCoAggregation, world_size=world_size, use_cuda=use_cuda or None

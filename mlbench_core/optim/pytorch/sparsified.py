@@ -88,9 +88,9 @@ class SparsifiedSGD(CompressedOptimizer):
         # The default of version 3.0 counts as left out.
         if sparse_grad_size not in (10, self._size):
             raise ValueError(
-                f"sparse_grad_size must be left out or {self._size}, not {sparse_grad_size}, "
-                "because the aggregation "
-                f"decides on it: write size={sparse_grad_size} in SparsifiedAggregation(...)"
+                f"sparse_grad_size must be left out or {self._size}, not "
+                f"{sparse_grad_size}, because the aggregation decides on it: write "
+                f"size={sparse_grad_size} in SparsifiedAggregation(...)"
             )
         super().__init__(params, sgd_defaults(lr, momentum, weight_decay), aggregation)
 
@@ -218,9 +218,8 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         )
         if random_sparse and not aggregation.random:
             raise ValueError(
-                "random_sparse must be left out or False, not True, because the aggregation "
-                "sends the largest "
-                "coordinates: write random=True in SparsifiedAggregation(...)"
+                "random_sparse must be left out or False, not True, because the aggregation sends "
+                "the largest coordinates: write random=True in SparsifiedAggregation(...)"
             )
         super().__init__(
             params, lr, weight_decay, sparse_grad_size, momentum=momentum, aggregation=aggregation

@@ -101,8 +101,8 @@ class StreamingDiLoCo(GenericCentralizedOptimizer):
             )
         elif lr is not required:
             raise ValueError(
-                f"lr must be left out, not {lr!r}, because inner_optimizer has its own: write "
-                "it there"
+                f"lr must be left out, not {lr!r}, because "
+                "inner_optimizer has its own: write it there"
             )
         if aggregation is None:
             aggregation = StreamingDiLoCoAggregation(world_size=world_size)

@@ -201,9 +201,8 @@ def reorder_context(
         return None
     if len(context) != 3:
         raise ValueError(
-            "the context must have encoder outputs, lengths and hidden state, not "
-            f"{len(context)} parts: "
-            "give the model a method reorder_context(context, rows)"
+            f"the context must have encoder outputs, lengths and hidden state, not {len(context)} "
+            "parts: give the model a method reorder_context(context, rows)"
         )
     outputs, lengths, hidden = context
     return [

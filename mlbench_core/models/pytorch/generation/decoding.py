@@ -221,8 +221,8 @@ def _limits(max_len: int | Tensor, start: Tensor, options: SearchOptions) -> Ten
     limits = torch.as_tensor(max_len, dtype=torch.int64, device=start.device)
     if limits.shape not in ((), start.shape):
         raise ValueError(
-            f"max_len must be one number or have shape {tuple(start.shape)}, not "
-            f"{tuple(limits.shape)}"
+            "max_len must be one number or have shape "
+            f"{tuple(start.shape)}, not {tuple(limits.shape)}"
         )
     if limits.numel() and int(limits.min()) < options.min_len:
         raise ValueError(

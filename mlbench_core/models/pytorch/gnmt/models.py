@@ -212,8 +212,7 @@ class GNMT(nn.Module):
         if inputs.dim() != 2 or lengths.shape != inputs.shape[1:]:
             raise ValueError(
                 "source and lengths must have the shapes (source, batch) and (batch,), not "
-                f"{tuple(inputs.shape)} and "
-                f"{tuple(lengths.shape)}"
+                f"{tuple(inputs.shape)} and {tuple(lengths.shape)}"
             )
         memory: Tensor = self.encoder(inputs, lengths)
         return memory

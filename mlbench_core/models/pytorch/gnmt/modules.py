@@ -166,8 +166,8 @@ class Encoder(nn.Module):
         lengths = lengths.cpu()
         if len(lengths) and int(lengths.max()) > len(inputs):
             raise ValueError(
-                f"lengths must be at most {len(inputs)}, the source positions, not "
-                f"{int(lengths.max())}"
+                f"lengths must be at most {len(inputs)}, the "
+                f"source positions, not {int(lengths.max())}"
             )
         x = self.dropout(self.embedding(inputs))
         # Packing rejects sentences of length 0, so an empty one counts as one symbol of padding.

@@ -145,8 +145,8 @@ class Translator:
         references = [] if trg is None else self._words_of_each(*trg)
         if trg is not None and len(references) != len(sources):
             raise ValueError(
-                f"trg must have one reference for each of the {len(sources)} sentences, not "
-                f"{len(references)}"
+                "trg must have one reference for each of the "
+                f"{len(sources)} sentences, not {len(references)}"
             )
         translations: list[list[int]] = [[] for _ in sources]
         # A search would also generate words for a sentence without words.
@@ -183,8 +183,7 @@ class Translator:
         if ids.dim() != 2 or lengths.shape != ids.shape[1:]:
             raise ValueError(
                 "sentences and lengths must have the shapes (words, batch) and (batch,), not "
-                f"{tuple(ids.shape)} and "
-                f"{tuple(lengths.shape)}"
+                f"{tuple(ids.shape)} and {tuple(lengths.shape)}"
             )
         return [
             self._words(row[:end])

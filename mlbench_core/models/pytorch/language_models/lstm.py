@@ -234,8 +234,7 @@ class LSTMLanguageModel(nn.Module):
         if targets.shape != x.shape[:1]:
             raise ValueError(
                 f"targets must have shape ({len(x)},), one word for each of the outputs, not "
-                f"{tuple(targets.shape)}: "
-                "flatten the words in the order of time"
+                f"{tuple(targets.shape)}: flatten the words in the order of time"
             )
         if not _is_float32_on_cpu(x):
             return F.cross_entropy(self.decoder(x).float(), targets)
@@ -302,8 +301,8 @@ class _LossInPieces(torch.autograd.Function):
         # gradients would count as constants in a second derivative.
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph must be False for LSTMLanguageModel.loss on a CPU, which has "
-                "first derivatives only: for "
-                "second ones, compute cross_entropy from the scores of forward"
+                "create_graph must be False for LSTMLanguageModel.loss on a "
+                "CPU, which has first derivatives only: for second ones, "
+                "compute cross_entropy from the scores of forward"
             )
         return *(gradient * saved for saved in ctx.saved_tensors), None, None

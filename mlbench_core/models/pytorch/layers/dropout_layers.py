@@ -156,8 +156,8 @@ class WeightDrop(nn.Module):
         unknown = [name for name in weights if name not in known]
         if unknown or isinstance(weights, str):
             raise ValueError(
-                f"weights must be a list of some of {', '.join(known) or 'nothing'}, not "
-                f"{weights!r}"
+                "weights must be a list of some of "
+                f"{', '.join(known) or 'nothing'}, not {weights!r}"
             )
         self.module = module
         self.weights = list(weights)

@@ -92,8 +92,8 @@ class TransformerConfig:
             check_at_least(name, getattr(self, name), 1)
         if self.encoder_embed_dim != self.decoder_embed_dim:
             raise ValueError(
-                f"decoder_embed_dim must be encoder_embed_dim ({self.encoder_embed_dim}), not "
-                f"{self.decoder_embed_dim}"
+                "decoder_embed_dim must be encoder_embed_dim "
+                f"({self.encoder_embed_dim}), not {self.decoder_embed_dim}"
             )
         for name in ("dropout", "attention_dropout", "relu_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:

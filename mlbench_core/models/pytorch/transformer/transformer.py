@@ -75,8 +75,7 @@ class TransformerModel(nn.Module):
         else:
             raise ValueError(
                 "share_all_embeddings must be False for two vocabularies, not True: src_dict "
-                f"({len(src_dict)} "
-                f"symbols) and trg_dict ({len(trg_dict)} symbols) are not equal"
+                f"({len(src_dict)} symbols) and trg_dict ({len(trg_dict)} symbols) are not equal"
             )
         self.encoder = TransformerEncoder(config, source_embedding)
         self.decoder = TransformerDecoder(config, target_embedding)

@@ -155,15 +155,14 @@ class NTASGD:
         is_sgd = isinstance(inside, SGD) and not isinstance(inside, CompressedOptimizer)
         if not isinstance(optimizer, OptimizerWrapper) or not is_sgd:
             raise TypeError(
-                f"optimizer is a {type(optimizer).__name__} around {type(inside).__name__}; it "
-                "must be one of "
-                "mlbench_core.optim.pytorch that has a torch.optim.SGD inside, as "
-                "CentralizedSGD has"
+                f"optimizer is a {type(optimizer).__name__} around "
+                f"{type(inside).__name__}; it must be one of mlbench_core.optim.pytorch "
+                "that has a torch.optim.SGD inside, as CentralizedSGD has"
             )
         if interval is not None and patience is not None:
             raise ValueError(
-                "interval and patience are both given, but select different rules: give only "
-                "one of them"
+                "interval and patience are both given, but "
+                "select different rules: give only one of them"
             )
         self.optimizer = optimizer
         self.patience = None if patience is None else check_int("patience", patience)
@@ -271,8 +270,8 @@ class NTASGD:
         """
         if self.is_averaging and not state_dict["is_averaging"]:
             raise ValueError(
-                "the optimizer averages already, but the state does not: create the optimizer "
-                "and NTASGD again"
+                "the optimizer averages already, but the state does "
+                "not: create the optimizer and NTASGD again"
             )
         self.best = state_dict["best"]
         self.checks_since_best = state_dict["checks_since_best"]

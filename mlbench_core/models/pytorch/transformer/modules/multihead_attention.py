@@ -93,8 +93,7 @@ class MultiheadAttention(nn.Module):
         if softmax_type == "fast_fill" and backend not in ("auto", "fused"):
             raise ValueError(
                 "backend must be 'auto' or 'fused' with softmax_type='fast_fill', not "
-                f"{backend!r}: leave one of them "
-                "out"
+                f"{backend!r}: leave one of them out"
             )
         self.backend = "fused" if softmax_type == "fast_fill" else backend
         self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim))
@@ -190,8 +189,8 @@ class MultiheadAttention(nn.Module):
         """Return q, k and v (batch, heads, positions, head features); equal inputs share one product."""
         if key is None or value is None:
             raise ValueError(
-                "key and value must be tensors, not None: only static ones that are cached can "
-                "be left out"
+                "key and value must be tensors, not None: only "
+                "static ones that are cached can be left out"
             )
         if key is query and value is query:
             q, k, v = self._linear(query, 0, 3).chunk(3, dim=-1)
@@ -252,6 +251,6 @@ def _check_masks(
         )
     if is_causal and rows != batch:
         raise ValueError(
-            f"mask_future_timesteps must be False if {rows} rows share the keys of {batch} "
-            "sentences, not True"
+            f"mask_future_timesteps must be False if {rows} rows "
+            f"share the keys of {batch} sentences, not True"
         )

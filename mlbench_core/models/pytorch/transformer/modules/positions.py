@@ -45,8 +45,7 @@ class _Positions(nn.Module):
         if tokens.shape[1] + before > self.max_positions:
             raise ValueError(
                 f"sentences must have at most {self.max_positions} tokens, not "
-                f"{tokens.shape[1] + before}: "
-                "raise max_source_positions or max_target_positions"
+                f"{tokens.shape[1] + before}: raise max_source_positions or max_target_positions"
             )
         positions = token_positions(tokens, self.padding_idx)
         # Padding keeps the position 0.
