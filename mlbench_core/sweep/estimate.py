@@ -59,6 +59,7 @@ def estimate(
     expected_s: float | None = None
     if ended:
         expected_s = sum(_expected_s(point, ended, done) + OVERHEAD_S for point in pending)
+    # The limit counts training only, so a run takes longer than this: it has validations, too.
     longest_s = None if limit_s is None else len(pending) * (limit_s + OVERHEAD_S)
     return Estimate(len(pending), expected_s, longest_s)
 

@@ -131,8 +131,11 @@ def draw_rows(outcome: Outcome, quantity: Quantity, network: str | None = None) 
         ConfigurationError: No run on the network has the quantity.
     """
     networks = list(outcome.networks) if network is None else [network]
-    cells = [cell for cell in outcome.cells if cell.network in networks and cell.workers > 1]
-    cells = [cell for cell in cells if cell.runs]
+    cells = []
+    for cell in outcome.cells:
+        # A cell of which every run failed has nothing to draw.
+        if cell.network in networks and cell.workers > 1 and cell.runs:
+            cells.append(cell)
     if not any(_values(quantity.value, cell.group.records) for cell in cells):
         raise ConfigurationError(f"no run with more than one worker has a {quantity.title.lower()}")
     drawn = {cell.algorithm for cell in cells}
@@ -206,6 +209,7 @@ def _panel(
         _reference(axes, outcome)
     labels = [canvas.wrap(name, _LABEL_IN, 6) for name in ordered]
     axes.set_yticks(range(len(ordered)), labels, linespacing=0.95)
+    # Downward, so that the best algorithm is at the top.
     axes.set_ylim(len(ordered) - 0.5, -0.5)
     for border in range(1, len(ordered)):
         axes.axhline(border - 0.5, color="#DDDDDD", linewidth=0.4, zorder=0)
@@ -246,7 +250,7 @@ def _median(quantity: Quantity, cell: Cell | None) -> float | None:
     values = _values(quantity.value, cell.group.records)
     if quantity.to_goal:
         values += [math.inf] * (cell.missed + cell.failed)
-    median = statistics.median(values) if values else math.inf
+    median = statistics.median(values or [math.inf])
     return None if median == math.inf else median
 
 
@@ -261,6 +265,7 @@ def _row(
     """Draw the runs of a cell as dots, their median as a mark, and the interval as a line."""
     color, marker = look["color"], look["marker"]
     hit = _values(quantity.value, cell.reached)
+    # By identity, because a record holds dictionaries and has no hash.
     reached = set(map(id, cell.reached))
     others = [run for run in cell.group.records if id(run) not in reached]
     late = list(filter(None, map(quantity.missed, others)))
@@ -300,6 +305,7 @@ def _alone(axes: Axes, outcome: Outcome, quantity: Quantity, name: str, row: int
 
 def _reference(axes: Axes, outcome: Outcome) -> None:
     """Draw a line at the median of the baseline with one worker, or else of the fastest."""
+    # More workers did not pay to the right of the line.
     reference: Cell | None = None
     for cell in outcome.row(None, 1):
         if cell.median_s is not None and (reference is None or cell.algorithm == outcome.baseline):
@@ -405,6 +411,7 @@ def _points(outcome: Outcome, network: str) -> list[tuple[Cell, float, float]]:
     points = []
     for workers in outcome.several:
         for cell in outcome.row(network, workers):
+            # Over the runs that reached the goal alone, a method would look better for its misses.
             if not cell.complete or cell.median_s is None:
                 continue
             sent = list(filter(None, map(sent_per_worker, cell.reached)))

@@ -148,6 +148,7 @@ class Sweep:
         """
         points = []
         seeds = range(FIRST_SEED, FIRST_SEED + self.seeds)
+        # Seed by seed, so that a sweep that is ended early covers every point with fewer seeds.
         for seed, workers in itertools.product(seeds, self.workers):
             # One worker has no network, so it runs once for all of them.
             networks: Iterable[str | None] = self.networks if workers > 1 else (None,)
@@ -186,6 +187,7 @@ class Sweep:
             request.update(task=self.task.key, arguments=words)
         else:
             request["command"] = shlex.join([*shlex.split(self.command or ""), *words])
+        # The series adds the seed to the arguments, or puts it in place of {seed} in the command.
         series = RunSeries(name, (workers,), request, self.task, seed=seed)
         try:
             series.check_seeds()
@@ -271,6 +273,7 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path(), title: str = 
         raise ValueError(
             'limit must be given with repeat_stopped = false: write for example limit = "2min"'
         )
+    # _networks and _pricing add the files that they read.
     files: dict[str, Path] = {}
     if "title" in content:
         title = _text(content, "title")
@@ -323,6 +326,7 @@ def _own_option(arguments: Sequence[str]) -> str | None:
 
 def _add_file(name: str, folder: Path, files: dict[str, Path]) -> Path:
     """Add a file that a sweep names to ``files``, and return its path."""
+    # Next to sweep.toml in the folder of a sweep, there are only copies.
     copy = folder / FILES / copied_name(name)
     return files.setdefault(name, copy if copy.is_file() else folder / name)
 
@@ -370,6 +374,7 @@ def _variants(content: Mapping[str, Any], task: Task | None) -> tuple[Variant, .
         )
     names = [variant.name for variant in variants]
     for variant in variants:
+        # The name is the label of the algorithm in all figures and tables.
         if names.count(variant.name) > 1:
             raise ValueError(
                 f"algorithms and variants must have different names, not {variant.name!r} twice"
@@ -427,6 +432,7 @@ def _networks(
         networks[name] = get_network(str(_add_file(name, folder, files)) if is_file else name)
         for number in workers:
             if number > 1:
+                # A network with racks has a fixed number of hosts.
                 networks[name].check_hosts(number)
     if not networks and max(workers) > 1:
         raise ValueError(

@@ -81,6 +81,7 @@ def stopped_at_limit(folder: Path) -> bool:
     """
     try:
         return bool(_read(folder / RECORD).get("outcome") == "limit")
+    # Result folders that no sweep made have no record.
     except ConfigurationError:
         return False
 
@@ -108,6 +109,7 @@ class SweepFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         try:
+            # Two processes would start the same runs.
             with lock(self.path / ".lock", wait=False):
                 # A sweep can be continued from its copy.
                 if source.resolve() != (self.path / _COPY).resolve():
@@ -191,6 +193,7 @@ class SweepFolder:
     def prepare(self, point: Point) -> Path:
         """Return the path, which is free, at which the result folder of a run is put together."""
         path = self.path / "unfinished" / point.name
+        # A process that was killed may have left a part of it.
         shutil.rmtree(path, ignore_errors=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -214,6 +217,7 @@ class SweepFolder:
             "request": dict(point.request),
         }
         (temporary / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        # The record is in the folder before it is moved, so each folder in runs/ is complete.
         self.run_folder(point).parent.mkdir(exist_ok=True)
         move_into_place(temporary, self.run_folder(point))
         self._failure(point).unlink(missing_ok=True)

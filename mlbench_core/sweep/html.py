@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -59,11 +59,12 @@ def inline_svg(drawing: Drawing, label: str) -> str:
     top_pt = note.get_window_extent(FigureCanvasAgg(figure).get_renderer()).y1 / figure.dpi * 72
     note.set_visible(False)
     text = io.StringIO()
+    # Without date, so that the same runs give the same page.
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, count=1, flags=re.DOTALL)
-    width, height = (72 * inches for inches in figure.get_size_inches())
+    width, height = 72 * figure.get_size_inches()
     # The sizes are those of print; on the page, the figure is as wide as its place, and ends above
     # the caption.
     view = (
@@ -143,13 +144,17 @@ def _words(words: Mapping[str, Sequence[str]]) -> str:
 def _list(sentences: Sequence[str]) -> str:
     if not sentences:
         return ""
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    return f"<ul>{items}</ul>"
+    return f"<ul>{_elements('li', map(escape, sentences))}</ul>"
+
+
+def _elements(tag: str, contents: Iterable[str]) -> str:
+    return "".join(f"<{tag}>{content}</{tag}>" for content in contents)
 
 
 def _section(section: Section) -> str:
-    figures = "".join(f"<figure>{figure}</figure>" for figure in section.figures)
+    figures = _elements("figure", section.figures)
     notes = ""
+    # The figures of a section can have the same caption.
     for note in dict.fromkeys(section.notes):
         notes += f'<p class="note">{escape(note)}</p>'
     return (

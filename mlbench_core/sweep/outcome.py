@@ -228,6 +228,7 @@ def duration(seconds: float) -> str:
         ('2 min', '90 s', '1.5 h')
     """
     for unit, size in (("h", 3600), ("min", 60)):
+        # 5400 s is 1.5 h, but 90 s is not 1.5 min.
         if seconds >= size and seconds * 2 % size == 0 and (seconds % size == 0 or unit == "h"):
             return f"{seconds / size:g} {unit}"
     return f"{seconds:.4g} s"
@@ -254,6 +255,7 @@ def differ(a: Cell, b: Cell, row: Sequence[Cell] | None = None) -> bool | None:
     Returns:
         None if a cell has a single run, or one that missed its goal, so that its mean is unknown.
     """
+    # All tests of the row count for the correction, not only that of b.
     p_values: dict[int, float] = {}
     for cell in row or (a, b):
         if cell is a:
@@ -339,6 +341,7 @@ def gather(
         ConfigurationError: Runs had different goals.
     """
     places = list(places)
+    # One training time for all runs of a setting, so that no method is stopped before another.
     judged_s = _least_stopped_s(places, records)
     judged: dict[str, RunRecord] = {}
     names_of_cells: dict[tuple[str, str | None, int], list[str]] = {}
@@ -350,8 +353,13 @@ def gather(
     check_comparable(list(judged.values()))
     cells = []
     for (algorithm, network, workers), names in names_of_cells.items():
-        ended = tuple(judged[name] for name in names if name in judged)
-        lost = len([name for name in names if name in failed])
+        ended = []
+        lost = 0
+        for name in names:
+            if name in judged:
+                ended.append(judged[name])
+            if name in failed:
+                lost += 1
         # The settings of a run are those of the first one that has them: a run that was stopped may
         # have none.
         settings = next(
@@ -360,7 +368,7 @@ def gather(
         configuration: dict[str, Any] = dict(settings)
         configuration.pop("seed", None)
         if ended or lost:
-            group = Group(algorithm, workers, configuration, ended)
+            group = Group(algorithm, workers, configuration, tuple(ended))
             cells.append(Cell(network, group, lost, len(names)))
     return Outcome(
         title=title,
@@ -386,6 +394,7 @@ def _least_stopped_s(
     least_s: dict[tuple[str | None, int], float] = {}
     for run in places:
         record = records.get(run.name)
+        # Only earlier versions left an unfinished run at the limit; now the script ends it.
         if record is None or record.state != "unfinished" or record.train_s is None:
             continue
         if _is_late(record, None):
@@ -396,6 +405,7 @@ def _least_stopped_s(
 
 def _is_late(record: RunRecord, limit_s: float | None) -> bool:
     """Return True if a run did not reach its goal, or only after a training time."""
+    # A run that reached its goal without a recorded time counts as late: its time is not known.
     time_s = record.time_to_goal_s if record.reached else None
     return not time_s or (limit_s is not None and time_s > limit_s)
 

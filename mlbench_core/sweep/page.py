@@ -6,6 +6,7 @@ It has tables, figures, the map of the fastest methods, and their conclusions in
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -65,7 +66,8 @@ def write_page(
         ConfigurationError: The sweep cannot be read, no run has ended, or runs had different goals.
     """
     sweep = sweep or load_sweep(folder / _COPY)
-    pricing = pricing if pricing is not None else sweep.price
+    if pricing is None:
+        pricing = sweep.price
     outcome = read_outcome(folder, sweep, title)
     if not outcome.groups:
         raise ConfigurationError(f"{folder} has no runs that have ended: run the sweep first")
@@ -221,19 +223,25 @@ def _makers(
 
 def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> dict[str, str]:
     groups = outcome.groups
-    records = [record for group in groups for record in group.records]
-    dates = sorted(str(record.started_at)[:10] for record in records if record.started_at)
-    date = ""
-    if dates:
-        date = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    hours = sum(_seconds(folder / RUNS / record.name) for record in records) / 3600
+    goals: list[str] = []
+    dates: list[str] = []
+    total_s = 0.0
+    for record in itertools.chain.from_iterable(group.records for group in groups):
+        total_s += _seconds(folder / RUNS / record.name)
+        if record.goal:
+            goals.append(record.goal_text)
+        if record.started_at:
+            dates.append(str(record.started_at)[:10])
+    # Dates in ISO 8601 are in the order of their texts.
+    ends = [min(dates), max(dates)] if dates else []
+    hours = total_s / 3600
     facts = {
         "Runs": _runs_text(outcome, left_out),
-        "Goal": "; ".join(dict.fromkeys(record.goal_text for record in records if record.goal)),
+        "Goal": "; ".join(dict.fromkeys(goals)),
         "Networks": "; ".join(f"{name} ({network})" for name, network in outcome.networks.items()),
         "Machine": "; ".join(dict.fromkeys(filter(None, map(machine_text, groups)))),
         "Software": "; ".join(dict.fromkeys(filter(None, map(software_text, groups)))),
-        "Date": date,
+        "Date": " to ".join(dict.fromkeys(ends)),
         "Time of all runs": f"{hours:.1f} h" if hours else "",
         "Price": " ".join(pricing.remarks).removeprefix("Price: "),
     }
@@ -307,8 +315,13 @@ def _markdown(
         lines += [f"![{name.replace('_', ' ')}]({name}.png)", ""]
         lines += [f"{escape(caption)} ([SVG]({name}.svg))", ""]
     columns = known_columns(rows)
-    lines += ["", "## Table", "", _table_line(column.header for column in columns)]
-    lines.append(_table_line("---" if column.digits is None else "---:" for column in columns))
+    headers: list[str] = []
+    rulers: list[str] = []
+    for column in columns:
+        headers.append(column.header)
+        # The colon aligns numbers on the right.
+        rulers.append("---" if column.digits is None else "---:")
+    lines += ["", "## Table", "", _table_line(headers), _table_line(rulers)]
     for row in rows:
         lines.append(_table_line(escape(cell(column, row)) for column in columns))
     lines += [

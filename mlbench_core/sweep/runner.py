@@ -127,6 +127,7 @@ class Runner:
         Raises:
             MasterRequestError: The master did not answer for too long, or refused a request.
         """
+        # Each start of the command has the whole budget.
         started = time.monotonic()
         self._drop_other_run(pending)
         while pending:
@@ -135,6 +136,7 @@ class Runner:
                 return False
             self._observer.begin(pending)
             self._observer.end(pending[0], self._run_point(pending[0]))
+            # With repeat_stopped = false, the run that ended may leave out those of other seeds.
             planned = {point.name for point in self._folder.planned(self._sweep)}
             pending = [point for point in pending[1:] if point.name in planned]
         return True
@@ -144,6 +146,7 @@ class Runner:
         current = self._folder.current()
         if current is None or any(_is_same(current, point) for point in pending):
             return
+        # The file has changed since, or the result is saved already.
         item = self._find(current["run"])
         if item is not None and item.get("state") in _OPEN:
             self._delete(item)
@@ -160,6 +163,7 @@ class Runner:
             self._stop_current()
             raise
         ended = self._save(point, item)
+        # Only now: the next start of a killed process must find the run until its result is saved.
         self._folder.set_current(None)
         return ended
 
@@ -167,7 +171,7 @@ class Runner:
         """Start a run, or take over that of an earlier start, and return it at its end."""
         item = self._take_over(point)
         if item is not None:
-            return self._wait(point, item, False)
+            return self._wait(point, item, is_new=False)
         try:
             item = self._request(point)
         except MasterRequestError as error:
@@ -175,7 +179,7 @@ class Runner:
                 raise
             # Of a wrong request, the others may still be right.
             return {"state": "failed", "job_metadata": {"reason": str(error)}}
-        return self._wait(point, item, True)
+        return self._wait(point, item, is_new=True)
 
     def _take_over(self, point: Point) -> dict[str, Any] | None:
         """Return the run that an earlier start requested, if it goes on or has a result."""
@@ -194,10 +198,11 @@ class Runner:
     def _request(self, point: Point) -> dict[str, Any]:
         """Start a run under a name that no other run has."""
         run = f"{point.name[: LONGEST_NAME - 9].rstrip('-')}-{secrets.token_hex(4)}"
+        # Before the request: if this process is killed after it, the next start finds the run.
         self._folder.set_current(point, run)
-
         fields = {**point.request, **self._call_fields, "name": run}
         if self._sweep.limit_s is not None:
+            # The script ends itself at the limit, which counts its training time only.
             limit = {TRAIN_LIMIT: repr(self._sweep.limit_s)}
             fields["environment"] = {**fields.get("environment", {}), **limit}
 
@@ -215,18 +220,21 @@ class Runner:
             if error.status != 404:
                 raise
 
-    def _wait(self, point: Point, item: dict[str, Any], is_new: bool) -> dict[str, Any]:
+    def _wait(self, point: Point, item: dict[str, Any], *, is_new: bool) -> dict[str, Any]:
         """Watch a run until it ends, stop it if it hangs, and return it as it ended."""
         run_id = item["id"]
+        guard_s = _guard_s(self._sweep)
         started: float | None = None
         is_stopped = False
         while item.get("state") in _OPEN:
             now = time.monotonic()
             if item["state"] == "started" and started is None:
-                started = now if is_new else now - _seconds_since(item)
+                started = now
+                # The workers of a run that was taken over started before this process.
+                if not is_new:
+                    started -= _seconds_since(item)
             elapsed = 0.0 if started is None else now - started
             self._observer.watch(point, item["state"], elapsed)
-            guard_s = _guard_s(self._sweep)
             if guard_s is not None and elapsed > guard_s and not is_stopped:
                 self._call(lambda master: master.stop(run_id))
                 is_stopped = True
@@ -247,6 +255,7 @@ class Runner:
                 f"{self._sweep.limit_s:g} s"
             )
         details = item.get("job_metadata") or {}
+        # The cause of a failure is mostly at the end of standard error.
         log = str(details.get("stderr") or details.get("stdout") or "")
         return Failure(reason, log="\n".join(log.splitlines()[-_LOG_LINES:]))
 
@@ -284,8 +293,9 @@ class Runner:
             save(folder / "metrics.json", item, self._call(lambda master: master.metrics(run_id)))
             return ended
         if _has_finished(folder):
-            is_miss = _missed_at(folder, self._sweep.limit_s)
-            return Done("limit" if is_miss else "finished", ended.seconds)
+            if _missed_at(folder, self._sweep.limit_s):
+                return Done("limit", ended.seconds)
+            return Done("finished", ended.seconds)
         if ended.outcome == "finished":
             return Failure(f"its workers left no {RESULT}, or one of a run that did not finish")
         return ended
@@ -333,13 +343,16 @@ class Runner:
                     self._observer.note(f"{error}; trying again for {LOST_MASTER_S:g} s")
                 if now - failing_since >= LOST_MASTER_S:
                     raise
+                # The next try looks for the master again, and starts it if it is the embedded one.
                 self._master = None
                 time.sleep(POLL_S)
 
 
 def _guard_s(sweep: Sweep) -> float | None:
     """Return the seconds after which a run is stopped in any case; None without a limit."""
-    return None if sweep.limit_s is None else GUARD_TIMES * sweep.limit_s + GUARD_S
+    if sweep.limit_s is None:
+        return None
+    return GUARD_TIMES * sweep.limit_s + GUARD_S
 
 
 def _missed_at(folder: Path, limit_s: float | None) -> bool:

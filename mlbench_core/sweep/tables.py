@@ -59,6 +59,7 @@ def table_rows(outcome: Outcome, pricing: Pricing) -> list[dict[str, Any]]:
         pricing: Price of the machines.
     """
     cells: list[Cell] = []
+    # One worker has no network.
     settings: list[tuple[str | None, int]] = [(None, 1)]
     settings += itertools.product(outcome.networks, outcome.several)
     for network, workers in settings:
@@ -86,6 +87,9 @@ def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
     # Over the runs that reached the goal alone, a method would look better for its misses.
     whole = cell.group.records if cell.complete else ()
     cost_s = cell.cost_per_success_s
+    price: float | None = None
+    if cost_s is not None:
+        price = pricing.price(cost_s, cell.workers)
     sent = _median(map(sent_per_worker, whole))
     return {
         "network": cell.network,
@@ -107,7 +111,7 @@ def _row(outcome: Outcome, cell: Cell, pricing: Pricing) -> dict[str, Any]:
         "exchanges": _median(map(attrgetter("exchanges"), whole)),
         "epochs_to_goal": _median(map(attrgetter("epochs_to_goal"), whole)),
         "best": _median(map(attrgetter("best"), whole)),
-        "price": None if cost_s is None else pricing.price(cost_s, cell.workers),
+        "price": price,
     }
 
 
@@ -123,12 +127,10 @@ def known_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     """
     columns = []
     for column in COLUMNS:
+        # The number of failed runs is always known.
+        absent = 0 if column.key == "failed" else None
         values = [row[column.key] for row in rows]
-        if column.key == "failed":
-            is_shown = any(values)
-        else:
-            is_shown = any(value is not None for value in values)
-        if is_shown and column.key not in _ONLY_CSV:
+        if values.count(absent) < len(values) and column.key not in _ONLY_CSV:
             columns.append(column)
     return columns
 

@@ -152,8 +152,10 @@ def predict_map(outcome: Outcome, workers: int, predict: Predict) -> Map | None:
         times = _predicted_s(sources, network, predict)
         # Of methods with the same time, the first name wins.
         winner, *others = sorted(times, key=lambda name: (times[name], name))
-        second = others[0] if others else None
-        ratio = None if second is None else times[second] / times[winner]
+        second: str | None = None
+        ratio: float | None = None
+        if others:
+            second, ratio = others[0], times[others[0]] / times[winner]
         cells.append(MapCell(bandwidth, round_trip_s, winner, times[winner], second, ratio))
     points = []
     for name in outcome.networks:
@@ -222,6 +224,7 @@ def _point(
         error = times[measured] / first.median_s
     return MapPoint(
         network=name,
+        # A network beyond the range is drawn at its edge; one without a limit has no bandwidth.
         bandwidth=min(max(path.bandwidth or math.inf, BANDWIDTHS[0]), BANDWIDTHS[1]),
         round_trip_s=min(max(path.round_trip_s, ROUND_TRIPS_S[0]), ROUND_TRIPS_S[1]),
         measured=measured,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from mlbench_core.comparison.figures.canvas import number
 from mlbench_core.comparison.figures.numbers import Estimate
 from mlbench_core.comparison.pool import plural
-from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ, speed_ratio
+from mlbench_core.sweep.outcome import CLOSE, Cell, Outcome, differ, order, speed_ratio
 from mlbench_core.sweep.winners import Map
 
 __all__ = ["listed", "map_sentence", "per_network", "seconds", "summary"]
@@ -70,6 +70,7 @@ def map_sentence(found: Map) -> str:
 
     They have the share of each method, and that of the cells without a clear winner.
     """
+    # Largest share first.
     (first, share), *others = found.shares.items()
     shares = [f"{first} has the least time on {share:.0%} of the map"]
     for name, other_share in others:
@@ -118,6 +119,7 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
 
 
 def _factor(outcome: Outcome, baseline: Cell, first: Cell) -> str:
+    # By the rule for misses, a baseline with a miss has no ratio.
     ratio = speed_ratio(baseline, first) if baseline.complete else None
     if ratio is not None:
         return f"{_times(ratio)} as fast as {baseline.algorithm}"
@@ -191,12 +193,14 @@ def _against_one_worker(outcome: Outcome) -> list[str]:
     gain: list[str] = []
     loss: list[str] = []
     for network in outcome.networks:
-        # A row starts with its fastest cell.
         rows = [outcome.row(network, workers) for workers in outcome.several]
-        fastest = [row[0].median_s for row in rows if row]
-        if any(median is not None and median < least for median in fastest):
+        # A row starts with its fastest cell, and the order of a cell with its median.
+        orders = [order(row[0]) for row in rows if row]
+        if not orders:
+            continue
+        if min(orders)[0] < least:
             gain.append(network)
-        elif fastest:
+        else:
             loss.append(network)
     rank = "the fastest" if alone[0].complete else "the least median"
     text = f"One worker alone needs {seconds(least)} ({alone[0].algorithm}, {rank})."
