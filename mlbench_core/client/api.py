@@ -44,13 +44,18 @@ if TYPE_CHECKING:
 
 __all__ = ["MLBENCH_BACKENDS", "MLBENCH_IMAGES", "ApiClient"]
 
-MLBENCH_IMAGES: dict[str, tuple[str, str]] = {
-    **{
-        image.title: (image.reference, task.key) for task in TASKS.values() for image in task.images
-    },
-    "Custom Image": ("custom_image", ""),
-}
-"""Official images of version 3.0. A title leads to the name of the image at the master, and the key of its task."""
+
+def _official_images() -> dict[str, tuple[str, str]]:
+    images = {}
+    for task in TASKS.values():
+        for image in task.images:
+            images[image.title] = (image.reference, task.key)
+    images["Custom Image"] = ("custom_image", "")
+    return images
+
+
+MLBENCH_IMAGES: dict[str, tuple[str, str]] = _official_images()
+"""Official images of version 3.0: title to the image's name at the master and its task's key."""
 
 MLBENCH_BACKENDS: list[str] = ["MPI", "GLOO", "NCCL", "Custom Backend"]
 """Communication backends, as :meth:`ApiClient.create_run` takes them."""
@@ -63,6 +68,9 @@ _FLUSH_AT_CLOSE_S = 5.0
 _FLUSH_AT_EXIT_S = 3.0
 _RETRIES = 3
 _JSON = {"Content-Type": "application/json"}
+_METRIC_KEYS = frozenset(
+    {"run_id", "pod_name", "name", "value", "cumulative", "metadata", "date", "id"}
+)
 
 
 class ApiClient:
@@ -389,7 +397,7 @@ class ApiClient:
             "max_bandwidth": max_bandwidth,
             "gpu_enabled": _truth(gpu_enabled),
             "light_target": _truth(light_target),
-            **_what_to_run(image, custom_image_name, custom_image_command, task, arguments),
+            **_program_fields(image, custom_image_name, custom_image_command, task, arguments),
             **_backend_fields(backend, custom_backend, run_all_nodes),
         }
         return self._request("POST", "runs/", json=body)
@@ -413,13 +421,8 @@ class ApiClient:
             if the master is of version 3.0, which can only delete a run.
         """
         advice = "cannot stop a run and keep its metrics; delete_run stops it and deletes them"
-        return self.executor.submit(
-            _request_unknown_to_3_0,
-            self._rest,
-            advice,
-            "POST",
-            f"runs/{_id(run_id, 'run_id')}/stop/",
-        )
+        path = f"runs/{_id(run_id, 'run_id')}/stop/"
+        return self.executor.submit(_request_unknown_to_3_0, self._rest, advice, "POST", path)
 
     def get_run_logs(self, run_id: str | int, since_line: int = 0) -> Answer:
         """Return the output of a run's workers.
@@ -441,13 +444,18 @@ class ApiClient:
         )
 
     def get_worker_pods(self) -> Answer:
-        """Return a future of the list of workers: ``name``, ``labels`` (JSON text), ``phase`` and ``ip`` of each."""
+        """Return a future of the list of workers.
+
+        Each has ``name``, ``labels`` (JSON text), ``phase`` and ``ip``.
+        """
         return self._get("pods/")
 
     # ------------------------------------------------------------------ closing
 
     def close(self, timeout_s: float = _FLUSH_AT_CLOSE_S) -> bool:
-        """Deliver waiting metrics, keep undelivered ones on disk, and end the threads; a second call does nothing.
+        """Deliver waiting metrics, keep undelivered ones on disk, and end the threads.
+
+        A second call does nothing.
 
         Args:
             timeout_s: Time limit for the delivery, in seconds.
@@ -490,9 +498,8 @@ class ApiClient:
             return answer
 
     def _get(self, path: str, **params: Any) -> Answer:
-        return self._request(
-            "GET", path, params=params
-        )  # requests leaves out parameters that are None
+        # requests leaves out parameters that are None.
+        return self._request("GET", path, params=params)
 
     def _get_metrics(
         self,
@@ -505,13 +512,10 @@ class ApiClient:
         for name, value in (("summarize", summarize), ("last_n", params.get("last_n"))):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or left out, not {value}")
-        return self._get(
-            f"metrics/{_id(owner, f'{kind}_id')}/",
-            metric_type=kind,
-            since=None if since is None else _date(since),
-            summarize=summarize,
-            **params,
-        )
+        path = f"metrics/{_id(owner, f'{kind}_id')}/"
+        if since is not None:
+            since = _date(since)
+        return self._get(path, metric_type=kind, since=since, summarize=summarize, **params)
 
     def _request(self, method: str, path: str, **options: Any) -> Answer:
         return self.executor.submit(self._rest.request, method, path, **options)
@@ -520,7 +524,7 @@ class ApiClient:
 def _request_unknown_to_3_0(
     rest: RestClient, advice: str, method: str, path: str, **options: Any
 ) -> requests.Response:
-    """Send a request that masters of version 3.0 do not know; if the master is one, raise an error with advice."""
+    """Send a request that masters of version 3.0 do not know; if it is one, raise an error."""
     response = rest.request(method, path, **options)
     # This version's master says in "message" that the run is missing; another 404 means that the
     # path is unknown.
@@ -537,7 +541,8 @@ def _request_unknown_to_3_0(
 _open_clients: weakref.WeakSet[ApiClient] = weakref.WeakSet()
 
 
-@functools.cache  # registered once, and not at import
+# Registered once, and not at import.
+@functools.cache
 def _register_at_exit() -> None:
     atexit.register(_close_open_clients)
 
@@ -548,7 +553,7 @@ def _close_open_clients() -> None:
 
 
 def _abandon(delivery: MetricDelivery, *rest_clients: RestClient) -> None:
-    """Keep undelivered metrics on disk, without a last attempt to deliver them, and close all connections."""
+    """Keep undelivered metrics on disk without a last attempt, and close all connections."""
     delivery.close()
     for rest in rest_clients:
         rest.close()
@@ -558,7 +563,7 @@ def _abandon(delivery: MetricDelivery, *rest_clients: RestClient) -> None:
 
 
 def _outbox(url: str, endpoint: str, folder: str | os.PathLike[str] | None) -> Outbox:
-    """Return the outbox for the master at ``url`` in a folder, or in the one of this run or of the user."""
+    """Return the outbox for the master at ``url``, by default in the folder of the run or user."""
     if folder is not None:
         return Outbox(Path(folder).absolute(), endpoint)
     own = os.environ.get("MLBENCH_SPOOL")
@@ -578,7 +583,7 @@ def _id(value: str | int, name: str) -> str:
 
 
 def _date(value: str | datetime.datetime | None) -> str:
-    """Format a date for the master; text is passed on, None is now, and a date without a zone is UTC."""
+    """Format a date for the master; None is now, and a date without a zone is in UTC."""
     if isinstance(value, str):
         return value
     moment = value or datetime.datetime.now(datetime.timezone.utc)
@@ -589,10 +594,9 @@ def _date(value: str | datetime.datetime | None) -> str:
 
 def _plain_value(value: Any) -> str | int | float:
     """Return a metric's value as a type that JSON has, or as text."""
+    # A tensor, an array or a scalar of numpy; item() raises ValueError for several elements.
     if hasattr(value, "item") and callable(value.item):
-        value = (
-            value.item()
-        )  # a tensor, an array or a scalar of numpy; raises ValueError for several elements
+        value = value.item()
     # JSON has neither infinities nor NaN, and a diverged run must still be able to report its loss.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -614,16 +618,7 @@ def new_metric_id() -> str:
 
 def _metric_line(metric: Mapping[str, Any]) -> str:
     """Return one metric as the JSON text for the master, with its own id."""
-    unknown = metric.keys() - {
-        "run_id",
-        "pod_name",
-        "name",
-        "value",
-        "cumulative",
-        "metadata",
-        "date",
-        "id",
-    }
+    unknown = metric.keys() - _METRIC_KEYS
     if unknown:
         raise ValueError(
             f"a metric has no {', '.join(sorted(map(repr, unknown)))}: see post_metric for its keys"
@@ -631,11 +626,15 @@ def _metric_line(metric: Mapping[str, Any]) -> str:
     name = metric.get("name")
     if not isinstance(name, str) or not name.strip():
         raise ValueError(f"name must be a text that is not empty, not {name!r}")
-    owner = "pod_name" if metric.get("pod_name") is not None else "run_id"
-    if owner == "pod_name" and metric.get("run_id") is not None:
-        raise ValueError("run_id and pod_name are both given: give one of them")
-    _id(metric.get("run_id") if owner == "run_id" else metric["pod_name"], owner)  # type: ignore[arg-type]
+    owner = "run_id"
+    if metric.get("pod_name") is not None:
+        owner = "pod_name"
+        if metric.get("run_id") is not None:
+            raise ValueError("run_id and pod_name are both given: give one of them")
+    _id(metric.get(owner), owner)  # type: ignore[arg-type]
     metadata = metric.get("metadata", "")
+    if not isinstance(metadata, str):
+        metadata = json.dumps(metadata, default=str)
     body = {
         "id": str(metric.get("id") or new_metric_id()),
         owner: metric[owner],
@@ -643,7 +642,7 @@ def _metric_line(metric: Mapping[str, Any]) -> str:
         "date": _date(metric.get("date")),
         "value": _plain_value(metric.get("value")),
         "cumulative": bool(metric.get("cumulative", False)),
-        "metadata": metadata if isinstance(metadata, str) else json.dumps(metadata, default=str),
+        "metadata": metadata,
     }
     return json.dumps(body, allow_nan=False)
 
@@ -655,20 +654,24 @@ def _truth(value: bool) -> str:
 
 
 def _image(value: str) -> str:
-    """Return the master's name of an image, given by its key in MLBENCH_IMAGES or by its name in any case."""
-    if value.lower().replace(" ", "_") == _CUSTOM_IMAGE:
+    """Return the master's name of an image, from its key in MLBENCH_IMAGES or its name."""
+    if _identifier(value) == _CUSTOM_IMAGE:
         return _CUSTOM_IMAGE
     try:
         return find_image(value)[1].reference
     except ValueError:
         raise ValueError(
             f"image must be one of {', '.join(map(repr, MLBENCH_IMAGES))}, not {value!r}: for "
-            "another image give "
-            "custom_image_name and custom_image_command"
+            "another image give custom_image_name and custom_image_command"
         ) from None
 
 
-def _what_to_run(
+def _identifier(title: str) -> str:
+    """Return the master's identifier of a title, such as ``custom_image``."""
+    return title.lower().replace(" ", "_")
+
+
+def _program_fields(
     image: str | None,
     custom_image_name: str | None,
     custom_image_command: str | None,
@@ -687,15 +690,21 @@ def _what_to_run(
                 f"task {task!r} and image {image or custom_image_name!r} are both given: give "
                 "one of them"
             )
-        return {"task": task, "arguments": [str(argument) for argument in arguments]}
+        return {"task": task, "arguments": list(map(str, arguments))}
     if arguments:
         raise ValueError(
             f"arguments must be left out without a task, not {list(arguments)!r}: give task, "
-            "or add them to "
-            "custom_image_command"
+            "or add them to custom_image_command"
         )
-    chosen = None if image is None else _image(image)
-    if chosen == _CUSTOM_IMAGE or (image is None and custom_image_name is not None):
+    if image is not None:
+        chosen = _image(image)
+    elif custom_image_name is not None:
+        chosen = _CUSTOM_IMAGE
+    else:
+        raise ValueError(
+            "nothing to run: give task, image, or custom_image_name with custom_image_command"
+        )
+    if chosen == _CUSTOM_IMAGE:
         if not custom_image_name or not custom_image_command:
             raise ValueError(
                 "a custom image needs custom_image_name and custom_image_command, "
@@ -706,10 +715,6 @@ def _what_to_run(
             "custom_image_name": custom_image_name,
             "custom_image_command": custom_image_command,
         }
-    if image is None:
-        raise ValueError(
-            "nothing to run: give task, image, or custom_image_name with custom_image_command"
-        )
     if custom_image_name is not None:
         raise ValueError(
             f"image {image!r} and custom_image_name {custom_image_name!r} are both given: give "
@@ -722,14 +727,11 @@ def _backend_fields(
     backend: str | None, custom_backend: str | None, run_all_nodes: bool
 ) -> dict[str, Any]:
     """Return the fields of a run that name its communication backend."""
-    chosen = None if backend is None else backend.lower().replace(" ", "_")
-    if chosen is not None and chosen not in [
-        known.lower().replace(" ", "_") for known in MLBENCH_BACKENDS
-    ]:
+    chosen = None if backend is None else _identifier(backend)
+    if chosen is not None and chosen not in map(_identifier, MLBENCH_BACKENDS):
         raise ValueError(
             f"backend must be one of {', '.join(MLBENCH_BACKENDS)}, not {backend!r}: for "
-            "another one give "
-            "custom_backend"
+            "another one give custom_backend"
         )
     if custom_backend is not None and chosen not in (None, _CUSTOM_BACKEND):
         raise ValueError(

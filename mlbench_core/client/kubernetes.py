@@ -42,15 +42,16 @@ def find_master(label_selector: str, namespace: str, in_cluster: bool, load_conf
     """
     client: Any = require("kubernetes.client", "kubernetes")
     config: Any = require("kubernetes.config", "kubernetes")
-    where = f"labels {label_selector!r} in " + (
-        "any namespace" if namespace == _ANY_NAMESPACE else f"namespace {namespace!r} or any other"
-    )
+    where = f"labels {label_selector!r} in any namespace"
+    if namespace != _ANY_NAMESPACE:
+        where = f"labels {label_selector!r} in namespace {namespace!r} or any other"
     try:
-        if load_config:
-            config.load_incluster_config() if in_cluster else config.load_kube_config()
-        core = client.CoreV1Api()
-        query = (core, namespace, label_selector)
-        return _in_cluster(*query) if in_cluster else _outside(*query)
+        if load_config and in_cluster:
+            config.load_incluster_config()
+        elif load_config:
+            config.load_kube_config()
+        search = _in_cluster if in_cluster else _outside
+        return search(client.CoreV1Api(), namespace, label_selector)
     except MasterNotFoundError as error:
         raise MasterNotFoundError(
             f"no master found through Kubernetes ({where}): {error}; start one, correct the "
@@ -61,18 +62,17 @@ def find_master(label_selector: str, namespace: str, in_cluster: bool, load_conf
     except Exception as error:
         raise MasterNotFoundError(
             f"no master found through Kubernetes ({where}): {type(error).__name__}: "
-            f"{str(error)[:300]}; "
-            "check the cluster's configuration or give the master's url"
+            f"{str(error)[:300]}; check the cluster's configuration or give the master's url"
         ) from error
 
 
 def _in_cluster(core: Any, namespace: str, label_selector: str) -> str:
     # The workers of a run are in the namespace of their master, so this process's own namespace is
     # searched too.
-    own = _own_namespace()
-    pod = _master_pod(
-        core, (own, namespace) if namespace == _ANY_NAMESPACE else (namespace, own), label_selector
-    )
+    namespaces: tuple[str | None, ...] = (namespace, _own_namespace())
+    if namespace == _ANY_NAMESPACE:
+        namespaces = namespaces[::-1]
+    pod = _master_pod(core, namespaces, label_selector)
     if not pod.status.pod_ip:
         raise MasterNotFoundError("its pod has no address yet")
     return f"{_bracketed(pod.status.pod_ip)}:{_PORT_IN_POD}"
@@ -100,7 +100,7 @@ def _outside(core: Any, namespace: str, label_selector: str) -> str:
 
 
 def _master_service(core: Any, namespace: str, label_selector: str) -> Any:
-    """Return the service with the labels; of several services, the one in the requested namespace."""
+    """Return the service with the labels, preferably one in the requested namespace."""
     services = _first_allowed(
         lambda: core.list_service_for_all_namespaces(label_selector=label_selector).items,
         lambda: core.list_namespaced_service(namespace, label_selector=label_selector).items,
@@ -108,9 +108,8 @@ def _master_service(core: Any, namespace: str, label_selector: str) -> Any:
     if not services:
         raise MasterNotFoundError("no service has these labels")
     if namespace != _ANY_NAMESPACE:
-        services = [
-            service for service in services if _namespace_of(service) == namespace
-        ] or services
+        requested = [service for service in services if _namespace_of(service) == namespace]
+        services = requested or services
     _refuse_several(services, "services")
     return services[0]
 
@@ -120,7 +119,10 @@ def _port(service: Any) -> Any:
     ports = _entries(service.spec.ports)
     if not ports:
         raise MasterNotFoundError("its service has no port")
-    return next((port for port in ports if port.port == _PORT_IN_POD), ports[0])
+    for port in ports:
+        if port.port == _PORT_IN_POD:
+            return port
+    return ports[0]
 
 
 def _namespace_of(entry: Any) -> str | None:
@@ -129,15 +131,12 @@ def _namespace_of(entry: Any) -> str | None:
 
 
 def _master_pod(core: Any, namespaces: tuple[str | None, ...], label_selector: str) -> Any:
-    """Return the master's pod from the first of ``namespaces`` that has one, otherwise from any namespace."""
-    pods = _first_allowed(
-        *(
-            partial(_pods_in, core, namespace, label_selector)
-            for namespace in dict.fromkeys(filter(None, namespaces))
-        ),
-        lambda: core.list_pod_for_all_namespaces(label_selector=label_selector).items,
-        until_found=True,
-    )
+    """Return the master's pod from the first of ``namespaces`` that has one, or from any other."""
+    queries: list[Callable[[], Any]] = []
+    for namespace in dict.fromkeys(filter(None, namespaces)):
+        queries.append(partial(_pods_in, core, namespace, label_selector))
+    queries.append(lambda: core.list_pod_for_all_namespaces(label_selector=label_selector).items)
+    pods = _first_allowed(*queries, until_found=True)
     if not pods:
         raise MasterNotFoundError("no pod has these labels")
     if len({_namespace_of(pod) for pod in pods}) > 1:
@@ -163,15 +162,15 @@ def _first_allowed(*queries: Callable[[], Any], until_found: bool = False) -> li
     answered = False
     for query in queries:
         try:
-            found = _entries(query())
+            entries = _entries(query())
         except Exception as error:
             if getattr(error, "status", None) != HTTPStatus.FORBIDDEN:
                 raise
             refusal = error
             continue
         answered = True
-        if found or not until_found:
-            return found
+        if entries or not until_found:
+            return entries
     if refusal is not None and not answered:
         raise refusal
     return []
@@ -194,7 +193,8 @@ def _own_namespace() -> str | None:
 
 
 def _load_balancer_address(service: Any) -> str:
-    """Return the first address of a load balancer; ``ingress`` is a list, or None while it is created."""
+    """Return the first address of a load balancer."""
+    # A list, or None while the load balancer is created.
     ingress = service.status.load_balancer.ingress
     for entrance in (ingress, *_entries(ingress)):
         for address in (getattr(entrance, "ip", None), getattr(entrance, "hostname", None)):
@@ -209,10 +209,12 @@ def _node_address(core: Any, pod: Any) -> str:
     # The pod itself, which every user of this function can read, has only the node's internal
     # address.
     name = pod.spec.node_name
+
+    def listed_node() -> Any:
+        return _entries(core.list_node(field_selector=f"metadata.name={name}").items)[0]
+
     sources: tuple[Callable[[], Any], ...] = (
-        lambda: _address_of(
-            _entries(core.list_node(field_selector=f"metadata.name={name}").items)[0]
-        ),
+        lambda: _address_of(listed_node()),
         lambda: _address_of(core.read_node(name)),
         lambda: pod.status.host_ip,
     )
@@ -220,7 +222,8 @@ def _node_address(core: Any, pod: Any) -> str:
     for source in sources:
         try:
             address = source()
-        except Exception as error:  # forbidden, or no such node
+        # Of any type: the request may be forbidden, or the node may not exist.
+        except Exception as error:
             problems.append(f"{type(error).__name__}: {str(error)[:100]}")
             continue
         if isinstance(address, str) and address:
@@ -236,20 +239,23 @@ def _address_of(node: Any) -> Any:
         for entry in addresses:
             if entry.type == kind:
                 return entry.address
-    return addresses[0].address if addresses else None
+    if not addresses:
+        return None
+    return addresses[0].address
 
 
 def _entries(items: Any) -> list[Any]:
-    """Return the cluster's answer (a list, None, or an object that supports only indexing) as a list."""
+    """Return the cluster's answer as a list; it may be None or support only indexing."""
     if items is None:
         return []
-    entries = list(items) if isinstance(items, Iterable) else []
-    if not entries:
-        try:
-            entries = [items[0]]
-        except (IndexError, TypeError, KeyError):
-            return []
-    return entries
+    if isinstance(items, Iterable):
+        entries = list(items)
+        if entries:
+            return entries
+    try:
+        return [items[0]]
+    except (IndexError, TypeError, KeyError):
+        return []
 
 
 def _bracketed(host: str) -> str:

@@ -38,7 +38,7 @@ MAX_BATCH_BYTES = 8 * 2**20
 """Approximate limit of a request, in bytes."""
 
 LOST_NAME = r"(\d+)-lost-[0-9a-f]+"
-"""Names of the empty files that :meth:`Outbox.report_lost` makes; the group is the number of lost metrics."""
+"""Names of the files of :meth:`Outbox.report_lost`; the group is the number of lost metrics."""
 
 # Pages have 4 KiB, so the database has at most 1 GiB.
 _MAX_PAGES = 2**18
@@ -74,8 +74,9 @@ class Outbox:
         name = re.sub(r"[^A-Za-z0-9.-]+", "_", endpoint).strip("_")
         # The master reads databases by name: those of an earlier client of the same worker must
         # come first.
-        own = "" if is_shared else f"-{time.time_ns():020d}-{uuid.uuid4().hex}"
-        self.path = folder / f"{name}{own}.sqlite3"
+        if not is_shared:
+            name += f"-{time.time_ns():020d}-{uuid.uuid4().hex}"
+        self.path = folder / f"{name}.sqlite3"
         self.is_shared = is_shared
         # Delivered rows that could not be deleted: a full disk has no room for the journal.
         self._delivered: set[str] = set()
@@ -88,11 +89,8 @@ class Outbox:
         """
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _create_private(self.path)
-        self._run(
-            lambda connection: connection.executemany(
-                "INSERT OR IGNORE INTO metrics VALUES (?, ?)", rows
-            )
-        )
+        query = "INSERT OR IGNORE INTO metrics VALUES (?, ?)"
+        self._run(lambda connection: connection.executemany(query, rows))
 
     def read(self, limit: int, after: str = "") -> list[tuple[str, str]]:
         """Read the oldest rows that fit into one request.
@@ -108,9 +106,8 @@ class Outbox:
         def select(connection: sqlite3.Connection) -> list[tuple[str, str]]:
             rows: list[tuple[str, str]] = []
             left_bytes = MAX_BATCH_BYTES
-            for key, line in connection.execute(
-                "SELECT * FROM metrics WHERE key > ? ORDER BY key", (after,)
-            ):
+            query = "SELECT * FROM metrics WHERE key > ? ORDER BY key"
+            for key, line in connection.execute(query, (after,)):
                 if len(rows) == limit or left_bytes <= 0:
                     break
                 if key not in self._delivered:
@@ -130,34 +127,40 @@ class Outbox:
         left: int = self._run(
             lambda connection: connection.execute(query, (len(owner), owner)).fetchone()
         )[0]
-        return left - sum(key.endswith(owner) for key in self._delivered)
+        return left - len([key for key in self._delivered if key.endswith(owner)])
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete delivered rows. If the disk does not allow it, this object no longer reads or counts them.
+        """Delete delivered rows.
+
+        If the disk does not allow it, this object no longer reads or counts them.
 
         Args:
             keys: Keys of the rows; unknown keys are ignored.
         """
         self._delivered.update(keys)
-        query, values = "DELETE FROM metrics WHERE key = ?", [(key,) for key in self._delivered]
+        query = "DELETE FROM metrics WHERE key = ?"
+        values = [(key,) for key in self._delivered]
         self._run(lambda connection: connection.executemany(query, values))
         self._delivered.clear()
 
     def remove(self) -> None:
-        """Remove the files of a database that nobody uses any more; a failure leaves an empty database."""
+        """Remove the files of a database that is not used any more; a failure leaves it empty."""
         for suffix in (".lock", ".sqlite3-journal", ".sqlite3"):
             with contextlib.suppress(OSError):
                 self.path.with_suffix(suffix).unlink()
 
     def report_lost(self, count: int) -> None:
-        """Leave a file whose name says how many metrics are lost: a full disk often still takes an empty file."""
+        """Leave an empty file with the number of lost metrics in its name."""
+        # A full disk often still has room for an empty file.
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _create_private(self.path.with_name(f"{count}-lost-{uuid.uuid4().hex}"))
 
     @contextlib.contextmanager
     def delivering(self, timeout_s: float) -> Iterator[bool]:
-        """Acquire the right to deliver rows, which one client has at a time. Inserting does not need it.
+        """Acquire the right to deliver rows, which one client has at a time.
+
+        Inserting rows does not need it.
 
         Args:
             timeout_s: Longest time to wait for another client that delivers, in seconds.
@@ -169,9 +172,8 @@ class Outbox:
         # a kill.
         path = self.path.with_suffix(".lock")
         _create_private(path)
-        with contextlib.closing(
-            sqlite3.connect(path, timeout=timeout_s, isolation_level=None)
-        ) as connection:
+        connection = sqlite3.connect(path, timeout=timeout_s, isolation_level=None)
+        with contextlib.closing(connection):
             try:
                 connection.execute("BEGIN EXCLUSIVE")
                 has_turn = True
@@ -217,10 +219,8 @@ class Outbox:
         aside = f"{self.path}.damaged-{time.time_ns()}"
         logger.warning(
             "%s is damaged (%s): its metrics are not delivered, it is now %s",
-            self.path,
-            error,
-            aside,
-        )
+            self.path, error, aside,
+        )  # fmt: skip
         # The journal belongs to the damaged database: SQLite would apply it to the new one.
         with contextlib.suppress(FileNotFoundError):
             os.rename(f"{self.path}-journal", f"{aside}-journal")

@@ -1,6 +1,7 @@
-"""Connect only to a server that proves to be the expected master; see :mod:`mlbench_core.client.masters`.
+"""Connect only to a server that proves to be the expected master.
 
-Import this module late: it loads ``requests``.
+The proof is described in :mod:`mlbench_core.client.masters`. Import this module late: it loads
+``requests``.
 """
 
 from __future__ import annotations
