@@ -26,13 +26,12 @@ __all__ = ["MAX_METRICS_BYTES", "MAX_RUN_BYTES", "parse_body", "read_body", "rea
 MAX_METRICS_BYTES = 16 * 2**20
 # A run has at most 256 arguments of 4096 characters.
 MAX_RUN_BYTES = 2 * 2**20
-# A metric has at most two texts of 65,536 characters. URL encoding needs up to 12 bytes per
-# character.
+# A metric has at most two texts of 65,536 characters, each of up to 12 bytes in URL encoding.
 _MAX_FORM_BYTES = 2 * 2**20
 _MAX_LOGIN_BYTES = 4096
 _MAX_FIELDS = 1000
-# A batch has 10,000 metrics of eight fields, and metadata. A million small values need about 100
-# MB.
+# A batch has 10,000 metrics of eight fields with metadata. A million small values need about
+# 100 MB.
 _MAX_VALUES = 1_000_000
 # Far more than metadata needs, and far less than the recursion that JSON's encoder can do.
 _MAX_DEPTH = 64
@@ -56,12 +55,11 @@ def read_body(max_bytes: int) -> Callable[[Request], Awaitable[Any]]:
     async def read(request: Request) -> Any:
         kind = _kind(request)
         if kind.startswith("multipart/"):
-            raise HTTPException(
-                415, f"Content-Type: must be application/json or {_FORM}, not {kind[:80]!r}"
-            )
-        return await _read(
-            request, kind, min(_MAX_FORM_BYTES, max_bytes) if kind == _FORM else max_bytes
-        )
+            message = f"Content-Type: must be application/json or {_FORM}, not {kind[:80]!r}"
+            raise HTTPException(415, message)
+        if kind == _FORM:
+            return await _read(request, kind, min(_MAX_FORM_BYTES, max_bytes))
+        return await _read(request, kind, max_bytes)
 
     return read
 
@@ -112,9 +110,10 @@ def parse_body(body: bytes, kind: str) -> Any:
             value = json.loads(text)
             _check_depth(value)
             return value
-        return dict(
-            parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=_MAX_FIELDS)
+        fields = parse_qsl(
+            text, keep_blank_values=True, errors="strict", max_num_fields=_MAX_FIELDS
         )
+        return dict(fields)
     except UnicodeDecodeError:
         raise ValueError("must be UTF-8") from None
     except json.JSONDecodeError as error:
@@ -124,8 +123,8 @@ def parse_body(body: bytes, kind: str) -> Any:
 
 
 def _check_number_of_values(body: bytes) -> None:
-    # Every value but the first one follows one of these characters, which may also be part of a
-    # string.
+    # Every value but the first one follows one of these characters. Strings, which may have them,
+    # too, are removed only if the count is high.
     if sum(map(body.count, (b",", b"[", b"{"))) > _MAX_VALUES:
         outside = _STRING.sub(b"", body)
         if sum(map(outside.count, (b",", b"[", b"{"))) > _MAX_VALUES:
@@ -137,12 +136,13 @@ def _check_number_of_values(body: bytes) -> None:
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(_MAX_DEPTH):
-        children = (
-            item.values() if isinstance(item, dict) else item
-            for item in level
-            if isinstance(item, (dict, list))
-        )
-        level = [child for items in children for child in items if isinstance(child, (dict, list))]
+        children: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                children.extend(item.values())
+            elif isinstance(item, list):
+                children.extend(item)
+        level = [child for child in children if isinstance(child, (dict, list))]
         if not level:
             return
     raise ValueError(_TOO_DEEP)
@@ -159,13 +159,11 @@ async def _read(request: Request, kind: str, max_bytes: int) -> Any:
         async for chunk in request.stream():
             size += len(chunk)
             if size > max_bytes:
-                raise HTTPException(
-                    413, f"body: must have at most {max_bytes} bytes: send it in parts"
-                )
+                message = f"body: must have at most {max_bytes} bytes: send it in parts"
+                raise HTTPException(413, message)
             chunks.append(chunk)
-    except (
-        ClientDisconnect
-    ):  # nobody gets this answer, but an error would be logged with its traceback
+    except ClientDisconnect:
+        # Nobody gets this answer, but an error would be logged with its traceback.
         raise HTTPException(400, "body: the connection was closed before its end") from None
     body = b"".join(chunks)
     chunks.clear()

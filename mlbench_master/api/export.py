@@ -1,4 +1,4 @@
-"""Export metrics, optionally averaged, and results, as JSON, CSV or a zip archive in pieces that fit in memory."""
+"""Export metrics and results as JSON, CSV or a zip archive, in pieces that fit in memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import math
+import operator
 import re
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mlbench_core.comparison.table import safe_cell
-from mlbench_master.database.columns import PAGE, Columns, number_of
+from mlbench_master.database.columns import PAGE, Columns, numbers_of
 from mlbench_master.database.store import Point, Run, Store, pod_owner, run_owner
 from mlbench_master.dates import format_date
 from mlbench_master.launchers.interface import Launcher, LogLine, LogRange
@@ -47,7 +48,7 @@ __all__ = [
 ]
 
 LEFT_OUT_FILE = "left_out.txt"
-"""The file of an archive that says which result files are not in it, one line for each."""
+"""The file of an archive with one line for each result file that is not in it."""
 
 _CHUNK_CHARACTERS = 65_536
 _CHUNK_BYTES = 2**20
@@ -76,20 +77,16 @@ class Selection:
         """Yield owner, name and entries of each selected metric of some owners."""
         counts = store.metric_counts(owners, self.name, self.since)
         for owner, name, points in store.entries(counts, self.since, self.last_n):
-            count = (
-                counts[owner, name]
-                if self.last_n is None
-                else min(counts[owner, name], self.last_n)
-            )
+            count = counts[owner, name]
+            if self.last_n is not None:
+                count = min(count, self.last_n)
             if self.summarize is not None and count > self.summarize:
-                # The entries of a long metric have not been read yet, and its columns take a tenth
-                # of their time.
-                is_long = count > PAGE
-                points = (
-                    summarize_long(store, owner, name, count, self.summarize)
-                    if is_long
-                    else summarize(points, count, self.summarize)
-                )
+                if count > PAGE:
+                    # The entries of a long metric have not been read yet, and its columns take a
+                    # tenth of their time.
+                    points = summarize_long(store, owner, name, count, self.summarize)
+                else:
+                    points = summarize(points, count, self.summarize)
             yield owner, name, points
 
 
@@ -123,7 +120,9 @@ def summarize(points: Iterable[Point], count: int, most: int) -> Iterator[Point]
 
 
 def summarize_long(store: Store, owner: str, name: str, count: int, most: int) -> Iterator[Point]:
-    """Average neighbors of the last entries of a metric as :func:`summarize` does, without reading every row.
+    """Average neighbors of the last entries of a metric as :func:`summarize` does.
+
+    It reads one row of each group, and the numbers of all entries from columns.
 
     Args:
         store: The database.
@@ -144,8 +143,11 @@ def summarize_long(store: Store, owner: str, name: str, count: int, most: int) -
         rows = store.points_with([last_id for last_id, *_ in some])
         for last_id, size, date, value in some:
             point = rows.get(last_id)
-            if point is not None:
-                yield point if size == 1 else replace(point, date=date, value=value or point.value)
+            if point is None:  # deleted in the meantime
+                continue
+            if size > 1:
+                point = replace(point, date=date, value=value or point.value)
+            yield point
 
 
 @dataclass
@@ -170,9 +172,9 @@ def _groups(parts: Iterable[Columns], skip: int, count: int, most: int) -> Itera
         for first, end in itertools.pairwise([*firsts.tolist(), len(part)]):
             members = part.at(slice(first, end))
             finite = members.numbers[~np.isnan(members.numbers)].tolist()
-            group = _Group(
-                int(numbers[first]), members.dates.tolist(), finite, int(members.ids[-1])
-            )
+            number, last_id = int(numbers[first]), int(members.ids[-1])
+            group = _Group(number, members.dates.tolist(), finite, last_id)
+            # A group may be in several parts.
             if current is not None and current.number == group.number:
                 current.dates += group.dates
                 current.numbers += group.numbers
@@ -188,25 +190,24 @@ def _groups(parts: Iterable[Columns], skip: int, count: int, most: int) -> Itera
 def _average(group: Sequence[Point]) -> Point:
     if len(group) == 1:
         return group[0]
-    numbers = [number for point in group if (number := number_of(point.value)) is not None]
+    numbers = numbers_of(point.value for point in group)
     date, value = _means([point.date for point in group], numbers)
     return replace(group[-1], date=date, value=value or group[-1].value)
 
 
 def _means(dates: Sequence[int], numbers: Sequence[float]) -> tuple[int, str]:
-    """Return the mean of the dates of a group, and that of its numbers as text, empty without numbers."""
+    """Return the mean of the dates of a group, and that of its numbers as text."""
+    date = sum(dates) // len(dates)
+    if not numbers:
+        return date, ""
     # Each number is divided before the sum, because the sum of large finite numbers can overflow.
-    mean = math.fsum(number / len(numbers) for number in numbers)
-    return sum(dates) // len(dates), repr(mean) if numbers else ""
+    return date, repr(math.fsum(number / len(numbers) for number in numbers))
 
 
 def metrics_json(store: Store, owner: str, selection: Selection) -> Iterator[str]:
     """Yield ``{metric: [{date, value, cumulative}, ...]}`` in pieces."""
-    return _in_chunks(
-        _object(
-            (name, _list(map(_short, points))) for _, name, points in selection.of(store, owner)
-        )
-    )
+    metrics = selection.of(store, owner)
+    return _in_chunks(_object((name, _list(map(_short, points))) for _, name, points in metrics))
 
 
 def metrics_csv(store: Store, owner: str, selection: Selection) -> Iterator[str]:
@@ -223,11 +224,11 @@ def _csv_lines(store: Store, owner: str, selection: Selection) -> Iterator[str]:
     writer = csv.writer(buffer)
     writer.writerow(("name", "date", "rank", "epoch", "value"))
     for _, name, points in selection.of(store, owner):
-        shown = _cell(name)
+        name_cell = _cell(name)
         for point in points:
-            writer.writerow(
-                (shown, format_date(point.date), *_rank_and_epoch(point.extra), _cell(point.value))
-            )
+            rank, epoch = _rank_and_epoch(point.extra)
+            row = (name_cell, format_date(point.date), rank, epoch, _cell(point.value))
+            writer.writerow(row)
             yield buffer.getvalue()
             buffer.seek(0)
             buffer.truncate()
@@ -247,24 +248,27 @@ def _rank_and_epoch(extra: str) -> tuple[str, str]:
         metadata = json.loads(extra) if extra else None
     except (ValueError, RecursionError):
         metadata = None
-    found = metadata if isinstance(metadata, dict) else {}
-    numbers = (found.get(name) for name in ("rank", "epoch"))
-    rank, epoch = (
-        str(n) if isinstance(n, (int, float)) and not isinstance(n, bool) else "" for n in numbers
-    )
-    return rank, epoch
+    if not isinstance(metadata, dict):
+        return "", ""
+    return _number_text(metadata.get("rank")), _number_text(metadata.get("epoch"))
+
+
+def _number_text(value: object) -> str:
+    """Return a number as text, and an empty text for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return ""
+    return str(value)
 
 
 def all_metrics_json(store: Store) -> Iterator[str]:
     """Yield every metric of every pod and run in pieces, in the format of ``GET /api/metrics/``."""
     pods = {pod_owner(name): name for name in store.pods_with_metrics()}
     runs = {run_owner(run.id): run.name for run in store.runs()}
-    return _in_chunks(
-        _object(
-            (kind, _object(_by_owner(store, names)))
-            for kind, names in (("pod_metrics", pods), ("run_metrics", runs))
-        )
-    )
+    parts = {
+        "pod_metrics": _object(_by_owner(store, pods)),
+        "run_metrics": _object(_by_owner(store, runs)),
+    }
+    return _in_chunks(_object(parts.items()))
 
 
 def result_json(store: Store, run: Run, results: Path | None) -> bytes | None:
@@ -281,7 +285,9 @@ def result_json(store: Store, run: Run, results: Path | None) -> bytes | None:
     if folder is not None:
         with folder:
             content = folder.read(RESULT_FILE)
-    return content if is_result(content) else _sent_result(store, run)
+    if is_result(content):
+        return content
+    return _sent_result(store, run)
 
 
 def metrics_zip(
@@ -313,11 +319,9 @@ def metrics_zip(
             archive.writestr("run.json", json.dumps(run.to_json(), indent=1))
         for source, name, points in selection.of(store, owner, *pods):
             prefix = "result" if source == owner else source.removeprefix("pod:")
-            # The size of an entry is unknown before its data, so it has to allow for more than 4
-            # GiB.
-            with archive.open(
-                safe_file_name(f"{prefix}_{name}", names) + ".json", "w", force_zip64=True
-            ) as file:
+            file_name = safe_file_name(f"{prefix}_{name}", names) + ".json"
+            # The size is unknown before the data, so it has to allow for more than 4 GiB.
+            with archive.open(file_name, "w", force_zip64=True) as file:
                 for text in _in_chunks(_list(map(_short, points))):
                     file.write(text.encode())
                     yield sink.take()
@@ -326,8 +330,10 @@ def metrics_zip(
             written = archive.namelist()
             if _OFFICIAL_RESULT not in written and run.goal_result is not None:
                 archive.writestr(_OFFICIAL_RESULT, f"{run.goal_result}\n")
-            if RESULT_FILE not in written and (sent := _sent_result(store, run)) is not None:
-                archive.writestr(RESULT_FILE, sent)
+            if RESULT_FILE not in written:
+                sent = _sent_result(store, run)
+                if sent is not None:
+                    archive.writestr(RESULT_FILE, sent)
     yield sink.take()
 
 
@@ -337,7 +343,8 @@ def log_text(launcher: Launcher, run: Run, query: LogsQuery) -> Iterator[str]:
         return
     # A run that writes faster than the client reads must not make the file endless.
     end = launcher.log_end(run.job_id)
-    end = end if query.before_line is None else min(end, query.before_line)
+    if query.before_line is not None:
+        end = min(end, query.before_line)
     following = query.since_line
     while following < end:
         page = launcher.logs(run.job_id, LogRange(following, wanted=query.wanted))
@@ -354,15 +361,14 @@ def _log_line(line: LogLine) -> str:
 
 def log_file_name(run: Run, query: LogsQuery) -> str:
     """Return the name of the file with the wanted lines of a run's log."""
-    rank = (
-        ""
-        if query.rank is None
-        else f"-{query.rank}"
-        if query.rank == "master"
-        else f"-rank-{query.rank}"
-    )
-    stream = "" if query.stream is None else f"-{query.stream}"
-    return safe_file_name(f"{run.name}{rank}{stream}", set()) + ".log"
+    name = run.name
+    if query.rank == "master":
+        name += "-master"
+    elif query.rank is not None:
+        name += f"-rank-{query.rank}"
+    if query.stream is not None:
+        name += f"-{query.stream}"
+    return safe_file_name(name, set()) + ".log"
 
 
 def safe_file_name(name: str, taken: set[str]) -> str:
@@ -391,7 +397,9 @@ def safe_file_name(name: str, taken: set[str]) -> str:
 
 def _sent_result(store: Store, run: Run) -> bytes | None:
     value = store.newest_value(run_owner(run.id), RESULT_METRIC)
-    return value.encode() if value is not None and is_result(value) else None
+    if value is None or not is_result(value):
+        return None
+    return value.encode()
 
 
 def _add_results(archive: zipfile.ZipFile, sink: _Sink, results: Path | None) -> Iterator[bytes]:
@@ -423,7 +431,7 @@ def _add_results(archive: zipfile.ZipFile, sink: _Sink, results: Path | None) ->
 def _join_lines(
     archive: zipfile.ZipFile, sink: _Sink, folder: ResultFolder, left_out: list[str]
 ) -> Iterator[bytes]:
-    """Add the raw lines of all workers of a run without result as one file, and yield the archive's bytes."""
+    """Add the raw lines of all workers as one file, and yield the bytes of the archive."""
     names = folder.lines_of_workers()
     if not names:
         return
@@ -470,14 +478,11 @@ def _short(point: Point) -> dict[str, Any]:
 def _by_owner(store: Store, names: dict[str, str]) -> Iterator[tuple[str, Iterable[str]]]:
     """Yield the name of each owner and its metrics in pieces of JSON."""
     left = dict(names)
-    for owner, metrics in itertools.groupby(
-        Selection().of(store, *names), key=lambda metric: metric[0]
-    ):
-        yield (
-            left.pop(owner),
-            _object((name, _list(_full(name, points))) for _, name, points in metrics),
-        )
-    # A run that has no metrics yet is part of the answer.
+    metrics = Selection().of(store, *names)
+    for owner, group in itertools.groupby(metrics, key=operator.itemgetter(0)):
+        pieces = _object((name, _list(_full(name, points))) for _, name, points in group)
+        yield left.pop(owner), pieces
+    # A run without metrics is part of the answer, too.
     for name in left.values():
         yield name, "{}"
 

@@ -1,4 +1,8 @@
-"""Turn the metrics of a request into rows: quickly if they look as clients send them, and by pydantic otherwise."""
+"""Turn the metrics of a request into rows.
+
+Metrics that look as clients send them are checked here, in a tenth of the time of pydantic, which
+checks all others.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,7 @@ __all__ = ["Intake", "read_metrics"]
 
 # Limits of the fields of MetricIn.
 _NAME, _TEXT, _ID = 255, 65_536, 128
-# A date as clients send it: 2026-01-31T12:00:00.500000Z. The first part is the same in many
-# metrics.
+# A date as clients send it: 2026-01-31T12:00:00.500000Z. Many metrics share the first part.
 _MINUTE = len("2026-01-31T12:00:")
 _USUAL_MINUTE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:", re.ASCII)
 _DATE = len("2026-01-31T12:00:00.500000Z")
@@ -41,7 +44,9 @@ def read_metrics(items: Sequence[Any], now: int, many: bool) -> list[NewMetric]:
         ValueError: A metric is not valid; the message names the field.
     """
     intake = Intake(now)
-    return [intake.read(item, f"[{index}]." if many else "") for index, item in enumerate(items)]
+    if not many:
+        return [intake.read(item) for item in items]
+    return [intake.read(item, f"[{index}].") for index, item in enumerate(items)]
 
 
 class Intake:
@@ -76,7 +81,7 @@ class Intake:
             raise ValueError(describe_error(error, prefix)) from None
 
     def read_usual(self, item: Any) -> NewMetric | None:
-        """Return a metric of which every field has its usual form, in a tenth of the time of pydantic, or None."""
+        """Return a metric if every field has its usual form, or None."""
         if type(item) is not dict or not item.keys() <= MetricIn.model_fields.keys():
             return None
         get: Any = item.get
@@ -105,20 +110,15 @@ class Intake:
         if key is not None and not _is_line(key, _ID):
             return None
         us = self._now if date is None else self._usual_date(date)
-        return (
-            None
-            if us is None
-            else NewMetric(run_owner(run_id), name, us, value, cumulative, metadata, key)
-        )
+        if us is None:
+            return None
+        return NewMetric(run_owner(run_id), name, us, value, cumulative, metadata, key)
 
     def _usual_date(self, text: Any) -> int | None:
-        """Return a date in microseconds since 1970, or None if it has not its usual form."""
-        if (
-            type(text) is not str
-            or len(text) != _DATE
-            or text[-1] != "Z"
-            or text[_MINUTE + 2] != "."
-        ):
+        """Return a date in microseconds since 1970, or None if it does not have its usual form."""
+        if type(text) is not str or len(text) != _DATE:
+            return None
+        if text[-1] != "Z" or text[_MINUTE + 2] != ".":
             return None
         seconds, fraction = text[_MINUTE : _MINUTE + 2], text[_MINUTE + 3 : -1]
         # isdigit alone accepts digits of other scripts.

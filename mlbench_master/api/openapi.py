@@ -68,7 +68,10 @@ class Error(BaseModel):
 
 
 class Health(BaseModel):
-    """The state of the master. ``most_workers`` is the largest number of workers of a run, null if it does not know."""
+    """The state of the master.
+
+    ``most_workers`` is the largest number of workers of a run, null if it does not know.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -173,11 +176,12 @@ class MetricsOfAll(BaseModel):
 
 
 class Curve(BaseModel):
-    """The entries of a metric for a chart, by date and thinned; only name and count if no metric was asked for.
+    """The entries of a metric for a chart, by date and thinned.
 
-    ``count`` is the number of all entries. The lists have the same length: seconds since the start
-    of the run, the epoch of the metadata, the number of the entry within its metric (from 0), and
-    the value. A missing epoch is null, and so is a value that is not a finite number.
+    It has only name and count if no metric was requested. ``count`` is the number of all entries.
+    The lists have the same length: seconds since the start of the run, the epoch of the metadata,
+    the number of the entry within its metric (from 0), and the value. A missing epoch is null, and
+    so is a value that is not a finite number.
     """
 
     name: str
@@ -206,10 +210,11 @@ class LogLine(BaseModel):
 
 
 class Logs(BaseModel):
-    """The wanted lines of a range of a log, which goes from ``previous`` to the line before ``next``.
+    """The wanted lines of a range of a log.
 
-    The range ends at the limit of lines, after 1 MiB of them, or after a second of search.
-    ``matches`` is the number of wanted lines in it.
+    The range goes from ``previous`` to the line before ``next``. It ends at the limit of lines,
+    after 1 MiB of them, or after a second of search. ``matches`` is the number of wanted lines in
+    it.
     """
 
     lines: list[LogLine]
@@ -243,18 +248,19 @@ def documented(
         ok["model"] = model
     for kind in media:
         if kind != "application/json":
-            schema = (
-                {"type": "string", "format": "binary"}
-                if kind == "application/zip"
-                else {"type": "string"}
-            )
+            schema = {"type": "string"}
+            if kind == "application/zip":
+                schema["format"] = "binary"
             ok.setdefault("content", {})[kind] = {"schema": schema}
     if in_pages:
         ok["headers"] = {"Link": {"description": _NEXT, "schema": {"type": "string"}}}
     responses[status] = ok
-    # By default, FastAPI describes an answer as JSON, too.
-    response_class = {} if "application/json" in media else {"response_class": StreamingResponse}
-    return {"response_model": None, "status_code": status, "responses": responses, **response_class}
+    arguments: dict[str, Any] = {"response_model": None, "status_code": status}
+    arguments["responses"] = responses
+    if "application/json" not in media:
+        # By default, FastAPI describes an answer as JSON, too.
+        arguments["response_class"] = StreamingResponse
+    return arguments
 
 
 def request_body(model: type[BaseModel], *, many: bool = False) -> dict[str, Any]:
@@ -266,38 +272,35 @@ def request_body(model: type[BaseModel], *, many: bool = False) -> dict[str, Any
     """
     one = _with_descriptions(model.model_json_schema())
     several = {"type": "array", "maxItems": MAX_BATCH, "items": one}
+    json_schema = {"oneOf": [one, several]} if many else one
     content = {
-        "application/json": {"schema": {"oneOf": [one, several]} if many else one},
+        "application/json": {"schema": json_schema},
         "application/x-www-form-urlencoded": {"schema": one},
     }
     return {"requestBody": {"required": True, "content": content}}
 
 
 def parameters(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the ``openapi_extra`` of a route for its query parameters, which are the fields of a model."""
-    found = []
+    """Return the ``openapi_extra`` of a route whose query parameters are the fields of a model."""
+    described = []
     for name, schema in _with_descriptions(TypeAdapter(model).json_schema())["properties"].items():
         # A parameter cannot be null: it is left out instead.
         kinds = [kind for kind in schema.pop("anyOf", [schema]) if kind.get("type") != "null"]
-        shown = {
-            key: value
-            for key, value in {**schema, **kinds[0]}.items()
-            if key not in ("title", "description")
-        }
+        shown = {**schema, **kinds[0]}
+        shown.pop("title", None)
+        shown.pop("description", None)
         if shown.get("default") in (None, "", []):
             shown.pop("default", None)
+        parameter = {"name": name, "in": "query", "required": False}
         text = schema.get("description", "")
-        found.append(
-            {"name": name, "in": "query", "required": False, "description": text, "schema": shown}
-        )
-    return {"parameters": found}
+        described.append({**parameter, "description": text, "schema": shown})
+    return {"parameters": described}
 
 
 def _with_descriptions(schema: dict[str, Any]) -> dict[str, Any]:
     """Move the meaning of each attribute from the docstring of a model to its property."""
-    text, _, attributes = (
-        schema.get("description", "").replace("``", "`").partition("\n\nAttributes:\n")
-    )
+    docstring = schema.get("description", "").replace("``", "`")
+    text, _, attributes = docstring.partition("\n\nAttributes:\n")
     meanings = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
     if text:
         schema["description"] = " ".join(text.split())
@@ -309,12 +312,11 @@ def _with_descriptions(schema: dict[str, Any]) -> dict[str, Any]:
 def _add_examples(method: str, path: str, operation: dict[str, Any]) -> None:
     bodies = REQUESTS.get((method, path), {})
     for kind, content in operation.get("requestBody", {}).get("content", {}).items():
-        # A form has no lists.
-        content["examples"] = {
-            title: {"value": body}
-            for title, body in bodies.items()
-            if kind.endswith("json") or isinstance(body, dict)
-        }
+        content["examples"] = {}
+        for title, body in bodies.items():
+            # A form has no lists.
+            if kind.endswith("json") or isinstance(body, dict):
+                content["examples"][title] = {"value": body}
     for status, answer in operation["responses"].items():
         for kind, content in answer.get("content", {}).items():
             if int(status) >= 400:
@@ -326,7 +328,10 @@ def _add_examples(method: str, path: str, operation: dict[str, Any]) -> None:
 
 
 def set_description(app: FastAPI) -> None:
-    """Let an application serve a description with the facts that FastAPI cannot know, and without unsent answers."""
+    """Let an application serve a description with the facts that FastAPI cannot know.
+
+    Answers that the master never sends are removed.
+    """
 
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,7 +45,7 @@ from mlbench_master.database.store import (
     run_owner,
 )
 from mlbench_master.database.writer import UnknownRunError
-from mlbench_master.dates import format_date, now_us, to_us
+from mlbench_master.dates import now_us, to_us
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.interface import Launcher, LogPage, LogRange
 from mlbench_master.runs.results import RESULT_METRIC
@@ -79,7 +79,10 @@ _read_metrics = read_body(MAX_METRICS_BYTES)
 
 
 def _part(name: str) -> Any:
-    """Make the dependency on a part of the application, which :func:`~mlbench_master.app.create_app` has set."""
+    """Make the dependency on a part of the application.
+
+    :func:`~mlbench_master.app.create_app` has set the part.
+    """
 
     # FastAPI runs a function that is not async in a thread, which costs more than this lookup.
     async def part(request: Request) -> Any:
@@ -105,11 +108,14 @@ router = APIRouter(prefix="/api")
 def health(store: StorePart, scheduler: SchedulerPart, launcher: LauncherPart) -> dict[str, Any]:
     store.check()  # an error of the database is answered with status 503
     if not scheduler.is_in_charge:
-        raise HTTPException(
-            503, "another master has taken over the database, or it cannot be written"
-        )
-    known = {"status": "ok", "version": mlbench_core.__version__, "engine": launcher.name}
-    return {**known, "most_workers": launcher.most_workers}
+        message = "another master has taken over the database, or it cannot be written"
+        raise HTTPException(503, message)
+    return {
+        "status": "ok",
+        "version": mlbench_core.__version__,
+        "engine": launcher.name,
+        "most_workers": launcher.most_workers,
+    }
 
 
 @general_router.get(
@@ -123,14 +129,24 @@ def pods(request: Request, store: StorePart) -> JSONResponse:
     run_id, after_rank = map(int, query.after.split("-"))
     # Each run has a worker, so one run more than pods is enough.
     runs = store.runs(after=run_id - 1, limit=None if query.limit is None else query.limit + 1)
-    places = ((run, rank, name) for run in runs for rank, name in enumerate(run.worker_names()))
-    wanted = (place for place in places if place[0].id != run_id or place[1] > after_rank)
-    found = list(itertools.islice(wanted, query.limit))
-    follows = query.limit is not None and len(found) == query.limit
-    after = f"{found[-1][0].id}-{found[-1][1]}" if found else ""
-    return JSONResponse(
-        [_pod(*place) for place in found], headers=_link(request, follows, after=after)
-    )
+    page = list(itertools.islice(_workers_after(runs, run_id, after_rank), query.limit))
+    follows = query.limit is not None and len(page) == query.limit
+    after = ""
+    if page:
+        run, rank, _ = page[-1]
+        after = f"{run.id}-{rank}"
+    headers = _link(request, follows, after=after)
+    return JSONResponse(list(itertools.starmap(_pod, page)), headers=headers)
+
+
+def _workers_after(
+    runs: Iterable[Run], run_id: int, after_rank: int
+) -> Iterator[tuple[Run, int, str]]:
+    """Yield run, rank and name of each worker of some runs, without the first ones of one run."""
+    for run in runs:
+        for rank, name in enumerate(run.worker_names()):
+            if run.id != run_id or rank > after_rank:
+                yield run, rank, name
 
 
 @general_router.get(
@@ -155,9 +171,8 @@ async def stream_events(request: Request, events: EventsPart) -> StreamingRespon
     # nginx would collect events in a buffer, unless its header X-Accel-Buffering forbids it.
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     client = request.client.host if request.client else ""
-    return _StreamedResponse(
-        events.subscribe(client), media_type="text/event-stream", headers=headers
-    )
+    stream = events.subscribe(client)
+    return _StreamedResponse(stream, media_type="text/event-stream", headers=headers)
 
 
 @metrics_router.post(
@@ -172,21 +187,18 @@ async def add_metrics(request: Request) -> Response:
     many = isinstance(body, list)
     items = body if many else [body]
     if len(items) > MAX_BATCH:
-        raise HTTPException(
-            400,
-            (
-                f"body: must have at most {MAX_BATCH} metrics, not {len(items)}: send them in "
-                "several requests"
-            ),
+        message = (
+            f"body: must have at most {MAX_BATCH} metrics, not {len(items)}: "
+            "send them in several requests"
         )
+        raise HTTPException(400, message)
     try:
-        # Metrics without a date share this one. For a few of them, a thread would cost more than
-        # the check.
-        arguments = (items, now_us(), many)
-        few = len(items) <= _FEW_METRICS
-        metrics = (
-            read_metrics(*arguments) if few else await run_in_threadpool(read_metrics, *arguments)
-        )
+        now = now_us()  # the date of all metrics without one
+        if len(items) <= _FEW_METRICS:
+            # A thread would cost more than the check.
+            metrics = read_metrics(items, now, many)
+        else:
+            metrics = await run_in_threadpool(read_metrics, items, now, many)
         added = await request.app.state.writer.add(metrics)
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
@@ -195,9 +207,10 @@ async def add_metrics(request: Request) -> Response:
     events: EventBus = request.app.state.events
     # After the answer: a client need not wait until thousands of events have been encoded.
     task = BackgroundTask(_publish, events, metrics) if events.has_subscribers else None
-    answer = (
-        {"status": "ok", "received": len(metrics), "added": added} if many else _entry(metrics[0])
-    )
+    if many:
+        answer = {"status": "ok", "received": len(metrics), "added": added}
+    else:
+        answer = metrics[0].to_json()
     return JSONResponse(answer, 201, background=task)
 
 
@@ -235,9 +248,8 @@ def metrics(
     if query.format == "csv":
         rows = export.metrics_csv(store, owner, selection)
         return _StreamedResponse(rows, media_type="text/csv", headers=headers)
-    archive = export.metrics_zip(
-        store, owner, run, selection, None if run is None else results_of(run, launcher)
-    )
+    results = None if run is None else results_of(run, launcher)
+    archive = export.metrics_zip(store, owner, run, selection, results)
     return _StreamedResponse(archive, media_type="application/zip", headers=headers)
 
 
@@ -249,24 +261,23 @@ def metrics(
 )
 def runs(request: Request, store: StorePart, scheduler: SchedulerPart) -> JSONResponse:
     query = read_query(RunsQuery, request, "state")
-    found = store.runs(*query.state, **query.model_dump(exclude={"state"}))
-    follows = query.limit is not None and len(found) == query.limit
-    # An id is still the right place when runs before it have been deleted. Other orders do not have
-    # such a mark.
+    page = store.runs(*query.state, **query.model_dump(exclude={"state"}))
+    follows = query.limit is not None and len(page) == query.limit
+    # An id stays the right position when runs before it are deleted. Other orders have no such
+    # mark.
     if query.sort == "id":
-        headers = _link(request, follows, after=found[-1].id if found else 0, offset=None)
+        headers = _link(request, follows, after=page[-1].id if page else 0, offset=None)
     else:
-        headers = _link(request, follows, offset=query.offset + len(found))
+        headers = _link(request, follows, offset=query.offset + len(page))
     # FastAPI would look at every value before it encodes them.
-    return JSONResponse([_with_reason(run, scheduler) for run in found], headers=headers)
+    return JSONResponse([_with_reason(run, scheduler) for run in page], headers=headers)
 
 
 def _with_reason(run: Run, scheduler: Scheduler) -> dict[str, Any]:
     """Return a run as the API shows it; if it waits, with the reason."""
     shown = run.to_json()
     reason = scheduler.waits_for(run)
-    # The reason is not in the database, because the start of one run can change it for hundreds of
-    # others.
+    # It is not in the database, because the start of one run can change it for hundreds of others.
     if reason:
         shown["job_metadata"]["reason"] = reason
     return shown
@@ -308,10 +319,9 @@ def import_run(
     body: Annotated[Any, Depends(read_body(MAX_RUN_BYTES))], store: StorePart, events: EventsPart
 ) -> dict[str, Any]:
     wanted = _validated(RunImport, body)
-    notes = {
-        "notes": ["imported from a result folder"],
-        **({"reason": wanted.reason} if wanted.reason else {}),
-    }
+    metadata: dict[str, Any] = {"notes": ["imported from a result folder"]}
+    if wanted.reason:
+        metadata["reason"] = wanted.reason
     created = to_us(wanted.created_at)
     # The state is final from the beginning, so the scheduler never sees the run.
     new = Run(
@@ -321,19 +331,17 @@ def import_run(
         max_bandwidth=DEFAULT_BANDWIDTH,
         image="",
         run_all_nodes=True,
-        job_metadata=json.dumps(notes),
+        job_metadata=json.dumps(metadata),
         **wanted.model_dump(exclude={"fingerprint", "created_at", "finished_at", "reason"}),
     )
     run = store.import_run(new, wanted.fingerprint)
     # The client sends this metric last. Without it, the import was cut off, and may be continued.
     if store.newest_value(run_owner(run.id), RESULT_METRIC) is not None:
-        raise HTTPException(
-            409,
-            (
-                f"fingerprint: it was imported before as {run.name!r} (id {run.id}); delete that "
-                "run to import it again"
-            ),
+        message = (
+            f"fingerprint: it was imported before as {run.name!r} (id {run.id}); "
+            "delete that run to import it again"
         )
+        raise HTTPException(409, message)
     events.publish("state", {"id": run.id, "name": run.name, "state": run.state})
     return run.to_json()
 
@@ -378,15 +386,13 @@ def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart
     query: LogsQuery = read_query(LogsQuery, request)
     if query.format == "text":
         text = export.log_text(launcher, run, query)
-        return _StreamedResponse(
-            text, media_type="text/plain", headers=_attachment(export.log_file_name(run, query))
-        )
+        headers = _attachment(export.log_file_name(run, query))
+        return _StreamedResponse(text, media_type="text/plain", headers=headers)
     first = query.since_line
     page = LogPage([], first, first)
     if run.job_id is not None:
-        page = launcher.logs(
-            run.job_id, LogRange(first, query.limit, query.before_line, query.wanted)
-        )
+        wanted = LogRange(first, query.limit, query.before_line, query.wanted)
+        page = launcher.logs(run.job_id, wanted)
     if query.before_line is None:
         headers = _link(request, page.next > first, since_line=page.next)
     else:
@@ -412,15 +418,18 @@ def get_result(run_id: str, store: StorePart, launcher: LauncherPart) -> Respons
     run = run_or_404(store, run_id)
     content = export.result_json(store, run, results_of(run, launcher))
     if content is None:
-        raise HTTPException(
-            404,
-            f"id: run {run.id} has no valid result.json; a task of MLBench writes it at its end",
+        message = (
+            f"id: run {run.id} has no valid result.json; a task of MLBench writes it at its end"
         )
+        raise HTTPException(404, message)
     return Response(content, media_type="application/json")
 
 
 class _StreamedResponse(StreamingResponse):
-    """A response that fetches its first piece before it sends the status, so that an early error is still reported."""
+    """A response that fetches its first piece before it sends the status.
+
+    So an error that comes early is reported with its own status.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         iterator = aiter(self.body_iterator)
@@ -457,10 +466,11 @@ def read_query(model: type[Any], request: Request, *lists: str) -> Any:
         request: The request.
         *lists: The parameters that may be given several times.
     """
-    given = request.query_params
-    # HTML forms send the fields that the user left empty.
-    several = {name: [value for value in given.getlist(name) if value] for name in lists}
-    return _validated(model, {**given, **several})
+    values: dict[str, Any] = {**request.query_params}
+    for name in lists:
+        # HTML forms send the fields that the user left empty.
+        values[name] = list(filter(None, request.query_params.getlist(name)))
+    return _validated(model, values)
 
 
 def run_or_404(store: Store, run_id: str) -> Run:
@@ -474,22 +484,21 @@ def run_or_404(store: Store, run_id: str) -> Run:
 
 
 def results_of(run: Run, launcher: Launcher) -> Path | None:
-    """Return the folder for the results of a run's workers, or None if the master cannot read it."""
+    """Return the folder for the results of a run's workers, None if the master cannot read it."""
     return None if run.job_id is None else launcher.results(run.job_id)
 
 
 def _pod_or_404(store: Store, name: str) -> None:
-    # PostgreSQL refuses NUL in a parameter. A worker that has not posted yet is a pod without
-    # metrics.
+    # PostgreSQL refuses NUL in a parameter.
     if "\x00" not in name and len(name) <= 253:
         run = store.run_named(name.rpartition("-worker-")[0])
-        if (run is not None and name in run.worker_names()) or store.metric_counts(
-            [pod_owner(name)]
-        ):
+        # A worker that has not posted yet is a pod without metrics.
+        if run is not None and name in run.worker_names():
             return
-    raise HTTPException(
-        404, f"id: there is no pod {name[:80]!r}; for a run's metrics add metric_type=run"
-    )
+        if store.metric_counts([pod_owner(name)]):
+            return
+    message = f"id: there is no pod {name[:80]!r}; for a run's metrics add metric_type=run"
+    raise HTTPException(404, message)
 
 
 def _pod(run: Run, rank: int, name: str) -> dict[str, Any]:
@@ -526,29 +535,16 @@ def _link(request: Request, follows: bool, **changes: object) -> dict[str, str]:
     """
     if not follows:
         return {}
-    query = [
-        (name, value) for name, value in request.query_params.multi_items() if name not in changes
-    ]
-    query += [(name, str(value)) for name, value in changes.items() if value is not None]
+    query: list[tuple[str, object]] = []
+    for name, value in request.query_params.multi_items():
+        if name not in changes:
+            query.append((name, value))
+    query += [(name, value) for name, value in changes.items() if value is not None]
     return {"Link": f'<{request.url.path}?{urlencode(query)}>; rel="next"'}
 
 
 def _publish(events: EventBus, metrics: list[NewMetric]) -> None:
-    events.publish("metric", *map(_entry, metrics))
-
-
-def _entry(new: NewMetric) -> dict[str, Any]:
-    kind, _, owner = new.owner.partition(":")
-    return {
-        "run_id": int(owner) if kind == "run" else None,
-        "pod_name": owner if kind == "pod" else None,
-        "name": new.name,
-        "value": new.value,
-        "date": format_date(new.date),
-        "metadata": new.extra,
-        "cumulative": new.cumulative,
-        "id": new.client_id,
-    }
+    events.publish("metric", *map(NewMetric.to_json, metrics))
 
 
 # The routes are tried in this order, and most requests deliver metrics.

@@ -17,7 +17,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from mlbench_master.dates import us_of
 
-__all__ = ["PAGE", "Columns", "epoch_of", "number_of"]
+__all__ = ["PAGE", "Columns", "epoch_of", "number_of", "numbers_of"]
 
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
@@ -118,6 +118,11 @@ def number_of(value: object) -> float | None:
         return None
     # JSON has neither infinity nor NaN.
     return number if math.isfinite(number) else None
+
+
+def numbers_of(values: Iterable[object]) -> list[float]:
+    """Return the finite numbers among the values of entries."""
+    return [number for number in map(number_of, values) if number is not None]
 
 
 def epoch_of(metadata: object) -> float:

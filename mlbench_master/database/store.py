@@ -192,6 +192,18 @@ class Run(_Base):
         # A damaged record must not break the list of all workers.
         return self.num_workers if isinstance(self.num_workers, int) else 0
 
+    def lasted_s(self, now: int) -> float | None:
+        """Return the seconds from the start of the run to its end; None before its start.
+
+        Args:
+            now: The present time in microseconds, which counts as the end of an open run.
+        """
+        # A damaged record may hold any type.
+        if not isinstance(self.started_at, int):
+            return None
+        end = self.finished_at if isinstance(self.finished_at, int) else now
+        return max(end - self.started_at, 0) / 1e6
+
     def worker_names(self) -> list[str]:
         """Return the names of the run's workers, by rank."""
         return [f"{self.name}-worker-{rank}" for rank in range(self.worker_count)]
@@ -239,6 +251,20 @@ class NewMetric(NamedTuple):
     cumulative: bool = False
     extra: str = ""
     client_id: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the metric as the API shows it."""
+        kind, _, owner = self.owner.partition(":")
+        return {
+            "run_id": int(owner) if kind == "run" else None,
+            "pod_name": owner if kind == "pod" else None,
+            "name": self.name,
+            "value": self.value,
+            "date": format_date(self.date),
+            "metadata": self.extra,
+            "cumulative": self.cumulative,
+            "id": self.client_id,
+        }
 
 
 @dataclass(frozen=True)
@@ -972,6 +998,18 @@ class Store:
                 size += wanted
         if small:
             yield from self._read_together(small, since, last_n)
+
+    def latest_entries(self, metrics: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Point]:
+        """Return the latest entry of each of some metrics that has any.
+
+        Args:
+            metrics: Owner and name of each metric.
+        """
+        latest = {}
+        for owner, name, points in self.entries(dict.fromkeys(metrics, 1), last_n=1):
+            for point in points:
+                latest[owner, name] = point
+        return latest
 
     def _read_together(
         self, metrics: Sequence[tuple[str, str]], since: int | None, last_n: int | None

@@ -12,13 +12,12 @@ import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import TypeAdapter
 from sqlalchemy.exc import SQLAlchemyError
 
 from mlbench_master.database.store import NewMetric, Run, Store, pod_owner
-from mlbench_master.dates import Date, format_date, now_us, to_us, us_of
+from mlbench_master.dates import Date, now_us, to_us, us_of
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.interface import Launcher, LogLine
 from mlbench_master.launchers.supervisor.load_sampler import LOAD_METRICS
@@ -126,7 +125,7 @@ class LoadKeeper:
             _log.warning("run %s: the load of its workers cannot be stored: %s", run.id, reason)
             return False
         if metrics and self._events.has_subscribers:
-            self._events.publish("metric", *map(_event, metrics))
+            self._events.publish("metric", *map(NewMetric.to_json, metrics))
         return True
 
 
@@ -160,16 +159,3 @@ def _metrics(pods: list[str], line: LogLine, after_us: int) -> Iterator[NewMetri
                 extra=extra if name.startswith("network") else "",
                 client_id=f"{LOAD_MARK}{name} {date}",
             )
-
-
-def _event(metric: NewMetric) -> dict[str, Any]:
-    return {
-        "run_id": None,
-        "pod_name": metric.owner.removeprefix(pod_owner("")),
-        "name": metric.name,
-        "value": metric.value,
-        "date": format_date(metric.date),
-        "metadata": metric.extra,
-        "cumulative": False,
-        "id": metric.client_id,
-    }

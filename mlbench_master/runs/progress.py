@@ -8,7 +8,7 @@ from typing import Any
 
 from mlbench_core.comparison.published import describe_run
 from mlbench_core.run_terms import GoalAim
-from mlbench_master.database.columns import epoch_of, number_of
+from mlbench_master.database.columns import epoch_of, numbers_of
 from mlbench_master.database.store import Point, Run, Store, run_owner
 from mlbench_master.goals import PLAN_METRIC, RunPlan
 
@@ -73,11 +73,7 @@ def _best(store: Store, run: Run, plan: RunPlan) -> float | None:
         return None
     owner = (run_owner(run.id), f"{plan.metric} @ 0")
     for *_, points in store.entries({owner: _MOST_VALUES}, last_n=_MOST_VALUES):
-        numbers = []
-        for point in points:
-            number = number_of(point.value)
-            if number is not None:
-                numbers.append(number)
+        numbers = numbers_of(point.value for point in points)
         return (min if plan.minimize else max)(numbers, default=None)
     return None
 

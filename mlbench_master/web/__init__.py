@@ -1,4 +1,4 @@
-"""The pages of the dashboard: HTML that the master renders, which scripts in ``static/`` keep current."""
+"""The pages of the dashboard: HTML that the master renders and scripts in ``static/`` update."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ __all__ = ["make_pages"]
 
 
 def make_pages() -> APIRouter:
-    """Make the routes of all pages, which need the state of :func:`~mlbench_master.app.create_app`."""
+    """Make the routes of all pages.
+
+    They need the state of :func:`~mlbench_master.app.create_app`.
+    """
     router = APIRouter(include_in_schema=False)
     # The form is at /runs/new/, which could also be the page of a run.
     for page in (main, runs, start, run, logs, workers, compare):

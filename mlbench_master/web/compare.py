@@ -1,4 +1,4 @@
-"""The page that compares chosen runs: the table and the figures of ``mlbench compare``, and live curves."""
+"""The page that compares chosen runs: table and figures of ``mlbench compare``, live curves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastapi.responses import HTMLResponse
 
 from mlbench_core.comparison.pool import Group, plural
 from mlbench_core.comparison.prices import Pricing, load_prices
-from mlbench_core.comparison.table import Column, Comparison, cell
+from mlbench_core.comparison.table import Column, cell
 from mlbench_master.api.routes import StorePart, run_or_404
 from mlbench_master.database.store import Run, Store
 from mlbench_master.web.comparing import Compared, compare
@@ -65,10 +65,14 @@ class Choice:
             only: The ids of the runs; by default those of all chosen runs.
             **more: Further parameters.
         """
-        runs: Sequence[int] = [run.id for run in self.runs] if only is None else only
+        if only is None:
+            only = [run.id for run in self.runs]
+        parameters = [("run", str(run_id)) for run_id in only]
         machine = self.pricing.machine.name if self.pricing.machine else ""
-        parameters = {"baseline": self.baseline, "machine": machine, **more}
-        return f"{path}?{urlencode([*(('run', run) for run in runs), *((k, v) for k, v in parameters.items() if v)])}"
+        for name, value in {"baseline": self.baseline, "machine": machine, **more}.items():
+            if value:
+                parameters.append((name, value))
+        return f"{path}?{urlencode(parameters)}"
 
     def without(self, run_id: int) -> str:
         """Return the address of the page without one of the runs."""
@@ -87,9 +91,8 @@ def _choice(
 ) -> Choice:
     wanted = list(dict.fromkeys(run))
     if len(wanted) > MOST_RUNS:
-        raise HTTPException(
-            400, f"run: at most {MOST_RUNS} runs are compared, not {len(wanted)}: choose fewer"
-        )
+        message = f"run: at most {MOST_RUNS} runs are compared, not {len(wanted)}: choose fewer"
+        raise HTTPException(400, message)
     runs: list[Run] = []
     unknown: list[str] = []
     for run_id in wanted:
@@ -99,9 +102,8 @@ def _choice(
             unknown.append(run_id[:80])
     machines = load_prices()
     if machine and machine not in machines:
-        raise HTTPException(
-            400, f"machine: must be one of {', '.join(machines)}, not {machine[:80]!r}"
-        )
+        message = f"machine: must be one of {', '.join(machines)}, not {machine[:80]!r}"
+        raise HTTPException(400, message)
     return Choice(tuple(runs), tuple(unknown), baseline, Pricing(machines.get(machine)))
 
 
@@ -111,24 +113,29 @@ ChoicePart = Annotated[Choice, Depends(_choice)]
 @router.get("/compare")
 @router.get("/compare/")
 def compare_page(request: Request, store: StorePart, choice: ChoicePart) -> HTMLResponse:
-    found = choice.compare(store)
+    comparison = choice.compare(store)
+    groups = comparison.groups
+    tables = []
+    key = ""
+    if groups:
+        for columns, rows in comparison.table.tables():
+            tables.append((_title(columns), columns, rows))
+        key = figures_key(groups, choice.pricing.per_hour)
     chosen = {run.id for run in choice.runs}
     offered = [run for run in store.runs(sort="-id", limit=_MOST_OFFERED) if run.id not in chosen]
     return page(
         request,
         "compare.html",
         choice=choice,
-        found=found,
-        rows=_rows_of(found.groups),
-        tables=[(_title(columns), columns, rows) for columns, rows in found.table.tables()]
-        if found.groups
-        else [],
+        found=comparison,
+        rows=_rows_of(groups),
+        tables=tables,
         cell=cell,
-        labels=list(dict.fromkeys(group.label for group in found.groups)),
+        labels=list(dict.fromkeys(group.label for group in groups)),
         machines=list(load_prices().values()),
         offered=offered,
         most=MOST_RUNS,
-        figures_key=figures_key(found.groups, choice.pricing.per_hour) if found.groups else "",
+        figures_key=key,
         metric=_metric(choice.runs),
     )
 
@@ -136,80 +143,79 @@ def compare_page(request: Request, store: StorePart, choice: ChoicePart) -> HTML
 @router.get("/compare/table.{suffix}")
 def compare_table(suffix: str, store: StorePart, choice: ChoicePart) -> Response:
     table = _existing(choice, store).table
-    texts = {"csv": table.as_csv, "md": table.as_markdown, "json": lambda: _json(table)}
-    if suffix not in texts:
-        raise HTTPException(404, f"table: must be one of {', '.join(texts)}, not {suffix[:80]!r}")
+    if suffix == "csv":
+        text = table.as_csv()
+    elif suffix == "md":
+        text = table.as_markdown()
+    elif suffix == "json":
+        text = json.dumps(table.as_json(), indent=2, ensure_ascii=False) + "\n"
+    else:
+        raise HTTPException(404, f"table: must be one of {', '.join(_TYPES)}, not {suffix[:80]!r}")
     headers = {"Content-Disposition": f'attachment; filename="table.{suffix}"'}
     # A name may hold half of a surrogate pair, which UTF-8 cannot encode.
-    return Response(
-        texts[suffix]().encode("utf-8", "replace"), media_type=_TYPES[suffix], headers=headers
-    )
+    content = text.encode("utf-8", "replace")
+    return Response(content, media_type=_TYPES[suffix], headers=headers)
 
 
 @router.get("/compare/figures")
 @router.get("/compare/figures/")
 def compare_figures(request: Request, store: StorePart, choice: ChoicePart) -> HTMLResponse:
-    found = choice.compare(store)
-    figures = (
-        draw(found.groups, choice.pricing.per_hour) if found.groups and can_draw() else Figures()
-    )
+    comparison = choice.compare(store)
+    groups = comparison.groups
+    figures = Figures()
+    if groups and can_draw():
+        figures = draw(groups, choice.pricing.per_hour)
+    problem = comparison.problem
+    if not problem and not groups:
+        problem = "No chosen run has a result yet."
     return page(
         request,
         "figures.html",
         choice=choice,
         figures=figures,
         can_draw=can_draw(),
-        problem=found.problem or ("" if found.groups else "No chosen run has a result yet."),
+        problem=problem,
         titles=TITLES,
-        figures_key=figures_key(found.groups, choice.pricing.per_hour),
+        figures_key=figures_key(groups, choice.pricing.per_hour),
     )
 
 
 @router.get("/compare/figures/{name}")
 def compare_figure(name: str, store: StorePart, choice: ChoicePart) -> Response:
-    found = _existing(choice, store)
+    comparison = _existing(choice, store)
     if not can_draw():
-        raise HTTPException(
-            404, "figures need matplotlib: install it with pip install 'mlbench-core[charts]'"
-        )
-    figures = draw(found.groups, choice.pricing.per_hour)
-    content, suffix = figures.files.get(name), name.rpartition(".")[2]
+        message = "figures need matplotlib: install it with pip install 'mlbench-core[charts]'"
+        raise HTTPException(404, message)
+    figures = draw(comparison.groups, choice.pricing.per_hour)
+    content = figures.files.get(name)
+    suffix = name.rpartition(".")[2]
     if content is None or suffix not in _FIGURE_TYPES:
-        raise HTTPException(
-            404, f"figure: must be one of {', '.join(sorted(figures.files))}, not {name[:80]!r}"
-        )
-    return Response(
-        content,
-        media_type=_FIGURE_TYPES[suffix],
-        headers={"Content-Security-Policy": _FIGURE_POLICY},
-    )
+        names = ", ".join(sorted(figures.files))
+        raise HTTPException(404, f"figure: must be one of {names}, not {name[:80]!r}")
+    headers = {"Content-Security-Policy": _FIGURE_POLICY}
+    return Response(content, media_type=_FIGURE_TYPES[suffix], headers=headers)
 
 
 def _existing(choice: Choice, store: Store) -> Compared:
     """Return the comparison, or raise an HTTPException if there is none."""
     if choice.unknown:
         raise HTTPException(404, f"run: there is no run {choice.unknown[0]!r}")
-    found = choice.compare(store)
-    if found.problem:
-        raise HTTPException(400, f"run: {found.problem}")
-    if not found.groups:
-        raise HTTPException(
-            404, "run: none of these runs has a result: wait until one ends, or choose others"
-        )
-    return found
-
-
-def _json(table: Comparison) -> str:
-    return json.dumps(table.as_json(), indent=2, ensure_ascii=False) + "\n"
+    comparison = choice.compare(store)
+    if comparison.problem:
+        raise HTTPException(400, f"run: {comparison.problem}")
+    if not comparison.groups:
+        message = "run: none of these runs has a result: wait until one ends, or choose others"
+        raise HTTPException(404, message)
+    return comparison
 
 
 def _rows_of(groups: Sequence[Group]) -> dict[str, str]:
     """Return the row of the table in which each run is, by the name of the run."""
-    return {
-        record.name: f"{group.label}, {plural(group.workers, 'worker')}"
-        for group in groups
-        for record in group.records
-    }
+    rows = {}
+    for group in groups:
+        for record in group.records:
+            rows[record.name] = f"{group.label}, {plural(group.workers, 'worker')}"
+    return rows
 
 
 def _title(columns: Sequence[Column]) -> str:
@@ -220,5 +226,8 @@ def _title(columns: Sequence[Column]) -> str:
 
 def _metric(runs: Sequence[Run]) -> str:
     """Return the metric of the first goal that is known, or an empty text."""
-    names = (goal.metric for run in runs if (goal := run.goal_record) is not None and goal.metric)
-    return next((f"{name} @ 0" for name in names), "")
+    for run in runs:
+        goal = run.goal_record
+        if goal is not None and goal.metric:
+            return f"{goal.metric} @ 0"
+    return ""

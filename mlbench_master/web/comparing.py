@@ -20,8 +20,7 @@ __all__ = ["FINAL_STATES", "Compared", "compare"]
 FINAL_STATES = ("finished", "failed")
 """States of a run that has ended."""
 
-# Results are those of programs of users, which may hold anything where a number or a text should
-# be.
+# Programs of users write results, which may hold anything in place of a number or a text.
 _BAD_RESULT = (
     ConfigurationError,
     ArithmeticError,
@@ -91,27 +90,23 @@ def compare(
     except ConfigurationError as error:
         return Compared(notes=notes, problem=str(error), goals=_by_goal(records))
     except _BAD_RESULT:
-        return Compared(
-            notes=notes,
-            problem="the results hold numbers that cannot be compared: remove one after the other",
-        )
+        problem = "the results hold numbers that cannot be compared: remove one after the other"
+        return Compared(notes=notes, problem=problem)
     return Compared(groups, table, notes)
 
 
 def _metrics(store: Store, run: Run) -> Metrics:
-    """Return the latest entries of the metrics that a result is made of, as the API answers them."""
-    sent: Metrics = {
-        RESULT_METRIC: [{"value": store.newest_value(run_owner(run.id), RESULT_METRIC)}]
-    }
+    """Return the latest entries of the metrics from which a result is made, as the API does."""
+    owner = run_owner(run.id)
+    sent = {RESULT_METRIC: [{"value": store.newest_value(owner, RESULT_METRIC)}]}
     # The result takes precedence over all other metrics, of which there may be thousands.
     if latest_json(sent, RESULT_METRIC):
         return sent
-    return {
-        name: [
-            {"date": format_date(point.date), "value": point.value, "cumulative": point.cumulative}
-        ]
-        for name, point in store.latest(run_owner(run.id))
-    }
+    metrics = {}
+    for name, point in store.latest(owner):
+        entry = {"value": point.value, "cumulative": point.cumulative}
+        metrics[name] = [{"date": format_date(point.date), **entry}]
+    return metrics
 
 
 def _compare(
@@ -125,8 +120,8 @@ def _compare(
 
 
 def _by_goal(records: dict[int, RunRecord]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    by_goal: dict[str, list[int]] = {}
     for run_id, record in records.items():
         if usable([record])[0]:
-            found.setdefault(record.goal_text, []).append(run_id)
-    return found
+            by_goal.setdefault(record.goal_text, []).append(run_id)
+    return by_goal

@@ -1,8 +1,8 @@
-"""Draw the figures of a comparison, as ``mlbench compare --output`` does, and keep the latest ones in memory.
+"""Draw the figures of a comparison, as ``mlbench compare --output`` does.
 
-matplotlib needs 90 MB and draws for seconds, during which other threads of its process hardly run.
-So figures are drawn in a separate process, with a low priority, because runs may be measured at the
-same time.
+The latest figures are kept in memory. matplotlib needs 90 MB and draws for seconds, during which
+other threads of its process hardly run. So figures are drawn in a separate process, with a low
+priority, because runs may be measured at the same time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlbench_core.caller import module_command, safe_environment
 
@@ -91,14 +91,13 @@ def draw(groups: Sequence[Group], price_per_hour: float | None = None) -> Figure
         price_per_hour: Price of one worker for an hour; None if it is unknown.
     """
     key = figures_key(groups, price_per_hour)
-    found = _find(key)
-    if found is not None:
-        return found
+    figures = _find(key)
+    if figures is not None:
+        return figures
     if not _turns.acquire(blocking=False):
         return Figures(missing=[_BUSY])
     try:
-        # One process at a time: it needs a core, and the request before may be for the same
-        # figures.
+        # One process at a time: it needs a core, and the request before may draw the same figures.
         with _drawing:
             return _find(key) or _keep(key, _draw(_input(groups, price_per_hour)))
     finally:
@@ -130,15 +129,19 @@ def _input(groups: Sequence[Group], price_per_hour: float | None) -> bytes:
 def _draw(content: bytes) -> Figures:
     with tempfile.TemporaryDirectory(prefix="mlbench-figures-") as folder:
         command = module_command("mlbench_master.web.figures", folder)
-        place: dict[str, Any] = {"cwd": folder, "env": safe_environment()}
         try:
             subprocess.run(
-                command, input=content, capture_output=True, check=True, timeout=_LONGEST_S, **place
+                command,
+                input=content,
+                capture_output=True,
+                check=True,
+                timeout=_LONGEST_S,
+                cwd=folder,
+                env=safe_environment(),
             )
         except subprocess.TimeoutExpired:
-            return Figures(
-                missing=[f"Drawing took longer than {_LONGEST_S:.0f} s: choose fewer runs."]
-            )
+            problem = f"Drawing took longer than {_LONGEST_S:.0f} s: choose fewer runs."
+            return Figures(missing=[problem])
         except subprocess.CalledProcessError as error:
             last = error.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
             return Figures(missing=[f"The figures could not be drawn: {last[:300]}"])
@@ -154,15 +157,16 @@ def main() -> None:
 
     with contextlib.suppress(AttributeError, OSError):  # Windows has no nice
         os.nice(10)
-    folder, given = Path(sys.argv[1]), json.load(sys.stdin)
-    groups = pool([RunRecord(**record) for record in given["records"]])
+    folder = Path(sys.argv[1])
+    content = json.load(sys.stdin)
+    groups = pool([RunRecord(**record) for record in content["records"]])
     captions: dict[str, str] = {}
     missing: list[str] = []
-    found: dict[str, Any] = {"captions": captions, "missing": missing}
-    for drawing in drawings(groups, given["price_per_hour"], missing.append, _LEFT_OUT):
+    for drawing in drawings(groups, content["price_per_hour"], missing.append, _LEFT_OUT):
         save(drawing, folder)
         captions[drawing.name] = drawing.caption
-    (folder / _INDEX).write_text(json.dumps(found), encoding="utf-8")
+    index = json.dumps({"captions": captions, "missing": missing})
+    (folder / _INDEX).write_text(index, encoding="utf-8")
 
 
 if __name__ == "__main__":

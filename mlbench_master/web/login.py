@@ -15,20 +15,21 @@ from mlbench_master.web.render import page, render
 __all__ = ["add_login", "login_path"]
 
 _WRONG_CODE = (
-    "This address has been used before or has expired. 'mlbench get-dashboard-url --login' "
-    "prints a new one; you can "
-    "also enter the token."
+    "This address has been used before or has expired. "
+    "'mlbench get-dashboard-url --login' prints a new one; you can also enter the token."
 )
 _TOO_MANY_GUESSES = "Too many wrong tokens came from your address. Try again in a minute."
 
 
 def login_path(access: Access) -> str:
-    """Return the path of an address that logs a browser in once; ``/`` for a master without a token."""
-    return "/" if access.token is None else f"/login/?code={access.new_code()}"
+    """Return the path of an address that logs a browser in once."""
+    if access.token is None:
+        return "/"
+    return f"/login/?code={access.new_code()}"
 
 
 def add_login(app: FastAPI, access: Access) -> None:
-    """Add the login page, the logout, the request for a login address, and the API page to an application.
+    """Add the login and the API page to an application.
 
     Args:
         app: The application.
@@ -75,8 +76,7 @@ def add_login(app: FastAPI, access: Access) -> None:
 
     @router.get("/openapi.json")
     def description(request: Request) -> dict[str, Any]:
-        root = root_path(request.scope)
-        return {**app.openapi(), **({"servers": [{"url": root}]} if root else {})}
+        return _description(app, root_path(request.scope))
 
     @router.get("/docs/")
     def api_page(request: Request) -> HTMLResponse:
@@ -97,6 +97,13 @@ def add_login(app: FastAPI, access: Access) -> None:
         return response
 
     app.include_router(router)
+
+
+def _description(app: FastAPI, root: str) -> dict[str, Any]:
+    schema = {**app.openapi()}
+    if root:
+        schema["servers"] = [{"url": root}]
+    return schema
 
 
 def _address(request: Request) -> str:

@@ -19,14 +19,14 @@ from mlbench_master.web.render import page
 __all__ = ["log_view", "router"]
 
 _LINES = 200
-# A longer list of workers would make every page of the run large; its rank is typed instead.
+# A longer list of workers would make every page of the run large; the user types a rank instead.
 _MOST_CHOICES = 64
 
-# A line that reports an error, for Python and JavaScript alike. The stream says nothing: loggers
-# write to standard error.
+# A line that reports an error, for Python and JavaScript alike. The stream does not show it:
+# loggers write to standard error.
 ERROR_LINE = re.compile(
-    r"^(\[rank\d+\]: ?)?(Traceback \(most recent call "
-    r"last\)|[A-Za-z_.]*(Error|Exception|Interrupt)\b)"
+    r"^(\[rank\d+\]: ?)?"
+    r"(Traceback \(most recent call last\)|[A-Za-z_.]*(Error|Exception|Interrupt)\b)"
     r"|^(Fatal |E\d{4} |\[E\d)"
     r"|^[^\s:]+: error: |\b(ERROR|CRITICAL|FATAL)\b"
 )
@@ -53,21 +53,22 @@ def log_view(run: Run, launcher: Launcher, query: LogsQuery | None = None) -> di
     """
     query = query or LogsQuery()
     before = MAX_ID if query.before_line is None else query.before_line
-    found = LogPage([], 0)
+    log_page = LogPage([], 0)
     if run.job_id is not None:
-        found = launcher.logs(run.job_id, LogRange(0, _LINES, before, query.wanted))
-    chosen = {
-        name: value for name, value in asdict(query.wanted).items() if value not in (None, "")
-    }
+        log_page = launcher.logs(run.job_id, LogRange(0, _LINES, before, query.wanted))
+    wanted = asdict(query.wanted)
+    chosen = {name: value for name, value in wanted.items() if value not in (None, "")}
+    earlier = urlencode({**chosen, "before_line": log_page.previous})
+    download = urlencode({**chosen, "format": "text"})
     return {
-        "lines": found.lines,
-        "next": found.next,
-        "previous": found.previous,
+        "lines": log_page.lines,
+        "next": log_page.next,
+        "previous": log_page.previous,
         "ranks": range(run.worker_count) if run.worker_count <= _MOST_CHOICES else None,
         "wanted": query.wanted,
         "is_filtered": bool(chosen),
         "errors": ERROR_LINE.pattern,
-        "is_error": lambda text: ERROR_LINE.search(text) is not None,
-        "earlier": f"/runs/{run.id}/logs/?{urlencode({**chosen, 'before_line': found.previous})}",
-        "download": f"/api/runs/{run.id}/logs/?{urlencode({**chosen, 'format': 'text'})}",
+        "is_error": ERROR_LINE.search,
+        "earlier": f"/runs/{run.id}/logs/?{earlier}",
+        "download": f"/api/runs/{run.id}/logs/?{download}",
     }

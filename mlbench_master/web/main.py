@@ -26,22 +26,20 @@ router = APIRouter()
 @router.get("/")
 def main_page(request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
     started = store.runs("started")
-    places = [(run, rank) for run in started for rank in range(run.worker_count)]
+    # Thousands of runs may wait.
+    open_runs = [*started, *store.runs("initialized", limit=_MOST_RUNS)][:_MOST_RUNS]
+    latest = store.runs("finished", "failed", sort="-finished_at", limit=_LATEST)
+    workers = [(run, rank) for run in started for rank in range(run.worker_count)]
     return page(
         request,
         "main.html",
         machine=_machine(launcher, started),
         started=len(started),
         waiting=store.count_runs("initialized"),
-        # Thousands of runs may wait.
-        open_runs=list_runs(
-            store, [*started, *store.runs("initialized", limit=_MOST_RUNS)][:_MOST_RUNS]
-        ),
-        latest=list_runs(
-            store, store.runs("finished", "failed", sort="-finished_at", limit=_LATEST)
-        ),
-        workers=list_workers(store, places[:_MOST_WORKERS]),
-        num_workers=len(places),
+        open_runs=list_runs(store, open_runs),
+        latest=list_runs(store, latest),
+        workers=list_workers(store, workers[:_MOST_WORKERS]),
+        num_workers=len(workers),
     )
 
 
@@ -53,10 +51,10 @@ def icon() -> RedirectResponse:
 
 def _machine(launcher: Launcher, started: list[Run]) -> dict[str, str]:
     """Return how much of each resource of the launcher the runs use."""
-    used = f"{sum(_cores(run) for run in started):g}"
-    resources = {
-        "Cores": f"{used} of {launcher.capacity:g}" if math.isfinite(launcher.capacity) else used
-    }
+    cores = f"{sum(map(_cores, started)):g}"
+    if math.isfinite(launcher.capacity):
+        cores += f" of {launcher.capacity:g}"
+    resources = {"Cores": cores}
     gpus = launcher.gpus
     if gpus:
         lent = sum(run.worker_count for run in started if run.gpu_enabled)
@@ -66,4 +64,6 @@ def _machine(launcher: Launcher, started: list[Run]) -> dict[str, str]:
 
 def _cores(run: Run) -> float:
     # A damaged record may hold anything.
-    return run.worker_count * (run.num_cpus if isinstance(run.num_cpus, int | float) else 0)
+    if not isinstance(run.num_cpus, int | float):
+        return 0
+    return run.worker_count * run.num_cpus

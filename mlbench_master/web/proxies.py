@@ -22,7 +22,7 @@ from mlbench_core.errors import ConfigurationError
 __all__ = ["RootPathMiddleware", "check_root_path", "root_path"]
 
 # The header reaches pages and headers of the answer, so characters with a meaning there are
-# refused. So are two slashes, after which a browser would look for the name of another server.
+# refused. Two slashes are refused because a browser would expect the name of a server after them.
 _ROOT_PATH = re.compile(r"(?:/(?:[A-Za-z0-9._~@+,:=-]|%[0-9A-Fa-f]{2})+)+")
 _LONGEST = 500
 _COOKIE_PATH = re.compile(rb"(?i)(;\s*path=)/(?=;|$)")
@@ -41,13 +41,9 @@ def check_root_path(text: str) -> str:
     """
     path = text.removesuffix("/")
     steps = unquote(path).split("/")
-    is_path = (
-        _ROOT_PATH.fullmatch(path)
-        and len(path) <= _LONGEST
-        and "." not in steps
-        and ".." not in steps
-    )
-    if path and not is_path:
+    is_path = _ROOT_PATH.fullmatch(path) and len(path) <= _LONGEST
+    # A browser resolves steps such as "..", also encoded ones.
+    if path and (not is_path or "." in steps or ".." in steps):
         raise ConfigurationError(
             f"--root-path must be a path such as /user/me/proxy/5080, not {text[:80]!r}"
         )
@@ -70,7 +66,9 @@ class RootPathMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request and the answer on."""
-        root = (self._root_path or _forwarded(scope)) if scope["type"] == "http" else ""
+        root = ""
+        if scope["type"] == "http":
+            root = self._root_path or _forwarded(scope)
         if not root:
             await self._app(scope, receive, send)
             return
@@ -79,22 +77,14 @@ class RootPathMiddleware:
         rest = path.removeprefix(unquote(root))
         if rest != path and rest[:1] in ("", "/"):
             path = rest or "/"
-        scope = {
-            **scope,
-            "mlbench_root": root,
-            "path": path,
-            "raw_path": path.encode("utf-8", "replace"),
-        }
-        added = root.encode()
+        raw_path = path.encode("utf-8", "replace")
+        scope = {**scope, "mlbench_root": root, "path": path, "raw_path": raw_path}
+        prefix = root.encode()
 
         async def send_with_root(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {
-                    **message,
-                    "headers": [
-                        _with_root(name, value, added) for name, value in message["headers"]
-                    ],
-                }
+                headers = [_with_root(name, value, prefix) for name, value in message["headers"]]
+                message = {**message, "headers": headers}
             await send(message)
 
         await self._app(scope, receive, send_with_root)

@@ -15,43 +15,42 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 from markupsafe import Markup
 
-from mlbench_master.dates import format_date, now_us
+from mlbench_master.dates import format_date, now_us, us_of
 from mlbench_master.web.proxies import root_path
 
 __all__ = ["ago", "duration", "error_page", "moment", "number", "page", "render", "size"]
 
 _SECOND = 1_000_000
-# Seconds of each unit, the largest first, and the most of it that is written before the next one.
+# Seconds of each unit, the largest first.
 _UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _PATH_ATTRIBUTE = re.compile(r'\b(?:href|src|action|hx-get|data-post|data-delete|data-then)="(?=/)')
 _SIZES = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
 def ago(us: int | None) -> Markup:
-    """Return a date as the time since then, with the exact date where the mouse points; empty for None.
+    """Return a date as the time since then, with the exact date in a tooltip; empty for None.
 
     A damaged record may hold another type, which counts as 1970, as in
     :func:`~mlbench_master.dates.format_date`.
 
     Example:
         >>> ago(0)  # doctest: +ELLIPSIS
-        Markup('<time datetime="1970-01-01T00:00:00.000000Z" title="1970-01-01 00:00:00 UTC">... d ago</time>')
+        Markup('<time datetime="1970-01-01T00:00:00.000000Z" title="...">... d ago</time>')
     """
     if us is None:
         return Markup()
     date = format_date(us)
     # static/app.js keeps the age right, and writes the exact date in the zone of the browser.
-    return Markup('<time datetime="{}" title="{}">{}</time>').format(
-        date, _in_utc(date), _since(now_us() - (us if isinstance(us, int) else 0))
-    )
+    since = _since(now_us() - us_of(us))
+    return Markup('<time datetime="{}" title="{}">{}</time>').format(date, _in_utc(date), since)
 
 
 def moment(us: int | None) -> Markup:
     """Return an exact date, which static/app.js writes in the zone of the browser; empty for None.
 
     Example:
-        >>> moment(0)
-        Markup('<time class="exact" datetime="1970-01-01T00:00:00.000000Z">1970-01-01 00:00:00 UTC</time>')
+        >>> moment(0)  # doctest: +ELLIPSIS
+        Markup('<time class="exact" datetime="1970-...Z">1970-01-01 00:00:00 UTC</time>')
     """
     if us is None:
         return Markup()
@@ -72,7 +71,9 @@ def _since(us: int) -> str:
 
 
 def number(value: object, digits: int = 4) -> Markup:
-    """Return a number with few significant digits, all of them where the mouse points; any other text as it is.
+    """Return a number with few significant digits, and with all of them in a tooltip.
+
+    Any other text stays as it is.
 
     Example:
         >>> number("0.09779698171323388")
@@ -95,7 +96,9 @@ def _short(text: str, digits: int) -> str:
     if not math.isfinite(value) or text.lstrip("-").isdecimal():
         return text
     rounded = f"{value:.{digits}g}"
-    return rounded if "e" not in rounded or abs(value) < 1 else f"{value:.0f}"
+    if "e" in rounded and abs(value) >= 1:
+        return f"{value:.0f}"
+    return rounded
 
 
 def duration(seconds: float | None) -> str:
@@ -107,13 +110,17 @@ def duration(seconds: float | None) -> str:
     """
     if seconds is None:
         return ""
+    if seconds < 1:
+        return f"{seconds:.3f} s"
     if seconds < 60:
-        return f"{seconds:.3f} s" if seconds < 1 else f"{seconds:.1f} s"
+        return f"{seconds:.1f} s"
     (unit, name), (small, small_name) = next(
         pair for pair in itertools.pairwise(_UNITS) if seconds >= pair[0][0]
     )
-    rest = int(seconds % unit) // small
-    return f"{int(seconds) // unit} {name}" + (f" {rest} {small_name}" if rest else "")
+    text = f"{int(seconds) // unit} {name}"
+    if rest := int(seconds % unit) // small:
+        text += f" {rest} {small_name}"
+    return text
 
 
 def size(count: float | None) -> str:
@@ -174,30 +181,22 @@ def error_page(
         headers: The headers of the answer.
     """
     if status == 404:
-        title, meaning = (
-            "Not found",
-            "There is nothing at this address: it is wrong, or what it showed was deleted.",
-        )
+        title = "Not found"
+        meaning = "There is nothing at this address: it is wrong, or what it showed was deleted."
     elif status >= 500:
-        title, meaning = (
-            "Something went wrong",
-            "The master cannot show this page now. Reload it after some seconds.",
-        )
+        title = "Something went wrong"
+        meaning = "The master cannot show this page now. Reload it after some seconds."
     else:
-        title, meaning = "Wrong request", "The master cannot show a page for this address."
-    # The name before the colon is that of a parameter, which a reader of pages does not know.
-    # Starlette has nothing to add for an address that does not exist.
-    text = message.removeprefix("id: ").removeprefix("name: ")
-    shown = "" if message == "Not Found" else f"{text[:1].upper()}{text[1:]}."
-    return page(
-        request,
-        "error.html",
-        status=status,
-        headers=headers,
-        title=title,
-        meaning=meaning,
-        message=shown,
-    )
+        title = "Wrong request"
+        meaning = "The master cannot show a page for this address."
+    if message == "Not Found":  # Starlette has nothing to add
+        message = ""
+    else:
+        # The name before the colon is that of a parameter, which a reader of pages does not know.
+        text = message.removeprefix("id: ").removeprefix("name: ")
+        message = f"{text[:1].upper()}{text[1:]}."
+    texts = {"title": title, "meaning": meaning, "message": message}
+    return page(request, "error.html", status=status, headers=headers, **texts)
 
 
 def render(

@@ -60,16 +60,27 @@ def run_page(
     folder = _Folder.of(run, launcher)
     result = _parsed(result_json(store, run, results_of(run, launcher)))
     wanted = request.query_params.get("filter", "")[:255]
-    found = [item for item in latest if wanted.lower() in item[0].lower()]
+    listed = [item for item in latest if wanted.lower() in item[0].lower()]
+    metrics = [(name, point.value[:_MOST_CHARACTERS], point) for name, point in listed[:_MOST_ROWS]]
     goal = run.goal_record
     totals = total_phases(latest, result, goal.phases_s if goal else {})
+    unknown: tuple[str, ...] = ()
+    if totals and not is_measured(totals, result, run.worker_count):
+        unknown = ("communication", "hidden")
     epochs = epoch_phases(store, owner, latest)
+    configuration = result.get("configuration")
+    if not configuration:
+        configuration = describe_run(run.to_json(), run.num_workers)
+    environment = folder.environment
+    if not environment:
+        environment = {"machine": result.get("machine"), "software": result.get("software")}
+    workers = [(run, rank) for rank in range(min(run.worker_count, _MOST_WORKERS))]
     return page(
         request,
         "run.html",
         run=run,
         is_open=run.state in ("initialized", "started"),
-        lasted_s=_lasted(run),
+        lasted_s=run.lasted_s(now_us()),
         facts=_facts(run, folder),
         reason=str(run.metadata_dict().get("reason") or ""),
         failed=_failure(run, launcher),
@@ -78,26 +89,16 @@ def run_page(
         phases=PHASE_TITLES,
         totals=totals,
         longest_total=longest_s(totals),
-        unknown=()
-        if not totals or is_measured(totals, result, run.worker_count)
-        else ("communication", "hidden"),
+        unknown=unknown,
         epochs=epochs,
         longest_epoch=longest_s(epochs),
-        configuration=_flat(
-            result.get("configuration") or describe_run(run.to_json(), run.num_workers)
-        ),
-        environment=_flat(
-            folder.environment or {name: result.get(name) for name in ("machine", "software")}
-        ),
+        configuration=_flat(configuration),
+        environment=_flat(environment),
         start_s=start_of(run) / 1e6,
-        workers=list_workers(
-            store, [(run, rank) for rank in range(run.worker_count)][:_MOST_WORKERS]
-        ),
+        workers=list_workers(store, workers),
         curves=_curve_names(latest),
-        metrics=[
-            (name, point.value[:_MOST_CHARACTERS], point) for name, point in found[:_MOST_ROWS]
-        ],
-        metric_count=len(found),
+        metrics=metrics,
+        metric_count=len(listed),
         filter=wanted,
         log=log_view(run, launcher),
     )
@@ -128,15 +129,6 @@ def _parsed(content: bytes | None) -> dict[str, Any]:
     return parsed if isinstance(parsed, dict) else {}
 
 
-def _lasted(run: Run) -> float | None:
-    """Return the seconds since the start of a run, or until its end."""
-    # A damaged record may hold any type.
-    if not isinstance(run.started_at, int):
-        return None
-    end = run.finished_at if isinstance(run.finished_at, int) else now_us()
-    return max(end - run.started_at, 0) / 1e6
-
-
 def _facts(run: Run, folder: _Folder) -> dict[str, str]:
     metadata = run.metadata_dict()
     return {
@@ -154,28 +146,31 @@ def _facts(run: Run, folder: _Folder) -> dict[str, str]:
 
 
 def _failure(run: Run, launcher: Launcher) -> tuple[int, list[str]] | None:
-    """Return the worker that made a run fail, as far as its reason names one, with its last lines."""
-    named = _FAILED_RANK.search(str(run.metadata_dict().get("reason") or ""))
-    if run.state != "failed" or named is None or run.job_id is None:
+    """Return the worker that made a run fail and its last lines, if the run's reason names one."""
+    match = _FAILED_RANK.search(str(run.metadata_dict().get("reason") or ""))
+    if run.state != "failed" or match is None or run.job_id is None:
         return None
-    lines = [line for line in launcher.log_tail(run.job_id) if line["rank"] == int(named[1])]
+    rank = int(match[1])
+    lines = [line for line in launcher.log_tail(run.job_id) if line["rank"] == rank]
     errors = [line for line in lines if line["stream"] == "stderr"]
-    shown = [
-        line["text"][: _LAST_LINES * _MOST_CHARACTERS] for line in (errors or lines)[-_LAST_LINES:]
-    ]
-    return (int(named[1]), shown) if shown else None
+    if errors:
+        lines = errors
+    most = _LAST_LINES * _MOST_CHARACTERS
+    texts = [line["text"][:most] for line in lines[-_LAST_LINES:]]
+    return (rank, texts) if texts else None
 
 
 def _curve_names(latest: Sequence[tuple[str, Point]]) -> dict[str, list[int]]:
-    """Return the names of the metrics that are numbers, without their ranks, and the ranks that each has."""
+    """Return the names of the metrics that are numbers, without ranks, and the ranks of each."""
     ranks: dict[str, list[int]] = {}
     for name, point in latest:
         if name in (GOAL_METRIC, PLAN_METRIC) or not _is_number(point.value):
             continue
-        ranked = _RANKED.fullmatch(name)
-        of_name = ranks.setdefault(ranked[1] if ranked else name, [])
-        if ranked:
-            of_name.append(int(ranked[2]))
+        match = _RANKED.fullmatch(name)
+        if match is None:
+            ranks.setdefault(name, [])
+        else:
+            ranks.setdefault(match[1], []).append(int(match[2]))
     names = sorted(ranks, key=lambda name: (_FIRST.match(name) is None, name))[:_MOST_NAMES]
     return {name: sorted(ranks[name]) for name in names}
 
@@ -191,19 +186,19 @@ def _is_number(value: str) -> bool:
 
 def _flat(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the values of nested objects with the path to each, as text."""
-    found: list[tuple[str, str]] = []
+    facts: list[tuple[str, str]] = []
 
     def add(path: str, value: Any) -> None:
-        if len(found) >= _MOST_FACTS:
+        if len(facts) >= _MOST_FACTS:
             return
         if isinstance(value, dict):
             for name, inner in value.items():
                 add(f"{path}.{name}" if path else str(name), inner)
         elif isinstance(value, list) and not any(isinstance(item, (dict, list)) for item in value):
-            found.append((path, " ".join(map(str, value))))
+            facts.append((path, " ".join(map(str, value))))
         elif value not in (None, ""):
             text = value if isinstance(value, str) else json.dumps(value)
-            found.append((path, text))
+            facts.append((path, text))
 
     add("", values)
-    return [(path, text[:5000]) for path, text in found if text]
+    return [(path, text[:5000]) for path, text in facts if text]

@@ -69,26 +69,26 @@ class View:
     @classmethod
     def read(cls, request: Request) -> View:
         """Return the view of a request, in which unknown values count as left out."""
-        given = request.query_params
-        view = cls(q=given.get("q", "").replace("\x00", "")[:200])
-        if given.get("state") in STATES:
-            view = replace(view, state=given["state"])
-        if given.get("sort", "").removeprefix("-") in RUN_SORTS:
-            view = replace(view, sort=given["sort"])
-        number = given.get("page", "")
+        query = request.query_params
+        # PostgreSQL refuses NUL in a parameter.
+        view = cls(q=query.get("q", "").replace("\x00", "")[:200])
+        if query.get("state") in STATES:
+            view = replace(view, state=query["state"])
+        if query.get("sort", "").removeprefix("-") in RUN_SORTS:
+            view = replace(view, sort=query["sort"])
+        number = query.get("page", "")
         if number.isascii() and number.isdecimal() and len(number) < 11:
             view = replace(view, page=min(max(int(number), 1), _MOST_PAGES))
         return view
 
     def address(self, **changes: Any) -> str:
         """Return the address of this view with some changes."""
-        default = asdict(View())
-        wanted = {
-            key: value
-            for key, value in asdict(replace(self, **changes)).items()
-            if value != default[key]
-        }
-        return "/runs/" + (f"?{urlencode(wanted)}" if wanted else "")
+        values = asdict(replace(self, **changes))
+        defaults = asdict(View())
+        parameters = {key: value for key, value in values.items() if value != defaults[key]}
+        if not parameters:
+            return "/runs/"
+        return f"/runs/?{urlencode(parameters)}"
 
     def sorted_by(self, column: str) -> str:
         """Return the address after a click on the head of a column."""
@@ -133,41 +133,37 @@ def list_runs(store: Store, runs: Sequence[Run]) -> list[ListedRun]:
     """Return runs with their goals and durations, with at most two statements for all of them."""
     now = now_us()
     # A damaged record may hold any type.
-    goals = {
-        run.id: run.goal_record or goal_of_task(str(run.image), str(run.command), run.light_target)
-        for run in runs
-    }
+    goals: dict[int, RunGoal | None] = {}
+    for run in runs:
+        goal = run.goal_record
+        if goal is None:
+            goal = goal_of_task(str(run.image), str(run.command), run.light_target)
+        goals[run.id] = goal
     _add_plans(store, goals)
-    wanted = {
-        (run_owner(run_id), f"{goal.metric} @ 0"): 1
-        for run_id, goal in goals.items()
-        if goal is not None and goal.metric and not goal.reached
-    }
-    values = {
-        owner: point.value
-        for owner, _, points in store.entries(wanted, last_n=1)
-        for point in points
-    }
+    wanted = []
+    for run_id, goal in goals.items():
+        if goal is not None and goal.metric and not goal.reached:
+            wanted.append((run_owner(run_id), f"{goal.metric} @ 0"))
+    values = {}
+    for (owner, _), point in store.latest_entries(wanted).items():
+        values[owner] = point.value
     listed = []
     for run in runs:
         program, details = _program(run)
-        end = run.finished_at if isinstance(run.finished_at, int) else now
-        duration = max(end - run.started_at, 0) / 1e6 if isinstance(run.started_at, int) else None
-        listed.append(
-            ListedRun(run, program, details, duration, goals[run.id], values.get(run_owner(run.id)))
-        )
+        value = values.get(run_owner(run.id))
+        listed.append(ListedRun(run, program, details, run.lasted_s(now), goals[run.id], value))
     return listed
 
 
 def _add_plans(store: Store, goals: dict[int, RunGoal | None]) -> None:
-    """Add the goals that programs of users pursue, which their workers send after the first epoch."""
-    owners = {run_owner(run_id): run_id for run_id, goal in goals.items() if goal is None}
-    for owner, _, points in store.entries({(owner, PLAN_METRIC): 1 for owner in owners}, last_n=1):
-        for plan in (RunPlan.read(point.value) for point in points):
-            if plan.metric:
-                goals[owners[owner]] = RunGoal(
-                    **plan.model_dump(exclude={"max_epochs"}), reached=False
-                )
+    """Add the goals of users' programs, which their workers send after the first epoch."""
+    run_ids = {run_owner(run_id): run_id for run_id, goal in goals.items() if goal is None}
+    plans = store.latest_entries((owner, PLAN_METRIC) for owner in run_ids)
+    for (owner, _), point in plans.items():
+        plan = RunPlan.read(point.value)
+        if plan.metric:
+            fields = plan.model_dump(exclude={"max_epochs"})
+            goals[run_ids[owner]] = RunGoal(**fields, reached=False)
 
 
 def _program(run: Run) -> tuple[str, str]:
@@ -182,20 +178,23 @@ def _program(run: Run) -> tuple[str, str]:
 @router.get("/runs/")
 def runs_page(request: Request, store: StorePart) -> HTMLResponse:
     view = View.read(request)
-    states = [{"failed": "failed itself"}.get(view.state, view.state)] if view.state else []
+    states = [view.state] if view.state else []
+    if view.state == "failed":
+        # For the store, a run that a user stopped has failed, too.
+        states = ["failed itself"]
     count = store.count_runs(*states, text=view.q)
     # A run that was deleted may have been the only one of the last page.
     last = max(math.ceil(count / _PAGE), 1)
     view = replace(view, page=min(view.page, last))
     first = (view.page - 1) * _PAGE
-    found = store.runs(*states, text=view.q, sort=view.sort, offset=first, limit=_PAGE)
+    runs = store.runs(*states, text=view.q, sort=view.sort, offset=first, limit=_PAGE)
     return page(
         request,
         "runs.html",
         view=view,
         states=STATES,
         columns=_COLUMNS,
-        runs=list_runs(store, found),
+        runs=list_runs(store, runs),
         count=count,
         first=first + 1,
         last_page=last,

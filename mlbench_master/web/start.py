@@ -101,10 +101,10 @@ class FormError(ValueError):
 
 @router.get("/runs/new/")
 def start_page(request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
+    values = _DEFAULTS
     earlier = request.query_params.get("from")
-    values = (
-        _DEFAULTS if earlier is None else {**_DEFAULTS, **_values_of(run_or_404(store, earlier))}
-    )
+    if earlier is not None:
+        values = {**_DEFAULTS, **_values_of(run_or_404(store, earlier))}
     return _form_page(request, launcher, values, {})
 
 
@@ -119,31 +119,39 @@ def start(
 ) -> Response:
     if not isinstance(body, dict):
         raise HTTPException(400, "body: must be the form of the page /runs/new/")
-    form = {
-        key: value.strip()
-        for key, value in body.items()
-        if key in LABELS and isinstance(value, str)
-    }
+    form = {}
+    for field, value in body.items():
+        if field in LABELS and isinstance(value, str):
+            form[field] = value.strip()
     errors: dict[str, str] = {}
     wanted = _requests(form, errors)
     if not errors:
         try:
             runs = start_runs(wanted, store, scheduler, launcher, events)
-            return RedirectResponse(
-                f"/runs/{runs[0].id}/" if len(runs) == 1 else "/runs/", status_code=303
-            )
+            path = f"/runs/{runs[0].id}/" if len(runs) == 1 else "/runs/"
+            return RedirectResponse(path, status_code=303)
         except NameInUseError as error:
+            name = str(error)
             errors["name"] = (
-                f"there is a run named {str(error)!r}; choose another name or delete that run"
+                f"there is a run named {name!r}; choose another name or delete that run"
             )
         except ValueError as error:
-            _record(errors, *str(error).partition(": ")[::2])
+            field, _, message = str(error).partition(": ")
+            _record(errors, field, message)
     return _form_page(request, launcher, form, errors)
 
 
 def _form_page(
     request: Request, launcher: Launcher, values: Mapping[str, str], errors: Mapping[str, str]
 ) -> HTMLResponse:
+    # Why a field cannot be used; empty if it can.
+    reasons = {"no_gpu": "", "no_network": "", "no_bandwidth_limit": ""}
+    if launcher.gpus == ():
+        reasons["no_gpu"] = no_gpu(launcher)
+    if not launcher.emulates_networks:
+        reasons["no_network"] = no_network(launcher)
+    if not launcher.limits_bandwidth:
+        reasons["no_bandwidth_limit"] = no_bandwidth_limit(launcher)
     answer = page(
         request,
         "start.html",
@@ -155,17 +163,15 @@ def _form_page(
         backends=BACKENDS,
         launcher=launcher,
         infinity=math.inf,
-        no_gpu=no_gpu(launcher) if launcher.gpus == () else "",
         networks=NETWORKS,
-        no_network="" if launcher.emulates_networks else no_network(launcher),
-        no_bandwidth_limit="" if launcher.limits_bandwidth else no_bandwidth_limit(launcher),
+        **reasons,
     )
     answer.status_code = 400 if errors else 200
     return answer
 
 
 def _record(errors: dict[str, str], field: str, message: str) -> None:
-    """Add an error of a request under the form's name of its field; only the first one of a field."""
+    """Add an error of a request under the form's name of its field, unless the field has one."""
     field = field.partition(".")[0]  # "arguments.3" is in one field
     name = _FORM_NAMES.get(field, field)
     if name in LABELS:
@@ -175,15 +181,17 @@ def _record(errors: dict[str, str], field: str, message: str) -> None:
 
 
 def _requests(form: Mapping[str, str], errors: dict[str, str]) -> list[RunIn]:
-    """Return the runs that a form asks for, and add what is wrong with its fields to ``errors``."""
+    """Return the runs that a form asks for, and add the errors of its fields to ``errors``."""
 
     def read(field: str, convert: Callable[[str], Any], default: Any) -> Any:
-        # With the default for a wrong field, the other fields are still checked.
         try:
             return convert(form.get(field, ""))
+        except FormError as error:
+            errors.setdefault(error.field, str(error))
         except ValueError as error:
-            errors.setdefault(error.field if isinstance(error, FormError) else field, str(error))
-            return default
+            errors.setdefault(field, str(error))
+        # With the default for a wrong field, the other fields are still checked.
+        return default
 
     task, program = read("kind", lambda _: _program(form), (None, {"command": "none"}))
     options = read("engine_options", partial(_split, "engine_options"), [])
@@ -195,16 +203,16 @@ def _requests(form: Mapping[str, str], errors: dict[str, str]) -> list[RunIn]:
         read("repeats", partial(_number, most=1000), None),
         read("seed", partial(_number, least=0, most=2**31), None),
     )
-    known = task if form.get("backend") in BACKENDS else None
-    read("backend", lambda backend: check_backend(backend, known, "gpu_enabled" in form), None)
+    # The task limits the backends of BACKENDS, not a custom one.
+    limiting = task if form.get("backend") in BACKENDS else None
+    read("backend", lambda backend: check_backend(backend, limiting, "gpu_enabled" in form), None)
     if not errors:
         read(series.seed_option or "seed", lambda _: series.check_seeds(), None)
     count = len(series.num_workers) * (series.repeats or 1)
     if count > _MOST_RUNS:
         field = "num_workers" if series.repeats is None else "repeats"
-        errors[field] = (
-            f"must give at most {_MOST_RUNS} runs at once, not {count}: start them in parts"
-        )
+        message = f"must give at most {_MOST_RUNS} runs at once, not {count}: start them in parts"
+        errors[field] = message
         return []
     wanted = []
     for request in series.requests():
@@ -221,8 +229,8 @@ def _requests(form: Mapping[str, str], errors: dict[str, str]) -> list[RunIn]:
 def _name(text: str) -> str:
     if not is_run_name(text):
         raise ValueError(
-            "must be 1 to 63 lowercase letters, digits and '-', without '-' at its ends, not "
-            f"{text[:80]!r}"
+            "must be 1 to 63 lowercase letters, digits and '-', without '-' at its ends, "
+            f"not {text[:80]!r}"
         )
     return text
 
@@ -230,38 +238,36 @@ def _name(text: str) -> str:
 def _settings(
     form: Mapping[str, str], task: Task | None, engine_options: list[str]
 ) -> dict[str, Any]:
-    """Return the fields of a request that do not say what to run."""
-    settings: dict[str, Any] = {
-        field: form.get(field, "") for field in ("num_cpus", "max_bandwidth", "backend", "network")
-    }
+    """Return the fields of a request other than its program."""
+    settings: dict[str, Any] = {"engine_options": engine_options}
+    for field in ("num_cpus", "max_bandwidth", "backend", "network"):
+        settings[field] = form.get(field, "")
+    # A browser leaves out a box that is not checked.
+    for field in ("gpu_enabled", "light_target", "exclusive"):
+        settings[field] = field in form
     if settings["backend"] == CUSTOM_BACKEND:
         settings["custom_backend"] = form.get("custom_backend", "")
-        # A browser leaves out a box that is not checked. A task always starts all of its workers.
+        # A task always starts all of its workers.
         settings["run_all_nodes"] = task is not None or "run_all_nodes" in form
-    flags = {field: field in form for field in ("gpu_enabled", "light_target", "exclusive")}
-    return {**settings, **flags, "engine_options": engine_options}
+    return settings
 
 
 def _program(form: Mapping[str, str]) -> tuple[Task | None, dict[str, Any]]:
-    """Return the task of a form, None for a command, and the fields of the request that say what to run."""
+    """Return the task of a form, None for a command, and the fields of the request for it."""
     kind = form.get("kind")
     image = form.get("image_name", "")
     if kind == "command" or (kind == "image" and image == CUSTOM_IMAGE):
         command = form.get("command", "")
         if not command:
-            raise FormError(
-                "command",
-                "must be a command line, not empty: enter for example python /path/to/train.py",
+            message = (
+                "must be a command line, not empty: enter for example python /path/to/train.py"
             )
+            raise FormError("command", message)
         _split("command", command)
         if kind == "command":
             return None, {"command": command}
-        name = form.get("custom_image_name", "")
-        return None, {
-            "image_name": image,
-            "custom_image_name": name,
-            "custom_image_command": command,
-        }
+        custom = {"custom_image_name": form.get("custom_image_name", "")}
+        return None, {"image_name": image, **custom, "custom_image_command": command}
     arguments = _split("arguments", form.get("arguments", ""))
     if kind == "image":
         try:
@@ -274,16 +280,12 @@ def _program(form: Mapping[str, str]) -> tuple[Task | None, dict[str, Any]]:
         task = get_task(form.get("task", ""))
     except ValueError as error:
         raise FormError("task", str(error)) from None
-    chosen = [
-        *_option(form, "dataset", task, task.datasets),
-        *_option(form, "optimizer", task, task.optimizers),
-    ]
+    chosen = _option(form, "dataset", task, task.datasets)
+    chosen += _option(form, "optimizer", task, task.optimizers)
     for option in chosen[::2]:
         if option_value(arguments, option) is not None:
-            raise FormError(
-                "arguments",
-                f"must not have {option}, which is chosen in its field: leave out one of them",
-            )
+            message = f"must not have {option}, which is chosen in its field: leave out one of them"
+            raise FormError("arguments", message)
     return task, {"task": task.key, "arguments": [*chosen, *arguments]}
 
 
@@ -291,21 +293,19 @@ def _split(field: str, text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise FormError(
-            field, f"must be quoted as for a shell, not {text[:80]!r}: {error}"
-        ) from None
+        message = f"must be quoted as for a shell, not {text[:80]!r}: {error}"
+        raise FormError(field, message) from None
 
 
-def _option(form: Mapping[str, str], field: str, task: Task, known: tuple[str, ...]) -> list[str]:
+def _option(form: Mapping[str, str], field: str, task: Task, values: tuple[str, ...]) -> list[str]:
     """Return the words of an option of a task's script that has its own field."""
     value = form.get(field, "")
     if not value:
         return []
-    if value not in known:
-        allowed = f"one of {', '.join(known)}" if known else "left out"
-        raise FormError(
-            field, f"must be {allowed} for task {task.key}, not {value[:80]!r}: choose another one"
-        )
+    if value not in values:
+        allowed = f"one of {', '.join(values)}" if values else "left out"
+        message = f"must be {allowed} for task {task.key}, not {value[:80]!r}: choose another one"
+        raise FormError(field, message)
     return [f"--{field}", value]
 
 
@@ -319,24 +319,33 @@ def _number(text: str, least: int = 1, most: int = 0) -> int | None:
 
 def _values_of(run: Run) -> dict[str, str]:
     """Return the values of the form that starts a run again."""
+    metadata = run.metadata_dict()
+    # The name that was given to a series of runs, of which this is one.
+    base_name = re.sub(rf"-{run.num_workers}(-r\d+)?$", "", run.name) or run.name
     values = {
-        "name": f"{_base_name(run)[:50].rstrip('-')}-again",
+        "name": f"{base_name[:50].rstrip('-')}-again",
         "num_workers": str(run.num_workers),
         "num_cpus": str(run.num_cpus).removesuffix(".0"),
-        **({"gpu_enabled": "true"} if run.gpu_enabled else {}),
-        **({"light_target": "true"} if run.light_target else {}),
-        **({"exclusive": "true"} if run.metadata_dict().get("exclusive") else {}),
-        **(
-            {"network": str(run.metadata_dict()["network"])}
-            if run.metadata_dict().get("network")
-            else {}
-        ),
-        "backend": run.backend if run.backend in BACKENDS else CUSTOM_BACKEND,
-        "custom_backend": "" if run.backend in BACKENDS else run.backend,
-        "run_all_nodes": "true" if run.run_all_nodes else "",
-        **_engine_options_of(run),
+        "backend": run.backend,
+        "run_all_nodes": "",  # the box is checked in a new form
     }
+    if run.backend not in BACKENDS:
+        values |= {"backend": CUSTOM_BACKEND, "custom_backend": run.backend}
+    boxes = {
+        "gpu_enabled": run.gpu_enabled,
+        "light_target": run.light_target,
+        "run_all_nodes": run.run_all_nodes,
+        "exclusive": metadata.get("exclusive"),
+    }
+    for field, is_checked in boxes.items():
+        if is_checked:
+            values[field] = "true"
+    if metadata.get("network"):
+        values["network"] = str(metadata["network"])
     # A damaged record may hold any type.
+    options = metadata.get("engine_options")
+    if isinstance(options, list):
+        values["engine_options"] = shlex.join(map(str, options))
     words = split_command(str(run.command))
     task = task_of_image(str(run.image))
     if task is not None:
@@ -346,43 +355,29 @@ def _values_of(run: Run) -> dict[str, str]:
     command = {"command": str(run.command)}
     if run.image in ("", CUSTOM_IMAGE) or task is not None:
         return {**values, "kind": "command", **command}
-    return {
-        **values,
-        "kind": "image",
-        "image_name": CUSTOM_IMAGE,
-        "custom_image_name": run.image,
-        **command,
-    }
-
-
-def _engine_options_of(run: Run) -> dict[str, str]:
-    options = run.metadata_dict().get("engine_options")
-    # A damaged record may hold any type.
-    return {"engine_options": shlex.join(map(str, options))} if isinstance(options, list) else {}
-
-
-def _base_name(run: Run) -> str:
-    """Return the name that was given to a series of runs, of which this is one."""
-    return re.sub(rf"-{run.num_workers}(-r\d+)?$", "", run.name) or run.name
+    image = {"image_name": CUSTOM_IMAGE, "custom_image_name": run.image}
+    return {**values, "kind": "image", **image, **command}
 
 
 def _arguments_of(task: Task, words: list[str]) -> dict[str, str] | None:
-    """Return the fields with the arguments of a task's script, or None if the command is another one."""
+    """Return the fields with the arguments of a task's script, or None for another command."""
     try:
-        commands = [
-            shlex.split(task.command(in_container=in_container)) for in_container in (False, True)
-        ]
+        commands = [task.command(in_container=False), task.command(in_container=True)]
     except ConfigurationError:
         return None
-    own = next((own for own in commands if words[: len(own)] == own), None)
-    if own is None:
+    for command in map(shlex.split, commands):
+        if words[: len(command)] == command:
+            rest = words[len(command) :]
+            break
+    else:
         return None
-    rest = [word for word in words[len(own) :] if word not in ("--light", "--gpu")]
+    # These two have their own fields.
+    rest = [word for word in rest if word not in ("--light", "--gpu")]
     fields = {}
-    for field, known in (("dataset", task.datasets[1:]), ("optimizer", task.optimizers[1:])):
+    for field, values in (("dataset", task.datasets[1:]), ("optimizer", task.optimizers[1:])):
         option = f"--{field}"
-        if option in rest[:-1] and rest[rest.index(option) + 1] in known:
-            place = rest.index(option)
-            fields[field] = rest[place + 1]
-            del rest[place : place + 2]
+        if option in rest[:-1] and rest[rest.index(option) + 1] in values:
+            index = rest.index(option)
+            fields[field] = rest[index + 1]
+            del rest[index : index + 2]
     return {**fields, "arguments": shlex.join(rest)}

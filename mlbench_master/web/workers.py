@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,20 +51,24 @@ class Figure:
 
     @property
     def scope(self) -> str:
-        """Return a note on a figure that is not of the worker alone; see the module ``load_sampler``."""
+        """Return a note on a figure that is not of the worker alone."""
+        # See the module load_sampler.
         if self.point is not None and '"machine"' in self.point.extra:
             return "machine"
         return ""
 
     @property
     def text(self) -> str:
-        """Return the latest value with its unit, ``-`` without a value. static/load.js writes the same texts."""
+        """Return the latest value with its unit, ``-`` without a value."""
+        # static/load.js writes the same texts.
         value = None if self.point is None else number_of(self.point.value)
         if value is None:
             return "-"
         if self.metric in ("cpu", "gpu"):
             return f"{value:.0f} %"
-        return size(value) + ("/s" if self.metric.startswith("network") else "")
+        if self.metric.startswith("network"):
+            return f"{size(value)}/s"
+        return size(value)
 
 
 @dataclass(frozen=True)
@@ -87,8 +92,10 @@ class Worker:
 
     @property
     def phase(self) -> str:
-        """Return the state in the words of ``GET /api/pods/``, or ``"Stopped"``, which pods do not have."""
-        return "Stopped" if self.run.is_stopped else POD_PHASES.get(self.run.state, "Unknown")
+        """Return the state in the words of ``GET /api/pods/``, or ``"Stopped"``."""
+        if self.run.is_stopped:
+            return "Stopped"
+        return POD_PHASES.get(self.run.state, "Unknown")
 
 
 def list_workers(store: Store, places: Sequence[tuple[Run, int]]) -> list[Worker]:
@@ -98,28 +105,19 @@ def list_workers(store: Store, places: Sequence[tuple[Run, int]]) -> list[Worker
         store: The database.
         places: Run and rank of each worker.
     """
-    wanted = {
-        (pod_owner(_pod_name(*place)), metric): 1 for place in places for metric in LOAD_METRICS
-    }
-    latest = {
-        (owner, name): point
-        for owner, name, points in store.entries(wanted, last_n=1)
-        for point in points
-    }
+    owners = [pod_owner(_pod_name(run, rank)) for run, rank in places]
+    latest = store.latest_entries(itertools.product(owners, LOAD_METRICS))
     workers = []
-    for run, rank in places:
-        owner = pod_owner(_pod_name(run, rank))
-        figures = [Figure(metric, latest.get((owner, metric))) for metric in LOAD_METRICS]
-        # The others may still be measured; a GPU is there from the first sample on.
-        awaited = (
-            []
-            if run.state in ("finished", "failed")
-            else [name for name in LOAD_METRICS if "gpu" not in name]
-        )
-        shown = [
-            figure for figure in figures if figure.point is not None or figure.metric in awaited
-        ]
-        workers.append(Worker(run, rank, shown))
+    for (run, rank), owner in zip(places, owners, strict=True):
+        is_open = run.state not in ("finished", "failed")
+        figures = []
+        for metric in LOAD_METRICS:
+            point = latest.get((owner, metric))
+            # A figure of an open run may still be measured; a GPU is there from the first sample
+            # on.
+            if point is not None or (is_open and "gpu" not in metric):
+                figures.append(Figure(metric, point))
+        workers.append(Worker(run, rank, figures))
     return workers
 
 
@@ -131,28 +129,25 @@ def _pod_name(run: Run, rank: int) -> str:
 def worker_page(
     name: str, request: Request, store: StorePart, launcher: LauncherPart
 ) -> HTMLResponse:
-    run, rank = _place_or_404(store, name)
+    run, rank = _worker_or_404(store, name)
     [worker] = list_workers(store, [(run, rank)])
+    dates = [figure.point.date for figure in worker.figures if figure.point is not None]
     return page(
         request,
         "worker.html",
         worker=worker,
         most_rank=run.worker_count - 1,
         start_s=start_of(run) / 1e6,
-        sampled_at=max(
-            (figure.point.date for figure in worker.figures if figure.point is not None),
-            default=None,
-        ),
+        sampled_at=max(dates, default=None),
         log=log_view(run, launcher, LogsQuery(rank=str(rank))),
     )
 
 
-def _place_or_404(store: Store, name: str) -> tuple[Run, int]:
+def _worker_or_404(store: Store, name: str) -> tuple[Run, int]:
     run_name, _, rank = name.rpartition("-worker-")
     # PostgreSQL refuses NUL in a parameter.
     run = None if "\x00" in name else store.run_named(run_name)
     if run is None or name not in run.worker_names():
-        raise HTTPException(
-            404, f"name: there is no worker {name[:80]!r}: the page of a run leads to its workers"
-        )
+        message = f"name: there is no worker {name[:80]!r}: the page of a run leads to its workers"
+        raise HTTPException(404, message)
     return run, int(rank)
