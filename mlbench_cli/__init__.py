@@ -29,7 +29,9 @@ _subpackage = lazy_subpackages(__name__, "cli")
 # Not imported here: Python must look for click only after main() has removed the user's folder from
 # sys.path.
 def __getattr__(name: str) -> Any:
-    return _subpackage("cli").cli_group if name == "cli_group" else _subpackage(name)
+    if name == "cli_group":
+        return _subpackage("cli").cli_group
+    return _subpackage(name)
 
 
 def main() -> None:

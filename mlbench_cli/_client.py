@@ -11,7 +11,15 @@ from mlbench_core.client.rest import RestClient, path_part
 from mlbench_core.errors import MasterRequestError
 from mlbench_master.launchers.interface import STOPPED
 
-__all__ = ["FINAL_STATES", "MasterClient", "RunSource", "reason_of", "state_of"]
+__all__ = [
+    "FINAL_STATES",
+    "MasterClient",
+    "RunSource",
+    "find_run",
+    "names_of",
+    "reason_of",
+    "state_of",
+]
 
 FINAL_STATES = frozenset({"finished", "failed", "stopped", "lost"})
 """States that a run never leaves."""
@@ -34,8 +42,24 @@ def state_of(run: Mapping[str, Any]) -> str:
     """
     state = str(run.get("state"))
     # Lines about missing metrics may follow the reason.
-    is_stopped = state == STOPPED.state and reason_of(run).startswith(STOPPED.reason)
-    return "stopped" if is_stopped else state
+    if state == STOPPED.state and reason_of(run).startswith(STOPPED.reason):
+        return "stopped"
+    return state
+
+
+def names_of(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of runs."""
+    return [str(run.get("name")) for run in runs]
+
+
+def find_run(runs: Sequence[dict[str, Any]], name: str) -> dict[str, Any] | None:
+    """Return the latest run with a name, or with an id if no run has the name."""
+    # Names come first: a run may have a name that is the id of another run.
+    for key in ("name", "id"):
+        for run in reversed(runs):
+            if str(run.get(key)) == name:
+                return run
+    return None
 
 
 class RunSource(Protocol):
@@ -105,12 +129,10 @@ class MasterClient(RestClient):
             MasterRequestError: No such run exists; the message lists the latest runs.
         """
         runs = self.runs()
-        # Names come first: a run may have a name that is the id of another run.
-        for key in ("name", "id"):
-            matching = [run for run in runs if str(run.get(key)) == name]
-            if matching:
-                return matching[-1]
-        latest = ", ".join(str(run.get("name")) for run in runs[-10:]) or "none yet"
+        run = find_run(runs, name)
+        if run is not None:
+            return run
+        latest = ", ".join(names_of(runs[-10:])) or "none yet"
         raise MasterRequestError(f"no run {name!r} at {self.url}; runs there: {latest}", 404)
 
     def create(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,8 +253,7 @@ class MasterClient(RestClient):
 
     def stop_command(self, runs: Sequence[Mapping[str, Any]]) -> str:
         """Return the command that stops runs."""
-        names = [str(run["name"]) for run in runs]
-        return " ".join(["mlbench stop", *names])
+        return " ".join(["mlbench stop", *names_of(runs)])
 
     def log_place(self, run: Mapping[str, Any]) -> str:
         """Return the command that shows a run's log."""

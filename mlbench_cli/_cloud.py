@@ -33,7 +33,7 @@ from typing import Any
 import click
 
 from mlbench_cli._output import clean, remark
-from mlbench_cli._programs import ProgramFailed, Step, ask, check_programs, perform
+from mlbench_cli._programs import ProgramFailed, Step, ask, check_programs, last_line, perform
 from mlbench_core import __version__, files
 from mlbench_core.client.clusters import Cluster, remember_cluster
 from mlbench_core.client.masters import check_token
@@ -107,7 +107,9 @@ def task_text(cluster: Cluster, options: CloudOptions) -> str:
         lines.append("file_mounts:")
     for target, source in mounts.items():
         lines.append(f"  {json.dumps(target)}: {json.dumps(source)}")
-    idle = f" --end-when-idle {options.autostop_min * 60}" if options.autostop_min else ""
+    idle = ""
+    if options.autostop_min:
+        idle = f" --end-when-idle {options.autostop_min * 60}"
     slots = max(options.num_gpus, 1)
     setup = f"""
 setup: |
@@ -329,12 +331,11 @@ def open_tunnel(cluster: Cluster) -> None:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
         )
     if done.returncode != 0:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        reason = lines[-1] if lines else "it wrote nothing"
+        reason = last_line(log.read_text(encoding="utf-8", errors="replace"))
         raise ProgramFailed(
-            f"no tunnel to the cluster {cluster.name}: {reason}; see its state with 'mlbench "
-            "list-clusters', or return to the master of this machine with 'mlbench set-cluster "
-            "--none'"
+            f"no tunnel to the cluster {cluster.name}: {reason or 'it wrote nothing'}; see its "
+            "state with 'mlbench list-clusters', or return to the master of this machine with "
+            "'mlbench set-cluster --none'"
         )
 
 

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from mlbench_cli._client import MasterClient
 from mlbench_cli._cloud import open_tunnel
 from mlbench_cli._output import remark
+from mlbench_cli._programs import last_line
 from mlbench_core import files
 from mlbench_core.caller import module_command, safe_environment
 from mlbench_core.client import settings
@@ -116,11 +117,13 @@ def embedded() -> Location | None:
     # MLBENCH_TOKEN may be that of another master.
     location = Location(record.url, record.token, "the embedded master")
     try:
-        return location if _answers(location) else None
+        if _answers(location):
+            return location
     except TimeoutError as error:
-        if not _listens(record):
-            return None
-        raise SilentMasterError(record, _why_silent(record, str(error))) from None
+        # Another program may have the process id by now, and yet another one the port.
+        if _listens(record):
+            raise SilentMasterError(record, _why_silent(record, str(error))) from None
+    return None
 
 
 def _why_silent(record: MasterRecord, reason: str) -> str:
@@ -341,8 +344,8 @@ def _await_health(process: subprocess.Popen[bytes], location: Location, log: Pat
             is_healthy = _answers(location, only_healthy=True)
         # Checked after the answer: if our process has ended, another server answered.
         if process.poll() is not None:
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            reason = lines[-1].strip() if lines else "it wrote nothing"
+            text = log.read_text(encoding="utf-8", errors="replace")
+            reason = last_line(text).strip() or "it wrote nothing"
             raise MasterError(f"the master ended at its start: {reason} (all of it: {log})")
         if is_healthy:
             return

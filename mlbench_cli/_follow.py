@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from mlbench_cli import _wait
-from mlbench_cli._client import RunSource, reason_of, state_of
+from mlbench_cli._client import RunSource, names_of, reason_of, state_of
 from mlbench_cli._output import clean, log_line, print_json, remark
 from mlbench_cli._records import compare_records, print_comparison, print_records
 from mlbench_core.comparison.load import load, save
@@ -86,7 +86,7 @@ def follow(
 
 def _interrupted(client: RunSource, started: Sequence[Mapping[str, Any]]) -> str:
     """Ask on a terminal if Ctrl-C should also stop the runs, and return what became of them."""
-    names = " ".join(clean(item["name"]) for item in started)
+    names = " ".join(map(clean, names_of(started)))
     stop_command = clean(client.stop_command(started))
     continues = f"stopped waiting; the runs continue ('{stop_command}' stops them)"
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -140,8 +140,11 @@ def _draw(folder: Path, records: Sequence[RunRecord]) -> Path | None:
         return draw_overview(pool(drawable), folder / "overview.png")
     # The runs themselves are done, so a chart that cannot be drawn must not make the command fail.
     except Exception as error:
-        kind = "" if isinstance(error, MLBenchError) else f"{type(error).__name__}: "
-        remark(f"no chart: {kind}{clean(' '.join(str(error).split()))}")
+        text = " ".join(str(error).split())
+        # The message of another package's error may be a word only, such as the key of a KeyError.
+        if not isinstance(error, MLBenchError):
+            text = f"{type(error).__name__}: {text}"
+        remark(f"no chart: {clean(text)}")
         return None
 
 

@@ -26,6 +26,7 @@ from mlbench_core.errors import ConfigurationError, MasterError
 __all__ = ["KindOptions", "chart_folder", "check", "create", "delete_steps", "names", "steps"]
 
 NAMESPACE = "mlbench"
+# Kubernetes gives ports from 30000 to 32767 to services of this type.
 NODE_PORT = 30080
 RELEASE = "mlbench"
 ANSWER_S = 60.0
@@ -104,7 +105,9 @@ def steps(cluster: Cluster, options: KindOptions, *, exists: bool = False) -> li
         exists: True if the cluster was created by an earlier call that ended before its end.
     """
     context = ("--context", f"kind-{cluster.name}", "--namespace", NAMESPACE)
-    calls = [] if exists else [_create_step(cluster, options)]
+    calls: list[Step] = []
+    if not exists:
+        calls.append(_create_step(cluster, options))
     images = [*_local_images(), *options.images]
     if images:
         load = ["kind", "load", "docker-image", *dict.fromkeys(images), "--name", cluster.name]
@@ -263,9 +266,12 @@ def _local_images() -> Sequence[str]:
         images = ask(["docker", "images", "--format", "{{.Repository}}:{{.Tag}}"]).split()
     except ProgramFailed:
         return []
-    own = [image for image in images if image.startswith("mlbench/")]
-    # An image that lost its tag to a newer one cannot be named.
-    return [image for image in own if not image.endswith(":<none>")]
+    own = []
+    for image in images:
+        # An image that lost its tag to a newer one has the tag "<none>", and cannot be loaded.
+        if image.startswith("mlbench/") and not image.endswith(":<none>"):
+            own.append(image)
+    return own
 
 
 def _await_answer(cluster: Cluster) -> None:

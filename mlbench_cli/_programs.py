@@ -14,7 +14,7 @@ import click
 from mlbench_cli._output import clean, remark
 from mlbench_core.errors import ConfigurationError, MLBenchError
 
-__all__ = ["ProgramFailed", "Step", "ask", "check_programs", "perform", "show"]
+__all__ = ["ProgramFailed", "Step", "ask", "check_programs", "last_line", "perform", "show"]
 
 SOURCES = {
     "kind": "https://kind.sigs.k8s.io",
@@ -134,6 +134,12 @@ def ask(command: Sequence[str], timeout_s: float = 60.0) -> str:
     except OSError as error:
         raise ProgramFailed(f"{command[0]}: {error.strerror}") from error
     if done.returncode != 0:
-        lines = clean(done.stderr).strip().splitlines() or [f"exit status {done.returncode}"]
-        raise ProgramFailed(f"'{shlex.join(command)}' failed: {lines[-1].strip()}")
+        reason = last_line(clean(done.stderr)) or f"exit status {done.returncode}"
+        raise ProgramFailed(f"'{shlex.join(command)}' failed: {reason.strip()}")
     return done.stdout
+
+
+def last_line(text: str) -> str:
+    """Return the last line of the output of a program, which usually has the reason of its end."""
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else ""

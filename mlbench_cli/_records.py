@@ -97,7 +97,10 @@ def find_records(places: Sequence[str], dashboard_url: str | None) -> list[RunRe
     paths: list[str] = []
     names: list[str] = []
     for place in places:
-        (paths if Path(place).exists() else names).append(place)
+        if Path(place).exists():
+            paths.append(place)
+        else:
+            names.append(place)
     records = load(paths)
     if not names:
         return records

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_cli import _embedded
-from mlbench_cli._client import FINAL_STATES, MasterClient
+from mlbench_cli._client import FINAL_STATES, MasterClient, find_run
 from mlbench_cli._output import clean, remark
 from mlbench_core.client.masters import read_record
 from mlbench_core.errors import MasterRequestError
@@ -66,12 +66,10 @@ class StateFiles:
 
     def find(self, name: str) -> dict[str, Any]:
         """Return the run with a name, or with an id if no run has the name."""
-        runs = self.runs()
-        for key in ("name", "id"):
-            matching = [run for run in runs if str(run[key]) == name]
-            if matching:
-                return matching[-1]
-        raise MasterRequestError(f"no run {name!r} in {self._database}", 404)
+        run = find_run(self.runs(), name)
+        if run is None:
+            raise MasterRequestError(f"no run {name!r} in {self._database}", 404)
+        return run
 
     def run(self, run_id: int) -> dict[str, Any]:
         """Return the run with an id; its state is that of its engine if it has started."""

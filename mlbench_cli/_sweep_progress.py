@@ -73,12 +73,13 @@ class _Lines(Observer):
 
     def end(self, point: Point, ended: Done | Failure) -> None:
         self._ended += 1
-        if isinstance(ended, Done):
-            self._done[point.name] = ended
-            text = "finished" if ended.outcome == "finished" else "stopped at the limit"
-            text += f" after {seconds(ended.seconds)}"
-        else:
+        if isinstance(ended, Failure):
             text = f"failed: {ended.reason}"
+        else:
+            self._done[point.name] = ended
+            outcome = {"finished": "finished", "limit": "stopped at the limit"}[ended.outcome]
+            text = f"{outcome} after {seconds(ended.seconds)}"
+        # The estimate of the next runs now has the time of this one, too.
         self._left_s = self._expected_s(self._pending[1:])
         remark(f"[{self._ended}/{self.total}] {clean(point.name)}: {clean(text)}{self.left(0)}")
 

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["Goal", "Progress", "live_table", "wait_for"]
 
 POLL_S = 1.0
+# The value over all workers, which the worker of rank 0 sends.
 _GLOBAL_METRIC = re.compile(r"val_global_(.*) @ 0")
+# The metric in which a script sends its goal and its number of epochs.
 _PLAN = "plan @ 0"
 LOST_MASTER_S = 120.0
 """Seconds for which requests to the master may fail, as at a restart, before waiting ends."""
@@ -101,7 +103,10 @@ class Progress:
     @property
     def epoch_text(self) -> str:
         """Return the number of epochs that are done, with the largest number if it is known."""
-        return f"{self.epochs}/{self.most_epochs}" if self.most_epochs else str(self.epochs)
+        text = str(self.epochs)
+        if self.most_epochs:
+            text += f"/{self.most_epochs}"
+        return text
 
     @property
     def fraction(self) -> float:
@@ -109,7 +114,9 @@ class Progress:
         # A run can finish without its goal, after its last epoch.
         if self.state == "finished":
             return 1.0
-        return self.goal.aim.fraction(self.value) if self.goal else 0.0
+        if self.goal is None:
+            return 0.0
+        return self.goal.aim.fraction(self.value)
 
     @property
     def waits_for(self) -> str:
@@ -229,10 +236,14 @@ def _metric_name(client: RunSource, progress: Progress, run_id: int | str) -> st
     if progress.goal is not None:
         progress.metric = (progress.goal.aim.metric or "").removeprefix("val_global_")
     if progress.metric is None:
-        matches = map(_GLOBAL_METRIC.fullmatch, sorted(client.metrics(run_id, last_n=1)))
-        match = next(filter(None, matches), None)
-        progress.metric = None if match is None else match[1]
-    return None if progress.metric is None else f"val_global_{progress.metric} @ 0"
+        for name in sorted(client.metrics(run_id, last_n=1)):
+            match = _GLOBAL_METRIC.fullmatch(name)
+            if match is not None:
+                progress.metric = match[1]
+                break
+    if progress.metric is None:
+        return None
+    return f"val_global_{progress.metric} @ 0"
 
 
 def _planned_goal(client: RunSource, run_id: int | str) -> Goal | None:
@@ -334,5 +345,7 @@ def _table(runs: Sequence[Progress], is_wide: bool) -> Table:
 
 
 def _state(run: Progress) -> str:
+    if run.most_left_s is None:
+        return clean(run.state)
     # A bound: a run ends before its last epoch if it reaches the goal, and nobody knows when.
-    return clean(run.state) if run.most_left_s is None else f"<= {seconds(run.most_left_s)} left"
+    return f"<= {seconds(run.most_left_s)} left"

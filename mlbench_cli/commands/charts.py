@@ -81,9 +81,11 @@ def charts(
     else:
         results = _from_master(folder, dashboard_url, pattern)
     if not results:
-        subject = f"no run that matches {pattern!r}" if pattern else "no run"
-        where = f"in {folder}" if loaded else "at the master has finished"
-        raise ConfigurationError(f"{subject} {where}: nothing to draw")
+        text = "no run"
+        if pattern:
+            text += f" that matches {pattern!r}"
+        text += f" in {folder}" if loaded else " at the master has finished"
+        raise ConfigurationError(f"{text}: nothing to draw")
     kept, left_out = usable(results)
     for reason in left_out:
         remark(f"{clean(reason)} of the charts")

@@ -32,6 +32,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 FIRST_PORT = 15080
 _PORTS_TRIED = 200
+# The most characters of a label in DNS.
 _LONGEST_NAME = 63
 # A node of kind has a host name: that of the cluster, and "-control-plane".
 _LONGEST_KIND_NAME = _LONGEST_NAME - 14
@@ -257,6 +258,7 @@ def _create_cloud(provider: str, chosen: Mapping[str, Any]) -> None:
         text = _cloud.task_text(cluster, options)
         price, todo = _cloud.price(cluster), _cloud.steps(cluster)
         _show_plan(cluster, [price, *todo], chosen["as_json"], text)
+        # The price is shown only by SkyPilot itself, which needs the file.
         check_programs(["sky"])
         _cloud.write_task(cluster, options)
         perform(price)
@@ -282,6 +284,7 @@ def _new_cluster(provider: str, num_workers: int, name: str) -> Cluster:
                 f"cluster {full_name} already exists at {earlier.provider}: choose another name"
             )
         return earlier
+    # The port of a recorded cluster stays its own while nothing listens on it.
     taken = {cluster.port for cluster in clusters.values()}
     for port in range(FIRST_PORT, FIRST_PORT + _PORTS_TRIED):
         if port not in taken and _is_free(port):
@@ -293,6 +296,7 @@ def _new_cluster(provider: str, num_workers: int, name: str) -> Cluster:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
+        # Without this option, old connections in TIME_WAIT make a free port look used.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -418,8 +422,8 @@ def list_clusters(as_json: bool) -> None:
         state, is_current = states[cluster.name], cluster == current
         row = {**cluster.public(), "state": state, "current": is_current}
         rows.append(row)
-        name = f"{row['name']} *" if is_current else row["name"]
-        cells.append((name, row["provider"], state, row["url"]))
+        mark = " *" if is_current else ""
+        cells.append((f"{cluster.name}{mark}", cluster.provider, state, cluster.url))
     if as_json:
         print_json(rows)
         return
@@ -459,16 +463,20 @@ def set_cluster(words: tuple[str, ...], none: bool, as_json: bool) -> None:
         raise click.UsageError(
             "give the NAME of a cluster, or --none for the master of this machine"
         )
-    cluster = None if none else _find(words)
-    # Asked again here, because the master of a cluster may have started again with new secrets.
-    if cluster is not None and cluster.provider != "kind":
-        cluster = _cloud.connect(cluster)
-    choose_cluster(None if cluster is None else cluster.name)
+    name: str | None = None
+    public: dict[str, Any] | None = None
+    text = "in use: the master of this machine"
+    if not none:
+        cluster = _find(words)
+        # Asked again here, because the master of a cluster may have started again with new secrets.
+        if cluster.provider != "kind":
+            cluster = _cloud.connect(cluster)
+        name, public = cluster.name, cluster.public()
+        text = f"in use: {cluster.name} ({cluster.url})"
+    choose_cluster(name)
     if os.environ.get("MLBENCH_MASTER_URL"):
         remark("MLBENCH_MASTER_URL is set, and the commands use that master as long as it is")
     if as_json:
-        print_json(None if cluster is None else cluster.public())
-    elif cluster is None:
-        click.echo("in use: the master of this machine")
+        print_json(public)
     else:
-        click.echo(f"in use: {cluster.name} ({cluster.url})")
+        click.echo(text)

@@ -11,6 +11,7 @@ import click
 
 from mlbench_cli import _embedded
 from mlbench_cli._output import clean, json_option, print_json
+from mlbench_cli._programs import last_line
 from mlbench_core.caller import safe_environment
 from mlbench_core.errors import MLBenchError
 from mlbench_core.paths import user_folder
@@ -109,8 +110,7 @@ def _torch() -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"problem": f"did not load within {_TORCH_TIMEOUT_S:g} s"}
     except (ValueError, IndexError):
-        lines = done.stderr.strip().splitlines()
-        reason = lines[-1] if lines else f"exit status {done.returncode}"
+        reason = last_line(done.stderr) or f"exit status {done.returncode}"
         return {"problem": f"does not load: {reason}"}
 
 

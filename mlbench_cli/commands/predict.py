@@ -193,11 +193,11 @@ def _predicted(
         count = record.workers or 0
         if count > 1 and record.collectives is not None:
             by_distance.setdefault(abs(count - workers), []).append(record)
-    bases = by_distance[min(by_distance)] if by_distance else []
+    bases = by_distance[min(by_distance)] if by_distance else records[:1]
     alone = next((record for record in records if record.workers == 1 and record.batches), None)
-    # Without a run of several workers, the prediction says what is missing.
+    # Without a run of several workers, the prediction from any run says what is missing.
     predictions, problems = [], []
-    for base in bases or records[:1]:
+    for base in bases:
         try:
             predictions.append(predict_run(base, network, workers, alone, critical_workers))
         # Another repeat may have what this one lacks.
@@ -247,7 +247,8 @@ def _medians(figures: Sequence[dict[str, Any]]) -> dict[str, float | None]:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     def scaled(name: str, factor: float, digits: int) -> str:
-        return "-" if row[name] is None else number(row[name] * factor, digits)
+        value = row[name]
+        return number(None if value is None else value * factor, digits)
 
     def ranged(name: str, ends: str, factor: float, digits: int) -> str:
         text = scaled(name, factor, digits)

@@ -44,8 +44,9 @@ def verify(folders: Sequence[Path], as_json: bool) -> None:
 
     problems: dict[str, list[str]] = {}
     for folder in result_folders(folders):
-        is_stopped = not (folder / RESULT).exists() and stopped_at_limit(folder)
-        problems[str(folder)] = [] if is_stopped else verify_folder(folder)
+        problems[str(folder)] = []
+        if (folder / RESULT).exists() or not stopped_at_limit(folder):
+            problems[str(folder)] = verify_folder(folder)
     if as_json:
         print_json(problems)
     else:
@@ -64,7 +65,9 @@ def _without_problems(folder: Path) -> str:
         return "stopped at the limit, has no result"
     # Numbers that an earlier version did not write.
     names = lacking(read_result(folder))
-    return f"ok, written by an earlier version without {' and '.join(names)}" if names else "ok"
+    if names:
+        return f"ok, written by an earlier version without {' and '.join(names)}"
+    return "ok"
 
 
 def result_folders(folders: Sequence[Path]) -> list[Path]:
@@ -75,7 +78,9 @@ def result_folders(folders: Sequence[Path]) -> list[Path]:
     """
     inside: list[Path] = []
     for folder in folders:
-        of_folder = list(find_folders(folder)) if folder.is_dir() else []
+        of_folder: list[Path] = []
+        if folder.is_dir():
+            of_folder += find_folders(folder)
         if not of_folder:
             raise ConfigurationError(
                 f"{folder} is not a result folder and has none below it: give the folder of a run"

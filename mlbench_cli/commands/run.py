@@ -17,7 +17,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from mlbench_cli import _direct, _embedded, _follow, _wait
-from mlbench_cli._client import MasterClient, RunSource
+from mlbench_cli._client import MasterClient, RunSource, names_of
 from mlbench_cli._engines import EngineType
 from mlbench_cli._networks import NetworkType
 from mlbench_cli._output import (
@@ -277,8 +277,9 @@ class _Options:
             request["environment"] = _variables(self.env)
         if self.oversubscribe:
             request["oversubscribe"] = True
-        options = ["--container", self.container] if self.container else []
-        options += _split(self.engine_options or "", "--engine-options")
+        options = _split(self.engine_options or "", "--engine-options")
+        if self.container:
+            options = ["--container", self.container, *options]
         if options:
             request["engine_options"] = options
         if self.task is not None:
@@ -306,7 +307,9 @@ class _Options:
         first = words[0] if words else ""
         is_assignment = _ASSIGNMENT.match(first)
         if first in _SHELL_WORDS or is_assignment:
-            advice = f"env {first} ..." if is_assignment else f"bash -c '{first} ...'"
+            advice = f"bash -c '{first} ...'"
+            if is_assignment:
+                advice = f"env {first} ..."
             raise click.UsageError(
                 f"--command must begin with a program, not {first[:80]!r}: no shell runs it, "
                 f"so write {advice}"
@@ -563,7 +566,8 @@ def _ask_task(ctx: click.Context, default: str | None) -> Task | None:
 
 
 def _ask_workers(default: Sequence[int] | None) -> tuple[int, ...]:
-    default_text = " ".join(map(str, default)) if default else None
+    # Without an earlier run, the question has no default.
+    default_text = " ".join(map(str, default or ())) or None
     text = _ask("the number of workers", "NUM_WORKERS", default_text)
     try:
         return parse_workers(text)
@@ -608,8 +612,7 @@ def _start(
             item = client.create(request)
         except MLBenchError:
             if started:
-                names = ", ".join(str(item["name"]) for item in started)
-                remark(f"started before the failure: {names}")
+                remark(f"started before the failure: {', '.join(names_of(started))}")
             raise
         started.append(item)
         job = item.get("job_metadata")
@@ -641,4 +644,6 @@ def _max_epochs(task: Task, arguments: Sequence[str]) -> int | None:
     if epochs is not None:
         return int(epochs) if epochs.isdecimal() else None
     # A preset may have its own budget, which only the script knows.
-    return task.max_epochs if option_value(arguments, "--preset") is None else None
+    if option_value(arguments, "--preset") is not None:
+        return None
+    return task.max_epochs

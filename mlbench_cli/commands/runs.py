@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from mlbench_cli._client import FINAL_STATES, MasterClient, reason_of, state_of
+from mlbench_cli._client import FINAL_STATES, MasterClient, names_of, reason_of, state_of
 from mlbench_cli._embedded import connect
 from mlbench_cli._output import (
     clean,
@@ -184,7 +184,9 @@ def logs(
             ended = client.run(run_id).get("state") in FINAL_STATES
             lines, position = client.logs(run_id, position, filters)
             for line in lines:
-                click.echo(json.dumps(line, ensure_ascii=False) if as_json else log_line(line))
+                text = json.dumps(line, ensure_ascii=False) if as_json else log_line(line)
+                click.echo(text)
+                # As in "mlbench logs NAME --follow | head".
                 if stdout_is_closed():
                     return
             if ended or not follow:
@@ -200,7 +202,7 @@ def stop(names: tuple[str, ...], dashboard_url: str | None, as_json: bool) -> No
     """Stop the runs NAME... and keep their metrics."""
     with connect_or_read(dashboard_url) as client:
         # All names are looked up first, so that a wrong one stops nothing.
-        runs = [client.find(name) for name in names]
+        runs = list(map(client.find, names))
         for run in runs:
             name = clean(run["name"])
             if run.get("state") in FINAL_STATES:
@@ -223,8 +225,8 @@ def delete(names: tuple[str, ...], yes: bool, dashboard_url: str | None, as_json
     """Delete the runs NAME... with their metrics and logs, and stop those that are running."""
     with connect(dashboard_url) as client:
         # All names are looked up first, so that a wrong one deletes nothing.
-        runs = [client.find(name) for name in names]
-        names_text = clean(", ".join(str(run["name"]) for run in runs))
+        runs = list(map(client.find, names))
+        names_text = clean(", ".join(names_of(runs)))
         if not yes and not confirm_deletion(f"Delete {names_text} with all metrics?"):
             remark("nothing deleted")
             if as_json:

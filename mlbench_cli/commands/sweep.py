@@ -105,7 +105,9 @@ def sweep(
     from mlbench_core.sweep.page import read_outcome
 
     outcome = read_outcome(output, described)
-    page = _write_page(output, described) if outcome.groups else None
+    page: Path | None = None
+    if outcome.groups:
+        page = _write_page(output, described)
     if as_json:
         print_json(_as_json(points, done, failures, folder, described))
     else:
@@ -218,8 +220,10 @@ def _write_page(path: Path, described: Sweep) -> Path:
 def _state(point: Point, done: Mapping[str, Done], failures: Mapping[str, Failure]) -> str:
     if point.name in done:
         return done[point.name].outcome
-    failure = failures.get(point.name)
-    return "to run" if failure is None else f"failed {failure.tries}x: {failure.reason}"
+    if point.name in failures:
+        failure = failures[point.name]
+        return f"failed {failure.tries}x: {failure.reason}"
+    return "to run"
 
 
 def _pending(

@@ -47,7 +47,7 @@ def draw_map(outcome: Outcome, found: Map) -> canvas.Drawing:
     _draw_axes(axes, found)
     axes.set_title(f"Fastest method with {plural(found.workers, 'worker')}: predicted")
     handles, labels = _legend(colors, found)
-    groups = [cell.group for cell in outcome.cells if cell.workers == found.workers and cell.runs]
+    groups = [group for group in outcome.groups if group.workers == found.workers]
     sentences = [
         caption(groups).partition(" Missed the goal:")[0],
         "Cells are predicted from these runs: the method with the least time to the goal. "
@@ -88,7 +88,9 @@ def _looks(prediction: Map) -> dict[str, canvas.Look]:
 def _shade(ratio: float | None) -> str:
     if ratio is None or ratio >= _CLEAR:
         return "clear"
-    return "close" if ratio < CLOSE else "middle"
+    if ratio < CLOSE:
+        return "close"
+    return "middle"
 
 
 def _draw_cells(axes: Axes, prediction: Map, colors: Mapping[str, canvas.Look]) -> None:

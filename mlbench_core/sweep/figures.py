@@ -190,11 +190,11 @@ def _panel(
     axes.set_xlim(span)
     looks = dict(zip(outcome.several, canvas.series_looks(len(outcome.several)), strict=True))
 
+    sign = -1 if quantity.largest_first else 1
+
     def rank(name: str) -> float:
         median = _best(outcome, quantity, name, network)
-        if median is None:
-            return math.inf
-        return -median if quantity.largest_first else median
+        return math.inf if median is None else sign * median
 
     ordered = sorted(names, key=rank)
     step = 0.8 / max(len(outcome.several), 1)
@@ -222,7 +222,10 @@ def _panel(
         axes.locator_params(axis="x", nbins=5)
     # The file can name a network by its description.
     described = str(outcome.networks[network])
-    axes.set_title(network if described == network else f"{network} ({described})")
+    title = network
+    if described != network:
+        title += f" ({described})"
+    axes.set_title(title)
 
 
 def _best(outcome: Outcome, quantity: Quantity, name: str, network: str) -> float | None:
@@ -277,7 +280,9 @@ def _row(
     interval = None
     # Without the runs that missed the goal, an interval would be too narrow and too low.
     if cell.complete and len(hit) == cell.runs:
-        interval = log_interval(hit) if quantity.to_goal else confidence_interval(hit)
+        # Times have their interval on the logarithms, as in all tables.
+        interval_of = log_interval if quantity.to_goal else confidence_interval
+        interval = interval_of(hit)
     if interval is not None:
         axes.plot(interval, [y, y], color=color, linewidth=0.9, solid_capstyle="butt", zorder=2)
     mark: canvas.Look = {"color": color, "marker": marker, "linestyle": "none"}

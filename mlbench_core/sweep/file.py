@@ -428,8 +428,10 @@ def _networks(
     for name in _words(value, "networks"):
         if name in networks:
             raise ValueError(f"networks must differ, not {name!r} twice: remove one")
-        is_file = name.endswith(".toml")
-        networks[name] = get_network(str(_add_file(name, folder, files)) if is_file else name)
+        text = name
+        if name.endswith(".toml"):
+            text = str(_add_file(name, folder, files))
+        networks[name] = get_network(text)
         for number in workers:
             if number > 1:
                 # A network with racks has a fixed number of hosts.
@@ -443,7 +445,7 @@ def _networks(
 
 def _workers(value: Any) -> tuple[int, ...]:
     numbers = value if isinstance(value, list) else [value]
-    if not numbers or not all(_is_count(number) and number <= MAX_HOSTS for number in numbers):
+    if not numbers or not all(map(_is_count, numbers)) or max(numbers) > MAX_HOSTS:
         raise ValueError(
             f"workers must be whole numbers from 1 to {MAX_HOSTS}, not {value!r}: write [1, 2, 4]"
         )

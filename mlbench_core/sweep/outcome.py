@@ -192,7 +192,9 @@ class Outcome:
         One worker belongs to every network.
         """
         cell = self._index.get((algorithm, *_setting(network, workers)))
-        return cell if cell is not None and cell.runs else None
+        if cell is None or not cell.runs:
+            return None
+        return cell
 
     def row(self, network: str | None, workers: int) -> list[Cell]:
         """Return the cells of all algorithms on a network, fastest first.
@@ -217,7 +219,9 @@ class Outcome:
             'not within 2 min'
         """
         limit_s = self.judged_s.get(_setting(network, workers), self.limit_s)
-        return "goal not reached" if limit_s is None else f"not within {duration(limit_s)}"
+        if limit_s is None:
+            return "goal not reached"
+        return f"not within {duration(limit_s)}"
 
 
 def duration(seconds: float) -> str:

@@ -32,7 +32,6 @@ from mlbench_core.sweep.words import per_network, summary
 
 if TYPE_CHECKING:
     from mlbench_core.comparison.figures import Drawing
-    from mlbench_core.sweep.figures import Quantity
 
 __all__ = ["read_outcome", "write_page"]
 
@@ -208,17 +207,17 @@ def _makers(
     time, *others = quantities(outcome, pricing)
     networks: tuple[str | None, ...] = (None, *outcome.networks)
 
-    def rows(quantity: Quantity) -> tuple[Section, list[Callable[[], Drawing]]]:
-        makers = [partial(draw_rows, outcome, quantity, name) for name in networks]
-        return Section(quantity.name, quantity.title), [*makers]
+    def makers(draw: Callable[..., Drawing], *arguments: Any) -> list[Callable[[], Drawing]]:
+        return [partial(draw, outcome, *arguments, name) for name in networks]
 
-    yield rows(time)
+    yield Section(time.name, time.title), makers(draw_rows, time)
     map_section = Section("map", "Map: which method wins")
     for prediction in maps:
         yield map_section, [partial(draw_map, outcome, prediction)]
     bytes_section = Section("bytes_to_goal", "Bytes and time to goal")
-    yield bytes_section, [partial(draw_bytes, outcome, name) for name in networks]
-    yield from map(rows, others)
+    yield bytes_section, makers(draw_bytes)
+    for quantity in others:
+        yield Section(quantity.name, quantity.title), makers(draw_rows, quantity)
 
 
 def _facts(outcome: Outcome, pricing: Pricing, folder: Path, left_out: int) -> dict[str, str]:

@@ -137,8 +137,8 @@ class Runner:
             self._observer.begin(pending)
             self._observer.end(pending[0], self._run_point(pending[0]))
             # With repeat_stopped = false, the run that ended may leave out those of other seeds.
-            planned = {point.name for point in self._folder.planned(self._sweep)}
-            pending = [point for point in pending[1:] if point.name in planned]
+            planned = set(self._folder.planned(self._sweep))
+            pending = [point for point in pending[1:] if point in planned]
         return True
 
     def _drop_other_run(self, pending: Sequence[Point]) -> None:
@@ -292,7 +292,7 @@ class Runner:
             # begun.
             save(folder / "metrics.json", item, self._call(lambda master: master.metrics(run_id)))
             return ended
-        if _has_finished(folder):
+        if (folder / RESULT).exists() and read_result(folder)["run"]["state"] == "finished":
             if _missed_at(folder, self._sweep.limit_s):
                 return Done("limit", ended.seconds)
             return Done("finished", ended.seconds)
@@ -367,10 +367,6 @@ def _missed_at(folder: Path, limit_s: float | None) -> bool:
     else:
         seconds = result["times"]["slowest"]["train_s"]
     return bool(seconds > limit_s)
-
-
-def _has_finished(folder: Path) -> bool:
-    return (folder / RESULT).exists() and read_result(folder)["run"]["state"] == "finished"
 
 
 def _reason(item: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from mlbench_core.comparison.record import RunRecord
 from mlbench_core.errors import MLBenchError
@@ -102,7 +103,7 @@ class Map:
     @property
     def shares(self) -> dict[str, float]:
         """Return the share of the map of each winner, largest first."""
-        counted = Counter(cell.winner for cell in self.cells)
+        counted = Counter(map(attrgetter("winner"), self.cells))
         return {name: count / len(self.cells) for name, count in counted.most_common()}
 
     @property

@@ -103,7 +103,7 @@ def _case(outcome: Outcome, row: Sequence[Cell]) -> str:
     # A method that missed the goal may have the least median, but it is not called the fastest.
     verb = "was fastest" if first.complete else "had the least median"
     parts = [f"{first.algorithm} {verb}, {seconds(first.median_s)} ({text})"]
-    baseline = next((cell for cell in row if cell.algorithm == outcome.baseline), None)
+    baseline = outcome.cell(outcome.baseline, first.network, first.workers)
     if baseline is not None and baseline is not first and first.complete:
         parts.append(_factor(outcome, baseline, first))
     second = next((cell for cell in others if cell.median_s is not None), None)
