@@ -216,7 +216,7 @@ def create(cluster: Cluster, options: CloudOptions, *, confirmed: bool) -> Clust
 
     Args:
         cluster: The record.
-        options: What the user chose.
+        options: The options of the command.
         confirmed: True to begin without a question.
 
     Returns:
@@ -245,7 +245,7 @@ def create(cluster: Cluster, options: CloudOptions, *, confirmed: bool) -> Clust
             perform(step)
         remark("waiting for the master")
         return connect(cluster, wait_s=ANSWER_S)
-    # Ctrl-C too must tell the user what is left.
+    # After Ctrl-C, too, the user must read what is left.
     except BaseException as error:
         hint = (
             "Machines may be left, and they cost money: 'sky status' shows them, the same command "
@@ -262,8 +262,8 @@ def _end(options: CloudOptions) -> str:
         return "you delete the cluster, because --autostop is 0"
     minutes = options.autostop_min + DOWN_MIN
     return (
-        f"the cluster is deleted, which happens about {minutes} minutes after the last run "
-        "or request"
+        f"the cluster is deleted, which happens about {minutes} minutes "
+        "after the last run or request"
     )
 
 

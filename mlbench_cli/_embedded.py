@@ -132,8 +132,8 @@ def _why_silent(record: MasterRecord, reason: str) -> str:
     with contextlib.suppress(psutil.Error):
         if psutil.Process(record.pid).status() == psutil.STATUS_STOPPED:
             return (
-                f"its process is stopped ('kill -CONT {record.pid}' continues it, 'mlbench "
-                "master --stop' ends it)"
+                f"its process is stopped ('kill -CONT {record.pid}' continues it, "
+                "'mlbench master --stop' ends it)"
             )
     return f"{reason} (is its disk or its machine overloaded? 'mlbench master --stop' ends it)"
 
@@ -432,8 +432,8 @@ def stop_embedded() -> Mapping[str, Any]:
             _send(record, getattr(signal, "SIGKILL", signal.SIGTERM))
             if not _has_ended(record, STOP_TIMEOUT_S):
                 raise MasterError(
-                    f"the master (process {record.pid}) cannot be ended: its system call does "
-                    "not return"
+                    f"the master (process {record.pid}) cannot be ended: "
+                    "its system call does not return"
                 )
         forget_master(record.pid)
         return {"url": record.url, "pid": record.pid}

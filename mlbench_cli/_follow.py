@@ -85,7 +85,7 @@ def follow(
 
 
 def _interrupted(client: RunSource, started: Sequence[Mapping[str, Any]]) -> str:
-    """Ask on a terminal if Ctrl-C should also stop the runs, and return what became of them."""
+    """Ask on a terminal if Ctrl-C should also stop the runs, and return their state as a text."""
     names = " ".join(map(clean, names_of(started)))
     stop_command = clean(client.stop_command(started))
     continues = f"stopped waiting; the runs continue ('{stop_command}' stops them)"

@@ -91,8 +91,8 @@ def check() -> None:
         ask([engine, "info"])
     except ProgramFailed as error:
         raise ConfigurationError(
-            f"kind needs a container engine that runs, but {error}: start it, for example with "
-            "'sudo systemctl start docker'"
+            f"kind needs a container engine that runs, but {error}: "
+            "start it, for example with 'sudo systemctl start docker'"
         ) from error
 
 
@@ -101,7 +101,7 @@ def steps(cluster: Cluster, options: KindOptions, *, exists: bool = False) -> li
 
     Args:
         cluster: Its record; without a token, a placeholder is used.
-        options: What the user chose.
+        options: The options of the command.
         exists: True if the cluster was created by an earlier call that ended before its end.
     """
     context = ("--context", f"kind-{cluster.name}", "--namespace", NAMESPACE)
@@ -127,7 +127,7 @@ def create(cluster: Cluster, options: KindOptions) -> Cluster:
 
     Args:
         cluster: A new record, or that of the earlier call.
-        options: What the user chose.
+        options: The options of the command.
 
     Raises:
         ConfigurationError: Another cluster has the name.

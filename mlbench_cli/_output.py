@@ -65,7 +65,7 @@ def remark(text: str) -> None:
 
 
 def confirm_deletion(question: str) -> bool:
-    """Ask whether something may be deleted; without a terminal, where nobody can answer, it may.
+    """Ask if something may be deleted; it may without a terminal, where nobody can answer.
 
     Raises:
         click.Abort: The user cancelled with Ctrl-C or Ctrl-D.

@@ -1,4 +1,4 @@
-"""Run the programs that manage clusters, step by step, or only show what they would do."""
+"""Run the programs that manage clusters, step by step, or only show their calls."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def perform(step: Step) -> None:
 
 
 def ask(command: Sequence[str], timeout_s: float = 60.0) -> str:
-    """Return what a program prints.
+    """Return the standard output of a program.
 
     Raises:
         ProgramFailed: It could not be started, failed, or did not end in time; with its last line.

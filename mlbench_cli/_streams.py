@@ -2,7 +2,7 @@
 
 A terminal or a pipe may not know all characters, may be closed before the command starts (``>&-``),
 or while it writes (``| head -1``), and a file may be on a full disk. Characters that an encoding
-lacks are replaced. What nobody can read is dropped: runs are not lost because their table is.
+lacks are replaced. Output that nobody can read is dropped: a run is not lost because its table is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TextIO
 
 __all__ = ["lost_output", "open_streams", "stdout_is_closed"]
 
-# Nobody reads any more, which is what they wanted.
+# The reader has closed the output, so nothing is lost.
 _CLOSED = (errno.EPIPE, errno.EBADF, errno.ECONNRESET)
 
 

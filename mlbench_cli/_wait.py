@@ -120,7 +120,7 @@ class Progress:
 
     @property
     def waits_for(self) -> str:
-        """Return what the run waits for before it starts, or an empty text."""
+        """Return the reason why the run has not started, or an empty text."""
         return self.reason if self.state == "initialized" else ""
 
     def describe(self) -> str:

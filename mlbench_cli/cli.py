@@ -175,8 +175,8 @@ def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=(
-        "Exit status: 0 done, 1 failed, 2 used wrongly. MLBENCH_MASTER_URL and "
-        "MLBENCH_TOKEN name the master."
+        "Exit status: 0 done, 1 failed, 2 used wrongly. "
+        "MLBENCH_MASTER_URL and MLBENCH_TOKEN name the master."
     ),
 )
 @click.option(

@@ -110,8 +110,8 @@ def _from_master(folder: Path, dashboard_url: str | None, pattern: str | None) -
         client = connect(dashboard_url)
     except MasterNotFoundError as error:
         raise ConfigurationError(
-            f"no result in {folder} (files of 'mlbench run --wait' or 'mlbench download'), and "
-            f"{error}"
+            f"no result in {folder} "
+            f"(files of 'mlbench run --wait' or 'mlbench download'), and {error}"
         ) from None
     with client:
         finished = [run for run in client.runs() if run.get("state") == "finished"]

@@ -74,8 +74,8 @@ def _cloud_options(command: Command) -> Command:
             "--package",
             metavar="REQUIREMENT",
             help=(
-                "What pip installs on the machines: a wheel of MLBench, or a requirement "
-                "(default: this version)."
+                "What pip installs on the machines: "
+                "a wheel of MLBench, or a requirement (default: this version)."
             ),
         ),
         click.option(
@@ -85,8 +85,8 @@ def _cloud_options(command: Command) -> Command:
             default=options.autostop_min,
             show_default=True,
             help=(
-                "Delete the cluster after this time without a run and without a request; 0 "
-                "for never."
+                "Delete the cluster after this time without a run and without a request; "
+                "0 for never."
             ),
         ),
         click.option(
@@ -188,8 +188,8 @@ def kind(num_workers: int, name: str, dry_run: bool, as_json: bool, **chosen: An
     _say_what_has_no_meaning(chosen, ("registry_name", "registry_port", "host_port"))
     if chosen["num_gpus"]:
         raise click.UsageError(
-            "--num-gpus must be 0: a cluster of kind has no GPUs; 'mlbench run --gpu' uses them "
-            "here"
+            "--num-gpus must be 0: a cluster of kind has no GPUs; "
+            "'mlbench run --gpu' uses them here"
         )
     cluster = _new_cluster("kind", num_workers, name)
     options = _kind.KindOptions(

@@ -32,8 +32,8 @@ def _dataset_options(command: Command) -> Command:
         type=click.Path(file_okay=False, path_type=Path),
         metavar="FOLDER",
         help=(
-            "Folder of the files (default: the one that the first task with this data set "
-            "reads, see 'list')."
+            "Folder of the files "
+            "(default: the one that the first task with this data set reads, see 'list')."
         ),
     )
     name = click.argument("name", metavar="NAME", type=click.Choice(sorted(DATASETS)))

@@ -43,8 +43,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     metavar="URL",
     envvar=_DATABASE_VARIABLE,
     help=(
-        "SQLAlchemy URL of a database instead of SQLite. 'ps' shows it to others; "
-        f"{_DATABASE_VARIABLE} does not."
+        "SQLAlchemy URL of a database instead of SQLite. "
+        f"'ps' shows it to others; {_DATABASE_VARIABLE} does not."
     ),
 )
 @click.option(
@@ -89,8 +89,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
     help=(
-        "End after this time without a run, waiting or running, and without a request "
-        "(default: never)."
+        "End after this time without a run, waiting or running, "
+        "and without a request (default: never)."
     ),
 )
 @click.option("--stop", "stop", is_flag=True, help="Stop the master that runs on this machine.")

@@ -112,8 +112,8 @@ def test(described: Network, hosts: int | None, as_json: bool) -> None:
 
 
 @network.command(
-    help="Remove emulated networks whose processes have ended, and the processes that still run in "
-    "them."
+    help="Remove emulated networks whose processes have ended, "
+    "and the processes that still run in them."
 )
 @json_option
 def clean(as_json: bool) -> None:

@@ -195,12 +195,12 @@ def _predicted(
             by_distance.setdefault(abs(count - workers), []).append(record)
     bases = by_distance[min(by_distance)] if by_distance else records[:1]
     alone = next((record for record in records if record.workers == 1 and record.batches), None)
-    # Without a run of several workers, the prediction from any run says what is missing.
+    # Without a run of several workers, the prediction from any run raises the error to show.
     predictions, problems = [], []
     for base in bases:
         try:
             predictions.append(predict_run(base, network, workers, alone, critical_workers))
-        # Another repeat may have what this one lacks.
+        # Another repeat may have the measurement that this one lacks.
         except ConfigurationError as error:
             problems.append(error)
     if not predictions:

@@ -131,8 +131,8 @@ def check(folders: Sequence[Path], as_json: bool) -> None:
     multiple=True,
     metavar="COMMAND",
     help=(
-        "Command that made the runs, for the page; may be given several times (default: as "
-        "recorded by the runs)."
+        "Command that made the runs, for the page; "
+        "may be given several times (default: as recorded by the runs)."
     ),
 )
 @price_options

@@ -227,8 +227,8 @@ class _Options:
         if not self.no_master:
             if self.data_dir is not None:
                 raise click.UsageError(
-                    "--data-dir needs --no-master: the folder of a master is an option of 'mlbench "
-                    "master'"
+                    "--data-dir needs --no-master: "
+                    "the folder of a master is an option of 'mlbench master'"
                 )
             return
         if self.engine != _direct.ENGINE:
@@ -311,8 +311,8 @@ class _Options:
             if is_assignment:
                 advice = f"env {first} ..."
             raise click.UsageError(
-                f"--command must begin with a program, not {first[:80]!r}: no shell runs it, "
-                f"so write {advice}"
+                f"--command must begin with a program, not {first[:80]!r}: "
+                f"no shell runs it, so write {advice}"
             )
         folder = Path(call_folder(self.cwd))
         # The folder is one of another machine.
@@ -361,8 +361,8 @@ class _Options:
     type=click.IntRange(min=0, max=2**31),
     metavar="BASE",
     help=(
-        "Seed of the first run; each further run gets the next one (default with --repeats: "
-        f"{FIRST_SEED})."
+        "Seed of the first run; "
+        f"each further run gets the next one (default with --repeats: {FIRST_SEED})."
     ),
 )
 @click.option(
@@ -374,24 +374,24 @@ class _Options:
     "--engine",
     type=EngineType(),
     help=(
-        "What starts the workers, for example slurm (default: that of the master, or local if "
-        "it is started now)."
+        "What starts the workers, for example slurm "
+        "(default: that of the master, or local if it is started now)."
     ),
 )
 @click.option(
     "--engine-options",
     metavar="TEXT",
     help=(
-        "Options of the engine's own command, for example '--partition=gpu --time=1:00:00' "
-        "for sbatch."
+        "Options of the engine's own command, "
+        "for example '--partition=gpu --time=1:00:00' for sbatch."
     ),
 )
 @click.option(
     "--no-master",
     is_flag=True,
     help=(
-        "With --engine slurm: submit the runs from here without a master; they leave their "
-        "results in --data-dir."
+        "With --engine slurm: submit the runs from here without a master; "
+        "they leave their results in --data-dir."
     ),
 )
 @click.option(
@@ -399,16 +399,16 @@ class _Options:
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
     help=(
-        "Folder for the runs of --no-master, which all nodes must see (default: no-master in "
-        "your data folder)."
+        "Folder for the runs of --no-master, which all nodes must see "
+        "(default: no-master in your data folder)."
     ),
 )
 @click.option(
     "--container",
     type=click.Choice(PROGRAMS),
     help=(
-        "With the local engine: run each worker in a container of the image, or of the task's "
-        "own image."
+        "With the local engine: "
+        "run each worker in a container of the image, or of the task's own image."
     ),
 )
 @click.option(
@@ -416,8 +416,8 @@ class _Options:
     type=NetworkType(),
     metavar="NETWORK",
     help=(
-        "With the local engine: give each worker an emulated host in this network; see "
-        "'mlbench network list'."
+        "With the local engine: give each worker an emulated host in this network; "
+        "see 'mlbench network list'."
     ),
 )
 @click.option(
@@ -431,8 +431,8 @@ class _Options:
     multiple=True,
     metavar="NAME[=VALUE]",
     help=(
-        "Give the workers this variable, by default with its value here; can be given several "
-        "times."
+        "Give the workers this variable, by default with its value here; "
+        "can be given several times."
     ),
 )
 @click.option(
@@ -578,8 +578,8 @@ def _ask_workers(default: Sequence[int] | None) -> tuple[int, ...]:
 def _check_name(name: str) -> None:
     if not is_run_name(name):
         raise click.BadParameter(
-            "the name of a run must be 1 to 63 lowercase letters, digits and '-', without '-' at "
-            f"its ends, not {name!r}",
+            "the name of a run must be 1 to 63 lowercase letters, digits and '-', "
+            f"without '-' at its ends, not {name!r}",
             param_hint="NAME",
         )
 
@@ -597,8 +597,8 @@ def _start(
             continue
         if not replace:
             raise MasterRequestError(
-                f"run {request['name']} exists already: choose another NAME, or give --replace to "
-                "delete it first",
+                f"run {request['name']} exists already: "
+                "choose another NAME, or give --replace to delete it first",
                 409,
             )
         client.check(request)

@@ -264,8 +264,8 @@ def download(name: str, output: Path | None, dashboard_url: str | None, as_json:
             # A zip archive has its directory at the end, so a truncated download fails this check.
             if not zipfile.is_zipfile(temporary):
                 raise MasterRequestError(
-                    f"{client.url} sent an incomplete zip file for run {run['name']}: download "
-                    "it again"
+                    f"{client.url} sent an incomplete zip file for run {run['name']}: "
+                    "download it again"
                 )
     if as_json:
         print_json({"run": run["name"], "file": str(path.absolute()), "size_bytes": size_bytes})

@@ -123,8 +123,8 @@ def sweep(
             failed.append(f"{name} ({clean(failure.reason)})")
     if failed:
         raise MLBenchError(
-            f"{len(failed)} of {len(points)} runs failed (see {output / 'failed'}): "
-            f"{'; '.join(failed)}"
+            f"{len(failed)} of {len(points)} runs failed "
+            f"(see {output / 'failed'}): {'; '.join(failed)}"
         )
 
 

@@ -352,15 +352,15 @@ def _rows_caption(quantity: Quantity, cells: Sequence[Cell]) -> str:
     sentences = [_runs_caption(cells), "Mark and number: median; dots: single runs."]
     if any(cell.interval_s for cell in cells):
         sentences.append(
-            "Line: 95 % confidence interval of the mean, of times the geometric one, if all "
-            "runs reached the goal."
+            "Line: 95 % confidence interval of the mean, "
+            "of times the geometric one, if all runs reached the goal."
         )
     if (missed and quantity.sentence) or quantity.name == "price":
         sentences.append(quantity.sentence)
     if quantity.to_goal and missed:
         sentences.append(
-            "The median treats a missed run as the longest. There is none if half of the runs "
-            "or more did."
+            "The median treats a missed run as the longest. "
+            "There is none if half of the runs or more did."
         )
     return " ".join(sentences)
 
@@ -432,8 +432,8 @@ def _bytes_panel(axes: Axes, network: str, points: Any, looks: Any) -> None:
         look = looks[cell.algorithm]
         mark: canvas.Look = {"color": look["color"], "marker": look["marker"]}
         axes.plot([sent / _MEGA], [seconds], linestyle="none", label=cell.algorithm, **mark)
-        beside: canvas.Look = {"textcoords": "offset points", "size": _SMALL_PT, "va": "center"}
-        axes.annotate(str(cell.workers), (sent / _MEGA, seconds), (4, 2), **beside)
+        offset: canvas.Look = {"textcoords": "offset points", "size": _SMALL_PT, "va": "center"}
+        axes.annotate(str(cell.workers), (sent / _MEGA, seconds), (4, 2), **offset)
     _log_ticks(axes.xaxis)
     _log_ticks(axes.yaxis)
     axes.margins(0.1)

@@ -341,8 +341,8 @@ def _pricing(content: Mapping[str, Any], folder: Path, files: dict[str, Path]) -
         )
     if unknown := set(price) - {"machine", "spot", "prices"}:
         raise ValueError(
-            f"price must have the keys machine, spot and prices only, not {min(unknown)!r}: "
-            "remove it"
+            "price must have the keys machine, spot and prices only, "
+            f"not {min(unknown)!r}: remove it"
         )
     spot = price.get("spot", False)
     if not isinstance(spot, bool):
@@ -414,8 +414,8 @@ def _tables(content: Mapping[str, Any]) -> list[Variant]:
     for table in tables:
         if set(table) != {"name", "arguments"}:
             raise ValueError(
-                "a table of variants must have name and arguments, not "
-                f"{', '.join(table) or 'nothing'}"
+                "a table of variants must have name and arguments, "
+                f"not {', '.join(table) or 'nothing'}"
             )
         variants.append(Variant(_text(table, "name"), _words(table["arguments"], "arguments")))
     return variants

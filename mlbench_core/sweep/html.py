@@ -94,7 +94,7 @@ def html_page(
 
     Args:
         title: Title of the sweep.
-        facts: Name and value of what is common to all runs, for the head of the page.
+        facts: Name and value of each property of all runs, for the head of the page.
         words: Sentences by network; those with the empty name are on the whole sweep.
         sections: The figures.
         table: Columns and rows of the table.

@@ -330,8 +330,8 @@ def gather(
     """Gather the runs of a sweep.
 
     A run that reached its goal after the limit missed it. If an earlier version stopped a run, all
-    runs of its network and number of workers are judged by what they had reached at the least
-    training time at which one of them was stopped. So no method is stopped earlier than another.
+    runs of its network and number of workers are judged by their progress at the least training
+    time at which one of them was stopped. So no method is stopped earlier than another.
 
     Args:
         places: The planned runs.

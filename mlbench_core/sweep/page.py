@@ -325,8 +325,8 @@ def _markdown(
         lines.append(_table_line(escape(cell(column, row)) for column in columns))
     lines += [
         "",
-        "[table.csv](table.csv) and [results.json](results.json) have the same numbers, "
-        "[sweep.toml](sweep.toml)",
+        "[table.csv](table.csv) and [results.json](results.json) "
+        "have the same numbers, [sweep.toml](sweep.toml)",
         "is the file of the sweep, and the folder `runs` has the result folder of each run.",
     ]
     return "\n".join(lines) + "\n"

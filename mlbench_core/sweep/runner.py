@@ -251,8 +251,8 @@ class Runner:
         reason, guard_s = _reason(item), _guard_s(self._sweep)
         if reason.startswith("stopped") and guard_s is not None and seconds > guard_s:
             reason = (
-                f"stopped after {guard_s:g} s: its training did not end at the limit of "
-                f"{self._sweep.limit_s:g} s"
+                f"stopped after {guard_s:g} s: "
+                f"its training did not end at the limit of {self._sweep.limit_s:g} s"
             )
         details = item.get("job_metadata") or {}
         # The cause of a failure is mostly at the end of standard error.
