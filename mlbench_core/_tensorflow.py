@@ -1,4 +1,4 @@
-"""Import TensorFlow for a ``tensorflow`` package, or raise an error that names the extra that installs it.
+"""Import TensorFlow for a ``tensorflow`` package, or raise an error that names the extra.
 
 The ``__init__`` of each ``tensorflow`` package imports this module before all others of the
 library. Without TensorFlow, the import then ends with a

@@ -53,10 +53,14 @@ def load(submodule: str = "") -> ModuleType:
             raise
         _declare_operators()
         # The failed import leaves incomplete modules behind, which the next import would use.
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
+        for name in list(sys.modules):
+            if name.partition(".")[0] == "torchvision":
+                del sys.modules[name]
         importlib.import_module("torchvision")
-    return importlib.import_module(f"torchvision.{submodule}" if submodule else "torchvision")
+    name = "torchvision"
+    if submodule:
+        name += f".{submodule}"
+    return importlib.import_module(name)
 
 
 def lacks_operators() -> bool:

@@ -77,14 +77,14 @@ def check_number(name: str, value: Any) -> None:
 
 
 def check_finite_at_least_0(name: str, value: Any) -> None:
-    """Raise a TypeError if a value is not a number, and a ValueError if it is negative or not finite."""
+    """Raise a TypeError if a value is not a number, or a ValueError if below 0 or not finite."""
     check_number(name, value)
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{name} must be finite and at least 0, not {value}")
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raise a TypeError if a value is not a number, and a ValueError if it is not finite and above 0."""
+    """Raise a TypeError if a value is not a number, or a ValueError if not finite and above 0."""
     check_number(name, value)
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be finite and positive, not {value}")

@@ -1,4 +1,4 @@
-"""The place from which a user starts runs: the current folder and the variables that a run takes from there.
+"""The origin of a call that starts runs: its folder and the variables that a run takes from it.
 
 A master serves many calls, and each of them may come from another folder with another environment.
 So a call sends its own to the master, and the workers of its runs do not inherit those of the call
@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,70 +32,36 @@ __all__ = [
 ]
 
 PREFIXES = (
-    *("CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "MIOPEN_"),
-    *(
-        "NCCL_",
-        "RCCL_",
-        "GLOO_",
-        "TP_",
-        "UCX_",
-        "UCC_",
-        "FI_",
-        "OMPI_MCA_",
-        "PRTE_MCA_",
-        "PMIX_MCA_",
-        "I_MPI_",
-        "MPICH_",
-    ),
-    *(
-        "OMP_",
-        "GOMP_",
-        "KMP_",
-        "MKL_",
-        "OPENBLAS_",
-        "BLIS_",
-        "VECLIB_",
-        "NUMEXPR_",
-        "ONEDNN_",
-        "DNNL_",
-        "MALLOC_",
-    ),
-    *("TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "TF_", "XLA_"),
-    *("PYTHON", "CONDA_", "LD_", "DYLD_", "LC_"),
-    *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_", "TENSORBOARD_"),
-)
+    # GPUs
+    "CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "MIOPEN_",
+    # communication
+    "NCCL_", "RCCL_", "GLOO_", "TP_", "UCX_", "UCC_", "FI_",
+    "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "MPICH_",
+    # threads, linear algebra and memory
+    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "VECLIB_", "NUMEXPR_",
+    "ONEDNN_", "DNNL_", "MALLOC_",
+    # frameworks and compilers
+    "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "TF_", "XLA_",
+    # Python, the loader of libraries, and the language
+    "PYTHON", "CONDA_", "LD_", "DYLD_", "LC_",
+    # services and their clients
+    "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_", "TENSORBOARD_",
+)  # fmt: skip
 """Beginnings of the names of variables that a run takes from the call that starts it."""
 
 VARIABLES = frozenset(
-    (
-        *("PATH", "VIRTUAL_ENV", "LANG", "TZ", "GLIBC_TUNABLES"),
-        *(
-            "HTTP_PROXY",
-            "HTTPS_PROXY",
-            "ALL_PROXY",
-            "NO_PROXY",
-            "http_proxy",
-            "https_proxy",
-            "all_proxy",
-            "no_proxy",
-        ),
-        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
-        *(
-            "SBATCH_ACCOUNT",
-            "SBATCH_CONSTRAINT",
-            "SBATCH_PARTITION",
-            "SBATCH_QOS",
-            "SBATCH_RESERVATION",
-        ),
-        *(
-            "SBATCH_TIMELIMIT",
-            "SBATCH_WCKEY",
-            "SBATCH_MEM_PER_CPU",
-            "SBATCH_MEM_PER_GPU",
-            "SBATCH_MEM_PER_NODE",
-        ),
-    )
-)
+    {
+        "PATH", "VIRTUAL_ENV", "LANG", "TZ", "GLIBC_TUNABLES",
+        # proxies and certificates
+        "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
+        "http_proxy", "https_proxy", "all_proxy", "no_proxy",
+        "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+        # Slurm
+        "SBATCH_ACCOUNT", "SBATCH_CONSTRAINT", "SBATCH_PARTITION", "SBATCH_QOS",
+        "SBATCH_RESERVATION", "SBATCH_TIMELIMIT", "SBATCH_WCKEY",
+        "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU", "SBATCH_MEM_PER_NODE",
+    }
+)  # fmt: skip
 """Further variables that a run takes from the call that starts it."""
 
 # They describe the terminal of the call. The output of workers goes to a log, whose lines are
@@ -109,7 +75,7 @@ _OF_MASTER = re.compile(
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 NAMED_VARIABLES = "MLBENCH_NAMED_VARIABLES"
-"""The variable of workers that lists, separated by spaces, the names of the variables that the user chose."""
+"""Variable of the workers: names of the variables that the user chose, separated by spaces."""
 
 # Without its first entry, the folder of the call, as with the option -P of Python 3.11.
 _SAFE = (
@@ -119,7 +85,7 @@ _SAFE = (
 
 
 def is_carried(name: str) -> bool:
-    """Return whether a run takes a variable from the call that starts it.
+    """Return True if a run takes a variable from the call that starts it.
 
     Example:
         >>> is_carried("NCCL_ALGO"), is_carried("HOME")
@@ -169,7 +135,9 @@ def call_folder(given: Path | None = None) -> str:
             f"the current folder cannot be used ({error.strerror}): change to another one, or "
             "give --cwd"
         ) from None
-    return str(here / given.expanduser() if given is not None else here)
+    if given is None:
+        return str(here)
+    return str(here / given.expanduser())
 
 
 def call_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -182,28 +150,28 @@ def call_environment(variables: Mapping[str, str] | None = None) -> dict[str, st
         variables: The environment of the call; by default that of this process.
 
     Example:
-        >>> found = call_environment({"NCCL_ALGO": "Ring", "HOME": "/home/me", "PATH": "/bin"})
-        >>> found["NCCL_ALGO"], "HOME" in found
+        >>> carried = call_environment({"NCCL_ALGO": "Ring", "HOME": "/home/me", "PATH": "/bin"})
+        >>> carried["NCCL_ALGO"], "HOME" in carried
         ('Ring', False)
     """
-    known = os.environ if variables is None else variables
-    carried = {name: value for name, value in known.items() if is_carried(name)}
-    path = known.get("PATH", os.defpath)
+    if variables is None:
+        variables = os.environ
+    carried = {name: value for name, value in variables.items() if is_carried(name)}
+    path = variables.get("PATH", os.defpath)
     own = str(Path(sys.executable).parent)
+    folders = [own]
     # If an environment is active, a shell in this folder would find its Python.
-    active = [
-        os.path.join(known[name], "bin")
-        for name in ("VIRTUAL_ENV", "CONDA_PREFIX")
-        if known.get(name)
-    ]
-    found = shutil.which("python", path=path)
-    if found is None or os.path.dirname(found) not in (own, *active):
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        if variables.get(name):
+            folders.append(os.path.join(variables[name], "bin"))
+    python = shutil.which("python", path=path)
+    if python is None or os.path.dirname(python) not in folders:
         path = os.pathsep.join([own, path])
     return {**carried, "PATH": path}
 
 
 def safe_environment() -> dict[str, str]:
-    """Return the environment for a program of MLBench, which imports nothing from the current folder.
+    """Return the environment for a program of MLBench, without imports from the current folder.
 
     The modules of the user's folder are for the user's scripts. A ``queue.py`` there must not
     replace the module of the standard library in a master. So ``PYTHONPATH`` has neither that
@@ -211,7 +179,8 @@ def safe_environment() -> dict[str, str]:
     not find if it is not installed.
     """
     here = ""
-    with contextlib.suppress(OSError):  # it was deleted
+    # The folder may have been deleted.
+    with contextlib.suppress(OSError):
         here = os.getcwd()
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     kept = [entry for entry in entries if os.path.isabs(entry) and os.path.realpath(entry) != here]
@@ -220,7 +189,9 @@ def safe_environment() -> dict[str, str]:
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of MLBench in this Python, and imports nothing from the current folder.
+    """Return the command that runs a module of MLBench in this Python.
+
+    The module imports nothing from the current folder.
 
     Args:
         module: Its full name.
@@ -230,12 +201,14 @@ def module_command(module: str, *arguments: str) -> list[str]:
         >>> module_command("mlbench_cli", "tasks")[-2:]
         ['mlbench_cli', 'tasks']
     """
-    start: Sequence[str] = ("-P", "-m") if sys.version_info >= (3, 11) else ("-c", _SAFE)
-    return [sys.executable, *start, module, *arguments]
+    options = ["-P", "-m"]
+    if sys.version_info < (3, 11):
+        options = ["-c", _SAFE]
+    return [sys.executable, *options, module, *arguments]
 
 
 def describe_call(folder: Path | None = None) -> dict[str, Any]:
-    """Return the field ``caller`` of a request for a run: the folder and the environment of this call.
+    """Return the field ``caller`` of a request for a run: this call's folder and environment.
 
     Args:
         folder: The folder in which the workers start; None for the current one.

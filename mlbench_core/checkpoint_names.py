@@ -1,4 +1,7 @@
-"""Name the files of checkpoints; ``controlflow/pytorch/checkpoint_files.py`` describes their content."""
+"""Name the files of checkpoints.
+
+``controlflow/pytorch/checkpoint_files.py`` describes their content.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,14 @@ def saved_epochs(folder: str | os.PathLike[str], rank: int) -> set[int]:
 
     The folder need not exist.
     """
-    names = os.listdir(folder) if os.path.isdir(folder) else ()
-    matches = [match for name in names if (match := EPOCH_NAME.fullmatch(name))]
-    return {int(match[1]) for match in matches if int(match[2]) in (0, rank)}
+    epochs: set[int] = set()
+    if not os.path.isdir(folder):
+        return epochs
+    for name in os.listdir(folder):
+        match = EPOCH_NAME.fullmatch(name)
+        if match is not None and int(match[2]) in (0, rank):
+            epochs.add(int(match[1]))
+    return epochs
 
 
 def statistics_name(epoch: int, rank: int) -> str:
@@ -53,12 +61,16 @@ def is_checkpoint(name: str) -> bool:
 
 
 def remove_checkpoints(ckpt_run_dir: str | os.PathLike[str]) -> None:
-    """Delete the checkpoints in a folder and the files of interrupted saves; files with other names stay.
+    """Delete the checkpoints in a folder and the files of interrupted saves.
+
+    Files with other names stay.
 
     Args:
         ckpt_run_dir: The folder, which need not exist.
     """
     folder = Path(ckpt_run_dir)
-    for path in folder.iterdir() if folder.is_dir() else ():
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
         if is_checkpoint(path.name) and path.is_file():
             path.unlink(missing_ok=True)

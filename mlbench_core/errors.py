@@ -66,7 +66,7 @@ class MasterTokenError(ConfigurationError, ValueError):
 
 
 class MissingDependencyError(ConfigurationError, ImportError):
-    """An optional package is not installed; the message says which ``pip install`` line installs it."""
+    """An optional package is not installed; the message has the ``pip install`` line for it."""
 
 
 class MasterError(MLBenchError):
@@ -119,7 +119,7 @@ class WorkerError(MLBenchError, RuntimeError):
 
 
 def require(module: str, extra: str) -> object:
-    """Import an optional module, or raise an error that says how to install it.
+    """Import an optional module, or raise an error with the command that installs it.
 
     Args:
         module: Dotted name of the module, for example ``"sacrebleu"``.

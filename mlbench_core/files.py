@@ -31,7 +31,8 @@ __all__ = [
 ]
 
 _CHUNK_BYTES = 1 << 20
-_SMALL_BYTES = 1 << 24  # settings, names and lists that people write have a few kilobytes
+# Settings, names and lists that people write have a few kilobytes.
+_SMALL_BYTES = 1 << 24
 
 
 @contextlib.contextmanager
@@ -72,7 +73,7 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def creating_folder(path: Path) -> Iterator[Path]:
-    """Create a folder with its files at once when the block ends, or not at all if the block raises.
+    """Create a folder with its files when the block ends, or not at all if the block raises.
 
     If the folder exists when the block ends, because another process was faster, it stays as it is.
 
@@ -133,7 +134,9 @@ def move_into_place(source: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def lock(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold a lock between processes. The system releases it when the process ends, even if it is killed.
+    """Hold a lock between processes.
+
+    The system releases it when the process ends, even if it is killed.
 
     Args:
         path: The lock file. Its folder is created, and the empty file stays.
@@ -188,11 +191,8 @@ def _is_private_group(number: int) -> bool:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
     except KeyError:
         return False
-    return (
-        group.gr_name == user.pw_name
-        and number == user.pw_gid
-        and set(group.gr_mem) <= {user.pw_name}
-    )
+    is_own = group.gr_name == user.pw_name and number == user.pw_gid
+    return is_own and set(group.gr_mem) <= {user.pw_name}
 
 
 def digest(source: Path | bytes | IO[bytes], algorithm: str = "sha256") -> str:
@@ -212,14 +212,14 @@ def digest(source: Path | bytes | IO[bytes], algorithm: str = "sha256") -> str:
     if isinstance(source, Path):
         with source.open("rb") as file:
             return digest(file, algorithm)
-    # Some systems refuse MD5 unless the caller says that it does not protect anything.
-    found = hashlib.new(algorithm, usedforsecurity=False)
+    # Some systems refuse MD5 without the argument that it does not protect anything.
+    hasher = hashlib.new(algorithm, usedforsecurity=False)
     if isinstance(source, bytes):
-        found.update(source)
+        hasher.update(source)
     else:
         while chunk := source.read(_CHUNK_BYTES):
-            found.update(chunk)
-    return found.hexdigest()
+            hasher.update(chunk)
+    return hasher.hexdigest()
 
 
 def read_bytes(path: Path, most_bytes: int = _SMALL_BYTES) -> bytes:
@@ -244,9 +244,8 @@ def read_bytes(path: Path, most_bytes: int = _SMALL_BYTES) -> bytes:
         OSError: /dev/zero is a folder, a pipe or a device, not a regular file
     """
     # Without O_NONBLOCK, opening a pipe would wait for its writer.
-    descriptor = os.open(
-        path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    )
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path} is a folder, a pipe or a device, not a regular file")
@@ -263,7 +262,9 @@ def read_bytes(path: Path, most_bytes: int = _SMALL_BYTES) -> bytes:
 
 
 def read_text(path: Path, most_bytes: int = _SMALL_BYTES) -> str:
-    """Read a text file as :func:`read_bytes` does. It must be UTF-8; a byte order mark at its start is left out.
+    """Read a text file as :func:`read_bytes` does.
+
+    It must be UTF-8. A byte order mark at its start is left out.
 
     Args:
         path: The file, or a link to it.
@@ -276,9 +277,8 @@ def read_text(path: Path, most_bytes: int = _SMALL_BYTES) -> str:
         OSError: The file cannot be read, is not a regular file, or is larger.
         UnicodeDecodeError: It is not UTF-8, a ``ValueError``.
     """
-    return (
-        read_bytes(path, most_bytes).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
-    )
+    text = read_bytes(path, most_bytes).decode("utf-8-sig")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _new_name(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Say that there are no CUDA extensions to compile, under the module name of version 3.0.
+"""Print that there are no CUDA extensions to compile, under the module name of version 3.0.
 
 Users of version 3.0 ran ``python -m mlbench_core.install_cuda_extensions``, so their scripts still
 find this module.

@@ -1,4 +1,4 @@
-"""The words that library, master and command share about a run: the phases of its time, and the aim of its goal."""
+"""Terms that library, master and command share: the phases of a run, and the aim of its goal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class GoalAim:
-    """What a goal demands of a run: a value of a metric, or the best value after a training time.
+    """The aim of a goal: a value of a metric, or the best value after a training time.
 
     Attributes:
         metric: Name of the statistic, for example ``"val_global_Prec@1"``; None if the goal is a
@@ -61,24 +61,30 @@ class GoalAim:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GoalAim:
-        """Read an aim from a mapping, as :meth:`to_dict` makes it; values of other types count as absent."""
+        """Read an aim as :meth:`to_dict` makes it; values of other types count as absent."""
         metric, minimize = values.get("metric"), values.get("minimize")
-        return cls(
-            metric if isinstance(metric, str) and metric else None,
-            _number(values.get("threshold")),
-            minimize if isinstance(minimize, bool) else None,
-            _number(values.get("budget_s")),
-        )
+        if not isinstance(metric, str) or not metric:
+            metric = None
+        if not isinstance(minimize, bool):
+            minimize = None
+        threshold, budget_s = _number(values.get("threshold")), _number(values.get("budget_s"))
+        return cls(metric, threshold, minimize, budget_s)
 
     @classmethod
     def of(cls, goal: object) -> GoalAim:
-        """Return the aim of a goal: an object with these attributes, or a plain function, which has none."""
+        """Return the aim of a goal, an object with these attributes or a plain function."""
         return cls.from_dict({name: getattr(goal, name, None) for name in cls.__dataclass_fields__})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return ``metric``, ``threshold`` and ``minimize``, and ``budget_s`` for a goal of a training time."""
-        aim = {"metric": self.metric, "threshold": self.threshold, "minimize": self.minimize}
-        return aim if self.budget_s is None else {**aim, "budget_s": self.budget_s}
+        """Return ``metric``, ``threshold``, ``minimize``, and ``budget_s`` unless it is None."""
+        aim: dict[str, Any] = {
+            "metric": self.metric,
+            "threshold": self.threshold,
+            "minimize": self.minimize,
+        }
+        if self.budget_s is not None:
+            aim["budget_s"] = self.budget_s
+        return aim
 
     @property
     def text(self) -> str:
@@ -91,26 +97,32 @@ class GoalAim:
             return "a goal of the script"
         if self.threshold is None:
             return name
-        return f"{name} {'<=' if self.minimize else '>='} {self.threshold:g}"
+        sign = "<=" if self.minimize else ">="
+        return f"{name} {sign} {self.threshold:g}"
 
     def reached_by(self, value: float | None) -> bool:
         """Return True if a value of the metric is good enough; None and nan never are."""
         if value is None or self.threshold is None:
             return False
-        return bool(value <= self.threshold if self.minimize else value >= self.threshold)
+        if self.minimize:
+            return bool(value <= self.threshold)
+        return bool(value >= self.threshold)
 
     def fraction(self, value: float | None) -> float:
-        """Return the progress of a metric toward the threshold, from 0 to 1, for displays of a run that goes on.
+        """Return the progress of a metric toward the threshold, from 0 to 1, for displays.
 
         Example:
-            >>> GoalAim("Prec@1", 80.0).fraction(40.0), GoalAim("loss", 70.0, minimize=True).fraction(140.0)
-            (0.5, 0.5)
+            >>> GoalAim("Prec@1", 80.0).fraction(40.0)
+            0.5
+            >>> GoalAim("loss", 70.0, minimize=True).fraction(140.0)
+            0.5
         """
         if value is None or not self.threshold or value <= 0:
             return 0.0
-        return max(
-            0.0, min(self.threshold / value if self.minimize else value / self.threshold, 1.0)
-        )
+        ratio = value / self.threshold
+        if self.minimize:
+            ratio = self.threshold / value
+        return max(0.0, min(ratio, 1.0))
 
 
 def goal_text(goal: Mapping[str, Any] | None) -> str:
@@ -120,7 +132,9 @@ def goal_text(goal: Mapping[str, Any] | None) -> str:
         goal: ``metric``, ``threshold``, ``minimize`` and, for a training time, ``budget_s``; or
             None.
     """
-    return GoalAim.from_dict(goal).text if goal else "no goal"
+    if not goal:
+        return "no goal"
+    return GoalAim.from_dict(goal).text
 
 
 def _number(value: Any) -> float | None:

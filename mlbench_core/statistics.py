@@ -64,7 +64,7 @@ class AverageMeter:
 
 
 class QuantileSketch:
-    r"""Quantiles of a stream of durations, with a relative error of at most 1 % and in bounded memory.
+    r"""Quantiles of a stream of durations, with an error of at most 1 % and in bounded memory.
 
     A value :math:`x` is counted in bin :math:`i = \lceil \log_\gamma x \rceil` with :math:`\gamma =
     (1 + \alpha) / (1 - \alpha)`. So every value in a bin differs from :math:`2 \gamma^i / (\gamma +
@@ -145,7 +145,7 @@ class QuantileSketch:
 
     def state(self) -> list[list[int]]:
         """Return pairs of bin and count, in order; the first pair is ``[0, number of zeros]``."""
-        return [[0, self._zeros], *([index, self._bins[index]] for index in sorted(self._bins))]
+        return [[0, self._zeros], *map(list, sorted(self._bins.items()))]
 
     def load(self, state: Iterable[Iterable[int]]) -> None:
         """Restore the state that :meth:`state` returned."""

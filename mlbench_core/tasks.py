@@ -1,7 +1,7 @@
-"""Define the benchmark tasks as data, which ``mlbench tasks`` lists and ``mlbench run --task`` starts.
+"""Define the benchmark tasks as data.
 
-Targets and budgets belong to a task's specification, not to its training script. This module
-imports no framework.
+``mlbench tasks`` lists them, and ``mlbench run --task`` starts one. Targets and budgets belong to a
+task's specification, not to its training script. This module imports no framework.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ __all__ = [
 ]
 
 TRAIN_LIMIT = "MLBENCH_TRAIN_LIMIT_S"
-"""The variable with the training time, in seconds, after which a run ends without its goal; a sweep sets it."""
+"""The variable with the training time, in seconds, after which a run ends without its goal.
+
+A sweep sets it.
+"""
 
 BACKENDS = ("gloo", "nccl", "mpi")
 """Communication backends, the default first."""
@@ -98,7 +101,7 @@ def option_value(arguments: Sequence[str], option: str) -> str | None:
 
 @dataclass(frozen=True)
 class Image:
-    """A container image of version 3.0, with the arguments with which the task's script does the same as the image.
+    """A container image of version 3.0, and the arguments with which a task's script replaces it.
 
     Attributes:
         title: Entry in the menu of images, for example ``"PyTorch Cifar-10 ResNet-20 (DDP)"``.
@@ -169,16 +172,12 @@ class Task:
     optimizers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        given = [
-            value is not None
-            for value in (self.metric, self.goal, self.light_goal, self.max_epochs)
-        ]
-        if any(given) and not all(given):
+        values = (self.metric, self.goal, self.light_goal, self.max_epochs)
+        if 0 < values.count(None) < len(values):
             raise ValueError(
                 f"metric, goal, light_goal and max_epochs of task {self.key} must be all given "
-                "or all None, not "
-                f"{self.metric!r}, {self.goal}, {self.light_goal}, {self.max_epochs}: give "
-                "none if it only measures"
+                f"or all None, not {self.metric!r}, {self.goal}, {self.light_goal}, "
+                f"{self.max_epochs}: give none if it only measures"
             )
 
     @property
@@ -202,10 +201,8 @@ class Task:
         if not self.has_goal:
             return ()
         # "wikitext2-small" is the own data set with another model.
-        return (
-            self.dataset,
-            *sorted(name for name in self.stand_ins if not name.startswith(f"{self.dataset}-")),
-        )
+        others = [name for name in self.stand_ins if not name.startswith(f"{self.dataset}-")]
+        return (self.dataset, *sorted(others))
 
     def goal_on(self, dataset: str | None, light: bool = False, preset: str | None = None) -> float:
         """Return the threshold of the goal on a data set.
@@ -233,7 +230,8 @@ class Task:
                 f"{dataset!r}"
             )
         dataset = dataset or self.dataset
-        return goals.get(f"{dataset}-{preset}", goals[dataset])[1 if light else 0]
+        goal, light_goal = goals.get(f"{dataset}-{preset}", goals[dataset])
+        return light_goal if light else goal
 
     def goal_of(self, arguments: Sequence[str], light: bool = False) -> float | None:
         """Return the threshold of the goal of a run with these arguments, or None if it has none.
@@ -246,10 +244,9 @@ class Task:
             >>> get_task("1a").goal_of(["--dataset", "digits", "--channels-last"], light=True)
             90.0
         """
+        dataset = option_value(arguments, "--dataset")
         try:
-            return self.goal_on(
-                option_value(arguments, "--dataset"), light, option_value(arguments, "--preset")
-            )
+            return self.goal_on(dataset, light, option_value(arguments, "--preset"))
         except ValueError:
             return None
 
@@ -260,9 +257,11 @@ class Task:
         Raises:
             ConfigurationError: The reference implementations are not installed.
         """
-        found = importlib.util.find_spec("mlbench_benchmarks")
-        roots = [Path(p) for p in (found.submodule_search_locations or ())] if found else []
-        # In a checkout, the scripts are in the folder benchmarks beside the library, even if they
+        roots: list[Path] = []
+        spec = importlib.util.find_spec("mlbench_benchmarks")
+        if spec is not None:
+            roots += map(Path, spec.submodule_search_locations or ())
+        # In a checkout, the scripts are in the folder benchmarks next to the library, even if they
         # are not installed.
         roots.append(Path(__file__).resolve().parent.parent / "benchmarks")
         for root in roots:
@@ -298,192 +297,190 @@ class Task:
         )
 
 
-TASKS: dict[str, Task] = {
-    task.key: task
-    for task in (
-        Task(
-            key="0",
-            folder="task0_allreduce",
-            title="Communication backends",
-            model="none",
-            data="random tensors",
-            images=(
-                Image(
-                    "PyTorch Backend Benchmark",
-                    "pytorch-backend-benchmark",
-                    other_names=(
-                        "PyTorch Communication Backends",
-                        "PyTorch Distributed Backend benchmarking",
-                    ),
+_TASKS = (
+    Task(
+        key="0",
+        folder="task0_allreduce",
+        title="Communication backends",
+        model="none",
+        data="random tensors",
+        images=(
+            Image(
+                "PyTorch Backend Benchmark",
+                "pytorch-backend-benchmark",
+                other_names=(
+                    "PyTorch Communication Backends",
+                    "PyTorch Distributed Backend benchmarking",
                 ),
             ),
         ),
-        Task(
-            key="1a",
-            folder="task1a_resnet20_cifar10",
-            title="Image classification",
-            model="ResNet-20 (v1)",
-            data="CIFAR-10",
-            metric="Prec@1",
-            goal=80.0,
-            light_goal=70.0,
-            max_epochs=164,
-            stand_ins={"digits": (95.0, 90.0), "mnist": (98.0, 95.0)},
-            images=(
-                Image(
-                    "PyTorch Cifar-10 ResNet-20",
-                    "pytorch-cifar10-resnet20-all-reduce",
-                    # The task on TensorFlow has the same goal, and needs a separate environment.
-                    other_names=(
-                        "pytorch-cifar10-resnet",
-                        "pytorch-cifar10-resnet20",
-                        "tensorflow-cifar10-resnet",
-                        "Tensorflow Cifar-10 ResNet-20",
-                    ),
-                ),
-                Image(
-                    "PyTorch Cifar-10 ResNet-20 (DDP)",
-                    "pytorch-cifar10-resnet20-ddp",
-                    arguments=("--optimizer", "ddp"),
-                    other_names=("pytorch-cifar10-resnet-ddp",),
+    ),
+    Task(
+        key="1a",
+        folder="task1a_resnet20_cifar10",
+        title="Image classification",
+        model="ResNet-20 (v1)",
+        data="CIFAR-10",
+        metric="Prec@1",
+        goal=80.0,
+        light_goal=70.0,
+        max_epochs=164,
+        stand_ins={"digits": (95.0, 90.0), "mnist": (98.0, 95.0)},
+        images=(
+            Image(
+                "PyTorch Cifar-10 ResNet-20",
+                "pytorch-cifar10-resnet20-all-reduce",
+                # The task on TensorFlow has the same goal, and needs a separate environment.
+                other_names=(
+                    "pytorch-cifar10-resnet",
+                    "pytorch-cifar10-resnet20",
+                    "tensorflow-cifar10-resnet",
+                    "Tensorflow Cifar-10 ResNet-20",
                 ),
             ),
-            optimizers=(
-                "centralized_sgd",
-                "ddp",
-                "centralized_adam",
-                "power_sgd",
-                "sign_sgd",
-                "ef_sign_sgd",
-                "sparsified_sgd",
-                "centralized_sparsified_sgd",
-                "decentralized_sgd",
-                "choco_sgd",
-                "local_sgd",
-                "diloco",
-                "qsgd",
-                "scaffold",
-                "demo",
-                "one_bit_adam",
-                "dion",
-                "muon",
-                "muloco",
-                "streaming_diloco",
-                "sparse_loco",
+            Image(
+                "PyTorch Cifar-10 ResNet-20 (DDP)",
+                "pytorch-cifar10-resnet20-ddp",
+                arguments=("--optimizer", "ddp"),
+                other_names=("pytorch-cifar10-resnet-ddp",),
             ),
         ),
-        Task(
-            key="1b",
-            folder="task1b_resnet50_imagenet",
-            title="Photo classification",
-            model="ResNet-50",
-            data="ImageNet",
-            metric="Prec@1",
-            # The goal is that of MLPerf's former image classification.
-            goal=75.9,
-            light_goal=70.0,
-            max_epochs=90,
-            # Any JPEG images in one folder for each class; set for those of CIFAR-10's test set.
-            stand_ins={"imagenet-small": (50.0, 40.0)},
-            optimizers=("sgd", "lars"),
+        optimizers=(
+            "centralized_sgd",
+            "ddp",
+            "centralized_adam",
+            "power_sgd",
+            "sign_sgd",
+            "ef_sign_sgd",
+            "sparsified_sgd",
+            "centralized_sparsified_sgd",
+            "decentralized_sgd",
+            "choco_sgd",
+            "local_sgd",
+            "diloco",
+            "qsgd",
+            "scaffold",
+            "demo",
+            "one_bit_adam",
+            "dion",
+            "muon",
+            "muloco",
+            "streaming_diloco",
+            "sparse_loco",
         ),
-        Task(
-            key="2a",
-            folder="task2a_logistic_epsilon",
-            title="Logistic regression",
-            model="Logistic regression, L2",
-            data="epsilon",
-            metric="Prec@1",
-            goal=89.0,
-            light_goal=80.0,
-            # The specification of the task gives this loss and 89 % as the same point of the
-            # training.
-            goal_loss=0.2828,
-            max_epochs=164,
-            stand_ins={
-                "a9a": (84.5, 83.0),
-                "agaricus": (99.5, 98.0),
-                "australian": (85.0, 83.0),
-                "heart_scale": (83.0, 80.0),
-                "rcv1": (95.0, 93.0),
-                "synthetic_dense": (87.0, 80.0),
-                "webspam": (98.0, 95.0),
-            },
-            images=(
-                Image(
-                    "PyTorch Linear Logistic Regression",
-                    "pytorch-epsilon-logistic-regression-all-reduce",
-                    other_names=(
-                        "pytorch-epsilon-logistic-regression",
-                        "PyTorch Epsilon Logistic Regression",
-                    ),
-                ),
-            ),
-        ),
-        Task(
-            key="3a",
-            folder="task3a_lstm_wikitext2",
-            title="Language modeling",
-            model="AWD-LSTM",
-            data="WikiText-2",
-            metric="Perplexity",
-            goal=70.0,
-            light_goal=90.0,
-            minimize=True,
-            max_epochs=750,
-            stand_ins={"wikitext2-small": (300.0, 400.0)},
-            images=(
-                Image(
-                    "PyTorch Language Modeling",
-                    "pytorch-wikitext2-lstm-all-reduce",
-                    other_names=(
-                        "pytorch-wikitext2-lstm",
-                        "PyTorch WikiText-2 AWD-LSTM",
-                        "PyTorch Language Modeling (AWD-LSTM)",
-                    ),
+    ),
+    Task(
+        key="1b",
+        folder="task1b_resnet50_imagenet",
+        title="Photo classification",
+        model="ResNet-50",
+        data="ImageNet",
+        metric="Prec@1",
+        # The goal is that of MLPerf's former image classification.
+        goal=75.9,
+        light_goal=70.0,
+        max_epochs=90,
+        # Any JPEG images in one folder for each class; set for those of CIFAR-10's test set.
+        stand_ins={"imagenet-small": (50.0, 40.0)},
+        optimizers=("sgd", "lars"),
+    ),
+    Task(
+        key="2a",
+        folder="task2a_logistic_epsilon",
+        title="Logistic regression",
+        model="Logistic regression, L2",
+        data="epsilon",
+        metric="Prec@1",
+        goal=89.0,
+        light_goal=80.0,
+        # The specification of the task gives this loss and 89 % as the same point of the
+        # training.
+        goal_loss=0.2828,
+        max_epochs=164,
+        stand_ins={
+            "a9a": (84.5, 83.0),
+            "agaricus": (99.5, 98.0),
+            "australian": (85.0, 83.0),
+            "heart_scale": (83.0, 80.0),
+            "rcv1": (95.0, 93.0),
+            "synthetic_dense": (87.0, 80.0),
+            "webspam": (98.0, 95.0),
+        },
+        images=(
+            Image(
+                "PyTorch Linear Logistic Regression",
+                "pytorch-epsilon-logistic-regression-all-reduce",
+                other_names=(
+                    "pytorch-epsilon-logistic-regression",
+                    "PyTorch Epsilon Logistic Regression",
                 ),
             ),
         ),
-        Task(
-            key="4a",
-            folder="task4a_gnmt_wmt16",
-            title="Translation, recurrent",
-            model="GNMT",
-            data="WMT16",
-            metric="BLEU-Score",
-            goal=24.0,
-            light_goal=20.0,
-            max_epochs=8,
-            stand_ins={"multi30k": (15.0, 10.0)},
-            images=(
-                Image(
-                    "PyTorch Machine Translation GNMT",
-                    "pytorch-wmt16-gnmt-all-reduce",
-                    other_names=("pytorch-wmt16-gnmt", "PyTorch WMT16 GNMT"),
+    ),
+    Task(
+        key="3a",
+        folder="task3a_lstm_wikitext2",
+        title="Language modeling",
+        model="AWD-LSTM",
+        data="WikiText-2",
+        metric="Perplexity",
+        goal=70.0,
+        light_goal=90.0,
+        minimize=True,
+        max_epochs=750,
+        stand_ins={"wikitext2-small": (300.0, 400.0)},
+        images=(
+            Image(
+                "PyTorch Language Modeling",
+                "pytorch-wikitext2-lstm-all-reduce",
+                other_names=(
+                    "pytorch-wikitext2-lstm",
+                    "PyTorch WikiText-2 AWD-LSTM",
+                    "PyTorch Language Modeling (AWD-LSTM)",
                 ),
             ),
         ),
-        Task(
-            key="4b",
-            folder="task4b_transformer_wmt17",
-            title="Translation, attention",
-            model="Transformer (big)",
-            data="WMT17",
-            metric="BLEU-Score",
-            goal=25.0,
-            light_goal=20.0,
-            max_epochs=10,
-            stand_ins={"multi30k": (20.0, 15.0)},
-            images=(
-                Image(
-                    "PyTorch Machine Translation Transformer",
-                    "pytorch-wmt17-transformer-all-reduce",
-                    other_names=("pytorch-wmt17-transformer", "PyTorch WMT17 Transformer"),
-                ),
+    ),
+    Task(
+        key="4a",
+        folder="task4a_gnmt_wmt16",
+        title="Translation, recurrent",
+        model="GNMT",
+        data="WMT16",
+        metric="BLEU-Score",
+        goal=24.0,
+        light_goal=20.0,
+        max_epochs=8,
+        stand_ins={"multi30k": (15.0, 10.0)},
+        images=(
+            Image(
+                "PyTorch Machine Translation GNMT",
+                "pytorch-wmt16-gnmt-all-reduce",
+                other_names=("pytorch-wmt16-gnmt", "PyTorch WMT16 GNMT"),
             ),
         ),
-    )
-}
+    ),
+    Task(
+        key="4b",
+        folder="task4b_transformer_wmt17",
+        title="Translation, attention",
+        model="Transformer (big)",
+        data="WMT17",
+        metric="BLEU-Score",
+        goal=25.0,
+        light_goal=20.0,
+        max_epochs=10,
+        stand_ins={"multi30k": (20.0, 15.0)},
+        images=(
+            Image(
+                "PyTorch Machine Translation Transformer",
+                "pytorch-wmt17-transformer-all-reduce",
+                other_names=("pytorch-wmt17-transformer", "PyTorch WMT17 Transformer"),
+            ),
+        ),
+    ),
+)
+TASKS: dict[str, Task] = {task.key: task for task in _TASKS}
 
 
 def get_task(key: str) -> Task:
@@ -535,12 +532,13 @@ def find_image(image: str) -> tuple[Task, Image]:
     # A tag is ignored, and underscores count as hyphens.
     name = _OLD_ENDING.sub("", wanted.removeprefix("mlbench/").partition(":")[0].replace("_", "-"))
     wanted = _OLD_ENDING.sub("", wanted)
+    references = []
     for task in TASKS.values():
         for candidate in task.images:
-            names = [
-                known.lower() for known in (candidate.name, candidate.title, *candidate.other_names)
-            ]
-            if wanted in names or name in names:
+            names = (candidate.name, candidate.title, *candidate.other_names)
+            lowercase_names = list(map(str.lower, names))
+            if wanted in lowercase_names or name in lowercase_names:
                 return task, candidate
-    known = ", ".join(candidate.reference for task in TASKS.values() for candidate in task.images)
-    raise ValueError(f"image must be one of {known}, not {image[:80]!r}: or give a task instead")
+            references.append(candidate.reference)
+    allowed = ", ".join(references)
+    raise ValueError(f"image must be one of {allowed}, not {image[:80]!r}: or give a task instead")

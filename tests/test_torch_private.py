@@ -31,7 +31,7 @@ def test_a_missing_part_is_named_with_its_user_and_its_reason() -> None:
     assert part.problem() == (
         f"torch {torch.__version__} no longer has _C._gone, _gone, which "
         "mlbench_core.aggregation.pytorch.transport.overlap uses "
-        "for telling one backward pass from another that runs inside it, and acting at its end"
+        "for distinguishing a backward pass from another that runs inside it, and acting at its end"
     )
 
 

@@ -18,4 +18,6 @@ _subpackage = lazy_subpackages(__name__, "cli")
 # Not imported here, because click is an import of half a second on a slow disk, and scripts import
 # all of mlbench_core.
 def __getattr__(name: str) -> Any:
-    return _subpackage("cli").cli_group if name == "cli_group" else _subpackage(name)
+    if name == "cli_group":
+        return _subpackage("cli").cli_group
+    return _subpackage(name)

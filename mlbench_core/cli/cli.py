@@ -5,4 +5,5 @@ import sys
 from mlbench_cli import cli
 from mlbench_cli.cli import *  # noqa: F403
 
-sys.modules[__name__] = cli  # the same module, so that a name that is set here is set there
+# The same module, so that a name that is set here is set there.
+sys.modules[__name__] = cli

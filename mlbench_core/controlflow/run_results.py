@@ -56,46 +56,21 @@ logger = logging.getLogger(__name__)
 # Arguments that are not settings of the training, or have their own field in the configuration.
 _NOT_OPTIONS = frozenset(
     {
-        "run_id",
-        "root_dataset",
-        "root_checkpoint",
-        "root_output",
-        "data",
-        "rank",
-        "hosts",
-        "timeout",
-        "resume",
-        "checkpoint",
-        "validation_only",
-        "gpu",
-        "backend",
-        "light_target",
-        "seed",
-        "dataset",
-        "preset",
-        "optimizer",
+        "run_id", "root_dataset", "root_checkpoint", "root_output", "data", "rank", "hosts",
+        "timeout", "resume", "checkpoint", "validation_only", "gpu", "backend", "light_target",
+        "seed", "dataset", "preset", "optimizer", "sink",
         # The goal of the configuration has it.
         "goal_after",
-        "sink",
     }
-)
+)  # fmt: skip
 # Options that the closed division leaves free. They decide how numbers are computed and sent, when
 # a run ends, and on which further data it is evaluated.
 _FREE_OPTIONS = frozenset(
     {
-        "overlap",
-        "shared_memory",
-        "compile",
-        "cuda_graphs",
-        "channels_last",
-        "precision",
-        "autocast",
-        "bf16",
-        "epochs",
-        "past_goal",
-        "full_train",
+        "overlap", "shared_memory", "compile", "cuda_graphs", "channels_last", "precision",
+        "autocast", "bf16", "epochs", "past_goal", "full_train",
     }
-)
+)  # fmt: skip
 
 # Settings that have their own field and that a resumed run keeps.
 _FIXED_SETTINGS = ("task", "dataset", "preset", "algorithm", "workers", "seed")

@@ -5,4 +5,5 @@ import sys
 from mlbench_core.aggregation.pytorch.transport import tensors
 from mlbench_core.aggregation.pytorch.transport.tensors import *  # noqa: F403
 
-sys.modules[__name__] = tensors  # the same module, so that a name that is set here is set there
+# The same module, so that a name that is set here is set there.
+sys.modules[__name__] = tensors
