@@ -26,7 +26,7 @@ __all__ = ["CentralizedAdam", "CentralizedSGD", "CustomCentralizedOptimizer"]
 
 
 class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
-    r"""A given torch optimizer with averaged gradients, clipped by norm, divided by a denominator of choice.
+    r"""A given torch optimizer with averaged gradients, a denominator of choice and clipping.
 
     The losses are sums (not means), with gradients :math:`g_i`, and ``denom`` is the number of
     samples or tokens :math:`n` of all workers. Then ``average_custom=True`` steps along
@@ -131,11 +131,13 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
             ValueError: ``average_custom`` without a positive ``denom``.
         """
         loss = self._step(closure, tracker, denom, self.grad_clip)
-        return not self._was_skipped if closure is None else loss
+        if closure is None:
+            return not self._was_skipped
+        return loss
 
 
 class CentralizedSGD(GenericCentralizedOptimizer):
-    """Stochastic gradient descent with averaged gradients (or weights); see :class:`torch.optim.SGD`.
+    """SGD with averaged gradients (or weights); see :class:`torch.optim.SGD`.
 
     Args:
         lr: Learning rate.
@@ -260,20 +262,19 @@ class CentralizedAdam(GenericCentralizedOptimizer):
 def _overlapping(
     overlap: bool, aggregation: Aggregation | None, world_size: int | None, use_cuda: bool
 ) -> Aggregation | None:
-    """Return the aggregation that an optimizer with the shortcut ``overlap`` uses; None for the default."""
+    """Return the aggregation of an optimizer with the option ``overlap``; None for the default."""
     if not overlap:
         return aggregation
     if aggregation is None:
         return AllReduceAggregation(world_size, use_cuda=use_cuda, overlap=overlap)
     name = type(aggregation).__name__
     if isinstance(aggregation, Aggregation) and not aggregation.overlap:
-        how = (
-            f"write overlap=True in {name}(...)"
-            if isinstance(aggregation, AllReduceAggregation)
-            else "leave it out"
-        )
+        remedy = "leave it out"
+        if isinstance(aggregation, AllReduceAggregation):
+            remedy = f"write overlap=True in {name}(...)"
         raise ValueError(
-            f"overlap must be False, not True, because the {name} given too does not overlap: {how}"
+            f"overlap must be False, not True, because the {name} given too does not overlap: "
+            f"{remedy}"
         )
     return aggregation
 
@@ -281,18 +282,16 @@ def _overlapping(
 def _fused(
     fused: bool | None, aggregation: Aggregation | None, model: nn.Module | None
 ) -> bool | None:
-    """Return torch's argument ``fused``: the user's choice, or one that fits the overlap and the parameters."""
+    """Return torch's argument ``fused``: the user's choice, or one that fits the parameters."""
     overlaps = isinstance(aggregation, Aggregation) and aggregation.overlap
     if fused is False or not isinstance(model, nn.Module) or not (fused or overlaps):
         return fused
     if not fused:
         return suits_fused(model) or None
-    gap = next(
-        (name for name, parameter in model.named_parameters() if not is_dense(parameter)), None
-    )
-    if gap is not None:
-        raise ValueError(
-            f"fused must be False or None, not True: {gap!r} is a part of a larger tensor, and "
-            "torch's fused kernel would write into the rest of this tensor"
-        )
+    for name, parameter in model.named_parameters():
+        if not is_dense(parameter):
+            raise ValueError(
+                f"fused must be False or None, not True: {name!r} is a part of a larger tensor, "
+                "and torch's fused kernel would write into the rest of this tensor"
+            )
     return True

@@ -9,7 +9,7 @@ __all__ = ["ChocoSGD"]
 
 
 class ChocoSGD(GossipOptimizer):
-    r"""Stochastic gradient descent on every worker, then an average with the neighbors by compressed differences.
+    r"""SGD on every worker, then an average with the neighbors by compressed differences.
 
     With :math:`x_i` the weights after the local step, public copies :math:`\hat x_i`, a compression
     :math:`Q`, the mixing matrix :math:`W` and the consensus step size :math:`\gamma`,
@@ -34,17 +34,17 @@ class ChocoSGD(GossipOptimizer):
     Example:
         >>> import torch
         >>> model = torch.nn.Linear(2, 1)
-        >>> optimizer = ChocoSGD(
-        ...     model=model, lr=0.1, aggregation=ChocoAggregation(neighbors=[], compression="sign", gamma=0.4)
-        ... )
+        >>> exchange = ChocoAggregation(neighbors=[], compression="sign", gamma=0.4)
+        >>> optimizer = ChocoSGD(model=model, lr=0.1, aggregation=exchange)
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> optimizer.step()
 
     References:
         A. Koloskova, S. Stich, M. Jaggi: Decentralized Stochastic Optimization and Gossip
-        Algorithms with Compressed Communication. arXiv:1902.00340 A. Koloskova, T. Lin, S. Stich,
-        M. Jaggi: Decentralized Deep Learning with Arbitrary Communication Compression.
-        arXiv:1907.09356
+        Algorithms with Compressed Communication. arXiv:1902.00340
+
+        A. Koloskova, T. Lin, S. Stich, M. Jaggi: Decentralized Deep Learning with Arbitrary
+        Communication Compression. arXiv:1907.09356
     """
 
     _kind = ChocoAggregation

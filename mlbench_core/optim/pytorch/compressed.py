@@ -1,4 +1,4 @@
-"""Base of the optimizers whose workers exchange signs, a few coordinates, or other compressed steps."""
+"""Base of the optimizers whose workers exchange signs, a few coordinates, or compressed steps."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class CompressedOptimizer(Optimizer):
     """
 
     agg_grad = True
-    _average = True  # False leaves the sum over workers
+    # False leaves the sum over workers.
+    _average = True
     # Momentum is that of this worker's gradients, so a checkpoint holds that of every worker.
     own_state = ("state", "aggregation")
     # torch.amp.GradScaler then leaves unscaling and skipping to step(), where the workers agree on
@@ -104,16 +105,20 @@ class CompressedOptimizer(Optimizer):
             return None
         self._before_step()
         loss = evaluate(closure)
-        named = dict(self._named_parameters())
-        refuse_sparse({name: parameter for name, (parameter, _) in named.items()})
+        named = list(self._named_parameters())
+        refuse_sparse({name: parameter for name, parameter, _ in named})
         # The aggregation overwrites gradients, but a script may still read its own after the step.
-        stand_ins = {
-            name: self._stand_in(parameter, group) for name, (parameter, group) in named.items()
-        }
-        self._exchange(stand_ins, tracker)
-        for name, (parameter, group) in named.items():
-            agreed = stand_ins[name].grad
-            # Aggregations know nothing of parameters without elements.
+        # So it gets other tensors on the parameters' memory, whose grad holds the values to send.
+        proxies: dict[str, Tensor] = {}
+        for name, parameter, group in named:
+            proxy = parameter.detach().requires_grad_(parameter.requires_grad)
+            if parameter.grad is not None:
+                proxy.grad = self._local(parameter, group)
+            proxies[name] = proxy
+        self._exchange(proxies, tracker)
+        for name, parameter, group in named:
+            agreed = proxies[name].grad
+            # Aggregations ignore parameters without elements.
             if agreed is not None and parameter.numel():
                 self._update(name, parameter, agreed, group)
         if tracker is not None:
@@ -131,7 +136,7 @@ class CompressedOptimizer(Optimizer):
         yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> NoReturn:
-        """Raise an error, because the workers exchange compressed steps or directions, not gradients.
+        """Raise an error, because the workers exchange compressed steps, not gradients.
 
         Raises:
             ValueError: Always.
@@ -143,17 +148,17 @@ class CompressedOptimizer(Optimizer):
         )
 
     def _before_step(self) -> None:
-        """Do nothing; a subclass may read the parameters here, before a step that is not skipped."""
+        """Do nothing; a subclass may read the parameters here, before a step that is taken."""
 
     @abstractmethod
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Compute the tensor that this worker hands to the aggregation for a parameter; the next step may reuse it."""
+        """Compute the tensor that this worker aggregates; the next step may reuse its memory."""
 
     def _direction(self, parameter: Tensor, group: dict[str, Any], factor: float = 1.0) -> Tensor:
-        r"""Return a factor times the direction of :class:`torch.optim.SGD`, whose step is the learning rate times it.
+        r"""Return a factor times the direction of :class:`torch.optim.SGD`.
 
-        With gradient :math:`g`, weight decay :math:`\lambda`, momentum :math:`\mu`, dampening
-        :math:`\tau`,
+        SGD's step is the learning rate times its direction. With gradient :math:`g`, weight decay
+        :math:`\lambda`, momentum :math:`\mu`, dampening :math:`\tau`,
 
         .. math::
 
@@ -163,8 +168,8 @@ class CompressedOptimizer(Optimizer):
         it is :math:`b`, or :math:`g + \mu b` with Nesterov momentum, or :math:`g` without momentum.
         """
         assert parameter.grad is not None
-        # The aggregation overwrites the result, which is neither the gradient nor the momentum, but
-        # memory of its own.
+        # The aggregation overwrites the result, so it is neither the gradient nor the momentum, but
+        # separate memory.
         direction = self._kept.like(parameter, parameter)
         g = parameter.grad
         if group["weight_decay"]:
@@ -195,7 +200,8 @@ class CompressedOptimizer(Optimizer):
         """Add a group of parameters; options it does not name get the defaults."""
         super().add_param_group(param_group)
         try:
-            counts = Counter(name for name, _ in self._named_parameters())
+            named = list(self._named_parameters())
+            counts = Counter(name for name, _, _ in named)
             repeated = sorted(name for name, count in counts.items() if count > 1)
             # Two parameters of one name would share an error memory.
             if repeated:
@@ -203,10 +209,8 @@ class CompressedOptimizer(Optimizer):
                     f"several parameters are called {', '.join(repeated)}: "
                     "give every parameter its own name"
                 )
-            refuse_complex(
-                self.aggregation,
-                {name: parameter for name, (parameter, _) in self._named_parameters()},
-            )
+            parameters = {name: parameter for name, parameter, _ in named}
+            refuse_complex(self.aggregation, parameters)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -223,7 +227,9 @@ class CompressedOptimizer(Optimizer):
         refuse_partial_state(self)
         state_dict = super().state_dict()
         remembered = self.aggregation.state_dict()
-        return {**state_dict, "aggregation": remembered} if remembered else state_dict
+        if not remembered:
+            return state_dict
+        return {**state_dict, "aggregation": remembered}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Restore the result of :meth:`state_dict`.
@@ -241,11 +247,9 @@ class CompressedOptimizer(Optimizer):
         remembered = state_dict.get("aggregation", {})
         # Not strict: torch's own error about another number of groups is clearer.
         groups = zip(self.param_groups, state_dict["param_groups"], strict=False)
-        names = [
-            name
-            for i, (own, saved) in enumerate(groups)
-            for name in _names_in_group(i, {**own, **saved})
-        ]
+        names: list[str] = []
+        for i, (own, saved) in enumerate(groups):
+            names += _names_in_group(i, {**own, **saved})
         # Names are checked before the first change, so that a state of other parameters changes
         # nothing.
         check_names(self.aggregation.remembered_names(remembered), names)
@@ -253,43 +257,36 @@ class CompressedOptimizer(Optimizer):
         self.aggregation.load_state_dict(remembered)
 
     def shared_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state without the entries that differ between workers: error memory and momentum.
+        """Return a state without the entries of one worker: error memory and momentum.
 
         See :func:`~mlbench_core.optim.pytorch.distributed.shared_optimizer_state`.
         """
         shared = shared_optimizer_state(self, state_dict)
-        shared["state"] = {
-            parameter: {name: value for name, value in state.items() if name != "momentum_buffer"}
-            for parameter, state in state_dict["state"].items()
-        }
+        shared["state"] = {}
+        for parameter, state in state_dict["state"].items():
+            shared["state"][parameter] = dict(state)
+            shared["state"][parameter].pop("momentum_buffer", None)
         return shared
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes but hooks and a ``step`` that a scheduler patched, which belong to this object."""
+        """Return all attributes but hooks and a patched ``step``, which belong to this object."""
         return state_without_hooks(self)
 
-    def _named_parameters(self) -> Iterable[tuple[str, tuple[Tensor, dict[str, Any]]]]:
-        """Yield every parameter by its name, with its group."""
+    def _named_parameters(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        """Yield every parameter with its name and its group."""
         for i, group in enumerate(self.param_groups):
             for name, parameter in zip(_names_in_group(i, group), group["params"], strict=True):
-                yield name, (parameter, group)
+                yield name, parameter, group
 
-    def _stand_in(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Make a tensor that stands for a parameter in the aggregation; its ``grad`` holds the values to send."""
-        stand_in = parameter.detach().requires_grad_(parameter.requires_grad)
-        if parameter.grad is not None:
-            stand_in.grad = self._local(parameter, group)
-        return stand_in
-
-    def _exchange(self, stand_ins: Mapping[str, Tensor], tracker: Any | None) -> None:
+    def _exchange(self, named: Mapping[str, Tensor], tracker: Any | None) -> None:
         """Aggregate, and report the cost."""
-        device = next(iter(stand_ins.values())).device
+        device = next(iter(named.values())).device
         with self._clock.measure(device) as interval:
             if self._average:
-                self._aggregate_named(stand_ins, AVG_WORLD)
+                self._aggregate_named(named, AVG_WORLD)
             else:
                 # Divided by 1, the sum over workers stays.
-                self._aggregate_named(stand_ins, AVG_CUSTOM, 1)
+                self._aggregate_named(named, AVG_CUSTOM, 1)
             interval.size_bytes = self.aggregation.last_bytes
         if tracker is not None:
             tracker.record_batch_agg()
@@ -298,8 +295,10 @@ class CompressedOptimizer(Optimizer):
 
 def _names_in_group(number: int, group: Mapping[str, Any]) -> list[str]:
     """Return the plain names of a group's parameters, ``"group{i}.{j}"`` if it has none."""
-    names = group.get("param_names") or [f"group{number}.{j}" for j in range(len(group["params"]))]
-    return [plain_name(name) for name in names]
+    names = group.get("param_names")
+    if not names:
+        return [f"group{number}.{j}" for j in range(len(group["params"]))]
+    return list(map(plain_name, names))
 
 
 def sgd_defaults(

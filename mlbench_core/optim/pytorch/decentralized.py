@@ -12,17 +12,14 @@ from mlbench_core.aggregation.pytorch.aggregation import Aggregation, UnknownOpe
 from mlbench_core.aggregation.pytorch.choco import ChocoAggregation
 from mlbench_core.aggregation.pytorch.consensus import average_weights, consensus_distance
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
-from mlbench_core.optim.pytorch.distributed import (
-    GenericCentralizedOptimizer,
-    check_aggregation,
-)
+from mlbench_core.optim.pytorch.distributed import GenericCentralizedOptimizer, check_aggregation
 from mlbench_core.optim.pytorch.updates.one_pass_sgd import make_sgd
 
 __all__ = ["DecentralizedSGD", "GossipOptimizer"]
 
 
 class GossipOptimizer(GenericCentralizedOptimizer):
-    """Base of the optimizers whose workers average with a few neighbors; see :class:`DecentralizedSGD`."""
+    """Base of the optimizers that average with a few neighbors; see :class:`DecentralizedSGD`."""
 
     _kind: ClassVar[type[DecentralizedAggregation] | type[ChocoAggregation]]
 
@@ -56,15 +53,14 @@ class GossipOptimizer(GenericCentralizedOptimizer):
                         f"{name} must be left out, not {value!r}, because the aggregation has its "
                         f"own: write it in {self._kind.__name__}(...)"
                     )
+        make = make_sgd(type(self).__name__, lr, momentum, dampening, weight_decay, nesterov)
         super().__init__(
             None,
             model,
             use_cuda,
             by_layer,
             agg_grad=False,
-            optimizer=make_sgd(
-                type(self).__name__, lr, momentum, dampening, weight_decay, nesterov
-            ),
+            optimizer=make,
             aggregation=aggregation,
         )
 
@@ -76,7 +72,9 @@ class GossipOptimizer(GenericCentralizedOptimizer):
         return consensus_distance(self.model, self.aggregation.group)
 
     def average_weights(self, tracker: Any = None) -> None:
-        """Give every worker the average of all workers' weights, for example to evaluate; every worker must call it.
+        """Give every worker the average of all workers' weights, for example to evaluate.
+
+        Every worker must call it.
 
         Args:
             tracker: See :func:`~mlbench_core.aggregation.pytorch.consensus.average_weights`.

@@ -1,4 +1,4 @@
-"""Momentum that stays on each worker, of which only the largest cosine coefficients are shared (DeMo)."""
+"""Local momentum, of which the workers share only the largest cosine coefficients (DeMo)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class DeMo(CompressedOptimizer):
         m_i &\leftarrow \beta m_i + \eta g_i \\
         q_i &= \operatorname{top-k}(\operatorname{DCT}(m_i)) \\
         m_i &\leftarrow m_i - \operatorname{DCT}^{-1}(q_i) \\
-        x &\leftarrow x - \eta \operatorname{sign}\Bigl(\operatorname{DCT}^{-1}\Bigl(\frac{1}{k} \sum_i q_i\Bigr)\Bigr).
+        x &\leftarrow x - \eta \operatorname{sign}\Bigl(
+            \operatorname{DCT}^{-1}\Bigl(\frac{1}{k} \sum_i q_i\Bigr)\Bigr).
 
     The momenta of the workers differ and are never averaged. For the blocks and the bytes see
     :class:`~mlbench_core.aggregation.pytorch.demo.DeMoAggregation`.

@@ -77,7 +77,8 @@ class Dion(CompressedOptimizer):
     ) -> None:
         defaults = adam_defaults(lr, betas, eps, weight_decay)
         if aggregation is None:
-            aggregation = DionAggregation(rank=8 if rank is None else rank, world_size=world_size)
+            largest_rank = 8 if rank is None else rank
+            aggregation = DionAggregation(rank=largest_rank, world_size=world_size)
         check_aggregation(aggregation, DionAggregation, world_size=world_size, rank=rank)
         super().__init__(params, defaults, aggregation)
 

@@ -79,7 +79,7 @@ class _GroupWithoutOptions(dict[str, Any]):
 
 
 class OptimizerWrapper(Optimizer):
-    """A :class:`torch.optim.Optimizer` whose groups, state and defaults are those of the wrapped optimizer.
+    """A :class:`torch.optim.Optimizer` with the groups, state and defaults of a wrapped optimizer.
 
     Everything that works on a torch optimizer works on this one: learning-rate schedulers, hooks,
     ``add_param_group``, ``state_dict``, ``deepcopy`` and pickling. The groups and the state are the
@@ -111,7 +111,9 @@ class OptimizerWrapper(Optimizer):
         Schedulers that were built on this object continue with the new optimizer's groups if it has
         the same number.
         """
-        return None if isinstance(self._inner, _NoOptimizerYet) else self._inner
+        if isinstance(self._inner, _NoOptimizerYet):
+            return None
+        return self._inner
 
     @optimizer.setter
     def optimizer(self, optimizer: Optimizer) -> None:
@@ -160,7 +162,7 @@ class OptimizerWrapper(Optimizer):
         self._inner.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer; options it does not name get that optimizer's defaults."""
+        """Add a group to the wrapped optimizer, whose defaults fill in missing options."""
         self._inner.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -172,11 +174,11 @@ class OptimizerWrapper(Optimizer):
         self._inner.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped optimizer, in torch's format, and the entries of :meth:`extra_state`.
+        """Return the state of the wrapped optimizer and the entries of :meth:`extra_state`.
 
-        As in torch, its tensors are the optimizer's own: they change with the next step. Copy it
-        with :func:`copy.deepcopy` if both this optimizer and the one that loads it continue in one
-        process.
+        The format is torch's. As in torch, its tensors are the optimizer's own: they change with
+        the next step. Copy it with :func:`copy.deepcopy` if both this optimizer and the one that
+        loads it continue in one process.
 
         Raises:
             RuntimeError: ``torch.distributed.checkpoint.state_dict`` calls it, which would lose the
@@ -199,41 +201,38 @@ class OptimizerWrapper(Optimizer):
         state_dict = dict(state_dict)
         for pre_hook in torch_private.optimizer_hooks(self, "load_state_dict_pre"):
             state_dict = pre_hook(self, state_dict) or state_dict
-        extra = {
-            key: value for key, value in state_dict.items() if key not in ("state", "param_groups")
-        }
+        extra = dict(state_dict)
+        own = {key: extra.pop(key) for key in ("state", "param_groups") if key in extra}
         refuse_partial_state(self, self.extra_state)
         # The extra state goes first, so that a refused one leaves the wrapped optimizer as it was.
         self.load_extra_state(extra)
-        self._inner.load_state_dict(
-            {key: value for key, value in state_dict.items() if key not in extra}
-        )
+        self._inner.load_state_dict(own)
         for post_hook in torch_private.optimizer_hooks(self, "load_state_dict_post"):
             post_hook(self)
 
     def shared_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state without the entries of one worker alone; see :func:`shared_optimizer_state`."""
+        """Return a state without the entries of one worker; see :func:`shared_optimizer_state`."""
         return shared_optimizer_state(self, state_dict)
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the entries of :meth:`state_dict` beyond the wrapped optimizer's; a subclass may add some."""
+        """Return additional entries of :meth:`state_dict`; a subclass may have some."""
         return {}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
-        """Restore the result of :meth:`extra_state`; an empty dictionary if a state has no such entries."""
+        """Restore the result of :meth:`extra_state`; ``extra`` is empty if a state has none."""
 
     def extra_parameters(self, known: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Return the parameters in the groups that are not among the known ones, by name: ``"group{i}.{j}"``."""
-        ids = {id(parameter) for parameter in known}
-        return {
-            f"group{i}.{j}": parameter
-            for i, group in enumerate(self.param_groups)
-            for j, parameter in enumerate(group["params"])
-            if id(parameter) not in ids
-        }
+        """Return the parameters in the groups that are not known, by name: ``"group{i}.{j}"``."""
+        ids = set(map(id, known))
+        extra: dict[str, Tensor] = {}
+        for i, group in enumerate(self.param_groups):
+            for j, parameter in enumerate(group["params"]):
+                if id(parameter) not in ids:
+                    extra[f"group{i}.{j}"] = parameter
+        return extra
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes but hooks and a ``step`` that a scheduler patched, which belong to this object."""
+        """Return all attributes but hooks and a patched ``step``, which belong to this object."""
         return state_without_hooks(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -244,10 +243,10 @@ class OptimizerWrapper(Optimizer):
 def refuse_partial_state(
     optimizer: Any, extra: Callable[[], Mapping[str, Any]] | None = None
 ) -> None:
-    """Raise an error if functions of ``torch.distributed.checkpoint`` ask for a state of which they lose a part.
+    """Raise an error if ``torch.distributed.checkpoint`` asks for a state of which it loses a part.
 
-    They keep the state of each parameter and the options of each group alone. They also take the
-    values of one worker for those of all workers.
+    Its functions keep only the state of each parameter and the options of each group. They also
+    take the values of one worker for those of all workers.
 
     Args:
         optimizer: The optimizer.
@@ -269,8 +268,8 @@ def refuse_partial_state(
 def shared_optimizer_state(optimizer: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state without the entries of one worker alone.
 
-    A worker without a state of its own, or in a run with another number of workers, loads this. An
-    error memory of another worker would be applied twice.
+    A worker that has no saved state, or that is in a run with another number of workers, loads
+    this. An error memory of another worker would be applied twice.
 
     Args:
         optimizer: The optimizer, with its aggregation if it has one.
@@ -289,13 +288,20 @@ def shared_optimizer_state(optimizer: Any, state_dict: Mapping[str, Any]) -> dic
 
 
 def state_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the attributes of an optimizer that its copies and pickles get, for ``__getstate__``."""
-    # A learning-rate scheduler replaces step by a method of its own, and sets _opt_called to see
-    # that it was called.
+    """Return the attributes that copies and pickles of an optimizer get, for ``__getstate__``."""
+    # A learning-rate scheduler replaces step by its own method, and sets _opt_called to see that it
+    # was called.
     own = {"step", *torch_private.PRIVATE_OPTIMIZER_ATTRIBUTES}
-    return {
-        k: v for k, v in optimizer.__dict__.items() if k not in own and not k.endswith("_hooks")
-    }
+    state = {}
+    for name, value in optimizer.__dict__.items():
+        if name not in own and not name.endswith("_hooks"):
+            state[name] = value
+    return state
+
+
+def grouped_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups of an optimizer, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class GenericCentralizedOptimizer(OptimizerWrapper):
@@ -328,7 +334,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         world_size: Number of workers; None takes that of the process group.
         model: The model whose gradients or weights are aggregated.
         use_cuda: True if training runs on GPUs; see the aggregation.
-        by_layer: Send each parameter in messages of its own instead of all together.
+        by_layer: Send each parameter in separate messages instead of all together.
         divide_before: Divide before the sum instead of after it, for half-precision gradients.
         agg_grad: Average gradients before the step; False averages weights after it.
         optimizer: A torch optimizer, or a function that makes one of an iterable of parameters. If
@@ -349,7 +355,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     Example:
         >>> from functools import partial
         >>> model = nn.Linear(2, 1)
-        >>> optimizer = GenericCentralizedOptimizer(None, model, optimizer=partial(torch.optim.RMSprop, lr=0.01))
+        >>> make = partial(torch.optim.RMSprop, lr=0.01)
+        >>> optimizer = GenericCentralizedOptimizer(None, model, optimizer=make)
         >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> optimizer.step()
@@ -396,15 +403,19 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         refuse_complex(self.aggregation, dict(model.named_parameters()))
         self.world_size = self.aggregation.world_size
         # Scripts of version 3.0 read and call optimizer.agg.
-        make = self.aggregation.agg_grad if agg_grad else self.aggregation.agg_model
-        self.agg = make(by_layer=by_layer)
+        if agg_grad:
+            self.agg = self.aggregation.agg_grad(by_layer=by_layer)
+        else:
+            self.agg = self.aggregation.agg_model(by_layer=by_layer)
         self._clock = CommunicationClock()
         self._was_skipped = False
-        self._is_aggregated = False  # by clip_grad_norm_, before the step
-        self._clipped: list[
-            tuple[Tensor, Tensor | None, int | None]
-        ] = []  # gradients and their versions
-        self._reduction = self._make_reduction(by_layer) if aggregation.overlap else None
+        # True if clip_grad_norm_ has aggregated the gradients before the step.
+        self._is_aggregated = False
+        # The gradient that clip_grad_norm_ left in each parameter, and the version of this tensor.
+        self._clipped: list[tuple[Tensor, Tensor | None, int | None]] = []
+        self._reduction: OverlappedReduction | None = None
+        if aggregation.overlap:
+            self._reduction = self._make_reduction(by_layer)
         # A torch optimizer may be callable too, so its type decides.
         if callable(optimizer) and not isinstance(optimizer, Optimizer):
             optimizer = optimizer(model.parameters())
@@ -428,12 +439,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
 
     def check_inside(self, optimizer: Optimizer) -> None:
         """Raise a ValueError if an optimizer has none of the model's parameters."""
-        known = {id(parameter) for parameter in self.model.parameters()}
-        if not any(
-            id(parameter) in known
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ):
+        ids = set(map(id, self.model.parameters()))
+        if ids.isdisjoint(map(id, grouped_parameters(optimizer))):
             raise ValueError(
                 f"optimizer must update parameters of the model, but {type(optimizer).__name__} "
                 "has none of them: create it with model.parameters() of the same model"
@@ -442,7 +449,9 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     def extra_state(self) -> dict[str, Any]:
         """Return the state of the aggregation under the key ``"aggregation"``, if it has any."""
         remembered = self.aggregation.state_dict()
-        return {"aggregation": remembered} if remembered else {}
+        if not remembered:
+            return {}
+        return {"aggregation": remembered}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
         """Restore the state of the aggregation.
@@ -452,9 +461,9 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
                 not exist.
         """
         remembered = extra.get("aggregation", {})
-        parameters = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
-        extra_names = self.extra_parameters(self.model.parameters())
-        check_names(self.aggregation.remembered_names(remembered), [*parameters, *extra_names])
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        extra_named = self.extra_parameters(self.model.parameters())
+        check_names(self.aggregation.remembered_names(remembered), [*named, *extra_named])
         self.aggregation.load_state_dict(remembered)
 
     @contextlib.contextmanager
@@ -466,13 +475,17 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
 
         Example:
             >>> model = nn.Linear(2, 1)
-            >>> optimizer = GenericCentralizedOptimizer(None, model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+            >>> sgd = torch.optim.SGD(model.parameters(), 0.1)
+            >>> optimizer = GenericCentralizedOptimizer(None, model, optimizer=sgd)
             >>> with optimizer.no_sync():
             ...     model(torch.ones(1, 2)).sum().backward()
             >>> model(torch.ones(1, 2)).sum().backward()
             >>> optimizer.step()
         """
-        with self._reduction.no_sync() if self._reduction is not None else contextlib.nullcontext():
+        if self._reduction is None:
+            yield
+            return
+        with self._reduction.no_sync():
             yield
 
     def synchronize(self) -> None:
@@ -516,7 +529,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
 
         Example:
             >>> model = nn.Linear(2, 1, bias=False)
-            >>> optimizer = GenericCentralizedOptimizer(None, model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+            >>> sgd = torch.optim.SGD(model.parameters(), 0.1)
+            >>> optimizer = GenericCentralizedOptimizer(None, model, optimizer=sgd)
             >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
             >>> optimizer.clip_grad_norm_(1.0)
             tensor(5.)
@@ -542,14 +556,14 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         if not self._is_aggregated:
             self._communicate(None)
             self._is_aggregated = True
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = grouped_parameters(self)
         norm = nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
-        self._clipped = [
-            (p, p.grad, None if p.grad is None else torch_private.version(p.grad))
-            for p in parameters
-        ]
+        self._clipped = []
+        for p in parameters:
+            version = None if p.grad is None else torch_private.version(p.grad)
+            self._clipped.append((p, p.grad, version))
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -574,7 +588,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         denom: Denominator | None = None,
         grad_clip: float = math.inf,
     ) -> Any:
-        """Take one step; ``denom`` goes to the aggregation, and gradients are clipped right before the update."""
+        """Take one step; ``denom`` is for the aggregation, and clipping comes before the update."""
         if torch_private.is_called_by_checkpoint_functions():
             # They take a step of size 0 with zeros as gradients, perhaps on one worker alone, to
             # create the state.
@@ -628,9 +642,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         try:
             for is_late in (True, False):
                 for group, params in zip(self.param_groups, whole, strict=True):
-                    group["params"] = [
-                        parameter for parameter in params if (id(parameter) in late) == is_late
-                    ]
+                    group["params"] = [p for p in params if (id(p) in late) == is_late]
                 self._inner.step()
         # Also after an error, or the other parameters would be lost.
         finally:
@@ -663,18 +675,16 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             tracker.record_batch_opt_step()
         if not self.agg_grad:
             self._aggregate(tracker, denom)
-        return losses[0] if losses else None
+        if not losses:
+            return None
+        return losses[0]
 
     def _aggregate(self, tracker: Any | None, denom: Denominator | None) -> None:
         """Aggregate, if :meth:`clip_grad_norm_` has not done so, and report the cost."""
         if not self._is_aggregated:
             self._communicate(denom)
         # With overlap, a backward pass sends its gradients itself.
-        elif self._reduction is None and any(
-            p.grad is not gradient
-            or (gradient is not None and torch_private.version(gradient) != version)
-            for p, gradient, version in self._clipped
-        ):
+        elif self._reduction is None and not self._has_clipped_gradients():
             raise RuntimeError(
                 "clip_grad_norm_ must come right before step(), but gradients have changed since: "
                 "call it after the last backward pass, and after zero_grad()"
@@ -686,6 +696,15 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             self._reduction.report(tracker)
         self._clock.report(tracker)
 
+    def _has_clipped_gradients(self) -> bool:
+        """Return whether the gradients are still those that :meth:`clip_grad_norm_` left."""
+        for parameter, gradient, version in self._clipped:
+            if parameter.grad is not gradient:
+                return False
+            if gradient is not None and torch_private.version(gradient) != version:
+                return False
+        return True
+
     def _communicate(self, denom: Denominator | None) -> None:
         """Aggregate the model and the extra parameters of the optimizer."""
         parts: list[nn.Module | dict[str, Tensor]] = []
@@ -694,14 +713,13 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         else:
             # k/d turns an average over k workers into a sum divided by d. It is known before the
             # wait, so that a wrong denominator raises its error first.
-            scale = (
-                self.world_size / check_denominator(denom) if self.agg_mode == AVG_CUSTOM else None
-            )
+            scale = None
+            if self.agg_mode == AVG_CUSTOM:
+                scale = self.world_size / check_denominator(denom)
             self._reduction.complete()
             if scale is not None:
-                torch_private.foreach_mul_(
-                    [p.grad for p in self.model.parameters() if p.grad is not None], scale
-                )
+                gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+                torch_private.foreach_mul_(gradients, scale)
         extra = self.extra_parameters(self.model.parameters())
         if extra:
             parts.append(extra)
@@ -714,24 +732,19 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     def _clip(self, max_norm: float) -> None:
         """Scale the gradients down to the norm ``max_norm`` if theirs is larger."""
         if max_norm < math.inf:
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, max_norm)
+            nn.utils.clip_grad_norm_(grouped_parameters(self), max_norm)
 
     def _check_memory(self) -> None:
         """Raise a ValueError if the model is not in the memory that the aggregation shares."""
-        devices = {
-            str(parameter.device)
-            for parameter in self.model.parameters()
-            if parameter.device.type != "cpu"
-        }
+        devices = {str(p.device) for p in self.model.parameters() if p.device.type != "cpu"}
         if getattr(self.aggregation, "shared_memory", False) and devices:
             raise ValueError(
-                f"shared_memory must be False for a model on {', '.join(sorted(devices))}, because "
-                "it sums in the host's memory: leave it out of the aggregation"
+                f"shared_memory must be False for a model on {', '.join(sorted(devices))}, "
+                "because it sums in the host's memory: leave it out of the aggregation"
             )
 
     def _make_reduction(self, by_layer: bool) -> OverlappedReduction | None:
-        """Make the reduction during the backward pass; None for one worker, who has nothing to send."""
+        """Make the reduction during the backward pass; None for one worker, who sends nothing."""
         if not self.agg_grad:
             raise ValueError(
                 "overlap must be False with agg_grad=False, because it sends gradients during the "
@@ -745,7 +758,9 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             )
         # Only this aggregation has the setting.
         assert isinstance(self.aggregation, AllReduceAggregation)
-        return OverlappedReduction(self.model, self.aggregation) if self.world_size > 1 else None
+        if self.world_size <= 1:
+            return None
+        return OverlappedReduction(self.model, self.aggregation)
 
 
 def check_aggregation(
@@ -765,15 +780,20 @@ def check_aggregation(
         ValueError: An argument contradicts the aggregation.
 
     Example:
-        >>> check_aggregation(AllReduceAggregation(divide_before=True), Aggregation, divide_before=True).world_size
+        >>> aggregation = AllReduceAggregation(divide_before=True)
+        >>> check_aggregation(aggregation, Aggregation, divide_before=True).world_size
         1
     """
     name = type(aggregation).__name__
     if not isinstance(aggregation, kind):
-        hint = f": write {aggregation.__name__}(...)" if isinstance(aggregation, type) else ""
+        hint = ""
+        if isinstance(aggregation, type):
+            hint = f": write {aggregation.__name__}(...)"
         raise TypeError(f"aggregation must be of the class {kind.__name__}, not {name}{hint}")
     if world_size is not None and world_size != aggregation.world_size:
-        workers = f"{aggregation.world_size} worker{'s' if aggregation.world_size > 1 else ''}"
+        workers = "1 worker"
+        if aggregation.world_size > 1:
+            workers = f"{aggregation.world_size} workers"
         raise ValueError(
             f"world_size is {world_size}, but the process group has {workers}, and so the "
             f"aggregation: give {aggregation.world_size}, or leave world_size out"
@@ -826,27 +846,27 @@ def check_lr(lr: Any, optimizer: str) -> Any:
 
 
 def evaluates_repeatedly(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer requires a closure, because it may evaluate the loss several times per step."""
+    """Return whether an optimizer requires a closure, as it may evaluate the loss several times."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _without_momentum(optimizer: Optimizer) -> set[int]:
-    """Return the ids of parameters without momentum, if others in groups of a fused SGD have it already."""
+    """Return the ids of parameters without momentum, if others in groups of a fused SGD have it."""
     late: set[int] = set()
+    if not isinstance(optimizer, SGD):
+        return late
     is_mixed = False
-    if isinstance(optimizer, SGD):
-        for group in optimizer.param_groups:
-            if group.get("fused") and group["momentum"]:
-                stepping = [
-                    parameter for parameter in group["params"] if parameter.grad is not None
-                ]
-                new = [
-                    p for p in stepping if optimizer.state.get(p, {}).get("momentum_buffer") is None
-                ]
-                late.update(map(id, new))
-                is_mixed = is_mixed or 0 < len(new) < len(stepping)
-    return late if is_mixed else set()
+    for group in optimizer.param_groups:
+        if not (group.get("fused") and group["momentum"]):
+            continue
+        stepping = [p for p in group["params"] if p.grad is not None]
+        new = [p for p in stepping if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+        late.update(map(id, new))
+        is_mixed = is_mixed or 0 < len(new) < len(stepping)
+    if not is_mixed:
+        late.clear()
+    return late
 
 
 def _match_strides(optimizer: Optimizer) -> None:
@@ -866,13 +886,13 @@ def _match_strides(optimizer: Optimizer) -> None:
 def must_skip(
     optimizer: Optimizer, aggregation: Aggregation, looked_too_early: bool = False
 ) -> bool:
-    """Finish in ``step`` the work that a :class:`torch.amp.GradScaler` left: unscale the gradients, or skip the step.
+    """Unscale the gradients that a :class:`torch.amp.GradScaler` left scaled, or skip the step.
 
     During the step a scaler sets ``found_inf`` and ``grad_scale`` on optimizers that have
     ``_step_supports_amp_scaling``. Workers agree on ``found_inf`` before any other message, so that
     all of them skip a step. An aggregation could otherwise remember an overflow as the error of its
-    compression. Gradients are unscaled before they are aggregated, since each worker may have a
-    scale of its own.
+    compression. Gradients are unscaled before they are aggregated, since the scales of the workers
+    may differ.
 
     Args:
         optimizer: The optimizer whose ``step`` this is.
@@ -892,10 +912,11 @@ def must_skip(
         return False
     # torch gives the integer 0 if no parameter has a gradient.
     found_inf = torch.as_tensor(found_inf, dtype=torch.float32)
-    # torch adds up the flags of several devices, and a sum of 2 would mean something else.
-    found_inf = (
-        torch.full_like(found_inf, _TOO_EARLY) if looked_too_early else found_inf.clamp(max=1)
-    )
+    if looked_too_early:
+        found_inf = torch.full_like(found_inf, _TOO_EARLY)
+    else:
+        # torch adds up the flags of several devices, and a sum of 2 would mean "too early".
+        found_inf = found_inf.clamp(max=1)
     aggregation.any_worker(found_inf)
     if found_inf.item() == _TOO_EARLY:
         raise ValueError(

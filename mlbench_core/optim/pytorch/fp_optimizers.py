@@ -1,4 +1,4 @@
-"""Training in half precision: float32 master weights, loss scales, and automatic mixed precision."""
+"""Training in half precision: float32 master weights, loss scales, automatic mixed precision."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from mlbench_core.optim.pytorch.distributed import (
     check_denominator_and_clipping,
     evaluate,
     evaluates_repeatedly,
+    grouped_parameters,
     refuse_partial_state,
 )
 
@@ -79,8 +80,11 @@ class DynamicLossScaler:
         min_scale: float | None = None,
     ) -> None:
         self.scale_factor = _in_range("scale_factor", scale_factor, 1.0)
-        self.max_scale = None if max_scale is None else _in_range("max_scale", max_scale, 0.0)
-        self.min_scale = None if min_scale is None else _in_range("min_scale", min_scale, 0.0)
+        if max_scale is not None:
+            max_scale = _in_range("max_scale", max_scale, 0.0)
+        if min_scale is not None:
+            min_scale = _in_range("min_scale", min_scale, 0.0)
+        self.max_scale, self.min_scale = max_scale, min_scale
         self.scale_window = check_int("scale_window", scale_window, 1)
         self.loss_scale = self._within_limits(init_scale)
         self.updates_without_overflow = 0
@@ -130,7 +134,7 @@ class DynamicLossScaler:
                 self.loss_scale = min(self.loss_scale * self.scale_factor, largest)
 
     def state_dict(self) -> dict[str, float | int]:
-        """Return the scale and how many updates have run without an overflow since it last changed."""
+        """Return the scale and the number of updates without an overflow since it last changed."""
         return {
             "loss_scale": self.loss_scale,
             "updates_without_overflow": self.updates_without_overflow,
@@ -173,15 +177,13 @@ def _in_range(name: str, value: float, least: float) -> float:
     """Return a positive finite number that is at least ``least``."""
     check_number(name, value)
     if not (math.isfinite(value) and value > 0 and value >= least):
-        raise ValueError(
-            f"{name} is {value}; it must be finite and "
-            f"{f'at least {least:g}' if least else 'positive'}"
-        )
+        bound = f"at least {least:g}" if least else "positive"
+        raise ValueError(f"{name} is {value}; it must be finite and {bound}")
     return float(value)
 
 
 class FP16Optimizer(OptimizerWrapper):
-    r"""Any torch optimizer on a half-precision model, with float32 master weights and a dynamic loss scale.
+    r"""Any torch optimizer on a half-precision model, with float32 master weights and a loss scale.
 
     Updates are often too small to change a half-precision weight, so the sum of them is kept in
     float32: all trainable weights lie one after the other in :attr:`fp32_params`, the master
@@ -232,7 +234,7 @@ class FP16Optimizer(OptimizerWrapper):
         world_size: Number of workers; None takes that of the process group.
         use_cuda: True if training runs on GPUs.
         use_horovod: Communicate through Horovod instead of ``torch.distributed``.
-        by_layer: Send each parameter in a message of its own instead of all together.
+        by_layer: Send each parameter in a separate message instead of all together.
         grad_clip: Largest norm of g; larger gradients are scaled down to it. Infinite: no clipping.
         init_scale: First loss scale.
         scale_factor: Factor by which the loss scale shrinks and grows.
@@ -302,13 +304,12 @@ class FP16Optimizer(OptimizerWrapper):
         dtypes = {weight.dtype for weight in self._weights.values()}
         # bfloat16 has the range of float32, so its gradients neither vanish nor overflow.
         needs_scaling = torch.bfloat16 not in dtypes or torch.float16 in dtypes
-        self.loss_scaler = (
-            DynamicLossScaler(
+        if needs_scaling:
+            self.loss_scaler = DynamicLossScaler(
                 init_scale, scale_factor, scale_window, max_scale, min_scale=min_scale
             )
-            if needs_scaling
-            else DynamicLossScaler(init_scale=1.0, scale_factor=1.0)
-        )
+        else:
+            self.loss_scaler = DynamicLossScaler(init_scale=1.0, scale_factor=1.0)
         self.grad_clip = grad_clip
         self.aggregation = self._check_exchange(
             aggregation, world_size, use_cuda, use_horovod, divide_before
@@ -326,7 +327,7 @@ class FP16Optimizer(OptimizerWrapper):
         use_horovod: bool,
         divide_before: bool,
     ) -> AllReduceAggregation:
-        """Return the aggregation as given, if it fits the other arguments, or the one that they describe."""
+        """Return the aggregation if it fits the other arguments, or make the one they describe."""
         if aggregation is None:
             # Horovod is imported only on request, because it is an optional package.
             make = AllReduceAggregationHVD if use_horovod else AllReduceAggregation
@@ -353,7 +354,7 @@ class FP16Optimizer(OptimizerWrapper):
         return aggregation
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        """Set the torch optimizer that updates the master weights, as setting the attribute ``optimizer`` does.
+        """Set the torch optimizer of the master weights, as setting ``optimizer`` does.
 
         Args:
             optimizer: An optimizer over ``[fp32_params]``.
@@ -366,10 +367,9 @@ class FP16Optimizer(OptimizerWrapper):
         self.optimizer = optimizer
 
     def check_inside(self, optimizer: Optimizer) -> None:
-        """Raise a ValueError if an optimizer does not optimize the master weights, or needs several evaluations."""
-        if not any(
-            p is self.fp32_params for group in optimizer.param_groups for p in group["params"]
-        ):
+        """Raise a ValueError if an optimizer lacks the master weights or reevaluates the loss."""
+        # Compared by identity: == of tensors compares their elements.
+        if id(self.fp32_params) not in map(id, grouped_parameters(optimizer)):
             raise ValueError(
                 f"{type(optimizer).__name__} does not optimize the float32 master weights: build "
                 "it over [fp_optimizer.fp32_params], not over model.parameters()"
@@ -382,9 +382,9 @@ class FP16Optimizer(OptimizerWrapper):
             )
 
     def backward_loss(self, loss: Tensor) -> None:
-        """Compute the gradients of the scaled loss and add them to the model's; the loss stays as it is.
+        """Compute the gradients of the scaled loss and add them to the model's.
 
-        Several calls before one step accumulate.
+        The loss itself does not change. Several calls before one step accumulate.
 
         Args:
             loss: One element, best in float32. In a half-precision loss sums of many terms go out
@@ -400,7 +400,7 @@ class FP16Optimizer(OptimizerWrapper):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let calls of :meth:`backward_loss` in the block accumulate gradients without communication.
+        """Let :meth:`backward_loss` in the block accumulate gradients without communication.
 
         Only :meth:`step` sends messages, so this changes nothing. It exists for scripts that
         accumulate gradients with any optimizer. Gradients are summed in the model's half precision:
@@ -409,7 +409,7 @@ class FP16Optimizer(OptimizerWrapper):
         yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> NoReturn:
-        """Raise an error, because gradients are unscaled in :meth:`step`, which clips them to ``grad_clip``.
+        """Raise an error, because :meth:`step` unscales gradients and clips them to ``grad_clip``.
 
         Raises:
             ValueError: Always.
@@ -427,7 +427,7 @@ class FP16Optimizer(OptimizerWrapper):
         multiplier: float | Tensor = 1,
         denom: Denominator | None = None,
     ) -> bool:
-        """Aggregate, unscale, clip and take one step, or skip it if gradients overflowed on any worker.
+        """Aggregate, unscale, clip and take one step; skip it if any worker's gradients overflowed.
 
         Args:
             closure: Clears the gradients, computes the loss and calls :meth:`backward_loss`. It is
@@ -492,11 +492,11 @@ class FP16Optimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def reset_master_weights(self) -> None:
-        """Copy the model's weights into the master weights, for example after a script has loaded them."""
+        """Copy the model's weights into the master weights, for example after loading them."""
         torch_private.foreach_copy_(self._parts(self.fp32_params), list(self._weights.values()))
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the master weights and the loss scale, under ``"fp32_params"`` and ``"loss_scaler"``."""
+        """Return the master weights as ``"fp32_params"``, the loss scale as ``"loss_scaler"``."""
         return {
             "fp32_params": self.fp32_params.detach(),
             "loss_scaler": self.loss_scaler.state_dict(),
@@ -540,7 +540,7 @@ class FP16Optimizer(OptimizerWrapper):
         return multiplier * self.loss_scaler.loss_scale
 
     def _unscaled_norm(self, divisor: float | Tensor) -> Tensor:
-        """Gather the model's gradients in the flat float32 one, unscale them, and return their norm."""
+        """Gather the model's gradients in the flat float32 one, unscale them, return their norm."""
         if self.fp32_params.grad is None:
             self.fp32_params.grad = torch.empty_like(self.fp32_params)
         sources, targets = [], []
@@ -555,15 +555,15 @@ class FP16Optimizer(OptimizerWrapper):
                 targets.append(part)
         if sources:
             torch_private.foreach_copy_(targets, sources)
-        gradients = [
-            self.fp32_params.grad,
-            *(p.grad for p in self._extra().values() if p.grad is not None),
-        ]
+        gradients = [self.fp32_params.grad]
+        for parameter in self._extra().values():
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
         torch_private.foreach_div_(gradients, divisor)
         return nn.utils.get_total_norm(gradients)
 
     def _any_overflow(self, norm: Tensor) -> bool:
-        """Return whether the norm is infinite or nan on any worker; all workers get the same answer."""
+        """Return whether the norm is infinite or nan on any worker, the same on all workers."""
         overflowed = norm.isfinite().logical_not().float()
         before = self.aggregation.bytes_sent
         with self._clock.measure(self.fp32_params.device) as interval:
@@ -578,24 +578,20 @@ class FP16Optimizer(OptimizerWrapper):
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
         """View a flat tensor as tensors of the shapes of the model's parameters."""
-        parts = flat.split([weight.numel() for weight in self._weights.values()])
-        return [
-            part.view(weight.shape)
-            for part, weight in zip(parts, self._weights.values(), strict=True)
-        ]
+        weights = self._weights.values()
+        parts = flat.split([weight.numel() for weight in weights])
+        return [part.view_as(weight) for part, weight in zip(parts, weights, strict=True)]
 
     def _extra(self) -> dict[str, Tensor]:
-        """Return the extra parameters, which the wrapped optimizer updates outside the master weights, by name."""
+        """Return the optimizer's parameters outside the master weights, by name."""
         return self.extra_parameters([self.fp32_params])
 
 
 def _trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that require a gradient, each once, if float32 master weights can stand for them."""
+    """Return the parameters that require a gradient, each once, if float32 can represent them."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fp16_model must be a torch.nn.Module, not {type(model).__name__}")
-    weights = {
-        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not weights:
         raise ValueError(
             "fp16_model has no parameter that requires a gradient: there is nothing to train"
@@ -619,9 +615,9 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     Torch's own scaler looks for overflows in the gradients of its worker alone. The optimizers of
     this library still take or skip each step on all workers alike, since they agree on it in
-    ``step``. But only the worker with the overflow halves its scale, and from then on each worker
-    has a scale of its own. (That changes no result, because each worker unscales its gradients
-    before they are averaged.)
+    ``step``. But only the worker with the overflow halves its scale, so from then on the scales
+    differ. (That changes no result, because each worker unscales its gradients before they are
+    averaged.)
 
     With this scaler the workers agree in the search for overflows. So the scale, ``unscale_`` and
     ``update`` are the same on all workers, also with other optimizers. It costs a message of 4
@@ -639,7 +635,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
     Example:
         >>> from mlbench_core.optim.pytorch import CentralizedSGD
         >>> model = torch.nn.Linear(2, 1)
-        >>> optimizer, scaler = CentralizedSGD(model=model, lr=0.1), DistributedGradScaler("cpu", init_scale=8.0)
+        >>> optimizer = CentralizedSGD(model=model, lr=0.1)
+        >>> scaler = DistributedGradScaler("cpu", init_scale=8.0)
         >>> with torch.autocast("cpu", dtype=torch.float16):
         ...     loss = model(torch.ones(4, 2)).square().mean()
         >>> scaler.scale(loss).backward()
@@ -667,15 +664,14 @@ class DistributedGradScaler(torch.amp.GradScaler):
         found_infs = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # This worker may have no gradient at all, but must take part in the agreement.
         found_infs.setdefault(found_inf.device, found_inf)
-        found_anywhere = torch.stack(
-            [flag.to(found_inf.device) for flag in found_infs.values()]
-        ).amax()
-        aggregation = (
-            self._aggregation
-            or getattr(optimizer, "aggregation", None)
-            or AllReduceAggregation(None)
-        )
-        aggregation.any_worker(found_anywhere)
-        for flag in found_infs.values():
-            flag.copy_(found_anywhere)
+        flags = list(found_infs.values())
+        overflow = torch.stack([flag.to(found_inf.device) for flag in flags]).amax()
+        aggregation = self._aggregation
+        if aggregation is None:
+            aggregation = getattr(optimizer, "aggregation", None)
+        if aggregation is None:
+            aggregation = AllReduceAggregation(None)
+        aggregation.any_worker(overflow)
+        for flag in flags:
+            flag.copy_(overflow)
         return found_infs

@@ -87,9 +87,8 @@ class OneBitAdam(CompressedOptimizer):
     ) -> None:
         defaults = adam_defaults(lr, betas, eps, weight_decay)
         if aggregation is None:
-            aggregation = OneBitAggregation(
-                warmup_steps=100 if warmup_steps is None else warmup_steps, world_size=world_size
-            )
+            steps = 100 if warmup_steps is None else warmup_steps
+            aggregation = OneBitAggregation(warmup_steps=steps, world_size=world_size)
         check_aggregation(
             aggregation, OneBitAggregation, world_size=world_size, warmup_steps=warmup_steps
         )

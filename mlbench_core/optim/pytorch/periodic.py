@@ -1,4 +1,4 @@
-"""Optimizers whose workers take several steps between two averages of their weights (local SGD, DiLoCo)."""
+"""Optimizers whose workers take several steps between two averages (local SGD, DiLoCo)."""
 
 from __future__ import annotations
 
@@ -85,9 +85,10 @@ class LocalSGD(GenericCentralizedOptimizer):
         >>> optimizer.step()
 
     References:
-        S. Stich: Local SGD Converges Fast and Communicates Little. arXiv:1805.09767 Q. Zhou et al.:
-        DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed
-        Averaging. arXiv:2006.00441
+        S. Stich: Local SGD Converges Fast and Communicates Little. arXiv:1805.09767
+
+        Q. Zhou et al.: DaSGD: Squeezing SGD Parallelization Performance in Distributed Training
+        Using Delayed Averaging. arXiv:2006.00441
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class LocalSGD(GenericCentralizedOptimizer):
 
 
 class DiLoCo(GenericCentralizedOptimizer):
-    r"""AdamW on every worker, and every H steps an outer step along the average of their changes (DiLoCo).
+    r"""AdamW on every worker, and every H steps an outer step along the average of their changes.
 
     With :math:`\theta` the weights that all workers share, every worker takes H inner steps from
     them to :math:`\theta_i`; then
@@ -140,7 +141,8 @@ class DiLoCo(GenericCentralizedOptimizer):
     .. math::
 
         \Delta &= \frac{1}{k} \sum_{i=1}^{k} (\theta - \theta_i) \\
-        \theta &\leftarrow \operatorname{OuterOptimizer}(\theta, \Delta), \qquad \theta_i \leftarrow \theta.
+        \theta &\leftarrow \operatorname{OuterOptimizer}(\theta, \Delta), \qquad
+        \theta_i \leftarrow \theta.
 
     The outer optimizer is SGD with Nesterov momentum: with the default 0.9 and the outer learning
     rate 0.7 as in the paper. Each worker keeps its own state of the inner optimizer. The steps in

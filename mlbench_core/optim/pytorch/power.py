@@ -92,14 +92,13 @@ class PowerSGD(GenericCentralizedOptimizer):
         if aggregation is None:
             aggregation = PowerAggregation(model, use_cuda, reuse_query, world_size, rank)  # type: ignore[arg-type]
         else:
-            check_aggregation(
-                aggregation,
-                PowerAggregation,
-                reuse_query=reuse_query or None,
-                # Their default of 1 comes from version 3.0, and counts as left out.
-                world_size=None if world_size == 1 else world_size,
-                rank=None if rank == 1 else rank,
-            )
+            settings: dict[str, Any] = {"reuse_query": reuse_query or None}
+            # The defaults of 1 come from version 3.0, and count as left out.
+            if world_size != 1:
+                settings["world_size"] = world_size
+            if rank != 1:
+                settings["rank"] = rank
+            check_aggregation(aggregation, PowerAggregation, **settings)
         super().__init__(None, model, use_cuda, by_layer, optimizer=make, aggregation=aggregation)
         if not average_world:
             self.agg_mode = AVG_CUSTOM

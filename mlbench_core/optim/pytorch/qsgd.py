@@ -74,9 +74,8 @@ class QSGD(GenericCentralizedOptimizer):
         aggregation: QSGDAggregation | None = None,
     ) -> None:
         if aggregation is None:
-            aggregation = QSGDAggregation(
-                use_cuda, levels=7 if levels is None else levels, world_size=world_size
-            )
+            chosen_levels = 7 if levels is None else levels
+            aggregation = QSGDAggregation(use_cuda, levels=chosen_levels, world_size=world_size)
         check_aggregation(aggregation, QSGDAggregation, world_size=world_size, levels=levels)
         make = partial(
             SGD,

@@ -112,11 +112,9 @@ class SCAFFOLD(GenericCentralizedOptimizer):
 
     def _take_step(self) -> None:
         """Take a local step with corrected gradients."""
-        rates = {
-            id(parameter): float(group["lr"])
-            for group in self.param_groups
-            for parameter in group["params"]
-        }
+        rates: dict[int, float] = {}
+        for group in self.param_groups:
+            rates.update(dict.fromkeys(map(id, group["params"]), float(group["lr"])))
         named = {
             **dict(parameters_of(self.model)),
             **self.extra_parameters(self.model.parameters()),

@@ -36,9 +36,8 @@ class _OneBitSGD(CompressedOptimizer):
         defaults = sgd_defaults(lr, momentum, weight_decay, dampening, nesterov)
         if aggregation is None:
             aggregation = self._kind(world_size=world_size)
-        super().__init__(
-            params, defaults, check_aggregation(aggregation, self._kind, world_size=world_size)
-        )
+        check_aggregation(aggregation, self._kind, world_size=world_size)
+        super().__init__(params, defaults, aggregation)
 
 
 class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a tracker too

@@ -16,7 +16,7 @@ __all__ = ["SparseLoCo"]
 
 
 class SparseLoCo(DiLoCo):
-    r"""AdamW on every worker, and every H steps an exchange of the largest parts of their changes (SparseLoCo).
+    r"""AdamW on every worker, and every H steps an exchange of the largest parts of their changes.
 
     With :math:`\theta` the weights that all workers share, every worker takes H inner steps from
     them to :math:`\theta_i`; then
@@ -25,7 +25,8 @@ class SparseLoCo(DiLoCo):
 
         e_i &\leftarrow \beta e_i + \theta - \theta_i \\
         s_i &= Q(\operatorname{top-k}(e_i)), \qquad e_i \leftarrow e_i - s_i \\
-        \theta &\leftarrow \theta - \frac{\alpha}{k} \sum_{i=1}^{k} s_i, \qquad \theta_i \leftarrow \theta.
+        \theta &\leftarrow \theta - \frac{\alpha}{k} \sum_{i=1}^{k} s_i, \qquad
+        \theta_i \leftarrow \theta.
 
     :math:`Q` and top-k are those of
     :class:`~mlbench_core.aggregation.pytorch.sparse_loco.ChunkedTopKAggregation`: 2 % of the

@@ -13,13 +13,13 @@ from mlbench_core.aggregation.pytorch.sparsified import (
     coordinates_sent,
 )
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer, Params, sgd_defaults
-from mlbench_core.optim.pytorch.distributed import check_aggregation
+from mlbench_core.optim.pytorch.distributed import check_aggregation, grouped_parameters
 
 __all__ = ["CentralizedSparsifiedSGD", "SparsifiedSGD"]
 
 
 class SparsifiedSGD(CompressedOptimizer):
-    r"""SGD that sends the :math:`k` largest coordinates of each tensor and remembers the rest (Mem-SGD).
+    r"""SGD that sends the largest coordinates of each tensor and remembers the rest (Mem-SGD).
 
     With gradient :math:`g_i` (and weight decay) of worker :math:`i` of :math:`n`, and the learning
     rate :math:`\eta`, for each tensor
@@ -42,7 +42,7 @@ class SparsifiedSGD(CompressedOptimizer):
         weight_decay: L2 penalty.
         sparse_grad_size: :math:`k`, coordinates sent per tensor (an integer), or their share (a
             float).
-        momentum: Momentum factor of the local direction, which then stands for :math:`g_i`.
+        momentum: Momentum factor of the local direction, which then replaces :math:`g_i`.
         world_size: Number of workers; None takes that of the process group, when the optimizer is
             made.
         aggregation: The exchange with all its settings, instead of ``sparse_grad_size``: for
@@ -82,9 +82,8 @@ class SparsifiedSGD(CompressedOptimizer):
         if aggregation is None:
             size = check_size(sparse_grad_size, "sparse_grad_size")
             aggregation = SparsifiedAggregation(None, size=size, world_size=world_size)
-        self._size = check_aggregation(
-            aggregation, SparsifiedAggregation, world_size=world_size
-        ).size
+        check_aggregation(aggregation, SparsifiedAggregation, world_size=world_size)
+        self._size = aggregation.size
         # The default of version 3.0 counts as left out.
         if sparse_grad_size not in (10, self._size):
             raise ValueError(
@@ -95,7 +94,7 @@ class SparsifiedSGD(CompressedOptimizer):
         super().__init__(params, sgd_defaults(lr, momentum, weight_decay), aggregation)
 
     def get_estimated_weights(self) -> list[Tensor]:
-        r"""Return the weighted average of the iterates, the estimate for which the paper proves convergence.
+        r"""Return the weighted average of the iterates, for which the paper proves convergence.
 
         .. math:: \bar{x}_T = \frac{1}{\sum_t w_t} \sum_{t=0}^{T-1} w_t x_t, \qquad w_t = (a + t)^2
 
@@ -118,13 +117,15 @@ class SparsifiedSGD(CompressedOptimizer):
             >>> optimizer.get_estimated_weights()  # (1 * 2 + 4 * 1) / 5
             [tensor([1.2000])]
         """
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return [self.state[p].get("estimated_weights", p.detach().clone()) for p in parameters]
+        weights: list[Tensor] = []
+        for x in grouped_parameters(self):
+            weights.append(self.state[x].get("estimated_weights", x.detach().clone()))
+        return weights
 
     def update_estimated_weights(
         self, iteration: int | None = None, sparse_vector_size: int | None = None
     ) -> None:
-        """Do nothing, because :meth:`step` keeps the estimate up to date; for scripts of version 3.0.
+        """Do nothing, because :meth:`step` updates the estimate; for scripts of version 3.0.
 
         Args:
             iteration: Not used; the steps are counted here.
@@ -145,12 +146,11 @@ class SparsifiedSGD(CompressedOptimizer):
 
     def _before_step(self) -> None:
         """Add the parameters before a step to the averages."""
-        parameters = [p for group in self.param_groups for p in group["params"] if p.numel() > 0]
+        parameters = [x for x in grouped_parameters(self) if x.numel() > 0]
         # The theorem needs a shift of at least d/k for every tensor, so the one for all is the
         # largest.
-        a = max(
-            (p.numel() / coordinates_sent(self._size, p.numel()) for p in parameters), default=1.0
-        )
+        shifts = [x.numel() / coordinates_sent(self._size, x.numel()) for x in parameters]
+        a = max(shifts, default=1.0)
         for x in parameters:
             state = self.state[x]
             t = state["step"] = state.get("step", -1) + 1
@@ -161,7 +161,7 @@ class SparsifiedSGD(CompressedOptimizer):
 
 
 class CentralizedSparsifiedSGD(SparsifiedSGD):
-    r"""SGD that sends a few coordinates of each tensor, the largest or random ones, and remembers the rest.
+    r"""SGD that sends the largest or random coordinates of each tensor and remembers the rest.
 
     See :class:`SparsifiedSGD`, which this is with the number of workers stated and the choice of
     coordinates.
@@ -184,7 +184,8 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
     Example:
         >>> import torch
         >>> x = torch.nn.Parameter(torch.zeros(100))
-        >>> optimizer = CentralizedSparsifiedSGD([x], lr=1.0, sparse_grad_size=0.05, random_sparse=True)
+        >>> options = {"sparse_grad_size": 0.05, "random_sparse": True}
+        >>> optimizer = CentralizedSparsifiedSGD([x], lr=1.0, **options)
         >>> x.grad = torch.ones(100)
         >>> optimizer.step()
         >>> x.count_nonzero()
@@ -213,9 +214,9 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
                 None, size=size, random=random_sparse, world_size=world_size
             )
         # The default of 1 comes from version 3.0, and counts as left out.
-        check_aggregation(
-            aggregation, SparsifiedAggregation, world_size=None if world_size == 1 else world_size
-        )
+        if world_size == 1:
+            world_size = None
+        check_aggregation(aggregation, SparsifiedAggregation, world_size=world_size)
         if random_sparse and not aggregation.random:
             raise ValueError(
                 "random_sparse must be left out or False, not True, because the aggregation sends "

@@ -1,4 +1,4 @@
-"""AdamW on every worker, and outer steps fragment by fragment while training goes on (Streaming DiLoCo)."""
+"""DiLoCo whose outer steps take one fragment after another during training (Streaming DiLoCo)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ __all__ = ["StreamingDiLoCo"]
 
 
 class StreamingDiLoCo(GenericCentralizedOptimizer):
-    r"""DiLoCo whose messages are fragments of the model, and travel while the workers take more steps.
+    r"""DiLoCo whose messages are fragments of the model, sent while the workers take more steps.
 
-    Every worker takes inner steps by itself. Each fragment of the shared weights :math:`\theta` is
-    synchronized every H steps, at its own offset. At a step :math:`t`, the workers start to average
-    the outer gradient of a fragment, and merge the result after :math:`\tau` more inner steps:
+    Every worker takes inner steps without communication. Each fragment of the shared weights
+    :math:`\theta` is synchronized every H steps, at its own offset. At a step :math:`t`, the
+    workers start to average the outer gradient of a fragment, and merge the result after
+    :math:`\tau` more inner steps:
 
     .. math::
 
@@ -90,10 +91,9 @@ class StreamingDiLoCo(GenericCentralizedOptimizer):
         aggregation: StreamingDiLoCoAggregation | None = None,
     ) -> None:
         if inner_optimizer is None:
-            lr = check_lr(lr, "StreamingDiLoCo")
             inner_optimizer = partial(
                 AdamW,
-                lr=lr,
+                lr=check_lr(lr, "StreamingDiLoCo"),
                 betas=betas,
                 eps=eps,
                 weight_decay=weight_decay,

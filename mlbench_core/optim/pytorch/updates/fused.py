@@ -35,15 +35,14 @@ def suits_fused(model: nn.Module | None) -> bool:
         >>> suits_fused(nn.Linear(2, 1)), suits_fused(nn.Linear(2, 1, dtype=torch.bfloat16))
         (True, False)
     """
-    parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
+    if not isinstance(model, nn.Module):
+        return False
+    parameters = list(model.parameters())
     return bool(parameters) and all(is_dense(p) and _has_fused_kernel(p) for p in parameters)
 
 
 def _has_fused_kernel(parameter: Tensor) -> bool:
-    # On CPUs, the fused SGD of torch 2.13 leaves most elements in half precision as they are.
-    is_full = parameter.dtype in (torch.float32, torch.float64)
-    return (
-        is_full
-        if parameter.device.type == "cpu"
-        else parameter.is_floating_point() and parameter.is_cuda
-    )
+    if parameter.device.type == "cpu":
+        # On CPUs, the fused SGD of torch 2.13 leaves most elements in half precision as they are.
+        return parameter.dtype in (torch.float32, torch.float64)
+    return parameter.is_floating_point() and parameter.is_cuda

@@ -16,7 +16,7 @@ __all__ = ["LARS"]
 
 
 class LARS(Optimizer):
-    r"""SGD with momentum and a learning rate of its own for each layer.
+    r"""SGD with momentum and a separate learning rate for each layer.
 
     With :math:`w` a parameter and :math:`g` its gradient, a step is
 
@@ -35,7 +35,7 @@ class LARS(Optimizer):
     ``inner_optimizer`` to :class:`~mlbench_core.optim.pytorch.periodic.DiLoCo`.
 
     Args:
-        params: Parameters, or groups of parameters. A group may have options of its own. With
+        params: Parameters, or groups of parameters. A group may have its own options. With
             ``"use_lars": False``, :math:`\rho` is 1 in it. Use this with ``"weight_decay": 0`` for
             biases and the parameters of normalization layers, as MLPerf does.
         lr: Learning rate :math:`\eta`. It is larger than that of SGD, because :math:`\tau` is
@@ -80,11 +80,13 @@ class LARS(Optimizer):
         check_finite_at_least_0("weight_decay", weight_decay)
         check_positive("trust_coefficient", trust_coefficient)
         defaults = {
+            "lr": check_lr(lr, "LARS"),
             "momentum": momentum,
             "weight_decay": weight_decay,
             "trust_coefficient": trust_coefficient,
+            "use_lars": use_lars,
         }
-        super().__init__(params, {"lr": check_lr(lr, "LARS"), **defaults, "use_lars": use_lars})
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -127,7 +129,7 @@ class LARS(Optimizer):
 def _ratio(
     weights: Tensor, gradient: Tensor, weight_decay: float, trust_coefficient: float
 ) -> Tensor:
-    """Return the factor of a layer's rate, without dimensions and without waiting for the device."""
+    """Return the factor of a layer's rate, without dimensions; do not wait for the device."""
     # Squares overflow in float16.
     dtype = torch.promote_types(weights.dtype, torch.float32)
     weight_norm = torch.linalg.vector_norm(weights, dtype=dtype)

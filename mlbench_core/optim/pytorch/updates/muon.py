@@ -16,7 +16,7 @@ __all__ = ["MuonAdamW"]
 
 
 class MuonAdamW(Optimizer):
-    r"""The step of :class:`torch.optim.Muon` for matrices, and of :class:`torch.optim.AdamW` for other parameters.
+    r"""The step of :class:`torch.optim.Muon` for matrices, and AdamW's for all other parameters.
 
     With :math:`g` the gradient of an :math:`n \times m` matrix, Muon's step is
 
@@ -40,7 +40,7 @@ class MuonAdamW(Optimizer):
     as MuLoCo.
 
     Args:
-        params: Parameters, or groups of parameters. A group may have options of its own. With
+        params: Parameters, or groups of parameters. A group may have its own options. With
             ``"use_muon": False``, its matrices take AdamW's step, as is usual for embeddings and
             the last layer.
         lr: Learning rate :math:`\eta`.
@@ -65,9 +65,11 @@ class MuonAdamW(Optimizer):
 
     References:
         K. Jordan et al.: Muon: An optimizer for hidden layers in neural networks,
-        kellerjordan.github.io/posts/muon. J. Liu et al.: Muon is Scalable for LLM Training.
-        arXiv:2502.16982 (the factor). B. Thérien et al.: MuLoCo: Muon is a practical inner
-        optimizer for DiLoCo. arXiv:2505.23725
+        kellerjordan.github.io/posts/muon
+
+        J. Liu et al.: Muon is Scalable for LLM Training. arXiv:2502.16982 (the factor)
+
+        B. Thérien et al.: MuLoCo: Muon is a practical inner optimizer for DiLoCo. arXiv:2505.23725
     """
 
     def __init__(
@@ -107,12 +109,14 @@ class MuonAdamW(Optimizer):
             matrices: list[Tensor] = []
             others: list[Tensor] = []
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    # A checkpoint from before this option has no "kernels".
-                    takes_muon = parameter.ndim == 2 or (
-                        parameter.ndim > 2 and group.get("kernels", False)
-                    )
-                    (matrices if group["use_muon"] and takes_muon else others).append(parameter)
+                if parameter.grad is None:
+                    continue
+                # A checkpoint from before this option has no "kernels".
+                is_kernel = parameter.ndim > 2 and group.get("kernels", False)
+                if group["use_muon"] and (parameter.ndim == 2 or is_kernel):
+                    matrices.append(parameter)
+                else:
+                    others.append(parameter)
             if matrices:
                 self._take_muon_step(
                     matrices, momentum=group["momentum"], adjust_lr_fn="match_rms_adamw", **common
@@ -134,9 +138,8 @@ class MuonAdamW(Optimizer):
             matrix.grad = parameter.grad.flatten(1)  # type: ignore[union-attr]
         optimizer = Muon(matrices, **options)
         # The same dictionaries, so that this optimizer keeps what the step writes into them.
-        optimizer.state.update(
-            (m, self.state[p]) for m, p in zip(matrices, parameters, strict=True)
-        )
+        for matrix, parameter in zip(matrices, parameters, strict=True):
+            optimizer.state[matrix] = self.state[parameter]
         optimizer.step()
         for matrix, parameter in zip(matrices, parameters, strict=True):
             if matrix.data_ptr() != parameter.data_ptr():

@@ -1,4 +1,4 @@
-r"""Non-monotonically triggered averaged SGD: plain SGD until validation stops improving, then averaged weights too.
+r"""Non-monotonically triggered averaged SGD: averages weights once validation stops improving.
 
 References:
     Merity, Keskar and Socher 2017, Regularizing and Optimizing LSTM Language Models, arXiv
@@ -21,7 +21,12 @@ from torch.optim import SGD, Optimizer
 
 from mlbench_core.arguments import check_int
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer
-from mlbench_core.optim.pytorch.distributed import Closure, OptimizerWrapper, evaluate
+from mlbench_core.optim.pytorch.distributed import (
+    Closure,
+    OptimizerWrapper,
+    evaluate,
+    grouped_parameters,
+)
 from mlbench_core.optim.pytorch.updates.one_pass_sgd import sgd_step
 
 __all__ = ["NTASGD", "AveragedSGD", "scaled_rate"]
@@ -74,8 +79,10 @@ class AveragedSGD(SGD):
             The closure's result; None without a closure.
         """
         loss = evaluate(closure)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        averaged = [p for p in parameters if p.requires_grad or "average" in self.state.get(p, {})]
+        averaged = []
+        for parameter in grouped_parameters(self):
+            if parameter.requires_grad or "average" in self.state.get(parameter, {}):
+                averaged.append(parameter)
         # Before the step, because the mean contains the starting point.
         for parameter in averaged:
             if "average" not in self.state[parameter]:
@@ -165,10 +172,14 @@ class NTASGD:
                 "select different rules: give only one of them"
             )
         self.optimizer = optimizer
-        self.patience = None if patience is None else check_int("patience", patience)
-        self.interval = (
-            check_int("interval", 5 if interval is None else interval) if patience is None else None
-        )
+        if patience is not None:
+            patience = check_int("patience", patience)
+        elif interval is not None:
+            interval = check_int("interval", interval)
+        else:
+            # The paper's experiments have n = 5.
+            interval = 5
+        self.patience, self.interval = patience, interval
         self.best = math.inf
         self.checks_since_best = 0
         # The last n values, which a new one is not compared with.
@@ -190,7 +201,8 @@ class NTASGD:
             True if this value made the optimizer start to average.
         """
         # nan compares as False with everything and would never count as worse.
-        value = math.inf if math.isnan(value) else value
+        if math.isnan(value):
+            value = math.inf
         if value < self.best:
             self.best, self.checks_since_best = value, 0
         else:
@@ -206,7 +218,7 @@ class NTASGD:
         return True
 
     def _is_worse_than_before(self, value: float) -> bool:
-        """Return whether a value exceeds the best of all but the last n before it; record the value."""
+        """Record a value; return whether it exceeds the best of all but the last n before it."""
         assert self.interval is not None
         is_worse = value > self._best_before_recent
         self._recent.append(value)
@@ -225,10 +237,10 @@ class NTASGD:
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Put the averages in the parameters' place while the block runs; do nothing before averaging has started.
+        """Put the averages in the parameters' place while the block runs.
 
-        Afterwards the parameters have their own values back, bit by bit, also after an exception.
-        They stay the same tensors on the same memory.
+        Before averaging has started, do nothing. Afterwards the parameters have their own values
+        back, bit by bit, also after an exception. They stay the same tensors on the same memory.
         """
         averages = self._averages()
         own = {parameter: parameter.detach().clone() for parameter in averages}
@@ -242,11 +254,12 @@ class NTASGD:
         """Return the average of each parameter that has one."""
         if not self.is_averaging:
             return {}
-        parameters = [
-            parameter for group in self.optimizer.param_groups for parameter in group["params"]
-        ]
-        states = self.optimizer.state
-        return {p: states[p]["average"] for p in parameters if "average" in states.get(p, {})}
+        averages: dict[Tensor, Tensor] = {}
+        for parameter in grouped_parameters(self.optimizer):
+            state = self.optimizer.state.get(parameter, {})
+            if "average" in state:
+                averages[parameter] = state["average"]
+        return averages
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the trigger; the averages are in the optimizer's own state."""
@@ -259,7 +272,7 @@ class NTASGD:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`; swap the wrapped optimizer if the state is averaging.
+        """Restore the result of :meth:`state_dict`; swap the wrapped optimizer if it is averaging.
 
         Args:
             state_dict: The state of an object with an optimizer of the same kind.

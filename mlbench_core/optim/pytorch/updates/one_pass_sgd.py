@@ -15,15 +15,15 @@ from mlbench_core.optim.pytorch.updates.fused import is_dense
 
 __all__ = ["OnePassSGD", "make_sgd", "sgd_step"]
 
-_LEAST_ELEMENTS = (
-    1 << 14
-)  # smaller tensors stay in the cache between the passes of the plain update
-_UNIT_ELEMENTS = 64  # a multiple of the elements that a CPU adds up in one instruction
+# Smaller tensors stay in the cache between the passes of the plain update.
+_LEAST_ELEMENTS = 1 << 14
+# A multiple of the number of elements that a CPU adds up in one instruction.
+_UNIT_ELEMENTS = 64
 _OPTIONS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
 
 
 class OnePassSGD(SGD):
-    """Torch's SGD on CPUs, at the speed of its fused kernel and with the results of its plain update.
+    """Torch's SGD on CPUs, at the speed of its fused kernel, with the results of its plain update.
 
     The plain update passes over the values of a parameter once per operation, two or three times.
     Torch's fused kernel passes over them once. It rounds as the plain update does, except for the
@@ -61,20 +61,22 @@ class OnePassSGD(SGD):
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            buffer = self.state[parameter].get("momentum_buffer") if group["momentum"] else None
-            if group["momentum"] and buffer is None:  # the plain update makes the buffer
+            buffer = None
+            if group["momentum"]:
+                buffer = self.state[parameter].get("momentum_buffer")
+            row = (parameter, parameter.grad, buffer)
+            if group["momentum"] and buffer is None:
+                # The plain update makes the buffer.
                 new[parameter] = len(plain)
-            elif _is_alike(parameter, parameter.grad, buffer):
-                end = parameter.numel() // _UNIT_ELEMENTS * _UNIT_ELEMENTS
-                flat = [
-                    None if t is None else _flat(t) for t in (parameter, parameter.grad, buffer)
-                ]
-                fused.append(tuple(None if t is None else t[:end] for t in flat))
-                if end == parameter.numel():
-                    continue
-                plain.append(tuple(None if t is None else t[end:] for t in flat))
-                continue
-            plain.append((parameter, parameter.grad, buffer))
+                plain.append(row)
+            elif _is_alike(*row):
+                size = parameter.numel()
+                end = size // _UNIT_ELEMENTS * _UNIT_ELEMENTS
+                fused.append(tuple(_part(tensor, 0, end) for tensor in row))
+                if end < size:
+                    plain.append(tuple(_part(tensor, end, size) for tensor in row))
+            else:
+                plain.append(row)
         options = {name: group[name] for name in _OPTIONS}
         if fused:
             parameters, gradients, buffers = map(list, zip(*fused, strict=True))
@@ -97,7 +99,9 @@ def sgd_step(optimizer: SGD, closure: Closure | None = None) -> Any:
         closure: As for ``step``.
     """
     step: Any = SGD.step
-    return (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, closure)
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step(optimizer, closure)
 
 
 def _is_plain(group: dict[str, Any]) -> bool:
@@ -107,22 +111,30 @@ def _is_plain(group: dict[str, Any]) -> bool:
 
 
 def _is_alike(parameter: Tensor, gradient: Tensor, buffer: Tensor | None) -> bool:
-    """Return whether the fused kernel can update a large parameter: its tensors have one dtype and memory order."""
-    others = [gradient] if buffer is None else [gradient, buffer]
-    return (
-        parameter.numel() >= _LEAST_ELEMENTS
-        # In half precision the kernel rounds differently, and that of torch 2.13 leaves most
-        # elements as they are.
-        and parameter.dtype in (torch.float32, torch.float64)
-        and all(t.layout == torch.strided and t.dtype == parameter.dtype for t in others)
-        and all(t.stride() == parameter.stride() for t in others)
-        and is_dense(parameter)
-    )
+    """Return whether a parameter is large, and its tensors have one dtype and memory order."""
+    if parameter.numel() < _LEAST_ELEMENTS:
+        return False
+    # In half precision the kernel rounds differently, and that of torch 2.13 leaves most elements
+    # as they are.
+    if parameter.dtype not in (torch.float32, torch.float64):
+        return False
+    others = [gradient]
+    if buffer is not None:
+        others.append(buffer)
+    for other in others:
+        # The layout comes first, because a sparse tensor has no strides.
+        if other.layout != torch.strided or other.dtype != parameter.dtype:
+            return False
+        if other.stride() != parameter.stride():
+            return False
+    return is_dense(parameter)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the memory of a dense tensor as a vector."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+def _part(tensor: Tensor | None, start: int, end: int) -> Tensor | None:
+    """Return a part of the memory of a dense tensor as a vector; None for None."""
+    if tensor is None:
+        return None
+    return tensor.detach().as_strided((end - start,), (1,), tensor.storage_offset() + start)
 
 
 def make_sgd(
