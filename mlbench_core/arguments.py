@@ -105,6 +105,6 @@ def check_rank(rank: Any, world_size: Any) -> None:
     check_int("world_size", world_size)
     if not 0 <= operator.index(rank) < world_size:
         raise ValueError(
-            f"rank must be from 0 to {world_size - 1}, not {rank}: ranks count from 0 and "
-            f"world_size is {world_size}"
+            f"rank must be from 0 to {world_size - 1}, not {rank}: "
+            f"ranks count from 0 and world_size is {world_size}"
         )

@@ -106,13 +106,13 @@ def check_variable(name: str) -> str:
     """
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"the name of a variable must be letters, digits and '_', not {name[:80]!r}: give "
-            "for example NCCL_DEBUG"
+            f"the name of a variable must be letters, digits and '_', not {name[:80]!r}: "
+            "give for example NCCL_DEBUG"
         )
     if name in _OF_ENGINES or _OF_MASTER.fullmatch(name):
         raise ValueError(
-            f"the variable must be one that MLBench does not set itself, not {name[:80]}: "
-            "leave it out"
+            "the variable must be one that MLBench does not set itself, "
+            f"not {name[:80]}: leave it out"
         )
     return name
 
@@ -132,8 +132,8 @@ def call_folder(given: Path | None = None) -> str:
         if given is not None and given.is_absolute():
             return str(given)
         raise ConfigurationError(
-            f"the current folder cannot be used ({error.strerror}): change to another one, or "
-            "give --cwd"
+            f"the current folder cannot be used ({error.strerror}): "
+            "change to another one, or give --cwd"
         ) from None
     if given is None:
         return str(here)

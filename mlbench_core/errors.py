@@ -12,7 +12,7 @@ derives from :class:`MLBenchError`. A wrong argument is a plain :class:`ValueErr
     |   +-- MasterAddressError    the given address of the master is not valid (also a ValueError)
     |   +-- MasterTokenError      the token of the master cannot be sent (also a ValueError)
     |   +-- MissingDependencyError  an optional package is not installed (also an ImportError)
-    +-- MasterError               talking to the master failed
+    +-- MasterError               the communication with the master failed
     |   +-- MasterNotFoundError   no master could be located (also a ValueError)
     |   +-- MasterRequestError    the master refused a request or answered with an error
     +-- CheckpointError           a checkpoint is missing, damaged or does not fit
@@ -145,6 +145,6 @@ def require(module: str, extra: str) -> object:
         if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
             raise
         raise MissingDependencyError(
-            f"this needs the package '{error.name}', which is not installed: pip install "
-            f"'mlbench-core[{extra}]'"
+            f"this needs the package '{error.name}', which is not installed: "
+            f"pip install 'mlbench-core[{extra}]'"
         ) from error

@@ -225,9 +225,9 @@ class Task:
             raise ValueError(f"task {self.key} has no goal: it only measures")
         goals = {self.dataset: (self.goal, self.light_goal), **self.stand_ins}
         if dataset is not None and dataset not in goals:
+            allowed = ", ".join(sorted(goals))
             raise ValueError(
-                f"dataset must be one of {', '.join(sorted(goals))} for task {self.key}, not "
-                f"{dataset!r}"
+                f"dataset must be one of {allowed} for task {self.key}, not {dataset!r}"
             )
         dataset = dataset or self.dataset
         goal, light_goal = goals.get(f"{dataset}-{preset}", goals[dataset])
@@ -292,9 +292,8 @@ class Task:
         """
         # Quoted, because the path of a checkout may contain a space.
         script = _SCRIPT_IN_CONTAINER if in_container else str(self.script)
-        return " ".join(
-            [shlex.quote(script), "--run_id", "{run_id}", "--backend", "{backend}", *arguments]
-        )
+        options = ("--run_id", "{run_id}", "--backend", "{backend}")
+        return " ".join([shlex.quote(script), *options, *arguments])
 
 
 _TASKS = (

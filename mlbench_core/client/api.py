@@ -90,7 +90,7 @@ class ApiClient:
 
     The workers of a run that has the variable ``MLBENCH_SPOOL`` lose none: they write each metric
     into a file in that folder before :meth:`post_metric` returns, and remove it when the master has
-    it. The master of the run stores what is left there when the run has ended. If the variable
+    it. The master of the run stores the remaining metrics when the run has ended. If the variable
     ``MLBENCH_SPOOL_ONLY`` is ``1``, because the workers cannot reach the master, they send nothing,
     and do not wait for it at their end.
 
@@ -526,8 +526,8 @@ def _request_unknown_to_3_0(
 ) -> requests.Response:
     """Send a request that masters of version 3.0 do not know; if it is one, raise an error."""
     response = rest.request(method, path, **options)
-    # This version's master says in "message" that the run is missing; another 404 means that the
-    # path is unknown.
+    # This version's master answers with a "message" that the run is missing. Another 404 means that
+    # the path is unknown.
     if response.status_code == HTTPStatus.NOT_FOUND and message_of(response) is None:
         raise MasterRequestError(
             f"the master at {rest.url} {advice}: it does not know /api/{path}, like version 3.0",
@@ -536,7 +536,7 @@ def _request_unknown_to_3_0(
     return response
 
 
-# ---------------------------------------------------------------------- clients that nobody closed
+# ---------------------------------------------------------------------- clients left open
 
 _open_clients: weakref.WeakSet[ApiClient] = weakref.WeakSet()
 
@@ -687,8 +687,8 @@ def _program_fields(
     if task is not None:
         if image is not None or custom_image_name is not None:
             raise ValueError(
-                f"task {task!r} and image {image or custom_image_name!r} are both given: give "
-                "one of them"
+                f"task {task!r} and image {image or custom_image_name!r} are both given: "
+                "give one of them"
             )
         return {"task": task, "arguments": list(map(str, arguments))}
     if arguments:
@@ -717,8 +717,8 @@ def _program_fields(
         }
     if custom_image_name is not None:
         raise ValueError(
-            f"image {image!r} and custom_image_name {custom_image_name!r} are both given: give "
-            "one of them"
+            f"image {image!r} and custom_image_name {custom_image_name!r} are both given: "
+            "give one of them"
         )
     return {"image_name": chosen}
 
@@ -735,8 +735,8 @@ def _backend_fields(
         )
     if custom_backend is not None and chosen not in (None, _CUSTOM_BACKEND):
         raise ValueError(
-            f"backend {backend!r} and custom_backend {custom_backend!r} are both given: give "
-            "one of them"
+            f"backend {backend!r} and custom_backend {custom_backend!r} are both given: "
+            "give one of them"
         )
     if custom_backend is not None:
         return {

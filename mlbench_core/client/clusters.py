@@ -93,7 +93,7 @@ def find_cluster(name: str, provider: str | None = None) -> Cluster:
         provider: Where the cluster must be; by default anywhere.
 
     Raises:
-        ConfigurationError: There is no such cluster; the message names those that exist.
+        ConfigurationError: The cluster does not exist; the message names those that do.
     """
     clusters = read_clusters()
     cluster = clusters.get(name)

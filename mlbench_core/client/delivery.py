@@ -14,7 +14,7 @@ The states of a metric and its transitions::
 Metrics stay in the queue only until the request before them is answered. If the master is slow,
 batches become larger, not more numerous. If the master does not answer, all queued metrics become
 rows, and later metrics follow them. A background thread then tries again with growing pauses. Rows
-are sent before the queue, oldest first, by whichever process is first, even if the process that
+are sent before the queue, oldest first, by the process that is first, even if the one that
 inserted them has ended. With a shared outbox, a killed process loses its queued metrics, and only
 those.
 
@@ -109,8 +109,8 @@ class MetricDelivery:
         endpoint: The master's address, for messages.
         outbox: Keeps undelivered metrics on disk.
         timeout_s: Time limit of one request, in seconds.
-        only_keep: True to send nothing: the metrics stay in the outbox, from which somebody else
-            reads them.
+        only_keep: True to send nothing: the metrics stay in the outbox, from which the master reads
+            them.
     """
 
     def __init__(
@@ -390,8 +390,8 @@ class MetricDelivery:
         self._keep()
         if not was_away:
             logger.warning(
-                "the master at %s does not answer (%s): metrics are kept in %s and delivered when "
-                "it is back",
+                "the master at %s does not answer (%s): "
+                "metrics are kept in %s and delivered when it is back",
                 self._endpoint, failure, self._outbox.path,
             )  # fmt: skip
         return False

@@ -54,8 +54,8 @@ def find_master(label_selector: str, namespace: str, in_cluster: bool, load_conf
         return search(client.CoreV1Api(), namespace, label_selector)
     except MasterNotFoundError as error:
         raise MasterNotFoundError(
-            f"no master found through Kubernetes ({where}): {error}; start one, correct the "
-            "labels, or give its url"
+            f"no master found through Kubernetes ({where}): {error}; "
+            "start one, correct the labels, or give its url"
         ) from None
     # All errors, because kubernetes raises its own, those of urllib3, and those of a missing or
     # damaged configuration.

@@ -46,8 +46,8 @@ class _SharedClient:
 
     def _forget(self) -> None:
         """Drop the parent's client in a forked child; it stays open, for the parent's metrics."""
-        # Another thread of the parent may have held the lock during the fork. In the child, nobody
-        # would release it.
+        # Another thread of the parent may have held the lock during the fork. In the child, it
+        # would never be released.
         self._lock = threading.Lock()
         self._client = None
         self._key = None

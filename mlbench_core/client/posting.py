@@ -369,7 +369,7 @@ def _id_of(line: str) -> str:
 
 
 def _is_refused(response: requests.Response) -> bool:
-    """Return True if this is an answer of the master itself that it can never accept the lines."""
+    """Return True if the master itself can never accept the lines."""
     status = response.status_code
     # A user can correct a missing or wrong token while the metrics wait.
     if not 400 <= status < 500 or status in _TEMPORARY:

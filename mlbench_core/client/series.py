@@ -166,13 +166,13 @@ class RunSeries:
                 )
         if self.task is not None and not self.task.has_goal:
             raise ValueError(
-                f"{option} cannot be given with task {self.task.key}: it only measures, and "
-                "uses no seed"
+                f"{option} cannot be given with task {self.task.key}: "
+                "it only measures, and uses no seed"
             )
         if self.task is None and not self._has_place_for_seed():
             raise ValueError(
-                f"{option} needs {SEED} in the command, for example --command 'train.py --seed "
-                f"{SEED}': otherwise all repeats are the same run"
+                f"{option} needs {SEED} in the command, for example "
+                f"--command 'train.py --seed {SEED}': otherwise all repeats are the same run"
             )
 
     def requests(self) -> list[dict[str, Any]]:

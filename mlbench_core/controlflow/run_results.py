@@ -59,7 +59,7 @@ _NOT_OPTIONS = frozenset(
         "run_id", "root_dataset", "root_checkpoint", "root_output", "data", "rank", "hosts",
         "timeout", "resume", "checkpoint", "validation_only", "gpu", "backend", "light_target",
         "seed", "dataset", "preset", "optimizer", "sink",
-        # The goal of the configuration has it.
+        # A part of the configuration's goal.
         "goal_after",
     }
 )  # fmt: skip
@@ -255,8 +255,8 @@ class RunFolder:
             self._claimed.enter_context(lock(self.folder / ".lock", wait=False))
         except TimeoutError as error:
             raise ConfigurationError(
-                f"another run is writing to {self.folder}: give another --run_id, or wait "
-                "until it has ended"
+                f"another run is writing to {self.folder}: "
+                "give another --run_id, or wait until it has ended"
             ) from error
         except NotImplementedError:
             logger.debug("%s is on a file system without locks", self.folder)

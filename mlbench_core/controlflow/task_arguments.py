@@ -100,8 +100,8 @@ def task_main(
     args = parser.parse_args(argv)
     if not _is_folder_name(args.run_id):
         parser.error(
-            f"argument --run_id: {args.run_id!r} cannot name a folder; use letters, digits, "
-            "'-', '_' and '.'"
+            f"argument --run_id: {args.run_id!r} cannot name a folder; "
+            "use letters, digits, '-', '_' and '.'"
         )
     try:
         rank, hosts = _rank_and_hosts(args.rank, args.hosts, os.environ)

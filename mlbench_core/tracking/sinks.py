@@ -97,8 +97,8 @@ class SinkList(list[Sink]):
         for sink in self:
             if not callable(sink):
                 raise TypeError(
-                    f"sinks must be callable, not {sink!r}: a sink is called (name, value, "
-                    "epoch, step)"
+                    f"sinks must be callable, not {sink!r}: "
+                    "a sink is called (name, value, epoch, step)"
                 )
 
     def resume(self, step: int, latest: dict[str, list[Any]]) -> None:
@@ -158,7 +158,7 @@ class SinkList(list[Sink]):
     def _try(self, sink: Sink, function: Callable[..., Any], *arguments: Any) -> None:
         try:
             function(*arguments)
-        # All errors, because a sink may be anybody's code and training must not end because of it.
+        # All errors, because a sink may be code of the user, and training must not end with it.
         except Exception as error:
             # Not self.remove(sink), which compares with ==: a sink may define its own equality.
             self[:] = [other for other in self if other is not sink]
@@ -294,7 +294,7 @@ class TensorBoardSink:
             return
         self._writer.close()
         self._writer = self._open(purge_step=content["step"])
-        # TensorBoard hides this step, too, and with it what was validated before the checkpoint was
+        # TensorBoard hides this step, too, and with it the validation before the checkpoint was
         # saved.
         for name, (value, epoch) in content.get("latest", {}).items():
             self(name, value, epoch, content["step"])

@@ -900,7 +900,7 @@ class Tracker(PhaseTimes):
         if self._check_times:
             for gap in self.summary().gaps():
                 logger.warning("run %s: %s", self.run_id, gap)
-        # A tracker that only validates a checkpoint says nothing about the goal of a run.
+        # A tracker that only validates a checkpoint does not report the goal of the run.
         if self._has_started and self._published != self._counters.batches:
             self._report_goal()
         send_at_exit(self._exit_key, None)

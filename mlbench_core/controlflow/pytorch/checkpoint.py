@@ -195,8 +195,8 @@ class Checkpointer:
         epoch = int(tracker.current_epoch if epoch is None else epoch)
         folder, world_size = Path(self.dirname), process_groups.world_size()
         keeps_best = self.freq is CheckpointFreq.BEST
-        # With Horovod torch does not know the other workers, so nobody could find the part of a
-        # higher rank.
+        # With Horovod torch does not know the other workers, so the part of a higher rank could not
+        # be found.
         is_unknown = keeps_best and self.rank >= world_size
         if (is_best or not keeps_best) and not is_unknown:
             state = {

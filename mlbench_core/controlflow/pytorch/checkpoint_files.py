@@ -83,8 +83,8 @@ def name_run() -> str:
     try:
         shared: bytes = process_groups.store().compare_set("mlbench/checkpoint", "", own_id)
     except RuntimeError:
-        # The MPI of torch itself has no store, so all runs have this id: saves of different runs
-        # look alike.
+        # torch's own MPI has no store, so all runs have this id: saves of different runs look
+        # alike.
         return "0"
     return shared.decode()
 
@@ -113,7 +113,7 @@ def write(path: Path, content: Mapping[str, Any] | bytes, rank: int) -> None:
             else:
                 torch.save(content, file)
     except (OSError, RuntimeError) as error:
-        # torch raises its own error when a write fails. The operating system's error says why.
+        # torch raises its own error when a write fails. The operating system's error has the cause.
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__cause__ or cause.__context__

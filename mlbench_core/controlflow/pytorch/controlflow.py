@@ -146,8 +146,8 @@ class BatchRecords:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # A device that has failed cannot be read; the error that ended the round says more than
-        # that.
+        # A device that has failed cannot be read, and the error that ended the round shows the
+        # cause.
         try:
             self.read()
         except RuntimeError:

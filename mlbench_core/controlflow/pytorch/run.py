@@ -170,8 +170,8 @@ class Run:
             minimize = options.setdefault("minimize", goal.minimize)
             if minimize != goal.minimize:
                 raise ConfigurationError(
-                    f"minimize must be {goal.minimize}, as in the goal on {goal.metric}, not "
-                    f"{minimize}: leave it out"
+                    f"minimize must be {goal.minimize}, as in the goal on {goal.metric}, "
+                    f"not {minimize}: leave it out"
                 )
         if self.args.goal_after is not None:
             goal = _after_time(goal, self.args.goal_after)
@@ -379,8 +379,8 @@ def _after_time(goal: object, seconds: float) -> AccuracyAfterTime:
     """Return the goal of the best value of the same metric after a training time."""
     if not isinstance(goal, TimeToGoal):
         raise ConfigurationError(
-            "--goal-after needs a task whose goal is a value of a metric (TimeToGoal), not "
-            f"{goal!r}: leave it out"
+            "--goal-after needs a task whose goal is a value of a metric (TimeToGoal), "
+            f"not {goal!r}: leave it out"
         )
     return _AgreedAfterTime(
         seconds, goal.metric, goal.minimize, goal.description.replace("{threshold}", "{value}")

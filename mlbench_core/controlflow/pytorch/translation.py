@@ -80,8 +80,8 @@ def epoch_parts(
     """
     if not 0 < share <= 1:
         raise ValueError(
-            f"share must be above 0 and at most 1, not {share}: give the share of an epoch in "
-            "one part"
+            f"share must be above 0 and at most 1, not {share}: "
+            "give the share of an epoch in one part"
         )
     # A worker with more parts than another would wait for it indefinitely in the next validation.
     total = process_groups.smallest(len(batches))
@@ -174,9 +174,13 @@ def train_round_by_tokens(
 
     records = BatchRecords(tracker, total)
     updates = Updates(
-        scores, optimizer, loss_function, records, update_freq,
+        scores,
+        optimizer,
+        loss_function,
+        records,
+        update_freq,
         lambda batches: _divisor(optimizer, batches, update_freq),
-    )  # fmt: skip
+    )
     iterator = iter(dataloader)
     loss_sum: float | Tensor = 0.0
     tokens_seen = 0
