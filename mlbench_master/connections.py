@@ -55,8 +55,9 @@ def max_connections() -> int:
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    available = _MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else limit // 2
-    return max(16, min(_MAX_CONNECTIONS, available))
+    if limit == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    return max(16, min(_MAX_CONNECTIONS, limit // 2))
 
 
 class Connection(H11Protocol):

@@ -59,7 +59,9 @@ class RunPlan(BaseModel):
     @property
     def aim(self) -> str:
         """Return the aim of the goal as text, empty without a metric."""
-        return GoalAim.of(self).text if self.metric else ""
+        if not self.metric:
+            return ""
+        return GoalAim.of(self).text
 
     @classmethod
     def read(cls, text: str) -> RunPlan:

@@ -120,7 +120,9 @@ def _rank(text: str) -> int | str:
 
 def _number_to_text(value: object) -> object:
     """Convert a number to text, which also keeps the ``nan`` and ``inf`` of a diverging run."""
-    return repr(value) if isinstance(value, (bool, int, float)) else value
+    if isinstance(value, (bool, int, float)):
+        return repr(value)
+    return value
 
 
 def _json_to_text(value: object) -> object:
@@ -133,7 +135,9 @@ def _json_to_text(value: object) -> object:
 
 def _split(value: object) -> object:
     """Split arguments that are one text, as a shell would; a list stays as it is."""
-    return shlex.split(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return shlex.split(value)
+    return value
 
 
 def _command(text: str) -> str:
@@ -188,7 +192,9 @@ def _network(text: str) -> str:
         raise ValueError(
             f"must be a name or a text such as '100mbit,20ms', not the file {text[:80]!r}"
         )
-    return str(get_network(text)) if text.strip() else ""
+    if not text.strip():
+        return ""
+    return str(get_network(text))
 
 
 class MetricIn(_Body):
@@ -528,7 +534,9 @@ def _unknown(field: str, model: str) -> str:
     similar = [name for name in fields if name.startswith(f"{field.lower()}_")]
     if not similar:
         similar = difflib.get_close_matches(field.lower(), fields, 1)
-    hint = f"did you mean {similar[0]!r}?" if similar else f"the fields are {', '.join(fields)}"
+    hint = f"the fields are {', '.join(fields)}"
+    if similar:
+        hint = f"did you mean {similar[0]!r}?"
     return f"is not a field, and would be ignored: {hint}"
 
 
@@ -544,8 +552,9 @@ def describe_error(error: ValidationError, prefix: str = "") -> str:
     """
     parts = []
     for field, message in describe_errors(error):
-        name = f"{field}: " if field else ""
-        parts.append(f"{prefix}{name}{message}")
+        if field:
+            message = f"{field}: {message}"
+        parts.append(f"{prefix}{message}")
     return "; ".join(parts)
 
 

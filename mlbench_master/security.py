@@ -45,6 +45,7 @@ __all__ = [
     "TOO_MANY_GUESSES",
     "Access",
     "GuardMiddleware",
+    "client_address",
     "make_private",
     "random_token",
     "wants_page",
@@ -332,7 +333,7 @@ class GuardMiddleware:
                 )
                 return _refuse(403, "Forbidden", message)
         elif "authorization" in headers:
-            address = scope["client"][0] if scope.get("client") else ""
+            address = client_address(scope)
             limited = self._access.limits_tokens_of(address)
             if limited and self._access.must_wait(address):
                 message = (
@@ -361,6 +362,12 @@ class GuardMiddleware:
         return _refuse(403, "Forbidden", f"Origin: {origin[:80]!r} may not write to this master")
 
 
+def client_address(scope: Scope) -> str:
+    """Return the address of the client of a request, empty if it is not known."""
+    client = scope.get("client")
+    return client[0] if client else ""
+
+
 def wants_page(path: str, headers: Headers) -> bool:
     """Return True if a browser asks for a page, and not a program for data."""
     return not path.startswith(("/api/", "/static/")) and "text/html" in headers.get("accept", "")
@@ -375,7 +382,9 @@ def _is_loopback_host(host: str) -> bool:
     """Accept only names that mean this machine everywhere."""
     # Anybody on a local network may answer for another name.
     match = _HOST.fullmatch(host)
-    name = "" if match is None else match[1].strip("[]").lower()
+    if match is None:
+        return False
+    name = match[1].strip("[]").lower()
     if name == "localhost":
         return True
     try:
@@ -396,7 +405,9 @@ def _network(address: str) -> str:
         parsed = ipaddress.ip_address(address)
     except ValueError:
         return address
-    return address if parsed.version == 4 else parsed.exploded[:19]
+    if parsed.version == 4:
+        return address
+    return parsed.exploded[:19]
 
 
 def _bytes(text: str) -> bytes:

@@ -492,20 +492,22 @@ def _full(name: str, points: Iterable[Point]) -> Iterator[dict[str, Any]]:
 
 
 def _object(pairs: Iterable[tuple[str, Iterable[str]]]) -> Iterator[str]:
-    separator = "{"
+    yield "{"
+    separator = ""
     for key, pieces in pairs:
         yield f"{separator}{json.dumps(key)}: "
         yield from pieces
         separator = ", "
-    yield "{}" if separator == "{" else "}"
+    yield "}"
 
 
 def _list(entries: Iterable[dict[str, Any]]) -> Iterator[str]:
-    separator = "["
+    yield "["
+    separator = ""
     for entry in entries:
         yield separator + json.dumps(entry)
         separator = ", "
-    yield "[]" if separator == "[" else "]"
+    yield "]"
 
 
 def _in_chunks(pieces: Iterable[str]) -> Iterator[str]:

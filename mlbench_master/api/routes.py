@@ -65,6 +65,7 @@ from mlbench_master.schemas import (
     RunsQuery,
     describe_error,
 )
+from mlbench_master.security import client_address
 
 __all__ = ["POD_PHASES", "read_query", "results_of", "router", "run_or_404"]
 
@@ -157,9 +158,12 @@ def _workers_after(
 )
 def pod_curves(name: str, request: Request, store: StorePart) -> StreamingResponse:
     _pod_or_404(store, name)
+    start_us = None
     # Only the metrics of a pod whose run was deleted have no run.
     run = store.run_named(name.rpartition("-worker-")[0])
-    return _curves(request, store, pod_owner(name), None if run is None else start_of(run))
+    if run is not None:
+        start_us = start_of(run)
+    return _curves(request, store, pod_owner(name), start_us)
 
 
 @general_router.get(
@@ -170,8 +174,7 @@ def pod_curves(name: str, request: Request, store: StorePart) -> StreamingRespon
 async def stream_events(request: Request, events: EventsPart) -> StreamingResponse:
     # nginx would collect events in a buffer, unless its header X-Accel-Buffering forbids it.
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    client = request.client.host if request.client else ""
-    stream = events.subscribe(client)
+    stream = events.subscribe(client_address(request.scope))
     return _StreamedResponse(stream, media_type="text/event-stream", headers=headers)
 
 
@@ -205,8 +208,10 @@ async def add_metrics(request: Request) -> Response:
     except UnknownRunError as error:
         raise HTTPException(404, f"run_id: {error}") from None
     events: EventBus = request.app.state.events
-    # After the answer: a client need not wait until thousands of events have been encoded.
-    task = BackgroundTask(_publish, events, metrics) if events.has_subscribers else None
+    task = None
+    if events.has_subscribers:
+        # After the answer: a client need not wait until thousands of events have been encoded.
+        task = BackgroundTask(_publish, events, metrics)
     if many:
         answer = {"status": "ok", "received": len(metrics), "added": added}
     else:
@@ -477,7 +482,9 @@ def run_or_404(store: Store, run_id: str) -> Run:
     """Return the run with the id in a path, or raise an HTTPException with status 404."""
     # isdigit alone accepts digits of other scripts, and int of thousands of digits is slow.
     is_id = run_id.isascii() and run_id.isdigit() and len(run_id) < 20 and int(run_id) <= MAX_ID
-    run = store.run(int(run_id)) if is_id else None
+    run = None
+    if is_id:
+        run = store.run(int(run_id))
     if run is None:
         raise HTTPException(404, f"id: there is no run {run_id[:80]!r}")
     return run

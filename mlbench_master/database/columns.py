@@ -99,13 +99,13 @@ class Columns:
             column.astype(kind).tobytes() for column, kind in zip(self._all(), _KINDS, strict=True)
         )
 
-    def at(self, places: Any) -> Columns:
+    def at(self, indices: Any) -> Columns:
         """Return the columns of some entries.
 
         Args:
-            places: Indices, or a slice.
+            indices: Indices, or a slice.
         """
-        return Columns(*(column[places] for column in self._all()))
+        return Columns(*(column[indices] for column in self._all()))
 
 
 def number_of(value: object) -> float | None:
@@ -133,7 +133,9 @@ def epoch_of(metadata: object) -> float:
         return float(usual[1])
     try:
         content = json.loads(metadata)
-        epoch = content.get("epoch") if isinstance(content, dict) else None
+        if not isinstance(content, dict):
+            return math.nan
+        epoch = content.get("epoch")
         if isinstance(epoch, bool) or not isinstance(epoch, (int, float)):
             return math.nan
         # A whole number may be too large for a float.

@@ -123,7 +123,10 @@ def _kept(steps: Integers, part: Columns, groups: int, count: int) -> tuple[Inte
 def start_of(run: Run) -> int:
     """Return the time 0 of a run's curves: its start, or its creation if it has not started."""
     # SQLite may hold any type in any column.
-    return next((date for date in (run.started_at, run.created_at) if isinstance(date, int)), 0)
+    for date in (run.started_at, run.created_at):
+        if isinstance(date, int):
+            return date
+    return 0
 
 
 def _or_none(column: np.ndarray[Any, np.dtype[np.float64]]) -> list[float | None]:

@@ -514,8 +514,10 @@ class Store:
 
     def run(self, run_id: int) -> Run | None:
         """Return the run with this id, or None."""
+        if run_id > _MAX_RUN_ID:
+            return None
         with self._reading() as session:
-            return session.get(Run, run_id) if run_id <= _MAX_RUN_ID else None
+            return session.get(Run, run_id)
 
     def run_named(self, name: str) -> Run | None:
         """Return the run with this name, or None."""
@@ -560,11 +562,11 @@ class Store:
         chosen = _chosen(sa.select(Run.id), states, text).where(Run.id > min(after, _MAX_RUN_ID))
         if name:
             chosen = chosen.where(Run.name.icontains(name, autoescape=True))
-        order: list[Any] = [self._sort_key(sort.removeprefix("-")), Run.id]
-        if sort.startswith("-"):
-            order = [part.desc() for part in order]
         # The two databases disagree about the order of NULLs.
-        order[0] = order[0].nulls_last()
+        key = self._sort_key(sort.removeprefix("-"))
+        order: list[Any] = [key.nulls_last(), Run.id]
+        if sort.startswith("-"):
+            order = [key.desc().nulls_last(), Run.id.desc()]
         if limit is not None or offset:
             # SQLite would read the whole record of each run that the offset leaves out.
             chosen = chosen.order_by(*order).limit(limit).offset(offset)
@@ -731,8 +733,10 @@ class Store:
             added = []
             with _cache_for(connection, sum(counts.values())):
                 for batch in batches:
+                    count = 0
                     # SQLAlchemy would run the statement of an empty batch once, without values.
-                    count = connection.exec_driver_sql(insert, list(batch)).rowcount if batch else 0
+                    if batch:
+                        count = connection.exec_driver_sql(insert, list(batch)).rowcount
                     added.append(count)
             if firsts:
                 connection.exec_driver_sql(drop, [(*key, date) for key, date in firsts.items()])
@@ -915,7 +919,9 @@ class Store:
         """
         with self._reading() as session:
             value = session.scalar(_newest(owner, name))
-        return None if value is None else _text(value)
+        if value is None:
+            return None
+        return _text(value)
 
     def existing_runs(self, ids: Iterable[int]) -> set[int]:
         """Return those of the ids that belong to runs."""
@@ -959,7 +965,7 @@ class Store:
                     if isinstance(metric, str):
                         counts[owner, metric] = count
         # A database sorts owners by its own rules, so their order is restored here.
-        positions = {owner: index for index, owner in enumerate(owners)}
+        positions = dict(zip(owners, itertools.count(), strict=False))
         return dict(sorted(counts.items(), key=lambda item: positions[item[0][0]]))
 
     def entries(
@@ -987,7 +993,9 @@ class Store:
         small: list[tuple[str, str]] = []
         size = 0
         for (owner, name), count in counts.items():
-            wanted = count if last_n is None else min(count, last_n)
+            wanted = count
+            if last_n is not None:
+                wanted = min(count, last_n)
             if small and (size + wanted > _PAGE or len(small) == _MANY):
                 yield from self._read_together(small, since, last_n)
                 small, size = [], 0
@@ -1061,7 +1069,7 @@ class Store:
         query = page.offset(skip)
         while True:
             with self._reading() as session:
-                rows = [_point(row) for row in session.execute(query)]
+                rows = list(map(_point, session.execute(query)))
             yield from rows
             if len(rows) < _PAGE:
                 return

@@ -80,10 +80,11 @@ class MetricWriter:
     def _write_all(self) -> None:
         """Write until no request is waiting."""
         while group := self._next_group():
-            results = self._write([metrics for metrics, _ in group])
+            batches, futures = zip(*group, strict=True)
+            results = self._write(batches)
             # A future is not thread-safe, so its own event loop sets the result.
             answers: defaultdict[asyncio.AbstractEventLoop, list[_Answer]] = defaultdict(list)
-            for (_, future), result in zip(group, results, strict=True):
+            for future, result in zip(futures, results, strict=True):
                 answers[future.get_loop()].append((future, result))
             for loop, pairs in answers.items():
                 with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
@@ -108,15 +109,18 @@ class MetricWriter:
             # Metrics that arrive after the deletion of their run would stay for good.
             with self._store.alone():
                 existing = self._store.existing_runs(itertools.chain.from_iterable(run_ids))
-                missing = [ids - existing for ids in run_ids]
-                pairs = zip(batches, missing, strict=True)
-                added = iter(self._store.add_batches([batch for batch, ids in pairs if not ids]))
+                accepted = []
+                for batch, ids in zip(batches, run_ids, strict=True):
+                    if ids <= existing:
+                        accepted.append(batch)
+                added = iter(self._store.add_batches(accepted))
             results: list[int | Exception] = []
-            for ids in missing:
-                if ids:
-                    results.append(UnknownRunError(f"there is no run {min(ids)}"))
-                else:
+            for ids in run_ids:
+                if ids <= existing:
                     results.append(next(added))
+                else:
+                    unknown = min(ids - existing)
+                    results.append(UnknownRunError(f"there is no run {unknown}"))
             return results
         except Exception as error:
             if len(batches) == 1 or isinstance(error, _NOT_OF_METRICS):

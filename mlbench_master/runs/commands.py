@@ -396,7 +396,7 @@ def _task_command(
 ) -> tuple[str, str]:
     """Return folder and command of a task."""
     # The user's arguments come later than those of the image, so they override them.
-    arguments = [shlex.quote(argument) for argument in (*of_image, *run.arguments)]
+    arguments = list(map(shlex.quote, (*of_image, *run.arguments)))
     arguments += _flags(run, run.arguments)
     try:
         # Each worker would end with a traceback. The module is not imported, which takes seconds.
@@ -417,8 +417,12 @@ def _with_flags(command: str, run: RunIn) -> str:
 
 def _flags(run: RunIn, words: Sequence[str]) -> list[str]:
     """Return the flags for the light goal and for GPUs, except those that the user gave."""
-    wanted = {"--light": run.light_target, "--gpu": run.gpu_enabled}
-    return [flag for flag, is_wanted in wanted.items() if is_wanted and flag not in words]
+    flags = []
+    if run.light_target and "--light" not in words:
+        flags.append("--light")
+    if run.gpu_enabled and "--gpu" not in words:
+        flags.append("--gpu")
+    return flags
 
 
 def _task_of_image(image: str) -> tuple[Task, tuple[str, ...]]:

@@ -169,10 +169,11 @@ def new_metric(metric: MetricIn, now: int) -> NewMetric:
     else:
         assert metric.pod_name is not None  # MetricIn demands one of the two
         owner = pod_owner(metric.pod_name)
+    date = now if metric.date is None else to_us(metric.date)
     return NewMetric(
         owner=owner,
         name=metric.name,
-        date=now if metric.date is None else to_us(metric.date),
+        date=date,
         value=metric.value,
         cumulative=metric.cumulative,
         extra=metric.metadata,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ class LoadKeeper:
     def _keep_page(self, run: Run) -> bool:
         """Store a page of samples; return whether there may be more of them."""
         assert run.job_id is not None
-        pods = [pod_owner(name) for name in run.worker_names()]
+        pods = list(map(pod_owner, run.worker_names()))
         try:
             if run.id not in self._positions:
                 stored = min(self._store.newest_date(pods, "memory"), now_us())
@@ -113,7 +114,8 @@ class LoadKeeper:
                 metrics.extend(_metrics(pods, line, position.stored_us))
             self._store.add_metrics(metrics)
             position.next = page.next
-            until = _thinnable(max((metric.date for metric in metrics), default=0))
+            latest = max(map(operator.attrgetter("date"), metrics), default=0)
+            until = _thinnable(latest)
             if until > position.thinned_us:
                 for pod in pods:
                     self._store.thin_metrics(
@@ -146,16 +148,16 @@ def _metrics(pods: list[str], line: LogLine, after_us: int) -> Iterator[NewMetri
         return
     if not isinstance(load, dict) or not after_us < date <= now_us():
         return
-    # These figures are not those of a worker, which every reader of the metric must see.
-    extra = json.dumps({"network": "machine"}) if load.get("network") == "machine" else ""
+    network_extra = ""
+    if load.get("network") == "machine":
+        # These figures are not those of a worker, which every reader of the metric must see.
+        network_extra = json.dumps({"network": "machine"})
     for name in LOAD_METRICS:
         value = load.get(name)
         if isinstance(value, int | float) and 0 <= value < _LARGEST:
-            yield NewMetric(
-                owner=pods[rank],
-                name=name,
-                date=date,
-                value=f"{value:.15g}",
-                extra=extra if name.startswith("network") else "",
-                client_id=f"{LOAD_MARK}{name} {date}",
-            )
+            extra = network_extra if name.startswith("network") else ""
+            # A second delivery of the same sample, for example after a restart of the master, has
+            # the same id.
+            key = f"{LOAD_MARK}{name} {date}"
+            text = f"{value:.15g}"
+            yield NewMetric(pods[rank], name, date, text, extra=extra, client_id=key)

@@ -139,8 +139,9 @@ class MasterlessRuns:
             run.state = state
             run.started_at = None if began_s is None else int(began_s * 1e6)
             if state in ("finished", "failed"):
-                ended_s = status.finished_at
-                run.finished_at = now_us() if ended_s is None else int(ended_s * 1e6)
+                run.finished_at = now_us()
+                if status.finished_at is not None:
+                    run.finished_at = int(status.finished_at * 1e6)
             self._record(run, reason=status.reason, returncode=status.returncode)
         return run.to_json()
 

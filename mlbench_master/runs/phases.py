@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -135,8 +137,10 @@ def epoch_phases(store: Store, owner: str, latest: Iterable[tuple[str, Point]]) 
             steps[name] = match[1]
     # One more entry than epochs, because the time of an epoch is the difference of two totals.
     wanted = MOST_EPOCHS + 1
-    counts = {(owner, name): wanted for name in steps}
-    entries = {name: list(points) for _, name, points in store.entries(counts, last_n=wanted)}
+    counts = dict.fromkeys(itertools.product([owner], steps), wanted)
+    entries = {}
+    for _, name, points in store.entries(counts, last_n=wanted):
+        entries[name] = list(points)
     longest = max(entries.values(), key=len, default=[])
     epochs: list[dict[str, float]] = [{} for _ in longest]
     for name, points in entries.items():
@@ -148,10 +152,9 @@ def epoch_phases(store: Store, owner: str, latest: Iterable[tuple[str, Point]]) 
             # A resumed run may continue with less than its first part had.
             epochs[index][phase] = epochs[index].get(phase, 0.0) + max(total - before, 0.0)
             before = total
-    bars = [
-        PhaseBar(f"Epoch {_epoch(point, index)}", _stacked(seconds))
-        for index, (seconds, point) in enumerate(zip(epochs, longest, strict=True))
-    ]
+    bars = []
+    for index, (seconds, point) in enumerate(zip(epochs, longest, strict=True)):
+        bars.append(PhaseBar(f"Epoch {_epoch(point, index)}", _stacked(seconds)))
     return bars[-MOST_EPOCHS:]
 
 
@@ -201,9 +204,11 @@ def _stacked(seconds: Mapping[str, float]) -> dict[str, float]:
 def _epoch(point: Point, index: int) -> int:
     """Return the number of the epoch of an entry, from 1."""
     epoch = epoch_of(point.extra)
-    return (int(epoch) if epoch.is_integer() else index) + 1
+    if epoch.is_integer():
+        return int(epoch) + 1
+    return index + 1
 
 
 def longest_s(bars: Sequence[PhaseBar]) -> float:
     """Return the time of the longest bar."""
-    return max((bar.total_s for bar in bars), default=0.0)
+    return max(map(operator.attrgetter("total_s"), bars), default=0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mlbench_core.comparison.published import describe_run
 from mlbench_core.run_terms import GoalAim
@@ -17,7 +16,7 @@ __all__ = ["RunProgress", "progress_of"]
 # Metrics that a worker sends at the end of each epoch, and of each validation.
 _OF_EPOCH = "CumulativeTrainTimeEpoch @ 0"
 _MOST_VALUES = 2000
-_AIM_FIELDS = ("metric", "threshold", "minimize", "budget_s")
+_AIM_FIELDS = {"metric", "threshold", "minimize", "budget_s"}
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,12 @@ def progress_of(store: Store, run: Run, latest: Mapping[str, Point]) -> RunProgr
         latest: The latest entry of each of its metrics.
     """
     sent = latest.get(PLAN_METRIC)
-    plan = RunPlan() if sent is None else RunPlan.read(sent.value)
+    plan = RunPlan()
+    if sent is not None:
+        plan = RunPlan.read(sent.value)
     # At the end, the goal has the same fields as the plan.
     source = run.goal_record or plan
-    aim: dict[str, Any] = {name: getattr(source, name) for name in _AIM_FIELDS}
+    aim = source.model_dump(include=_AIM_FIELDS)
     if aim["metric"] is None:
         # A task is known before its first epoch ends: by its command.
         goal_of_task = describe_run(run.to_json()).get("goal")
@@ -74,7 +75,9 @@ def _best(store: Store, run: Run, plan: RunPlan) -> float | None:
     owner = (run_owner(run.id), f"{plan.metric} @ 0")
     for *_, points in store.entries({owner: _MOST_VALUES}, last_n=_MOST_VALUES):
         numbers = numbers_of(point.value for point in points)
-        return (min if plan.minimize else max)(numbers, default=None)
+        if plan.minimize:
+            return min(numbers, default=None)
+        return max(numbers, default=None)
     return None
 
 

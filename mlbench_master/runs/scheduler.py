@@ -177,7 +177,10 @@ class Scheduler:
 
     def tick(self) -> None:
         """Record which runs have ended, and start those that fit."""
-        running = [run for run in self._store.runs("started") if self._goes_on(self._watch, run)]
+        running = []
+        for run in self._store.runs("started"):
+            if self._goes_on(self._watch, run):
+                running.append(run)
         with self._lock:
             until = time.monotonic() + _LONGEST_START_S
             used = sum(map(_cores, running))
@@ -390,9 +393,10 @@ class Scheduler:
     def _finish(self, run: Run, status: JobStatus) -> Run | None:
         """Record the end of a run with the last lines of its output and its last metrics."""
         missing = ""
-        spool = None if run.job_id is None else self._launcher.spool(run.job_id)
-        if spool is not None:
-            missing = store_leftovers(spool, self._store)
+        if run.job_id is not None:
+            spool = self._launcher.spool(run.job_id)
+            if spool is not None:
+                missing = store_leftovers(spool, self._store)
         if missing:
             self._note(run, missing)
         self._load.finish(run)
@@ -425,7 +429,9 @@ class Scheduler:
 
     def waits_for(self, run: Run) -> str:
         """Return why a run did not start at the last poll; an empty text if it is not waiting."""
-        return self._waits.get(run.id, "") if run.state == "initialized" else ""
+        if run.state != "initialized":
+            return ""
+        return self._waits.get(run.id, "")
 
     def tails(self, run: Run) -> dict[str, Any]:
         """Return the last lines that a run's workers wrote.
@@ -437,9 +443,12 @@ class Scheduler:
             ``stdout`` and ``stderr``, which includes the lines of the master itself. If the run
             continues with a problem, also ``reason``.
         """
-        lines = [] if run.job_id is None else self._launcher.log_tail(run.job_id)
-        out = [line["text"] for line in lines if line["stream"] == "stdout"]
-        err = [line["text"] for line in lines if line["stream"] != "stdout"]
+        out: list[str] = []
+        err: list[str] = []
+        if run.job_id is not None:
+            for line in self._launcher.log_tail(run.job_id):
+                stream = out if line["stream"] == "stdout" else err
+                stream.append(line["text"])
         tails: dict[str, Any] = {"stdout": _last_lines(out), "stderr": _last_lines(err)}
         if problem := self._problems.get(run.id):
             tails["reason"] = problem

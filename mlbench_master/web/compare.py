@@ -67,12 +67,10 @@ class Choice:
         """
         if only is None:
             only = [run.id for run in self.runs]
-        parameters = [("run", str(run_id)) for run_id in only]
         machine = self.pricing.machine.name if self.pricing.machine else ""
-        for name, value in {"baseline": self.baseline, "machine": machine, **more}.items():
-            if value:
-                parameters.append((name, value))
-        return f"{path}?{urlencode(parameters)}"
+        values = {"run": only, "baseline": self.baseline, "machine": machine, **more}
+        parameters = {name: value for name, value in values.items() if value}
+        return f"{path}?{urlencode(parameters, doseq=True)}"
 
     def without(self, run_id: int) -> str:
         """Return the address of the page without one of the runs."""

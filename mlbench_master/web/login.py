@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from mlbench_master.api.bodies import read_login
-from mlbench_master.security import CODE_S, TOO_MANY_GUESSES, Access
+from mlbench_master.security import CODE_S, TOO_MANY_GUESSES, Access, client_address
 from mlbench_master.web.proxies import root_path
 from mlbench_master.web.render import page, render
 
@@ -50,7 +50,8 @@ def add_login(app: FastAPI, access: Access) -> None:
     def login(request: Request, form: Annotated[dict[str, str], Depends(read_login)]) -> Response:
         if access.token is None:
             return RedirectResponse("/", status_code=303)
-        if access.must_wait(_address(request)):
+        address = client_address(request.scope)
+        if access.must_wait(address):
             return render(
                 "login.html",
                 root=root_path(request.scope),
@@ -60,7 +61,7 @@ def add_login(app: FastAPI, access: Access) -> None:
             )
         is_right = access.accepts(form.get("token", ""))
         if not is_right:
-            access.count_guess(_address(request))
+            access.count_guess(address)
         return _answer(request, is_right, "This is not the master's token.")
 
     @router.post("/logout/")
@@ -104,7 +105,3 @@ def _description(app: FastAPI, root: str) -> dict[str, Any]:
     if root:
         schema["servers"] = [{"url": root}]
     return schema
-
-
-def _address(request: Request) -> str:
-    return request.client.host if request.client else ""

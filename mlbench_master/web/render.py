@@ -64,10 +64,10 @@ def _in_utc(date: str) -> str:
 
 def _since(us: int) -> str:
     seconds = us // _SECOND
-    if seconds < 1:
-        return "now"
-    unit, name = next(item for item in _UNITS if seconds >= item[0])
-    return f"{seconds // unit} {name} ago"
+    for unit, name in _UNITS:
+        if seconds >= unit:
+            return f"{seconds // unit} {name} ago"
+    return "now"
 
 
 def number(value: object, digits: int = 4) -> Markup:

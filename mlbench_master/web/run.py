@@ -63,7 +63,8 @@ def run_page(
     listed = [item for item in latest if wanted.lower() in item[0].lower()]
     metrics = [(name, point.value[:_MOST_CHARACTERS], point) for name, point in listed[:_MOST_ROWS]]
     goal = run.goal_record
-    totals = total_phases(latest, result, goal.phases_s if goal else {})
+    to_goal = goal.phases_s if goal else {}
+    totals = total_phases(latest, result, to_goal)
     unknown: tuple[str, ...] = ()
     if totals and not is_measured(totals, result, run.worker_count):
         unknown = ("communication", "hidden")
@@ -151,12 +152,15 @@ def _failure(run: Run, launcher: Launcher) -> tuple[int, list[str]] | None:
     if run.state != "failed" or match is None or run.job_id is None:
         return None
     rank = int(match[1])
-    lines = [line for line in launcher.log_tail(run.job_id) if line["rank"] == rank]
-    errors = [line for line in lines if line["stream"] == "stderr"]
-    if errors:
-        lines = errors
-    most = _LAST_LINES * _MOST_CHARACTERS
-    texts = [line["text"][:most] for line in lines[-_LAST_LINES:]]
+    texts = []
+    errors = []
+    for line in launcher.log_tail(run.job_id):
+        if line["rank"] == rank:
+            text = line["text"][: _LAST_LINES * _MOST_CHARACTERS]
+            texts.append(text)
+            if line["stream"] == "stderr":
+                errors.append(text)
+    texts = (errors or texts)[-_LAST_LINES:]
     return (rank, texts) if texts else None
 
 

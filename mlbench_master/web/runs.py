@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -92,8 +93,12 @@ class View:
 
     def sorted_by(self, column: str) -> str:
         """Return the address after a click on the head of a column."""
-        first, second = (column, f"-{column}") if column in _TEXTS else (f"-{column}", column)
-        return self.address(sort=second if self.sort == first else first, page=1)
+        first, second = f"-{column}", column
+        if column in _TEXTS:
+            first, second = second, first
+        if self.sort == first:
+            first = second
+        return self.address(sort=first, page=1)
 
     def direction(self, column: str) -> str:
         """Return the value of ``aria-sort`` of a column, empty if the list is not sorted by it."""
@@ -158,7 +163,7 @@ def list_runs(store: Store, runs: Sequence[Run]) -> list[ListedRun]:
 def _add_plans(store: Store, goals: dict[int, RunGoal | None]) -> None:
     """Add the goals of users' programs, which their workers send after the first epoch."""
     run_ids = {run_owner(run_id): run_id for run_id, goal in goals.items() if goal is None}
-    plans = store.latest_entries((owner, PLAN_METRIC) for owner in run_ids)
+    plans = store.latest_entries(itertools.product(run_ids, [PLAN_METRIC]))
     for (owner, _), point in plans.items():
         plan = RunPlan.read(point.value)
         if plan.metric:

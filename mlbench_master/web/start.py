@@ -155,7 +155,7 @@ def _form_page(
     answer = page(
         request,
         "start.html",
-        values={name: values.get(name, "") for name in LABELS},
+        values={**dict.fromkeys(LABELS, ""), **values},
         # In the order of the fields.
         errors={name: errors[name] for name in LABELS if name in errors},
         labels=LABELS,
