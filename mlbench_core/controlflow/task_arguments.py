@@ -108,7 +108,9 @@ def task_main(
     except (ValueError, ConfigurationError) as error:
         parser.error(str(error))
     args.options = _options(parser, args)
-    extra = {} if add_arguments is None else {"args": args}
+    extra: dict[str, Any] = {}
+    if add_arguments is not None:
+        extra["args"] = args
     # The last garbage collection of the process looks at every object of torch, which takes a
     # second.
     atexit.register(gc.freeze)

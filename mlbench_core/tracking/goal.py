@@ -20,14 +20,7 @@ from typing import Any, Protocol
 from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.run_terms import TRACKER_PHASES, GoalAim
 
-__all__ = [
-    "Goal",
-    "as_goal",
-    "end_at_exit",
-    "finite",
-    "goal_metric",
-    "send_at_exit",
-]
+__all__ = ["Goal", "as_goal", "end_at_exit", "finite", "goal_metric", "send_at_exit"]
 
 logger = logging.getLogger(__name__)
 

@@ -199,6 +199,9 @@ class Checkpointer:
         # be found.
         is_unknown = keeps_best and self.rank >= world_size
         if (is_best or not keeps_best) and not is_unknown:
+            extra_states = {}
+            for name, target in (extra or {}).items():
+                extra_states[name] = states.capture(name, target)
             state = {
                 "format": files.FORMAT,
                 # The id and the number of workers show on loading if all files of this save exist.
@@ -213,9 +216,7 @@ class Checkpointer:
                 "scheduler": states.capture_optional("scheduler", scheduler),
                 "tracker": states.capture_tracker(tracker) if self.save_stats else None,
                 "sampler": states.capture_optional("sampler", sampler),
-                "extra": {
-                    name: states.capture(name, value) for name, value in (extra or {}).items()
-                },
+                "extra": extra_states,
                 "rng": states.rng_state(),
             }
             if not keeps_best:
@@ -231,8 +232,9 @@ class Checkpointer:
 
     def _name_save(self, epoch: int) -> str:
         """Return the id of this save, the same on every worker."""
-        self._saves_of_epoch = self._saves_of_epoch + 1 if epoch == self._last_epoch else 0
-        self._last_epoch = epoch
+        self._saves_of_epoch += 1
+        if epoch != self._last_epoch:
+            self._last_epoch, self._saves_of_epoch = epoch, 0
         if self._run is None:
             self._run = files.name_run()
         return f"{epoch}-{self._run}-{self._saves_of_epoch}"
@@ -250,12 +252,9 @@ class Checkpointer:
                 number = float(value) if math.isfinite(value) else None
                 numbers_by_epoch[str(epoch_of_value)] = number
         run_id = getattr(tracker, "run_id", None)
-        content = {
-            "run_id": None if run_id is None else str(run_id),
-            "rank": self.rank,
-            "epoch": epoch,
-            "records": plain,
-        }
+        if run_id is not None:
+            run_id = str(run_id)
+        content = {"run_id": run_id, "rank": self.rank, "epoch": epoch, "records": plain}
         path = Path(self.dirname, names.statistics_name(epoch, self.rank))
         files.write(path, json.dumps(content, allow_nan=False).encode(), self.rank)
 

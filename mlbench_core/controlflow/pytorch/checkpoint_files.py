@@ -45,15 +45,7 @@ from mlbench_core import files
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.errors import CheckpointError, CheckpointNotFoundError
 
-__all__ = [
-    "FORMAT",
-    "find",
-    "name_run",
-    "read",
-    "read_newest",
-    "write",
-    "write_part",
-]
+__all__ = ["FORMAT", "find", "name_run", "read", "read_newest", "write", "write_part"]
 
 _log = logging.getLogger("mlbench_core.controlflow.pytorch.checkpoint")
 

@@ -35,14 +35,7 @@ __all__ = [
 
 _log = logging.getLogger("mlbench_core.controlflow.pytorch.checkpoint")
 
-MISFIT_ERRORS = (
-    RuntimeError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-)
+MISFIT_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
 """Exceptions of objects that receive a state with other entries than their own."""
 
 
@@ -97,8 +90,9 @@ def _check_settings(target: Any, state: Any) -> None:
     Raises:
         ValueError: Both have settings that the other one lacks.
     """
-    groups = getattr(target, "param_groups", None)
-    saved = state.get("param_groups") if isinstance(state, Mapping) else None
+    if not isinstance(state, Mapping):
+        return
+    groups, saved = getattr(target, "param_groups", None), state.get("param_groups")
     if not (isinstance(groups, list) and isinstance(saved, list) and groups and saved):
         return
     if not (isinstance(groups[0], Mapping) and isinstance(saved[0], Mapping)):
@@ -187,19 +181,18 @@ _GOALS: dict[str, Any] = {kind.__name__: kind for kind in (AccuracyAfterTime, Ti
 
 def capture_tracker(tracker: Any) -> dict[str, Any]:
     """Return the state of a tracker, its goal and the id of its run."""
-    state = _plain(tracker.state_dict(), "tracker") if hasattr(tracker, "state_dict") else None
+    state = None
+    if hasattr(tracker, "state_dict"):
+        state = _plain(tracker.state_dict(), "tracker")
     goal: Any = getattr(tracker, "goal", None)
-    kept: dict[str, Any] | None = None
+    goal_state: dict[str, Any] | None = None
     if type(goal) in _GOALS.values():
-        kept = {"kind": type(goal).__name__, "fields": _plain(asdict(goal), "tracker.goal")}
+        goal_state = {"kind": type(goal).__name__, "fields": _plain(asdict(goal), "tracker.goal")}
     elif goal is not None:
         # Any other goal is a function, which a checkpoint cannot hold: reading it would run code.
-        kept = {"kind": "code"}
-    return {
-        "run_id": _plain(getattr(tracker, "run_id", None), "tracker.run_id"),
-        "state": state,
-        "goal": kept,
-    }
+        goal_state = {"kind": "code"}
+    run_id = _plain(getattr(tracker, "run_id", None), "tracker.run_id")
+    return {"run_id": run_id, "state": state, "goal": goal_state}
 
 
 def restore_tracker(path: Path, state: Mapping[str, Any], rank: int, tracker: Any) -> Any:
@@ -232,18 +225,9 @@ def _restored_goal(path: Path, saved: Mapping[str, Any] | None) -> Any:
 
 
 _PLAIN = (
-    torch.Tensor,
-    str,
-    bytes,
-    bool,
-    int,
-    float,
-    complex,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    type(None),
-)
+    torch.Tensor, torch.dtype, torch.device, torch.Size,
+    str, bytes, bool, int, float, complex, type(None),
+)  # fmt: skip
 
 
 def _plain(value: Any, name: str) -> Any:
