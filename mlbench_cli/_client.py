@@ -246,6 +246,7 @@ class MasterClient(RestClient):
         """
         from mlbench_core.comparison.load import unpack
 
+        # Unpacked only after the whole download, which may break off.
         with tempfile.TemporaryDirectory() as temporary:
             archive = Path(temporary, "run.zip")
             self.download_metrics(run_id, archive)

@@ -110,6 +110,7 @@ def task_text(cluster: Cluster, options: CloudOptions) -> str:
     idle = ""
     if options.autostop_min:
         idle = f" --end-when-idle {options.autostop_min * 60}"
+    # A machine has room for one worker, or for one on each of its GPUs.
     slots = max(options.num_gpus, 1)
     setup = f"""
 setup: |
@@ -239,6 +240,7 @@ def create(cluster: Cluster, options: CloudOptions, *, confirmed: bool) -> Clust
         click.confirm(
             f"The cloud charges this price until {_end(options)}. Go on?", abort=True, err=True
         )
+    # Stored before the first step: whatever happens, delete-cluster then knows the cluster.
     remember_cluster(cluster)
     try:
         for step in steps(cluster):
@@ -300,6 +302,7 @@ def connect(cluster: Cluster, wait_s: float = 0.0) -> Cluster:
 
 def _with_secrets(cluster: Cluster, text: str) -> Cluster:
     try:
+        # Read through ssh, so that neither is in a file of SkyPilot, in an argument or in a log.
         record = json.loads(text)
         token, key = record["token"], record["key"]
         if not isinstance(key, str):

@@ -102,7 +102,10 @@ def log_line(line: Mapping[str, Any]) -> str:
     """
     rank = line.get("rank")
     text = clean(line.get("text", ""))
-    return text if rank is None else f"[{rank}] {text}"
+    # The lines of the launcher have no rank.
+    if rank is None:
+        return text
+    return f"[{rank}] {text}"
 
 
 def number(value: float | None, digits: int = 1) -> str:

@@ -28,6 +28,7 @@ def open_display(
         done: The runs that have ended; the display adds the others.
     """
     lines = _Lines(sweep, points, done)
+    # A log or a terminal without control sequences cannot show a bar.
     if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         yield lines
         return

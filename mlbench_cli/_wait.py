@@ -267,6 +267,7 @@ Show = Callable[[Sequence[Progress]], None]
 
 
 def _display() -> contextlib.AbstractContextManager[Show]:
+    # A log or a terminal without control sequences cannot update a table in place.
     if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         return contextlib.nullcontext(_lines())
     return live_table()

@@ -89,6 +89,7 @@ def charts(
     kept, left_out = usable(results)
     for reason in left_out:
         remark(f"{clean(reason)} of the charts")
+    # A figure of runs with different goals would compare times that have nothing in common.
     check_comparable(kept)
     from mlbench_core.comparison.figures import draw_all
 
@@ -114,8 +115,10 @@ def _from_master(folder: Path, dashboard_url: str | None, pattern: str | None) -
             f"(files of 'mlbench run --wait' or 'mlbench download'), and {error}"
         ) from None
     with client:
-        finished = [run for run in client.runs() if run.get("state") == "finished"]
-        chosen = [run for run in finished if matches(str(run.get("name")), pattern)]
+        chosen = []
+        for run in client.runs():
+            if run.get("state") == "finished" and matches(str(run.get("name")), pattern):
+                chosen.append(run)
         return from_master(client, chosen)
 
 

@@ -185,6 +185,7 @@ def create_cluster() -> None:
 @click.option("--host_port", "-h", hidden=True)
 def kind(num_workers: int, name: str, dry_run: bool, as_json: bool, **chosen: Any) -> None:
     """Create a Kubernetes cluster in containers of this machine, with the program kind."""
+    # Scripts for version 3.0 may give these.
     _say_what_has_no_meaning(chosen, ("registry_name", "registry_port", "host_port"))
     if chosen["num_gpus"]:
         raise click.UsageError(
@@ -345,11 +346,12 @@ def _complete(
 ) -> list[CompletionItem]:
     """Return the names of clusters, and at the first place also the providers."""
     words = ctx.params.get("words") or ()
-    clusters = read_clusters().values()
-    if words:
-        choices = [cluster.name for cluster in clusters if cluster.provider == words[0]]
-    else:
-        choices = [*(cluster.name for cluster in clusters), *PROVIDERS]
+    choices = []
+    for cluster in read_clusters().values():
+        if not words or cluster.provider == words[0]:
+            choices.append(cluster.name)
+    if not words:
+        choices += PROVIDERS
     return [CompletionItem(choice) for choice in choices if choice.startswith(incomplete)]
 
 
@@ -402,6 +404,7 @@ def delete_cluster(
         return
     for step in steps:
         perform(step)
+    # Only now: a cluster that could not be deleted must stay known.
     forget_cluster(cluster.name)
     if as_json:
         print_json(cluster.public())
@@ -433,8 +436,13 @@ def list_clusters(as_json: bool) -> None:
 
 def _states(clusters: Sequence[Cluster]) -> dict[str, str]:
     """Return the states of clusters by name, after one call of each program that knows some."""
-    of_kind = [cluster.name for cluster in clusters if cluster.provider == "kind"]
-    of_clouds = [cluster.name for cluster in clusters if cluster.provider != "kind"]
+    of_kind = []
+    of_clouds = []
+    for cluster in clusters:
+        if cluster.provider == "kind":
+            of_kind.append(cluster.name)
+        else:
+            of_clouds.append(cluster.name)
     return {
         **_ask_states(of_kind, lambda: dict.fromkeys(_kind.names(), "exists")),
         **_ask_states(of_clouds, _cloud.states),

@@ -75,5 +75,6 @@ def compare(
     groups, comparison = compare_records(find_records(places, dashboard_url), pricing, baseline)
     print_comparison(comparison, "json" if as_json else form)
     if output is not None:
+        # Standard output holds only the comparison.
         for path in write_comparison(groups, comparison, output, pricing):
             remark(str(path))

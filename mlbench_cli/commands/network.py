@@ -27,10 +27,14 @@ def network() -> None:
 @json_option
 def list_(as_json: bool) -> None:
     """List the named networks."""
+    records = []
+    rows = []
+    for name, each in NETWORKS.items():
+        records.append({"name": name, **dataclasses.asdict(each)})
+        rows.append((name, each.text, each.title))
     if as_json:
-        print_json([{"name": name, **dataclasses.asdict(each)} for name, each in NETWORKS.items()])
+        print_json(records)
         return
-    rows = [(name, each.text, each.title) for name, each in NETWORKS.items()]
     print_table(("NAME", "NETWORK", "TITLE"), rows)
 
 
@@ -150,6 +154,7 @@ def _range_ms(low_s: float, high_s: float) -> str:
 def _compare(asked: float | None, measured: float, unit: float, name: str) -> tuple[str, str, str]:
     if asked is None:
         return "no limit", f"{measured / unit:,.1f} {name}", ""
+    # There is no ratio to 0.
     if not asked:
         return f"0 {name}", f"{measured / unit:,.2f} {name}", f"{measured / unit:+,.2f} {name}"
     difference = f"{measured / asked - 1:+.1%}"

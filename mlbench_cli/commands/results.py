@@ -60,7 +60,7 @@ def verify(folders: Sequence[Path], as_json: bool) -> None:
 
 def _without_problems(folder: Path) -> str:
     """Return the line for a folder without problems."""
-    # A folder without a result was stopped at the limit: otherwise, that is a problem.
+    # Without a result, a folder has a problem unless a sweep stopped its run.
     if not (folder / RESULT).exists():
         return "stopped at the limit, has no result"
     # Numbers that an earlier version did not write.

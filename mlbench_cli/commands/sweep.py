@@ -146,9 +146,11 @@ def _run(
         location = _embedded.find_or_start(dashboard_url)
         return MasterClient(location.url, location.token)
 
+    # Before the first run, so that a number of workers that will be refused starts none.
     if pending:
         with connect() as client:
             client.check_workers(max(point.workers for point in pending), call["oversubscribe"])
+    # A copy, because the display adds the runs that end.
     with open_display(described, points, dict(done)) as display:
         try:
             return Runner(described, folder, connect, display, call).run(pending)
@@ -232,8 +234,11 @@ def _pending(
     done: Mapping[str, Done],
     failures: Mapping[str, Failure],
 ) -> list[Point]:
-    pending = [point for point in points if point.name not in done]
-    return [point for point in pending if folder.may_try(failures.get(point.name))]
+    pending = []
+    for point in points:
+        if point.name not in done and folder.may_try(failures.get(point.name)):
+            pending.append(point)
+    return pending
 
 
 def _as_json(

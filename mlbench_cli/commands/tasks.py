@@ -23,6 +23,7 @@ def tasks(as_json: bool) -> None:
         return
     rows = []
     for task in ordered:
+        # A task that only measures has no goal.
         goal = light = "-"
         if task.has_goal:
             goal = GoalAim(task.metric, task.goal, task.minimize).text

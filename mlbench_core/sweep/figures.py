@@ -81,6 +81,7 @@ def quantities(outcome: Outcome, pricing: Pricing) -> Iterator[Quantity]:
     goals = (group.records[0].goal for group in outcome.groups)
     goal: Mapping[str, Any] = next(filter(None, goals), {})
     metric = str(goal.get("metric") or "goal's metric").removeprefix("val_global_")
+    # Runs end at their goal, so this differs little between runs that reached it.
     yield Quantity(
         "best",
         title=f"Best {metric}",
@@ -113,9 +114,10 @@ def quantities(outcome: Outcome, pricing: Pricing) -> Iterator[Quantity]:
 
 
 def figure_name(quantity: str, network: str | None) -> str:
-    """Return the name of a figure's files; a network may be a text with any characters."""
+    """Return the name of a figure's files."""
     if network is None:
         return quantity
+    # The name of a network may be a path, or a text with any characters.
     return f"{quantity}_{re.sub(r'[^A-Za-z0-9.-]+', '-', network)}"
 
 
@@ -189,11 +191,11 @@ def _panel(
         axes.set_xscale("log")
     axes.set_xlim(span)
     looks = dict(zip(outcome.several, canvas.series_looks(len(outcome.several)), strict=True))
-
     sign = -1 if quantity.largest_first else 1
 
     def rank(name: str) -> float:
         median = _best(outcome, quantity, name, network)
+        # Without a median, an algorithm is the last in both directions.
         return math.inf if median is None else sign * median
 
     ordered = sorted(names, key=rank)
@@ -310,7 +312,7 @@ def _alone(axes: Axes, outcome: Outcome, quantity: Quantity, name: str, row: int
 
 def _reference(axes: Axes, outcome: Outcome) -> None:
     """Draw a line at the median of the baseline with one worker, or else of the fastest."""
-    # More workers did not pay to the right of the line.
+    # To the right of the line, more workers did not pay.
     reference: Cell | None = None
     for cell in outcome.row(None, 1):
         if cell.median_s is not None and (reference is None or cell.algorithm == outcome.baseline):

@@ -257,6 +257,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _check_unchanged(folder: Path, record: Mapping[str, Any], point: Point, sweep: Sweep) -> None:
     """Raise a ConfigurationError if the request of an ended run was another one than now."""
+    # A change of these would make the runs incomparable.
     before = {"limit": record.get("limit_s"), **(record.get("request") or {})}
     for name, new in {"limit": sweep.limit_s, **point.request}.items():
         old = before.get(name)

@@ -296,6 +296,7 @@ def speed_ratio(slower: Cell, faster: Cell) -> Estimate | None:
     if slower.median_s is None or faster.median_s is None:
         return None
     test = _test(slower, faster)
+    # The ratio is that of the medians, and its interval that of the geometric means.
     low, high = (None, None) if test is None else test.interval
     return Estimate(slower.median_s / faster.median_s, low, high, min(slower.runs, faster.runs))
 

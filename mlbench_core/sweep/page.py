@@ -23,7 +23,7 @@ from mlbench_core.errors import ConfigurationError, MissingDependencyError
 from mlbench_core.files import replacing
 from mlbench_core.prediction import predict_time_to_goal
 from mlbench_core.sweep.file import Point, Sweep, load_sweep
-from mlbench_core.sweep.folder import RUNS, SweepFolder
+from mlbench_core.sweep.folder import RECORD, RUNS, SweepFolder
 from mlbench_core.sweep.html import Section, html_page, inline_svg
 from mlbench_core.sweep.outcome import Outcome, duration, gather
 from mlbench_core.sweep.tables import as_csv, known_columns, table_rows
@@ -76,9 +76,11 @@ def write_page(
     words = {"": summary(outcome, maps)}
     for name in outcome.networks:
         words[name] = per_network(outcome, name)
+    # The planned runs do not have those that repeat_stopped = false leaves out.
     facts = _facts(outcome, pricing, folder, len(sweep.points()) - outcome.planned)
     columns = known_columns(rows)
     copy = folder / _COPY
+    # A text file of the user may begin with a byte order mark.
     source = copy.read_text(encoding="utf-8-sig") if copy.exists() else ""
     content = {
         "title": outcome.title,
@@ -121,6 +123,7 @@ def read_outcome(folder: Path, sweep: Sweep, title: str | None = None) -> Outcom
         points,
         records,
         sweep.networks,
+        # A run that succeeded at its second try may still have the file of its failure.
         failed=set(state.failures(points)).difference(records),
         title=title or sweep.title,
         limit_s=sweep.limit_s,
@@ -142,6 +145,7 @@ def _record(folder: Path, point: Point) -> RunRecord | None:
 
 def _maps(outcome: Outcome, predict: Predict, report: Callable[[str], None]) -> list[Map]:
     maps = []
+    # One worker has no network, so there is no map for it.
     for workers in outcome.several:
         prediction = predict_map(outcome, workers, predict)
         if prediction is None:
@@ -211,6 +215,7 @@ def _makers(
         return [partial(draw, outcome, *arguments, name) for name in networks]
 
     yield Section(time.name, time.title), makers(draw_rows, time)
+    # A map has all networks in one figure.
     map_section = Section("map", "Map: which method wins")
     for prediction in maps:
         yield map_section, [partial(draw_map, outcome, prediction)]
@@ -277,7 +282,7 @@ def _stopped(outcome: Outcome) -> str:
 def _seconds(folder: Path) -> float:
     """Return the seconds from the start of a run's workers to their end; 0 if unknown."""
     try:
-        return float(json.loads((folder / "run.json").read_text(encoding="utf-8"))["seconds"])
+        return float(json.loads((folder / RECORD).read_text(encoding="utf-8"))["seconds"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
 

@@ -42,7 +42,9 @@ It hangs, or its script ignores the limit.
 LOST_MASTER_S = 120.0
 """Seconds for which the master may not answer."""
 
+# The states of a run that has not ended.
 _OPEN = ("initialized", "started")
+# Enough for a traceback.
 _LOG_LINES = 20
 T = TypeVar("T")
 
@@ -197,6 +199,7 @@ class Runner:
 
     def _request(self, point: Point) -> dict[str, Any]:
         """Start a run under a name that no other run has."""
+        # Sweeps share a master, and a new try must not replace an older run.
         run = f"{point.name[: LONGEST_NAME - 9].rstrip('-')}-{secrets.token_hex(4)}"
         # Before the request: if this process is killed after it, the next start finds the run.
         self._folder.set_current(point, run)
@@ -262,6 +265,7 @@ class Runner:
     def _save(self, point: Point, item: Mapping[str, Any]) -> Done | Failure:
         """Save the result of a run."""
         ended = self._judge(item)
+        # A run that finished for the master may still have left no usable result.
         if isinstance(ended, Done):
             try:
                 ended = self._fetch(point, item, ended)

@@ -133,6 +133,7 @@ def predict_map(outcome: Outcome, workers: int, predict: Predict) -> Map | None:
         source = _source(outcome, name, workers)
         if source is None:
             continue
+        # From its runs on another network, the prediction could be a shorter time.
         if source.median_s is None:
             text = f"half of its runs or more missed the goal on {source.network}"
             left_out.append(f"{name} is not on the map: {text}.")

@@ -70,23 +70,24 @@ def map_sentence(found: Map) -> str:
 
     They have the share of each method, and that of the cells without a clear winner.
     """
-    # Largest share first.
+    # The shares are sorted, the largest first.
     (first, share), *others = found.shares.items()
     shares = [f"{first} has the least time on {share:.0%} of the map"]
     for name, other_share in others:
         shares.append(f"{name} on {other_share:.0%}")
-    ratios = [cell.ratio for cell in found.cells if cell.ratio is not None]
-    close = len([ratio for ratio in ratios if ratio < CLOSE]) / len(found.cells)
+    close = 0
+    for cell in found.cells:
+        if cell.ratio is not None and cell.ratio < CLOSE:
+            close += 1
     text = (
         f"Predicted, not measured, with {plural(found.workers, 'worker')} and "
         f"{found.range_text}: {listed(shares)}. "
-        f"On {close:.0%} of it, the second is within 10 %."
+        f"On {close / len(found.cells):.0%} of it, the second is within 10 %."
     )
-    measured = [point for point in found.points if point.measured is not None]
-    if not measured:
+    agrees = [point.agrees for point in found.points if point.measured is not None]
+    if not agrees:
         return text
-    same = len([point for point in measured if point.agrees])
-    networks = plural(len(measured), "network")
+    same, networks = agrees.count(True), plural(len(agrees), "network")
     return f"{text} The predicted method is also the measured fastest on {same} of {networks}."
 
 
@@ -144,6 +145,7 @@ def seconds(value: float) -> str:
 
 
 def _unfinished(outcome: Outcome) -> list[str]:
+    # A page can be made at any time, and a comparison of fewer seeds must say so.
     if outcome.ended >= outcome.planned:
         return []
     text = f"{outcome.ended} of {plural(outcome.planned, 'planned run')} have ended."
@@ -193,9 +195,10 @@ def _against_one_worker(outcome: Outcome) -> list[str]:
     gain: list[str] = []
     loss: list[str] = []
     for network in outcome.networks:
-        rows = [outcome.row(network, workers) for workers in outcome.several]
-        # A row starts with its fastest cell, and the order of a cell with its median.
-        orders = [order(row[0]) for row in rows if row]
+        orders = []
+        for workers in outcome.several:
+            # A row starts with its fastest cell, and the order of a cell with its median.
+            orders += map(order, outcome.row(network, workers)[:1])
         if not orders:
             continue
         if min(orders)[0] < least:
@@ -223,10 +226,12 @@ def _not_reached(outcome: Outcome) -> list[str]:
         parts = [f"{late} on {listed(places)}" for late, places in cases.items()]
         if parts:
             sentences.append(f"{name}: {'; '.join(parts)}.")
-    errors = [cell for cell in outcome.cells if cell.failed]
+    errors = []
+    for cell in outcome.cells:
+        if cell.failed:
+            errors.append(f"{cell.algorithm} on {_place(cell)} ({cell.failed})")
     if errors:
-        places = [f"{cell.algorithm} on {_place(cell)} ({cell.failed})" for cell in errors]
-        sentences.append(f"Ended with an error and counted as misses: {listed(places)}.")
+        sentences.append(f"Ended with an error and counted as misses: {listed(errors)}.")
     return sentences
 
 
