@@ -370,7 +370,8 @@ def task_configuration(
         threads: Threads of each worker.
     """
     task = TASKS.get(uid.removeprefix("task"))
-    key, dataset = None, getattr(args, "dataset", None)
+    key: str | None = None
+    dataset = getattr(args, "dataset", None)
     if task is not None:
         key, dataset = task.key, dataset or task.dataset
     options = {name: value for name, value in args.options.items() if name not in _NOT_OPTIONS}

@@ -344,6 +344,6 @@ def _make_folder(option: str, root: str, *parts: str) -> str:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(
-            f"the folder {folder} cannot be made ({error.strerror}); choose another {option}"
+            f"the folder {folder} cannot be created ({error.strerror}); choose another {option}"
         ) from error
     return str(folder)

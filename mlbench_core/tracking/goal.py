@@ -60,9 +60,9 @@ def as_goal(goal: Any) -> Goal | None:
     if goal is None or _accepts(goal, 3):
         return goal
     if callable(goal) and _accepts(goal, 0):
-        made = goal()
-        if made is not None and _accepts(made, 3):
-            return made
+        created = goal()
+        if created is not None and _accepts(created, 3):
+            return created
     raise TypeError(
         f"goal must be callable as (metric_name, value, tracker), not {goal!r}: pass such a "
         "function, or one without required arguments that returns it"

@@ -246,7 +246,8 @@ class Checkpointer:
             return
         plain: dict[str, dict[str, float | None]] = {}
         for name, by_epoch in records.items():
-            numbers_by_epoch = plain[str(name)] = {}
+            numbers_by_epoch: dict[str, float | None] = {}
+            plain[str(name)] = numbers_by_epoch
             for epoch_of_value, value in by_epoch.items():
                 # JSON has no infinities and no nan, so they become null.
                 number = float(value) if math.isfinite(value) else None
