@@ -118,6 +118,7 @@ def create_app(
         title="MLBench master",
         version=mlbench_core.__version__,
         lifespan=lifespan,
+        # _PathMiddleware adds a missing final slash without a redirect.
         redirect_slashes=False,
         # FastAPI's own pages load scripts from another server, which could start commands here.
         docs_url=None,

@@ -150,8 +150,9 @@ def _command(text: str) -> str:
 
 
 State = Literal["initialized", "started", "finished", "failed"]
+_DESCENDING = tuple(f"-{column}" for column in RUN_COLUMNS)
 # Not a pattern: the API reference would look for objects with the names in it.
-Order = Literal[(*RUN_COLUMNS, *(f"-{column}" for column in RUN_COLUMNS))]  # type: ignore[valid-type]
+Order = Literal[(*RUN_COLUMNS, *_DESCENDING)]  # type: ignore[valid-type]
 # The type of the input in the description of the API.
 _TEXT_OR_NUMBER: Any = str | float | bool
 Text = Annotated[str, AfterValidator(_plain_text)]
@@ -361,8 +362,8 @@ class RunImport(_Body):
     Its metrics follow as those of any other run.
 
     Attributes:
-        fingerprint: SHA-256 of what identifies the run, in hexadecimal digits. A run is imported
-            only once.
+        fingerprint: SHA-256 that identifies the run, in hexadecimal digits. A run is imported only
+            once.
         name: A DNS label. If a run has this name, the new one gets a number at the end.
         state: How it ended.
         created_at: Its start.

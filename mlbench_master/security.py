@@ -122,6 +122,7 @@ def random_token(folder: Path) -> str:
 def _secret(folder: Path) -> str:
     path = folder / "secret"
     try:
+        # O_EXCL refuses a link that somebody else has put there.
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
     except FileExistsError:
@@ -133,6 +134,7 @@ def _secret(folder: Path) -> str:
 
 
 def _derive(secret: str, purpose: str) -> str:
+    # A value for one purpose does not reveal the secret or the value for another purpose.
     return hmac.new(secret.encode(), f"mlbench {purpose}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -189,6 +191,7 @@ class Access:
     def redeem(self, code: str) -> bool:
         """Return True if a code is valid; it is not valid a second time."""
         with self._lock:
+            # Removed before the check, so that two requests cannot both use it.
             end = self._codes.pop(code, None)
         return end is not None and time.monotonic() <= end
 
@@ -407,6 +410,7 @@ def _network(address: str) -> str:
         return address
     if parsed.version == 4:
         return address
+    # A client usually has a whole network of 64 bits, and can use each address in it.
     return parsed.exploded[:19]
 
 

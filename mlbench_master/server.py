@@ -210,6 +210,7 @@ def _listen(host: str, port: int) -> socket.socket:
     # asyncio sets TCP_NODELAY only if the protocol is named. It saves 40 ms for each small answer.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
+        # A restarted master gets its port although connections of the old one are in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host.strip("[]"), port))
         listener.listen(128)

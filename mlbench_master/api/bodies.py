@@ -104,6 +104,7 @@ def parse_body(body: bytes, kind: str) -> Any:
     """
     is_json = kind.endswith("json") or (kind != _FORM and body.lstrip()[:1] in (b"{", b"["))
     try:
+        # Programs on Windows may write a byte order mark before JSON.
         text = body.decode("utf-8-sig" if is_json else "utf-8")
         if is_json:
             _check_number_of_values(body)

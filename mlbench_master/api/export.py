@@ -240,6 +240,7 @@ def _cell(text: str) -> str:
         float(text)
     except ValueError:
         return str(safe_cell(text))
+    # A negative number begins as a formula does.
     return text
 
 
@@ -386,8 +387,10 @@ def safe_file_name(name: str, taken: set[str]) -> str:
         >>> safe_file_name("result_../../etc/passwd @ 0", set())
         'result_.._.._etc_passwd @ 0'
     """
+    # Windows drops blanks and dots at the end of a name.
     base = re.sub(r"[^\w @.+-]", "_", name, flags=re.ASCII)[:150].strip(" .") or "_"
     unique, number = base, 1
+    # On Windows and macOS, names that differ only in their case mean one file.
     while unique.lower() in taken:
         number += 1
         unique = f"{base}~{number}"
@@ -411,6 +414,7 @@ def _add_results(archive: zipfile.ZipFile, sink: _Sink, results: Path | None) ->
     with folder:
         for name in FILES:
             try:
+                # Up to the size that it has now: the file of a running worker grows.
                 file, left = folder.open(name)
                 with file, archive.open(name, "w", force_zip64=True) as target:
                     while chunk := file.read(min(left, _CHUNK_BYTES)):

@@ -84,6 +84,7 @@ class Intake:
         """Return a metric if every field has its usual form, or None."""
         if type(item) is not dict or not item.keys() <= MetricIn.model_fields.keys():
             return None
+        # Below, type() and not isinstance, because a bool is an int, too.
         get: Any = item.get
         run_id, name, value, metadata = get("run_id"), get("name"), get("value"), get("metadata")
         cumulative, key, date = get("cumulative", False), get("id"), get("date")

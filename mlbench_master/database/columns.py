@@ -33,6 +33,7 @@ Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 PAGE = 4096
 """Number of entries of a page: 128 KiB."""
 
+# Little-endian on every machine, so that a database can move to another one.
 _KINDS = ("<i8", "<i8", "<f8", "<f8")
 # As mlbench_core.client.log_metrics sends it; to parse any JSON takes five times as long.
 _USUAL = re.compile(r'\{"rank": \d{1,9}, "epoch": (\d{1,15}(?:\.\d{1,17})?)\}')

@@ -538,7 +538,7 @@ class Store:
 
         Args:
             *states: Only runs in one of these states; by default all. ``"failed"`` includes runs
-                that a user stopped, which ``"stopped"`` and ``"failed itself"`` tell apart.
+                that a user stopped; ``"stopped"`` has only these, ``"failed itself"`` all others.
             after: Only runs with a larger id.
             limit: Maximum number of runs.
             name: Only runs with this text in their name; upper and lower case are the same.

@@ -98,6 +98,7 @@ class Lease:
         self._renewed_at = -float("inf")
 
     def _renew(self) -> None:
+        # Several times before it expires: one renewal may fail or be late.
         while not self._stop.wait(self._expires_s / 5):
             try:
                 if not self._write(self._row(self._beat)):

@@ -96,12 +96,14 @@ class MasterlessRuns:
             LauncherError: Slurm refuses the job, or does not answer.
         """
         run = self._made(request)
+        # Two commands at the same time must not choose the same number.
         with lock(self.folder / ".lock"):
             run.id = max(self._numbers(), default=0) + 1
             job_id = _job_id(run.id)
             try:
                 self._launcher.start(make_job(run, self._launcher, {}))
             except BaseException:
+                # Also after Ctrl-C: without a record, no command could find the job again.
                 self._launcher.remove(job_id)
                 raise
             run.job_id = job_id
@@ -212,6 +214,7 @@ class MasterlessRuns:
         source = self._result_folder(run_id)
         if source is None:
             return False
+        # The earlier folder stays until the new one is complete.
         new = target.with_name(f".{target.name}.new")
         with creating_folder(new) as temporary:
             for path in source.iterdir():

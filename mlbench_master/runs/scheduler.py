@@ -28,7 +28,9 @@ from mlbench_master.runs.load_samples import LoadKeeper
 __all__ = ["Scheduler"]
 
 _log = logging.getLogger(__name__)
+# Characters of each stream that the record of a run keeps of its output.
 _TAIL_CHARACTERS = 16_384
+# A poll starts runs for this long at most, because a request that stops a run waits for its end.
 _LONGEST_START_S = 2.0
 _OPEN = ("initialized", "started")
 
@@ -124,6 +126,7 @@ class Scheduler:
             self._thread.join()
             self._thread = None
         if self._lease is not None:
+            # Not earlier: another master may take the runs over at once.
             self._lease.release()
 
     @property
@@ -299,7 +302,7 @@ class Scheduler:
 
     def _watch(self, run: Run) -> bool:
         """Record the status of a started run; return whether it continues."""
-        if run.id in self._stopping:
+        if run.id in self._stopping:  # stop_run records the end
             return True
         assert run.job_id is not None
         if run.id in self._unrecorded:
@@ -392,6 +395,7 @@ class Scheduler:
 
     def _finish(self, run: Run, status: JobStatus) -> Run | None:
         """Record the end of a run with the last lines of its output and its last metrics."""
+        # Metrics and load come before the state: a run that is finished has all of them.
         missing = ""
         if run.job_id is not None:
             spool = self._launcher.spool(run.job_id)

@@ -45,7 +45,7 @@ class Choice:
 
     Attributes:
         runs: The chosen runs, each once.
-        unknown: The ids of which there is no run, for example because it was deleted.
+        unknown: The ids without a run, for example because it was deleted.
         baseline: Label of the baseline, or an empty text.
         pricing: The price of the chosen machine.
     """
@@ -97,6 +97,7 @@ def _choice(
         try:
             runs.append(run_or_404(store, run_id))
         except HTTPException:
+            # An address may hold a text of any length.
             unknown.append(run_id[:80])
     machines = load_prices()
     if machine and machine not in machines:

@@ -75,6 +75,7 @@ class RootPathMiddleware:
         path = scope["path"]
         # In the scope, the path is not quoted.
         rest = path.removeprefix(unquote(root))
+        # The root path /user/me is not a part of /user/me2.
         if rest != path and rest[:1] in ("", "/"):
             path = rest or "/"
         raw_path = path.encode("utf-8", "replace")
@@ -103,6 +104,7 @@ def _forwarded(scope: Scope) -> str:
 
 
 def _with_root(name: bytes, value: bytes, root: bytes) -> tuple[bytes, bytes]:
+    # After two slashes comes the name of a server.
     if name == b"location" and value.startswith(b"/") and not value.startswith(b"//"):
         value = root + value
     elif name == b"link":

@@ -141,7 +141,9 @@ def size(count: float | None) -> str:
 
 _templates = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+    # Names and values in pages are texts of users.
     autoescape=True,
+    # By default, a misspelled variable would be an empty text.
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,

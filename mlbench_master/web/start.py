@@ -312,6 +312,7 @@ def _option(form: Mapping[str, str], field: str, task: Task, values: tuple[str, 
 def _number(text: str, least: int = 1, most: int = 0) -> int | None:
     if not text:
         return None
+    # isdecimal alone accepts digits of other scripts, and int of thousands of digits is slow.
     if not (text.isascii() and text.isdecimal() and len(text) < 11 and least <= int(text) <= most):
         raise ValueError(f"must be a whole number from {least} to {most}, not {text[:80]!r}")
     return int(text)
@@ -323,6 +324,7 @@ def _values_of(run: Run) -> dict[str, str]:
     # The name that was given to a series of runs, of which this is one.
     base_name = re.sub(rf"-{run.num_workers}(-r\d+)?$", "", run.name) or run.name
     values = {
+        # Cut, because the number of workers and of the repeat must fit into 63 characters, too.
         "name": f"{base_name[:50].rstrip('-')}-again",
         "num_workers": str(run.num_workers),
         "num_cpus": str(run.num_cpus).removesuffix(".0"),

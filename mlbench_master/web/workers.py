@@ -144,6 +144,7 @@ def worker_page(
 
 
 def _worker_or_404(store: Store, name: str) -> tuple[Run, int]:
+    # The last one: the name of a run may contain "-worker-", too.
     run_name, _, rank = name.rpartition("-worker-")
     # PostgreSQL refuses NUL in a parameter.
     run = None if "\x00" in name else store.run_named(run_name)
