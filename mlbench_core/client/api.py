@@ -153,16 +153,20 @@ class ApiClient:
         self.endpoint = f"{self._rest.url}/api/"
         # A second client without retries, because MetricDelivery decides when to repeat a request.
         rest = RestClient(url, token, timeout_s)
-        outbox = _outbox(self._rest.url, self.endpoint, spill_dir)
-        self._delivery = MetricDelivery(
-            lambda body, limit_s: rest.request(
+
+        # These functions must not refer to self, which would keep the client alive.
+        def post(body: str, limit_s: float) -> requests.Response:
+            return rest.request(
                 "POST", "metrics/", data=body.encode(), headers=_JSON, timeout=limit_s
-            ),
-            lambda limit_s: rest.request("GET", "runs/", timeout=limit_s),
-            self.endpoint,
-            outbox,
-            timeout_s,
-            only_keep=not outbox.is_shared and os.environ.get("MLBENCH_SPOOL_ONLY") == "1",
+            )
+
+        def list_runs(limit_s: float) -> requests.Response:
+            return rest.request("GET", "runs/", timeout=limit_s)
+
+        outbox = _outbox(self._rest.url, self.endpoint, spill_dir)
+        only_keep = not outbox.is_shared and os.environ.get("MLBENCH_SPOOL_ONLY") == "1"
+        self._delivery = MetricDelivery(
+            post, list_runs, self.endpoint, outbox, timeout_s, only_keep=only_keep
         )
         # The class is looked up here and not at import, so that a test can replace it. Metrics have
         # their own thread, so that a request that hangs delays no metrics, and metrics delay no

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 SEED = "{seed}"
-"""The place in a command that gets the seed of the run."""
+"""The placeholder in a command for the seed of the run."""
 
 FIRST_SEED = 42
 """The seed of every task without ``--seed``."""
@@ -169,7 +169,7 @@ class RunSeries:
                 f"{option} cannot be given with task {self.task.key}: "
                 "it only measures, and uses no seed"
             )
-        if self.task is None and not self._has_place_for_seed():
+        if self.task is None and not self._has_seed_placeholder():
             raise ValueError(
                 f"{option} needs {SEED} in the command, for example "
                 f"--command 'train.py --seed {SEED}': otherwise all repeats are the same run"
@@ -177,7 +177,7 @@ class RunSeries:
 
     def requests(self) -> list[dict[str, Any]]:
         """Return the bodies of ``POST /api/runs/``, one for each run."""
-        is_seeded = self.seed_option is not None or self._has_place_for_seed()
+        is_seeded = self.seed_option is not None or self._has_seed_placeholder()
         first = FIRST_SEED if self.seed is None else self.seed
         requests = []
         for index, (name, workers) in enumerate(self.names()):
@@ -189,7 +189,7 @@ class RunSeries:
             requests.append({**self._request(seed), "name": name, "num_workers": workers})
         return requests
 
-    def _has_place_for_seed(self) -> bool:
+    def _has_seed_placeholder(self) -> bool:
         return any(SEED in (self.request.get(field) or "") for field in _COMMANDS)
 
     def _request(self, seed: int | None) -> dict[str, Any]:

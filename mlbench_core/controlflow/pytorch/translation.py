@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,14 +174,8 @@ def train_round_by_tokens(
             return _scores(model(**batch["net_input"]))
 
     records = BatchRecords(tracker, total)
-    updates = Updates(
-        scores,
-        optimizer,
-        loss_function,
-        records,
-        update_freq,
-        lambda batches: _divisor(optimizer, batches, update_freq),
-    )
+    divisor = partial(_divisor, optimizer, update_freq=update_freq)
+    updates = Updates(scores, optimizer, loss_function, records, update_freq, divisor)
     iterator = iter(dataloader)
     loss_sum: float | Tensor = 0.0
     tokens_seen = 0
