@@ -1,14 +1,16 @@
-"""Make one page of many runs: tables, figures, machine, commands, and links to the result folders."""
+"""Make one page of many runs: tables, figures, machine, commands, and links to result folders."""
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from mlbench_core.comparison.pool import Group
@@ -19,34 +21,10 @@ from mlbench_core.results.folder import read_environment
 __all__ = ["collection_page", "machine_text", "recorded_commands", "runs_csv", "software_text"]
 
 _RUN_COLUMNS = (
-    *(
-        "name",
-        "workers",
-        "seed",
-        "started_at",
-        "state",
-        "reached",
-        "goal_text",
-        "time_to_goal_s",
-        "train_s",
-    ),
-    *(
-        "validation_s",
-        "wall_s",
-        "epochs_to_goal",
-        "epochs",
-        "communication_exposed_s",
-        "communication_hidden_s",
-    ),
-    *(
-        "samples_per_s",
-        "tokens_per_s",
-        "best",
-        "bytes_on_wire",
-        "bytes_sent",
-        "exchanges",
-        "source",
-    ),
+    *("name", "workers", "seed", "started_at", "state", "reached", "goal_text", "time_to_goal_s"),
+    *("train_s", "validation_s", "wall_s", "epochs_to_goal", "epochs"),
+    *("communication_exposed_s", "communication_hidden_s", "samples_per_s", "tokens_per_s"),
+    *("best", "bytes_on_wire", "bytes_sent", "exchanges", "source"),
 )
 
 
@@ -69,33 +47,23 @@ def collection_page(
         commands: Commands that reproduce the runs.
         captions: Name of each figure, without suffix, to its caption.
     """
-    records = [record for group in groups for record in group.records]
-    dates = sorted(str(record.started_at)[:10] for record in records if record.started_at)
-    date = (
-        "unknown"
-        if not dates
-        else dates[0]
-        if dates[0] == dates[-1]
-        else f"{dates[0]} to {dates[-1]}"
-    )
-    sizes = sorted({len(group.records) for group in groups})
-    each = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    shown = [line for command in commands for line in command.splitlines()]
-    # A command with such a fence must not end the block.
-    fence = "```" + "`" * max(
-        (len(ticks) for line in shown for ticks in re.findall("`{3,}", line)), default=0
-    )
+    sizes = [len(group.records) for group in groups]
+    dates = []
+    for group in groups:
+        dates += [str(record.started_at)[:10] for record in group.records if record.started_at]
     lines = [
         f"# {escape(title)}",
         "",
-        f"{len(records)} runs, {each} of each configuration. The 95 % confidence intervals of "
-        "times are those of the geometric mean (Student's t on the logarithms).",
+        f"{sum(sizes)} runs, {_span(sizes)} of each configuration. The 95 % confidence intervals "
+        "of times are those of the geometric mean (Student's t on the logarithms).",
         "",
-        f"- Date: {date}",
-        *(f"- Machine: {escape(text)}" for text in _distinct(map(machine_text, groups))),
-        *(f"- Software: {escape(text)}" for text in _distinct(map(software_text, groups))),
+        f"- Date: {_span(dates)}",
+    ]
+    lines += [f"- Machine: {escape(text)}" for text in _distinct(map(machine_text, groups))]
+    lines += [f"- Software: {escape(text)}" for text in _distinct(map(software_text, groups))]
+    lines += [
         "",
-        *(["Commands:", "", f"{fence}bash", *shown, fence, ""] if shown else []),
+        *_command_lines(commands),
         "## Tables",
         "",
         comparison.as_markdown(),
@@ -113,6 +81,27 @@ def collection_page(
                 "",
             ]
     return "\n".join([*lines, "## Runs", "", *_run_lines(groups, folder)]) + "\n"
+
+
+def _span(values: Iterable[Any]) -> str:
+    """Return the smallest and the largest of some values as a text, or one of them if all equal."""
+    ordered = sorted(values)
+    if not ordered:
+        return "unknown"
+    if ordered[0] == ordered[-1]:
+        return str(ordered[0])
+    return f"{ordered[0]} to {ordered[-1]}"
+
+
+def _command_lines(commands: Iterable[str]) -> list[str]:
+    """Return the section with the commands; an empty list without any."""
+    lines = list(itertools.chain.from_iterable(map(str.splitlines, commands)))
+    if not lines:
+        return []
+    # A command with such a fence must not end the block.
+    longest = max(map(len, re.findall("`{3,}", "\n".join(lines))), default=0)
+    fence = "```" + "`" * longest
+    return ["Commands:", "", f"{fence}bash", *lines, fence, ""]
 
 
 def _run_lines(groups: Sequence[Group], folder: Path) -> list[str]:
@@ -138,44 +127,48 @@ def _run_lines(groups: Sequence[Group], folder: Path) -> list[str]:
 def machine_text(group: Group) -> str:
     """Return the machine of a group in one line; an empty text if it is unknown."""
     machine = group.machine
-    gpus = machine.get("gpus") or 0
-    memory = machine.get("memory_bytes")
-    parts = (
-        machine.get("cpu"),
-        f"{machine['cores']} cores" if machine.get("cores") else None,
-        f"{memory / 2**30:.0f} GiB" if memory else None,
-        f"{gpus} x {machine.get('gpu')}" if gpus else None,
-        f"{machine['hosts']} hosts" if (machine.get("hosts") or 1) > 1 else None,
-    )
-    return ", ".join(str(part) for part in parts if part)
+    parts = []
+    if machine.get("cpu"):
+        parts.append(str(machine["cpu"]))
+    if machine.get("cores"):
+        parts.append(f"{machine['cores']} cores")
+    if machine.get("memory_bytes"):
+        parts.append(f"{machine['memory_bytes'] / 2**30:.0f} GiB")
+    if machine.get("gpus"):
+        parts.append(f"{machine['gpus']} x {machine.get('gpu')}")
+    if (machine.get("hosts") or 1) > 1:
+        parts.append(f"{machine['hosts']} hosts")
+    return ", ".join(parts)
 
 
 def software_text(group: Group) -> str:
     """Return the versions of the software of a group in one line."""
-    software = {name: value for name, value in group.software.items() if value is not None}
+    software = dict(group.software)
     commit, difference = software.pop("commit", None), software.pop("difference_sha256", None)
-    parts = [f"{name} {value}" for name, value in software.items()]
-    if commit:
-        parts.append(
-            f"commit {str(commit)[:12]}"
-            + (f" with the difference {str(difference)[:12]}" if difference else "")
-        )
+    parts = [f"{name} {value}" for name, value in software.items() if value is not None]
+    if commit and difference:
+        parts.append(f"commit {str(commit)[:12]} with the difference {str(difference)[:12]}")
+    elif commit:
+        parts.append(f"commit {str(commit)[:12]}")
     return ", ".join(parts)
 
 
 def _distinct(texts: Iterable[str]) -> list[str]:
-    return [text for text in dict.fromkeys(texts) if text]
+    return list(filter(None, dict.fromkeys(texts)))
 
 
 def recorded_commands(groups: Sequence[Group]) -> list[str]:
-    """Return the command line of the first run of each group, as far as its ``environment.json`` has it."""
-    found = []
+    """Return the command line of the first run of each group.
+
+    A run whose ``environment.json`` is missing or lacks the command line is left out.
+    """
+    commands = []
     for group in groups:
         folder = group.records[0].folder
         words = None if folder is None else read_environment(folder).get("command_line")
         if isinstance(words, list):
-            found.append(shlex.join(map(str, words)))
-    return _distinct(found)
+            commands.append(shlex.join(map(str, words)))
+    return _distinct(commands)
 
 
 def runs_csv(records: Sequence[RunRecord]) -> str:
@@ -183,7 +176,6 @@ def runs_csv(records: Sequence[RunRecord]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(_RUN_COLUMNS)
-    writer.writerows(
-        [safe_cell(getattr(record, name)) for name in _RUN_COLUMNS] for record in records
-    )
+    for record in records:
+        writer.writerow([safe_cell(getattr(record, name)) for name in _RUN_COLUMNS])
     return text.getvalue()

@@ -8,7 +8,8 @@ reference has :math:`n` seeds with the olympic mean :math:`m` and the standard d
 
 .. math::
 
-    m - t_{0.95, \nu} \; s \sqrt{\frac{1}{n - 2} + \frac{1}{k - 2}}, \qquad \nu = (n - 2) + (k - 2) - 2
+    m - t_{0.95, \nu} \; s \sqrt{\frac{1}{n - 2} + \frac{1}{k - 2}}, \qquad
+    \nu = (n - 2) + (k - 2) - 2
 
 This is Student's one-sided test at 5 % under equal variances. The two values that each olympic mean
 leaves out do not count in the sizes. The same distance above :math:`m` is the limit for
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -60,15 +62,8 @@ LEAST_RUNS = 3
 NEUTRAL_OPTIONS = frozenset(
     (
         *("backend", "checkpoint", "data", "epochs", "gpu", "hosts", "past_goal", "rank", "resume"),
-        *(
-            "root_checkpoint",
-            "root_dataset",
-            "root_output",
-            "run_id",
-            "seed",
-            "timeout",
-            "validation_only",
-        ),
+        *("root_checkpoint", "root_dataset", "root_output", "run_id", "seed", "timeout"),
+        "validation_only",
         # The configuration has separate fields for these.
         *("dataset", "light", "light_target", "optimizer", "preset", "variant"),
         # They change the rounding of the arithmetic only.
@@ -150,7 +145,7 @@ class Reference:
 
     @property
     def standard_deviation(self) -> float:
-        """Return the standard deviation as MLPerf computes it, but at least that of a rounding error.
+        """Return the standard deviation as MLPerf computes it, at least that of a rounding error.
 
         It is over all values, with the divisor ``n``.
         """
@@ -174,7 +169,7 @@ class Reference:
         return max(0.0, self.mean - distance), self.mean + distance
 
     def standard_error(self, runs: int) -> float:
-        """Return the standard error of the difference between the olympic mean of ``runs`` runs and this reference's.
+        """Return the standard error of an olympic mean minus that of this reference.
 
         Args:
             runs: Number of runs, at least 3.
@@ -203,7 +198,7 @@ class Reference:
         return student_cdf(difference / error, self._df(runs))
 
     def _df(self, runs: int) -> int:
-        """Return the degrees of freedom of the test, without the two values that each mean leaves out."""
+        """Return the degrees of freedom, without the two values that each mean leaves out."""
         return len(self.values) - 2 + check_int("runs", runs, LEAST_RUNS) - 2 - 2
 
     def save(self, path: Path) -> None:
@@ -237,7 +232,9 @@ class Reference:
             content["values"] = {int(seed): value for seed, value in content["values"].items()}
             return cls(**content)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
+            reason = str(error)
+            if isinstance(error, KeyError):
+                reason = f"the field {error} is missing"
             raise ConfigurationError(
                 f"{path} is not a reference: {reason}; make it with benchmarks/references/make.py"
             ) from error
@@ -313,7 +310,7 @@ def check_convergence(
             check_positive("each value", value)
     if reference is None:
         return ConvergenceCheck("no reference", len(runs), missing)
-    known: dict[str, Any] = {
+    common: dict[str, Any] = {
         "runs": len(runs),
         "not_reached": missing,
         "unit": reference.unit,
@@ -321,20 +318,18 @@ def check_convergence(
         "standard_deviation": reference.standard_deviation,
     }
     if len(runs) < LEAST_RUNS:
-        return ConvergenceCheck("too few runs", **known)
+        return ConvergenceCheck("too few runs", **common)
     mean = _trimmed_mean(math.inf if value is None else value for value in runs)
     smallest, largest = reference.limits(len(runs))
-    verdict = (
-        "fast"
-        if mean < smallest - _TOLERANCE
-        else "slow"
-        if mean > largest + _TOLERANCE
-        else "consistent"
-    )
+    verdict = "consistent"
+    if mean < smallest - _TOLERANCE:
+        verdict = "fast"
+    elif mean > largest + _TOLERANCE:
+        verdict = "slow"
     p_fast = reference.p_below(mean, len(runs))
     return ConvergenceCheck(
         verdict,
-        **known,
+        **common,
         mean=mean,
         smallest=smallest,
         largest=largest,
@@ -382,23 +377,30 @@ def find_reference(
     Raises:
         ConfigurationError: A reference that ships with MLBench is damaged.
     """
-    goal = configuration.get("goal") or {}
-    same = ("task", "dataset", "preset", "algorithm", "workers")
-    for reference in load_references() if references is None else references:
+    if references is None:
+        references = load_references()
+    names = ("task", "dataset", "preset", "algorithm", "workers")
+    settings = tuple(map(configuration.get, names))
+    goal = _aim(configuration.get("goal") or {})
+    options = configuration.get("options") or {}
+    for reference in references:
         if (
-            all(configuration.get(name) == getattr(reference, name) for name in same)
-            and all(
-                goal.get(name) == reference.goal.get(name)
-                for name in ("metric", "threshold", "minimize")
-            )
-            and deciding_options(configuration.get("options") or {}) == dict(reference.options)
+            settings == operator.attrgetter(*names)(reference)
+            and goal == _aim(reference.goal)
+            and deciding_options(options) == dict(reference.options)
         ):
             return reference
     return None
 
 
+def _aim(goal: Mapping[str, Any]) -> tuple[Any, ...]:
+    return goal.get("metric"), goal.get("threshold"), goal.get("minimize")
+
+
 def deciding_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that can decide how many epochs a run needs, with underscores in their names.
+    """Return the options that can decide how many epochs a run needs.
+
+    Their names have underscores instead of hyphens.
 
     Args:
         options: Options of the command line that differ from their defaults, by name with or

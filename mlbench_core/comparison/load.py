@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -27,8 +28,7 @@ __all__ = ["load", "save", "unpack"]
 _MOST_JSON_BYTES = 256 << 20
 # Raw lines of a long run with many workers have some hundred megabytes.
 _MOST_UNPACKED_BYTES = 4 << 30
-# What a zip file raises that is damaged, encrypted, or compressed in a way that Python does not
-# know.
+# Errors of a zip file that is damaged, encrypted, or compressed in a way that Python does not know.
 _BAD_ZIP = (zipfile.BadZipFile, ValueError, zlib.error, EOFError, RuntimeError, NotImplementedError)
 
 _NAME_IN_ZIP = re.compile(r"(?:^|/)result_(.+)\.json$")
@@ -63,16 +63,16 @@ def load(
     records: dict[str, RunRecord] = {}
     for path in map(Path, paths):
         problems: list[str] = []
-        found = list(_load(path, problems.append if unreadable else None))
+        at_path = list(_load(path, problems.append if unreadable else None))
         for problem in problems:
             assert unreadable is not None
             unreadable(problem)
-        if not found and not problems and empty_is_error:
+        if not at_path and not problems and empty_is_error:
             raise ConfigurationError(
                 f"{path} has no result: name a result folder, or a file of 'mlbench run "
                 "--wait' or 'mlbench download'"
             )
-        for record in found:
+        for record in at_path:
             try:
                 without_place = dataclasses.replace(record, source="", folder=None).as_json()
                 key = json.dumps(without_place, sort_keys=True, default=str)
@@ -97,11 +97,10 @@ def _load(path: Path, unreadable: Callable[[str], None] | None) -> Iterator[RunR
     folders = set(find_folders(path))
     for folder in sorted(folders):
         yield from _read(_load_folder, folder, unreadable)
-    for file in sorted(
-        file for suffix in ("json", "zip") for file in path.rglob(f"*.{suffix}") if file.is_file()
-    ):
+    for file in sorted(itertools.chain(path.rglob("*.json"), path.rglob("*.zip"))):
         # 'mlbench run --wait' keeps NAME.json beside the result folder NAME of the same run.
-        if file.with_suffix("") not in folders and folders.isdisjoint(file.parents):
+        in_folder = file.with_suffix("") in folders or not folders.isdisjoint(file.parents)
+        if file.is_file() and not in_folder:
             yield from _load(file, unreadable)
 
 
@@ -149,9 +148,9 @@ def _load_json(path: Path) -> RunRecord | None:
     if not isinstance(content, dict) or not isinstance(content.get("metrics"), dict):
         return None
     run = content.get("run")
-    return RunRecord.from_metrics(
-        content["metrics"], run if isinstance(run, dict) else {"name": path.stem}, str(path)
-    )
+    if not isinstance(run, dict):
+        run = {"name": path.stem}
+    return RunRecord.from_metrics(content["metrics"], run, str(path))
 
 
 def _load_zip(path: Path) -> RunRecord | None:
@@ -161,22 +160,23 @@ def _load_zip(path: Path) -> RunRecord | None:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-            _check_size(
-                archive,
-                _MOST_JSON_BYTES,
-                [name for name in names if name not in FILES or name == RESULT],
-            )
+            # The size of the raw lines does not count, because they are not read.
+            read = [name for name in names if name not in FILES or name == RESULT]
+            _check_size(archive, _MOST_JSON_BYTES, read)
             for name in names:
                 if name == "run.json":
-                    record = json.loads(archive.read(name))
-                    run.update(record if isinstance(record, dict) else {})
+                    content = json.loads(archive.read(name))
+                    if isinstance(content, dict):
+                        run.update(content)
                 elif name == "official_result.txt":
                     text = archive.read(name).decode("utf-8", errors="replace")
                     # The file of the metric itself, if the archive has one, takes precedence.
                     metrics.setdefault("TaskResult @ 0", [{"value": text.strip()}])
                 elif match := _NAME_IN_ZIP.search(name):
                     content = json.loads(archive.read(name))
-                    metrics.update(content if isinstance(content, dict) else {match[1]: content})
+                    if not isinstance(content, dict):
+                        content = {match[1]: content}
+                    metrics.update(content)
                 elif match := _WORKER_IN_ZIP.match(name):
                     workers.add(match[1])
             if RESULT in names:
@@ -184,8 +184,8 @@ def _load_zip(path: Path) -> RunRecord | None:
                 metrics["result @ 0"] = [{"value": dict(result)}]
     except _BAD_ZIP as error:
         raise ConfigurationError(f"{path} is damaged ({error}); download it again") from error
-    known = ("run.json", "official_result.txt", RESULT)
-    if not workers and not any(_NAME_IN_ZIP.search(name) or name in known for name in names):
+    has_record = not {"run.json", "official_result.txt", RESULT}.isdisjoint(names)
+    if not workers and not has_record and not any(map(_NAME_IN_ZIP.search, names)):
         return None
     if workers:
         # Archives of earlier versions have no run.json, but one file or more for each worker.
@@ -224,10 +224,9 @@ def save(path: Path, run: Mapping[str, Any], metrics: Metrics) -> None:
         run: The run as the master describes it.
         metrics: Entries of every metric.
     """
+    text = json.dumps({"run": dict(run), "metrics": dict(metrics)}, indent=1)
     with replacing(path) as temporary:
-        temporary.write_text(
-            json.dumps({"run": dict(run), "metrics": dict(metrics)}, indent=1), encoding="utf-8"
-        )
+        temporary.write_text(text, encoding="utf-8")
 
 
 def unpack(archive: Path, folder: Path, *, unfinished: bool = False) -> bool:
@@ -248,15 +247,16 @@ def unpack(archive: Path, folder: Path, *, unfinished: bool = False) -> bool:
     Raises:
         ConfigurationError: The zip file is damaged.
     """
+    required = {"metrics.jsonl"} if unfinished else {"metrics.jsonl", RESULT}
     try:
-        with zipfile.ZipFile(archive) as found:
-            names = [name for name in FILES if name in found.namelist()]
-            if not {"metrics.jsonl", *(() if unfinished else (RESULT,))} <= set(names):
+        with zipfile.ZipFile(archive) as content:
+            names = [name for name in FILES if name in content.namelist()]
+            if not required.issubset(names):
                 return False
-            _check_size(found, _MOST_UNPACKED_BYTES, names)
+            _check_size(content, _MOST_UNPACKED_BYTES, names)
             with creating_folder(folder.with_name(f".{folder.name}.new")) as temporary:
                 for name in names:
-                    with found.open(name) as source, (temporary / name).open("wb") as target:
+                    with content.open(name) as source, (temporary / name).open("wb") as target:
                         shutil.copyfileobj(source, target)
     except _BAD_ZIP as error:
         raise ConfigurationError(f"{archive} is damaged ({error}); download it again") from error

@@ -6,7 +6,9 @@ Groups that differ only in the number of workers are a series: it shows how a co
 
 from __future__ import annotations
 
+import itertools
 import json
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +72,8 @@ class Group:
 
     @property
     def reached(self) -> tuple[RunRecord, ...]:
-        """Return all runs except those that missed their goal; a run without a goal has not missed it."""
-        return tuple(record for record in self.records if not is_miss(record))
+        """Return all runs except those that missed their goal; one without a goal is not a miss."""
+        return tuple(itertools.filterfalse(is_miss, self.records))
 
     @property
     def missed(self) -> int:
@@ -79,19 +81,17 @@ class Group:
         return len(self.records) - len(self.reached)
 
     def values(self, name: str) -> list[float]:
-        """Return an attribute of every run that knows it, to be averaged; an empty list if a run missed its goal.
+        """Return an attribute of every run that knows it, to be averaged.
 
-        A mean over the other runs would make the group look better for its misses.
+        The list is empty if a run missed its goal: a mean over the other runs would make the group
+        look better for its misses.
 
         Args:
             name: Attribute of :class:`~mlbench_core.comparison.record.RunRecord`, for example
                 ``"total_s"``.
         """
-        return [
-            value
-            for record in complete(self.records)
-            if (value := getattr(record, name)) is not None
-        ]
+        values = map(operator.attrgetter(name), complete(self.records))
+        return [value for value in values if value is not None]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ class Series:
 
 
 def usable(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
-    """Select the runs that can be compared: those that finished, or reached their goal before they were killed.
+    """Select the runs that can be compared.
+
+    These are the runs that finished, or reached their goal before they were killed.
 
     A run that failed is a repeat that missed if another run has its configuration: a failure must
     not make the others look better. A run that neither finished nor failed may still go on, so it
@@ -120,30 +122,21 @@ def usable(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
     kept: list[RunRecord] = []
     remarks: list[str] = []
     records = list(records)
-    whole = {_text(_properties(record)) for record in records if record.state != "failed"}
+    not_failed = {_key(record) for record in records if record.state != "failed"}
     for record in records:
+        failed = record.state == "failed"
         # A run that was killed after it reached its goal has a valid time to the goal.
-        ended = record.state in ("finished", UNKNOWN) or (
-            record.state == "unfinished" and record.reached
-        )
-        if (
-            record.state == "failed"
-            and record.workers is not None
-            and _text(_properties(record)) in whole
-        ):
+        killed_at_goal = record.state == "unfinished" and record.reached
+        ended = killed_at_goal or record.state in ("finished", UNKNOWN)
+        if failed and record.workers is not None and _key(record) in not_failed:
             kept.append(record)
             if not record.reached:
                 remarks.append(
                     f"{record.name} has the state 'failed': it counts as a run that missed"
                 )
         elif not ended:
-            known = [
-                f"{record.epochs} epochs" if record.epochs else "",
-                f"{record.train_s or 0:.1f} s of training",
-            ]
-            after = f" ({', '.join(filter(None, known))})" if record.train_s else ""
-            missed = " and did not reach its goal" if record.state == "unfinished" else ""
-            remarks.append(f"{record.name} has the state '{record.state}'{missed}{after}: left out")
+            progress = _progress(record)
+            remarks.append(f"{record.name} has the state '{record.state}'{progress}: left out")
         elif record.workers is None:
             remarks.append(f"{record.name} has no recorded number of workers: left out")
         elif record.configuration.get("task") == "0":
@@ -160,6 +153,15 @@ def usable(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
     return kept, remarks
 
 
+def _progress(record: RunRecord) -> str:
+    """Return how far a run came, for the remark that leaves it out."""
+    missed = " and did not reach its goal" if record.state == "unfinished" else ""
+    if not record.train_s:
+        return missed
+    epochs = f"{record.epochs} epochs, " if record.epochs else ""
+    return f"{missed} ({epochs}{record.train_s:.1f} s of training)"
+
+
 def plural(number: float, noun: str) -> str:
     """Return a number with its noun.
 
@@ -167,18 +169,21 @@ def plural(number: float, noun: str) -> str:
         >>> plural(1, "run"), plural(2, "run")
         ('1 run', '2 runs')
     """
-    return f"{number:g} {noun}{'' if number == 1 else 's'}"
+    return f"{number:g} {noun}" if number == 1 else f"{number:g} {noun}s"
 
 
 def workload(record: RunRecord | Group) -> tuple[str, str]:
-    """Return the task (or the program) and the data set. Times of different workloads have nothing in common."""
-    known = record.configuration
-    name = known.get("task") or known.get("program")
-    if not name and known.get("goal"):
+    """Return the task (or the program) and the data set.
+
+    Times of different workloads have nothing in common.
+    """
+    configuration = record.configuration
+    name = configuration.get("task") or configuration.get("program")
+    if not name and configuration.get("goal"):
         # Archives of version 3.0 may name neither. Those of one goal have different names for each
         # backend.
-        name = goal_text(known["goal"])
-    return str(name or known.get("series")), str(known.get("dataset"))
+        name = goal_text(configuration["goal"])
+    return str(name or configuration.get("series")), str(configuration.get("dataset"))
 
 
 def check_comparable(records: Sequence[RunRecord]) -> None:
@@ -196,8 +201,7 @@ def check_comparable(records: Sequence[RunRecord]) -> None:
         if other.goal_text != record.goal_text:
             raise ConfigurationError(
                 f"runs must have the same goal, not '{other.goal_text}' ({other.name}) and "
-                f"'{record.goal_text}' "
-                f"({record.name}): compare the runs of each goal separately"
+                f"'{record.goal_text}' ({record.name}): compare the runs of each goal separately"
             )
 
 
@@ -214,44 +218,47 @@ def pool(records: Sequence[RunRecord]) -> list[Group]:
         Groups, series by series and fewest workers first. Their labels name the differences between
         the series.
     """
-    found: dict[str, list[RunRecord]] = {}
+    repeats: dict[str, list[RunRecord]] = {}
     for record in records:
-        found.setdefault(_text(_properties(record)), []).append(record)
-    members = list(found.values())
-    named = _labels([_of_series(group[0]) for group in members])
+        repeats.setdefault(_key(record), []).append(record)
+    labels = _labels([_of_series(same[0]) for same in repeats.values()])
     groups = []
-    for label, same in zip(named, members, strict=True):
-        kept: list[RunRecord] = []
-        remarks = []
-        # A failed run that was repeated with its seed counts no more than any other twin.
-        for record in sorted(same, key=lambda one: one.state == "failed"):
-            twin = next(
-                (one for one in kept if one.seed is not None and one.seed == record.seed), None
-            )
-            if twin is not None:
-                remarks.append(
-                    f"{record.name} has the seed {record.seed} of {twin.name}: it counts once"
-                )
-            else:
-                kept.append(record)
-        configuration = {
-            key: value for key, value in same[0].configuration.items() if key != "seed"
-        }
+    for label, same in zip(labels, repeats.values(), strict=True):
+        kept, remarks = _one_of_each_seed(same)
+        configuration = dict(same[0].configuration)
+        configuration.pop("seed", None)
         groups.append(
             Group(label, same[0].workers or 0, configuration, tuple(kept), tuple(remarks))
         )
-    return sorted(groups, key=lambda group: (group.label, group.workers))
+    return sorted(groups, key=operator.attrgetter("label", "workers"))
+
+
+def _one_of_each_seed(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
+    """Return the repeats whose seeds differ, and a remark on each run that is left out."""
+    kept: list[RunRecord] = []
+    remarks = []
+    # A failed run that was repeated with its seed counts no more than any other twin.
+    for record in sorted(records, key=lambda record: record.state == "failed"):
+        twins = [other for other in kept if other.seed is not None and other.seed == record.seed]
+        if twins:
+            remarks.append(
+                f"{record.name} has the seed {record.seed} of {twins[0].name}: it counts once"
+            )
+        else:
+            kept.append(record)
+    return kept, remarks
 
 
 def series(groups: Sequence[Group]) -> list[Series]:
     """Group the groups that differ only in the number of workers."""
-    found: dict[str, list[Group]] = {}
+    members: dict[str, list[Group]] = {}
     for group in groups:
-        found.setdefault(_text(_of_series(group.records[0])), []).append(group)
-    return [
-        Series(same[0].label, tuple(sorted(same, key=lambda group: group.workers)))
-        for same in found.values()
-    ]
+        members.setdefault(_text(_of_series(group.records[0])), []).append(group)
+    every = []
+    for same in members.values():
+        by_workers = sorted(same, key=operator.attrgetter("workers"))
+        every.append(Series(same[0].label, tuple(by_workers)))
+    return every
 
 
 def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
@@ -261,44 +268,49 @@ def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
         Properties, for example ``"algorithm"``, ``"options.rank"`` or ``"machine.cpu"``, and their
         different values. The value is None for a group that does not have the property.
     """
-    rows = [_properties(group.records[0]) for group in groups]
-    found: dict[str, list[Any]] = {}
-    for name in _names(rows):
-        values = list({_text(row.get(name)): row.get(name) for row in rows}.values())
+    return _differences([_properties(group.records[0]) for group in groups])
+
+
+def _differences(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the properties in which rows differ, in the order in which labels show them."""
+    differing = {}
+    for name in sorted(dict.fromkeys(itertools.chain.from_iterable(rows)), key=_position):
+        # The values need not be hashable, so their texts decide if they are equal.
+        values = {_text(row.get(name)): row.get(name) for row in rows}
         if len(values) > 1:
-            found[name] = values
-    return found
+            differing[name] = list(values.values())
+    return differing
+
+
+def _position(name: str) -> int:
+    """Return the position of a property in a label; an empty text holds that of all others."""
+    order = (*_FIRST, "options", "", "machine", "software")
+    section = name.partition(".")[0]
+    return order.index(section) if section in order else order.index("")
 
 
 def _properties(record: RunRecord) -> dict[str, Any]:
     """Return everything in which two runs can differ; a property that is unknown is missing."""
-    found = {
-        key: value
-        for key, value in record.configuration.items()
-        if key != "seed" and key != "options"
-    }
-    options = {
-        option: value
-        for option, value in (record.configuration.get("options") or {}).items()
-        if option.replace("-", "_") not in _NEUTRAL_OPTIONS
-        and found.get(_SAME_AS.get(option, option)) is None
-    }
-    items = [
-        *found.items(),
-        *((f"options.{name}", value) for name, value in sorted(options.items())),
-    ]
-    items += [(f"machine.{key}", value) for key, value in record.machine.items()]
-    items += [(f"software.{key}", value) for key, value in record.software.items()]
-    return {key: value for key, value in items if value is not None}
+    properties: dict[str, Any] = {}
+    for name, value in record.configuration.items():
+        if name not in ("seed", "options") and value is not None:
+            properties[name] = value
+    options = {}
+    for option, value in sorted((record.configuration.get("options") or {}).items()):
+        has_field = _SAME_AS.get(option, option) in properties
+        if not has_field and option.replace("-", "_") not in _NEUTRAL_OPTIONS:
+            options[option] = value
+    sections = {"options": options, "machine": record.machine, "software": record.software}
+    for section, values in sections.items():
+        for name, value in values.items():
+            if value is not None:
+                properties[f"{section}.{name}"] = value
+    return properties
 
 
-def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names of all properties, in the order in which labels show them."""
-    order = {
-        name: place for place, name in enumerate((*_FIRST, "options", "", "machine", "software"))
-    }
-    names = dict.fromkeys(name for row in rows for name in row)
-    return sorted(names, key=lambda name: order.get(name.partition(".")[0], order[""]))
+def _key(record: RunRecord) -> str:
+    """Return a text that is equal for runs that are repeats of each other."""
+    return _text(_properties(record))
 
 
 def _of_series(record: RunRecord) -> dict[str, Any]:
@@ -316,38 +328,41 @@ def _labels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     added only if two labels would be equal without them. The goal follows from the task, and many
     properties of a machine differ together.
     """
-    differing = [name for name in _names(rows) if len({_text(row.get(name)) for row in rows}) > 1]
+    differing = _differences(rows)
     chosen = [name for name in differing if not name.startswith(("goal", "machine.", "software."))]
     for name in differing:
         if name not in chosen and _distinct(rows, [*chosen, name]) > _distinct(rows, chosen):
             chosen.append(name)
-    if not chosen:
+    if not chosen and rows:
         # One configuration alone is called by its algorithm or its program.
-        chosen = [
-            name for name in ("algorithm", "task", "program", "series") if rows and name in rows[0]
-        ][:1]
-    found = []
+        names = ("algorithm", "task", "program", "series")
+        chosen = [name for name in names if name in rows[0]][:1]
+    labels = []
     for row in rows:
-        parts = (_part(name, row.get(name)) for name in chosen)
-        found.append(", ".join(dict.fromkeys(part for part in parts if part)) or "default")
-    return _numbered(found, rows)
+        parts = [_part(name, row.get(name)) for name in chosen]
+        labels.append(", ".join(dict.fromkeys(filter(None, parts))) or "default")
+    return _numbered(labels, rows)
 
 
 def _distinct(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> int:
-    return len({_text([row.get(name) for name in names]) for row in rows})
+    """Return the number of different rows if they had only these properties."""
+    return len({_text(list(map(row.get, names))) for row in rows})
 
 
 def _numbered(labels: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Add a number to equal labels of different rows, for example of two programs with the same file name."""
-    seen: dict[str, list[str]] = {}
-    found = []
+    """Add a number to equal labels of different rows.
+
+    Two programs with the same file name have such labels.
+    """
+    rows_of: dict[str, list[str]] = {}
+    numbered = []
     for label, row in zip(labels, rows, strict=True):
-        kinds = seen.setdefault(label, [])
-        if _text(row) not in kinds:
-            kinds.append(_text(row))
-        place = kinds.index(_text(row))
-        found.append(f"{label} #{place + 1}" if place else label)
-    return found
+        text, earlier = _text(row), rows_of.setdefault(label, [])
+        if text not in earlier:
+            earlier.append(text)
+        number = earlier.index(text) + 1
+        numbered.append(f"{label} #{number}" if number > 1 else label)
+    return numbered
 
 
 def _part(name: str, value: Any) -> str:
@@ -361,22 +376,21 @@ def _part(name: str, value: Any) -> str:
         return option if value is True else f"{option} {value}"
     if name.startswith(("machine.", "software.")):
         name = name.partition(".")[2]
-        return (
-            str(value)
-            if name in ("cpu", "gpu", "os")
-            else f"{name.replace('_', ' ')} {str(value)[:12]}"
-        )
+        if name in ("cpu", "gpu", "os"):
+            return str(value)
+        # The beginning of a hash is enough to distinguish two of them.
+        return f"{name.replace('_', ' ')} {str(value)[:12]}"
+    if name == "threads" and isinstance(value, int | float):
+        return plural(value, "thread")
+    if name == "changed":
+        return " ".join(("changed", *map(str, value))) if value and isinstance(value, list) else ""
     shown = {
         "task": f"task {value}",
         # "python -u /long/path/train.py" is shown as "train.py".
         "program": Path(str(value).rsplit(" ", 1)[-1]).name,
         "preset": f"preset {value}",
-        "threads": plural(value, "thread") if isinstance(value, int | float) else str(value),
         "device": {"cpu": "CPU", "cuda": "GPU"}.get(str(value), str(value)),
         "light": "light goal",
-        "changed": "changed " + " ".join(map(str, value))
-        if isinstance(value, list) and value
-        else "",
         "max_bandwidth": f"{value} Mbit/s",
     }
     return shown.get(name, str(value))

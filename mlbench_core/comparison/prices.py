@@ -70,12 +70,13 @@ class Machine:
         check_int("cores", self.cores)
         check_positive("memory_gib", self.memory_gib)
         check_int("gpus", self.gpus, 0)
-        prices = {name: getattr(self, name) for name in ("price_per_hour", "spot_per_hour")}
-        for name, price in prices.items():
-            if price is not None:
-                check_finite_at_least_0(name, price)
+        has_price = False
+        for field in ("price_per_hour", "spot_per_hour"):
+            if getattr(self, field) is not None:
+                check_finite_at_least_0(field, getattr(self, field))
+                has_price = True
         for field in ("currency", "date", "source"):
-            if any(price is not None for price in prices.values()) and not getattr(self, field):
+            if has_price and not getattr(self, field):
                 raise ValueError(
                     f"{field} must be given with a price: a price without it cannot be checked"
                 )
@@ -100,28 +101,26 @@ class Pricing:
 
     def price(self, train_s: float, workers: int) -> float | None:
         """Return the price of a run, or None if it is unknown."""
-        return None if self.machine is None else price_of(train_s, workers, self.machine, self.spot)
+        if self.machine is None:
+            return None
+        return price_of(train_s, workers, self.machine, self.spot)
 
     @property
     def remarks(self) -> list[str]:
         """Return a sentence on the price as a list; an empty list without a machine."""
         if self.machine is None:
             return []
-        kind = "spot" if self.spot else "regular"
+        name = self.machine.name
+        kind, field = ("spot", "spot_per_hour") if self.spot else ("regular", "price_per_hour")
         if self.per_hour is None:
-            field = "spot_per_hour" if self.spot else "price_per_hour"
-            return [
-                f"Price: the {kind} price of {self.machine.name} is not known: give {field} "
-                "with currency, date and "
-                "source in a copy of the table, and the path of the copy to --prices."
-            ]
-        price = f"{self.per_hour:g} {self.machine.currency} an hour"
-        return [
-            (
-                f"Price: one {self.machine.name} for each worker, {kind}, {price} on "
-                f"{self.machine.date}."
+            remark = (
+                f"Price: the {kind} price of {name} is not known: give {field} with currency, date "
+                "and source in a copy of the table, and the path of the copy to --prices."
             )
-        ]
+        else:
+            price = f"{self.per_hour:g} {self.machine.currency} an hour"
+            remark = f"Price: one {name} for each worker, {kind}, {price} on {self.machine.date}."
+        return [remark]
 
 
 def load_prices(path: Path | None = None) -> dict[str, Machine]:
@@ -151,8 +150,9 @@ def load_prices(path: Path | None = None) -> dict[str, Machine]:
         )
     machines: dict[str, Machine] = {}
     for number, row in enumerate(rows, 1):
-        name = row.get("name") if isinstance(row, Mapping) else None
-        where = f"{path}, machine {number}" + (f" ({name})" if name else "")
+        where = f"{path}, machine {number}"
+        if isinstance(row, Mapping) and row.get("name"):
+            where += f" ({row['name']})"
         machine = _read_machine(row, where)
         if machine.name in machines:
             raise ConfigurationError(
@@ -185,7 +185,9 @@ def price_of(train_s: float, workers: int, machine: Machine, spot: bool = False)
     check_finite_at_least_0("train_s", train_s)
     check_int("workers", workers)
     per_hour = machine.spot_per_hour if spot else machine.price_per_hour
-    return None if per_hour is None else train_s / _SECONDS_PER_HOUR * workers * per_hour
+    if per_hour is None:
+        return None
+    return train_s / _SECONDS_PER_HOUR * workers * per_hour
 
 
 def price_index(train_s: float, workers: int, base_train_s: float, base_workers: int = 1) -> float:
@@ -249,21 +251,19 @@ def _read_machine(row: Any, where: str) -> Machine:
         raise ConfigurationError(
             f"{where} must be a table with the fields of a machine, not {row!r}"
         )
-    known = {field.name for field in fields(Machine)}
-    unknown = sorted(set(row) - known)
-    missing = [
-        name for name in ("name", "provider", "cpu", "cores", "memory_gib") if not row.get(name)
-    ]
+    allowed = {field.name for field in fields(Machine)}
+    unknown = sorted(set(row) - allowed)
     if unknown:
         raise ConfigurationError(
-            f"{where}: a field must be one of {', '.join(sorted(known))}, not {unknown[0]!r}"
+            f"{where}: a field must be one of {', '.join(sorted(allowed))}, not {unknown[0]!r}"
         )
-    if missing:
-        raise ConfigurationError(f"{where}: {missing[0]} must be given, and is missing or empty")
-    # A date without quotes is a date in TOML.
-    values: dict[str, Any] = {
-        name: str(value) if name == "date" else value for name, value in row.items()
-    }
+    for name in ("name", "provider", "cpu", "cores", "memory_gib"):
+        if not row.get(name):
+            raise ConfigurationError(f"{where}: {name} must be given, and is missing or empty")
+    values: dict[str, Any] = dict(row)
+    if "date" in values:
+        # A date without quotes is a date in TOML.
+        values["date"] = str(values["date"])
     try:
         return Machine(**values)
     except (TypeError, ValueError, OverflowError) as error:

@@ -48,10 +48,8 @@ _GOAL_IN_RESULT = (
 )
 # The script of task 0 of version 3.0 sends these, with one entry for each all-reduce that it
 # measures.
-_ALL_REDUCE_TIMES, _ALL_REDUCE_SIZES = (
-    ("avg_time", "val_avg_time"),
-    ("tensor_size", "val_tensor_size"),
-)
+_ALL_REDUCE_TIMES = ("avg_time", "val_avg_time")
+_ALL_REDUCE_SIZES = ("tensor_size", "val_tensor_size")
 _PLACEHOLDER = re.compile(r"\{(run_id|rank|hosts|backend)\}")
 # Version 3.0 sends this default (in Mbit/s) with every run. No launcher limits the bandwidth.
 _NOT_LIMITED = 1000.0
@@ -62,23 +60,26 @@ _CUSTOM_IMAGE = "custom_image"
 def state_of_run(run: Mapping[str, Any]) -> str:
     """Return the state of a run as the master describes it: ``"stopped"`` if a user stopped it.
 
-    The master calls it ``"failed"``, as in version 3.0. Its field ``stopped`` or, in older files,
-    its reason tells.
+    The master calls such a run ``"failed"``, as in version 3.0. Its field ``stopped`` or, in older
+    files, its reason shows the difference.
 
     Example:
-        >>> state_of_run({"state": "failed", "stopped": True}), state_of_run({"state": "finished"}), state_of_run({})
-        ('stopped', 'finished', 'unknown')
+        >>> state_of_run({"state": "failed", "stopped": True}), state_of_run({"state": "finished"})
+        ('stopped', 'finished')
+        >>> state_of_run({})
+        'unknown'
     """
-    metadata = run.get("job_metadata")
-    reason = str(metadata.get("reason")) if isinstance(metadata, Mapping) else ""
-    is_stopped = run.get("stopped") is True or (
-        run.get("state") == "failed" and reason.startswith("stopped by a user")
-    )
-    return "stopped" if is_stopped else str(run.get("state") or UNKNOWN)
+    if run.get("stopped") is True:
+        return "stopped"
+    state, metadata = run.get("state"), run.get("job_metadata")
+    reason = metadata.get("reason") if isinstance(metadata, Mapping) else None
+    if state == "failed" and str(reason).startswith("stopped by a user"):
+        return "stopped"
+    return str(state or UNKNOWN)
 
 
 def describe_run(run: Mapping[str, Any], workers: int | None = None) -> dict[str, Any]:
-    """Return the configuration of a run without a result folder, as far as the master's description has it.
+    """Return the configuration of a run without a result folder, from the master's description.
 
     Args:
         run: The run as the master describes it. Its command line has the task, the options and the
@@ -92,56 +93,60 @@ def describe_run(run: Mapping[str, Any], workers: int | None = None) -> dict[str
         runs may differ in them only.
     """
     job = run.get("job_metadata")
-    command = run.get("command") or (job.get("command") if isinstance(job, Mapping) else None)
-    found: dict[str, Any] = {"workers": workers, "backend": run.get("backend")}
+    command = run.get("command")
+    if not command and isinstance(job, Mapping):
+        command = job.get("command")
+    configuration: dict[str, Any] = {"workers": workers, "backend": run.get("backend")}
     if not isinstance(command, str) or not command.strip():
         with contextlib.suppress(ValueError):
-            found["task"] = find_image(str(run.get("image")))[0].key
+            configuration["task"] = find_image(str(run.get("image")))[0].key
         # 'mlbench run NAME 1 2 4' names its runs NAME-1, NAME-2 and NAME-4: one series.
-        found["series"] = str(run.get("name") or "run").removesuffix(f"-{workers}")
-        return _known(found)
+        configuration["series"] = str(run.get("name") or "run").removesuffix(f"-{workers}")
+        return _without_unknown(configuration)
     task, program, options = _split(command)
-    image, bandwidth, cores = (
-        run.get("image"),
-        number(run.get("max_bandwidth")),
-        number(run.get("num_cpus")),
-    )
+    if task:
+        configuration["task"] = task.key
+    else:
+        configuration["program"] = program
+    default_dataset = task.dataset if task and task.has_goal else None
+    configuration["dataset"] = options.pop("dataset", default_dataset)
+    configuration["preset"] = options.pop("preset", None)
+    configuration["options"] = options
+    configuration["threads"] = number(run.get("num_cpus"))
     # The master adds both options to the command line; records of earlier versions lack the fields.
-    gpu, light = (
-        options.pop("gpu", run.get("gpu_enabled")),
-        options.pop("light", run.get("light_target")),
-    )
-    seed = number(options.pop("seed", None))
-    # The goal of a task has this option. Of another program, it is an option as any other.
-    after_s = number(options.pop("goal_after", None)) if task else None
-    found |= {
-        "task": task.key if task else None,
-        "program": None if task else program,
-        "dataset": options.pop("dataset", task.dataset if task and task.has_goal else None),
-        "preset": options.pop("preset", None),
-        "options": options,
-        "threads": cores,
-        "device": None if gpu is None else "cuda" if gpu else "cpu",
-        "light": None if light is None else bool(light),
-        "seed": None if seed is None else int(seed),
-        "image": None if task or image == _CUSTOM_IMAGE else image,
-        "max_bandwidth": None if bandwidth == _NOT_LIMITED else bandwidth,
-    }
-    found["goal"] = _goal_of(task, found, after_s) if task else None
-    return _known(found)
+    gpu = options.pop("gpu", run.get("gpu_enabled"))
+    light = options.pop("light", run.get("light_target"))
+    if gpu is not None:
+        configuration["device"] = "cuda" if gpu else "cpu"
+    if light is not None:
+        configuration["light"] = bool(light)
+    configuration["seed"] = _integer(options.pop("seed", None))
+    if not task and run.get("image") != _CUSTOM_IMAGE:
+        configuration["image"] = run.get("image")
+    bandwidth = number(run.get("max_bandwidth"))
+    if bandwidth != _NOT_LIMITED:
+        configuration["max_bandwidth"] = bandwidth
+    if task:
+        # The goal of a task has this option. Of another program, it is an option as any other.
+        after_s = number(options.pop("goal_after", None))
+        configuration["goal"] = _goal_of(task, configuration, after_s)
+    return _without_unknown(configuration)
 
 
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_unknown(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in (None, "")}
 
 
-def _goal_of(task: Task, found: Mapping[str, Any], after_s: float | None) -> dict[str, Any] | None:
+def _goal_of(
+    task: Task, configuration: Mapping[str, Any], after_s: float | None
+) -> dict[str, Any] | None:
     """Return the goal of a task on the data set of a run, or None if the task has none on it."""
     metric = f"val_global_{task.metric}"
     if after_s is not None:
         return GoalAim(metric, minimize=task.minimize, budget_s=after_s).to_dict()
+    light = configuration.get("light", False)
     try:
-        threshold = task.goal_on(str(found["dataset"]), bool(found["light"]), found["preset"])
+        threshold = task.goal_on(str(configuration["dataset"]), light, configuration["preset"])
     except ValueError:
         return None
     return GoalAim(metric, threshold, task.minimize).to_dict()
@@ -164,8 +169,8 @@ def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
     items: list[tuple[str, str]] = []
     for word in words[start + 1 :]:
         if re.match(r"--?[A-Za-z]", word):
-            name, equals, value = word.lstrip("-").partition("=")
-            items.append((name.replace("-", "_"), value if equals else ""))
+            name, _, value = word.lstrip("-").partition("=")
+            items.append((name.replace("-", "_"), value))
         # Words that follow an option are its values.
         elif items:
             items[-1] = (items[-1][0], f"{items[-1][1]} {word}".strip())
@@ -173,23 +178,23 @@ def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
             items.append(("arguments", word))
     options: dict[str, Any] = {}
     for name, value in items:
-        if not _PLACEHOLDER.search(value):
-            options[name] = f"{options[name]} {value}" if name in options else value or True
+        if _PLACEHOLDER.search(value):
+            continue
+        if name in options:
+            options[name] = f"{options[name]} {value}"
+        else:
+            options[name] = value or True
+    program = " ".join(words[: start + 1])
     # A task is recognized by its folder, because the rest of the path depends on the installation.
     path = Path(words[start])
-    task = next(
-        (
-            task
-            for task in TASKS.values()
-            if (task.folder, "main.py") == (path.parent.name, path.name)
-        ),
-        None,
-    )
-    return task, " ".join(words[: start + 1]), options
+    for task in TASKS.values():
+        if (task.folder, "main.py") == (path.parent.name, path.name):
+            return task, program, options
+    return None, program, options
 
 
 def latest_json(metrics: Metrics, name: str) -> dict[str, Any]:
-    """Return the latest value of a metric that is JSON text of an object, or an empty dict if there is none."""
+    """Return the latest value of a metric that is JSON text of an object, or an empty dict."""
     value = _latest(metrics, name)
     if isinstance(value, str):
         try:
@@ -200,12 +205,13 @@ def latest_json(metrics: Metrics, name: str) -> dict[str, Any]:
 
 
 def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a :class:`~mlbench_core.comparison.record.RunRecord` that the metrics of a run contain.
+    """Return the fields of a run's record that its metrics contain.
 
-    The metric ``summary @ 0``, which a training script sends at its end, and ``goal @ 0``, which
-    its tracker sends, take precedence. A run without them has reached its goal if it has the metric
-    ``TaskResult @ 0``. Times then come from the text of this metric, and times that it lacks from
-    the cumulative times of the steps.
+    The record is a :class:`~mlbench_core.comparison.record.RunRecord`. The metric ``summary @ 0``,
+    which a training script sends at its end, and ``goal @ 0``, which its tracker sends, take
+    precedence. A run without them has reached its goal if it has the metric ``TaskResult @ 0``.
+    Times then come from the text of this metric, and times that it lacks from the cumulative times
+    of the steps.
 
     Args:
         metrics: Entries of every metric, oldest first: ``{name: [{"date", "value", ...}, ...]}``.
@@ -216,56 +222,30 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
     steps = _steps(metrics, "global_cum") or _steps(metrics, "cum")
     result = _latest(metrics, "TaskResult @ 0")
     result = "" if result is None else str(result).strip()
-    flags = [
-        report[key]
-        for report, key in ((goal, "reached"), (summary, "goal_reached"))
-        if key in report
-    ]
-    reached = next((flag for flag in flags if isinstance(flag, bool)), True if result else None)
-    workers, epochs = _workers(run, summary, metrics), number(summary.get("epochs"))
-    to_goal = number(goal.get("epochs")) if reached else None
+    reached = _is_reached(goal, summary, result)
+    # The parts of the goal that count only if it was reached.
+    reached_goal = goal if reached else {}
+    workers = _workers(run, summary, metrics)
     sent = number(summary.get("bytes_sent"), summary.get("communication_size_bytes"))
-    on_wire, exchanges = (number(summary.get(name)) for name in ("bytes_on_wire", "exchanges"))
-    exposed_s, phases_s = (
-        number(times.get("exposed_communication")),
-        _phases(goal.get("phases_s") if reached else None, times, steps, result),
-    )
-    if (
-        summary
-        and workers != 1
-        and not sent
-        and not exposed_s
-        and not phases_s.get("communication")
-    ):
+    exposed_s = number(times.get("exposed_communication"))
+    phases_s = _phases(reached_goal.get("phases_s"), times, steps, result)
+    measured = sent or exposed_s or phases_s.get("communication")
+    if summary and workers != 1 and not measured:
         # torch's own DistributedDataParallel reports nothing.
         sent = exposed_s = None
         phases_s.pop("communication", None)
-    configuration = describe_run(run, workers)
-    if "metric" in goal:
-        aim = GoalAim.from_dict(goal)
-        configuration["goal"] = aim.to_dict() if aim.metric else None
-    elif "goal" not in configuration and (told := _goal_in_text(result)):
-        configuration["goal"] = told
-    all_reduces = next(
-        (metrics[f"{name} @ 0"] for name in _ALL_REDUCE_TIMES if f"{name} @ 0" in metrics), None
-    )
-    if not (configuration.keys() & {"task", "program"}) and (
-        key := _task_of(run, configuration, metrics)
-    ):
-        configuration["task"] = key
+    all_reduces = _first_of(metrics, _ALL_REDUCE_TIMES)
     remarks = []
     if isinstance(all_reduces, list):
-        sizes = next(
-            (metrics[f"{name} @ 0"] for name in _ALL_REDUCE_SIZES if f"{name} @ 0" in metrics), ()
-        )
+        sizes = _first_of(metrics, _ALL_REDUCE_SIZES)
         remarks.append(_all_reduces_text(all_reduces, sizes))
     return {
         "name": str(run.get("name") or "run"),
         "state": state_of_run(run),
-        "configuration": configuration,
+        "configuration": _configuration(run, workers, goal, result, metrics),
         "started_at": run.get("started_at") or run.get("created_at"),
         "reached": reached,
-        "goal_value": number(goal.get("value")) if reached else None,
+        "goal_value": number(reached_goal.get("value")),
         "time_to_goal_s": _time_to_goal([goal, summary], result, metrics) if reached else None,
         "train_s": number(times.get("train"), _latest(metrics, "TotalCumulativeTrainTime @ 0")),
         "validation_s": number(times.get("validation")),
@@ -273,25 +253,66 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         "phases_s": phases_s,
         "communication_exposed_s": exposed_s,
         "steps_s": steps,
-        "epochs": None if epochs is None else int(epochs),
-        "epochs_to_goal": None if to_goal is None else int(to_goal),
+        "epochs": _integer(summary.get("epochs")),
+        "epochs_to_goal": _integer(reached_goal.get("epochs")),
         "samples_per_s": number(summary.get("samples_per_s")),
         "tokens_per_s": number(summary.get("tokens_per_s")),
         "best": number(summary.get("best"), summary.get("best_metric_value")),
-        # The summary has the bytes of rank 0. All workers send the same number, because their parts
-        # have equal size.
-        "bytes_sent": None if sent is None or workers is None else sent * workers,
-        "bytes_on_wire": None if on_wire is None or workers is None else on_wire * workers,
-        "exchanges": None if exchanges is None else int(exchanges),
+        "bytes_sent": _of_all_workers(sent, workers),
+        "bytes_on_wire": _of_all_workers(number(summary.get("bytes_on_wire")), workers),
+        "exchanges": _integer(summary.get("exchanges")),
         "remarks": tuple(remarks),
     }
 
 
+def _is_reached(goal: Mapping[str, Any], summary: Mapping[str, Any], result: str) -> bool | None:
+    """Return the flag of the goal, else that of the summary, else True if a result has a text."""
+    for flag in (goal.get("reached"), summary.get("goal_reached")):
+        if isinstance(flag, bool):
+            return flag
+    return True if result else None
+
+
+def _of_all_workers(value: float | None, workers: int | None) -> float | None:
+    # The summary has the bytes of rank 0. All workers send the same number, because their parts
+    # have equal size.
+    if value is None or workers is None:
+        return None
+    return value * workers
+
+
+def _configuration(
+    run: Mapping[str, Any],
+    workers: int | None,
+    goal: Mapping[str, Any],
+    result: str,
+    metrics: Metrics,
+) -> dict[str, Any]:
+    """Return the configuration of a run, with the goal and the task that its metrics name."""
+    configuration = describe_run(run, workers)
+    if "metric" in goal:
+        aim = GoalAim.from_dict(goal)
+        configuration["goal"] = aim.to_dict() if aim.metric else None
+    elif "goal" not in configuration:
+        goal_in_text = _goal_in_text(result)
+        if goal_in_text:
+            configuration["goal"] = goal_in_text
+    if configuration.keys().isdisjoint({"task", "program"}):
+        key = _task_of(run, configuration, metrics)
+        if key:
+            configuration["task"] = key
+    return configuration
+
+
 def _goal_in_text(result: str) -> dict[str, Any] | None:
-    """Return the goal that the text of a result names, or None: ``"BLEU-Score of 24 reached in 28848 seconds"``."""
-    # What follows "reached" are times.
+    """Return the goal that the text of a result names, or None.
+
+    An example of such a text is ``"BLEU-Score of 24 reached in 28848 seconds"``.
+    """
+    # The times follow "reached".
     before, reached, _ = result.partition(" reached")
-    match = next((match for pattern in _GOAL_IN_RESULT if (match := pattern.search(before))), None)
+    matches = (pattern.search(before) for pattern in _GOAL_IN_RESULT)
+    match = next(filter(None, matches), None)
     if not reached or match is None:
         return None
     named = match.groupdict()
@@ -304,23 +325,22 @@ def _goal_in_text(result: str) -> dict[str, Any] | None:
 def _task_of(
     run: Mapping[str, Any], configuration: Mapping[str, Any], metrics: Metrics
 ) -> str | None:
-    """Return the key of the task of a run of version 3.0 whose command is not recorded, or None if it is not clear.
+    """Return the key of the task of a run of version 3.0 whose command is not recorded.
 
     Archives of several backends of one task have different names, but their metrics and the goal
-    are those of one task.
+    are those of one task. The key is None if the task is not clear.
     """
     sent = {name.partition(" @ ")[0] for name in metrics}
     if sent & set(_ALL_REDUCE_TIMES):
         return "0"
     goal = configuration.get("goal") or {}
-    fitting = [
-        task
-        for task in TASKS.values()
-        if task.has_goal
-        and task.images
-        and f"val_global_{task.metric}" in ({goal["metric"]} if goal else sent)
-        and (not goal or goal.get("threshold") in (task.goal, task.light_goal))
-    ]
+    metrics_of_goal = {goal["metric"]} if goal else sent
+    fitting = []
+    for task in TASKS.values():
+        same_metric = f"val_global_{task.metric}" in metrics_of_goal
+        same_threshold = not goal or goal.get("threshold") in (task.goal, task.light_goal)
+        if task.has_goal and task.images and same_metric and same_threshold:
+            fitting.append(task)
     words = set(re.split(r"[^a-z0-9]+", str(run.get("name")).lower()))
     for task in fitting:
         # "task1a", "resnet20", "cifar10": the words in the name of its folder.
@@ -329,76 +349,90 @@ def _task_of(
     if len(fitting) == 2 and {task.metric for task in fitting} == {"Prec@1"}:
         # Of the two, only the images have a fifth class, and only the logistic regression an F1
         # score.
-        kinds = {"1a": "Prec@5", "2a": "F1-Score"}
-        shown = [key for key, kind in kinds.items() if any(name.endswith(kind) for name in sent)]
-        return shown[0] if len(shown) == 1 else None
+        has_fifth = any(name.endswith("Prec@5") for name in sent)
+        has_f1 = any(name.endswith("F1-Score") for name in sent)
+        if has_fifth == has_f1:
+            return None
+        return "1a" if has_fifth else "2a"
     return fitting[0].key if len(fitting) == 1 else None
 
 
 def _all_reduces_text(times: Sequence[Any], sizes: Any) -> str:
-    """Return a sentence on the all-reduces that task 0 of version 3.0 measured, which have no total time."""
-    seconds = [_value(entry) for entry in times]
-    elements = [_value(entry) for entry in sizes] if isinstance(sizes, list) else []
-    pairs = [
-        (n, s) for n, s in zip(elements, seconds, strict=False) if n is not None and s is not None
-    ]
+    """Return a sentence on the all-reduces of task 0 of version 3.0, which have no total time."""
     text = f"it measured {len(times)} all-reduces and has no training time"
-    if not pairs or len(elements) != len(seconds):
+    if not isinstance(sizes, list) or len(sizes) != len(times):
+        return text
+    pairs = []
+    for size, time in zip(sizes, times, strict=True):
+        elements, seconds = number(_value(size)), number(_value(time))
+        if elements is not None and seconds is not None:
+            pairs.append((elements, seconds))
+    if not pairs:
         return text
     most, longest = max(pairs)
     return f"{text}; the longest mean time with {most:,.0f} elements is {longest:.4g} s"
 
 
-def _value(entry: Any) -> float | None:
-    return number(entry.get("value")) if isinstance(entry, Mapping) else None
+def _first_of(metrics: Metrics, names: Sequence[str]) -> Any:
+    """Return the entries of the first of some metrics that rank 0 sent; None if it sent none."""
+    for name in names:
+        if f"{name} @ 0" in metrics:
+            return metrics[f"{name} @ 0"]
+    return None
+
+
+def _value(entry: Any) -> Any:
+    return entry.get("value") if isinstance(entry, Mapping) else None
 
 
 def _latest(metrics: Metrics, name: str) -> Any:
     # The file of a saved run may hold anything.
     entries = metrics.get(name)
-    last = entries[-1] if isinstance(entries, list) and entries else None
-    return last.get("value") if isinstance(last, Mapping) else None
+    return _value(entries[-1]) if isinstance(entries, list) and entries else None
 
 
 def _times(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return total times by name, from the entry ``total_s`` or else from the fields of the tracker's summary."""
+    """Return total times by name, from the entry ``total_s`` or else from the other fields."""
     # A script may publish the report of publish_summary or the whole summary of its tracker.
     times = summary.get("total_s")
     if isinstance(times, dict):
         return times
     names = ("train", "compute", "communication", "metrics", "preprocess", "validation", "wall")
-    found = {name: summary.get(f"{name}_s") for name in names}
-    return {**found, "exposed_communication": summary.get("communication_exposed_s")}
+    totals = {name: summary.get(f"{name}_s") for name in names}
+    totals["exposed_communication"] = summary.get("communication_exposed_s")
+    return totals
 
 
 def _named_phases(times: Mapping[str, Any]) -> dict[str, float]:
     """Return the phases that have a time; the phase "data" is called "preprocess" in summaries."""
-    named = {
-        phase: times.get(phase, times.get(TRACKER_PHASES.get(phase, phase))) for phase in PHASES
-    }
-    return {phase: value for phase, raw in named.items() if (value := number(raw)) is not None}
+    phases = {}
+    for phase in PHASES:
+        phases[phase] = times.get(phase, times.get(TRACKER_PHASES.get(phase, phase)))
+    return known_numbers(phases)
 
 
 def _phases(
     at_goal: Any, times: Mapping[str, Any], steps: Mapping[str, float], result: str
 ) -> dict[str, float]:
-    """Return the time of each phase from the best source: the goal, the summary, the steps, or the text of the goal."""
-    found = (_named_phases(at_goal) if isinstance(at_goal, Mapping) else {}) or _named_phases(times)
-    if found or not steps:
-        return found or _named_phases(dict(_PHASE_IN_RESULT.findall(result.lower())))
+    """Return the time of each phase from the best source.
+
+    The sources are the goal, the summary, the steps and the text of the goal, best first.
+    """
+    for source in (at_goal, times):
+        phases = _named_phases(source) if isinstance(source, Mapping) else {}
+        if phases:
+            return phases
+    if not steps:
+        return _named_phases(dict(_PHASE_IN_RESULT.findall(result.lower())))
     # Without total times, the times of the steps add up to those of the phases.
-    phases: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for step, value in steps.items():
-        phases[STEPS[step]] = phases.get(STEPS[step], 0.0) + value
-    return {phase: phases[phase] for phase in PHASES if phase in phases}
+        sums[STEPS[step]] = sums.get(STEPS[step], 0.0) + value
+    return {phase: sums[phase] for phase in PHASES if phase in sums}
 
 
 def _steps(metrics: Metrics, prefix: str) -> dict[str, float]:
-    return {
-        step: s
-        for step in STEPS
-        if (s := number(_latest(metrics, f"{prefix}_{step} @ 0"))) is not None
-    }
+    return known_numbers({step: _latest(metrics, f"{prefix}_{step} @ 0") for step in STEPS})
 
 
 def _time_to_goal(
@@ -415,7 +449,10 @@ def _time_to_goal(
 
 
 def _workers(run: Mapping[str, Any], summary: Mapping[str, Any], metrics: Metrics) -> int | None:
-    """Find the number of workers. The name of the run is not used, because ``exp-2024`` need not have 2024 workers."""
+    """Find the number of workers.
+
+    The name of the run is not used, because ``exp-2024`` need not have 2024 workers.
+    """
     for value in (run.get("num_workers"), summary.get("workers")):
         if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1:
             return int(value)
@@ -432,11 +469,12 @@ def count_ranks(metrics: Metrics) -> int:
         >>> count_ranks({"cum_agg @ 0": [], "cum_agg @ 1": [], "train_loss @ 1": []})
         2
     """
-    return len({match[1] for metric in metrics if (match := re.search(r" @ (\d+)$", metric))})
+    matches = (re.search(r" @ (\d+)$", metric) for metric in metrics)
+    return len({match[1] for match in matches if match})
 
 
 def number(*values: object) -> float | None:
-    """Return the first finite number among values, which may be texts; ``None`` if none of them is one.
+    """Return the first finite number among values, which may be texts; ``None`` without one.
 
     Example:
         >>> number(None, "nan", "2.5")
@@ -446,10 +484,25 @@ def number(*values: object) -> float | None:
         # In Python a bool is an int, but it is not a measurement.
         if isinstance(value, int | float | str) and not isinstance(value, bool):
             try:
-                found = float(value)
+                converted = float(value)
             # float() cannot convert an integer of hundreds of digits.
             except (ValueError, OverflowError):
                 continue
-            if math.isfinite(found):
-                return found
+            if math.isfinite(converted):
+                return converted
     return None
+
+
+def known_numbers(values: Mapping[str, object]) -> dict[str, float]:
+    """Return the entries that are finite numbers, converted by :func:`number`."""
+    numbers = {}
+    for name, value in values.items():
+        converted = number(value)
+        if converted is not None:
+            numbers[name] = converted
+    return numbers
+
+
+def _integer(value: object) -> int | None:
+    converted = number(value)
+    return None if converted is None else int(converted)

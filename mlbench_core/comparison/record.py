@@ -12,6 +12,7 @@ from typing import Any
 from mlbench_core.comparison.published import (
     UNKNOWN,
     Metrics,
+    known_numbers,
     latest_json,
     number,
     read_fields,
@@ -54,7 +55,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The result of a run; times are in seconds, and a value that the run did not report is ``None``.
+    """The result of a run; times are in seconds, and a value that is not reported is ``None``.
 
     Attributes:
         name: The run's name.
@@ -152,15 +153,20 @@ class RunRecord:
 
     @property
     def has_fixed_time(self) -> bool:
-        """Return True if the goal is the best value after a fixed training time, and not the time to a value."""
+        """Return True if the goal is the best value after a fixed training time."""
         return (self.goal or {}).get("budget_s") is not None
 
     @property
     def total_s(self) -> float | None:
-        """Return the time by which runs are compared: until the goal if it was reached, else all training time."""
+        """Return the time by which runs are compared.
+
+        It is the time to the goal if it was reached, else all training time.
+        """
         if self.reached and self.time_to_goal_s is not None:
             return self.time_to_goal_s
-        return self.train_s if self.train_s is not None else (sum(self.phases_s.values()) or None)
+        if self.train_s is not None:
+            return self.train_s
+        return sum(self.phases_s.values()) or None
 
     @property
     def without_communication_s(self) -> float | None:
@@ -174,10 +180,12 @@ class RunRecord:
 
     @property
     def seconds_per_epoch(self) -> float | None:
-        """Return the training time of an epoch: up to the goal if it was reached, else over the whole run."""
+        """Return the training time of an epoch: until the goal if it was reached, else of all."""
         if self.reached and self.epochs_to_goal and self.time_to_goal_s is not None:
             return self.time_to_goal_s / self.epochs_to_goal
-        return self.train_s / self.epochs if self.epochs and self.train_s is not None else None
+        if self.epochs and self.train_s is not None:
+            return self.train_s / self.epochs
+        return None
 
     def curve(self, name: str) -> list[CurvePoint]:
         """Return the values of a metric that rank 0 recorded, in the order of the steps.
@@ -196,14 +204,16 @@ class RunRecord:
         points = []
         for line in statistics(lines, name):
             value, step = number(line.get("value")), int(line["step"])
-            if value is not None:
-                so_far = sum(_at(step, known) for known in sent.values()) if sent else None
-                train_s = _at(step, trained) if trained else None
-                points.append(
-                    CurvePoint(
-                        int(line["epoch"]), step, float(line["time_s"]), so_far, value, train_s
-                    )
-                )
+            if value is None:
+                continue
+            epoch, time_s = int(line["epoch"]), float(line["time_s"])
+            sent_bytes: float | None = None
+            train_s: float | None = None
+            if sent:
+                sent_bytes = sum(_at(step, totals) for totals in sent.values())
+            if trained:
+                train_s = _at(step, trained)
+            points.append(CurvePoint(epoch, step, time_s, sent_bytes, value, train_s))
         return points
 
     def _bytes_by_step(
@@ -215,10 +225,9 @@ class RunRecord:
             return counted
         # Lines of earlier versions have only the bytes that were handed over.
         share = self.bytes_on_wire / self.bytes_sent
-        handed = _totals_by_step(lines, "communication_size_bytes")
-        return {
-            rank: [(step, share * value) for step, value in known] for rank, known in handed.items()
-        }
+        for rank, totals in _totals_by_step(lines, "communication_size_bytes").items():
+            counted[rank] = [(step, share * value) for step, value in totals]
+        return counted
 
     @classmethod
     def from_result(
@@ -239,33 +248,32 @@ class RunRecord:
         run, goal = result.get("run") or {}, result.get("goal") or {}
         times = _slowest(result.get("times"))
         reached = goal.get("reached")
-        to_goal = _slowest(goal.get("times")) if reached else {}
+        # The parts of the goal that count only if it was reached.
+        reached_goal = goal if reached else {}
+        to_goal = _slowest(reached_goal.get("times"))
         at = {**times, **to_goal}
-        exposed_s, hidden_s = (
-            number(at.get(f"communication_{part}_s")) for part in ("exposed", "hidden")
-        )
-        # That of the whole run does not stand in for one until the goal.
+        exposed_s = number(at.get("communication_exposed_s"))
+        hidden_s = number(at.get("communication_hidden_s"))
+        # The processor time of the whole run does not replace a missing one until the goal.
         cpu_s = number((to_goal or times).get("communication_cpu_s"))
         configuration = dict(result.get("configuration") or {})
-        if (workers := number(configuration.get("workers"))) is not None:
+        workers = number(configuration.get("workers"))
+        if workers is not None:
             # In JSON, 2.0 is an integer, too.
             configuration["workers"] = int(workers)
-        sent, on_wire = (result.get(name) or {} for name in ("bytes_sent", "bytes_on_wire"))
-        bytes_sent, bytes_on_wire = (number(known.get("all_workers")) for known in (sent, on_wire))
+        on_wire = result.get("bytes_on_wire") or {}
+        bytes_on_wire = number(on_wire.get("all_workers"))
+        bytes_sent = number((result.get("bytes_sent") or {}).get("all_workers"))
         collectives = result.get("collectives")
-        phases_s = {phase: s for phase in PHASES if (s := number(at.get(f"{phase}_s"))) is not None}
+        phases_s = known_numbers({phase: at.get(f"{phase}_s") for phase in PHASES})
         if not at.get("communication_total_s"):
+            counted_nothing = not (bytes_sent or collectives or on_wire)
             # An optimizer that does not report when it communicates leaves zeros.
             if at.get("communication_s"):
                 exposed_s = hidden_s = None
             # So does a script with torch's own DistributedDataParallel in a result of an earlier
             # version.
-            elif (
-                configuration.get("workers") != 1
-                and not bytes_sent
-                and not collectives
-                and not on_wire
-            ):
+            elif counted_nothing and configuration.get("workers") != 1:
                 exposed_s = hidden_s = bytes_sent = None
                 phases_s.pop("communication", None)
         if not on_wire:
@@ -283,8 +291,8 @@ class RunRecord:
             machine=result.get("machine") or {},
             software=result.get("software") or {},
             reached=reached if isinstance(reached, bool) else None,
-            goal_value=number(goal.get("value")) if reached else None,
-            time_to_goal_s=number(_slowest(goal.get("time_to_goal_s"))) if reached else None,
+            goal_value=number(reached_goal.get("value")),
+            time_to_goal_s=number(_slowest(reached_goal.get("time_to_goal_s"))),
             train_s=number(times.get("train_s")),
             validation_s=number(at.get("validation_s")),
             wall_s=number(at.get("wall_s")),
@@ -293,8 +301,8 @@ class RunRecord:
             communication_hidden_s=hidden_s,
             communication_cpu_s=None if exposed_s is None else cpu_s,
             steps_s=_slowest(result.get("steps_s")),
-            epochs_to_goal=goal.get("epochs") if reached else None,
-            steps_to_goal=goal.get("step") if reached else None,
+            epochs_to_goal=reached_goal.get("epochs"),
+            steps_to_goal=reached_goal.get("step"),
             epochs=result.get("epochs"),
             samples_per_s=number(result.get("samples_per_s")),
             tokens_per_s=number(result.get("tokens_per_s")),
@@ -331,61 +339,66 @@ class RunRecord:
         result = latest_json(metrics, "result @ 0")
         if result:
             check_result(result, f"the result of run {run.get('name')}")
-            found = cls.from_result(result, source=source)
+            record = cls.from_result(result, source=source)
             # The master knows the name under which the run was started, and if one of its workers
             # failed.
-            state = state_of_run(run) if run.get("state") else found.state
-            return dataclasses.replace(found, name=str(run.get("name") or found.name), state=state)
+            name = str(run.get("name") or record.name)
+            state = state_of_run(run) if run.get("state") else record.state
+            return dataclasses.replace(record, name=name, state=state)
         return cls(source=source, **read_fields(metrics, run))
 
     def as_json(self) -> dict[str, Any]:
         """Return all fields and the derived ones as JSON-ready values."""
-        derived = (
-            "workers",
-            "seed",
-            "goal_text",
-            "total_s",
-            "without_communication_s",
-            "seconds_per_epoch",
-        )
-        fields = {**dataclasses.asdict(self), "folder": str(self.folder) if self.folder else None}
-        return {**fields, **{name: getattr(self, name) for name in derived}}
+        return {
+            **dataclasses.asdict(self),
+            "folder": str(self.folder) if self.folder else None,
+            "workers": self.workers,
+            "seed": self.seed,
+            "goal_text": self.goal_text,
+            "total_s": self.total_s,
+            "without_communication_s": self.without_communication_s,
+            "seconds_per_epoch": self.seconds_per_epoch,
+        }
 
 
 def _earlier_wire_bytes(
     bytes_sent: float | None, collectives: Sequence[Mapping[str, Any]] | None
 ) -> float | None:
-    """Return the bytes on the wire of a result that lacks them, from the collectives of one worker."""
+    """Return the bytes on the wire of a result without them, from the collectives of a worker."""
     if not bytes_sent:
         return bytes_sent
     on_wire = total_wire_bytes(collectives or ())
     handed_over = sum(each["bytes"] for each in collectives or ())
+    if not handed_over or on_wire is None:
+        return None
     # All workers have the same kinds of collectives, and about the same bytes.
-    return bytes_sent * on_wire / handed_over if handed_over and on_wire is not None else None
+    return bytes_sent * on_wire / handed_over
 
 
 def _slowest(value: Any) -> Any:
-    """Return the part of the slowest worker from a value that has one for ``slowest`` and one for ``rank_0``."""
-    return (value.get("slowest") if isinstance(value, Mapping) else value) or {}
+    """Return the part of the slowest worker of a value with parts ``slowest`` and ``rank_0``."""
+    if isinstance(value, Mapping):
+        value = value.get("slowest")
+    return value or {}
 
 
 def _totals_by_step(
     lines: Iterable[Mapping[str, Any]], name: str
 ) -> dict[int, list[tuple[int, float]]]:
-    """Return, for each rank, the steps of its lines with totals, and the value of the named total at each."""
-    found: dict[int, dict[int, float]] = {}
+    """Return the values of a named total with their steps, in order, for each rank."""
+    by_rank: dict[int, dict[int, float]] = {}
     for line in lines:
         totals = line.get("totals")
         if isinstance(totals, Mapping) and totals.get(name) is not None:
             step = int(line.get("step") or totals.get("batches") or 0)
-            found.setdefault(int(line["rank"]), {0: 0.0})[step] = float(totals[name])
-    return {rank: sorted(known.items()) for rank, known in found.items()}
+            by_rank.setdefault(int(line["rank"]), {0: 0.0})[step] = float(totals[name])
+    return {rank: sorted(by_step.items()) for rank, by_step in by_rank.items()}
 
 
-def _at(step: int, known: list[tuple[int, float]]) -> float:
-    """Interpolate between known values; outside of them, the nearest one counts."""
-    place = bisect.bisect_left(known, (step, float("-inf")))
-    if place == 0 or place == len(known):
-        return known[min(place, len(known) - 1)][1]
-    (before, low), (after, high) = known[place - 1], known[place]
+def _at(step: int, totals: list[tuple[int, float]]) -> float:
+    """Interpolate between the totals of some steps; outside of them, the nearest one counts."""
+    index = bisect.bisect_left(totals, (step, float("-inf")))
+    if index == 0 or index == len(totals):
+        return totals[min(index, len(totals) - 1)][1]
+    (before, low), (after, high) = totals[index - 1], totals[index]
     return low + (high - low) * (step - before) / (after - before)

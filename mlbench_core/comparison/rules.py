@@ -1,4 +1,7 @@
-"""Check result folders against the rules of a submission, as far as a program can: see ``docs/reference/rules.md``."""
+"""Check result folders against the rules of a submission, as far as a program can.
+
+The rules are in ``docs/reference/rules.md``.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +52,16 @@ def check_rules(records: Sequence[RunRecord]) -> list[Finding]:
     Returns:
         First the findings of each run, then those of each configuration.
     """
-    found = [finding for record in records for finding in _check_run(record)]
+    findings: list[Finding] = []
+    for record in records:
+        findings += _check_run(record)
     for group in pool(usable(records)[0]):
-        found += _check_group(group)
-    return found
+        findings += _check_group(group)
+    return findings
+
+
+def _judged(accepted: bool, subject: str, reason: str) -> Finding:
+    return Finding("ok" if accepted else "fail", subject, reason)
 
 
 def _check_run(record: RunRecord) -> Iterable[Finding]:
@@ -62,9 +71,8 @@ def _check_run(record: RunRecord) -> Iterable[Finding]:
     if record.state != "finished":
         # A repeat that failed is part of the result, so it breaks no rule. It counts for nothing
         # below.
-        yield Finding(
-            "ok", record.name, f"the run has the state '{record.state}' and is reported with it"
-        )
+        reason = f"the run has the state '{record.state}' and is reported with it"
+        yield Finding("ok", record.name, reason)
     problems = verify_folder(record.folder)
     if problems:
         yield Finding("fail", record.name, f"it cannot be verified: {'; '.join(problems)}")
@@ -78,52 +86,43 @@ def _check_run(record: RunRecord) -> Iterable[Finding]:
 
 
 def _check_division(record: RunRecord) -> Finding:
-    division, changed = (
-        record.configuration.get("division"),
-        record.configuration.get("changed") or [],
-    )
-    names = ", ".join(map(str, changed))
+    division = record.configuration.get("division")
+    changed = ", ".join(map(str, record.configuration.get("changed") or []))
     if division not in ("closed", "open"):
         return Finding("cannot be checked", record.name, "the division is not recorded")
     if division == "open":
-        return Finding(
-            "ok", record.name, f"open division, changed: {names or 'the program itself'}"
-        )
+        reason = f"open division, changed: {changed or 'the program itself'}"
+        return Finding("ok", record.name, reason)
     if changed:
-        return Finding(
-            "fail",
-            record.name,
-            f"the closed division allows no changed hyper-parameter, not {names}",
-        )
+        reason = f"the closed division allows no changed hyper-parameter, not {changed}"
+        return Finding("fail", record.name, reason)
     return Finding("ok", record.name, "closed division: the hyper-parameters are those of the task")
 
 
 def _check_source(record: RunRecord) -> Finding:
     commit, difference = record.software.get("commit"), record.software.get("difference_sha256")
     if not commit:
-        return Finding(
-            "fail", record.name, "the commit of the source is not known: run it in a checkout"
-        )
+        reason = "the commit of the source is not known: run it in a checkout"
+        return Finding("fail", record.name, reason)
     source = f"the source is commit {str(commit)[:12]}"
     if not difference:
         return Finding("ok", record.name, source)
     source += f" with the local difference {str(difference)[:12]}"
     if record.configuration.get("division") == "open":
-        return Finding(
-            "cannot be checked", record.name, f"{source}: publish the difference with the result"
-        )
+        reason = f"{source}: publish the difference with the result"
+        return Finding("cannot be checked", record.name, reason)
     return Finding("fail", record.name, f"{source}: the closed division allows no difference")
 
 
 def _check_phases(record: RunRecord, folder: Path) -> Finding:
-    """Check that the phases of no worker add up to more than its training time: a step must not count twice."""
-    last = {
-        line["rank"]: line["totals"]
-        for line in read_lines(folder)
-        if isinstance(line.get("totals"), dict)
-    }
+    """Check that no worker's phases take longer than its training: a step must not count twice."""
+    totals_of = {}
+    for line in read_lines(folder):
+        if isinstance(line.get("totals"), dict):
+            # Totals only grow, so the last line of a worker has all of them.
+            totals_of[line["rank"]] = line["totals"]
     excesses = []
-    for totals in last.values():
+    for totals in totals_of.values():
         train_s = totals.get("train_s") or 0.0
         total_s = sum(totals.get(f"{phase}_s") or 0.0 for phase in TRACKER_PHASES.values())
         # A smaller sum is not wrong: the rest of the training time is the phase "other".
@@ -132,50 +131,43 @@ def _check_phases(record: RunRecord, folder: Path) -> Finding:
         return Finding("cannot be checked", record.name, "the training time is not recorded")
     worst = max(excesses)
     reason = f"the sum of the phases exceeds the training time by {worst:.1%} at most"
-    return Finding("ok" if worst <= _MOST_DIFFERENCE else "fail", record.name, reason)
+    return _judged(worst <= _MOST_DIFFERENCE, record.name, reason)
 
 
 def _check_group(group: Group) -> Iterable[Finding]:
     subject = f"{group.label}, {plural(group.workers, 'worker')}"
     # pool() leaves out a run whose seed occurs twice, and adds a remark.
-    yield from (Finding("fail", subject, remark) for remark in group.remarks)
+    for remark in group.remarks:
+        yield Finding("fail", subject, remark)
     seeds = [record.seed for record in group.records]
     if None in seeds:
         yield Finding("fail", subject, "a run did not record its seed")
     elif not group.remarks:
         yield Finding("ok", subject, f"the seeds differ: {', '.join(map(str, seeds))}")
-    enough = len(group.records) >= LEAST_REPEATS
-    yield Finding(
-        "ok" if enough else "fail",
-        subject,
-        f"{plural(len(group.records), 'run')}, at least {LEAST_REPEATS} are required",
-    )
+    runs = plural(len(group.records), "run")
+    reason = f"{runs}, at least {LEAST_REPEATS} are required"
+    yield _judged(len(group.records) >= LEAST_REPEATS, subject, reason)
     if group.records[0].goal is not None:
-        missed = ", ".join(record.name for record in group.records if record.reached is False)
         reason = f"{len(group.reached)} of {len(group.records)} runs reached the goal"
-        yield Finding(
-            "ok" if group.reached else "fail",
-            subject,
-            reason + (f", not {missed}" if missed else ""),
-        )
+        missed = [record.name for record in group.records if record.reached is False]
+        if missed:
+            reason += f", not {', '.join(missed)}"
+        yield _judged(bool(group.reached), subject, reason)
     yield _check_epochs(group, subject)
 
 
 def _check_epochs(group: Group, subject: str) -> Finding:
     reference = find_reference(group.configuration)
-    name = (
-        "steps_to_goal" if reference is not None and reference.unit == "steps" else "epochs_to_goal"
-    )
+    in_steps = reference is not None and reference.unit == "steps"
+    name = "steps_to_goal" if in_steps else "epochs_to_goal"
     values = [getattr(record, name) if record.reached else None for record in group.records]
     check = check_convergence(values, reference)
     if check.verdict == "no reference":
-        return Finding(
-            "cannot be checked", subject, "there is no convergence reference for this configuration"
-        )
+        reason = "there is no convergence reference for this configuration"
+        return Finding("cannot be checked", subject, reason)
     if check.verdict == "too few runs":
-        return Finding(
-            "cannot be checked", subject, "the convergence reference needs at least 3 runs"
-        )
+        reason = "the convergence reference needs at least 3 runs"
+        return Finding("cannot be checked", subject, reason)
     numbers = (
         f"{check.mean:.2f} {check.unit} to the goal, the reference allows "
         f"{check.smallest:.2f} to {check.largest:.2f}"
@@ -183,4 +175,6 @@ def _check_epochs(group: Group, subject: str) -> Finding:
     if check.verdict == "fast":
         return Finding("fail", subject, f"suspiciously fast: {numbers}")
     # A slow run has no advantage, so the rules accept it.
-    return Finding("ok", subject, f"slow: {numbers}" if check.verdict == "slow" else numbers)
+    if check.verdict == "slow":
+        numbers = f"slow: {numbers}"
+    return Finding("ok", subject, numbers)

@@ -14,8 +14,12 @@ goal has no time, and must be left out or counted separately.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
+import operator
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,7 +76,9 @@ def student_cdf(t: float, df: float) -> float:
 
 
 def student_quantile(p: float, df: float) -> float:
-    """Return the value that a variable with Student's t distribution stays below with probability ``p``.
+    """Return the quantile of Student's t distribution for the probability ``p``.
+
+    A variable with this distribution is at most the quantile with probability ``p``.
 
     Args:
         p: Probability, above 0 and below 1.
@@ -144,9 +150,10 @@ def confidence_interval(values: Iterable[float], level: float = 0.95) -> tuple[f
 
 
 def log_interval(values: Iterable[float], level: float = 0.95) -> tuple[float, float] | None:
-    """Return the confidence interval of the geometric mean, by Student's t distribution on the logarithms.
+    """Return the confidence interval of the geometric mean.
 
-    Times vary by factors, and are never negative; neither is this interval.
+    It is that of Student's t distribution on the logarithms. Times vary by factors, and are never
+    negative; neither is this interval.
 
     Args:
         values: Independent measurements, for example the seconds to the goal of each repeat.
@@ -164,13 +171,14 @@ def log_interval(values: Iterable[float], level: float = 0.95) -> tuple[float, f
         [0.02, 115.61]
     """
     numbers = _numbers("values", values)
-    if any(number <= 0 for number in numbers):
+    if min(numbers, default=math.inf) <= 0:
         return None
     interval = confidence_interval(map(math.log, numbers), level)
     if interval is None:
         return None
-    low, high = (math.exp(min(end, 709.0)) for end in interval)
-    return low, high
+    low, high = interval
+    # The exponential of 710 is too large for a float.
+    return math.exp(min(low, 709.0)), math.exp(min(high, 709.0))
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -201,12 +209,14 @@ def holm(values: Sequence[float]) -> list[float]:
         check_number("values", value)
         if not 0 <= value <= 1:
             raise ValueError(f"values must be from 0 to 1, not {value}: pass p values")
-    found = [0.0] * len(values)
+    adjusted = [0.0] * len(values)
     largest = 0.0
-    for place, index in enumerate(sorted(range(len(values)), key=lambda each: values[each])):
-        largest = max(largest, min(1.0, (len(values) - place) * values[index]))
-        found[index] = largest
-    return found
+    ascending = sorted(range(len(values)), key=lambda index: values[index])
+    for rank, index in enumerate(ascending):
+        # An adjusted value is never below that of a smaller p value.
+        largest = max(largest, min(1.0, (len(values) - rank) * values[index]))
+        adjusted[index] = largest
+    return adjusted
 
 
 def olympic_mean(values: Iterable[float]) -> float | None:
@@ -227,7 +237,9 @@ def olympic_mean(values: Iterable[float]) -> float | None:
         11.5
     """
     numbers = sorted(_numbers("values", values))
-    return statistics.fmean(numbers[1:-1]) if len(numbers) >= 3 else None
+    if len(numbers) < 3:
+        return None
+    return statistics.fmean(numbers[1:-1])
 
 
 @dataclass(frozen=True)
@@ -268,11 +280,18 @@ def describe(values: Iterable[float]) -> Description:
         11.5
     """
     numbers = _numbers("values", values)
+    mean: float | None = None
+    median: float | None = None
+    standard_deviation: float | None = None
+    if numbers:
+        mean, median = statistics.fmean(numbers), statistics.median(numbers)
+    if len(numbers) >= 2:
+        standard_deviation = statistics.stdev(numbers)
     return Description(
         n=len(numbers),
-        mean=statistics.fmean(numbers) if numbers else None,
-        standard_deviation=statistics.stdev(numbers) if len(numbers) >= 2 else None,
-        median=statistics.median(numbers) if numbers else None,
+        mean=mean,
+        standard_deviation=standard_deviation,
+        median=median,
         interval=confidence_interval(numbers),
         olympic_mean=olympic_mean(numbers),
     )
@@ -352,14 +371,12 @@ def welch_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> W
     """
     first, second = _sample("a", a), _sample("b", b)
     _check_level(level)
-    sizes = len(first), len(second)
-    deviations = statistics.stdev(first), statistics.stdev(second)
+    n_a, n_b = len(first), len(second)
+    s_a, s_b = statistics.stdev(first), statistics.stdev(second)
+    e_a, e_b = s_a / math.sqrt(n_a), s_b / math.sqrt(n_b)
     difference = statistics.fmean(first) - statistics.fmean(second)
-    errors = [
-        deviation / math.sqrt(size) for deviation, size in zip(deviations, sizes, strict=True)
-    ]
-    error = math.hypot(*errors)
-    total = sum(sizes)
+    error = math.hypot(e_a, e_b)
+    total = n_a + n_b
     if error == 0:
         df = float(total - 2)
         t = effect = math.copysign(math.inf, difference) if difference else 0.0
@@ -367,16 +384,11 @@ def welch_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> W
     else:
         # Each error divided by the total error: fourth powers of very small errors would otherwise
         # become 0.
-        shares = [
-            (each / error) ** 4 / (size - 1) for each, size in zip(errors, sizes, strict=True)
-        ]
-        df = 1 / math.fsum(shares)
+        df = 1 / ((e_a / error) ** 4 / (n_a - 1) + (e_b / error) ** 4 / (n_b - 1))
         t = difference / error
         half = student_quantile((1 + level) / 2, df) * error
-        weights = [math.sqrt((size - 1) / (total - 2)) for size in sizes]
-        pooled = math.hypot(
-            *(weight * each for weight, each in zip(weights, deviations, strict=True))
-        )
+        weight_a, weight_b = math.sqrt((n_a - 1) / (total - 2)), math.sqrt((n_b - 1) / (total - 2))
+        pooled = math.hypot(weight_a * s_a, weight_b * s_b)
         effect = difference / pooled * (1 - 3 / (4 * total - 9))
     return WelchTest(
         difference=difference,
@@ -391,11 +403,11 @@ def welch_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> W
 
 
 def paired_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> WelchTest:
-    r"""Test whether two samples that belong together in pairs have different means, by Student's t distribution.
+    r"""Test whether two samples that belong together in pairs have different means.
 
-    With the mean :math:`m` and the standard deviation :math:`s` of the :math:`n` differences
-    :math:`a_i - b_i`, :math:`t = m \sqrt{n} / s` with :math:`n - 1` degrees of freedom. The effect
-    size is that of :func:`welch_test`.
+    It is Student's t test. With the mean :math:`m` and the standard deviation :math:`s` of the
+    :math:`n` differences :math:`a_i - b_i`, :math:`t = m \sqrt{n} / s` with :math:`n - 1` degrees
+    of freedom. The effect size is that of :func:`welch_test`.
 
     Args:
         a: At least two measurements.
@@ -419,7 +431,7 @@ def paired_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> 
     _check_level(level)
     if len(first) != len(second):
         raise ValueError(f"b must have {len(first)} values as a has, not {len(second)}: pass pairs")
-    differences = [one - other for one, other in zip(first, second, strict=True)]
+    differences = list(map(operator.sub, first, second))
     difference, df = statistics.fmean(differences), float(len(first) - 1)
     error = statistics.stdev(differences) / math.sqrt(len(first))
     if error == 0:
@@ -442,7 +454,7 @@ def paired_test(a: Iterable[float], b: Iterable[float], level: float = 0.95) -> 
 def performance_profile(
     times: Mapping[str, Mapping[str, float | None]], ratios: Sequence[float]
 ) -> dict[str, list[float]]:
-    r"""Return, for each algorithm, the share of tasks that it solves within a factor of the best time.
+    r"""Return the share of tasks that each algorithm solves within a factor of the best time.
 
     With :math:`t_{as}` the time of algorithm :math:`a` on task :math:`s`, the profile is
 
@@ -472,7 +484,8 @@ def performance_profile(
         {'sgd': [1.0, 1.0], 'adam': [0.0, 0.5]}
 
     References:
-        Dolan, Moré: Benchmarking optimization software with performance profiles. arXiv:cs/0102001.
+        Dolan, Moré: Benchmarking optimization software with performance profiles.
+        arXiv:cs/0102001.
 
         Dahl et al.: Benchmarking neural network training algorithms. arXiv:2306.07179.
     """
@@ -482,17 +495,20 @@ def performance_profile(
             raise ValueError(
                 f"ratios must be finite and at least 1, not {ratio}: the best time has ratio 1"
             )
-    found = _ratios(times)
-    return {
-        name: [sum(each <= ratio for each in each_task) / len(each_task) for ratio in ratios]
-        for name, each_task in found.items()
-    }
+    profile = {}
+    for name, row in _ratios(times).items():
+        ascending = sorted(row)
+        # The position to the right of equal values is the number of tasks within the ratio.
+        profile[name] = [bisect.bisect_right(ascending, ratio) / len(row) for ratio in ratios]
+    return profile
 
 
 def performance_score(
     times: Mapping[str, Mapping[str, float | None]], tau_max: float = 4.0
 ) -> dict[str, float]:
-    r"""Return AlgoPerf's score of each algorithm: the area below its performance profile, from 0 to 1.
+    r"""Return AlgoPerf's score of each algorithm, from 0 to 1.
+
+    It is the area below the algorithm's performance profile:
 
     .. math::
 
@@ -523,41 +539,38 @@ def performance_score(
     check_number("tau_max", tau_max)
     if not (tau_max > 1 and math.isfinite(tau_max)):
         raise ValueError(f"tau_max must be finite and above 1, not {tau_max}: AlgoPerf uses 4")
-    return {
-        name: math.fsum(max(0.0, tau_max - ratio) for ratio in each_task)
-        / (tau_max - 1)
-        / len(each_task)
-        for name, each_task in _ratios(times).items()
-    }
+    scores = {}
+    for name, row in _ratios(times).items():
+        area = math.fsum(max(0.0, tau_max - ratio) for ratio in row)
+        scores[name] = area / (tau_max - 1) / len(row)
+    return scores
 
 
 def _ratios(times: Mapping[str, Mapping[str, float | None]]) -> dict[str, list[float]]:
-    """Return each algorithm's time on each task, divided by the best time on that task; infinite if not reached."""
-    tasks = list(dict.fromkeys(task for known in times.values() for task in known))
+    """Return each algorithm's time on each task, divided by the best time on that task.
+
+    The ratio of a goal that was not reached is infinite.
+    """
+    tasks = dict.fromkeys(itertools.chain.from_iterable(times.values()))
     if not tasks:
         raise ValueError(
             "times must have at least one algorithm and one task, not none: pass {algorithm: "
             "{task: time}}"
         )
-    for name, known in times.items():
-        for task, time in known.items():
+    rows = {}
+    for name, by_task in times.items():
+        for task, time in by_task.items():
             if time is not None:
                 check_positive(f"the time of {name} on {task}", time)
-    rows = {
-        name: [time or math.inf for time in map(known.get, tasks)] for name, known in times.items()
-    }
-    best = [min(column) for column in zip(*rows.values(), strict=True)]
-    return {
-        name: [
-            time / least if math.isfinite(time) else math.inf
-            for time, least in zip(row, best, strict=True)
-        ]
-        for name, row in rows.items()
-    }
+        rows[name] = [by_task.get(task) or math.inf for task in tasks]
+    # At most the largest float: the time of a task that nobody solved stays infinite if it is
+    # divided by it, while inf / inf is nan.
+    best = [min(sys.float_info.max, *column) for column in zip(*rows.values(), strict=True)]
+    return {name: list(map(operator.truediv, row, best)) for name, row in rows.items()}
 
 
 def _numbers(name: str, values: Iterable[float]) -> list[float]:
-    """Return measurements as floats, or raise an error that names the first one that is not a finite number."""
+    """Return measurements as floats, or name the first one that is not finite in an error."""
     numbers = []
     for position, value in enumerate(values):
         check_number(f"{name}[{position}]", value)
@@ -620,11 +633,14 @@ def _log_beta_half(a: float) -> float:
 
 
 def _beta_fraction(x: float, a: float, b: float) -> float:
-    """Return the continued fraction of the incomplete beta function (DLMF 8.17.22), by the method of Lentz."""
+    """Return the continued fraction of the incomplete beta function.
+
+    It is DLMF 8.17.22, by the method of Lentz.
+    """
     c, d = 1.0, _reciprocal(1 - (a + b) * x / (a + 1))
-    found = d
+    fraction = d
     for m in range(1, 10_000):
-        before = found
+        before = fraction
         for term in (
             m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
             -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
@@ -632,10 +648,10 @@ def _beta_fraction(x: float, a: float, b: float) -> float:
             d = _reciprocal(1 + term * d)
             c = 1 + term / c
             c = c if abs(c) > _SMALLEST else _SMALLEST
-            found *= c * d
-        if abs(found - before) <= 1e-16 * abs(found):
+            fraction *= c * d
+        if abs(fraction - before) <= 1e-16 * abs(fraction):
             break
-    return found
+    return fraction
 
 
 def _reciprocal(value: float) -> float:

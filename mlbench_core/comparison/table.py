@@ -59,7 +59,10 @@ __all__ = [
 ]
 
 Price = Callable[[float, int], "float | None"]
-"""Function that returns the price of a run from its seconds and its number of workers; None if it is unknown."""
+"""Function that returns the price of a run from its seconds and its number of workers.
+
+The price is None if it is unknown.
+"""
 
 RATIOS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Factors of the best time at which performance profiles are given."""
@@ -97,8 +100,7 @@ _NOT_MEASURED = "not measured"
 _NAMES = (Column("label", "CONFIGURATION"), Column("workers", "WORKERS", 0))
 
 COLUMNS = (
-    Column("label", "CONFIGURATION"),
-    Column("workers", "WORKERS", 0),
+    *_NAMES,
     Column("workload", "TASK", table="data"),
     Column("goal", "GOAL", table="data"),
     Column("runs", "N", 0),
@@ -130,6 +132,8 @@ COLUMNS = (
     Column("price_index", "PRICE INDEX", 2, "scaling"),
 )
 """All columns, in the order of the CSV file."""
+
+_KEYS = tuple(column.key for column in COLUMNS)
 
 _TESTS = (
     Column("a", "A"),
@@ -174,53 +178,39 @@ class Comparison:
         A column without any value is left out, unless it says of a row with several workers that it
         was not measured.
         """
-        found: list[tuple[Sequence[Column], Sequence[Mapping[str, Any]]]] = []
+        tables: list[tuple[Sequence[Column], Sequence[Mapping[str, Any]]]] = []
         for title in ("time", "scaling"):
-            columns = [
-                column for column in COLUMNS if column.table == title and column not in _NAMES
-            ]
-            known = [
-                column for column in columns if any(_is_shown(column, row) for row in self.rows)
-            ]
-            if known:
-                found.append(([*_NAMES, *known], self.rows))
+            columns = []
+            for column in COLUMNS[len(_NAMES) :]:
+                if column.table == title and _is_shown(column, self.rows):
+                    columns.append(column)
+            if columns:
+                tables.append(([*_NAMES, *columns], self.rows))
         if self.tests:
-            found.append((_TESTS, self.tests))
+            tables.append((_TESTS, self.tests))
         if self.profile:
-            columns = [
-                Column("score", "SCORE", 2),
-                *(Column(f"{r:g}", f"<= {r:g} x BEST", 2) for r in RATIOS),
-            ]
+            columns = [Column("algorithm", "PERFORMANCE PROFILE"), Column("score", "SCORE", 2)]
+            columns += [Column(f"{ratio:g}", f"<= {ratio:g} x BEST", 2) for ratio in RATIOS]
             rows = [{"algorithm": name, **shares} for name, shares in self.profile.items()]
-            found.append(([Column("algorithm", "PERFORMANCE PROFILE"), *columns], rows))
-        return found
+            tables.append((columns, rows))
+        return tables
 
     def notes(self) -> list[str]:
-        """Return the lines below the tables: the differences between rows, explanations and remarks."""
+        """Return the lines below the tables: the differences between rows, and remarks."""
         lines = []
         if self.differences:
-            parts = []
-            for name, values in self.differences.items():
-                shown = (
-                    "none" if value is None else goal_text(value) if name == "goal" else value
-                    for value in values
-                )
-                # The beginning of a hash is enough to distinguish two of them.
-                longest = 12 if name.endswith(("commit", "sha256")) else None
-                parts.append(f"{name} ({', '.join(str(value)[:longest] for value in shown)})")
+            parts = itertools.starmap(_difference_text, self.differences.items())
             lines.append(f"The rows differ in {'; '.join(parts)}.")
-        goals = list(dict.fromkeys(f"{row['workload']}: {row['goal']}" for row in self.rows))
+        goals = dict.fromkeys(f"{row['workload']}: {row['goal']}" for row in self.rows)
         lines.append(
             f"Goal: {'; '.join(goals)}. Times are training times until the goal, and the "
-            "interval is that of the "
-            "geometric mean."
+            "interval is that of the geometric mean."
         )
         if any(row.get("missed") for row in self.rows):
             lines.append(
                 "A row with a missed run has no mean. Its median counts a miss as longer than "
-                "every time. The cost per "
-                "success is the training time of all runs, divided by the number of those that "
-                "reached the goal."
+                "every time. The cost per success is the training time of all runs, divided by "
+                "the number of those that reached the goal."
             )
         if any(row.get("goal_value") is not None for row in self.rows):
             lines.append(
@@ -230,10 +220,9 @@ class Comparison:
         if self.tests:
             lines.append(
                 "Tests: t tests on the logarithms of the times, two-sided at 5 % after Holm's "
-                "correction for all "
-                "pairs: paired if both have the same seeds, Welch's otherwise. A / B is the "
-                "ratio of the geometric "
-                "means. The effect is Hedges' g; 0.8 and more is large."
+                "correction for all pairs: paired if both have the same seeds, Welch's otherwise. "
+                "A / B is the ratio of the geometric means. The effect is Hedges' g; 0.8 and more "
+                "is large."
             )
         return [*lines, *self.remarks]
 
@@ -241,8 +230,9 @@ class Comparison:
         """Return all columns as CSV; a value that is unknown is empty."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(column.key for column in COLUMNS)
-        writer.writerows([safe_cell(row[column.key]) for column in COLUMNS] for row in self.rows)
+        writer.writerow(_KEYS)
+        for row in self.rows:
+            writer.writerow([safe_cell(row[key]) for key in _KEYS])
         return text.getvalue()
 
     def as_json(self) -> dict[str, Any]:
@@ -261,13 +251,12 @@ class Comparison:
         """Return the tables for people and the notes as Markdown."""
         parts = []
         for columns, rows in self.tables():
-            lines = [" | ".join(column.header for column in columns)]
-            lines.append(
-                " | ".join("---" if column.digits is None else "---:" for column in columns)
-            )
-            lines += [" | ".join(escape(cell(column, row)) for column in columns) for row in rows]
-            parts.append("\n".join(f"| {line} |" for line in lines))
-        return "\n\n".join([*parts, *(escape(note) for note in self.notes())]) + "\n"
+            lines = [[column.header for column in columns]]
+            lines.append(["---" if column.digits is None else "---:" for column in columns])
+            for row in rows:
+                lines.append([escape(cell(column, row)) for column in columns])
+            parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+        return "\n\n".join([*parts, *map(escape, self.notes())]) + "\n"
 
 
 def compare_runs(
@@ -318,70 +307,88 @@ def compare_groups(
     Raises:
         ConfigurationError: No group has the label ``baseline``; the message lists the labels.
     """
-    known = [group.label for group in groups]
-    if baseline is not None and baseline not in known:
-        labels = ", ".join(f"'{label}'" for label in dict.fromkeys(known))
+    labels = dict.fromkeys(group.label for group in groups)
+    if baseline is not None and baseline not in labels:
+        quoted = ", ".join(f"'{label}'" for label in labels)
         raise ConfigurationError(
-            f"baseline must be one of {labels}, not {baseline!r}: give the label of a row"
+            f"baseline must be one of {quoted}, not {baseline!r}: give the label of a row"
         )
-    rows = [row for each in series(groups) for row in _rows(each, price)]
+    rows = list(itertools.chain.from_iterable(_rows(each, price) for each in series(groups)))
     _add_ratios(rows, baseline)
     # In the order of the groups, whatever the order of the series.
-    order = {(group.label, group.workers): place for place, group in enumerate(groups)}
+    order = {(group.label, group.workers): position for position, group in enumerate(groups)}
     rows.sort(key=lambda row: order[row["label"], row["workers"]])
-    own = [remark for group in groups for remark in group.remarks]
-    own += [
-        f"{record.name}: {remark}"
-        for group in groups
-        for record in group.records
-        for remark in record.remarks
-    ]
+    all_remarks: list[str] = []
+    for group in groups:
+        all_remarks += group.remarks
+    for group in groups:
+        for record in group.records:
+            all_remarks += [f"{record.name}: {remark}" for remark in record.remarks]
+    all_remarks += remarks
     return Comparison(
         rows=tuple(rows),
         tests=tuple(_tests(groups, baseline)),
         profile=_profile(groups),
         differences=differences(groups),
-        remarks=tuple(dict.fromkeys([*own, *remarks])),
+        remarks=tuple(dict.fromkeys(all_remarks)),
     )
+
+
+def _difference_text(name: str, values: Iterable[Any]) -> str:
+    """Return a property in which rows differ and its values, for people."""
+    # The beginning of a hash is enough to distinguish two of them.
+    longest = 12 if name.endswith(("commit", "sha256")) else None
+    texts = []
+    for value in values:
+        if value is None:
+            text = "none"
+        elif name == "goal":
+            text = goal_text(value)
+        else:
+            text = str(value)
+        texts.append(text[:longest])
+    return f"{name} ({', '.join(texts)})"
 
 
 def _rows(of: Series, price: Price | None) -> list[dict[str, Any]]:
     """Return the rows of one series."""
     groups = of.groups
-    timed = [group for group in groups if not group.records[0].has_fixed_time]
-    seconds = {group.workers: mean for group in timed if (mean := _mean(group.values("total_s")))}
+    seconds: dict[int, float] = {}
+    for group in groups:
+        total_s = None if group.records[0].has_fixed_time else _mean(group, "total_s")
+        if total_s:
+            seconds[group.workers] = total_s
     # Without the time of the fewest workers there is no reference: that of more workers would look
     # like a better one.
     base = groups[0].workers
-    scale: dict[int, dict[str, float | None]] = {}
+    scale = {}
     for group in groups:
         if group.workers in seconds and base in seconds:
-            total_s, compute_s = (
-                seconds[group.workers],
-                _mean(group.values("without_communication_s")),
-            )
-            speedup = seconds[base] / total_s
-            scale[group.workers] = {
-                "speedup": speedup,
-                "speedup_without_communication": seconds[base] / compute_s if compute_s else None,
-                "efficiency": speedup * base / group.workers,
-                "price_index": None
-                if price is None or price(total_s, group.workers) is None
-                else price_index(total_s, group.workers, seconds[base], base),
-            }
-    empty = dict.fromkeys(("speedup", "speedup_without_communication", "efficiency", "price_index"))
-    rows = [{**_times(group, price), **scale.get(group.workers, empty)} for group in groups]
-    return [
-        {column.key: row[column.key] for column in COLUMNS} | {"names": row["names"]}
-        for row in rows
-    ]
+            scale[group.workers] = _scaling(group, seconds, base, price)
+    # Groups of equal workers on different numbers of hosts share one entry.
+    return [_times(group, price) | scale.get(group.workers, {}) for group in groups]
+
+
+def _scaling(
+    group: Group, seconds: Mapping[int, float], base: int, price: Price | None
+) -> dict[str, float]:
+    """Return the known columns that compare a group with that of ``base`` workers."""
+    total_s, compute_s = seconds[group.workers], _mean(group, "without_communication_s")
+    speedup = seconds[base] / total_s
+    columns = {"speedup": speedup, "efficiency": speedup * base / group.workers}
+    if compute_s:
+        columns["speedup_without_communication"] = seconds[base] / compute_s
+    if price is not None and price(total_s, group.workers) is not None:
+        columns["price_index"] = price_index(total_s, group.workers, seconds[base], base)
+    return columns
 
 
 def _add_ratios(rows: Sequence[dict[str, Any]], baseline: str | None) -> None:
-    """Set how many times as fast each row is as the baseline with the same task and number of workers."""
-    base = {
-        (row["workload"], row["workers"]): row["mean_s"] for row in rows if row["label"] == baseline
-    }
+    """Set how many times as fast each row is as the baseline with its task and workers."""
+    base: dict[tuple[str, int], float | None] = {}
+    for row in rows:
+        if row["label"] == baseline:
+            base[row["workload"], row["workers"]] = row["mean_s"]
     for row in rows:
         mean = base.get((row["workload"], row["workers"]))
         # The times of a goal with a fixed training time are equal by definition.
@@ -390,24 +397,18 @@ def _add_ratios(rows: Sequence[dict[str, Any]], baseline: str | None) -> None:
 
 
 def _times(group: Group, price: Price | None) -> dict[str, Any]:
-    """Return the columns that need no other group."""
+    """Return a row with the columns that need no other group, and None in the others."""
     seconds = describe(group.values("total_s"))
     low, high = log_interval(group.values("total_s")) or (None, None)
     cost_s = cost_per_success_s(group.records)
-    known = any(record.reached is not None for record in group.records)
-    values = describe(group.values("goal_value") if group.records[0].has_fixed_time else [])
-    sent, on_wire = (_mean(group.values(name)) for name in ("bytes_sent", "bytes_on_wire"))
-    return {
+    row: dict[str, Any] = dict.fromkeys(_KEYS)
+    row |= {
         "label": group.label,
         "workers": group.workers,
         "workload": _workload_text(group),
         "goal": group.records[0].goal_text,
         "names": [record.name for record in group.records],
         "runs": len(group.records),
-        "reached": len(group.reached) if known else None,
-        "missed": group.missed if known else None,
-        "goal_value": values.mean,
-        "goal_value_standard_deviation": values.standard_deviation,
         "mean_s": seconds.mean,
         "standard_deviation_s": seconds.standard_deviation,
         "median_s": median_s(group.records),
@@ -415,23 +416,32 @@ def _times(group: Group, price: Price | None) -> dict[str, Any]:
         "interval_high_s": high,
         "olympic_mean_s": seconds.olympic_mean,
         "cost_per_success_s": cost_s,
-        "times_as_fast": None,
-        "epochs_to_goal": _mean(group.values("epochs_to_goal")),
-        "seconds_per_epoch_s": _mean(group.values("seconds_per_epoch")),
-        "train_s": _mean(group.values("train_s")),
-        "communication_exposed_s": _mean(group.values("communication_exposed_s")),
-        "communication_hidden_s": _mean(group.values("communication_hidden_s")),
-        "bytes_on_wire_mb": None if on_wire is None else on_wire / _MEGA,
-        "bytes_sent_mb": None if sent is None else sent / _MEGA,
-        "samples_per_s": _mean(group.values("samples_per_s")),
-        "best": _mean(group.values("best")),
-        "price": None if price is None or cost_s is None else price(cost_s, group.workers),
+        "epochs_to_goal": _mean(group, "epochs_to_goal"),
+        "seconds_per_epoch_s": _mean(group, "seconds_per_epoch"),
+        "train_s": _mean(group, "train_s"),
+        "communication_exposed_s": _mean(group, "communication_exposed_s"),
+        "communication_hidden_s": _mean(group, "communication_hidden_s"),
+        "samples_per_s": _mean(group, "samples_per_s"),
+        "best": _mean(group, "best"),
     }
+    if any(record.reached is not None for record in group.records):
+        row |= {"reached": len(group.reached), "missed": group.missed}
+    if group.records[0].has_fixed_time:
+        values = describe(group.values("goal_value"))
+        row["goal_value"] = values.mean
+        row["goal_value_standard_deviation"] = values.standard_deviation
+    for name in ("bytes_sent", "bytes_on_wire"):
+        mean_bytes = _mean(group, name)
+        if mean_bytes is not None:
+            row[f"{name}_mb"] = mean_bytes / _MEGA
+    if price is not None and cost_s is not None:
+        row["price"] = price(cost_s, group.workers)
+    return row
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+def _mean(group: Group, name: str) -> float | None:
+    values = group.values(name)
+    return statistics.fmean(values) if values else None
 
 
 def _workload_text(group: Group) -> str:
@@ -441,29 +451,32 @@ def _workload_text(group: Group) -> str:
 
 
 def _tests(groups: Sequence[Group], baseline: str | None) -> list[dict[str, Any]]:
-    """Test each pair of groups of one workload that have the same number of workers, or the same label."""
-    found = []
+    """Test each pair of groups of one workload that have equal numbers of workers or labels."""
+    tests = []
     several = len({group.label for group in groups}) > 1
     for a, b in itertools.combinations(groups, 2):
         if workload(a.records[0]) != workload(b.records[0]) or a.records[0].has_fixed_time:
             continue
         # Groups of one series are compared only if there is nothing else to compare: their
         # speed-ups are in the table.
-        if (a.workers != b.workers) if several else (a.label != b.label):
+        if several and a.workers != b.workers:
             continue
         if baseline is not None and several:
             if baseline not in (a.label, b.label):
                 continue
             if a.label == baseline:
                 a, b = b, a
-        found.append(_test(a, b))
-    adjusted = iter(holm([row["p"] for row in found if row["p"] is not None]))
-    for row in found:
-        if row["p"] is not None:
-            row["p_holm"] = next(adjusted)
-            which = "yes" if row["ratio"] < 1 else "no, slower"
-            row["verdict"] = which if row["p_holm"] < 0.05 else "no difference shown"
-    return found
+        tests.append(_test(a, b))
+    tested = [row for row in tests if row["p"] is not None]
+    for row, p_holm in zip(tested, holm([row["p"] for row in tested]), strict=True):
+        row["p_holm"] = p_holm
+        if p_holm >= 0.05:
+            row["verdict"] = "no difference shown"
+        elif row["ratio"] < 1:
+            row["verdict"] = "yes"
+        else:
+            row["verdict"] = "no, slower"
+    return tests
 
 
 def _test(a: Group, b: Group) -> dict[str, Any]:
@@ -475,29 +488,22 @@ def _test(a: Group, b: Group) -> dict[str, Any]:
         **dict.fromkeys(("test", "ratio", "ratio_low", "ratio_high", "effect", "p", "p_holm")),
     }
     test = compare_times(a.records, b.records)
-    if test is None:
-        reason = (
-            "a run missed the goal" if a.missed or b.missed else "each needs two runs with a time"
-        )
-        return {**row, "verdict": f"not tested: {reason}"}
-    low, high = test.interval
-    return {
-        **row,
-        "test": test.kind,
-        "ratio": test.ratio,
-        "ratio_low": low,
-        "ratio_high": high,
-        "effect": test.effect,
-        "p": test.p,
-    }
+    if test is not None:
+        row |= {"test": test.kind, "ratio": test.ratio, "effect": test.effect, "p": test.p}
+        row["ratio_low"], row["ratio_high"] = test.interval
+    elif a.missed or b.missed:
+        row["verdict"] = "not tested: a run missed the goal"
+    else:
+        row["verdict"] = "not tested: each needs two runs with a time"
+    return row
 
 
 def times_to_goal(groups: Sequence[Group]) -> dict[str, dict[str, float | None]]:
-    """Return the median time to the goal of each algorithm on each workload, for performance profiles.
+    """Return the median time to the goal of each algorithm on each workload.
 
-    In the median, a miss is longer than every time, so a setting solves the workload if more than
-    half of its runs reach the goal. Of several settings of one algorithm, the fastest counts, as
-    after tuning.
+    Performance profiles need these times. In the median, a miss is longer than every time, so a
+    setting solves the workload if more than half of its runs reach the goal. Of several settings of
+    one algorithm, the fastest counts, as after tuning.
 
     Args:
         groups: Groups of runs. Those whose goal has a fixed training time are left out.
@@ -512,11 +518,10 @@ def times_to_goal(groups: Sequence[Group]) -> dict[str, dict[str, float | None]]
             continue
         algorithm = str(group.configuration.get("algorithm") or "default")
         name = f"{algorithm}, {plural(group.workers, 'worker')}"
-        median = median_s(group.records) or None
+        median = median_s(group.records)
         row, task = times.setdefault(name, {}), _workload_text(group)
-        known = row.get(task)
-        if median is not None:
-            row[task] = median if known is None else min(known, median)
+        if median:
+            row[task] = min(median, row.get(task) or math.inf)
         else:
             row.setdefault(task, None)
     return times
@@ -525,16 +530,14 @@ def times_to_goal(groups: Sequence[Group]) -> dict[str, dict[str, float | None]]
 def _profile(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
     """Return AlgoPerf's performance profiles over the workloads; empty with a single workload."""
     times = times_to_goal(groups)
-    if len({task for row in times.values() for task in row}) < 2:
+    if len(set(itertools.chain.from_iterable(times.values()))) < 2:
         return {}
-    shares, scores = performance_profile(times, RATIOS), performance_score(times)
-    return {
-        name: {
-            "score": scores[name],
-            **{f"{ratio:g}": share for ratio, share in zip(RATIOS, of_each, strict=True)},
-        }
-        for name, of_each in shares.items()
-    }
+    scores = performance_score(times)
+    columns = [f"{ratio:g}" for ratio in RATIOS]
+    profile = {}
+    for name, shares in performance_profile(times, RATIOS).items():
+        profile[name] = {"score": scores[name], **dict(zip(columns, shares, strict=True))}
+    return profile
 
 
 def cell(column: Column, row: Mapping[str, Any]) -> str:
@@ -548,22 +551,22 @@ def cell(column: Column, row: Mapping[str, Any]) -> str:
     return f"{value:,.{column.digits}f}" if column.digits is not None else str(value)
 
 
-def _is_shown(column: Column, row: Mapping[str, Any]) -> bool:
-    return row[column.key] is not None or (
-        cell(column, row) == _NOT_MEASURED and row["workers"] > 1
-    )
+def _is_shown(column: Column, rows: Iterable[Mapping[str, Any]]) -> bool:
+    for row in rows:
+        if row[column.key] is not None:
+            return True
+        if cell(column, row) == _NOT_MEASURED and row["workers"] > 1:
+            return True
+    return False
 
 
 def safe_cell(value: Any) -> Any:
     """Return a value for a CSV file that people may open in a spreadsheet."""
-    if isinstance(value, str):
-        value = _CONTROL.sub("", value)
+    if not isinstance(value, str):
+        return value
+    text = _CONTROL.sub("", value)
     # A spreadsheet would run a text that begins with one of these as a formula.
-    return (
-        f"'{value}"
-        if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r")
-        else value
-    )
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 def _finite(value: Any) -> Any:
@@ -573,11 +576,9 @@ def _finite(value: Any) -> Any:
         return {str(key): _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
-    return (
-        value
-        if isinstance(value, str | int | float | bool | None)
-        else json.loads(json.dumps(value, default=str))
-    )
+    if isinstance(value, str | int | float | None):
+        return value
+    return json.loads(json.dumps(value, default=str))
 
 
 def escape(text: str) -> str:

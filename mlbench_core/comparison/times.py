@@ -1,4 +1,4 @@
-"""Judge the times of repeated runs: the one rule for misses, the cost of a success, and the test of two groups.
+"""Judge the times of repeated runs: misses, the cost of a success, and the test of two groups.
 
 A run *missed* if it did not reach its goal, or if it failed. Its time to the goal is only known to
 be longer than the training time that it took. So a group with misses
@@ -16,7 +16,9 @@ all use this module.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +30,9 @@ __all__ = ["TimesTest", "compare_times", "complete", "cost_per_success_s", "is_m
 
 
 def is_miss(record: RunRecord) -> bool:
-    """Return True if a run did not reach its goal, or failed before it; a run without a goal only misses if it fails.
+    """Return True if a run did not reach its goal, or failed before it.
+
+    A run without a goal misses only if it fails.
 
     Args:
         record: The run.
@@ -56,15 +60,16 @@ def median_s(records: Sequence[RunRecord], lost: int = 0) -> float | None:
         The median; None if half of the runs or more missed, or if no time is known.
     """
     misses = sum(map(is_miss, records)) + lost
-    times = [
-        time for record in records if not is_miss(record) and (time := record.total_s) is not None
-    ]
-    found = statistics.median([*times, *[math.inf] * misses]) if times else math.inf
-    return found if math.isfinite(found) else None
+    successes = itertools.filterfalse(is_miss, records)
+    times = [record.total_s for record in successes if record.total_s is not None]
+    if not times:
+        return None
+    median = statistics.median(times + [math.inf] * misses)
+    return median if math.isfinite(median) else None
 
 
 def cost_per_success_s(records: Sequence[RunRecord], lost: int = 0) -> float | None:
-    """Return the training time that was paid for each success: that of all runs, divided by the number of successes.
+    """Return the training time of all runs, divided by the number of successes.
 
     Args:
         records: The runs of one group.
@@ -73,11 +78,11 @@ def cost_per_success_s(records: Sequence[RunRecord], lost: int = 0) -> float | N
     Returns:
         Seconds; None without a success, or if the training time of a run is not known.
     """
-    successes = sum(not is_miss(record) for record in records)
-    paid = [record.total_s for record in records]
-    if lost or not successes or any(time is None for time in paid):
+    successes = len(records) - sum(map(is_miss, records))
+    times = [record.total_s for record in records if record.total_s is not None]
+    if lost or not successes or len(times) < len(records):
         return None
-    return math.fsum(time for time in paid if time is not None) / successes
+    return math.fsum(times) / successes
 
 
 @dataclass(frozen=True)
@@ -114,21 +119,21 @@ def compare_times(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> TimesTest |
     Returns:
         The test; None if a group has a miss, fewer than two runs, or a time that is unknown or 0.
     """
-    times = [[record.total_s or 0.0 for record in complete(each)] for each in (a, b)]
-    if any(len(each) < 2 or min(each) <= 0 for each in times):
-        return None
-    first, second = ([math.log(time) for time in each] for each in times)
-    seeds = [[record.seed for record in each] for each in (a, b)]
-    if (
-        None not in seeds[0]
-        and len(set(seeds[0])) == len(a)
-        and len(b) == len(a)
-        and set(seeds[0]) == set(seeds[1])
-    ):
-        by_seed: Mapping[int | None, float] = dict(zip(seeds[1], second, strict=True))
-        test, kind = paired_test(first, [by_seed[seed] for seed in seeds[0]]), "paired by seed"
+    logarithms = []
+    for records in (a, b):
+        times = [record.total_s or 0.0 for record in complete(records)]
+        if len(times) < 2 or min(times) <= 0:
+            return None
+        logarithms.append(list(map(math.log, times)))
+    first, second = logarithms
+    seed_of = operator.attrgetter("seed")
+    seeds_a, seeds_b = list(map(seed_of, a)), list(map(seed_of, b))
+    each_once = None not in seeds_a and len(set(seeds_a)) == len(a) == len(b)
+    if each_once and set(seeds_a) == set(seeds_b):
+        by_seed: Mapping[int, float] = dict(zip(seeds_b, second, strict=True))
+        kind, test = "paired by seed", paired_test(first, map(by_seed.__getitem__, seeds_a))
     else:
-        test, kind = welch_test(first, second), "Welch"
+        kind, test = "Welch", welch_test(first, second)
     low, high = test.interval
     return TimesTest(kind, _exp(test.difference), (_exp(low), _exp(high)), test.effect, test.p)
 
