@@ -263,7 +263,7 @@ PARTS = (
     ),
     Part(
         "optim.pytorch",
-        "refusing the step with which torch creates an optimizer's state before it is saved",
+        "refusing the step by which torch creates an optimizer's state before saving or loading it",
         ("_init_optim_state",),
         "distributed/checkpoint/state_dict.py",
     ),

@@ -102,7 +102,10 @@ class SinkList(list[Sink]):
                 )
 
     def resume(self, step: int, latest: dict[str, list[Any]]) -> None:
-        """Continue from a step with the :attr:`latest` numbers of its checkpoint."""
+        """Continue from a step with the :attr:`latest` numbers of its checkpoint.
+
+        The sinks receive nothing.
+        """
         self._step, self.latest = step, latest
 
     def record(self, name: str, value: float | str, epoch: int, step: int, time_s: float) -> None:

@@ -453,7 +453,9 @@ class Tracker(PhaseTimes):
             )
 
     def record_batch_step(self, name: str) -> None:
-        """Mark the end of a step, whose time runs from the previous mark; only within a batch.
+        """Mark the end of a step, whose time runs from the previous mark.
+
+        Outside a batch, it does nothing.
 
         Args:
             name: Any name of a step, including names that are not in the constructor's lists.
