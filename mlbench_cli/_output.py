@@ -150,7 +150,9 @@ def local_time(date: str) -> str:
 def terminal_width() -> int | None:
     """Return the width of the terminal, or None if standard output is not one."""
     # A file or a pipe gets everything.
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    if not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size().columns
 
 
 def print_field(name: str, value: object, indent: int = 14) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_cli._client import FINAL_STATES, RunSource, reason_of, state_of
 from mlbench_cli._output import clean, number, remark, seconds
+from mlbench_core.comparison.pool import plural
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.run_terms import GoalAim
 
@@ -81,7 +82,9 @@ class Progress:
     @property
     def most_epochs(self) -> int | None:
         """Return the number of epochs after which the run ends without its goal, if known."""
-        return self.goal.max_epochs if self.goal else None
+        if self.goal is None:
+            return None
+        return self.goal.max_epochs
 
     @property
     def most_left_s(self) -> float | None:
@@ -130,8 +133,7 @@ class Progress:
             parts.append(self.waits_for)
         # A number of epochs and not "epoch N", because the logs of the workers count epochs from 0.
         if self.epochs:
-            noun = "epoch" if self.epochs == 1 else "epochs"
-            parts.append(f"{self.epochs} {noun} done")
+            parts.append(f"{plural(self.epochs, 'epoch')} done")
         if self.value is not None:
             parts.append(self.metric_text)
         return clean(", ".join(parts))

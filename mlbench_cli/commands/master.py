@@ -187,7 +187,9 @@ def _token(
         check_only_own(token_file)
         # Editors end a file with a line break.
         token = token_file.read_text(encoding="utf-8-sig", errors="replace").strip()
-    return None if token is None else check_token(token)
+    if token is None:
+        return None
+    return check_token(token)
 
 
 @click.command("get-dashboard-url")

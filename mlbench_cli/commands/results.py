@@ -103,13 +103,15 @@ def check(folders: Sequence[Path], as_json: bool) -> None:
 
     findings = check_rules(load(result_folders(folders)))
     rows = []
+    failed = 0
     for each in findings:
         rows.append({"status": each.status, "subject": each.subject, "reason": each.reason})
+        if each.status == "fail":
+            failed += 1
         if not as_json:
             click.echo(clean(each))
     if as_json:
         print_json(rows)
-    failed = [each.status for each in findings].count("fail")
     if failed:
         raise MLBenchError(f"{failed} of {len(findings)} checks failed")
 

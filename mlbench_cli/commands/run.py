@@ -528,11 +528,13 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
         name, equals, value = word.partition("=")
         try:
             check_variable(name)
-            if not equals and name not in os.environ:
-                raise ValueError(f"{name} is not set here: set it, or write {name}=VALUE")
+            if not equals:
+                if name not in os.environ:
+                    raise ValueError(f"{name} is not set here: set it, or write {name}=VALUE")
+                value = os.environ[name]
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--env") from None
-        variables[name] = value if equals else os.environ[name]
+        variables[name] = value
     return variables
 
 

@@ -132,7 +132,7 @@ def draw_rows(outcome: Outcome, quantity: Quantity, network: str | None = None) 
     Raises:
         ConfigurationError: No run on the network has the quantity.
     """
-    networks = list(outcome.networks) if network is None else [network]
+    networks = _networks(outcome, network)
     cells = []
     for cell in outcome.cells:
         # A cell of which every run failed has nothing to draw.
@@ -140,8 +140,7 @@ def draw_rows(outcome: Outcome, quantity: Quantity, network: str | None = None) 
             cells.append(cell)
     if not any(_values(quantity.value, cell.group.records) for cell in cells):
         raise ConfigurationError(f"no run with more than one worker has a {quantity.title.lower()}")
-    drawn = {cell.algorithm for cell in cells}
-    names = [name for name in outcome.algorithms if name in drawn]
+    names = sorted({cell.algorithm for cell in cells}, key=outcome.algorithms.index)
     height = 0.62 + _ROW_IN * len(names) * max(len(outcome.several), 1.4)
     figure, panels = _new_panels(network, len(networks), height)
     # All figures of a quantity have the same range, so that networks can be compared.
@@ -152,6 +151,13 @@ def draw_rows(outcome: Outcome, quantity: Quantity, network: str | None = None) 
     canvas.finish(figure, text, *_legend(panels))
     table = _rows_table(quantity, cells)
     return canvas.Drawing(figure_name(quantity.name, network), figure, text, table)
+
+
+def _networks(outcome: Outcome, network: str | None) -> list[str]:
+    """Return the networks of a figure, which has a panel for each."""
+    if network is None:
+        return list(outcome.networks)
+    return [network]
 
 
 def _new_panels(
@@ -388,7 +394,7 @@ def draw_bytes(outcome: Outcome, network: str | None = None) -> canvas.Drawing:
     Raises:
         ConfigurationError: No run on the network reached its goal and counted its bytes.
     """
-    networks = list(outcome.networks) if network is None else [network]
+    networks = _networks(outcome, network)
     points = {name: _points(outcome, name) for name in networks}
     if not any(points.values()):
         raise ConfigurationError(

@@ -81,7 +81,9 @@ def write_page(
     columns = known_columns(rows)
     copy = folder / _COPY
     # A text file of the user may begin with a byte order mark.
-    source = copy.read_text(encoding="utf-8-sig") if copy.exists() else ""
+    source = ""
+    if copy.exists():
+        source = copy.read_text(encoding="utf-8-sig")
     content = {
         "title": outcome.title,
         "facts": facts,

@@ -62,7 +62,9 @@ def listed(words: Iterable[str]) -> str:
         'a, b and c'
     """
     *first, last = list(words) or [""]
-    return f"{', '.join(first)} and {last}" if first else last
+    if not first:
+        return last
+    return f"{', '.join(first)} and {last}"
 
 
 def map_sentence(found: Map) -> str:
@@ -195,7 +197,7 @@ def _against_one_worker(outcome: Outcome) -> list[str]:
     gain: list[str] = []
     loss: list[str] = []
     for network in outcome.networks:
-        orders = []
+        orders: list[tuple[float, int]] = []
         for workers in outcome.several:
             # A row starts with its fastest cell, and the order of a cell with its median.
             orders += map(order, outcome.row(network, workers)[:1])
