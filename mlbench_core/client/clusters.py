@@ -138,6 +138,7 @@ def forget_cluster(name: str) -> None:
 @contextmanager
 def _changing() -> Iterator[dict[str, Any]]:
     """Read the file, let the block change its content, and write it; one process at a time."""
+    # Without the lock, two commands that run at once could lose the change of one of them.
     with files.lock(user_folder("clusters.lock")):
         stored = settings.read(_FILE)
         if not isinstance(stored.get("clusters"), dict):

@@ -8,6 +8,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from mlbench_core.addresses import bracketed
 from mlbench_core.errors import MasterNotFoundError, require
 
 __all__ = ["find_master"]
@@ -75,7 +76,7 @@ def _in_cluster(core: Any, namespace: str, label_selector: str) -> str:
     pod = _master_pod(core, namespaces, label_selector)
     if not pod.status.pod_ip:
         raise MasterNotFoundError("its pod has no address yet")
-    return f"{_bracketed(pod.status.pod_ip)}:{_PORT_IN_POD}"
+    return f"{bracketed(pod.status.pod_ip)}:{_PORT_IN_POD}"
 
 
 def _outside(core: Any, namespace: str, label_selector: str) -> str:
@@ -83,17 +84,17 @@ def _outside(core: Any, namespace: str, label_selector: str) -> str:
     port = _port(service)
     kind = service.spec.type
     if kind == "ClusterIP":
-        return f"{_bracketed(service.spec.cluster_ip)}:{port.port}"
+        return f"{bracketed(service.spec.cluster_ip)}:{port.port}"
     if kind == "LoadBalancer":
-        return f"{_bracketed(_load_balancer_address(service))}:{port.port}"
+        return f"{bracketed(_load_balancer_address(service))}:{port.port}"
     if kind == "NodePort":
         # The Python client turns the name externalIPs into external_i_ps.
         addresses = _entries(getattr(service.spec, "external_i_ps", None))
         external = [address for address in addresses if isinstance(address, str)]
         if external:
-            return f"{_bracketed(external[0])}:{port.node_port}"
+            return f"{bracketed(external[0])}:{port.node_port}"
         pod = _master_pod(core, (_namespace_of(service) or namespace,), label_selector)
-        return f"{_bracketed(_node_address(core, pod))}:{port.node_port}"
+        return f"{bracketed(_node_address(core, pod))}:{port.node_port}"
     raise MasterNotFoundError(
         f"its service is of type {kind!r}; known are NodePort, ClusterIP, LoadBalancer"
     )
@@ -256,8 +257,3 @@ def _entries(items: Any) -> list[Any]:
         return [items[0]]
     except (IndexError, TypeError, KeyError):
         return []
-
-
-def _bracketed(host: str) -> str:
-    """Put an IPv6 address into the brackets that a URL needs; return anything else unchanged."""
-    return f"[{host}]" if ":" in str(host) else host

@@ -16,6 +16,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.exceptions import NewConnectionError
 
+from mlbench_core.addresses import bracketed
 from mlbench_core.client.masters import NONCE_HEADER, PROOF_HEADER, make_proof
 
 __all__ = ["ProvenAdapter"]
@@ -66,10 +67,9 @@ class ProvenAdapter(HTTPAdapter):
 def _demand_proof(connection: HTTPConnection, key: str) -> None:
     """Ask the server for the proof on a connection that was just opened."""
     nonce = secrets.token_hex(16)
-    host = f"[{connection.host}]" if ":" in connection.host else connection.host
     lines = (
         "GET /api/health/ HTTP/1.1",
-        f"Host: {host}:{connection.port}",
+        f"Host: {bracketed(connection.host)}:{connection.port}",
         f"{NONCE_HEADER}: {nonce}",
         "\r\n",
     )

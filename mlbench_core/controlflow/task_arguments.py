@@ -227,6 +227,7 @@ def seconds(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
+        # Fails the comparison below.
         number = math.nan
     if not (number > 0 and math.isfinite(number)):
         raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text!r}")

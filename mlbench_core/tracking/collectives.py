@@ -54,6 +54,7 @@ class CollectiveCounts(Counter[tuple[str, int, int, bool]]):
         """Return the counts of a list from :meth:`as_list` that was not merged."""
         counts = cls()
         for entry in entries:
+            # The list has the bytes of all calls together.
             size_bytes = entry["bytes"] // entry["calls"]
             counts[entry["op"], entry["group"], size_bytes, entry["overlapped"]] = entry["calls"]
         return counts

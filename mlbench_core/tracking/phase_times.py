@@ -102,6 +102,7 @@ class PhaseTimes:
     def _by_epoch(self, pick: Callable[[Totals], float]) -> list[float]:
         """Return the growth of one of the totals in each epoch."""
         totals, now = [Totals(), *self._epoch_ends], self._totals()
+        # The current epoch counts if it has any time.
         if now != totals[-1]:
             totals.append(now)
         return [pick(after) - pick(before) for before, after in pairwise(totals)]

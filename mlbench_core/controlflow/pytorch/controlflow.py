@@ -232,7 +232,7 @@ class BatchRecords:
         """
         # Emptied first: after an error while reading, the values are not read a second time.
         pending, self._pending = self._pending, []
-        tensors = []
+        tensors: list[Tensor] = []
         for record in pending:
             tensors += [value for _, value in record.values]
         tensors += map(_copied, others)

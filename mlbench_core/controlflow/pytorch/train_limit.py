@@ -34,6 +34,7 @@ class TrainLimit:
         try:
             self.seconds = float(text)
         except ValueError:
+            # Fails the comparison below.
             self.seconds = math.nan
         if not 0 < self.seconds < math.inf:
             raise ConfigurationError(

@@ -223,6 +223,7 @@ class TrainValidation:
 
     def valid_one_epoch(self) -> tuple[dict[Any, float], float]:
         """Validate on the whole validation set; see :func:`validation_round`."""
+        # A limit that no data set reaches, so that the round ends with the data set.
         unlimited = 2**62
         return validation_round(
             self.sess,
@@ -247,6 +248,7 @@ class TrainValidation:
         while self.tracker.position()[0] < self.max_train_steps and not self.tracker.goal_reached:
             before = self.tracker.position()[0]
             self.train_one_epoch(lr_tensor_name)
+            # Without batches, the loop would never end.
             if self.tracker.position()[0] == before:
                 raise ValueError(
                     "train_set_init_op must begin a training set with batches, but it has none"
