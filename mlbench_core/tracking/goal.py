@@ -109,7 +109,7 @@ def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
     # A script may set goal_reached to False in order to continue.
     result = tracker.goal_result if tracker.goal_reached else None
     goal = GoalAim.of(tracker.goal).to_dict()
-    value = None
+    value: float | None = None
     if result is None:
         totals, epochs = tracker.totals(), tracker.current_epoch
     else:
