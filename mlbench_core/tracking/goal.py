@@ -106,7 +106,7 @@ def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
     """
     if tracker.goal is None and not tracker.goal_reached:
         return None
-    # A script may set goal_reached to False in order to continue.
+    # A script may set goal_reached to False to continue.
     result = tracker.goal_result if tracker.goal_reached else None
     goal = GoalAim.of(tracker.goal).to_dict()
     value: float | None = None

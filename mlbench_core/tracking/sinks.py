@@ -406,7 +406,7 @@ class MLflowSink(_ServiceSink):
     ``FINISHED``, as ``FAILED`` after an exception, or as ``KILLED`` if it was stopped.
 
     Characters and paths that MLflow does not allow in the name of a metric become ``_``, and a long
-    name is cut. A metric that MLflow refuses all the same is left out with one warning.
+    name is cut. A metric that MLflow still refuses is left out with one warning.
 
     A resumed training is a new run, unless ``MLFLOW_RUN_ID`` names the earlier one. That run then
     gets only steps that it does not have.

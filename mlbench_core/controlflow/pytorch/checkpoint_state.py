@@ -59,7 +59,7 @@ def capture_optional(name: str, target: Any) -> Any:
 
 
 def restore(path: Path, name: str, target: Any, state: Any) -> None:
-    """Give an object the state that :func:`capture` took."""
+    """Restore an object from the state that :func:`capture` returned."""
     if state is None:
         raise CheckpointError(
             f"the checkpoint {path} has no state of {name}; it was saved without one"
@@ -130,7 +130,7 @@ def own_part(state: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, 
 
 
 def restore_model(path: Path, model: Any, state: Mapping[str, Any]) -> None:
-    """Give a model the state that :func:`capture` took; either of them may be compiled."""
+    """Restore a model from a state of :func:`capture`; either of them may be compiled."""
     # torch.compile adds a prefix to the names of parameters, so names are compared without it.
     names: dict[str, str] = {}
     if isinstance(model, torch.nn.Module):
@@ -142,7 +142,7 @@ def restore_model(path: Path, model: Any, state: Mapping[str, Any]) -> None:
 def restore_optimizer(
     path: Path, optimizer: Any, state: Mapping[str, Any], rank: int, lacks_parts: bool
 ) -> None:
-    """Give an optimizer its state, without the aggregation memory of another worker.
+    """Restore an optimizer, without the aggregation memory of another worker.
 
     The memory also does not fit if the number of workers differs. If the parts of other workers are
     missing, no worker restores its own aggregation memory.
